@@ -1,0 +1,1 @@
+"""What crosses a process border: messages, sockets, endpoints, configuration."""

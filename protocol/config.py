@@ -1,0 +1,123 @@
+"""The configuration of a pipeline: every option with its type, default, limit and description.
+
+`launch` makes a flag of each field and writes the result as `config.json` into the run folder;
+every process reads it from there. A process started without `launch` (by another Procfile runner)
+takes `PENSTOCK_<FIELD>` variables instead.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+CONFIG_FILE = "config.json"
+CONFIG_VARIABLE = "PENSTOCK_CONFIG"
+
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,32}$")]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Every option of a pipeline."""
+
+    name: Annotated[Name, Meta(description="name of the pipeline and of its run folder")] = (
+        "default"
+    )
+    model: Annotated[
+        str, Meta(description="folder of a Qwen3 checkpoint; empty: the demo model")
+    ] = ""
+    endpoint: Annotated[str, Meta(description="where clients connect")] = "tcp://127.0.0.1:5555"
+    tp: Annotated[Count, Meta(description="tensor-parallel size: number of workers")] = 1
+    tokenizers: Annotated[Count, Meta(description="tokenizer processes at start")] = 1
+    detokenizers: Annotated[Count, Meta(description="detokenizer processes at start")] = 1
+    block_size: Annotated[Count, Meta(description="tokens per KV block")] = 16
+    num_blocks: Annotated[
+        int, Meta(ge=0, description="KV blocks; 0: as many as --kv-cache-gib holds")
+    ] = 0
+    kv_cache_gib: Annotated[
+        float, Meta(gt=0, description="memory for the KV cache of each worker, GiB")
+    ] = 1.0
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="longest prompt and output, tokens; 0: the model's context")
+    ] = 0
+    max_num_seqs: Annotated[
+        int, Meta(ge=1, le=4096, description="most sequences that run at once")
+    ] = 256
+    max_num_batched_tokens: Annotated[Count, Meta(description="most tokens in one step")] = 2048
+    max_waiting_requests: Annotated[
+        int, Meta(ge=0, description="requests accepted beyond max_num_seqs; more are `overloaded`")
+    ] = 1024
+    max_request_bytes: Annotated[
+        int, Meta(ge=1024, description="longest request frame, bytes; longer ones are refused")
+    ] = 1 << 20
+    num_plans_in_flight: Annotated[
+        int, Meta(ge=1, le=8, description="plans sent ahead of their results")
+    ] = 2
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="share the KV blocks of equal prefixes")
+    ] = True
+    watermark: Annotated[
+        float, Meta(ge=0, lt=1, description="share of blocks kept free when a request is admitted")
+    ] = 0.01
+    num_threads: Annotated[
+        int, Meta(ge=0, description="CPU threads of each worker; 0: cores / tp")
+    ] = 0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="least log level shown")
+    ] = "info"
+
+    @property
+    def run_folder(self) -> Path:
+        """Where the pipeline's sockets and `config.json` are; of mode 0700."""
+        return run_folder(self.name)
+
+    @property
+    def model_folder(self) -> Path:
+        """The checkpoint to serve."""
+        if self.model:
+            return Path(self.model)
+        return Path(__file__).parents[1] / "models" / "demo" / "checkpoint"
+
+
+def run_folder(name: str) -> Path:
+    """The run folder of the pipeline `name` of this user."""
+    parent = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(parent) / f"penstock-{os.getuid()}" / name
+
+
+def make_run_folder(config: Config) -> Path:
+    """Creates the run folder, for this user only. Raises PermissionError if another owns it."""
+    folder = config.run_folder
+    for path in (folder.parent, folder):
+        path.mkdir(mode=0o700, exist_ok=True)
+        if path.stat().st_uid != os.getuid():
+            raise PermissionError(f"{path} belongs to user {path.stat().st_uid}")
+        path.chmod(0o700)
+    return folder
+
+
+def write_config(config: Config) -> Path:
+    """Writes `config.json` into the run folder and returns its path."""
+    path = make_run_folder(config) / CONFIG_FILE
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
+    return path
+
+
+def read_config(path: Path) -> Config:
+    """Raises msgspec.ValidationError for a file that is no `Config`."""
+    return msgspec.json.decode(path.read_bytes(), type=Config)
+
+
+def config_from_environment() -> Config:
+    """What `launch` wrote, or `PENSTOCK_<FIELD>` variables over the defaults."""
+    if path := os.environ.get(CONFIG_VARIABLE):
+        return read_config(Path(path))
+    given = {
+        field: os.environ[f"PENSTOCK_{field.upper()}"]
+        for field in Config.__struct_fields__
+        if f"PENSTOCK_{field.upper()}" in os.environ
+    }
+    return msgspec.convert(given, Config, strict=False)

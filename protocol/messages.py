@@ -1,0 +1,160 @@
+"""What the processes of the pipeline say to each other, in MessagePack.
+
+One union per direction of a socket; `endpoints.py` has the table of sockets.
+"""
+
+from msgspec import Struct
+
+from penstock.protocol.client import (
+    ChatMessage,
+    ErrorReply,
+    FinishReason,
+    SchedulerStatus,
+    TextDelta,
+)
+from penstock.protocol.plan import BatchPlan, SampledTokens
+from penstock.protocol.sampling import SamplingParams
+
+
+class Heartbeat(Struct, tag=True):
+    """A tokenizer or detokenizer lives. The first one registers it, so none is needed beside."""
+
+    name: str
+
+
+class Goodbye(Struct, tag=True):
+    """A tokenizer or detokenizer stops: what it holds goes to another one."""
+
+
+class TokenizeRequest(Struct, tag=True, omit_defaults=True):
+    """Gateway → tokenizer: one submission of a request."""
+
+    request_id: str
+    attempt: int
+    sampling: SamplingParams
+    prompt: str | list[int] | None = None
+    messages: list[ChatMessage] | None = None
+    output_token_ids: list[int] = []
+    """what an earlier attempt delivered; generation goes on behind it"""
+
+
+class Tokenized(Struct, tag=True):
+    """Tokenizer → gateway: the request is with the scheduler."""
+
+    request_id: str
+    attempt: int
+
+
+class RequestFailed(Struct, tag=True):
+    """Tokenizer or scheduler → gateway: the request can't be served, and why."""
+
+    request_id: str
+    attempt: int
+    error: ErrorReply
+
+
+class TokenizedRequest(Struct, tag=True):
+    """Tokenizer → scheduler: a request in token ids."""
+
+    request_id: str
+    attempt: int
+    sampling: SamplingParams
+    """every default filled in"""
+    prompt_token_ids: bytes
+    """int32 [num_prompt_tokens]"""
+    output_token_ids: bytes = b""
+    """int32, generated and delivered by an earlier attempt"""
+
+
+class ReleaseRequest(Struct, tag=True):
+    """Gateway → scheduler: nobody needs this request any more: it is answered, or aborted.
+
+    Until then the scheduler keeps its tokens, for the detokenizer may die before it passed them on.
+    """
+
+    request_id: str
+
+
+class StopFound(Struct, tag=True):
+    """Detokenizer → scheduler: the text holds a stop string; no more tokens are needed."""
+
+    request_id: str
+    attempt: int
+
+
+class StreamOpened(Struct, tag=True, omit_defaults=True):
+    """Scheduler → detokenizer: a request is yours, with all it has generated so far."""
+
+    stream_id: int
+    """the number that `TokenDelta` names it by"""
+    request_id: str
+    attempt: int
+    prompt_tail: bytes
+    """the last prompt tokens, which may end within a character: int32"""
+    output_token_ids: bytes
+    """int32 [num_output_tokens]"""
+    stop: list[str] = []
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    """set if it has ended already"""
+
+
+class TokenDelta(Struct, tag=True, omit_defaults=True):
+    """Scheduler → detokenizer: the new tokens of one step, one message for all its streams."""
+
+    epoch: int
+    opened: list[StreamOpened] = []
+    stream_ids: bytes = b""
+    """int32 [num_tokens]"""
+    token_ids: bytes = b""
+    """int32 [num_tokens], one for each of `stream_ids`"""
+    finished: list[tuple[int, FinishReason]] = []
+    """streams that end behind these tokens"""
+    closed: list[int] = []
+    """streams to forget without a word: released, or another detokenizer's now"""
+
+
+class TextDeltas(Struct, tag=True):
+    """Detokenizer → gateway: the text of one step."""
+
+    deltas: list[TextDelta]
+
+
+class WorkerHello(Struct, array_like=True, tag=True):
+    """Worker → scheduler: who I am and what I hold; sent at start, on change, and as heartbeat."""
+
+    name: str
+    group: str = ""
+    """the tensor-parallel group it has joined; empty: none yet"""
+    rank: int = -1
+    num_blocks: int = 0
+    """KV blocks that fit; 0: the model is not loaded yet"""
+
+
+class WorkerAssignment(Struct, array_like=True, tag=True):
+    """Scheduler → worker: your place in the tensor-parallel group, or, in a group already, the
+    epoch whose plans come next: drop the persistent batch."""
+
+    epoch: int
+    group: str
+    rank: int
+    tp_size: int
+    rendezvous: str
+    """`tcp://host:port` for torch.distributed"""
+
+
+class WorkerExit(Struct, array_like=True, tag=True):
+    """Scheduler → worker: your group has lost a member; leave, to be started afresh."""
+
+    reason: str
+
+
+ToTokenizer = TokenizeRequest
+FromTokenizer = Heartbeat | Goodbye | Tokenized | RequestFailed
+ToScheduler = TokenizedRequest | ReleaseRequest | StopFound
+ToDetokenizer = TokenDelta
+FromDetokenizer = Heartbeat | Goodbye
+ToWorker = WorkerAssignment | WorkerExit | BatchPlan
+FromWorker = WorkerHello | SampledTokens
+ToGateway = TextDeltas | RequestFailed | SchedulerStatus

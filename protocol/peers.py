@@ -1,0 +1,62 @@
+"""Peers that register by a heartbeat, share work, and may be gone (the Paranoid Pirate pattern).
+
+The pattern is from the ZeroMQ guide, chapter 4. Any message counts as a heartbeat.
+"""
+
+from collections.abc import Iterator
+from time import monotonic
+from typing import Generic, TypeVar
+
+from penstock.protocol.sockets import HEARTBEAT_INTERVAL, LIVENESS
+
+Work = TypeVar("Work")
+
+
+class Peer(Generic[Work]):
+    """One process and the work it has, by key."""
+
+    def __init__(self, identity: bytes, name: str) -> None:
+        self.identity = identity
+        self.name = name
+        self.work: dict[object, Work] = {}
+        self.last_seen = monotonic()
+
+
+class Peers(Generic[Work]):
+    """All peers of one kind, by identity."""
+
+    def __init__(self) -> None:
+        self._peers: dict[bytes, Peer[Work]] = {}
+
+    def __iter__(self) -> Iterator[Peer[Work]]:
+        return iter(list(self._peers.values()))
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def get(self, identity: bytes | None) -> Peer[Work] | None:
+        """The peer of this identity, if it is known."""
+        return self._peers.get(identity) if identity else None
+
+    def alive(self, identity: bytes, name: str) -> bool:
+        """A message came; True if it is the first one of this peer."""
+        known = self._peers.get(identity)
+        if known is None:
+            self._peers[identity] = Peer(identity, name)
+            return True
+        known.last_seen = monotonic()
+        return False
+
+    def lost(self, identity: bytes) -> list[Work]:
+        """Forgets a peer; returns the work it had."""
+        peer = self._peers.pop(identity, None)
+        return list(peer.work.values()) if peer else []
+
+    def silent(self) -> list[bytes]:
+        """Peers that have missed LIVENESS heartbeats."""
+        limit = monotonic() - LIVENESS * HEARTBEAT_INTERVAL
+        return [peer.identity for peer in self if peer.last_seen < limit]
+
+    def least_loaded(self) -> Peer[Work] | None:
+        """The peer with the least work; None if there is no peer."""
+        return min(self._peers.values(), key=lambda peer: len(peer.work), default=None)

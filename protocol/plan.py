@@ -1,0 +1,78 @@
+"""The plan of one step, and what comes back.
+
+A worker keeps the *persistent batch*: for every slot its block table, length, sampling parameters
+and last token. A plan carries changes only, applied in this order: rows removed, rows added,
+blocks appended. Then the step runs:
+
+- every slot named in `chunks` computes that many of its given tokens (prefill);
+- every other slot whose given tokens are all computed computes one token, the one it sampled
+  last (decode).
+
+A slot that has no given token left to compute after this samples one. `SampledTokens` has these
+tokens in ascending order of slot.
+
+Lists of integers travel as raw little-endian int32: decoding them costs nothing, whatever their
+length.
+"""
+
+from array import array
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+assert array("i").itemsize == 4  # noqa: S101  the wire format; true wherever CPython runs today
+
+
+def pack(numbers: Iterable[int]) -> bytes:
+    """Integers as raw little-endian int32."""
+    return array("i", numbers).tobytes()
+
+
+def unpack(data: bytes) -> "array[int]":
+    """The inverse of `pack`; raises ValueError where the length is not a multiple of 4."""
+    numbers = array("i")
+    numbers.frombytes(data)
+    return numbers
+
+
+class RowAdded(Struct, array_like=True):
+    """A sequence enters the persistent batch. Filled by the scheduler."""
+
+    slot: int
+    token_ids: bytes
+    """given tokens: the prompt and what was generated before: int32 [num_tokens]"""
+    block_ids: bytes
+    """its block table: int32 [num_blocks], room for every given token"""
+    num_computed_tokens: int
+    """leading tokens whose KV is in the blocks already (prefix cache)"""
+    temperature: float
+    top_k: int
+    """0: all"""
+    top_p: float
+    min_p: float
+    seed: int
+    """int64, key of the sampling noise"""
+
+
+class BatchPlan(Struct, array_like=True, tag="plan"):
+    """One step of the model, as changes to the persistent batch."""
+
+    epoch: int
+    step: int
+    """counts from 0 in each epoch, without a gap"""
+    removed: bytes = b""
+    """slots that leave: int32 [num_removed]"""
+    added: list[RowAdded] = []
+    appended: bytes = b""
+    """blocks that rows get: int32 [num_appended, 2] of (slot, block id)"""
+    chunks: bytes = b""
+    """prefill: int32 [num_chunks, 2] of (slot, number of tokens)"""
+
+
+class SampledTokens(Struct, array_like=True, tag="sampled"):
+    """The tokens of one step, in ascending order of slot. Sent by rank 0."""
+
+    epoch: int
+    step: int
+    token_ids: bytes
+    """int32 [num_sampled]"""

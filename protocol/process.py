@@ -1,0 +1,106 @@
+"""What every process of the pipeline does: start, wait on its sockets, stop."""
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from penstock.protocol.config import Config, config_from_environment, make_run_folder
+from penstock.protocol.endpoints import Endpoints, endpoints
+from penstock.protocol.sockets import HEARTBEAT_INTERVAL, Channel
+
+PROCESS_VARIABLE = "PENSTOCK_PROCESS"
+SUPERVISOR_VARIABLE = "PENSTOCK_SUPERVISOR"
+"""pid of the supervisor: it may end while this process is still importing"""
+_PR_SET_PDEATHSIG = 1
+
+
+class Process:
+    """One process: its name, configuration, ZeroMQ context and log.
+
+    `identity` is one per instance, so that a message for a dead instance can't reach its
+    successor.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.config: Config = config_from_environment()
+        given = os.environ.get(PROCESS_VARIABLE) or os.environ.get("HONCHO_PROCESS_NAME")
+        self.name = given or f"{kind}.{os.getpid()}"
+        self.identity = f"{self.name}/{os.getpid()}/{time.time_ns()}".encode()
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.log = logging.getLogger(kind)
+        make_run_folder(self.config)
+        _start_log(self.config)
+        _die_with_parent()
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """The addresses of this pipeline."""
+        return endpoints(self.config)
+
+
+def _start_log(config: Config) -> None:
+    logging.basicConfig(
+        stream=sys.stderr, level=config.log_level.upper(), format="%(levelname).1s %(message)s"
+    )
+
+
+def _die_with_parent() -> None:
+    """Asks the kernel to kill this process when its parent ends (prctl(2))."""
+    parent = int(os.environ.get(SUPERVISOR_VARIABLE) or os.getppid())
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel knew
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Loop:
+    """Waits on channels and calls their handlers, until SIGTERM or SIGINT.
+
+    `on_heartbeat` is called every HEARTBEAT_INTERVAL, as near as the handlers allow.
+    """
+
+    def __init__(self, on_heartbeat: Callable[[], None]) -> None:
+        self._on_heartbeat = on_heartbeat
+        self._poller = zmq.Poller()
+        self._handlers: dict[Any, Callable[[], None]] = {}
+        self._stopping = False
+
+    def add(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
+        """Calls `handler` when something waits at `channel`."""
+        self._poller.register(channel.socket, zmq.POLLIN)
+        self._handlers[channel.socket] = handler
+
+    def run(self) -> None:
+        """Returns when the process is told to stop."""
+        wakeup = self._catch_signals()
+        due = 0.0
+        while not self._stopping:
+            now = time.monotonic()
+            if now >= due:
+                self._on_heartbeat()
+                due = now + HEARTBEAT_INTERVAL
+            for ready, _ in self._poller.poll(round(max(0.0, due - time.monotonic()) * 1000)):
+                self._handlers.get(ready, self._stop)()
+        wakeup.close()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _catch_signals(self) -> socket.socket:
+        """A signal wakes the poller through a socket: handlers are never cut in the middle."""
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.fileno())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        self._poller.register(reader.fileno(), zmq.POLLIN)
+        self._writer = writer
+        return reader

@@ -1,0 +1,118 @@
+"""A ZeroMQ socket that speaks one union of messages."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+log = logging.getLogger(__name__)
+Received = TypeVar("Received")
+
+HEARTBEAT_INTERVAL = 0.5
+"""seconds between two heartbeats"""
+LIVENESS = 10
+"""heartbeats missed after which a peer is given up"""
+
+
+class Channel(Generic[Received]):
+    """Encodes what is sent and decodes what is received.
+
+    A frame that does not decode is counted in `num_bad_frames`, the first one is logged, and it is
+    dropped. The queues have no limit of their own: the gateway's admission bounds what is in them.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]", receives: Any = None) -> None:
+        self.socket = socket
+        self.num_bad_frames = 0
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(receives).decode
+        self._is_router = socket.socket_type == zmq.ROUTER
+
+    def send(self, message: object, to: bytes = b"") -> bool:
+        """Sends to the peer `to` (ROUTER only); False if that peer is gone."""
+        return self.send_bytes(self._encode(message), to)
+
+    def encode(self, message: object) -> bytes:
+        """For `send_bytes`, where one message goes to several peers."""
+        return self._encode(message)
+
+    def send_bytes(self, frame: bytes, to: bytes = b"") -> bool:
+        """Sends an encoded message; False if the peer is gone."""
+        return self.send_frames([to, frame] if self._is_router else [frame])
+
+    def send_frames(self, frames: list[bytes]) -> bool:
+        """Sends encoded frames, the peer's identity first where this is a ROUTER."""
+        try:
+            self.socket.send_multipart(frames, zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+    def receive(self) -> Iterator[tuple[bytes, Received]]:
+        """Every message that waits at the socket now: (identity of the peer, message)."""
+        for frames in self.receive_frames():
+            message = self.decode(frames)
+            if message is not None:
+                yield frames[0], message
+
+    def receive_frames(self) -> Iterator[list[bytes]]:
+        """Everything that waits at the socket now, as it is."""
+        while True:
+            try:
+                yield self.socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+
+    def decode(self, frames: list[bytes]) -> Received | None:
+        """The message in the last frame, or None if there is none."""
+        if len(frames) == 1 + self._is_router:
+            try:
+                return self._decode(frames[-1])  # type: ignore[no-any-return]
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                reason = str(error)
+        else:
+            reason = f"{len(frames)} frames"
+        self.num_bad_frames += 1
+        if self.num_bad_frames == 1:
+            log.warning("dropped a frame that is no message (more are only counted): %s", reason)
+        return None
+
+
+def bind(context: "zmq.Context[Any]", kind: int, endpoint: str, receives: Any) -> Channel[Any]:
+    """A bound channel. Raises zmq.ZMQError with the address in it if that is taken."""
+    socket = _socket(context, kind)
+    if kind == zmq.ROUTER:
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise zmq.ZMQError(error.errno, f"{error} ({endpoint})") from error
+    return Channel(socket, receives)
+
+
+def connect(
+    context: "zmq.Context[Any]",
+    kind: int,
+    endpoint: str,
+    receives: Any = None,
+    identity: bytes = b"",
+) -> Channel[Any]:
+    """A connected channel; the peer may come later."""
+    socket = _socket(context, kind)
+    if identity:
+        socket.setsockopt(zmq.IDENTITY, identity)
+    socket.connect(endpoint)
+    return Channel(socket, receives)
+
+
+def _socket(context: "zmq.Context[Any]", kind: int) -> "zmq.Socket[bytes]":
+    socket: zmq.Socket[bytes] = context.socket(kind)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.setsockopt(zmq.RECONNECT_IVL, 20)
+    return socket
