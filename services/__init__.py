@@ -1,0 +1,1 @@
+"""One process each; they import protocol and never one another."""

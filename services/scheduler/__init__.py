@@ -1,0 +1,1 @@
+"""The scheduler: sequences, blocks, and the plans in flight."""

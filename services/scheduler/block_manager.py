@@ -1,0 +1,91 @@
+"""The block tables of sequences, over the pool of blocks."""
+
+from penstock.protocol.plan import pack
+from penstock.services.scheduler.block_pool import BlockPool
+from penstock.services.scheduler.sequence import Sequence
+
+
+class BlockManager:
+    """Gives sequences their blocks, finds prefixes in the cache and publishes full blocks.
+
+    `watermark` is the number of blocks that admission leaves free for the sequences that run.
+    """
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, watermark: int = 0, caching: bool = True
+    ) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.watermark = watermark
+        self._caching = caching
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no sequence has."""
+        return self.pool.num_free_blocks
+
+    @property
+    def num_tokens(self) -> int:
+        """What the whole pool holds."""
+        return self.pool.num_blocks * self.block_size
+
+    def allocate(self, sequence: Sequence, keep_watermark: bool) -> bool:
+        """Blocks for every known token, cached ones first; False if too few are free."""
+        num_tokens = len(sequence.token_ids)
+        num_matchable = (num_tokens - 1) // self.block_size  # one token is always computed
+        matched = self.pool.match(self._full_blocks(sequence, num_matchable))
+        num_new = -(-num_tokens // self.block_size) - len(matched)
+        num_left = self.pool.num_free_without(matched) - num_new
+        if num_left < (self.watermark if keep_watermark else 0):
+            return False
+        sequence.published_content = self.pool.share(matched)
+        sequence.num_published_blocks = len(matched)
+        sequence.block_table = matched + [self.pool.take() for _ in range(num_new)]
+        sequence.num_given_tokens = num_tokens
+        sequence.num_planned_tokens = len(matched) * self.block_size
+        return True
+
+    def append(self, sequence: Sequence) -> int:
+        """One more block at the end of the table. Raises KeyError if none is free."""
+        block = self.pool.take()
+        sequence.block_table.append(block)
+        return block
+
+    def free(self, sequence: Sequence) -> None:
+        """Takes all blocks back.
+
+        Plans run in order on one stream, so the next plan may give them out, whatever plans in
+        flight still write to them.
+        """
+        self.pool.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_published_blocks = 0
+
+    def forget(self) -> None:
+        """Empties the cache: the KV memory was lost. No sequence may have blocks."""
+        self.pool = BlockPool(self.pool.num_blocks, self.pool.hash_block)
+
+    def publish(self, sequence: Sequence, num_computed: int) -> None:
+        """Shows the cache every block whose last slot is computed and whose tokens are kept.
+
+        A sequence preempted meanwhile has no blocks, and nothing is published.
+        """
+        num_full = min(num_computed // self.block_size, len(sequence.block_table))
+        full_blocks = self._full_blocks(sequence, num_full)
+        for index in range(sequence.num_published_blocks, len(full_blocks)):
+            sequence.published_content = self.pool.publish(
+                sequence.block_table[index], sequence.published_content, *full_blocks[index]
+            )
+        sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
+
+    def _full_blocks(self, sequence: Sequence, num_blocks: int) -> list[tuple[bytes, bytes]]:
+        """(hash, token ids) of the first `num_blocks` blocks; none without prefix caching."""
+        if not self._caching:
+            return []
+        known = sequence.full_blocks
+        for index in range(len(known), num_blocks):
+            start = index * self.block_size
+            token_ids = pack(sequence.token_ids[start : start + self.block_size])
+            parent = known[-1][0] if known else b""
+            known.append((self.pool.hash_block(parent, token_ids), token_ids))
+        return known[:num_blocks]

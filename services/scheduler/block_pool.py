@@ -1,0 +1,121 @@
+"""KV blocks: which are free, and which hold a prefix that others can use."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import xxhash
+
+ROOT = 0
+"""what stands before the first block of every sequence"""
+NOWHERE = -1
+"""behind a hash collision: nothing that follows can be found again"""
+
+
+class Content(NamedTuple):
+    """What a published block holds. `number` is unique; `parent` is the number of the content
+    before it, so that equal numbers mean equal prefixes, whatever the hashes."""
+
+    number: int
+    parent: int
+    hash: bytes
+    token_ids: bytes
+
+
+def hash_block(parent: bytes, token_ids: bytes) -> bytes:
+    """128 bits, chained: equal only for equal prefixes (xxh3, xxhash.com)."""
+    return xxhash.xxh3_128_digest(parent + token_ids)
+
+
+class BlockPool:
+    """Reference counts, the free list, and the prefix cache over `num_blocks` blocks.
+
+    A free block keeps its content until it is given out again. The free list is in order of last
+    use, blocks without content first, and of one sequence the last blocks first; so a block is
+    never evicted before those that continue it. Every operation is O(1) a block.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        hash_block: Callable[[bytes, bytes], bytes] = hash_block,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.hash_block = hash_block
+        self._ref_counts = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._contents: list[Content | None] = [None] * num_blocks
+        self._cached: dict[bytes, int] = {}
+        self._num_contents = ROOT
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody refers to; some may hold a cached prefix."""
+        return len(self._free)
+
+    def match(self, full_blocks: Iterable[tuple[bytes, bytes]]) -> list[int]:
+        """The cached blocks of the longest known prefix; the caller must `share` them next.
+
+        `full_blocks` are (hash, token ids) of the sequence's full blocks, in order.
+        """
+        blocks: list[int] = []
+        parent = ROOT
+        for hash_, token_ids in full_blocks:
+            block = self._cached.get(hash_)
+            content = None if block is None else self._contents[block]
+            if block is None or content is None:
+                break
+            if content.parent != parent or content.token_ids != token_ids:
+                break
+            blocks.append(block)
+            parent = content.number
+        return blocks
+
+    def num_free_without(self, matched: Sequence[int]) -> int:
+        """Free blocks left when `matched` are shared."""
+        return len(self._free) - sum(not self._ref_counts[block] for block in matched)
+
+    def share(self, matched: Sequence[int]) -> int:
+        """Refers to matched blocks; returns the number of the last one's content."""
+        for block in matched:
+            if not self._ref_counts[block]:
+                del self._free[block]
+            self._ref_counts[block] += 1
+        content = self._contents[matched[-1]] if matched else None
+        return content.number if content else ROOT
+
+    def take(self) -> int:
+        """A block to write to; evicts what it held. Raises KeyError if none is free."""
+        block, _ = self._free.popitem(last=False)
+        content = self._contents[block]
+        if content is not None:
+            del self._cached[content.hash]
+            self._contents[block] = None
+        self._ref_counts[block] = 1
+        return block
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Gives up one reference to each block of a block table."""
+        for block in reversed(blocks):
+            self._ref_counts[block] -= 1
+            if not self._ref_counts[block]:
+                self._free[block] = None
+                if self._contents[block] is None:
+                    self._free.move_to_end(block, last=False)
+
+    def publish(self, block: int, parent: int, hash_: bytes, token_ids: bytes) -> int:
+        """Makes a full block visible to others; returns the number of its content.
+
+        If an equal block is published already, its number is returned and `block` stays private.
+        Returns NOWHERE if the hash belongs to another content, or `parent` is NOWHERE.
+        """
+        if parent == NOWHERE:
+            return NOWHERE
+        known = self._contents[self._cached[hash_]] if hash_ in self._cached else None
+        if known is not None:
+            same = known.parent == parent and known.token_ids == token_ids
+            return known.number if same else NOWHERE
+        self._num_contents += 1
+        self._contents[block] = Content(self._num_contents, parent, hash_, token_ids)
+        self._cached[hash_] = block
+        return self._num_contents

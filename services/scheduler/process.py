@@ -1,0 +1,228 @@
+"""The scheduler's process: sockets around `Scheduler`, `WorkerGroup` and `Streams`."""
+
+from time import time_ns
+
+import zmq
+
+from penstock.protocol.checkpoint import eos_token_ids, read_generation_config, read_model_config
+from penstock.protocol.client import ErrorReply, SchedulerStatus
+from penstock.protocol.messages import (
+    FromDetokenizer,
+    FromWorker,
+    Goodbye,
+    ReleaseRequest,
+    RequestFailed,
+    StopFound,
+    TokenizedRequest,
+    ToScheduler,
+    WorkerHello,
+)
+from penstock.protocol.plan import SampledTokens, unpack
+from penstock.protocol.process import Loop, Process
+from penstock.protocol.sockets import bind, connect
+from penstock.services.scheduler.block_manager import BlockManager
+from penstock.services.scheduler.block_pool import BlockPool
+from penstock.services.scheduler.scheduler import CannotFitError, Scheduler
+from penstock.services.scheduler.sequence import Sequence
+from penstock.services.scheduler.streams import Streams
+from penstock.services.scheduler.workers import Letter, WorkerGroup
+
+
+class SchedulerProcess:
+    """Takes requests, keeps plans in flight, passes tokens on."""
+
+    def __init__(self, process: Process) -> None:
+        self.log = process.log
+        self.config = process.config
+        self.epoch = time_ns()
+        self.model = read_model_config(self.config.model_folder)
+        generation = read_generation_config(self.config.model_folder)
+        self.eos_token_ids = frozenset(eos_token_ids(self.model, generation))
+        self.scheduler: Scheduler | None = None
+        self.group = WorkerGroup(self.config.tp)
+        self.streams = Streams(self.epoch)
+        self.requests: dict[str, Sequence] = {}
+        """every request that the gateway has not released"""
+        self.early: list[TokenizedRequest] = []
+        """came before there were workers"""
+        self.told_ready = False
+        context, at = process.context, process.endpoints
+        self.inbox = bind(context, zmq.PULL, at.requests, ToScheduler)
+        self.workers = bind(context, zmq.ROUTER, at.workers, FromWorker)
+        self.detokenizers = bind(context, zmq.ROUTER, at.detokenizers, FromDetokenizer)
+        self.gateway = connect(context, zmq.PUSH, at.results)
+        self.loop = Loop(self.on_heartbeat)
+        self.loop.add(self.workers, self.on_workers)
+        self.loop.add(self.inbox, self.on_requests)
+        self.loop.add(self.detokenizers, self.on_detokenizers)
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    def on_requests(self) -> None:
+        """New requests, and those that are to end."""
+        for _, message in self.inbox.receive():
+            match message:
+                case TokenizedRequest():
+                    self.accept(message)
+                case StopFound(request_id, attempt):
+                    sequence = self.requests.get(request_id)
+                    if sequence and sequence.attempt == attempt and self.scheduler:
+                        self.scheduler.finish(sequence, "stop")
+                case ReleaseRequest(request_id):
+                    self.release(request_id)
+        self.advance()
+
+    def accept(self, request: TokenizedRequest) -> None:
+        """Puts a request into the queue; a later attempt takes the place of an earlier one."""
+        if self.scheduler is None:
+            self.early.append(request)
+            return
+        known = self.requests.get(request.request_id)
+        if known and known.attempt >= request.attempt:
+            return
+        self.release(request.request_id)
+        sequence = Sequence(request, self.eos_token_ids)
+        try:
+            self.scheduler.add(sequence)
+        except CannotFitError as error:
+            reply = ErrorReply(code="invalid", message=str(error), field="prompt")
+            self.gateway.send(RequestFailed(request.request_id, request.attempt, reply))
+            return
+        self.requests[request.request_id] = sequence
+        self.streams.open(sequence)
+
+    def release(self, request_id: str) -> None:
+        """Forgets a request, whatever state it is in; an unknown one is no error."""
+        sequence = self.requests.pop(request_id, None)
+        if sequence and self.scheduler:
+            self.scheduler.finish(sequence, "abort")
+            self.streams.close(sequence)
+        self.early = [r for r in self.early if r.request_id != request_id]
+
+    # ---- workers -----------------------------------------------------------------------------
+
+    def on_workers(self) -> None:
+        """Tokens of the oldest step, or news of a worker."""
+        for identity, message in self.workers.receive():
+            if isinstance(message, SampledTokens):
+                self.on_tokens(message)
+            else:
+                self.on_hello(identity, message)
+        self.advance()
+
+    def on_tokens(self, message: SampledTokens) -> None:
+        """Tokens of an older group are dropped: what they answer is computed again."""
+        if self.scheduler and message.epoch == self.scheduler.epoch == self.group.epoch:
+            output = self.scheduler.update(message.step, unpack(message.token_ids))
+            self.streams.put(output)
+
+    def on_hello(self, identity: bytes, hello: WorkerHello) -> None:
+        """Seats the worker; when the last one is ready, plans can go out."""
+        was_ready = self.group.ready
+        self.send_letters(self.group.hello(identity, hello))
+        if self.group.ready and not was_ready:
+            self.start_group()
+
+    def send_letters(self, letters: list[Letter]) -> None:
+        """A worker that can't be reached is gone, which makes more letters."""
+        for identity, message in letters:
+            if not self.workers.send(message, identity):
+                self.send_letters(self.group.lost(identity))
+
+    def start_group(self) -> None:
+        """The workers hold no KV of ours: everything that ran is computed again."""
+        self.log.info("workers ready: %s", ", ".join(self.group.names))
+        if self.scheduler is None:
+            self.scheduler = self.make_scheduler()
+            for request in self.early:
+                self.accept(request)
+            self.early.clear()
+        else:
+            self.scheduler.restart(self.group.epoch)
+
+    def make_scheduler(self) -> Scheduler:
+        """Over as many blocks as every worker has."""
+        config, num_blocks = self.config, self.group.num_blocks
+        blocks = BlockManager(
+            BlockPool(num_blocks),
+            config.block_size,
+            int(num_blocks * config.watermark),
+            config.enable_prefix_caching,
+        )
+        max_model_len = config.max_model_len or self.model.max_position_embeddings
+        return Scheduler(config, max_model_len, blocks, self.group.epoch)
+
+    # ---- steps -------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Sends every plan that may be sent, and then the tokens that have come."""
+        scheduler = self.scheduler
+        while scheduler and self.group.ready and scheduler.epoch == self.group.epoch:
+            plan = scheduler.schedule()
+            if plan is None:
+                break
+            frame = self.workers.encode(plan)
+            for member in self.group.members:
+                if not self.workers.send_bytes(frame, member):
+                    self.send_letters(self.group.lost(member))
+                    break
+        for identity, delta in self.streams.take_deltas():
+            if not self.detokenizers.send(delta, identity):
+                self.lose_detokenizer(identity)
+        if self.ready != self.told_ready:
+            self.send_status()
+
+    def lose_detokenizer(self, identity: bytes) -> None:
+        """Its sequences go to another one at once, or to the next that comes."""
+        self.log.warning("detokenizer %s is gone", identity.decode(errors="replace"))
+        self.streams.lost(identity)
+        self.advance()
+
+    # ---- the rest ----------------------------------------------------------------------------
+
+    def on_detokenizers(self) -> None:
+        """Heartbeats and goodbyes."""
+        for identity, message in self.detokenizers.receive():
+            if isinstance(message, Goodbye):
+                self.streams.lost(identity)
+            else:
+                self.streams.alive(identity, message.name)
+        self.advance()
+
+    def on_heartbeat(self) -> None:
+        """Gives up detokenizers that are silent, and tells the gateway how things are."""
+        for identity in self.streams.detokenizers.silent():
+            self.lose_detokenizer(identity)
+        self.send_status()
+
+    @property
+    def ready(self) -> bool:
+        """Requests can be served from here on."""
+        return self.group.ready and len(self.streams.detokenizers) > 0
+
+    def send_status(self) -> None:
+        """The first one tells the gateway that there is a new scheduler."""
+        self.told_ready = self.ready
+        scheduler, channels = self.scheduler, (self.inbox, self.workers, self.detokenizers)
+        status = SchedulerStatus(
+            epoch=self.epoch,
+            ready=self.ready,
+            num_bad_frames=sum(channel.num_bad_frames for channel in channels),
+            workers=self.group.names,
+            detokenizers={peer.name: len(peer.work) for peer in self.streams.detokenizers},
+        )
+        if scheduler:
+            status.num_waiting = len(scheduler.waiting)
+            status.num_running = len(scheduler.running)
+            status.num_blocks = scheduler.block_manager.pool.num_blocks
+            status.num_free_blocks = scheduler.block_manager.num_free_blocks
+            status.num_steps = scheduler.num_steps
+            status.num_preemptions = scheduler.num_preemptions
+        self.gateway.send(status)
+
+
+def main() -> None:
+    """Runs until SIGTERM."""
+    process = Process("scheduler")
+    SchedulerProcess(process).loop.run()
+    process.context.destroy()

@@ -1,0 +1,292 @@
+"""The policy of the pipeline: which sequences run in which step. No sockets, no clock.
+
+`schedule` makes plans and may run up to `num_plans_in_flight` plans ahead of `update`, which takes
+the tokens of the oldest plan. A plan is made without knowing the tokens of those before it: only
+their number. `update` is the only place where a sequence grows, ends, or publishes blocks.
+"""
+
+from collections import deque
+from collections.abc import Sequence as SequenceOf
+from heapq import heapify, heappop, heappush
+from operator import attrgetter
+from typing import NamedTuple
+
+from penstock.protocol.client import FinishReason
+from penstock.protocol.config import Config
+from penstock.protocol.plan import BatchPlan, RowAdded, pack
+from penstock.services.scheduler.block_manager import BlockManager
+from penstock.services.scheduler.sequence import Sequence, Status
+
+WAITING, RUNNING, DRAINING, FINISHED = Status
+
+
+class CannotFitError(ValueError):
+    """A request that could not run even alone; the message names the numbers."""
+
+
+class Step(NamedTuple):
+    """A plan in flight: what `update` must know of it."""
+
+    number: int
+    sampled: list[Sequence]
+    """get one token each, in ascending order of slot"""
+    chunks: list[tuple[Sequence, int]]
+    """sequence and the number of its tokens computed behind this step"""
+
+
+class StepOutput(NamedTuple):
+    """What a step brought."""
+
+    sequences: list[Sequence]
+    token_ids: list[int]
+    """one for each of `sequences`"""
+    finished: list[Sequence]
+
+
+class Changes(NamedTuple):
+    """The parts of a `BatchPlan` while it is being made."""
+
+    added: list[RowAdded]
+    appended: list[int]
+    chunks: list[int]
+
+
+class Scheduler:
+    """Continuous batching over a pool of KV blocks: decode first, then chunks of prefill."""
+
+    def __init__(
+        self, config: Config, max_model_len: int, block_manager: BlockManager, epoch: int = 0
+    ) -> None:
+        self.epoch = epoch
+        """of the plans; a new group of workers has a new one"""
+        self.block_manager = block_manager
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        """in order of admission: the last one is the first to be preempted"""
+        self.in_flight: deque[Step] = deque()
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self._block_size = block_manager.block_size
+        self._max_tokens_per_step = config.max_num_batched_tokens
+        self._max_plans = config.num_plans_in_flight
+        self._max_length = min(max_model_len, block_manager.num_tokens)
+        self._free_slots = list(range(min(config.max_num_seqs, config.max_num_batched_tokens)))
+        heapify(self._free_slots)
+        self._removed: list[int] = []
+        """slots to leave the persistent batch with the next plan"""
+
+    # ---- requests come and go ----------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Puts a new sequence at the end of the queue. Raises CannotFitError.
+
+        A sequence that an earlier attempt had brought to its end is finished at once.
+        """
+        if sequence.num_prompt_tokens >= self._max_length:
+            raise CannotFitError(
+                f"prompt has {sequence.num_prompt_tokens} tokens; at most {self._max_length - 1} "
+                "fit into the context and the KV pool"
+            )
+        wanted = sequence.sampling.max_tokens or self._max_length
+        sequence.max_length = min(sequence.num_prompt_tokens + wanted, self._max_length)
+        self.waiting.append(sequence)
+        if len(sequence.token_ids) > sequence.num_prompt_tokens:
+            self._end_if_due(sequence)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a sequence in whatever state it is. What is in flight of it is discarded."""
+        if sequence.status is FINISHED:
+            return
+        if sequence.status is WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.status is RUNNING:
+            self.running.remove(sequence)
+            self._leave_slot(sequence)
+        self.block_manager.free(sequence)
+        sequence.status = FINISHED
+        sequence.finish_reason = reason
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes a running sequence's slot and blocks; its tokens are kept, their KV recomputed."""
+        self.running.remove(sequence)
+        self._leave_slot(sequence)
+        self.block_manager.free(sequence)
+        sequence.status = WAITING
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        self._removed.append(sequence.slot)
+        heappush(self._free_slots, sequence.slot)
+        sequence.slot = -1
+
+    def restart(self, epoch: int) -> None:
+        """New workers, with empty KV: everything is `waiting` again and nothing is in flight."""
+        draining = {s for step in self.in_flight for s in step.sampled if s.status is DRAINING}
+        for sequence in reversed(self.running):
+            self.preempt(sequence)
+        for sequence in sorted(draining, key=attrgetter("last_step"), reverse=True):
+            self.block_manager.free(sequence)
+            sequence.status = WAITING
+            self.waiting.appendleft(sequence)
+        self.in_flight.clear()
+        for sequence in self.waiting:
+            sequence.last_step = -1
+        self._removed.clear()
+        self.num_steps = 0
+        self.epoch = epoch
+        self.block_manager.forget()
+
+    # ---- the next step -----------------------------------------------------------------------
+
+    def schedule(self) -> BatchPlan | None:
+        """The next plan; None if enough plans are in flight or there is nothing to run.
+
+        When the last sequences drain, one empty plan follows: a worker sends the tokens of a step
+        once it has launched the next.
+        """
+        if len(self.in_flight) >= self._max_plans:
+            return None
+        step = Step(self.num_steps, [], [])
+        changes = Changes([], [], [])
+        prefilling = self._schedule_decode(step, changes)
+        budget = self._max_tokens_per_step - len(step.sampled)
+        for sequence in prefilling:
+            if budget and sequence.status is RUNNING:
+                budget -= self._add_chunk(sequence, step, changes, budget)
+        self._admit(step, changes, budget)
+        if not step.sampled and not step.chunks and not self._needs_flush():
+            return None
+        self._retire_rows(step)
+        step.sampled.sort(key=attrgetter("slot"))
+        return self._send(step, changes)
+
+    def _needs_flush(self) -> bool:
+        last = self.in_flight[-1] if self.in_flight else None
+        return last is not None and bool(last.sampled or last.chunks)
+
+    def _schedule_decode(self, step: Step, changes: Changes) -> list[Sequence]:
+        """Plans a token for every row behind its prefill; returns the rows still in it."""
+        prefilling: list[Sequence] = []
+        running, sampled = self.running, step.sampled
+        number, block_size = step.number, self._block_size
+        index = 0
+        while index < len(running):
+            sequence = running[index]
+            position = sequence.num_planned_tokens
+            if position < sequence.num_given_tokens:
+                prefilling.append(sequence)
+            elif position < len(sequence.block_table) * block_size or self._append_block(
+                sequence, changes
+            ):
+                sequence.num_planned_tokens = position + 1
+                sequence.last_step = number
+                sampled.append(sequence)
+            index += 1
+        return prefilling
+
+    def _append_block(self, sequence: Sequence, changes: Changes) -> bool:
+        """Gives `sequence` a block, at the cost of newer ones; False if it was the newest."""
+        while not self.block_manager.num_free_blocks:
+            victim = self.running[-1]
+            self.preempt(victim)
+            if victim is sequence:
+                return False
+        changes.appended.extend((sequence.slot, self.block_manager.append(sequence)))
+        return True
+
+    def _add_chunk(self, sequence: Sequence, step: Step, changes: Changes, budget: int) -> int:
+        num_tokens = min(budget, sequence.num_given_tokens - sequence.num_planned_tokens)
+        sequence.num_planned_tokens += num_tokens
+        sequence.last_step = step.number
+        changes.chunks.extend((sequence.slot, num_tokens))
+        if sequence.num_planned_tokens == sequence.num_given_tokens:
+            step.sampled.append(sequence)
+        else:
+            step.chunks.append((sequence, sequence.num_planned_tokens))
+        return num_tokens
+
+    def _admit(self, step: Step, changes: Changes, budget: int) -> None:
+        while budget and self.waiting and self._free_slots:
+            sequence = self.waiting[0]
+            if self._is_in_flight(sequence) or not self._allocate(sequence):
+                return
+            self.waiting.popleft()
+            self.running.append(sequence)
+            sequence.status = RUNNING
+            sequence.slot = heappop(self._free_slots)
+            changes.added.append(sequence.as_row())
+            budget -= self._add_chunk(sequence, step, changes, budget)
+
+    def _allocate(self, sequence: Sequence) -> bool:
+        """The watermark is for others: a sequence alone may have the whole pool."""
+        if not self.block_manager.allocate(sequence, keep_watermark=bool(self.running)):
+            return False
+        if not sequence.num_preemptions:
+            num_found = min(sequence.num_planned_tokens, sequence.num_prompt_tokens)
+            sequence.num_cached_tokens = num_found
+        return True
+
+    def _is_in_flight(self, sequence: Sequence) -> bool:
+        return bool(self.in_flight) and sequence.last_step >= self.in_flight[0].number
+
+    def _retire_rows(self, step: Step) -> None:
+        """Rows whose last token is sampled by this step have no place in the next plan."""
+        ends = [s for s in step.sampled if s.num_planned_tokens + 1 == s.max_length]
+        for sequence in ends:
+            self.running.remove(sequence)
+            sequence.status = DRAINING
+
+    def _send(self, step: Step, changes: Changes) -> BatchPlan:
+        plan = BatchPlan(
+            self.epoch,
+            step.number,
+            pack(self._removed),
+            changes.added,
+            pack(changes.appended),
+            pack(changes.chunks),
+        )
+        self._removed.clear()
+        for sequence in step.sampled:
+            if sequence.status is DRAINING:
+                self._leave_slot(sequence)
+        self.in_flight.append(step)
+        self.num_steps += 1
+        return plan
+
+    # ---- its result --------------------------------------------------------------------------
+
+    def update(self, number: int, token_ids: SequenceOf[int]) -> StepOutput:
+        """Takes the tokens of the oldest plan in flight, one for each row it sampled.
+
+        Raises ValueError if they are not the tokens of that plan.
+        """
+        expected = self.in_flight[0] if self.in_flight else None
+        if not expected or (expected.number, len(expected.sampled)) != (number, len(token_ids)):
+            raise ValueError(f"{len(token_ids)} tokens of step {number}; expected {expected}")
+        step = self.in_flight.popleft()
+        for sequence, num_computed in step.chunks:
+            self.block_manager.publish(sequence, num_computed)
+        output = StepOutput([], [], [])
+        for sequence, token_id in zip(step.sampled, token_ids, strict=True):
+            if sequence.finish_reason is None:
+                self._grow(sequence, token_id)
+                output.sequences.append(sequence)
+                output.token_ids.append(token_id)
+                if sequence.finish_reason is not None:
+                    output.finished.append(sequence)
+        return output
+
+    def _grow(self, sequence: Sequence, token_id: int) -> None:
+        num_computed = len(sequence.token_ids)
+        if num_computed // self._block_size > sequence.num_published_blocks:
+            self.block_manager.publish(sequence, num_computed)
+        sequence.token_ids.append(token_id)
+        self._end_if_due(sequence)
+
+    def _end_if_due(self, sequence: Sequence) -> None:
+        if sequence.token_ids[-1] in sequence.stop_token_ids:
+            self.finish(sequence, "stop")
+        elif len(sequence.token_ids) >= sequence.max_length:
+            self.finish(sequence, "length")

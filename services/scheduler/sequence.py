@@ -1,0 +1,112 @@
+"""A request as the scheduler sees it: a growing list of tokens."""
+
+from enum import Enum
+
+import xxhash
+
+from penstock.protocol.client import FinishReason
+from penstock.protocol.messages import TokenizedRequest
+from penstock.protocol.plan import RowAdded, pack, unpack
+from penstock.protocol.sampling import SamplingParams
+
+
+class Status(Enum):
+    """Where a sequence is."""
+
+    WAITING = "waiting"
+    """not in the persistent batch; new, or preempted"""
+    RUNNING = "running"
+    """has a slot; part of every plan until its end is planned"""
+    DRAINING = "draining"
+    """its last token is in a plan in flight; it has blocks, but no slot any more"""
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Tokens, blocks and progress of one request. Changed by the `Scheduler` only."""
+
+    __slots__ = (
+        "attempt",
+        "block_table",
+        "detokenizer",
+        "finish_reason",
+        "full_blocks",
+        "last_step",
+        "max_length",
+        "num_cached_tokens",
+        "num_given_tokens",
+        "num_planned_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_published_blocks",
+        "published_content",
+        "request_id",
+        "sampling",
+        "seed",
+        "slot",
+        "status",
+        "stop_token_ids",
+        "stream_id",
+        "token_ids",
+    )
+
+    def __init__(self, request: TokenizedRequest, eos_token_ids: frozenset[int]) -> None:
+        prompt = unpack(request.prompt_token_ids)
+        self.request_id = request.request_id
+        self.attempt = request.attempt
+        self.sampling: SamplingParams = request.sampling
+        self.seed = seed_of(request)
+        eos = frozenset() if request.sampling.ignore_eos else eos_token_ids
+        self.stop_token_ids = eos | frozenset(request.sampling.stop_token_ids)
+        self.token_ids: list[int] = [*prompt, *unpack(request.output_token_ids)]
+        self.num_prompt_tokens = len(prompt)
+        self.max_length = 0
+        """most tokens, prompt and output; set when the scheduler takes the sequence"""
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.slot = -1
+        self.last_step = -1
+        """number of the last plan it is part of"""
+        self.num_given_tokens = 0
+        """tokens known when it was last admitted: these are prefilled, the rest is decoded"""
+        self.num_planned_tokens = 0
+        """positions whose KV is computed by the plans sent so far, or was found in the cache"""
+        self.num_cached_tokens = 0
+        """prompt tokens found in the prefix cache when it was first admitted"""
+        self.num_preemptions = 0
+        self.block_table: list[int] = []
+        self.full_blocks: list[tuple[bytes, bytes]] = []
+        """(hash, token ids) of its full blocks, as far as they have been needed"""
+        self.detokenizer: bytes | None = None
+        """identity of the process that makes its text; set by `Streams`, as is `stream_id`"""
+        self.stream_id = -1
+        self.num_published_blocks = 0
+        self.published_content = 0
+        """what the cache calls its last published block; see `BlockPool.publish`"""
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Tokens generated and confirmed."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def as_row(self) -> RowAdded:
+        """What a worker must know of it, when it enters the persistent batch."""
+        sampling = self.sampling
+        return RowAdded(
+            slot=self.slot,
+            token_ids=pack(self.token_ids),
+            block_ids=pack(self.block_table),
+            num_computed_tokens=self.num_planned_tokens,
+            temperature=sampling.temperature or 0.0,
+            top_k=max(0, sampling.top_k or 0),
+            top_p=1.0 if sampling.top_p is None else sampling.top_p,
+            min_p=sampling.min_p or 0.0,
+            seed=self.seed,
+        )
+
+
+def seed_of(request: TokenizedRequest) -> int:
+    """The seed asked for, or one that follows from the request id: a restart changes nothing."""
+    if request.sampling.seed is not None:
+        return request.sampling.seed
+    return xxhash.xxh64_intdigest(request.request_id.encode()) >> 1

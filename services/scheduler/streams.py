@@ -1,0 +1,144 @@
+"""Which detokenizer makes the text of which sequence, and what it is told next."""
+
+from collections.abc import Iterable, Iterator
+
+from penstock.protocol.client import FinishReason
+from penstock.protocol.messages import StreamOpened, TokenDelta
+from penstock.protocol.peers import Peers
+from penstock.protocol.plan import pack
+from penstock.services.scheduler.scheduler import StepOutput
+from penstock.services.scheduler.sequence import Sequence
+
+MAX_CHARACTER_TOKENS = 4
+"""a character has at most 4 bytes, and a token at least one"""
+
+
+class Outbox:
+    """The next message for one detokenizer, while it is being made."""
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self.opened: list[StreamOpened] = []
+        self.stream_ids: list[int] = []
+        self.token_ids: list[int] = []
+        self.finished: list[tuple[int, FinishReason]] = []
+        self.closed: list[int] = []
+
+    def take(self, epoch: int) -> TokenDelta | None:
+        """The message made since the last call; None if there is nothing to say."""
+        if not (self.opened or self.stream_ids or self.finished or self.closed):
+            return None
+        delta = TokenDelta(
+            epoch,
+            self.opened,
+            pack(self.stream_ids),
+            pack(self.token_ids),
+            self.finished,
+            self.closed,
+        )
+        self._clear()
+        return delta
+
+
+class Streams:
+    """Assigns every sequence to the detokenizer with the fewest; moves them when one comes or goes.
+
+    A sequence can move at any time, for its text follows from its tokens, and the gateway drops
+    what it has already.
+    """
+
+    def __init__(self, epoch: int) -> None:
+        self.detokenizers: Peers[Sequence] = Peers()
+        self._outboxes: dict[bytes, Outbox] = {}
+        self._epoch = epoch
+        self._num_streams = 0
+        self._unassigned: dict[int, Sequence] = {}
+
+    def alive(self, identity: bytes, name: str) -> None:
+        """A heartbeat came; the first one registers the detokenizer and gives it its share."""
+        if self.detokenizers.alive(identity, name):
+            self._outboxes[identity] = Outbox()
+            orphans, self._unassigned = self._unassigned, {}
+            self._assign(orphans.values())
+            self._rebalance()
+
+    def lost(self, identity: bytes) -> None:
+        """A detokenizer is gone: its sequences go to others with all their tokens."""
+        self._outboxes.pop(identity, None)
+        self._assign(self.detokenizers.lost(identity))
+
+    def open(self, sequence: Sequence) -> None:
+        """A new sequence needs a detokenizer."""
+        self._num_streams += 1
+        sequence.stream_id = self._num_streams
+        self._assign([sequence])
+
+    def close(self, sequence: Sequence) -> None:
+        """Nothing more is wanted of a sequence."""
+        self._unassigned.pop(sequence.stream_id, None)
+        peer = self.detokenizers.get(sequence.detokenizer)
+        if peer:
+            del peer.work[sequence.stream_id]
+            self._outboxes[peer.identity].closed.append(sequence.stream_id)
+
+    def _assign(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            peer = self.detokenizers.least_loaded()
+            if peer is None:
+                sequence.detokenizer = None
+                self._unassigned[sequence.stream_id] = sequence
+            else:
+                sequence.detokenizer = peer.identity
+                peer.work[sequence.stream_id] = sequence
+                self._outboxes[peer.identity].opened.append(_opened(sequence))
+
+    def _rebalance(self) -> None:
+        """Moves sequences from those that have more than their share."""
+        num_sequences = sum(len(peer.work) for peer in self.detokenizers)
+        share = -(-num_sequences // len(self.detokenizers))
+        for peer in self.detokenizers:
+            surplus = list(peer.work.values())[share:]
+            for sequence in surplus:
+                self.close(sequence)
+            self._assign(surplus)
+
+    def finish(self, sequences: Iterable[Sequence]) -> None:
+        """These have ended."""
+        for sequence in sequences:
+            outbox = self._outboxes.get(sequence.detokenizer or b"")
+            if outbox and sequence.finish_reason:
+                outbox.finished.append((sequence.stream_id, sequence.finish_reason))
+
+    def put(self, output: StepOutput) -> None:
+        """The tokens of a step."""
+        outboxes = self._outboxes
+        for sequence, token_id in zip(output.sequences, output.token_ids, strict=True):
+            outbox = outboxes.get(sequence.detokenizer)  # type: ignore[arg-type]
+            if outbox is not None:
+                outbox.stream_ids.append(sequence.stream_id)
+                outbox.token_ids.append(token_id)
+        self.finish(output.finished)
+
+    def take_deltas(self) -> Iterator[tuple[bytes, TokenDelta]]:
+        """A message for each detokenizer that has something to be told."""
+        for identity, outbox in list(self._outboxes.items()):
+            delta = outbox.take(self._epoch)
+            if delta:
+                yield identity, delta
+
+
+def _opened(sequence: Sequence) -> StreamOpened:
+    end = sequence.num_prompt_tokens
+    return StreamOpened(
+        stream_id=sequence.stream_id,
+        request_id=sequence.request_id,
+        attempt=sequence.attempt,
+        prompt_tail=pack(sequence.token_ids[max(0, end - MAX_CHARACTER_TOKENS) : end]),
+        output_token_ids=pack(sequence.output_token_ids),
+        stop=sequence.sampling.stop_strings,
+        prompt_tokens=end,
+        cached_tokens=sequence.num_cached_tokens,
+        finish_reason=sequence.finish_reason,
+    )

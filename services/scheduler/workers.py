@@ -1,0 +1,98 @@
+"""The tensor-parallel group: which worker has which rank, and whether it can run plans."""
+
+import socket
+from time import time_ns
+
+from penstock.protocol.messages import WorkerAssignment, WorkerExit, WorkerHello
+
+Letter = tuple[bytes, WorkerAssignment | WorkerExit]
+"""identity of the worker, and what to tell it"""
+
+
+class WorkerGroup:
+    """Seats workers as they come. No sockets: every method returns the letters to send.
+
+    A group is complete when every rank is taken, and ready when every rank has loaded its model.
+    A group that loses a member is dissolved, for a collective can't go on without it. Workers that
+    are in a group already (the scheduler was restarted, not they) are taken as they are.
+    """
+
+    def __init__(self, tp_size: int) -> None:
+        self.tp_size = tp_size
+        self.epoch = 0
+        """of this group's plans; 0 while there is no group"""
+        self.members: list[bytes] = []
+        """identities by rank; empty while there is no group"""
+        self._hellos: dict[bytes, WorkerHello] = {}
+
+    @property
+    def ready(self) -> bool:
+        """Plans may be sent."""
+        return bool(self.members) and all(self._hellos[m].num_blocks for m in self.members)
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that every rank has."""
+        return min(self._hellos[member].num_blocks for member in self.members)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the members by rank."""
+        return [self._hellos[member].name for member in self.members]
+
+    def hello(self, identity: bytes, hello: WorkerHello) -> list[Letter]:
+        """A worker tells what it is and holds."""
+        letters: list[Letter] = []
+        for other in [i for i, h in self._hellos.items() if h.name == hello.name and i != identity]:
+            letters += self.lost(other)  # its successor is here
+        self._hellos[identity] = hello
+        return letters if self.members else letters + self._seat()
+
+    def lost(self, identity: bytes) -> list[Letter]:
+        """A worker is gone; its group goes with it."""
+        gone = self._hellos.pop(identity, None)
+        if identity not in self.members:
+            return []
+        reason = f"{gone.name if gone else identity.decode()} is gone"
+        rest = [member for member in self.members if member != identity]
+        self.members, self.epoch = [], 0
+        return self._dismiss(rest, reason)
+
+    def _dismiss(self, identities: list[bytes], reason: str) -> list[Letter]:
+        for identity in identities:
+            self._hellos.pop(identity, None)
+        return [(identity, WorkerExit(reason)) for identity in identities]
+
+    def _seat(self) -> list[Letter]:
+        """Takes a whole group that exists, or makes one of workers that have none."""
+        fresh = [identity for identity, hello in self._hellos.items() if not hello.group]
+        for group in {hello.group for hello in self._hellos.values()} - {""}:
+            ranks = {h.rank: i for i, h in self._hellos.items() if h.group == group}
+            if set(ranks) == set(range(self.tp_size)):
+                return self._assign([ranks[rank] for rank in range(self.tp_size)], group)
+            if fresh:  # a member of it was started afresh: it will never be whole again
+                return self._dismiss(list(ranks.values()), f"group {group} is not whole")
+        if len(fresh) < self.tp_size:
+            return []
+        return self._assign(fresh[: self.tp_size], "")
+
+    def _assign(self, members: list[bytes], group: str) -> list[Letter]:
+        self.epoch = time_ns()
+        self.members = members
+        rendezvous = f"tcp://127.0.0.1:{_free_port()}"
+        return [
+            (
+                member,
+                WorkerAssignment(
+                    self.epoch, group or str(self.epoch), rank, self.tp_size, rendezvous
+                ),
+            )
+            for rank, member in enumerate(members)
+        ]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
