@@ -1,0 +1,1 @@
+"""The gateway: the clients' socket and the ledger of what they asked."""

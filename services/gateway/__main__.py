@@ -1,0 +1,5 @@
+"""`python -P -m penstock.services.gateway`."""
+
+from penstock.services.gateway.process import main
+
+main()

@@ -1,0 +1,108 @@
+"""What the gateway lets in: every check of a client's request, and the sentence that refuses it."""
+
+import re
+from typing import Any
+
+import msgspec
+
+from penstock.protocol.checkpoint import ModelConfig
+from penstock.protocol.client import Codec, ErrorReply, GenerateRequest, Request
+from penstock.protocol.config import Config
+
+_SHOWN = 60
+"""characters of a bad value that an error repeats"""
+
+
+class RefusedError(Exception):
+    """A request that is not accepted, with the reply that says why."""
+
+    def __init__(
+        self,
+        message: str,
+        field: str | None = None,
+        code: str = "invalid",
+        request_id: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.reply = ErrorReply(
+            code=code,  # type: ignore[arg-type]
+            message=message,
+            field=field,
+            request_id=request_id,
+        )
+
+
+def decode_request(codec: Codec, frame: bytes, max_bytes: int) -> Request:
+    """A client's frame as a request. Raises RefusedError, naming field, value and limit."""
+    if len(frame) > max_bytes:
+        raise RefusedError(f"request has {len(frame)} bytes; the limit is {max_bytes}")
+    try:
+        return codec.decode_request(frame)
+    except msgspec.ValidationError as error:
+        field, message = explain(str(error), codec.decode_any(frame))
+        raise RefusedError(message, field) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RefusedError(f"request is neither JSON nor MessagePack: {error}") from error
+
+
+def explain(error: str, raw: Any) -> tuple[str | None, str]:
+    """msgspec's sentence, with the name of the field and its value: (field, message)."""
+    limit, _, path = error.partition(" - at `$.")
+    if unknown := re.search(r"unknown field `(.*)`", limit):
+        known = ", ".join(GenerateRequest.__struct_fields__)
+        return unknown[1], f"{unknown[1]} is not a field of a request; the fields are {known}"
+    if not path:
+        return None, error
+    path = path.removesuffix("`")
+    value = repr(_value_at(raw, path))
+    shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}…"
+    field = re.split(r"[.\[]", path)[0]
+    return field, f"{path} is {shown}: {limit[0].lower()}{limit[1:]}"
+
+
+def _value_at(raw: Any, path: str) -> Any:
+    """The value at msgspec's path: `messages[0].role`."""
+    for part in re.findall(r"[^.\[\]]+", path):
+        raw = raw[int(part)] if isinstance(raw, list) else raw.get(part)
+    return raw
+
+
+class Admission:
+    """Checks that need the model's facts or the pipeline's state."""
+
+    def __init__(self, config: Config, model: ModelConfig) -> None:
+        self.vocab_size = model.vocab_size
+        self.max_model_len = config.max_model_len or model.max_position_embeddings
+        self.max_requests = config.max_num_seqs + config.max_waiting_requests
+
+    def check(self, request: GenerateRequest, num_open: int, is_req_socket: bool) -> None:
+        """Raises RefusedError."""
+        if num_open >= self.max_requests:
+            raise RefusedError(
+                f"overloaded: {num_open} requests are open; the limit is {self.max_requests}",
+                code="overloaded",
+            )
+        if (request.prompt is None) == (request.messages is None):
+            given = "neither" if request.prompt is None else "both"
+            raise RefusedError(f"give prompt or messages; {given} is given", "prompt")
+        if request.stream and is_req_socket:
+            raise RefusedError(
+                "stream is true: a REQ socket gets one reply; use a DEALER socket", "stream"
+            )
+        if request.max_tokens is not None and request.max_tokens > self.max_model_len:
+            raise RefusedError(
+                f"max_tokens is {request.max_tokens}; the limit is the context of "
+                f"{self.max_model_len} tokens",
+                "max_tokens",
+            )
+        if isinstance(request.prompt, list):
+            self._check_token_ids(request.prompt)
+
+    def _check_token_ids(self, token_ids: list[int]) -> None:
+        largest = max(token_ids)
+        if largest >= self.vocab_size:
+            raise RefusedError(
+                f"prompt[{token_ids.index(largest)}] is {largest}; token ids go up to "
+                f"{self.vocab_size - 1}",
+                "prompt",
+            )
