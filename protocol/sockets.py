@@ -28,7 +28,7 @@ class Channel(Generic[Received]):
         self.num_bad_frames = 0
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(receives).decode
-        self._is_router = socket.socket_type == zmq.ROUTER
+        self._is_router = socket.type == zmq.ROUTER
 
     def send(self, message: object, to: bytes = b"") -> bool:
         """Sends to the peer `to` (ROUTER only); False if that peer is gone."""

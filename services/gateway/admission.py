@@ -39,10 +39,18 @@ def decode_request(codec: Codec, frame: bytes, max_bytes: int) -> Request:
     try:
         return codec.decode_request(frame)
     except msgspec.ValidationError as error:
-        field, message = explain(str(error), codec.decode_any(frame))
+        field, message = explain(str(error), _raw(codec, frame))
         raise RefusedError(message, field) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RefusedError(f"request is neither JSON nor MessagePack: {error}") from error
+
+
+def _raw(codec: Codec, frame: bytes) -> Any:
+    """The frame without a type, to repeat a bad value; None if it is broken further on."""
+    try:
+        return codec.decode_any(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def explain(error: str, raw: Any) -> tuple[str | None, str]:
@@ -63,7 +71,7 @@ def explain(error: str, raw: Any) -> tuple[str | None, str]:
 def _value_at(raw: Any, path: str) -> Any:
     """The value at msgspec's path: `messages[0].role`."""
     for part in re.findall(r"[^.\[\]]+", path):
-        raw = raw[int(part)] if isinstance(raw, list) else raw.get(part)
+        raw = raw[int(part)] if isinstance(raw, list) else (raw or {}).get(part)
     return raw
 
 

@@ -1,0 +1,48 @@
+"""The configuration from the environment, and the run folder."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock.protocol.config import (
+    Config,
+    config_from_environment,
+    make_run_folder,
+    read_config,
+    write_config,
+)
+from penstock.protocol.endpoints import endpoints
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("PENSTOCK_CONFIG", raising=False)
+
+
+def test_variables_win_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_TP", "2")
+    monkeypatch.setenv("PENSTOCK_ENABLE_PREFIX_CACHING", "false")
+    assert config_from_environment() == Config(tp=2, enable_prefix_caching=False)
+
+
+def test_a_bad_variable_names_field_and_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_TP", "0")
+    with pytest.raises(msgspec.ValidationError, match=r">= 1.*tp"):
+        config_from_environment()
+
+
+def test_the_file_of_launch_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(tp=4, name="four")
+    path = write_config(config)
+    monkeypatch.setenv("PENSTOCK_CONFIG", str(path))
+    monkeypatch.setenv("PENSTOCK_TP", "2")
+    assert config_from_environment() == read_config(path) == config
+
+
+def test_the_run_folder_is_for_this_user_only() -> None:
+    folder = make_run_folder(Config(name="mine"))
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert folder.parent.stat().st_mode & 0o777 == 0o700
+    assert all(str(folder) in address for address in endpoints(Config(name="mine"))[1:])

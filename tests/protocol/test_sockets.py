@@ -1,0 +1,54 @@
+"""Channels: typed messages, garbage, peers that are gone."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from penstock.protocol.messages import Goodbye, Heartbeat
+from penstock.protocol.sockets import bind, connect
+
+GARBAGE = [b"", b"\xc1", b"hello", b"\x81\xa4type\xa7Unknown", b"\xff" * 1000, b"\x93\x01\x02\x03"]
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[Any]"]:
+    context: zmq.Context[Any] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+def test_garbage_is_dropped_and_counted(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+    server = bind(context, zmq.PULL, f"ipc://{tmp_path}/a", Heartbeat | Goodbye)
+    client = connect(context, zmq.PUSH, f"ipc://{tmp_path}/a")
+    for frame in GARBAGE:
+        client.send_bytes(frame)
+    client.socket.send_multipart([b"two", b"frames"])
+    client.send(Heartbeat("d"))
+    received: list[Any] = []
+    while not received:
+        assert server.socket.poll(5000)
+        received = [message for _, message in server.receive()]
+    assert received == [Heartbeat("d")]
+    assert server.num_bad_frames == len(GARBAGE) + 1
+
+
+def test_a_peer_that_is_gone_is_told(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+    server = bind(context, zmq.ROUTER, f"ipc://{tmp_path}/a", Heartbeat | Goodbye)
+    client = connect(context, zmq.DEALER, f"ipc://{tmp_path}/a", Heartbeat | Goodbye, b"me")
+    client.send(Heartbeat("d"))
+    assert server.socket.poll(5000)
+    assert list(server.receive()) == [(b"me", Heartbeat("d"))]
+    assert server.send(Goodbye(), b"me")
+    assert client.socket.poll(5000)
+    assert [message for _, message in client.receive()] == [Goodbye()]
+    assert not server.send(Goodbye(), b"nobody")
+
+
+def test_an_address_in_use_is_named(context: "zmq.Context[Any]") -> None:
+    first = context.socket(zmq.ROUTER)
+    port = first.bind_to_random_port("tcp://127.0.0.1")
+    with pytest.raises(zmq.ZMQError, match=f"tcp://127.0.0.1:{port}"):
+        bind(context, zmq.ROUTER, f"tcp://127.0.0.1:{port}", None)

@@ -1,0 +1,80 @@
+"""Every refusal names the field, the value and the limit."""
+
+import msgspec
+import pytest
+
+from penstock.protocol.checkpoint import read_model_config
+from penstock.protocol.client import JSON, MSGPACK, GenerateRequest
+from penstock.protocol.config import Config
+from penstock.services.gateway.admission import Admission, RefusedError, decode_request
+
+
+def refusal(frame: bytes) -> RefusedError:
+    with pytest.raises(RefusedError) as caught:
+        decode_request(JSON if frame[:1] < b"\x80" else MSGPACK, frame, 1000)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "value", "limit"),
+    [
+        ({"max_tokens": 0}, "max_tokens", "0", ">= 1"),
+        ({"max_tokens": "many"}, "max_tokens", "'many'", "`int"),
+        ({"temperature": 3.5}, "temperature", "3.5", "<= 2"),
+        ({"top_p": 0}, "top_p", "0", "> 0"),
+        ({"n": 2}, "n", "2", "<= 1"),
+        ({"prompt": ""}, "prompt", "''", ">= 1"),
+        ({"prompt": [1, -5]}, "prompt", "-5", ">= 0"),
+        ({"prompt": 7}, "prompt", "7", "`str"),
+        ({"stop": ["a", ""]}, "stop", "''", ">= 1"),
+        ({"messages": [{"role": "cook", "content": "x"}]}, "messages", "'cook'", "enum"),
+        ({"colour": "red"}, "colour", "colour", "max_tokens"),
+        ({"type": "steal"}, "type", "'steal'", "enum"),
+    ],
+)
+@pytest.mark.parametrize("encode", [msgspec.json.encode, msgspec.msgpack.encode])
+def test_bad_fields(encode, fields, field, value, limit) -> None:  # type: ignore[no-untyped-def]
+    error = refusal(encode({"prompt": "p"} | fields))
+    assert error.reply.field == field
+    assert value in str(error)
+    assert limit in str(error)
+
+
+def test_a_long_value_is_cut() -> None:
+    assert len(str(refusal(msgspec.json.encode({"prompt": "p", "n": "9" * 900})))) < 200
+
+
+@pytest.mark.parametrize("frame", [b"", b"hello", b"\xff\xfe", b"\xc1", b"[1]", b"\x93\x01", b"{"])
+def test_garbage(frame: bytes) -> None:
+    assert refusal(frame).reply.code == "invalid"
+
+
+def test_too_many_bytes() -> None:
+    assert str(refusal(b" " * 1001)) == "request has 1001 bytes; the limit is 1000"
+
+
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        (GenerateRequest(), "neither is given"),
+        (GenerateRequest(prompt="a", messages=[]), "both is given"),
+        (GenerateRequest(prompt="a", stream=True), "REQ socket gets one reply"),
+        (GenerateRequest(prompt="a", max_tokens=4097), "4097; the limit is the context of 4096"),
+        (GenerateRequest(prompt=[1, 264]), r"prompt\[1\] is 264; token ids go up to 263"),
+    ],
+)
+def test_what_the_model_can_not_do(request_: GenerateRequest, sentence: str) -> None:
+    config = Config()
+    admission = Admission(config, read_model_config(config.model_folder))
+    with pytest.raises(RefusedError, match=sentence):
+        admission.check(request_, num_open=0, is_req_socket=True)
+
+
+def test_overload_names_the_limit() -> None:
+    config = Config(max_num_seqs=2, max_waiting_requests=3)
+    admission = Admission(config, read_model_config(config.model_folder))
+    request = GenerateRequest(prompt="a")
+    admission.check(request, num_open=4, is_req_socket=True)
+    with pytest.raises(RefusedError, match="5 requests are open; the limit is 5") as caught:
+        admission.check(request, num_open=5, is_req_socket=True)
+    assert caught.value.reply.code == "overloaded"

@@ -1,0 +1,36 @@
+"""Prompts, conversations and token ids become token ids, or a sentence says why not."""
+
+import pytest
+
+from penstock.protocol.client import ChatMessage
+from penstock.protocol.config import Config
+from penstock.protocol.messages import TokenizeRequest
+from penstock.protocol.sampling import SamplingParams
+from penstock.services.tokenizer import PromptError, Tokenizer
+
+TOKENIZER = Tokenizer(Config().model_folder, max_model_len=64)
+
+
+def request(**fields: object) -> TokenizeRequest:
+    return TokenizeRequest("r", 0, SamplingParams(), **fields)  # type: ignore[arg-type]
+
+
+def test_text() -> None:
+    assert len(TOKENIZER.encode(request(prompt="née"))) == len("née".encode())
+
+
+def test_token_ids_are_taken_as_they_are() -> None:
+    assert TOKENIZER.encode(request(prompt=[5, 6])) == [5, 6]
+
+
+def test_messages_go_through_the_chat_template() -> None:
+    messages = [ChatMessage(role="user", content="hi")]
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert TOKENIZER.encode(request(messages=messages)) == TOKENIZER.encode(request(prompt=text))
+
+
+def test_the_context_limit_and_one_more() -> None:
+    assert len(TOKENIZER.encode(request(prompt="x" * 63))) == 63
+    with pytest.raises(PromptError, match="64 tokens; at most 63 .* context of 64") as caught:
+        TOKENIZER.encode(request(prompt="x" * 64))
+    assert caught.value.field == "prompt"
