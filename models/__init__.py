@@ -1,0 +1,1 @@
+"""Qwen3, its parallel layers and its weights."""
