@@ -2,6 +2,7 @@
 
 The first byte tells which: MessagePack maps begin at 0x80, JSON text below. The answer comes in
 the encoding of the question. `{"prompt": "…"}` is a whole request: `type` may be left out.
+Frames that a client puts before its question come back before every answer to it.
 
 A request is answered by any number of `TextDelta`s if it asked for a stream, and then by exactly
 one `GenerateReply` or `ErrorReply`.

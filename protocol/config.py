@@ -63,7 +63,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         float, Meta(ge=0, lt=1, description="share of blocks kept free when a request is admitted")
     ] = 0.01
     num_threads: Annotated[
-        int, Meta(ge=0, description="CPU threads of each worker; 0: cores / tp")
+        int, Meta(ge=0, description="CPU threads of each worker; 0: (cores - 1) / tp")
     ] = 0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least log level shown")

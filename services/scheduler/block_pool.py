@@ -8,8 +8,6 @@ import xxhash
 
 ROOT = 0
 """what stands before the first block of every sequence"""
-NOWHERE = -1
-"""behind a hash collision: nothing that follows can be found again"""
 
 
 class Content(NamedTuple):
@@ -32,7 +30,7 @@ class BlockPool:
 
     A free block keeps its content until it is given out again. The free list is in order of last
     use, blocks without content first, and of one sequence the last blocks first; so a block is
-    never evicted before those that continue it. Every operation is O(1) a block.
+    not evicted before those behind it. Every operation is O(1) a block.
     """
 
     def __init__(
@@ -107,14 +105,15 @@ class BlockPool:
         """Makes a full block visible to others; returns the number of its content.
 
         If an equal block is published already, its number is returned and `block` stays private.
-        Returns NOWHERE if the hash belongs to another content, or `parent` is NOWHERE.
+        Any other content under this hash gives way: a collision, or a block whose parent was
+        evicted, which nobody can find.
         """
-        if parent == NOWHERE:
-            return NOWHERE
-        known = self._contents[self._cached[hash_]] if hash_ in self._cached else None
-        if known is not None:
-            same = known.parent == parent and known.token_ids == token_ids
-            return known.number if same else NOWHERE
+        old_block = self._cached.get(hash_)
+        old = None if old_block is None else self._contents[old_block]
+        if old_block is not None and old is not None:
+            if old.parent == parent and old.token_ids == token_ids:
+                return old.number
+            self._contents[old_block] = None
         self._num_contents += 1
         self._contents[block] = Content(self._num_contents, parent, hash_, token_ids)
         self._cached[hash_] = block

@@ -110,6 +110,9 @@ class Scheduler:
         """Takes a running sequence's slot and blocks; its tokens are kept, their KV recomputed."""
         self.running.remove(sequence)
         self._leave_slot(sequence)
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
         self.block_manager.free(sequence)
         sequence.status = WAITING
         sequence.num_preemptions += 1
@@ -127,9 +130,7 @@ class Scheduler:
         for sequence in reversed(self.running):
             self.preempt(sequence)
         for sequence in sorted(draining, key=attrgetter("last_step"), reverse=True):
-            self.block_manager.free(sequence)
-            sequence.status = WAITING
-            self.waiting.appendleft(sequence)
+            self._requeue(sequence)
         self.in_flight.clear()
         for sequence in self.waiting:
             sequence.last_step = -1
@@ -143,8 +144,8 @@ class Scheduler:
     def schedule(self) -> BatchPlan | None:
         """The next plan; None if enough plans are in flight or there is nothing to run.
 
-        When the last sequences drain, one empty plan follows: a worker sends the tokens of a step
-        once it has launched the next.
+        When the last sequences drain, empty plans follow until their tokens are back: a worker
+        may keep the tokens of a step until it has launched all the plans that may be in flight.
         """
         if len(self.in_flight) >= self._max_plans:
             return None
@@ -163,8 +164,7 @@ class Scheduler:
         return self._send(step, changes)
 
     def _needs_flush(self) -> bool:
-        last = self.in_flight[-1] if self.in_flight else None
-        return last is not None and bool(last.sampled or last.chunks)
+        return any(step.sampled or step.chunks for step in self.in_flight)
 
     def _schedule_decode(self, step: Step, changes: Changes) -> list[Sequence]:
         """Plans a token for every row behind its prefill; returns the rows still in it."""
@@ -270,20 +270,18 @@ class Scheduler:
             self.block_manager.publish(sequence, num_computed)
         output = StepOutput([], [], [])
         for sequence, token_id in zip(step.sampled, token_ids, strict=True):
-            if sequence.finish_reason is None:
-                self._grow(sequence, token_id)
-                output.sequences.append(sequence)
-                output.token_ids.append(token_id)
-                if sequence.finish_reason is not None:
-                    output.finished.append(sequence)
+            if sequence.finish_reason is not None:
+                continue  # it ended while the plan was in flight
+            num_computed = len(sequence.token_ids)
+            if num_computed // self._block_size > sequence.num_published_blocks:
+                self.block_manager.publish(sequence, num_computed)
+            sequence.token_ids.append(token_id)
+            output.sequences.append(sequence)
+            output.token_ids.append(token_id)
+            if token_id in sequence.stop_token_ids or num_computed + 1 >= sequence.max_length:
+                self._end_if_due(sequence)
+                output.finished.append(sequence)
         return output
-
-    def _grow(self, sequence: Sequence, token_id: int) -> None:
-        num_computed = len(sequence.token_ids)
-        if num_computed // self._block_size > sequence.num_published_blocks:
-            self.block_manager.publish(sequence, num_computed)
-        sequence.token_ids.append(token_id)
-        self._end_if_due(sequence)
 
     def _end_if_due(self, sequence: Sequence) -> None:
         if sequence.token_ids[-1] in sequence.stop_token_ids:

@@ -46,7 +46,7 @@ class Streams:
     """Assigns every sequence to the detokenizer with the fewest; moves them when one comes or goes.
 
     A sequence can move at any time, for its text follows from its tokens, and the gateway drops
-    what it has already.
+    what it has already. A stream is opened when there is something to tell: with its first token.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -55,6 +55,8 @@ class Streams:
         self._epoch = epoch
         self._num_streams = 0
         self._unassigned: dict[int, Sequence] = {}
+        self._unopened: set[int] = set()
+        """streams that no detokenizer has been told of: their prompt is not computed yet"""
 
     def alive(self, identity: bytes, name: str) -> None:
         """A heartbeat came; the first one registers the detokenizer and gives it its share."""
@@ -77,11 +79,14 @@ class Streams:
 
     def close(self, sequence: Sequence) -> None:
         """Nothing more is wanted of a sequence."""
-        self._unassigned.pop(sequence.stream_id, None)
+        stream_id = sequence.stream_id
+        self._unassigned.pop(stream_id, None)
         peer = self.detokenizers.get(sequence.detokenizer)
         if peer:
-            del peer.work[sequence.stream_id]
-            self._outboxes[peer.identity].closed.append(sequence.stream_id)
+            del peer.work[stream_id]
+            if stream_id not in self._unopened:
+                self._outboxes[peer.identity].closed.append(stream_id)
+        self._unopened.discard(stream_id)
 
     def _assign(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -92,7 +97,13 @@ class Streams:
             else:
                 sequence.detokenizer = peer.identity
                 peer.work[sequence.stream_id] = sequence
-                self._outboxes[peer.identity].opened.append(_opened(sequence))
+                self._unopened.add(sequence.stream_id)
+                if sequence.num_given_tokens or sequence.finish_reason:
+                    self._open(sequence, self._outboxes[peer.identity])
+
+    def _open(self, sequence: Sequence, outbox: Outbox) -> None:
+        self._unopened.discard(sequence.stream_id)
+        outbox.opened.append(_opened(sequence))
 
     def _rebalance(self) -> None:
         """Moves sequences from those that have more than their share."""
@@ -116,7 +127,11 @@ class Streams:
         outboxes = self._outboxes
         for sequence, token_id in zip(output.sequences, output.token_ids, strict=True):
             outbox = outboxes.get(sequence.detokenizer)  # type: ignore[arg-type]
-            if outbox is not None:
+            if outbox is None:
+                continue
+            if sequence.stream_id in self._unopened:
+                self._open(sequence, outbox)
+            else:
                 outbox.stream_ids.append(sequence.stream_id)
                 outbox.token_ids.append(token_id)
         self.finish(output.finished)

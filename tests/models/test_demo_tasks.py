@@ -88,7 +88,7 @@ def test_the_parts_are_the_same_on_every_machine() -> None:
 
 
 def test_examples_keep_to_their_sizes() -> None:
-    rng = random.Random(3)  # noqa: S311
+    rng = random.Random(3)
     for _ in range(300):
         counted = make_example(rng, "count", Sizes(300, 450)).answer.split()
         assert 300 <= len(counted) <= 450
@@ -194,5 +194,5 @@ def _example(task: TaskName, prompt: str) -> Example:
 
 
 def _examples(task: TaskName, *, held_out: bool) -> list[Example]:
-    rng = random.Random(1)  # noqa: S311
+    rng = random.Random(1)
     return [make_example(rng, task, held_out=held_out) for _ in range(100)]

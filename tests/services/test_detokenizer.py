@@ -113,9 +113,7 @@ def test_a_stream_that_moves_has_the_same_text(text: str, at: int) -> None:
     moved = opened()
     moved.output_token_ids = pack(token_ids[:at])
     rest = token_ids[at:]
-    message = TokenDelta(
-        1, [moved], pack([1] * len(rest)), pack(rest), finished=[(1, "length")]
-    )
+    message = TokenDelta(1, [moved], pack([1] * len(rest)), pack(rest), finished=[(1, "length")])
     deltas, _ = Detokenizer(TABLE).handle(message)
     assert "".join(delta.text for delta in deltas) == text
     assert [token for delta in deltas for token in delta.token_ids] == token_ids

@@ -31,6 +31,6 @@ def test_messages_go_through_the_chat_template() -> None:
 
 def test_the_context_limit_and_one_more() -> None:
     assert len(TOKENIZER.encode(request(prompt="x" * 63))) == 63
-    with pytest.raises(PromptError, match="64 tokens; at most 63 .* context of 64") as caught:
+    with pytest.raises(PromptError, match=r"64 tokens; at most 63 .* context of 64") as caught:
         TOKENIZER.encode(request(prompt="x" * 64))
     assert caught.value.field == "prompt"

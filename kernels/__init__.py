@@ -1,0 +1,1 @@
+"""Attention, cache and sampling kernels, each with a torch reference."""

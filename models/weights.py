@@ -1,0 +1,88 @@
+"""Loading a Hugging Face checkpoint: safetensors, in one file or sharded.
+
+Of every tensor only this rank's slice is read.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from penstock.models.parallel import Layer, Slice
+from penstock.protocol.checkpoint import ModelError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+TIED = "lm_head.weight"
+"""written by some although the embedding is used in its place"""
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+    """tensor → file"""
+
+
+def load_weights(model: nn.Module, folder: Path, on_progress: Callable[[], None]) -> None:
+    """Fills the weight of every `Layer` in `model`, converting to its dtype.
+
+    Calls `on_progress` after each tensor. Raises ModelError for a tensor that is missing, unknown
+    or of another shape, and for a file that can't be read.
+    """
+    slices = list(_slices(model))
+    files = _tensor_files(folder)
+    _check_names(folder, {part.name for part in slices}, set(files))
+    by_file = defaultdict(list)
+    for part in slices:
+        by_file[files[part.name]].append(part)
+    for path, parts in by_file.items():
+        for _ in _read(path, parts):
+            on_progress()
+
+
+def _slices(model: nn.Module) -> Iterator[Slice]:
+    for name, module in model.named_modules():
+        if isinstance(module, Layer):
+            yield from module.slices(name)
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Tensor → the file it is in."""
+    index, single = folder / INDEX_FILE, folder / SINGLE_FILE
+    try:
+        if index.exists():
+            weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+            return {name: folder / file for name, file in weight_map.items()}
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    except (OSError, SafetensorError, msgspec.MsgspecError) as error:
+        raise ModelError(f"the weights in {folder} can't be read: {error}") from error
+
+
+def _check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
+    missing, unknown = wanted - found, found - wanted - {TIED}
+    if missing:
+        raise ModelError(f"{folder} lacks {len(missing)} tensors, such as {min(missing)}")
+    if unknown:
+        raise ModelError(f"{folder} has {len(unknown)} unknown tensors, such as {min(unknown)}")
+
+
+def _read(path: Path, parts: list[Slice]) -> Iterator[str]:
+    """Reads slices of one file into their targets and yields the names of the tensors."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            for part in parts:
+                source = file.get_slice(part.name)
+                shape = tuple(source.get_shape())
+                if shape != part.shape:
+                    raise ModelError(
+                        f"{part.name} in {path} has shape {list(shape)}; "
+                        f"config.json makes it {list(part.shape)}"
+                    )
+                cut = slice(part.start, part.stop)
+                part.target.copy_(source[cut] if part.dim == 0 else source[:, cut])
+                yield part.name
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} can't be read: {error}") from error

@@ -1,0 +1,155 @@
+"""The worker process: takes its place in the group from the scheduler, runs plans, sends tokens.
+
+It is crash-only: what it can't go on with ends it, and it is started afresh.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import zmq
+
+from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.config import Config
+from penstock.protocol.messages import ToWorker, WorkerAssignment, WorkerExit, WorkerHello
+from penstock.protocol.plan import BatchPlan, SampledTokens, pack
+from penstock.protocol.process import Loop, Process
+from penstock.protocol.sockets import HEARTBEAT_INTERVAL, connect
+
+
+class Launched(Protocol):
+    """A step that runs, or has run."""
+
+    def done(self) -> bool:
+        """Whether `token_ids` answers without waiting."""
+
+    def token_ids(self) -> list[int]:
+        """The sampled tokens in ascending order of slot; waits for them."""
+
+
+class Runner(Protocol):
+    """What computes the steps."""
+
+    num_blocks: int
+    """KV blocks there are"""
+
+    def launch(self, plan: BatchPlan) -> Launched:
+        """Starts a step; steps run in the order of their launch."""
+
+    def clear(self) -> None:
+        """Empties the persistent batch."""
+
+
+Load = Callable[[Config, WorkerAssignment, Callable[[], None]], Runner]
+"""Makes the runner of a place in the group; calls the last argument now and then meanwhile."""
+
+
+class WorkerError(Exception):
+    """The worker can't go on, and why."""
+
+
+class _Step(NamedTuple):
+    number: int
+    launched: Launched
+
+
+class Worker:
+    """The worker's end of its socket."""
+
+    def __init__(self, process: Process, load: Load) -> None:
+        self.channel = connect(
+            process.context, zmq.DEALER, process.endpoints.workers, ToWorker, process.identity
+        )
+        self._process = process
+        self._load = load
+        self._runner: Runner | None = None
+        self._group = ""
+        self._rank = -1
+        self._epoch = -1
+        self._next_step = 0
+        self._steps: deque[_Step] = deque()
+        """launched, their tokens not yet sent"""
+        self._said_hello = 0.0
+
+    def say_hello(self) -> None:
+        """Tells the scheduler that this worker lives, and what it holds."""
+        num_blocks = self._runner.num_blocks if self._runner else 0
+        self.channel.send(WorkerHello(self._process.name, self._group, self._rank, num_blocks))
+        self._said_hello = time.monotonic()
+
+    def receive(self) -> None:
+        """Handles what waits at the socket. Raises WorkerError and what the runner raises."""
+        for _, message in self.channel.receive():
+            match message:
+                case BatchPlan():
+                    self._run(message)
+                case WorkerAssignment():
+                    self._take_place(message)
+                case WorkerExit(reason):
+                    raise WorkerError(f"leaves: {reason}")
+
+    def _take_place(self, assignment: WorkerAssignment) -> None:
+        if assignment.epoch < self._epoch:
+            return  # of a scheduler that is gone
+        if self._runner is None:
+            self._join(assignment)
+        elif (assignment.group, assignment.rank) != (self._group, self._rank):
+            raise WorkerError(
+                f"rank {self._rank} of group {self._group} can't become "
+                f"rank {assignment.rank} of group {assignment.group}"
+            )
+        if assignment.epoch > self._epoch:
+            self._begin(assignment.epoch)
+
+    def _begin(self, epoch: int) -> None:
+        """The plans of `epoch` come next, from step 0, for an empty batch."""
+        self._epoch = epoch
+        self._next_step = 0
+        self._steps.clear()
+        if self._runner:
+            self._runner.clear()
+
+    def _join(self, assignment: WorkerAssignment) -> None:
+        self._group, self._rank = assignment.group, assignment.rank
+        self._process.log.info("rank %d of %d: loading", assignment.rank, assignment.tp_size)
+        self._runner = self._load(self._process.config, assignment, self._on_progress)
+        self.say_hello()
+
+    def _on_progress(self) -> None:
+        """Loading takes long: a hello is due now and then."""
+        if time.monotonic() - self._said_hello >= HEARTBEAT_INTERVAL:
+            self.say_hello()
+
+    def _run(self, plan: BatchPlan) -> None:
+        if plan.epoch < self._epoch:
+            return
+        if self._runner is None or plan.epoch > self._epoch:
+            raise WorkerError(f"got a plan of epoch {plan.epoch}; its own is {self._epoch}")
+        if plan.step != self._next_step:
+            raise WorkerError(f"got plan {plan.step}; plan {self._next_step} comes next")
+        self._next_step += 1
+        self._steps.append(_Step(plan.step, self._runner.launch(plan)))
+        self._send_tokens()
+
+    def _send_tokens(self) -> None:
+        """Sends what is done, and waits for what the scheduler needs to go on."""
+        max_running = self._process.config.num_plans_in_flight - 1
+        while self._steps and (len(self._steps) > max_running or self._steps[0].launched.done()):
+            step = self._steps.popleft()
+            token_ids = step.launched.token_ids()
+            if self._rank == 0:
+                self.channel.send(SampledTokens(self._epoch, step.number, pack(token_ids)))
+
+
+def main(load: Load) -> None:
+    """Runs the process until it is told to stop, or can't go on."""
+    process = Process("worker")
+    worker = Worker(process, load)
+    loop = Loop(worker.say_hello)
+    loop.add(worker.channel, worker.receive)
+    try:
+        loop.run()
+    except (WorkerError, ModelError, ConnectionError) as error:
+        process.log.error("%s", error)
+        raise SystemExit(1) from error
