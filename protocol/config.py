@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from penstock.protocol.plan import MAX_BLOCKS, MAX_SLOTS
+
 CONFIG_FILE = "config.json"
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"
 
@@ -35,7 +37,8 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     detokenizers: Annotated[Count, Meta(description="detokenizer processes at start")] = 1
     block_size: Annotated[Count, Meta(description="tokens per KV block")] = 16
     num_blocks: Annotated[
-        int, Meta(ge=0, description="KV blocks; 0: as many as --kv-cache-gib holds")
+        int,
+        Meta(ge=0, le=MAX_BLOCKS, description="KV blocks; 0: as many as --kv-cache-gib holds"),
     ] = 0
     kv_cache_gib: Annotated[
         float, Meta(gt=0, description="memory for the KV cache of each worker, GiB")
@@ -44,7 +47,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         int, Meta(ge=0, description="longest prompt and output, tokens; 0: the model's context")
     ] = 0
     max_num_seqs: Annotated[
-        int, Meta(ge=1, le=4096, description="most sequences that run at once")
+        int, Meta(ge=1, le=MAX_SLOTS, description="most sequences that run at once")
     ] = 256
     max_num_batched_tokens: Annotated[Count, Meta(description="most tokens in one step")] = 2048
     max_waiting_requests: Annotated[

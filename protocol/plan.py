@@ -35,6 +35,12 @@ def unpack(data: bytes) -> "array[int]":
     return numbers
 
 
+BLOCK_BITS = 20
+"""of an int32 for the id of a block; the others are the slot's"""
+MAX_BLOCKS = 1 << BLOCK_BITS
+MAX_SLOTS = 1 << (31 - BLOCK_BITS)
+
+
 class RowAdded(Struct, array_like=True):
     """A sequence enters the persistent batch. Filled by the scheduler."""
 
@@ -64,7 +70,7 @@ class BatchPlan(Struct, array_like=True, tag="plan"):
     """slots that leave: int32 [num_removed]"""
     added: list[RowAdded] = []
     appended: bytes = b""
-    """blocks that rows get: int32 [num_appended, 2] of (slot, block id)"""
+    """blocks that rows get: int32 [num_appended] of slot << BLOCK_BITS | block id"""
     chunks: bytes = b""
     """prefill: int32 [num_chunks, 2] of (slot, number of tokens)"""
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from penstock.protocol.client import FinishReason
 from penstock.protocol.config import Config
-from penstock.protocol.plan import BatchPlan, RowAdded, pack
+from penstock.protocol.plan import BLOCK_BITS, BatchPlan, RowAdded, pack
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.sequence import Sequence, Status
 
@@ -193,7 +193,7 @@ class Scheduler:
             self.preempt(victim)
             if victim is sequence:
                 return False
-        changes.appended.extend((sequence.slot, self.block_manager.append(sequence)))
+        changes.appended.append(sequence.slot << BLOCK_BITS | self.block_manager.append(sequence))
         return True
 
     def _add_chunk(self, sequence: Sequence, step: Step, changes: Changes, budget: int) -> int:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.models.qwen3 import Step
-from penstock.protocol.plan import BatchPlan, RowAdded
+from penstock.protocol.plan import BLOCK_BITS, MAX_BLOCKS, BatchPlan, RowAdded
 
 Integers = NDArray[np.int64]
 
@@ -63,12 +63,10 @@ class PersistentBatch:
         removed = _integers(plan.removed)
         self._check_active(removed)
         self._active[removed] = False
-        for slot in removed.tolist():
-            self._given.pop(slot, None)
         for row in plan.added:
             self._add(row)
-        slots, block_ids = _pairs(plan.appended)
-        self._append(slots, block_ids)
+        appended = _integers(plan.appended)
+        self._append(appended >> BLOCK_BITS, appended & (MAX_BLOCKS - 1))
 
     def advance(self, chunks: bytes) -> tuple[Step, Sampled] | None:
         """The next step, None if no row has anything to compute; the rows count as computed.

@@ -1,0 +1,1 @@
+"""The command line, the supervisor, the client and the benchmarks."""

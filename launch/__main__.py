@@ -1,0 +1,5 @@
+"""`python -P -m penstock.launch`: the command line, where `launch` is not on the PATH."""
+
+from penstock.launch.cli import main
+
+main()

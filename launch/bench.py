@@ -1,0 +1,119 @@
+"""`launch bench pipeline`: what the pipeline costs around a model that takes no time.
+
+Requests go through gateway, tokenizer, scheduler, detokenizer and back; the worker is a stand-in
+that returns tokens at once. So the figures are of this code and its sockets alone.
+"""
+
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import psutil
+from msgspec import Struct
+
+from penstock.launch.client import Client
+from penstock.launch.control import command
+from penstock.launch.private import private_pipeline
+
+PROMPT = "x" * 100
+STAND_IN = "python -P -m penstock.launch.standin_worker"
+MIN_SECONDS = 2.0
+KINDS = ("gateway", "tokenizer", "scheduler", "worker", "detokenizer", "client")
+
+
+class Result(Struct):
+    """One point of the benchmark; medians of its runs."""
+
+    batch: int
+    stream: bool
+    detokenizers: int
+    tokens_per_second: float
+    scheduler_us_per_step: float
+    """CPU time of the scheduler process, its sockets included, for one token of each request"""
+    cpu_us_per_token: dict[str, float]
+    """by kind of process"""
+
+
+def bench_pipeline(
+    batches: list[int], detokenizers: list[int], output_tokens: int, num_runs: int
+) -> list[Result]:
+    """Every batch, streaming and not, for each number of detokenizers."""
+    results: list[Result] = []
+    for number in detokenizers:
+        name = f"bench-{os.getpid()}"
+        flags = ("--detokenizers", str(number), "--log-level", "warning")
+        with (
+            private_pipeline(name, *flags, worker=STAND_IN) as endpoint,
+            Client(endpoint) as client,
+        ):
+            _measure(client, name, 64, stream=False, output_tokens=100)  # warms up
+            for batch in batches:
+                for stream in (False, True):
+                    runs = [
+                        _measure(client, name, batch, stream=stream, output_tokens=output_tokens)
+                        for _ in range(num_runs)
+                    ]
+                    results.append(_median(runs, batch, stream, number))
+                    print(".", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return results
+
+
+def _measure(
+    client: Client, name: str, batch: int, *, stream: bool, output_tokens: int
+) -> dict[str, Any]:
+    """Rounds of `batch` requests, for MIN_SECONDS at least: CPU times come in steps of 10 ms."""
+    cpu, num_tokens, start = _cpu_seconds(name), 0, time.perf_counter()
+    while (seconds := time.perf_counter() - start) < MIN_SECONDS:
+        streams = [
+            client.submit(PROMPT, max_tokens=output_tokens, ignore_eos=True, stream=stream)
+            for _ in range(batch)
+        ]
+        num_tokens += sum(len(one.result().token_ids) for one in streams)
+    used = _cpu_seconds(name)
+    used.subtract(cpu)
+    return {
+        "speed": num_tokens / seconds,
+        "cpu": {kind: used[kind] * 1e6 / num_tokens for kind in KINDS},
+    }
+
+
+def _cpu_seconds(name: str) -> Counter[str]:
+    """CPU time used so far, by kind of process."""
+    used: Counter[str] = Counter()
+    pids = {one["pid"]: one["name"] for one in command(name, "processes")["processes"]}
+    for pid, process in (pids | {os.getpid(): "client"}).items():
+        times = psutil.Process(pid).cpu_times()
+        used[process.partition(".")[0]] += times.user + times.system
+    return used
+
+
+def _median(runs: list[dict[str, Any]], batch: int, stream: bool, detokenizers: int) -> Result:
+    cpu = {kind: statistics.median(run["cpu"][kind] for run in runs) for kind in KINDS}
+    return Result(
+        batch=batch,
+        stream=stream,
+        detokenizers=detokenizers,
+        tokens_per_second=statistics.median(run["speed"] for run in runs),
+        scheduler_us_per_step=cpu["scheduler"] * batch,
+        cpu_us_per_token=cpu,
+    )
+
+
+def as_table(results: list[Result]) -> str:
+    """The results as a markdown table."""
+    kinds = " | ".join(KINDS)
+    rows = [
+        f"| batch | stream | detokenizers | tokens/s | scheduler µs/step | {kinds} |",
+        "| --- " * (5 + len(KINDS)) + "|",
+    ]
+    for result in results:
+        costs = " | ".join(f"{result.cpu_us_per_token[kind]:.2f}" for kind in KINDS)
+        rows.append(
+            f"| {result.batch} | {'yes' if result.stream else 'no'} | {result.detokenizers} | "
+            f"{result.tokens_per_second:,.0f} | {result.scheduler_us_per_step:.0f} | {costs} |"
+        )
+    return "\n".join(rows)

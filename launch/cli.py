@@ -1,0 +1,197 @@
+"""The command line. What a command needs is imported when it runs, so that `launch` starts fast."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from penstock.launch.errors import ClientError, LaunchError
+from penstock.launch.options import add_options, given_options, options_table
+from penstock.launch.procfile import PROCFILE, read_procfile, shell_line
+from penstock.protocol.config import Config
+from penstock.protocol.sampling import SamplingParams
+
+SAMPLING_FIELDS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
+SCALABLE = ("tokenizer", "detokenizer")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, without the usage above it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(message)
+
+
+def main() -> NoReturn:
+    """Runs the command line and exits: 2 for what is refused, 1 for what fails, 130 for Ctrl-C."""
+    try:
+        arguments = _parser().parse_args()
+        code = arguments.run(arguments)
+    except LaunchError as error:
+        print(f"launch: {error}", file=sys.stderr)
+        code = 2
+    except ClientError as error:
+        print(f"launch: {error}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # `launch ask … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="launch", description="Runs a pipeline of Penstock, and talks to it.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        command.set_defaults(run=run)
+        return command
+
+    _add_all(add("all", _all, "start a pipeline and keep it running"))
+    for kind in read_procfile():
+        command = add(kind, _service, f"run one more {kind} in the foreground of this terminal")
+        command.set_defaults(kind=kind)
+        add_options(command, Config, ["name"])
+    command = add("scale", _scale, "change the number of tokenizers or detokenizers")
+    command.add_argument("kind", metavar="|".join(SCALABLE))
+    command.add_argument("number", type=int)
+    add_options(command, Config, ["name"])
+    command = add("status", _status, "show the processes and the queues")
+    command.add_argument("--json", action="store_true", help="for programs")
+    add_options(command, Config, ["name"])
+    add_options(add("stop", _stop, "stop a pipeline, and wait until it is gone"), Config, ["name"])
+    command = add("ask", _ask, "print the answer to one question")
+    command.add_argument("question")
+    command.add_argument("--raw", action="store_true", help="continue the text; no chat template")
+    command.add_argument("--json", action="store_true", help="print the whole reply as JSON")
+    _add_client(command)
+    _add_client(add("chat", _chat, "talk; Ctrl-C ends an answer, Ctrl-D the conversation"))
+    _add_bench(add("bench", _bench, "measure; `pipeline`: everything but the model"))
+    add("options", _options, "print the options of `launch all` as a markdown table")
+    return parser
+
+
+def _add_all(command: argparse.ArgumentParser) -> None:
+    add_options(command, Config)
+    command.add_argument(
+        "--procfile", type=Path, default=PROCFILE, help="what to run (default: penstock's own)"
+    )
+    command.add_argument(
+        "--max-deaths",
+        type=int,
+        default=5,
+        help="deaths of one process within 60 s that stop the pipeline (default: 5)",
+    )
+
+
+def _add_bench(command: argparse.ArgumentParser) -> None:
+    command.add_argument("subject", choices=["pipeline"])
+    for name, default, text in (
+        ("--batches", [1, 64, 256], "requests at once"),
+        ("--detokenizers", [1, 2, 4], "detokenizer processes"),
+    ):
+        command.add_argument(name, type=int, nargs="+", default=default, help=text)
+    command.add_argument("--max-tokens", type=int, default=1000, help="tokens of each request")
+    command.add_argument("--runs", type=int, default=3, help="runs of which the median is shown")
+    command.add_argument("--json", action="store_true", help="for programs")
+
+
+def _add_client(command: argparse.ArgumentParser) -> None:
+    add_options(command, Config, ["name"])
+    command.add_argument("--endpoint", help="connect there, not to the pipeline of --name")
+    add_options(command, SamplingParams, SAMPLING_FIELDS)
+
+
+def _all(arguments: argparse.Namespace) -> int:
+    from penstock.launch.start import start
+
+    fields = given_options(arguments, Config)
+    if fields.get("model"):
+        fields["model"] = str(Path(fields["model"]).absolute())
+    return start(Config(**fields), arguments.procfile, arguments.max_deaths)
+
+
+def _service(arguments: argparse.Namespace) -> int:
+    from penstock.launch.running import environment, running_config
+
+    config = running_config(_name(arguments))
+    line = shell_line(read_procfile()[arguments.kind])
+    os.execvpe("sh", ["sh", "-c", line], environment(config))  # noqa: S606
+
+
+def _scale(arguments: argparse.Namespace) -> int:
+    from penstock.launch.control import scale
+
+    if arguments.kind not in SCALABLE:
+        raise LaunchError(f"{arguments.kind!r} can't be scaled; {' and '.join(SCALABLE)} can")
+    if arguments.number < 1:
+        raise LaunchError(f"number is {arguments.number}: a pipeline needs 1 {arguments.kind}")
+    number = scale(_name(arguments), arguments.kind, arguments.number)
+    print(f"{arguments.kind}: {number}")
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from penstock.launch.status import as_json, as_text, read_status
+
+    status = read_status(_name(arguments))
+    print(as_json(status) if arguments.json else as_text(status))
+    return 0
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    from penstock.launch.running import stop
+
+    stop(_name(arguments))
+    return 0
+
+
+def _ask(arguments: argparse.Namespace) -> int:
+    from penstock.launch.chat import ask
+    from penstock.launch.client import Client
+
+    question: dict[str, Any] = {"prompt": arguments.question}
+    if not arguments.raw:
+        question = {"messages": [{"role": "user", "content": arguments.question}]}
+    with Client(_endpoint(arguments)) as client:
+        return ask(client, question | given_options(arguments, SamplingParams), arguments.json)
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from penstock.launch.chat import chat
+    from penstock.launch.client import Client
+
+    with Client(_endpoint(arguments)) as client:
+        return chat(client, given_options(arguments, SamplingParams))
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    import msgspec
+
+    from penstock.launch.bench import as_table, bench_pipeline
+
+    results = bench_pipeline(
+        arguments.batches, arguments.detokenizers, arguments.max_tokens, arguments.runs
+    )
+    print(msgspec.json.encode(results).decode() if arguments.json else as_table(results))
+    return 0
+
+
+def _options(_: argparse.Namespace) -> int:
+    print(options_table())
+    return 0
+
+
+def _name(arguments: argparse.Namespace) -> str:
+    return str(getattr(arguments, "name", Config().name))
+
+
+def _endpoint(arguments: argparse.Namespace) -> str:
+    from penstock.launch.running import running_config
+
+    return arguments.endpoint or running_config(_name(arguments)).endpoint

@@ -1,0 +1,226 @@
+"""Clients of a pipeline: `Client` blocks, `AsyncClient` is for asyncio.
+
+    with Client("tcp://127.0.0.1:5555") as client:
+        print(client.generate(messages=[{"role": "user", "content": "Hello"}]).text)
+        for delta in client.stream("Once upon a time", max_tokens=50):
+            print(delta.text, end="")
+        streams = [client.submit(prompt) for prompt in prompts]
+        texts = [stream.result().text for stream in streams]
+
+A request survives the death of any process of the pipeline, the gateway's too: when the connection
+comes back, the client asks again for what is unanswered. `errors.py` has the tree of errors.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Self, TypeVar
+
+import zmq
+
+from penstock.launch.connection import Connection
+from penstock.launch.errors import NoAnswer
+from penstock.launch.session import Answer
+from penstock.protocol.client import (
+    AbortReply,
+    AbortRequest,
+    GenerateReply,
+    GenerateRequest,
+    Request,
+    StatusReply,
+    StatusRequest,
+    TextDelta,
+)
+
+DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
+Kind = TypeVar("Kind", GenerateReply, AbortReply, StatusReply)
+
+
+def _expect(answer: Answer, kind: type[Kind]) -> Kind:
+    reply = answer.result()
+    assert isinstance(reply, kind)  # noqa: S101  the session pairs them by kind
+    return reply
+
+
+class Stream:
+    """One request of a `Client`: iterate for its text as it comes, or wait for its `result()`."""
+
+    def __init__(self, client: "Client", answer: Answer) -> None:
+        self.request_id = answer.request_id
+        self._client = client
+        self._answer = answer
+
+    def __iter__(self) -> Iterator[TextDelta]:
+        while True:
+            while delta := self._answer.take_delta():
+                yield delta
+            if self._answer.final:
+                self._answer.result()
+                return
+            self._client.wait()
+
+    def result(self) -> GenerateReply:
+        """Waits for the whole answer. Raises RequestError."""
+        return self._client.wait_for(self._answer, GenerateReply)
+
+    def abort(self) -> None:
+        """Ends the request early; `result()` has what came until then."""
+        self._client.abort(self.request_id)
+
+
+class Client:
+    """A blocking client, for one thread.
+
+    A call that waits `timeout` seconds without a sign of the pipeline raises NoAnswer.
+    """
+
+    def __init__(self, endpoint: str = DEFAULT_ENDPOINT, *, timeout: float | None = None) -> None:
+        self._connection = Connection(endpoint)
+        self._timeout = None if timeout is None else int(timeout * 1000)
+        self._poller = zmq.Poller()
+        self._poller.register(self._connection.socket, zmq.POLLIN)
+        self._poller.register(self._connection.monitor, zmq.POLLIN)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Requests that are not answered yet go on in the pipeline, unheard."""
+        self._connection.close()
+
+    def submit(self, prompt: str | list[int] | None = None, **fields: Any) -> Stream:
+        """Sends a request and returns at once. `fields`: those of GenerateRequest.
+
+        Before the client is connected, the request leaves when something waits for an answer.
+        """
+        answer = self._connection.ask(GenerateRequest(prompt=prompt, **fields))
+        return Stream(self, answer)
+
+    def stream(self, prompt: str | list[int] | None = None, **fields: Any) -> Stream:
+        """A request whose text comes piece by piece."""
+        return self.submit(prompt, stream=True, **fields)
+
+    def generate(self, prompt: str | list[int] | None = None, **fields: Any) -> GenerateReply:
+        """The whole answer. Raises RequestError."""
+        return self.submit(prompt, **fields).result()
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request early; False if none of this name runs."""
+        return self.wait_for(
+            self._connection.ask(AbortRequest(request_id=request_id)), AbortReply
+        ).found
+
+    def status(self, wait: bool = False) -> StatusReply:
+        """How the pipeline is; `wait`: as soon as every stage is there."""
+        return self.wait_for(self._connection.ask(StatusRequest(wait=wait)), StatusReply)
+
+    def wait_for(self, answer: Answer, kind: type[Kind]) -> Kind:
+        """Waits for the reply to one question. Raises RequestError."""
+        while not answer.final:
+            self.wait()
+        return _expect(answer, kind)
+
+    def wait(self) -> None:
+        """Waits until something has come, and takes it in. Raises NoAnswer."""
+        if not self._poller.poll(self._timeout):
+            raise NoAnswer("the pipeline does not answer")
+        self._connection.take()
+
+
+class AsyncStream:
+    """One request of an `AsyncClient`: iterate with `async for`, or await its `result()`.
+
+    Cancelling the task that waits for it aborts the request.
+    """
+
+    def __init__(self, client: "AsyncClient", answer: Answer) -> None:
+        self.request_id = answer.request_id
+        self._client = client
+        self._answer = answer
+
+    async def __aiter__(self) -> AsyncIterator[TextDelta]:
+        while True:
+            while delta := self._answer.take_delta():
+                yield delta
+            if self._answer.final:
+                self._answer.result()
+                return
+            await self._change()
+
+    async def result(self) -> GenerateReply:
+        """Waits for the whole answer. Raises RequestError."""
+        while not self._answer.final:
+            await self._change()
+        return _expect(self._answer, GenerateReply)
+
+    async def abort(self) -> None:
+        """Ends the request early; `result()` has what came until then."""
+        await self._client.abort(self.request_id)
+
+    async def _change(self) -> None:
+        try:
+            await self._client.change(self._answer)
+        except asyncio.CancelledError:
+            self._client.ask(AbortRequest(request_id=self.request_id))
+            raise
+
+
+class AsyncClient:
+    """A client for asyncio, for any number of tasks; to be entered with `async with`."""
+
+    def __init__(self, endpoint: str = DEFAULT_ENDPOINT) -> None:
+        self._endpoint = endpoint
+
+    async def __aenter__(self) -> Self:
+        self._connection = Connection(self._endpoint)
+        for descriptor in self._descriptors():
+            asyncio.get_running_loop().add_reader(descriptor, self._connection.take)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for descriptor in self._descriptors():
+            asyncio.get_running_loop().remove_reader(descriptor)
+        await asyncio.to_thread(self._connection.close)
+
+    def submit(self, prompt: str | list[int] | None = None, **fields: Any) -> AsyncStream:
+        """Sends a request and returns at once. `fields`: those of GenerateRequest."""
+        answer = self.ask(GenerateRequest(prompt=prompt, **fields))
+        return AsyncStream(self, answer)
+
+    def stream(self, prompt: str | list[int] | None = None, **fields: Any) -> AsyncStream:
+        """A request whose text comes piece by piece."""
+        return self.submit(prompt, stream=True, **fields)
+
+    async def generate(self, prompt: str | list[int] | None = None, **fields: Any) -> GenerateReply:
+        """The whole answer. Raises RequestError."""
+        return await self.submit(prompt, **fields).result()
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a request early; False if none of this name runs."""
+        return (await self._wait_for(AbortRequest(request_id=request_id), AbortReply)).found
+
+    async def status(self, wait: bool = False) -> StatusReply:
+        """How the pipeline is; `wait`: as soon as every stage is there."""
+        return await self._wait_for(StatusRequest(wait=wait), StatusReply)
+
+    async def change(self, answer: Answer) -> None:
+        """Waits until something has come for `answer`."""
+        changed = asyncio.Event()
+        answer.on_change = changed.set
+        await changed.wait()
+
+    def ask(self, question: Request) -> Answer:
+        """Sends a question."""
+        return self._connection.ask(question)
+
+    async def _wait_for(self, question: Request, kind: type[Kind]) -> Kind:
+        answer = self.ask(question)
+        while not answer.final:
+            await self.change(answer)
+        return _expect(answer, kind)
+
+    def _descriptors(self) -> list[int]:
+        connection = self._connection
+        return [int(one.getsockopt(zmq.FD)) for one in (connection.socket, connection.monitor)]

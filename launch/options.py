@@ -1,0 +1,104 @@
+"""Flags of the command line, made from the fields of a struct."""
+
+import argparse
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Struct
+
+from penstock.launch.errors import LaunchError
+from penstock.protocol.config import Config
+
+
+def flag(field: str) -> str:
+    """The flag of a field: `max_num_seqs` → `--max-num-seqs`."""
+    return "--" + field.replace("_", "-")
+
+
+def add_options(
+    parser: argparse.ArgumentParser, struct: type[Struct], fields: Iterable[str] = ()
+) -> None:
+    """Adds a flag for each field, or for those named. What is not given is not set."""
+    for field in fields or struct.__struct_fields__:
+        hint = _hints(struct)[field]
+        parser.add_argument(
+            flag(field),
+            dest=field,
+            default=argparse.SUPPRESS,
+            help=_help(struct, field),
+            **(_bool_or_value(field, hint)),
+        )
+
+
+def given_options(arguments: argparse.Namespace, struct: type[Struct]) -> dict[str, Any]:
+    """The fields of `struct` that were given."""
+    return {k: v for k, v in vars(arguments).items() if k in struct.__struct_fields__}
+
+
+def options_table() -> str:
+    """The options of a pipeline as a markdown table."""
+    rows = ["| option | default | description |", "| --- | --- | --- |"]
+    for field in Config.__struct_fields__:
+        name = f"`{flag(field)}`"
+        if _default(Config, field) is True:
+            name += f", `--no-{flag(field)[2:]}`"
+        rows.append(f"| {name} | {_shown(Config, field)} | {_description(Config, field)} |")
+    return "\n".join(rows)
+
+
+def _hints(struct: type[Struct]) -> dict[str, Any]:
+    return get_type_hints(struct, include_extras=True)
+
+
+def _bool_or_value(field: str, hint: Any) -> dict[str, Any]:
+    plain = hint
+    while hasattr(plain, "__metadata__"):
+        plain = get_args(plain)[0]
+    if plain is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(plain) is Literal:
+        return {"choices": get_args(plain)}
+    return {"type": _converter(field, hint), "metavar": field.rpartition("_")[2].upper()}
+
+
+def _converter(field: str, hint: Any) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        try:
+            return msgspec.convert(text, hint, strict=False)
+        except msgspec.ValidationError as error:
+            reason = str(error).replace("Expected", "expected")
+            raise LaunchError(f"{flag(field)} is {text!r}: {reason}") from None
+
+    return convert
+
+
+def _field(struct: type[Struct], field: str) -> msgspec.inspect.Field:
+    info = msgspec.inspect.type_info(struct)
+    assert isinstance(info, msgspec.inspect.StructType)  # noqa: S101  for mypy
+    return next(one for one in info.fields if one.name == field)
+
+
+def _help(struct: type[Struct], field: str) -> str:
+    shown = _shown(struct, field)
+    default = f"(default: {shown.strip('`')})" if shown else ""
+    return f"{_description(struct, field)} {default}".strip().replace("%", "%%")
+
+
+def _default(struct: type[Struct], field: str) -> Any:
+    return _field(struct, field).default
+
+
+def _description(struct: type[Struct], field: str) -> str:
+    described = _field(struct, field).type
+    extra = described.extra_json_schema if isinstance(described, msgspec.inspect.Metadata) else None
+    return (extra or {}).get("description", "")  # type: ignore[no-any-return]
+
+
+def _shown(struct: type[Struct], field: str) -> str:
+    default = _default(struct, field)
+    if default is None or default is msgspec.NODEFAULT:
+        return ""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"`{default}`" if default != "" else ""

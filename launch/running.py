@@ -1,0 +1,121 @@
+"""Which pipelines run: the lock in the run folder of each, held for as long as it runs."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from penstock.launch.errors import LaunchError
+from penstock.protocol.config import (
+    CONFIG_FILE,
+    CONFIG_VARIABLE,
+    Config,
+    make_run_folder,
+    read_config,
+    run_folder,
+)
+
+LOCK_FILE = "lock"
+CONTROL_SOCKET = "control"
+
+
+@contextlib.contextmanager
+def claim(config: Config) -> Iterator[Path]:
+    """Makes the run folder, empty and ours alone, and removes it at the end.
+
+    The kernel drops the lock when its holder dies, so a folder left by a killed pipeline is free.
+    """
+    lock = _lock(config)
+    try:
+        for left in config.run_folder.iterdir():
+            if left.is_dir():
+                shutil.rmtree(left)
+            elif left.name != LOCK_FILE:
+                left.unlink()
+        yield config.run_folder
+    finally:
+        shutil.rmtree(config.run_folder)
+        os.close(lock)
+
+
+def _lock(config: Config) -> int:
+    try:
+        path = make_run_folder(config) / LOCK_FILE
+    except OSError as error:
+        raise LaunchError(f"the run folder can't be made: {error}") from error
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    if not _try_lock(lock, fcntl.LOCK_EX):
+        raise LaunchError(f"a pipeline {config.name!r} runs already; --name gives another name")
+    if not path.exists() or not os.path.samestat(os.fstat(lock), path.stat()):
+        os.close(lock)  # its last holder has just removed it
+        return _lock(config)
+    os.truncate(lock, 0)
+    os.write(lock, str(os.getpid()).encode())
+    return lock
+
+
+def _try_lock(lock: int, kind: int) -> bool:
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _open_lock(name: str) -> Iterator[int]:
+    """The lock of a pipeline that runs. Raises LaunchError if none does."""
+    try:
+        lock = os.open(run_folder(name) / LOCK_FILE, os.O_RDONLY)
+    except FileNotFoundError:
+        raise _not_running(name) from None
+    try:
+        if _try_lock(lock, fcntl.LOCK_SH):
+            raise _not_running(name)
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _not_running(name: str) -> LaunchError:
+    return LaunchError(
+        f"no pipeline {name!r} runs; `launch all` starts one, --name names another one"
+    )
+
+
+def running_config(name: str) -> Config:
+    """The configuration of a pipeline that runs. Raises LaunchError if none does."""
+    with _open_lock(name):
+        try:
+            return read_config(run_folder(name) / CONFIG_FILE)
+        except (FileNotFoundError, msgspec.MsgspecError) as error:
+            raise LaunchError(f"pipeline {name!r} has only just begun to start") from error
+
+
+def environment(config: Config) -> dict[str, str]:
+    """What a process of the pipeline finds in its environment: `python` is the one that runs us."""
+    path = os.environ.get("PATH", os.defpath)
+    return {
+        **os.environ,
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), path)),
+        CONFIG_VARIABLE: str(config.run_folder / CONFIG_FILE),
+    }
+
+
+def stop(name: str) -> None:
+    """Tells the supervisor to stop and returns when it has: it holds its lock until then."""
+    with _open_lock(name) as lock:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(os.pread(lock, 20, 0)), signal.SIGTERM)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+
+
+def model_name(config: Config) -> str:
+    """What the served model is called."""
+    return config.model_folder.name if config.model else "Qwen3 demo"

@@ -1,0 +1,61 @@
+"""`launch all`: refuses what can't work, then supervises."""
+
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+
+import zmq
+
+from penstock.launch.errors import LaunchError
+from penstock.launch.procfile import read_procfile
+from penstock.launch.running import CONTROL_SOCKET, claim
+from penstock.launch.supervisor import Supervisor
+from penstock.protocol.checkpoint import ModelError, check_tp, read_model_config
+from penstock.protocol.config import Config, write_config
+
+
+def start(config: Config, procfile: Path, max_deaths: int) -> int:
+    """Runs the pipeline to its end and returns the exit code."""
+    commands = read_procfile(procfile)
+    try:
+        check_tp(read_model_config(config.model_folder), config.tp)
+    except ModelError as error:
+        raise LaunchError(f"--model: {error}") from error
+    with claim(config) as folder:
+        _check_length(folder / f"{CONTROL_SOCKET}-events")
+        check_endpoint(config.endpoint)
+        write_config(config)
+        return asyncio.run(Supervisor(config, commands, max_deaths).run())
+
+
+def _check_length(longest: Path) -> None:
+    """Raises LaunchError where the run folder is too deep for its sockets."""
+    if len(bytes(longest)) > zmq.IPC_PATH_MAX_LEN:
+        raise LaunchError(
+            f"{longest} is longer than the {zmq.IPC_PATH_MAX_LEN} characters that a socket may "
+            "have; let XDG_RUNTIME_DIR name a folder with a shorter path"
+        )
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises LaunchError where the gateway could not bind."""
+    if endpoint.endswith((":*", ":0")):
+        raise LaunchError(f"--endpoint {endpoint} has no port of its own")
+    if endpoint.startswith("ipc://") and _answers(endpoint.removeprefix("ipc://")):
+        raise LaunchError(f"--endpoint {endpoint} is in use; give another one")
+    try:
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as trial:
+            trial.bind(endpoint)
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EADDRINUSE:
+            raise LaunchError(f"--endpoint {endpoint} is in use; give another one") from error
+        raise LaunchError(f"--endpoint {endpoint} can't be bound: {error}") from error
+
+
+def _answers(path: str) -> bool:
+    """Whether someone listens there: ZeroMQ would take the file from them without a word."""
+    with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(OSError):
+        client.connect(path)
+        return True
+    return False

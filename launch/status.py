@@ -1,0 +1,92 @@
+"""`launch status`: the processes as the supervisor sees them, the queues as the gateway does."""
+
+from typing import Any
+
+import msgspec
+
+from penstock.launch.client import Client
+from penstock.launch.control import command
+from penstock.launch.errors import NoAnswer
+from penstock.launch.running import model_name, running_config
+from penstock.protocol.client import StatusReply
+
+TIMEOUT = 2.0
+"""seconds that the gateway has to answer"""
+
+
+def read_status(pipeline: str) -> dict[str, Any]:
+    """Everything known of a running pipeline; `gateway` is None where it does not answer."""
+    config = running_config(pipeline)
+    processes = command(pipeline, "processes")["processes"]
+    try:
+        with Client(config.endpoint, timeout=TIMEOUT) as client:
+            gateway = client.status()
+    except NoAnswer:
+        gateway = None
+    return {"config": config, "processes": processes, "gateway": gateway}
+
+
+def as_json(status: dict[str, Any]) -> str:
+    """The status for programs."""
+    return msgspec.json.format(msgspec.json.encode(status)).decode()
+
+
+def as_text(status: dict[str, Any]) -> str:
+    """The status for people."""
+    config, gateway = status["config"], status["gateway"]
+    state = "ready" if gateway and gateway.ready else "not ready"
+    return "\n".join(
+        [
+            f"{config.name}: {state}, {model_name(config)} on {config.endpoint}",
+            "",
+            *_process_lines(status["processes"], _num_requests(gateway)),
+            "",
+            *_queue_lines(gateway),
+        ]
+    )
+
+
+def _num_requests(gateway: StatusReply | None) -> dict[str, int]:
+    if gateway is None:
+        return {}
+    scheduler = gateway.scheduler
+    return {
+        "gateway.1": gateway.num_requests,
+        **gateway.tokenizers,
+        **({"scheduler.1": scheduler.num_waiting + scheduler.num_running} if scheduler else {}),
+        **(scheduler.detokenizers if scheduler else {}),
+    }
+
+
+def _process_lines(processes: list[dict[str, Any]], num_requests: dict[str, int]) -> list[str]:
+    lines = [f"{'process':<15} {'pid':>8} {'uptime':>9} {'restarts':>8} {'requests':>8}"]
+    for one in processes:
+        name = one["name"]
+        lines.append(
+            f"{name:<15} {one['pid']:>8} {_duration(one['uptime']):>9} "
+            f"{one['restarts']:>8} {num_requests.get(name, '-'):>8}"
+        )
+    return lines
+
+
+def _queue_lines(gateway: StatusReply | None) -> list[str]:
+    if gateway is None:
+        return ["the gateway does not answer"]
+    scheduler = gateway.scheduler
+    if scheduler is None:
+        return [f"requests {gateway.num_requests}; the scheduler has not reported yet"]
+    used = scheduler.num_blocks - scheduler.num_free_blocks
+    share = used / scheduler.num_blocks if scheduler.num_blocks else 0.0
+    return [
+        f"waiting   {scheduler.num_waiting}",
+        f"running   {scheduler.num_running}",
+        f"KV blocks {used} of {scheduler.num_blocks} in use ({share:.0%})",
+        f"steps     {scheduler.num_steps}, preemptions {scheduler.num_preemptions}",
+        f"dropped   {gateway.num_bad_frames + scheduler.num_bad_frames} bad frames",
+    ]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

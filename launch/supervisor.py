@@ -1,0 +1,242 @@
+"""Keeps the processes of one pipeline running, with circus.
+
+circus spawns, stops (SIGTERM, and SIGKILL after a grace) and restarts; each process is a watcher
+of its own, so that it keeps its name. What is ours: a death is seen by SIGCHLD instead of circus's
+periodic check, logs go through named pipes (circus closes its own before the last lines of a dead
+process are read), and the two commands that `launch status` and `launch scale` send to circus's
+endpoint.
+"""
+
+import asyncio
+import os
+import shlex
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from circus.arbiter import Arbiter
+from circus.watcher import Watcher
+from tornado.ioloop import IOLoop
+
+from penstock.launch.client import AsyncClient
+from penstock.launch.logs import Log, prefix
+from penstock.launch.procfile import shell_line
+from penstock.launch.running import CONTROL_SOCKET, environment, model_name
+from penstock.protocol.config import Config
+from penstock.protocol.process import PROCESS_VARIABLE, SUPERVISOR_VARIABLE
+
+GRACE = 5.0
+"""seconds between SIGTERM and SIGKILL"""
+CRASH_WINDOW = 60.0
+"""seconds within which deaths are counted"""
+MAX_EARLY_DEATHS = 3
+"""deaths of one process that stop a pipeline which was never ready"""
+
+
+class Child:
+    """What the supervisor remembers of one process, over its restarts."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self.deaths: deque[float] = deque()
+        self.num_starts = 0
+        self.exit_code: int | None = None
+
+    def count_death(self) -> int:
+        """How often it died within the window, this time included."""
+        now = time.monotonic()
+        self.deaths.append(now)
+        while self.deaths[0] < now - CRASH_WINDOW:
+            self.deaths.popleft()
+        return len(self.deaths)
+
+
+class _Command:
+    """A command of circus's endpoint."""
+
+    def __init__(self, run: Callable[..., Awaitable[dict[str, Any]]]) -> None:
+        self._run = run
+
+    def validate(self, properties: dict[str, Any]) -> None:
+        """Asked for by circus; `launch` is the only one that sends these."""
+
+    def execute(self, _arbiter: Arbiter, properties: dict[str, Any]) -> Awaitable[Any]:
+        """circus answers when the task is done, if `waiting` is among the properties."""
+        given = {key: value for key, value in properties.items() if key != "waiting"}
+        return asyncio.ensure_future(self._run(**given))
+
+
+class Supervisor:
+    """The processes of one pipeline."""
+
+    def __init__(self, config: Config, commands: dict[str, str], max_deaths: int) -> None:
+        self._config = config
+        self._commands = commands
+        self._max_deaths = max_deaths
+        self._children: dict[str, Child] = {}
+        self._was_ready = False
+        self._started = time.monotonic()
+
+    async def run(self) -> int:
+        """Runs until a signal or a process that can't be kept alive ends it: the exit code."""
+        loop = asyncio.get_running_loop()
+        self._end: asyncio.Future[int] = loop.create_future()
+        self._death = asyncio.Event()
+        self._circus = asyncio.Lock()  # circus refuses a command while another one runs
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                loop.add_signal_handler(number, self._stop, 0)
+        loop.add_signal_handler(signal.SIGCHLD, self._death.set)
+        self._arbiter = self._make_arbiter()
+        async with self._circus:
+            await self._arbiter.start()
+        tasks = [asyncio.create_task(self._announce()), asyncio.create_task(self._revive())]
+        for task in tasks:
+            task.add_done_callback(self._check)
+        try:
+            return await self._end
+        finally:
+            for task in tasks:
+                task.cancel()
+            async with self._circus:
+                await self._arbiter.stop()
+            for child in self._children.values():
+                child.log.close()
+
+    def _make_arbiter(self) -> Any:
+        folder = self._config.run_folder
+        numbers = {
+            "worker": self._config.tp,
+            "tokenizer": self._config.tokenizers,
+            "detokenizer": self._config.detokenizers,
+        }
+        arbiter = Arbiter(
+            [
+                Watcher(**self._watcher(kind, number))
+                for kind in self._commands
+                for number in range(1, numbers.get(kind, 1) + 1)
+            ],
+            f"ipc://{folder}/{CONTROL_SOCKET}",
+            f"ipc://{folder}/{CONTROL_SOCKET}-events",
+            check_delay=-1,
+            loop=IOLoop.current(),
+            proc_name="launch",
+        )
+        arbiter.ctrl.sys_hdl.stop()  # puts our signal handlers back
+        arbiter.ctrl.commands["processes"] = _Command(self._processes)
+        arbiter.ctrl.commands["scale"] = _Command(self._scale)
+        return arbiter
+
+    def _watcher(self, kind: str, number: int) -> dict[str, Any]:
+        """The arguments of a circus Watcher for one process."""
+        name = f"{kind}.{number}"
+        path = self._config.run_folder / f"{name}.log"
+        line = prefix(name, list(self._commands).index(kind))
+        self._children[name] = Child(Log(path, line, self._write))
+        return {
+            "name": name,
+            "cmd": "sh",
+            "args": ["-c", f"{shell_line(self._commands[kind])} >{shlex.quote(str(path))} 2>&1"],
+            "env": environment(self._config)
+            | {PROCESS_VARIABLE: name, SUPERVISOR_VARIABLE: str(os.getpid())},
+            "working_dir": str(Path.cwd()),
+            "graceful_timeout": GRACE,
+            "hooks": {"before_spawn": (self._may_spawn, False), "after_reap": (self._reaped, True)},
+            "loop": IOLoop.current(),
+        }
+
+    async def _announce(self) -> None:
+        async with AsyncClient(self._config.endpoint) as client:
+            await client.status(wait=True)
+        self._was_ready = True
+        seconds = time.monotonic() - self._started
+        self._write(
+            f"ready: {model_name(self._config)} on {self._config.endpoint} (tp {self._config.tp}, "
+            f"{len(self._children)} processes, {seconds:.1f} s)\n"
+        )
+
+    async def _revive(self) -> None:
+        while True:
+            await self._death.wait()
+            self._death.clear()
+            async with self._circus:
+                await self._arbiter.manage_watchers()
+
+    def _may_spawn(self, watcher: Watcher, **_: Any) -> bool:
+        """circus's hook before every start; the first is no restart."""
+        child = self._children[watcher.name]
+        child.num_starts += 1
+        if child.num_starts == 1:
+            return True
+        num_deaths = child.count_death()
+        limit = self._max_deaths if self._was_ready else min(self._max_deaths, MAX_EARLY_DEATHS)
+        if num_deaths < limit:
+            child.log.drain()
+            line = prefix("launch", len(self._commands))
+            self._write(f"{line}{watcher.name} died with exit code {child.exit_code}; restarted\n")
+            return True
+        self._give_up(watcher.name, child, num_deaths)
+        return False
+
+    def _reaped(self, watcher: Watcher, exit_code: int | None = None, **_: Any) -> None:
+        self._children[watcher.name].exit_code = exit_code
+
+    def _give_up(self, name: str, child: Child, num_deaths: int) -> None:
+        child.log.drain()
+        when = f"within {CRASH_WINDOW:.0f} s" if self._was_ready else "before it was ready"
+        lines = "".join(f"\n  {line}" for line in child.log.last_lines)
+        print(
+            f"launch: {name} died {num_deaths} times {when}, the last time with exit code "
+            f"{child.exit_code}; the pipeline stops. Its last lines:{lines}",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._stop(1)
+
+    async def _processes(self) -> dict[str, Any]:
+        """What `launch status` shows of each process, in the order of the procfile."""
+        kinds = list(self._commands)
+        watchers = sorted(
+            self._arbiter.watchers, key=lambda one: kinds.index(one.name.partition(".")[0])
+        )
+        return {
+            "processes": [
+                {
+                    "name": watcher.name,
+                    "pid": process.pid,
+                    "uptime": process.age(),
+                    "restarts": self._children[watcher.name].num_starts - 1,
+                }
+                for watcher in watchers
+                for process in watcher.processes.values()
+            ]
+        }
+
+    async def _scale(self, kind: str, number: int) -> dict[str, Any]:
+        async with self._circus:
+            names = [name for name in self._children if name.partition(".")[0] == kind]
+            for name in names[number:]:
+                await self._arbiter.rm_watcher(name)
+                self._children.pop(name).log.close()
+            for new in range(len(names) + 1, number + 1):
+                await self._arbiter.add_watcher(**self._watcher(kind, new)).start()
+        return {"number": number}
+
+    def _write(self, text: str) -> None:
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except OSError:  # nobody reads any more: a closed terminal, `launch all | head`
+            self._stop(0)
+
+    def _stop(self, exit_code: int) -> None:
+        if not self._end.done():
+            self._end.set_result(exit_code)
+
+    def _check(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) and not self._end.done():
+            self._end.set_exception(error)

@@ -1,0 +1,167 @@
+"""The next token: greedy, random, restricted."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from penstock.kernels.sampling import gumbel_noise, keep_likely, sample
+
+CHI_SQUARE_999 = {3: 16.27, 7: 24.32}
+"""degrees of freedom → value that chance exceeds once in a thousand"""
+
+
+def draw(logits: Tensor, **given: Any) -> Tensor:
+    """`sample` with parameters as numbers or lists; temperature 1 and no restriction if absent."""
+    defaults = {"positions": 0, "seeds": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    dtypes = {"positions": torch.int64, "seeds": torch.int64, "top_k": torch.int32}
+    parameters = {
+        name: torch.as_tensor(value, dtype=dtypes.get(name, torch.float32)).expand(len(logits))
+        for name, value in {**defaults, "min_p": 0.0, **given}.items()
+    }
+    return sample(logits, **parameters)
+
+
+def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
+    """How far the counts of tokens are from what their probabilities promise."""
+    expected = probabilities * len(tokens)
+    counts = torch.bincount(tokens, minlength=len(probabilities))
+    assert not counts[expected == 0].any()
+    possible = expected > 0
+    return float((((counts - expected) ** 2)[possible] / expected[possible]).sum())
+
+
+def test_temperature_0_takes_the_likeliest_and_of_equals_the_lowest_id() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 2.0, 2.0], [-5.0, 1.0, 1.0]])
+    assert draw(logits, temperature=0.0, top_k=2, top_p=0.5).tolist() == [1, 0, 1]
+
+
+def test_random_rows_take_the_lowest_id_of_equal_scores() -> None:
+    # A temperature so small that the noise is lost in the distance to the third token.
+    logits = torch.tensor([[0.0, 1.0, 1.0]])
+    tokens = {draw(logits, temperature=1e-30, seeds=seed).item() for seed in range(20)}
+    assert tokens == {1, 2}
+    assert draw(logits, temperature=1e-30, top_k=1, top_p=1e-6).item() == 1
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("vary", ["positions", "seeds"])
+def test_tokens_have_the_probabilities_of_the_softmax(vary: str, temperature: float) -> None:
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, 0.5, -2.0, 1.5])
+    tokens = draw(logits.expand(20000, -1), temperature=temperature, **{vary: torch.arange(20000)})
+    expected = (logits / temperature).softmax(0)
+    assert chi_square(tokens, expected) < CHI_SQUARE_999[7]
+
+
+def test_tokens_have_the_probabilities_of_the_restricted_softmax() -> None:
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, 0.6, -2.0, 1.5])
+    tokens = draw(logits.expand(20000, -1), top_k=4, positions=torch.arange(20000))
+    expected = torch.where(logits >= 0.6, logits, -torch.inf).softmax(0)
+    assert chi_square(tokens, expected) < CHI_SQUARE_999[3]
+
+
+def test_neighbouring_positions_are_independent() -> None:
+    tokens = draw(torch.zeros(20001, 2), positions=torch.arange(20001), seeds=5)
+    pairs = tokens[:-1] * 2 + tokens[1:]
+    assert chi_square(pairs, torch.full((4,), 0.25)) < CHI_SQUARE_999[3]
+
+
+def test_noise_has_the_mean_and_variance_of_gumbels_distribution() -> None:
+    noise = gumbel_noise(torch.arange(10), torch.arange(10), 20000)
+    assert noise.isfinite().all()
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
+    assert noise.var().item() == pytest.approx(torch.pi**2 / 6, abs=0.03)
+
+
+def mixed_rows(num_rows: int, vocab_size: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Rows of all kinds: greedy, free, restricted in one way or in several."""
+    parameters = {
+        "positions": torch.randint(0, 5000, (num_rows,)),
+        "seeds": torch.randint(-(2**62), 2**62, (num_rows,)),
+        "temperature": torch.tensor([0.0, 0.7, 1.0, 1.7])[torch.arange(num_rows) % 4],
+        "top_k": torch.tensor([0, 1, 40], dtype=torch.int32)[torch.randint(3, (num_rows,))],
+        "top_p": torch.tensor([1.0, 0.9, 0.3])[torch.randint(3, (num_rows,))],
+        "min_p": torch.tensor([0.0, 0.1])[torch.randint(2, (num_rows,))],
+    }
+    return torch.randn(num_rows, vocab_size) * 3, parameters
+
+
+@pytest.mark.parametrize("vocab_size", [17, 264, 1001])
+def test_a_row_does_not_depend_on_the_others(vocab_size: int) -> None:
+    logits, parameters = mixed_rows(64, vocab_size)
+    together = sample(logits, **parameters)
+    noise = gumbel_noise(parameters["seeds"], parameters["positions"], vocab_size)
+    for row in range(64):
+        alone = {name: values[row : row + 1] for name, values in parameters.items()}
+        assert sample(logits[row : row + 1], **alone).item() == together[row].item()
+        own_noise = gumbel_noise(alone["seeds"], alone["positions"], vocab_size)
+        assert torch.equal(own_noise[0], noise[row])
+
+
+def transformers_scores(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> Tensor:
+    """What transformers' `generate` samples from, processors in its order."""
+    ids = torch.zeros(len(logits), 1, dtype=torch.int64)
+    scores = TemperatureLogitsWarper(temperature)(ids, logits)
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(ids, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(ids, scores)
+    if min_p:
+        scores = MinPLogitsWarper(min_p)(ids, scores)
+    return scores
+
+
+@pytest.mark.parametrize("vocab_size", [9, 1001])
+@pytest.mark.parametrize("top_k", [0, 1, 5, 50, 5000])
+@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 0.01])
+@pytest.mark.parametrize("min_p", [0.0, 0.02, 0.3, 1.0])
+def test_keeps_the_tokens_that_transformers_keeps(
+    vocab_size: int, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = torch.randn(8, vocab_size) * torch.tensor([0.1, 1, 3, 9]).repeat(2)[:, None]
+    for temperature in (0.3, 1.0, 1.9):
+        wanted = transformers_scores(logits, temperature, top_k, top_p, min_p)
+        kept = keep_likely(
+            logits / temperature,
+            torch.full((8,), top_k),
+            torch.full((8,), top_p),
+            torch.full((8,), min_p),
+        )
+        assert torch.equal(kept, wanted)
+
+
+def test_top_k_keeps_all_that_tie_with_the_last() -> None:
+    scores = torch.tensor([[1.0, 3.0, 1.0, 0.0, 1.0]])
+    kept = keep_likely(scores, torch.tensor([2]), torch.tensor([1.0]), torch.tensor([0.0]))
+    assert kept.isfinite().tolist() == [[True, True, True, False, True]]
+    assert torch.equal(kept, transformers_scores(scores, 1.0, 2, 1.0, 0.0))
+
+
+def test_the_likeliest_is_always_kept() -> None:
+    logits = torch.tensor([[0.0, 1.0, 0.9]]).expand(50, -1)
+    tokens = draw(logits, top_p=0.0, min_p=1.0, seeds=torch.arange(50))
+    assert tokens.tolist() == [1] * 50
+
+
+def test_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"logits has dtype torch.float64; \[torch.float32\]"):
+        draw(torch.zeros(1, 3).double())
+    with pytest.raises(ValueError, match=r"seeds has shape \[3\]; \[2\] is needed"):
+        sample(
+            torch.zeros(2, 5),
+            positions=torch.zeros(2, dtype=torch.int64),
+            seeds=torch.zeros(3, dtype=torch.int64),
+            temperature=torch.ones(2),
+            top_k=torch.zeros(2, dtype=torch.int32),
+            top_p=torch.ones(2),
+            min_p=torch.zeros(2),
+        )

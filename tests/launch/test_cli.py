@@ -1,0 +1,57 @@
+"""The command line."""
+
+import subprocess
+import sys
+
+import pytest
+
+from penstock.launch.cli import main
+
+SLOW_MODULES = ("asyncio", "circus", "psutil", "torch", "tornado", "transformers", "zmq")
+
+
+def launch(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
+    """The exit code of a command line."""
+    monkeypatch.setattr(sys, "argv", ["launch", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code
+
+
+def test_it_starts_without_what_it_does_not_need() -> None:
+    code = (
+        "import sys; sys.argv = ['launch', 'options']\n"
+        "from penstock.launch.cli import main\n"
+        "try: main()\n"
+        f"finally: assert not set({SLOW_MODULES}) & set(sys.modules), set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["all", "--tp", "0"], "--tp is '0': expected `int` >= 1"),
+        (["all", "--model", "/none"], "--model: model folder /none does not exist"),
+        (["all", "--procfile", "/none"], "procfile /none can't be read"),
+        (["scale", "worker", "2"], "'worker' can't be scaled; tokenizer and detokenizer can"),
+        (["scale", "tokenizer", "0"], "number is 0: a pipeline needs 1 tokenizer"),
+        (["status", "--name", "none"], "no pipeline 'none' runs"),
+        (["stop", "--name", "none"], "no pipeline 'none' runs"),
+        (["ask", "--name", "none", "x"], "no pipeline 'none' runs"),
+        (["worker", "--name", "none"], "no pipeline 'none' runs"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
+        (["ask", "--top-p", "2", "x"], "--top-p is '2': expected `float` <= 1.0"),
+    ],
+)
+def test_what_is_refused_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    sentence: str,
+) -> None:
+    assert launch(monkeypatch, *arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("launch: ")
+    assert sentence in printed.err
+    assert (printed.out, printed.err.count("\n")) == ("", 1)

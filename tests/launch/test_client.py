@@ -1,0 +1,302 @@
+"""The clients, with a gateway that says what the test tells it to."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from penstock.launch.client import AsyncClient, Client
+from penstock.launch.connection import Connection
+from penstock.launch.errors import NoAnswer, RequestError
+from penstock.launch.session import Answer
+from penstock.protocol.client import (
+    MSGPACK,
+    AbortReply,
+    AbortRequest,
+    ErrorReply,
+    GenerateReply,
+    GenerateRequest,
+    Reply,
+    Request,
+    StatusReply,
+    StatusRequest,
+    TextDelta,
+    Usage,
+)
+
+Behaviour = Callable[[Request], list[Reply]]
+TEXT = "one two"
+
+
+def delta(request: GenerateRequest, first: int, last: int) -> TextDelta:
+    """Characters `first` to `last` of TEXT, one a token."""
+    return TextDelta(
+        request_id=request.request_id or "",
+        token_offset=first,
+        char_offset=first,
+        token_ids=list(range(first, last)),
+        text=TEXT[first:last],
+    )
+
+
+def reply(request: GenerateRequest, text: str = TEXT) -> GenerateReply:
+    return GenerateReply(
+        request_id=request.request_id or "",
+        text=text,
+        token_ids=list(range(len(text))),
+        finish_reason="stop",
+        usage=Usage(prompt_tokens=1, cached_tokens=0, output_tokens=len(text)),
+    )
+
+
+def echo(request: Request) -> list[Reply]:
+    """Answers with the prompt."""
+    match request:
+        case GenerateRequest(prompt=str(prompt)):
+            return [reply(request, prompt)]
+        case AbortRequest(request_id=request_id):
+            return [AbortReply(request_id=request_id, found=True)]
+        case StatusRequest(wait=wait):
+            return [
+                StatusReply(
+                    ready=wait,
+                    model="",
+                    num_requests=0,
+                    tokenizers={},
+                    scheduler=None,
+                    num_bad_frames=0,
+                )
+            ]
+    return []
+
+
+class Gateway:
+    """A ROUTER in a thread; asked for nothing (`b""`) it ends."""
+
+    def __init__(self, endpoint: str, behaviour: Behaviour) -> None:
+        self.heard: list[Request] = []
+        self._behaviour = behaviour
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.bind(endpoint)
+        self._end = self._context.socket(zmq.PULL)
+        self._end.bind("inproc://end")
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self) -> None:
+        with self._context.socket(zmq.PUSH) as end:
+            end.connect("inproc://end")
+            end.send(b"")
+            self._thread.join()
+        self._context.term()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._end, zmq.POLLIN)
+        with self._socket, self._end:
+            while self._end not in dict(poller.poll()):
+                *envelope, frame = self._socket.recv_multipart()
+                request = MSGPACK.decode_request(frame)
+                self.heard.append(request)
+                for one in self._behaviour(request):
+                    self._socket.send_multipart([*envelope, MSGPACK.encode(one)])
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/clients"
+
+
+@contextlib.contextmanager
+def gateway(endpoint: str, behaviour: Behaviour = echo) -> Iterator[Gateway]:
+    one = Gateway(endpoint, behaviour)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def test_many_requests_at_once(endpoint: str) -> None:
+    with gateway(endpoint), Client(endpoint, timeout=5) as client:
+        streams = [client.submit(str(number)) for number in range(50)]
+        assert [one.result().text for one in reversed(streams)] == [
+            str(number) for number in reversed(range(50))
+        ]
+
+
+def test_messages_may_be_dicts(endpoint: str) -> None:
+    def answer(request: Request) -> list[Reply]:
+        assert isinstance(request, GenerateRequest)
+        return [reply(request)]
+
+    with gateway(endpoint, answer) as one, Client(endpoint, timeout=5) as client:
+        client.generate(messages=[{"role": "user", "content": "x"}], max_tokens=3)
+    (request,) = one.heard
+    assert isinstance(request, GenerateRequest)
+    assert request.messages is not None
+    assert (request.messages[0].content, request.max_tokens) == ("x", 3)
+
+
+def test_a_stream_goes_on_at_the_next_gateway(endpoint: str) -> None:
+    """The first one dies within the text; the next is asked again and begins at the beginning."""
+
+    def whole(request: Request) -> list[Reply]:
+        assert isinstance(request, GenerateRequest)
+        return [delta(request, 0, 5), delta(request, 5, 7), reply(request)]
+
+    def half(request: Request) -> list[Reply]:
+        assert isinstance(request, GenerateRequest)
+        return [delta(request, 0, 3)]
+
+    with Client(endpoint, timeout=5) as client:
+        with gateway(endpoint, half) as first:
+            stream = client.stream("x")
+            deltas = iter(stream)
+            pieces = [next(deltas).text]
+        with gateway(endpoint, whole) as second:
+            pieces += [one.text for one in deltas]
+    assert pieces == ["one", " t", "wo"]
+    assert stream.result().text == TEXT
+    assert first.heard == second.heard
+
+
+def test_a_question_is_asked_once(endpoint: str) -> None:
+    with Client(endpoint, timeout=5) as client:
+        early = client.submit("before there is a gateway")
+        with gateway(endpoint) as one:
+            early.result()
+            client.generate("after")
+    assert len(one.heard) == 2
+
+
+def test_a_question_is_asked_once_where_the_end_of_a_connection_is_not_known_yet(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(endpoint, timeout=5) as client:
+        with gateway(endpoint):
+            client.generate("x")
+        with monkeypatch.context() as blind:
+            blind.setattr(Connection, "take", lambda _: None)
+            late = client.submit("late")
+        with gateway(endpoint) as second:
+            late.result()
+            client.status()
+    assert len(second.heard) == 2
+
+
+def test_a_question_is_asked_once_where_the_next_connection_is_not_known_yet(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(endpoint, timeout=5) as client:
+        with gateway(endpoint):
+            client.generate("x")
+        client.wait()  # until the connection is lost
+        with gateway(endpoint) as second:
+            client._connection.monitor.poll(5000)
+            with monkeypatch.context() as blind:
+                blind.setattr(Connection, "take", lambda _: None)
+                late = client.submit("late")
+            late.result()
+            client.status()
+    assert len(second.heard) == 2
+
+
+def test_an_error_that_names_no_request_finds_its_request(endpoint: str) -> None:
+    def refuse(request: Request) -> list[Reply]:
+        if isinstance(request, GenerateRequest) and request.prompt == "bad":
+            return [ErrorReply(code="invalid", message="too long")]
+        return echo(request)
+
+    with gateway(endpoint, refuse), Client(endpoint, timeout=5) as client:
+        streams = [client.submit(prompt) for prompt in ("a", "bad", "b")]
+        assert [streams[0].result().text, streams[2].result().text] == ["a", "b"]
+        with pytest.raises(RequestError, match="too long"):
+            streams[1].result()
+
+
+def test_status_and_abort(endpoint: str) -> None:
+    with gateway(endpoint), Client(endpoint, timeout=5) as client:
+        assert client.status(wait=True).ready
+        assert not client.status().ready
+        assert client.abort("x")
+
+
+def test_a_silent_gateway_is_given_up(endpoint: str) -> None:
+    silent = gateway(endpoint, lambda _: [])
+    with silent, Client(endpoint, timeout=0.2) as client, pytest.raises(NoAnswer):
+        client.generate("x")
+
+
+def test_no_gateway_is_given_up(endpoint: str) -> None:
+    with Client(endpoint, timeout=0.1) as client, pytest.raises(NoAnswer):
+        client.status()
+
+
+def test_tasks_share_an_async_client(endpoint: str) -> None:
+    async def run() -> list[str]:
+        async with AsyncClient(endpoint) as client:
+            tasks = [client.generate(str(number)) for number in range(50)]
+            replies = await asyncio.wait_for(asyncio.gather(*tasks), 5)
+            return [one.text for one in replies]
+
+    with gateway(endpoint):
+        assert asyncio.run(run()) == [str(number) for number in range(50)]
+
+
+def test_an_async_stream(endpoint: str) -> None:
+    def pieces(request: Request) -> list[Reply]:
+        assert isinstance(request, GenerateRequest)
+        return [*(delta(request, i, i + 1) for i in range(len(TEXT))), reply(request)]
+
+    async def run() -> tuple[list[str], str]:
+        async with AsyncClient(endpoint) as client:
+            stream = client.stream("x")
+            texts = [one.text async for one in stream]
+            return texts, (await stream.result()).text
+
+    with gateway(endpoint, pieces):
+        assert asyncio.run(run()) == (list(TEXT), TEXT)
+
+
+def test_an_answer_that_came_while_sending_is_heard(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ's file descriptor is quiet about it then."""
+    send = Connection._send
+
+    def send_and_wait(self: Connection, answer: Answer) -> None:
+        send(self, answer)
+        self.socket.poll(5000)
+
+    async def run() -> str:
+        async with AsyncClient(endpoint) as client:
+            await client.status()
+            monkeypatch.setattr(Connection, "_send", send_and_wait)
+            return (await asyncio.wait_for(client.generate("x"), 5)).text
+
+    with gateway(endpoint):
+        assert asyncio.run(run()) == "x"
+
+
+def test_a_cancelled_task_aborts_its_request(endpoint: str) -> None:
+    async def run() -> str:
+        async with AsyncClient(endpoint) as client:
+            stream = client.stream("x")
+            await anext(aiter(stream))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(stream.result(), 0.05)
+            return stream.request_id
+
+    def begin(request: Request) -> list[Reply]:
+        return [delta(request, 0, 1)] if isinstance(request, GenerateRequest) else []
+
+    with gateway(endpoint, begin) as one:
+        request_id = asyncio.run(run())
+    assert one.heard[1:] == [AbortRequest(request_id=request_id)]

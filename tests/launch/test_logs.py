@@ -1,0 +1,65 @@
+"""Log lines with the name of their process."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.launch.logs import MAX_LINE, NUM_LAST_LINES, Log
+
+
+def written(tmp_path: Path, write: Callable[[Log], None]) -> tuple[list[str], Log]:
+    """The lines printed of what `write` puts into the pipe."""
+    lines: list[str] = []
+
+    async def run() -> Log:
+        log = Log(tmp_path / "x.log", "x | ", lines.append)
+        write(log)
+        log.close()
+        return log
+
+    return lines, asyncio.run(run())
+
+
+def test_every_line_has_the_prefix(tmp_path: Path) -> None:
+    lines, log = written(tmp_path, lambda log: _put(log, b"a\nb\r\n\nc"))
+    assert lines == ["x | a\n", "x | b\n", "x | \n", "x | c\n"]
+    assert not log.path.exists()
+
+
+def test_the_pipe_outlives_its_writer(tmp_path: Path) -> None:
+    """What a crashed process said is read after its death, and the next one goes on."""
+
+    def write(log: Log) -> None:
+        for number in range(3):
+            with log.path.open("wb") as pipe:
+                pipe.write(b"%d" % number + b"y" * 20_000 + b"\n")
+
+    lines, _ = written(tmp_path, write)
+    assert [line[:5] for line in lines] == ["x | 0", "x | 1", "x | 2"]
+    assert {len(line) for line in lines} == {4 + 1 + 20_000 + 1}
+
+
+def test_the_last_lines_are_kept(tmp_path: Path) -> None:
+    _, log = written(tmp_path, lambda log: _put(log, b"".join(b"%d\n" % i for i in range(50))))
+    assert list(log.last_lines) == [str(i) for i in range(50 - NUM_LAST_LINES, 50)]
+
+
+def test_a_line_without_end_is_cut(tmp_path: Path) -> None:
+    def write(log: Log) -> None:
+        for _ in range(3):
+            _put(log, b"y" * 50_000)
+            log.drain()
+
+    lines, _ = written(tmp_path, write)
+    assert [len(line) for line in lines] == [4 + 100_000 + 1, 4 + 50_000 + 1]
+    assert MAX_LINE < 100_000
+
+
+def test_bytes_that_are_no_text_are_shown(tmp_path: Path) -> None:
+    lines, _ = written(tmp_path, lambda log: _put(log, b"\xff\n"))
+    assert lines == ["x | \N{REPLACEMENT CHARACTER}\n"]
+
+
+def _put(log: Log, data: bytes) -> None:
+    with log.path.open("wb") as pipe:
+        pipe.write(data)

@@ -1,0 +1,103 @@
+"""What `launch all` refuses before anything starts."""
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.launch import start as module
+from penstock.launch.errors import LaunchError
+from penstock.launch.procfile import PROCFILE
+from penstock.launch.start import check_endpoint, start
+from penstock.protocol.config import Config, run_folder
+
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8,
+}
+
+
+@pytest.fixture
+def refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[dict[str, object], int], str]:
+    """Starts a pipeline for a model with these facts: the sentence that refuses it."""
+
+    def begin(facts: dict[str, object], tp: int) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(MODEL | facts))
+        with pytest.raises(LaunchError) as error:
+            start(Config(name="x", model=str(tmp_path), tp=tp), PROCFILE, 5)
+        return str(error.value)
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(module, "Supervisor", None)
+    return begin
+
+
+def test_a_missing_model(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"--model: model folder .*/none does not exist"):
+        start(Config(model=str(tmp_path / "none")), PROCFILE, 5)
+
+
+def test_another_architecture(refused: Callable[..., str]) -> None:
+    assert "--model: " in refused({"architectures": ["LlamaForCausalLM"]}, 1)
+    assert "'LlamaForCausalLM'" in refused({"architectures": ["LlamaForCausalLM"]}, 1)
+    assert not run_folder("x").exists()
+
+
+def test_heads_that_do_not_divide(refused: Callable[..., str]) -> None:
+    assert "num_key_value_heads 2 does not divide by tp 4" in refused({}, 4)
+
+
+def test_a_run_folder_too_deep_for_sockets(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    assert "XDG_RUNTIME_DIR" in refused({}, 1)
+
+
+def test_a_free_endpoint(tmp_path: Path) -> None:
+    check_endpoint(f"ipc://{tmp_path}/free")
+    (tmp_path / "stale").touch()
+    check_endpoint(f"ipc://{tmp_path}/stale")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    check_endpoint(f"tcp://127.0.0.1:{port}")
+
+
+def test_an_endpoint_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"--endpoint tcp://127.0.0.1:{port} is in use"):
+            check_endpoint(f"tcp://127.0.0.1:{port}")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{tmp_path}/taken")
+        server.listen()
+        with pytest.raises(LaunchError, match="/taken is in use"):
+            check_endpoint(f"ipc://{tmp_path}/taken")
+        assert (tmp_path / "taken").exists()
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "nonsense",
+        "udp://127.0.0.1:5555",
+        "tcp://127.0.0.1:*",
+        "tcp://127.0.0.1:0",
+        "tcp://x.invalid:1",
+    ],
+)
+def test_an_endpoint_that_can_not_be(endpoint: str) -> None:
+    with pytest.raises(LaunchError, match="--endpoint "):
+        check_endpoint(endpoint)

@@ -1,0 +1,54 @@
+"""The table of `launch status`."""
+
+from typing import Any
+
+from penstock.launch.status import as_json, as_text
+from penstock.protocol.client import SchedulerStatus, StatusReply
+from penstock.protocol.config import Config
+
+PROCESSES = [
+    {"name": "gateway.1", "pid": 10, "uptime": 3725.0, "restarts": 0},
+    {"name": "tokenizer.1", "pid": 11, "uptime": 59.9, "restarts": 2},
+    {"name": "worker.1", "pid": 12, "uptime": 0.0, "restarts": 0},
+]
+GATEWAY = StatusReply(
+    ready=True,
+    model="m",
+    num_requests=5,
+    tokenizers={"tokenizer.1": 4},
+    scheduler=None,
+    num_bad_frames=1,
+)
+
+
+def status(gateway: StatusReply | None) -> dict[str, Any]:
+    return {"config": Config(), "processes": PROCESSES, "gateway": gateway}
+
+
+def test_a_running_pipeline() -> None:
+    scheduler = SchedulerStatus(
+        epoch=1, ready=True, num_waiting=7, num_running=3, num_blocks=200, num_free_blocks=50
+    )
+    GATEWAY.scheduler = scheduler
+    assert as_text(status(GATEWAY)).splitlines() == [
+        "default: ready, Qwen3 demo on tcp://127.0.0.1:5555",
+        "",
+        "process              pid    uptime restarts requests",
+        "gateway.1             10   1:02:05        0        5",
+        "tokenizer.1           11   0:00:59        2        4",
+        "worker.1              12   0:00:00        0        -",
+        "",
+        "waiting   7",
+        "running   3",
+        "KV blocks 150 of 200 in use (75%)",
+        "steps     0, preemptions 0",
+        "dropped   1 bad frames",
+    ]
+    assert '"num_waiting": 7' in as_json(status(GATEWAY))
+
+
+def test_a_gateway_that_does_not_answer() -> None:
+    text = as_text(status(None))
+    assert text.startswith("default: not ready, Qwen3 demo on")
+    assert text.endswith("the gateway does not answer")
+    assert '"gateway": null' in as_json(status(None))

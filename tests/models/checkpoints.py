@@ -1,0 +1,33 @@
+"""Random Qwen3 checkpoints, as transformers writes them."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+SHAPE = {
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    # large enough that every weight shows in the logits
+    "initializer_range": 0.2,
+}
+
+
+def save_checkpoint(folder: Path, max_shard_size: str = "1GB", **shape: object) -> Qwen3ForCausalLM:
+    """Writes a random checkpoint of `SHAPE`, changed by `shape`, and returns its model."""
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, **shape})).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model

@@ -1,0 +1,159 @@
+"""Checkpoints of every form are loaded, wrong ones refused by name, and no rank reads too much."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from penstock.models import weights
+from penstock.models.parallel import TensorParallel
+from penstock.models.weights import INDEX_FILE, SINGLE_FILE
+from penstock.protocol.checkpoint import ModelError
+from tests.models.checkpoints import save_checkpoint
+from tests.models.forward import load_model
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+def change(folder: Path, **tensors: Tensor | None) -> None:
+    """Replaces tensors of a checkpoint in one file; None: removes."""
+    changed = {**load_file(folder / SINGLE_FILE), **tensors}
+    kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
+    save_file(kept, folder / SINGLE_FILE)
+
+
+def test_shards_and_a_single_file_hold_the_same(tmp_path: Path) -> None:
+    single, sharded = tmp_path / "single", tmp_path / "sharded"
+    save_checkpoint(single)
+    save_checkpoint(sharded, max_shard_size="40KB")
+    assert not (sharded / SINGLE_FILE).exists()
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    expected = load_model(single).state_dict()
+    for name, tensor in load_model(sharded).state_dict().items():
+        assert tensor.any()
+        assert torch.equal(tensor, expected[name])
+
+
+def test_bfloat16_is_widened(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path)
+    narrow = torch.randn(128, 64).bfloat16()
+    change(tmp_path, **{Q_PROJ: narrow})
+    weight = load_model(tmp_path).model.layers[0].self_attn.qkv_proj.weight
+    assert weight.dtype == torch.float32
+    assert torch.equal(weight[:128], narrow.float())
+
+
+def test_progress_is_told_for_every_tensor(tmp_path: Path) -> None:
+    reference = save_checkpoint(tmp_path)
+    calls: list[None] = []
+    model = load_model(tmp_path)
+    weights.load_weights(model, tmp_path, lambda: calls.append(None))
+    assert len(calls) == len(reference.state_dict())
+
+
+@pytest.mark.parametrize("tie_word_embeddings", [False, True])
+@pytest.mark.parametrize("vocab_size", [264, 333, 5])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_ranks_parts_make_up_the_whole(
+    tmp_path: Path, size: int, vocab_size: int, tie_word_embeddings: bool
+) -> None:
+    shape = {"vocab_size": vocab_size, "tie_word_embeddings": tie_word_embeddings}
+    checkpoint = save_checkpoint(tmp_path, **shape).state_dict()
+    ranks = [load_model(tmp_path, TensorParallel(rank, size)) for rank in range(size)]
+    layers = [rank.model.layers[1] for rank in ranks]
+
+    def assert_whole(name: str, parts: list[Tensor], dim: int = 0) -> None:
+        expected = checkpoint[f"model.{name}.weight"]
+        assert torch.equal(torch.cat(parts, dim)[: len(expected)], expected)
+
+    for index, name in enumerate(("q_proj", "k_proj", "v_proj")):
+        merged = [layer.self_attn.qkv_proj for layer in layers]
+        parts = [linear.weight.split(linear.sizes)[index] for linear in merged]
+        assert_whole(f"layers.1.self_attn.{name}", parts)
+    for index, name in enumerate(("gate_proj", "up_proj")):
+        parts = [layer.mlp.gate_up_proj.weight.chunk(2)[index] for layer in layers]
+        assert_whole(f"layers.1.mlp.{name}", parts)
+    assert_whole("layers.1.mlp.down_proj", [layer.mlp.down_proj.weight for layer in layers], 1)
+    assert_whole("layers.1.self_attn.o_proj", [x.self_attn.o_proj.weight for x in layers], 1)
+    assert_whole("embed_tokens", [rank.model.embed_tokens.weight for rank in ranks])
+    assert all(hasattr(rank, "lm_head") != tie_word_embeddings for rank in ranks)
+    for layer in layers:
+        assert torch.equal(layer.self_attn.q_norm.weight, checkpoint[Q_NORM])
+
+
+Q_NORM = "model.layers.1.self_attn.q_norm.weight"
+
+
+class CountingSlice:
+    """A slice of safetensors that counts the elements read through it."""
+
+    def __init__(self, source: Any, counts: list[int]) -> None:
+        self._source = source
+        self._counts = counts
+        self.get_shape = source.get_shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        part: Tensor = self._source[index]
+        self._counts.append(part.numel())
+        return part
+
+
+def test_a_rank_reads_its_part_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path)
+    counts: list[int] = []
+
+    class CountingFile:
+        def __init__(self, file: Any) -> None:
+            self.keys = file.keys
+            self.get_slice = lambda name: CountingSlice(file.get_slice(name), counts)
+
+    @contextmanager
+    def counting_open(path: Path, framework: str) -> Iterator[CountingFile]:
+        with safe_open(path, framework) as file:
+            yield CountingFile(file)
+
+    monkeypatch.setattr(weights, "safe_open", counting_open)
+    model: nn.Module = load_model(tmp_path, TensorParallel(1, 4))
+    assert sum(counts) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_tied_head_in_the_file_is_passed_over(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, tie_word_embeddings=True)
+    change(tmp_path, **{"lm_head.weight": torch.zeros(264, 64)})
+    assert load_model(tmp_path).model.embed_tokens.weight.any()
+
+
+def test_refuses_a_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path)
+    change(tmp_path, **{Q_PROJ: torch.zeros(128, 63)})
+    with pytest.raises(ModelError, match=r"q_proj.* has shape \[128, 63\]; .* \[128, 64\]"):
+        load_model(tmp_path)
+    change(tmp_path, **{Q_PROJ: None})
+    with pytest.raises(ModelError, match=f"lacks 1 tensors, such as {Q_PROJ}"):
+        load_model(tmp_path)
+    change(tmp_path, **{Q_PROJ: torch.zeros(128, 64), "model.extra": torch.zeros(1)})
+    with pytest.raises(ModelError, match=r"has 1 unknown tensors, such as model\.extra"):
+        load_model(tmp_path)
+
+
+def test_refuses_files_that_can_not_be_read(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, max_shard_size="40KB")
+    shard = min(tmp_path.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:1000])
+    with pytest.raises(ModelError, match=shard.name):
+        load_model(tmp_path)
+    shard.unlink()
+    with pytest.raises(ModelError, match=shard.name):
+        load_model(tmp_path)
+    (tmp_path / INDEX_FILE).write_text("{}")
+    with pytest.raises(ModelError, match="weight_map"):
+        load_model(tmp_path)
+    (tmp_path / INDEX_FILE).unlink()
+    with pytest.raises(ModelError, match=SINGLE_FILE):
+        load_model(tmp_path)

@@ -1,0 +1,32 @@
+"""One rank of a tensor-parallel group: `python -m tests.models.tp_rank RANK SIZE …`.
+
+Arguments: rank, size, rendezvous, output file, checkpoint folders. Rank 0 writes the logits of
+every checkpoint to the output file, by folder.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from penstock.models.parallel import TensorParallel
+from penstock.protocol.checkpoint import read_model_config
+from tests.models.forward import load_model, prefill_logits, random_prompts
+
+
+def main() -> None:
+    rank, size, rendezvous, out, *folders = sys.argv[1:]
+    torch.set_num_threads(1)
+    tp = TensorParallel.join(rendezvous, int(rank), int(size))
+    logits = {}
+    for folder in folders:
+        vocab_size = read_model_config(Path(folder)).vocab_size
+        prompts = random_prompts(vocab_size, 1, 30, 140)
+        logits[folder] = prefill_logits(load_model(Path(folder), tp), prompts)
+    if tp.rank == 0:
+        save_file({name: tensor.contiguous() for name, tensor in logits.items()}, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Real pipelines: `launch all` as a user runs it, with a name and an endpoint of its own."""
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+import pytest
+
+from penstock.launch.client import Client
+from penstock.protocol.config import run_folder
+
+LAUNCH = (sys.executable, "-P", "-m", "penstock.launch")
+START_TIMEOUT = 60.0
+STOP_TIMEOUT = 15.0
+
+
+class Pipeline:
+    """A running `launch all` and everything it has said."""
+
+    def __init__(self, *flags: str, name: str | None = None, endpoint: str | None = None) -> None:
+        self.name = name or f"test-{uuid.uuid4().hex[:8]}"
+        self.endpoint = endpoint or f"ipc://{tempfile.gettempdir()}/penstock-{self.name}"
+        self.output: list[str] = []
+        self.expected_exit_code = 0
+        self._spoken = threading.Condition()
+        self._is_over = False
+        where = ["--name", self.name, "--endpoint", self.endpoint]
+        # on a busy machine threads wait for each other; a large cache takes long to fill with 0
+        small = ["--num-threads", "1", "--kv-cache-gib", "0.1"]
+        self.process = subprocess.Popen(
+            [*LAUNCH, "all", *where, *small, *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        self.wait_for("ready: ")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stops it, unless that has happened, and checks that nothing is left."""
+        children = self.children()
+        if self.process.poll() is None:
+            self.process.terminate()
+        assert self.wait() == self.expected_exit_code, "".join(self.output)
+        assert not self.alive(children)
+        assert not self.run_folder.exists()
+        assert "Traceback" not in "".join(self.output)
+
+    @property
+    def run_folder(self) -> Path:
+        """Where its sockets are."""
+        return run_folder(self.name)
+
+    def wait_for(self, pattern: str, start: int = 0) -> str:
+        """Waits for a line that begins like `pattern`, at `start` or later in `output`."""
+
+        def found() -> str | None:
+            return next((line for line in self.output[start:] if re.match(pattern, line)), None)
+
+        with self._spoken:
+            self._spoken.wait_for(lambda: self._is_over or found(), START_TIMEOUT)
+            line = found()
+        assert line is not None, f"no {pattern!r} in:\n{''.join(self.output)}"
+        return line
+
+    def wait(self) -> int:
+        """Waits until the supervisor has ended: its exit code."""
+        code = self.process.wait(STOP_TIMEOUT)
+        self._reader.join(STOP_TIMEOUT)
+        return code
+
+    def client(self) -> Client:
+        """A client that gives up rather than wait for ever."""
+        return Client(self.endpoint, timeout=START_TIMEOUT)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Runs `launch …` for this pipeline."""
+        command, *rest = arguments
+        return subprocess.run(
+            [*LAUNCH, command, "--name", self.name, *rest],
+            capture_output=True,
+            text=True,
+            timeout=START_TIMEOUT,
+            check=False,
+        )
+
+    def status(self) -> dict[str, Any]:
+        """What `launch status --json` says."""
+        status: dict[str, Any] = json.loads(self.run("status", "--json").stdout)
+        return status
+
+    def processes(self) -> dict[str, int]:
+        """The pid of each process by its name."""
+        return {one["name"]: one["pid"] for one in self.status()["processes"]}
+
+    def restarts(self) -> dict[str, int]:
+        """How often each process was restarted."""
+        return {one["name"]: one["restarts"] for one in self.status()["processes"]}
+
+    def kill(self, name: str) -> None:
+        """`kill -9` for one process; returns when it was restarted."""
+        start = len(self.output)
+        psutil.Process(self.processes()[name]).kill()
+        self.wait_for(rf"launch +\| {name} died", start)
+
+    def children(self) -> list[psutil.Process]:
+        """The processes below the supervisor."""
+        try:
+            return list(psutil.Process(self.process.pid).children(recursive=True))
+        except psutil.NoSuchProcess:
+            return []
+
+    @staticmethod
+    def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+        """Those that are still there some seconds later."""
+        _, alive = psutil.wait_procs(processes, timeout=STOP_TIMEOUT)
+        return list(alive)
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            with self._spoken:
+                self.output.append(line)
+                self._spoken.notify_all()
+        with self._spoken:
+            self._is_over = True
+            self._spoken.notify_all()
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Iterator[Callable[..., Pipeline]]:
+    """Starts pipelines, `pipeline("--tp", "2")`, that are stopped and checked at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*flags: str, **where: str) -> Pipeline:
+            one = Pipeline(*flags, **where)
+            stack.push(one)  # first, so that one that does not become ready is stopped too
+            return one.__enter__()
+
+        yield start

@@ -1,0 +1,262 @@
+"""`launch`, with real processes."""
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from penstock.launch.client import AsyncClient
+from penstock.launch.procfile import PROCFILE
+from penstock.protocol.config import run_folder
+from tests.pipeline.conftest import LAUNCH, START_TIMEOUT, Pipeline
+
+pytestmark = pytest.mark.pipeline
+Start = Callable[..., Pipeline]
+QUESTION = "What is the sum of 2 and 3?"
+
+
+@pytest.fixture(scope="module")
+def main(pipeline: Start) -> Pipeline:
+    """The pipeline that most tests share."""
+    return pipeline("--max-deaths", "100")
+
+
+def free_tcp_endpoint() -> str:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{trial.getsockname()[1]}"
+
+
+def test_one_line_says_that_it_is_ready(main: Pipeline) -> None:
+    line = main.wait_for("ready: ")
+    where = re.escape(main.endpoint)
+    assert re.fullmatch(rf"ready: Qwen3 demo on {where} \(tp 1, 5 processes, \d+\.\d s\)\n", line)
+
+
+def test_log_lines_name_their_process(main: Pipeline) -> None:
+    main.wait_for(r"scheduler\.1   \| I workers ready: worker\.1")
+    names = {line.partition("|")[0].strip() for line in main.output if line[:6] != "ready:"}
+    assert names <= {*main.processes(), "launch"}
+
+
+def test_ask_prints_the_text_and_nothing_else(main: Pipeline) -> None:
+    asked = main.run("ask", QUESTION, "--max-tokens", "20")
+    with main.client() as client:
+        messages = [{"role": "user", "content": QUESTION}]
+        reply = client.generate(messages=messages, max_tokens=20)
+    assert (asked.returncode, asked.stderr) == (0, "")
+    assert asked.stdout.rstrip("\n") == reply.text.rstrip("\n")
+
+
+def test_ask_prints_the_reply_as_json(main: Pipeline) -> None:
+    asked = main.run("ask", "--raw", "--json", "Once upon a time", "--max-tokens", "7")
+    reply = json.loads(asked.stdout)
+    assert reply["usage"]["output_tokens"] == len(reply["token_ids"]) <= 7
+
+
+def test_ask_says_in_one_sentence_what_is_refused(main: Pipeline) -> None:
+    asked = main.run("ask", QUESTION, "--max-tokens", "2000000000")
+    assert (asked.returncode, asked.stdout) == (1, "")
+    assert re.fullmatch(r"launch: max_tokens is 2000000000.*\n", asked.stderr)
+
+
+def test_chat_remembers(main: Pipeline) -> None:
+    command = [*LAUNCH, "chat", "--name", main.name, "--max-tokens", "9", "--temperature", "0"]
+    chat = subprocess.run(
+        command, input="Hello\nHello\n", capture_output=True, text=True, timeout=60, check=False
+    )
+    with main.client() as client:
+        messages = [{"role": "user", "content": "Hello"}]
+        for _ in range(2):
+            reply = client.generate(messages=messages, max_tokens=9, temperature=0)
+            assert reply.text in chat.stdout
+            messages += [{"role": "assistant", "content": reply.text}, messages[0]]
+    assert (chat.returncode, chat.stderr) == (0, "")
+
+
+def test_status_for_people(main: Pipeline) -> None:
+    text = main.run("status").stdout
+    assert text.startswith(f"{main.name}: ready, Qwen3 demo on {main.endpoint}\n")
+    for name, pid in main.processes().items():
+        assert re.search(rf"^{re.escape(name)} +{pid} +\d:\d\d:\d\d +\d+ ", text, re.MULTILINE)
+    assert re.search(r"^KV blocks \d+ of [1-9]\d* in use", text, re.MULTILINE)
+
+
+def test_status_for_programs(main: Pipeline) -> None:
+    status = main.status()
+    assert status["gateway"]["ready"]
+    assert status["config"]["name"] == main.name
+    assert [one["name"] for one in status["processes"]] == [
+        "gateway.1",
+        "tokenizer.1",
+        "scheduler.1",
+        "worker.1",
+        "detokenizer.1",
+    ]
+
+
+def test_scale_while_requests_run(main: Pipeline) -> None:
+    async def ask_and_scale() -> list[int]:
+        async with AsyncClient(main.endpoint) as client:
+            fields = {"max_tokens": 60, "ignore_eos": True}
+            tasks = [asyncio.create_task(client.generate(QUESTION, **fields)) for _ in range(8)]
+            for kind in ("detokenizer", "tokenizer"):
+                assert (await scale(kind, 3)).stdout == f"{kind}: 3\n"
+                tasks.append(asyncio.create_task(client.generate(QUESTION, **fields)))
+            assert {"tokenizer.3", "detokenizer.3"} < set(main.processes())
+            for kind in ("detokenizer", "tokenizer"):
+                assert (await scale(kind, 1)).stdout == f"{kind}: 1\n"
+            return [len(reply.token_ids) for reply in await asyncio.gather(*tasks)]
+
+    async def scale(kind: str, number: int) -> "subprocess.CompletedProcess[str]":
+        return await asyncio.to_thread(main.run, "scale", kind, str(number))
+
+    assert asyncio.run(asyncio.wait_for(ask_and_scale(), START_TIMEOUT)) == [60] * 10
+    assert len(main.processes()) == 5
+
+
+@pytest.mark.parametrize(("kind", "number"), [("worker", "2"), ("gateway", "2"), ("x", "1")])
+def test_scale_refuses_what_has_a_fixed_number(main: Pipeline, kind: str, number: str) -> None:
+    refused = main.run("scale", kind, number)
+    assert refused.returncode == 2
+    assert refused.stderr == f"launch: {kind!r} can't be scaled; tokenizer and detokenizer can\n"
+
+
+def test_scale_keeps_one(main: Pipeline) -> None:
+    assert "needs 1 tokenizer" in main.run("scale", "tokenizer", "0").stderr
+    assert "tokenizer.1" in main.processes()
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.1", "detokenizer.1", "scheduler.1", "gateway.1", "worker.1"]
+)
+def test_what_is_killed_comes_back_and_requests_go_on(main: Pipeline, name: str) -> None:
+    before = main.restarts()
+    with main.client() as client:
+        whole = client.generate(QUESTION, max_tokens=100, ignore_eos=True)
+        stream = client.stream(QUESTION, max_tokens=100, ignore_eos=True)
+        deltas = iter(stream)
+        pieces = [next(deltas).text]
+        main.kill(name)
+        pieces += [delta.text for delta in deltas]
+        assert stream.result().text == whole.text == "".join(pieces)
+    assert main.restarts() == before | {name: before[name] + 1}
+
+
+def test_a_service_in_the_foreground_joins(main: Pipeline) -> None:
+    command = [*LAUNCH, "detokenizer", "--name", main.name]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as joined:
+        name = f"detokenizer.{joined.pid}"
+        deadline = time.monotonic() + START_TIMEOUT
+        while name not in main.status()["gateway"]["scheduler"]["detokenizers"]:
+            assert joined.poll() is None
+            assert time.monotonic() < deadline
+        joined.terminate()
+    assert joined.returncode == 0
+
+
+def test_a_second_of_the_same_name_is_refused(main: Pipeline) -> None:
+    second = main.run("all")
+    assert second.returncode == 2
+    assert second.stderr == (
+        f"launch: a pipeline {main.name!r} runs already; --name gives another name\n"
+    )
+    assert main.run("ask", QUESTION, "--max-tokens", "1").returncode == 0
+
+
+def test_an_endpoint_in_use_is_refused(main: Pipeline) -> None:
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    command = [*LAUNCH, "all", "--name", name, "--endpoint", main.endpoint]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert second.returncode == 2
+    assert second.stderr == f"launch: --endpoint {main.endpoint} is in use; give another one\n"
+    assert not run_folder(name).exists()
+
+
+def test_two_pipelines_and_stop(main: Pipeline, pipeline: Start) -> None:
+    other = pipeline("--tp", "2", endpoint=free_tcp_endpoint())
+    assert "(tp 2, 6 processes" in other.wait_for("ready: ")
+    children = other.children()
+    texts = [one.run("ask", QUESTION, "--max-tokens", "20").stdout for one in (main, other)]
+    assert texts[0] == texts[1] != ""
+    assert other.run("stop").returncode == 0
+    assert not other.run_folder.exists()
+    assert other.wait() == 0
+    assert not other.alive(children)
+    assert main.status()["gateway"]["ready"]
+    assert "no pipeline" in other.run("status").stderr
+
+
+def test_nothing_outlives_a_killed_supervisor(pipeline: Start) -> None:
+    killed = pipeline()
+    children = killed.children()
+    assert len(children) == 5
+    killed.expected_exit_code = -signal.SIGKILL
+    killed.process.kill()
+    assert killed.wait() == -signal.SIGKILL
+    again = pipeline(name=killed.name, endpoint=killed.endpoint)
+    assert not killed.alive(children)
+    assert again.run("ask", QUESTION, "--max-tokens", "1").returncode == 0
+    again.process.send_signal(signal.SIGINT)
+    assert again.wait() == 0
+
+
+def test_a_process_that_dies_again_and_again_ends_the_pipeline(tmp_path: Path) -> None:
+    procfile = tmp_path / "procfile"
+    text = re.sub(
+        "^worker: .*$",
+        "worker: sh -c 'echo $0 last words; exit 3'",
+        PROCFILE.read_text(),
+        flags=re.MULTILINE,
+    )
+    procfile.write_text(text)
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    command = [*LAUNCH, "all", "--name", name, "--procfile", str(procfile)]
+    command += ["--endpoint", free_tcp_endpoint()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        "launch: worker.1 died 3 times before it was ready, the last time with exit code 3; "
+        "the pipeline stops. Its last lines:\n" + "  sh last words\n" * 3
+    )
+    assert not run_folder(name).exists()
+
+
+def test_another_runner_runs_the_procfile() -> None:
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    endpoint = free_tcp_endpoint()
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PENSTOCK_NAME": name,
+        "PENSTOCK_ENDPOINT": endpoint,
+        "PENSTOCK_TP": "2",
+    }
+    command = [sys.executable, "-m", "honcho", "-f", str(PROCFILE), "start", "-c", "worker=2"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as honcho:
+        try:
+            asked = subprocess.run(
+                [*LAUNCH, "ask", "--endpoint", endpoint, QUESTION, "--max-tokens", "20"],
+                capture_output=True,
+                text=True,
+                timeout=START_TIMEOUT,
+                check=False,
+            )
+            children = psutil.Process(honcho.pid).children(recursive=True)
+        finally:
+            honcho.terminate()
+            shutil.rmtree(run_folder(name))  # without `launch` nobody else does
+    assert (asked.returncode, asked.stderr) == (0, "")
+    assert asked.stdout.strip()
+    assert not Pipeline.alive(children)

@@ -1,0 +1,266 @@
+"""Requests to a running pipeline: what a client can ask, and what it can do wrong."""
+
+import json
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from penstock.launch.client import Client
+from penstock.launch.errors import RequestError
+from penstock.models.demo.tasks import TASK_NAMES, Sizes, make_example
+from penstock.protocol.client import GenerateReply, codec_of
+from penstock.protocol.config import Config
+from penstock.protocol.endpoints import endpoints
+from tests.pipeline.conftest import Pipeline
+
+pytestmark = pytest.mark.pipeline
+ANSWER_TIMEOUT_MS = 30_000
+
+
+@pytest.fixture(scope="module")
+def served(pipeline: Callable[..., Pipeline]) -> Pipeline:
+    """Small limits, so that they can be reached."""
+    return pipeline("--tp", "2", "--max-num-seqs", "24", "--max-waiting-requests", "40")
+
+
+@pytest.fixture(scope="module")
+def client(served: Pipeline) -> Iterator[Client]:
+    with served.client() as client:
+        yield client
+
+
+@pytest.fixture
+def req(served: Pipeline) -> Iterator["zmq.Socket[bytes]"]:
+    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, ANSWER_TIMEOUT_MS)
+        socket.connect(served.endpoint)
+        yield socket
+
+
+def ask(socket: "zmq.Socket[bytes]", frame: bytes) -> dict[str, Any]:
+    socket.send(frame)
+    answer = socket.recv()
+    assert codec_of(answer) is codec_of(frame)
+    reply: dict[str, Any] = codec_of(answer).decode_any(answer)
+    return reply
+
+
+# ---- what a client can ask -------------------------------------------------------------------
+
+
+def test_json_over_req(req: "zmq.Socket[bytes]") -> None:
+    reply = ask(req, b'{"prompt": "count from 3 to 9", "max_tokens": 64}')
+    assert reply["text"] == "3 4 5 6 7 8 9"
+    assert reply["finish_reason"] == "stop"
+    assert reply["usage"]["prompt_tokens"] == len("count from 3 to 9")
+    assert reply["usage"]["output_tokens"] == len(reply["token_ids"])
+
+
+def test_messagepack_over_req(req: "zmq.Socket[bytes]") -> None:
+    assert ask(req, msgspec.msgpack.encode({"prompt": "17+25="}))["text"] == "42"
+
+
+def test_token_ids(client: Client) -> None:
+    assert client.generate(list(b"17+25=")).text == "42"
+
+
+def test_a_conversation(client: Client) -> None:
+    messages = [{"role": "user", "content": "reverse: penstock"}]
+    assert client.generate(messages=messages).text == "kcotsnep"
+
+
+def test_characters_that_span_tokens(client: Client) -> None:
+    text = "水力发电 🏞️ → ⚡"
+    stream = client.stream(f"repeat: {text}")
+    deltas = list(stream)
+    assert "".join(delta.text for delta in deltas) == stream.result().text == text
+    assert all("\ufffd" not in delta.text for delta in deltas)
+    assert len(deltas) > 10
+
+
+def test_streams_of_many_tasks_at_once(client: Client) -> None:
+    rng = Random(1)
+    examples = [make_example(rng, TASK_NAMES[n % 4], Sizes(3, 20)) for n in range(24)]
+    streams = [client.stream(example.prompt) for example in examples]
+    for example, stream in zip(examples, streams, strict=True):
+        assert "".join(delta.text for delta in stream) == example.answer
+
+
+def test_max_tokens(client: Client) -> None:
+    reply = client.generate("count from 1 to 90", max_tokens=5)
+    assert (len(reply.token_ids), reply.finish_reason) == (5, "length")
+
+
+def test_a_stop_string_over_token_borders(client: Client) -> None:
+    reply = client.generate("count from 1 to 90", stop=["zzz", "10 11"])
+    assert reply.text == "1 2 3 4 5 6 7 8 9 "
+    assert reply.finish_reason == "stop"
+    assert client.generate("count from 1 to 3", stop="zzz").text == "1 2 3"
+
+
+def test_stop_token_ids(client: Client) -> None:
+    reply = client.generate("count from 1 to 90", stop_token_ids=[ord("5")])
+    assert reply.token_ids[-1] == ord("5")
+    assert reply.finish_reason == "stop"
+
+
+def test_both_eos_ids_end_and_ignore_eos_goes_on(client: Client) -> None:
+    plain = client.generate("17+25=")
+    chat = client.generate(messages=[{"role": "user", "content": "17+25="}])
+    assert {plain.token_ids[-1], chat.token_ids[-1]} == {256, 258}
+    reply = client.generate("17+25=", ignore_eos=True, max_tokens=10)
+    assert (len(reply.token_ids), reply.finish_reason) == (10, "length")
+
+
+def test_a_seed_decides(client: Client) -> None:
+    def sampled(seed: int) -> list[int]:
+        return client.generate(
+            "ab", temperature=2, seed=seed, ignore_eos=True, max_tokens=20
+        ).token_ids
+
+    assert sampled(1) == sampled(1) != sampled(2)
+
+
+def test_a_prefix_is_found_in_the_cache(client: Client) -> None:
+    prompt = "repeat: What has been computed once need not be computed again, until it is evicted."
+    first, second = client.generate(prompt), client.generate(prompt)
+    assert first.token_ids == second.token_ids
+    assert second.usage.cached_tokens == (len(prompt) - 1) // 16 * 16
+    assert first.usage.prompt_tokens == second.usage.prompt_tokens == len(prompt)
+
+
+def test_up_to_the_context_limit_and_one_more(client: Client) -> None:
+    reply = client.generate([65] * 4095)
+    assert (len(reply.token_ids), reply.finish_reason) == (1, "length")
+    with pytest.raises(RequestError, match="4096 tokens; at most 4095"):
+        client.generate([65] * 4096)
+
+
+# ---- abort -----------------------------------------------------------------------------------
+
+
+def test_abort_in_the_middle(client: Client) -> None:
+    stream = client.stream("count from 1 to 999", request_id="long")
+    pieces = iter(stream)
+    text = next(pieces).text + next(pieces).text
+    assert client.abort("long")
+    reply = stream.result()
+    assert reply.finish_reason == "abort"
+    assert reply.text.startswith(text)
+    assert not client.abort("long")
+
+
+def test_abort_before_anything_ran(client: Client) -> None:
+    streams = [client.submit("count from 1 to 300", max_tokens=200) for _ in range(40)]
+    assert client.abort(streams[-1].request_id)
+    assert streams[-1].result().finish_reason == "abort"
+    for stream in streams[:-1]:
+        stream.abort()
+    assert {stream.result().finish_reason for stream in streams} <= {"abort", "length"}
+
+
+def test_abort_of_an_unknown_request(client: Client) -> None:
+    assert not client.abort("nobody")
+
+
+# ---- what a client can do wrong --------------------------------------------------------------
+
+BAD = [
+    (b"hello", None, "neither JSON nor MessagePack"),
+    (b"\xc1\xc1", None, "neither JSON nor MessagePack"),
+    (b"[1, 2]", None, "array"),
+    (b"{}", "prompt", "neither is given"),
+    (b'{"prompt": ""}', "prompt", ">= 1"),
+    (b'{"prompt": []}', "prompt", ">= 1"),
+    (b'{"prompt": 5}', "prompt", "is 5"),
+    (b'{"prompt": [1, 264]}', "prompt", "264; token ids go up to 263"),
+    (b'{"prompt": "a", "n": 3}', "n", "n is 3"),
+    (b'{"prompt": "a", "max_tokens": 0}', "max_tokens", "max_tokens is 0"),
+    (b'{"prompt": "a", "max_tokens": 5000}', "max_tokens", "5000; the limit"),
+    (b'{"prompt": "a", "temperature": -1}', "temperature", "temperature is -1"),
+    (b'{"prompt": "a", "top_p": 2}', "top_p", "top_p is 2"),
+    (b'{"prompt": "a", "colour": 2}', "colour", "not a field"),
+    (b'{"prompt": "a", "stream": true}', "stream", "DEALER"),
+    (b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', "prompt", "both"),
+    (b'{"messages": [{"role": "user"}]}', "messages", "content"),
+    (b'{"type": "dance"}', "type", "dance"),
+]
+
+
+def test_bad_input_is_told_while_others_go_on(client: Client, req: "zmq.Socket[bytes]") -> None:
+    going_on = client.submit("count from 1 to 60")
+    for frame, field, sentence in BAD:
+        reply = ask(req, frame)
+        assert (reply["type"], reply["code"], reply["field"]) == ("error", "invalid", field), reply
+        assert sentence in reply["message"]
+    assert going_on.result().text == " ".join(str(n) for n in range(1, 61))
+
+
+def test_ten_megabytes_are_refused_by_their_length(req: "zmq.Socket[bytes]") -> None:
+    reply = ask(req, json.dumps({"prompt": "x" * 10_000_000}).encode())
+    assert "10000014 bytes; the limit is 1048576" in reply["message"]
+
+
+def test_a_prompt_over_the_context(req: "zmq.Socket[bytes]") -> None:
+    reply = ask(req, json.dumps({"prompt": "x" * 5000}).encode())
+    assert "5000 tokens; at most 4095" in reply["message"]
+
+
+def test_a_request_id_twice(client: Client, req: "zmq.Socket[bytes]") -> None:
+    stream = client.submit("count from 1 to 400", request_id="twice")
+    reply = ask(req, b'{"prompt": "a", "request_id": "twice"}')
+    assert "'twice' is open already" in reply["message"]
+    stream.abort()
+    assert stream.result().finish_reason == "abort"
+
+
+def test_too_many_requests_at_once(client: Client) -> None:
+    streams = [client.submit("count from 1 to 12", max_tokens=30) for _ in range(80)]
+    replies: list[GenerateReply] = []
+    refused: list[RequestError] = []
+    for stream in streams:
+        try:
+            replies.append(stream.result())
+        except RequestError as error:
+            refused.append(error)
+    assert len(replies) >= 64
+    assert {reply.text for reply in replies} == {"1 2 3 4 5 6 7 8 9 10 11 12"}
+    assert refused
+    assert all("the limit is 64" in str(error) for error in refused)
+
+
+def test_garbage_on_internal_sockets_is_counted(served: Pipeline, client: Client) -> None:
+    at = endpoints(Config(name=served.name, endpoint=served.endpoint))
+    with zmq.Context() as context:
+        for address, kind in (
+            (at.tokenizers, zmq.DEALER),
+            (at.requests, zmq.PUSH),
+            (at.workers, zmq.DEALER),
+            (at.detokenizers, zmq.DEALER),
+            (at.results, zmq.PUSH),
+        ):
+            with context.socket(kind) as socket:
+                socket.connect(address)
+                for frame in (b"", b"garbage", b"\x81\xa4type\xa4None", b"\xff" * 100):
+                    socket.send(frame)
+                socket.send_multipart([b"a", b"b", b"c"])
+    assert client.generate("17+25=").text == "42"
+    gateway = served.status()["gateway"]
+    while gateway["num_bad_frames"] < 10 or gateway["scheduler"]["num_bad_frames"] < 15:
+        gateway = served.status()["gateway"]
+    assert gateway["num_bad_frames"] == 10
+    assert gateway["scheduler"]["num_bad_frames"] == 15
+
+
+def test_nothing_is_left_of_all_this(served: Pipeline, client: Client) -> None:
+    assert client.generate("17+25=").text == "42"
+    scheduler = served.status()["gateway"]["scheduler"]
+    while scheduler["num_free_blocks"] < scheduler["num_blocks"]:
+        scheduler = served.status()["gateway"]["scheduler"]
+    assert served.status()["gateway"]["num_requests"] == 0
+    assert scheduler["num_running"] == scheduler["num_waiting"] == 0

@@ -1,0 +1,36 @@
+"""Requests and sequences in one line."""
+
+from collections.abc import Sequence as SequenceOf
+from itertools import count
+
+from penstock.protocol.messages import TokenizedRequest
+from penstock.protocol.plan import pack
+from penstock.protocol.sampling import SamplingParams
+from penstock.services.scheduler.sequence import Sequence
+from tests.services.scheduler.reference import EOS, expected_output
+
+_numbers = count()
+
+
+def make_sequence(
+    prompt: SequenceOf[int] = (1, 2, 3), output: SequenceOf[int] = (), **sampling: object
+) -> Sequence:
+    """A new sequence; `output` is what an earlier attempt generated."""
+    params = SamplingParams(**({"seed": 0} | sampling))  # type: ignore[arg-type]
+    request = TokenizedRequest(f"r{next(_numbers)}", 0, params, pack(prompt), pack(output))
+    return Sequence(request, frozenset({EOS}))
+
+
+def long_prompt(num_tokens: int, first: int = 1) -> list[int]:
+    """A prompt without repetition; those with another `first` differ in every block."""
+    return list(range(first, first + num_tokens))
+
+
+def seed_for_eos_after(prompt: SequenceOf[int], num_tokens: int) -> int:
+    """A seed with which the model ends `prompt` by itself, with EOS as output `num_tokens`."""
+    for seed in count():
+        params = SamplingParams(seed=seed)
+        output, reason = expected_output(prompt, params, len(prompt) + num_tokens + 1)
+        if len(output) == num_tokens and reason == "stop":
+            return seed
+    raise AssertionError

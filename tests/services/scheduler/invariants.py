@@ -1,0 +1,52 @@
+"""What holds between any two moves, counted afresh from the sequences."""
+
+from collections import defaultdict
+
+from penstock.protocol.config import Config
+from penstock.services.scheduler.block_pool import BlockPool
+from penstock.services.scheduler.scheduler import Scheduler
+from penstock.services.scheduler.sequence import Sequence, Status
+
+
+def check_blocks(pool: BlockPool, sequences: list[Sequence], block_size: int) -> None:
+    """References, the free list and the cache agree with the block tables."""
+    holders: defaultdict[int, list[tuple[Sequence, int]]] = defaultdict(list)
+    for sequence in sequences:
+        if sequence.block_table:
+            assert sequence.num_planned_tokens <= len(sequence.block_table) * block_size
+        for index, block in enumerate(sequence.block_table):
+            holders[block].append((sequence, index))
+    assert pool._ref_counts == [len(holders[block]) for block in range(pool.num_blocks)]
+    assert set(pool._free) == {b for b in range(pool.num_blocks) if not holders[b]}
+    for shared in holders.values():
+        if len(shared) > 1:
+            check_shared(shared, block_size)
+    check_cache(pool)
+
+
+def check_shared(holders: list[tuple[Sequence, int]], block_size: int) -> None:
+    """The holders of a block have the same prefix up to its end, and write behind it."""
+    assert len({index for _, index in holders}) == 1
+    end = (holders[0][1] + 1) * block_size
+    assert len({tuple(sequence.token_ids[:end]) for sequence, _ in holders}) == 1
+    for sequence, _ in holders:
+        assert end <= min(sequence.num_planned_tokens, len(sequence.token_ids))
+
+
+def check_cache(pool: BlockPool) -> None:
+    """Every content is found under its hash, and nothing else is."""
+    contents = {block: content for block, content in enumerate(pool._contents) if content}
+    assert {content.hash: block for block, content in contents.items()} == pool._cached
+    assert len(pool._cached) == len(contents)
+    assert len({content.number for content in contents.values()}) == len(contents)
+
+
+def check_slots(scheduler: Scheduler, config: Config) -> None:
+    """Every slot is free or has one row; every sequence is where its status says."""
+    slots = [sequence.slot for sequence in scheduler.running]
+    num_slots = min(config.max_num_seqs, config.max_num_batched_tokens)
+    assert sorted(slots + scheduler._free_slots) == list(range(num_slots))
+    assert {s.status for s in scheduler.running} <= {Status.RUNNING}
+    assert {s.status for s in scheduler.waiting} <= {Status.WAITING}
+    for sequence in scheduler.waiting:
+        assert (sequence.slot, sequence.block_table) == (-1, [])

@@ -1,0 +1,159 @@
+"""What the scheduler is held against: a worker and a model that are slow, plain and strict."""
+
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
+
+import msgspec
+
+from penstock.protocol.client import FinishReason
+from penstock.protocol.config import Config
+from penstock.protocol.plan import (
+    BLOCK_BITS,
+    MAX_BLOCKS,
+    BatchPlan,
+    RowAdded,
+    SampledTokens,
+    pack,
+    unpack,
+)
+from penstock.protocol.sampling import SamplingParams
+
+EOS = 0
+NUM_TOKEN_IDS = 4
+
+
+def next_token(seed: int, token_ids: SequenceOf[int]) -> int:
+    """The model: a pure function of the whole prefix; EOS one time in eight."""
+    digest = hash((seed, *token_ids))
+    return EOS if digest % 8 == 0 else 1 + digest // 8 % (NUM_TOKEN_IDS - 1)
+
+
+def expected_output(
+    prompt: SequenceOf[int], sampling: SamplingParams, limit: int
+) -> tuple[list[int], FinishReason]:
+    """What must come of a prompt where at most `limit` tokens fit."""
+    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
+    end = min(limit, len(prompt) + (sampling.max_tokens or limit))
+    token_ids = list(prompt)
+    while True:
+        token_ids.append(next_token(sampling.seed or 0, token_ids))
+        if token_ids[-1] in stops:
+            return token_ids[len(prompt) :], "stop"
+        if len(token_ids) == end:
+            return token_ids[len(prompt) :], "length"
+
+
+class Row:
+    """One row of the persistent batch."""
+
+    def __init__(self, added: RowAdded) -> None:
+        self.token_ids = list(unpack(added.token_ids))
+        self.block_table = list(unpack(added.block_ids))
+        self.num_given = len(self.token_ids)
+        self.num_computed = added.num_computed_tokens
+        self.seed = added.seed
+        self.prefixes: list[int] = []
+        """for each token, the number of the prefix that ends with it"""
+
+
+class ReferenceWorker:
+    """Runs encoded plans as `protocol/plan.py` says, and asserts what a real worker relies on.
+
+    A cell of the KV memory holds the number of the exact prefix that it was computed from, so a
+    wrong block, a lost write or a false prefix hit is seen by the next step that reads it.
+    """
+
+    def __init__(self, config: Config, num_blocks: int, epoch: int) -> None:
+        self.config = config
+        self.epoch = epoch
+        self.num_steps = 0
+        self.rows: dict[int, Row] = {}
+        self.memory: list[int | None] = [None] * (num_blocks * config.block_size)
+        self._numbers: dict[tuple[int, int], int] = {}
+
+    def run(self, frame: bytes) -> bytes:
+        """One step: an encoded `BatchPlan` in, encoded `SampledTokens` out."""
+        plan = msgspec.msgpack.decode(frame, type=BatchPlan)
+        assert (plan.epoch, plan.step) == (self.epoch, self.num_steps), "a plan is missing"
+        self.num_steps += 1
+        self._change_rows(plan)
+        self._compute(self._work(plan))
+        token_ids = [self._sample(row) for _, row in sorted(self.rows.items()) if is_done(row)]
+        return msgspec.msgpack.encode(SampledTokens(plan.epoch, plan.step, pack(token_ids)))
+
+    def _change_rows(self, plan: BatchPlan) -> None:
+        for slot in unpack(plan.removed):
+            del self.rows[slot]
+        for added in plan.added:
+            assert added.slot not in self.rows, f"slot {added.slot} is taken"
+            assert 0 <= added.slot < self.config.max_num_seqs
+            row = self.rows[added.slot] = Row(added)
+            assert row.num_computed < row.num_given, "one token is always computed"
+            for token_id in row.token_ids:
+                self._number(row, token_id)
+        for slot, block in blocks(plan.appended):
+            self.rows[slot].block_table.append(block)
+
+    def _number(self, row: Row, token_id: int) -> None:
+        key = (row.prefixes[-1] if row.prefixes else 0, token_id)
+        row.prefixes.append(self._numbers.setdefault(key, len(self._numbers) + 1))
+
+    def _work(self, plan: BatchPlan) -> list[tuple[Row, int]]:
+        """Rows that compute, and how many tokens each."""
+        chunks = dict(pairs(plan.chunks))
+        for slot, num_tokens in chunks.items():
+            row = self.rows[slot]
+            assert 0 < num_tokens <= row.num_given - row.num_computed, "a chunk is prefill"
+        decoding = {
+            slot: 1
+            for slot, row in self.rows.items()
+            if slot not in chunks and row.num_computed >= row.num_given
+        }
+        work = chunks | decoding
+        assert sum(work.values()) <= self.config.max_num_batched_tokens, "the step is too long"
+        return [(self.rows[slot], num_tokens) for slot, num_tokens in work.items()]
+
+    def _compute(self, work: list[tuple[Row, int]]) -> None:
+        self._read()
+        num_holders = Counter(block for row in self.rows.values() for block in row.block_table)
+        for row, num_tokens in work:
+            cells = self._cells(row)
+            for position in range(row.num_computed, row.num_computed + num_tokens):
+                assert position < len(cells), "a token is written that has no block"
+                cell = cells[position]
+                assert num_holders[cell // self.config.block_size] == 1, "a shared block is written"
+                self.memory[cell] = row.prefixes[position]
+            row.num_computed += num_tokens
+        self._read()
+
+    def _read(self) -> None:
+        """Every computed token of every row is where its block table says."""
+        for row in self.rows.values():
+            found = [self.memory[cell] for cell in self._cells(row)[: row.num_computed]]
+            assert found == row.prefixes[: row.num_computed], "the KV is not that of this prefix"
+
+    def _cells(self, row: Row) -> list[int]:
+        size = self.config.block_size
+        return [cell for b in row.block_table for cell in range(b * size, (b + 1) * size)]
+
+    def _sample(self, row: Row) -> int:
+        token_id = next_token(row.seed, row.token_ids)
+        row.token_ids.append(token_id)
+        self._number(row, token_id)
+        return token_id
+
+
+def is_done(row: Row) -> bool:
+    """Nothing is left to compute before the next token."""
+    return row.num_computed == len(row.token_ids)
+
+
+def blocks(data: bytes) -> list[tuple[int, int]]:
+    """Appended blocks as (slot, block id)."""
+    return [(number >> BLOCK_BITS, number & (MAX_BLOCKS - 1)) for number in unpack(data)]
+
+
+def pairs(data: bytes) -> list[tuple[int, int]]:
+    """int32 [n, 2] as pairs."""
+    numbers = unpack(data)
+    return list(zip(numbers[::2], numbers[1::2], strict=True))

@@ -1,0 +1,170 @@
+"""A scheduler and a reference worker; plans run when they are sent, results come when asked for."""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+import msgspec
+
+from penstock.protocol.client import FinishReason
+from penstock.protocol.config import Config
+from penstock.protocol.plan import BatchPlan, SampledTokens, unpack
+from penstock.services.scheduler.block_manager import BlockManager
+from penstock.services.scheduler.block_pool import BlockPool, hash_block
+from penstock.services.scheduler.scheduler import Scheduler, StepOutput
+from penstock.services.scheduler.sequence import Sequence, Status
+from tests.services.scheduler.builders import make_sequence
+from tests.services.scheduler.invariants import check_blocks, check_slots
+from tests.services.scheduler.reference import ReferenceWorker, expected_output
+
+
+class Simulation:
+    """Everything but the sockets. Each move checks what must hold behind it.
+
+    The tokens of a step come only when `num_ahead` later plans are there, as with a worker that
+    launches so many steps before it waits for one.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 16,
+        max_model_len: int = 32,
+        num_watermark_blocks: int = 0,
+        hash_block: Callable[[bytes, bytes], bytes] = hash_block,
+        num_ahead: int = 0,
+        **options: object,
+    ) -> None:
+        defaults = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+        self.config = msgspec.convert(defaults | options, Config)
+        block_size, caching = self.config.block_size, self.config.enable_prefix_caching
+        pool = BlockPool(num_blocks, hash_block)
+        blocks = BlockManager(pool, block_size, num_watermark_blocks, caching)
+        self.limit = min(max_model_len, num_blocks * block_size)
+        self.num_blocks = num_blocks
+        self.num_ahead = num_ahead
+        self.scheduler = Scheduler(self.config, max_model_len, blocks, epoch=1)
+        self.worker = ReferenceWorker(self.config, num_blocks, epoch=1)
+        self.plans: list[BatchPlan] = []
+        self.results: deque[bytes] = deque()
+        self.sequences: list[Sequence] = []
+        self.received: dict[Sequence, list[int]] = {}
+        """every token that came out, behind those that an earlier attempt had"""
+        self.num_wasted: Counter[Sequence] = Counter()
+        """rows of a sequence that ran behind its end"""
+        self.num_ends: Counter[Sequence] = Counter()
+        """how often the scheduler said that a sequence has ended"""
+        self.cut: set[Sequence] = set()
+        """ended from outside"""
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks."""
+        return self.scheduler.block_manager.pool
+
+    # ---- moves -------------------------------------------------------------------------------
+
+    def add(
+        self, prompt: SequenceOf[int] = (1, 2, 3), output: SequenceOf[int] = (), **sampling: object
+    ) -> Sequence:
+        """A request comes. Raises CannotFitError."""
+        sequence = make_sequence(prompt, output, **sampling)
+        self.scheduler.add(sequence)
+        self.sequences.append(sequence)
+        self.received[sequence] = list(output)
+        self.num_ends[sequence] = sequence.status is Status.FINISHED
+        self.check()
+        return sequence
+
+    def send(self) -> BatchPlan | None:
+        """The next plan, if there is one; the worker runs it at once."""
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.plans.append(plan)
+            self.results.append(self.worker.run(msgspec.msgpack.encode(plan)))
+            self.check()
+        return plan
+
+    @property
+    def has_result(self) -> bool:
+        """The tokens of a step are back."""
+        return len(self.results) > self.num_ahead
+
+    def receive(self) -> StepOutput:
+        """The tokens of the oldest step."""
+        result = msgspec.msgpack.decode(self.results.popleft(), type=SampledTokens)
+        rows = self.scheduler.in_flight[0].sampled
+        output = self.scheduler.update(result.step, unpack(result.token_ids))
+        self.num_wasted.update(set(rows) - set(output.sequences))
+        self.num_ends.update(output.finished)
+        for sequence, token_id in zip(output.sequences, output.token_ids, strict=True):
+            self.received[sequence].append(token_id)
+        self.check()
+        return output
+
+    def step(self) -> StepOutput | None:
+        """Every plan that may be sent, and one result; None if there is nothing to do."""
+        while self.send():
+            pass
+        return self.receive() if self.has_result else None
+
+    def run(self) -> "Simulation":
+        """To the end of all sequences."""
+        for _ in range(100 * (self.limit + 1) * (len(self.sequences) + 1)):
+            if self.step() is None:
+                break
+        self.check_end()
+        return self
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """An abort, or a stop string found."""
+        if sequence.status is not Status.FINISHED:
+            self.cut.add(sequence)
+        self.scheduler.finish(sequence, reason)
+        self.check()
+
+    def preempt(self, sequence: Sequence) -> None:
+        """As if the blocks had run out."""
+        self.scheduler.preempt(sequence)
+        self.check()
+
+    def restart(self) -> None:
+        """The worker is lost, and with it what was in flight; another one comes."""
+        epoch = self.scheduler.epoch + 1
+        self.worker = ReferenceWorker(self.config, self.num_blocks, epoch)
+        self.results.clear()
+        self.scheduler.restart(epoch)
+        self.check()
+
+    # ---- what must hold ----------------------------------------------------------------------
+
+    def check(self) -> None:
+        """At any time."""
+        assert len(self.scheduler.in_flight) <= self.config.num_plans_in_flight
+        check_blocks(self.pool, self.sequences, self.config.block_size)
+        check_slots(self.scheduler, self.config)
+        for sequence in self.sequences:
+            assert self.received[sequence] == sequence.output_token_ids
+
+    def check_end(self) -> None:
+        """When nothing is left to do."""
+        assert not self.scheduler.waiting
+        assert not self.scheduler.running
+        assert not any(s.sampled or s.chunks for s in self.scheduler.in_flight), "no flush came"
+        assert self.scheduler.block_manager.num_free_blocks == self.num_blocks
+        for sequence in self.sequences:
+            self.check_output(sequence)
+
+    def check_output(self, sequence: Sequence) -> None:
+        """Its tokens are the model's, and no more rows ran for it than could not be helped."""
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        tokens, reason = expected_output(prompt, sequence.sampling, self.limit)
+        received, num_wasted = self.received[sequence], self.num_wasted[sequence]
+        num_plans = self.config.num_plans_in_flight
+        assert self.num_ends[sequence] == (sequence not in self.cut)
+        if sequence in self.cut:
+            assert received == tokens[: len(received)]
+            assert num_wasted <= num_plans
+        else:
+            assert (received, sequence.finish_reason) == (tokens, reason)
+            assert num_wasted <= (num_plans - 1 if reason == "stop" else 0)

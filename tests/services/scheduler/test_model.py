@@ -1,0 +1,160 @@
+"""Random requests, results, ends, preemptions and lost workers, against the reference.
+
+`PENSTOCK_EXAMPLES=3500` runs that many examples for each number of plans in flight.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from penstock.protocol.client import FinishReason
+from penstock.services.scheduler.block_pool import hash_block
+from penstock.services.scheduler.scheduler import CannotFitError
+from penstock.services.scheduler.sequence import Sequence
+from tests.services.scheduler.builders import make_sequence
+from tests.services.scheduler.reference import expected_output
+from tests.services.scheduler.simulation import Simulation
+
+BASES = [[*head, *[1, 2, 3] * 20] for head in ([], [1, 2, 2], [2, 2, 2], [2, 1], [3, 3, 1])]
+"""prompts begin like one of these, so that many share blocks, or differ in the first block only"""
+
+
+def weak_hash(parent: bytes, token_ids: bytes) -> bytes:
+    """Four values for everything."""
+    return bytes([hash_block(parent, token_ids)[0] & 3])
+
+
+@st.composite
+def simulations(draw: st.DrawFn, num_plans: int) -> Simulation:
+    """Pools from one that barely holds the longest sequence to one with room for all."""
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
+    max_model_len = draw(st.integers(2, 40))
+    least = -(-max_model_len // block_size)
+    return Simulation(
+        num_blocks=max(1, least + draw(st.integers(-1, 3) | st.integers(0, 3 * least))),
+        max_model_len=max_model_len,
+        num_watermark_blocks=draw(st.integers(0, 3)),
+        hash_block=draw(st.sampled_from([hash_block, weak_hash])),
+        num_ahead=draw(st.integers(0, num_plans - 1)),
+        block_size=block_size,
+        max_num_seqs=draw(st.integers(1, 6)),
+        max_num_batched_tokens=draw(st.integers(1, 16)),
+        num_plans_in_flight=num_plans,
+        enable_prefix_caching=draw(st.integers(0, 7)) > 0,
+    )
+
+
+samplings = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 2),
+        "max_tokens": st.none() | st.integers(1, 12),
+        "ignore_eos": st.booleans(),
+        "stop_token_ids": st.sampled_from([[], [], [], [3]]),
+    }
+)
+suffixes = st.lists(st.integers(0, 3), max_size=3)
+some = st.integers(0, 99)
+"""picks one of however many there are"""
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Hypothesis plays the clients, the network and the faults."""
+
+    num_plans = 1
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        self.sim = data.draw(simulations(self.num_plans))
+
+    def pick(self, index: int) -> Sequence:
+        return self.sim.sequences[index % len(self.sim.sequences)]
+
+    def add(self, prompt: SequenceOf[int], num_given: int, sampling: dict[str, Any]) -> None:
+        """A request, of which an earlier attempt has generated up to `num_given` tokens."""
+        limit = self.sim.limit
+        if len(prompt) >= limit:
+            with pytest.raises(CannotFitError):
+                self.sim.add(prompt)
+            return
+        output, _ = expected_output(prompt, make_sequence(prompt, **sampling).sampling, limit)
+        self.sim.add(prompt, output[:num_given], **sampling)
+
+    @rule(
+        base=st.sampled_from(BASES),
+        length=st.integers(0, 8) | st.integers(0, 40),
+        suffix=suffixes,
+        num_copies=st.integers(1, 4),
+        num_given=st.integers(-20, 6).map(lambda n: max(0, n)),
+        sampling=samplings,
+    )
+    def new_request(
+        self,
+        base: list[int],
+        length: int,
+        suffix: list[int],
+        num_copies: int,
+        num_given: int,
+        sampling: dict[str, Any],
+    ) -> None:
+        """One, or equal prompts at once."""
+        prompt = base[: 1 + length % self.sim.limit] + suffix
+        for copy in range(num_copies):
+            self.add(prompt, num_given, sampling | {"seed": copy})
+
+    @precondition(lambda self: self.sim.sequences)
+    @rule(index=some, suffix=suffixes, sampling=samplings)
+    def next_turn(self, index: int, suffix: list[int], sampling: dict[str, Any]) -> None:
+        """The tokens of another request, and more."""
+        self.add(self.pick(index).token_ids + suffix, 0, sampling)
+
+    @rule()
+    def send(self) -> None:
+        self.sim.send()
+
+    @precondition(lambda self: self.sim.has_result)
+    @rule()
+    def receive(self) -> None:
+        self.sim.receive()
+
+    @rule(num_steps=st.integers(1, 8))
+    def steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.sim.step()
+
+    @precondition(lambda self: self.sim.sequences)
+    @rule(index=some, reason=st.sampled_from(["abort", "stop"]))
+    def finish(self, index: int, reason: FinishReason) -> None:
+        """Whatever state it is in; some end twice."""
+        self.sim.finish(self.pick(index), reason)
+
+    @precondition(lambda self: self.sim.scheduler.running)
+    @rule(index=some)
+    def preempt(self, index: int) -> None:
+        running = self.sim.scheduler.running
+        self.sim.preempt(running[index % len(running)])
+
+    @rule(chance=st.integers(0, 7))
+    def restart(self, chance: int) -> None:
+        if chance == 7:
+            self.sim.restart()
+
+    def teardown(self) -> None:
+        if hasattr(self, "sim"):
+            self.sim.run()
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("num_plans", [1, 2, 3])
+def test_scheduler_against_reference(num_plans: int) -> None:
+    machine = type(f"Machine{num_plans}", (SchedulerMachine,), {"num_plans": num_plans})
+    run_state_machine_as_test(machine, settings=settings.get_profile("scheduler"))

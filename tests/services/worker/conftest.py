@@ -1,0 +1,46 @@
+"""Worker tests run on one thread, most with one small random checkpoint."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from tests.models.checkpoints import save_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+class Checkpoint(NamedTuple):
+    """A random checkpoint."""
+
+    folder: Path
+    model: Qwen3ForCausalLM
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Small, with 8 heads, 4 KV heads and 264 tokens."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return Checkpoint(folder, save_checkpoint(folder, tie_word_embeddings=True))
+
+
+@pytest.fixture(scope="session")
+def folder(checkpoint: Checkpoint) -> Path:
+    """Where the checkpoint is."""
+    return checkpoint.folder
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint: Checkpoint) -> Qwen3ForCausalLM:
+    """The checkpoint's model in transformers."""
+    return checkpoint.model

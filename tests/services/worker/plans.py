@@ -1,0 +1,49 @@
+"""Plans by hand, from lists."""
+
+from collections.abc import Iterable
+from itertools import chain
+
+from penstock.protocol.plan import BLOCK_BITS, BatchPlan, RowAdded, pack
+
+Pairs = Iterable[tuple[int, int]]
+
+
+def plan(
+    step: int = 0,
+    *,
+    epoch: int = 1,
+    removed: Iterable[int] = (),
+    added: Iterable[RowAdded] = (),
+    appended: Pairs = (),
+    chunks: Pairs = (),
+) -> BatchPlan:
+    """A plan; appended: (slot, block id), chunks: (slot, number of tokens)."""
+    appended_ids = pack(slot << BLOCK_BITS | block_id for slot, block_id in appended)
+    chunk_ids = pack(chain.from_iterable(chunks))
+    return BatchPlan(epoch, step, pack(removed), list(added), appended_ids, chunk_ids)
+
+
+def row(
+    slot: int,
+    token_ids: Iterable[int],
+    block_ids: Iterable[int],
+    num_computed_tokens: int = 0,
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+) -> RowAdded:
+    """A row; greedy if nothing else is said."""
+    return RowAdded(
+        slot,
+        pack(token_ids),
+        pack(block_ids),
+        num_computed_tokens,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+    )

@@ -1,0 +1,145 @@
+"""What plans make of the rows, and the tensors of a step that follow."""
+
+import pytest
+
+from penstock.models.qwen3 import Step
+from penstock.protocol.plan import BatchPlan, pack
+from penstock.services.worker.persistent_batch import PersistentBatch, Sampled
+from tests.services.worker.plans import plan, row
+
+
+@pytest.fixture
+def batch() -> PersistentBatch:
+    """8 slots for rows of at most 4 blocks of 4 tokens, out of 20 blocks."""
+    return PersistentBatch(8, max_blocks=4, block_size=4, num_blocks=20, vocab_size=100)
+
+
+def run(batch: PersistentBatch, step_plan: BatchPlan) -> tuple[Step, Sampled]:
+    """Applies a plan that has something to compute."""
+    batch.apply(step_plan)
+    rows = batch.advance(step_plan.chunks)
+    assert rows is not None
+    return rows
+
+
+def test_prefill_takes_the_given_tokens(batch: PersistentBatch) -> None:
+    step, sampled = run(batch, plan(added=[row(2, range(10, 16), [7, 3])], chunks=[(2, 6)]))
+    assert step.input_ids.tolist() == [10, 11, 12, 13, 14, 15]
+    assert step.positions.tolist() == [0, 1, 2, 3, 4, 5]
+    assert step.slot_mapping.tolist() == [28, 29, 30, 31, 12, 13]
+    assert step.cu_seqlens_q.tolist() == [0, 6]
+    assert step.max_seqlen_q == 6
+    assert step.context_lens.tolist() == [6]
+    assert step.block_tables.tolist() == [[7, 3]]
+    assert sampled.slots.tolist() == [2]
+    assert sampled.last_tokens.tolist() == [5]
+    assert sampled.positions.tolist() == [6]
+
+
+def test_a_chunk_samples_only_when_it_is_the_last(batch: PersistentBatch) -> None:
+    _, first = run(batch, plan(added=[row(0, range(6), [0, 1])], chunks=[(0, 5)]))
+    assert first.slots.tolist() == []
+    step, second = run(batch, plan(chunks=[(0, 1)]))
+    assert step.input_ids.tolist() == [5]
+    assert step.positions.tolist() == [5]
+    assert step.context_lens.tolist() == [6]
+    assert second.slots.tolist() == [0]
+
+
+def test_decode_takes_the_token_sampled_last(batch: PersistentBatch) -> None:
+    run(batch, plan(added=[row(3, range(5), [9, 4])], chunks=[(3, 5)]))
+    batch.last_token[3] = 77
+    step, sampled = run(batch, plan())
+    assert step.input_ids.tolist() == [77]
+    assert step.positions.tolist() == [5]
+    assert step.slot_mapping.tolist() == [4 * 4 + 1]
+    assert step.context_lens.tolist() == [6]
+    assert sampled.positions.tolist() == [6]
+
+
+def test_rows_lie_in_ascending_order_of_slot_decode_among_prefill(batch: PersistentBatch) -> None:
+    added = [row(5, [50], [5]), row(1, [10], [1])]
+    run(batch, plan(added=added, chunks=[(5, 1), (1, 1)]))
+    batch.last_token[1], batch.last_token[5] = 11, 51
+    added = [row(4, range(40, 43), [4]), row(0, range(3), [0]), row(7, [70, 71], [7])]
+    step, sampled = run(batch, plan(added=added, chunks=[(4, 3), (0, 2)]))
+    assert step.input_ids.tolist() == [0, 1, 11, 40, 41, 42, 51]
+    assert step.positions.tolist() == [0, 1, 1, 0, 1, 2, 1]
+    assert step.cu_seqlens_q.tolist() == [0, 2, 3, 6, 7]
+    assert step.block_tables.tolist() == [[0], [1], [4], [5]]
+    assert step.max_seqlen_q == 3
+    assert sampled.slots.tolist() == [1, 4, 5]
+    assert sampled.last_tokens.tolist() == [2, 5, 6]
+
+
+def test_prefill_begins_behind_the_cached_tokens(batch: PersistentBatch) -> None:
+    step, _ = run(batch, plan(added=[row(0, range(10, 16), [8, 2], 4)], chunks=[(0, 2)]))
+    assert step.input_ids.tolist() == [14, 15]
+    assert step.positions.tolist() == [4, 5]
+    assert step.slot_mapping.tolist() == [8, 9]
+    assert step.context_lens.tolist() == [6]
+
+
+def test_appended_blocks_follow_those_of_the_row(batch: PersistentBatch) -> None:
+    added = [row(0, range(4), [3]), row(1, range(7), [5, 6])]
+    run(batch, plan(added=added, chunks=[(0, 4), (1, 7)]))
+    step, _ = run(batch, plan(appended=[(1, 11), (0, 12), (1, 13)]))
+    assert batch.block_tables[:2].tolist() == [[3, 12, 0, 0], [5, 6, 11, 13]]
+    assert step.slot_mapping.tolist() == [12 * 4, 6 * 4 + 3]
+
+
+def test_a_slot_is_left_and_taken_in_one_plan(batch: PersistentBatch) -> None:
+    run(batch, plan(added=[row(0, range(6), [0, 1]), row(1, [9], [2])], chunks=[(0, 4), (1, 1)]))
+    added = [row(0, [60, 61], [4])]
+    step, sampled = run(batch, plan(removed=[0, 1], added=added, chunks=[(0, 2)]))
+    assert step.input_ids.tolist() == [60, 61]
+    assert step.positions.tolist() == [0, 1]
+    assert step.block_tables.tolist() == [[4]]
+    assert sampled.slots.tolist() == [0]
+
+
+def test_sampling_parameters_are_those_of_the_row(batch: PersistentBatch) -> None:
+    added = row(6, [1], [0], temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=-(2**63))
+    batch.apply(plan(added=[added]))
+    tensors = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seeds)
+    assert [tensor[6].item() for tensor in tensors] == [0.5, 7, 0.25, 0.125, -(2**63)]
+
+
+def test_without_rows_there_is_no_step(batch: PersistentBatch) -> None:
+    assert batch.advance(b"") is None
+    run(batch, plan(added=[row(0, [1, 2], [0])], chunks=[(0, 1)]))
+    assert batch.advance(b"") is None  # its prompt waits for a chunk
+    batch.clear()
+    assert batch.advance(b"") is None
+    batch.apply(plan(added=[row(0, [1], [0])]))  # the slot is free again
+
+
+def test_refuses_a_plan_that_can_not_be(batch: PersistentBatch) -> None:
+    batch.apply(plan(added=[row(0, range(4), [0])]))
+    for message, wrong in {
+        "slot 0 is taken": plan(added=[row(0, [1], [1])]),
+        "slot 8 is taken, or none of the 8": plan(added=[row(8, [1], [1])]),
+        "slot 1: 2 of 2 tokens computed": plan(added=[row(1, [1, 2], [1], 2)]),
+        "slot 1: 0 of 5 tokens computed, in 1 blocks of 4": plan(added=[row(1, range(5), [1])]),
+        "token id of slot 1 100 is not between 0 and 99": plan(added=[row(1, [100], [1])]),
+        "token id of slot 2 -1 is not": plan(added=[row(2, [-1], [1])]),
+        "block id 20 is not between 0 and 19": plan(appended=[(0, 20)]),
+        "slot 3 holds no row": plan(appended=[(3, 1)]),
+        "slot 4 holds no row": plan(removed=[4]),
+        "block of a row 4 is not between 0 and 3": plan(appended=[(0, b) for b in range(4)]),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            batch.apply(wrong)
+
+
+def test_refuses_a_step_that_can_not_be(batch: PersistentBatch) -> None:
+    batch.apply(plan(added=[row(0, range(4), [0])]))
+    with pytest.raises(ValueError, match="slot 0: chunk of 5 of 4 tokens left"):
+        batch.advance(pack([0, 5]))
+    with pytest.raises(ValueError, match="slot 0: chunk of 0 of 4 tokens left"):
+        batch.advance(pack([0, 0]))
+    with pytest.raises(ValueError, match="slot 5 holds no row"):
+        batch.advance(pack([5, 1]))
+    batch.advance(pack([0, 4]))
+    with pytest.raises(ValueError, match="slot 0: blocks for 4 tokens of 5"):
+        batch.advance(b"")

@@ -1,0 +1,172 @@
+"""Real worker processes, of one rank and of two, with the test as their scheduler."""
+
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from penstock.protocol.config import CONFIG_VARIABLE, Config, write_config
+from penstock.protocol.endpoints import endpoints
+from penstock.protocol.messages import FromWorker, WorkerAssignment, WorkerHello
+from penstock.protocol.plan import BatchPlan, SampledTokens, unpack
+from penstock.protocol.process import PROCESS_VARIABLE
+from penstock.protocol.sockets import bind
+from tests.models.forward import load_model, prefill_logits, random_prompts
+from tests.models.test_parallel import free_rendezvous
+from tests.services.worker.plans import plan, row
+
+TIMEOUT = 120
+"""seconds that a process may take for anything"""
+PROMPTS = random_prompts(264, 37, 20)
+SAMPLING = {"temperature": 1.0, "top_k": 40, "seed": 5}
+
+
+class Workers:
+    """The workers of one pipeline, and their scheduler's socket."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.context: zmq.Context[Any] = zmq.Context()
+        environment = {**os.environ, CONFIG_VARIABLE: str(write_config(config))}
+        self.channel = bind(self.context, zmq.ROUTER, endpoints(config).workers, FromWorker)
+        self.processes = {
+            f"worker.{number}": subprocess.Popen(
+                [sys.executable, "-P", "-m", "penstock.services.worker"],
+                env={**environment, PROCESS_VARIABLE: f"worker.{number}"},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for number in range(1, config.tp + 1)
+        }
+        self.members: dict[bytes, str] = {}
+        """identity → name, in order of rank"""
+        self._messages: deque[tuple[bytes, WorkerHello | SampledTokens]] = deque()
+
+    def receive(self) -> tuple[bytes, WorkerHello | SampledTokens]:
+        """The next message of a worker, and its identity."""
+        while not self._messages:
+            assert self.channel.socket.poll(TIMEOUT * 1000)
+            self._messages.extend(self.channel.receive())
+        return self._messages.popleft()
+
+    def gather(self) -> None:
+        """Waits for a hello of every worker."""
+        while len(self.members) < self.config.tp:
+            identity, hello = self.receive()
+            assert isinstance(hello, WorkerHello)
+            self.members[identity] = hello.name
+
+    def seat(self, epoch: int, rendezvous: str) -> None:
+        """Gives every worker its rank and waits until it is ready."""
+        for rank, identity in enumerate(self.members):
+            self.channel.send(
+                WorkerAssignment(epoch, "group", rank, self.config.tp, rendezvous), identity
+            )
+        ready: set[bytes] = set()
+        while len(ready) < self.config.tp:
+            identity, hello = self.receive()
+            if isinstance(hello, WorkerHello) and hello.num_blocks:
+                assert hello.rank == list(self.members).index(identity)
+                assert hello.num_blocks == self.config.num_blocks
+                ready.add(identity)
+
+    def run(self, step_plan: BatchPlan) -> list[int]:
+        """The tokens of a step."""
+        for identity in self.members:
+            self.channel.send(step_plan, identity)
+        while True:
+            identity, message = self.receive()
+            if isinstance(message, SampledTokens):
+                assert identity == next(iter(self.members))
+                assert (message.epoch, message.step) == (step_plan.epoch, step_plan.step)
+                return list(unpack(message.token_ids))
+
+    def end(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.communicate()
+        self.context.destroy(linger=0)
+
+
+Start = Callable[..., Workers]
+
+
+@pytest.fixture
+def start(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts the workers of a pipeline; they end with the test."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    started: list[Workers] = []
+
+    def start_workers(**options: Any) -> Workers:
+        given = {"model": str(folder), "num_blocks": 40, "num_threads": 1, **options}
+        started.append(Workers(Config(**given)))
+        return started[-1]
+
+    yield start_workers
+    for workers in started:
+        workers.end()
+
+
+def greedy(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
+    """What one rank puts behind a prompt."""
+    model, token_ids = load_model(folder), list(prompt)
+    for _ in range(num_tokens):
+        logits = prefill_logits(model, [token_ids])
+        assert logits is not None
+        token_ids.append(int(logits[-1].argmax()))
+    return token_ids[len(prompt) :]
+
+
+def test_two_ranks_run_plans_and_end_together(start: Start, folder: Path) -> None:
+    workers = start(tp=2)
+    workers.gather()
+    expected = greedy(folder, PROMPTS[0], 6)
+    sampled = []
+    for epoch in (1, 2):
+        workers.seat(epoch, free_rendezvous())
+        added = [row(0, PROMPTS[0], range(10)), row(3, PROMPTS[1], range(10, 20), **SAMPLING)]
+        first = plan(0, epoch=epoch, added=added, chunks=[(0, 37), (3, 15)])
+        tokens = [workers.run(first), workers.run(plan(1, epoch=epoch, chunks=[(3, 5)]))]
+        tokens += [workers.run(plan(number, epoch=epoch)) for number in range(2, 6)]
+        assert [ids[0] for ids in tokens] == expected
+        sampled.append([ids[1] for ids in tokens[1:]])
+        assert workers.run(plan(6, epoch=epoch, removed=[0, 3])) == []
+    assert sampled[0] == sampled[1]
+    assert len(set(sampled[0])) > 1
+
+    rank_0, rank_1 = (workers.processes[name] for name in workers.members.values())
+    rank_1.kill()
+    rank_1.wait(TIMEOUT)
+    added = [row(0, PROMPTS[0], range(10))]
+    workers.channel.send(
+        plan(7, epoch=2, added=added, chunks=[(0, 37)]), next(iter(workers.members))
+    )
+    _, log = rank_0.communicate(timeout=TIMEOUT)
+    assert rank_0.returncode == 1
+    assert log.splitlines()[-1].startswith("E rank 0 of 2 lost its group: ")
+    assert "Traceback" not in log
+
+
+def test_stops_when_told_to(start: Start) -> None:
+    workers = start()
+    workers.gather()
+    process = workers.processes["worker.1"]
+    process.terminate()
+    assert process.wait(TIMEOUT) == 0
+
+
+def test_a_model_that_can_not_be_served_ends_it_with_a_sentence(start: Start) -> None:
+    workers = start(model="/nowhere")
+    workers.gather()
+    identity = next(iter(workers.members))
+    workers.channel.send(WorkerAssignment(1, "group", 0, 1, ""), identity)
+    _, log = workers.processes["worker.1"].communicate(timeout=TIMEOUT)
+    assert workers.processes["worker.1"].returncode == 1
+    assert log.splitlines()[-1] == "E model folder /nowhere does not exist"
+    assert "Traceback" not in log
