@@ -36,7 +36,7 @@ def test_every_field_is_a_flag() -> None:
     [
         ("tp", "0", "expected `int` >= 1"),
         ("tp", "two", "expected `int`"),
-        ("max_num_seqs", "4097", "expected `int` <= 4096"),
+        ("max_num_seqs", "2049", "expected `int` <= 2048"),
         ("watermark", "1", "expected `float` < 1.0"),
         ("watermark", "nan", "expected `float`"),
         ("name", "a/b", "regex"),

@@ -1,0 +1,100 @@
+"""A gateway that says what the test tells it to."""
+
+import threading
+from collections.abc import Callable
+
+import zmq
+
+from penstock.protocol.client import (
+    MSGPACK,
+    AbortReply,
+    AbortRequest,
+    GenerateReply,
+    GenerateRequest,
+    Reply,
+    Request,
+    StatusReply,
+    StatusRequest,
+    TextDelta,
+    Usage,
+)
+
+Behaviour = Callable[[Request], list[Reply]]
+TEXT = "one two"
+
+
+def delta(request: GenerateRequest, first: int, last: int) -> TextDelta:
+    """Characters `first` to `last` of TEXT, one a token."""
+    return TextDelta(
+        request_id=request.request_id or "",
+        token_offset=first,
+        char_offset=first,
+        token_ids=list(range(first, last)),
+        text=TEXT[first:last],
+    )
+
+
+def reply(request: GenerateRequest, text: str = TEXT) -> GenerateReply:
+    return GenerateReply(
+        request_id=request.request_id or "",
+        text=text,
+        token_ids=list(range(len(text))),
+        finish_reason="stop",
+        usage=Usage(prompt_tokens=1, cached_tokens=0, output_tokens=len(text)),
+    )
+
+
+def echo(request: Request) -> list[Reply]:
+    """Answers with the prompt."""
+    match request:
+        case GenerateRequest(prompt=str(prompt)):
+            return [reply(request, prompt)]
+        case AbortRequest(request_id=request_id):
+            return [AbortReply(request_id=request_id, found=True)]
+        case StatusRequest(wait=wait):
+            return [
+                StatusReply(
+                    ready=wait,
+                    model="",
+                    num_requests=0,
+                    tokenizers={},
+                    scheduler=None,
+                    num_bad_frames=0,
+                )
+            ]
+    return []
+
+
+class Gateway:
+    """A ROUTER in a thread; asked for nothing (`b""`) it ends."""
+
+    def __init__(self, endpoint: str, behaviour: Behaviour) -> None:
+        self.heard: list[Request] = []
+        self._behaviour = behaviour
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.bind(endpoint)
+        self._end = self._context.socket(zmq.PULL)
+        self._end.bind("inproc://end")
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self) -> None:
+        with self._context.socket(zmq.PUSH) as end:
+            end.connect("inproc://end")
+            end.send(b"")
+            self._thread.join()
+        self._context.term()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._end, zmq.POLLIN)
+        with self._socket, self._end:
+            while self._end not in dict(poller.poll()):
+                *envelope, frame = self._socket.recv_multipart()
+                request = MSGPACK.decode_request(frame)
+                self.heard.append(request)
+                for one in self._behaviour(request):
+                    self._socket.send_multipart([*envelope, MSGPACK.encode(one)])
