@@ -4,6 +4,7 @@ Each layer says which part of which checkpoint tensor its weights are made of: `
 built on torch's default device, in its default dtype, for inference only.
 """
 
+import atexit
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ class TensorParallel:
         if size > 1:
             with group._exchange():
                 dist.init_process_group("gloo", rendezvous, TIMEOUT, size, rank)
+            # gloo's threads must end before the interpreter does, or they abort it
+            atexit.register(dist.destroy_process_group)
         return group
 
     def all_reduce(self, x: Tensor) -> Tensor:
