@@ -17,7 +17,8 @@ TEXTS = st.text(alphabet=st.one_of(st.characters(codec="utf-8"), st.sampled_from
 
 
 def ids(text: str) -> list[int]:
-    return list(TOKENIZER.encode(text))
+    """The demo model's tokens are bytes; its tokenizer would take `<|im_start|>` for one token."""
+    return list(text.encode())
 
 
 def opened(prompt: str = "", output: str = "", stop: list[str] | None = None) -> StreamOpened:
