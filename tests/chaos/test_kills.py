@@ -1,0 +1,44 @@
+"""`kill -9` for one process after the other, each in the middle of streams: all of them go on."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from penstock.models.demo.tasks import answer_to, count_prompt
+from penstock.protocol.client import TextDelta
+from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
+
+pytestmark = pytest.mark.chaos
+NUM_STREAMS = 6
+PROMPT = count_prompt(1, 90)
+
+
+@pytest.fixture(scope="module")
+def served(pipeline: Callable[..., Pipeline]) -> Pipeline:  # noqa: F811
+    return pipeline("--tp", "2", "--max-deaths", "100")
+
+
+def read(deltas: Iterator[TextDelta], num_chars: int) -> str:
+    """At least so many characters of a stream."""
+    text = ""
+    while len(text) < num_chars:
+        text += next(deltas).text
+    return text
+
+
+@pytest.mark.parametrize(
+    "victim",
+    ["detokenizer.1", "tokenizer.1", "scheduler.1", "worker.1", "worker.2", "gateway.1"],
+)
+def test_streams_survive(served: Pipeline, victim: str) -> None:
+    with served.client() as client:
+        streams = [client.stream(PROMPT) for _ in range(NUM_STREAMS)]
+        first = iter(streams[0])
+        begin = read(first, 40)
+        served.kill(victim)
+        late = client.submit("17+25=")
+        texts = ["".join(delta.text for delta in stream) for stream in streams[1:]]
+        texts.append(begin + "".join(delta.text for delta in first))
+        assert texts == [answer_to(PROMPT)] * NUM_STREAMS
+        assert [stream.result().text for stream in streams] == texts
+        assert late.result().text == "42"
