@@ -15,11 +15,21 @@ from penstock.protocol.client import (
 from penstock.protocol.plan import BatchPlan, SampledTokens
 from penstock.protocol.sampling import SamplingParams
 
+PROTOCOL_VERSION = 1
+"""of this module and `plan.py`; the messages that register a process carry it"""
+
 
 class Heartbeat(Struct, tag=True):
     """A tokenizer or detokenizer lives. The first one registers it, so none is needed beside."""
 
     name: str
+    version: int = PROTOCOL_VERSION
+
+
+class Refused(Struct, tag=True):
+    """To a tokenizer or detokenizer that can't take part: it leaves, saying why."""
+
+    reason: str
 
 
 class Goodbye(Struct, tag=True):
@@ -130,6 +140,7 @@ class WorkerHello(Struct, array_like=True, tag=True):
     rank: int = -1
     num_blocks: int = 0
     """KV blocks that fit; 0: the model is not loaded yet"""
+    version: int = PROTOCOL_VERSION
 
 
 class WorkerAssignment(Struct, array_like=True, tag=True):
@@ -150,11 +161,21 @@ class WorkerExit(Struct, array_like=True, tag=True):
     reason: str
 
 
-ToTokenizer = TokenizeRequest
+ToTokenizer = TokenizeRequest | Refused
 FromTokenizer = Heartbeat | Goodbye | Tokenized | RequestFailed
 ToScheduler = TokenizedRequest | ReleaseRequest | StopFound
-ToDetokenizer = TokenDelta
+ToDetokenizer = TokenDelta | Refused
 FromDetokenizer = Heartbeat | Goodbye
 ToWorker = WorkerAssignment | WorkerExit | BatchPlan
 FromWorker = WorkerHello | SampledTokens
 ToGateway = TextDeltas | RequestFailed | SchedulerStatus
+
+
+def refusal(message: Heartbeat | WorkerHello) -> str | None:
+    """Why the process that registers itself can't take part; None if it can."""
+    if message.version == PROTOCOL_VERSION:
+        return None
+    return (
+        f"{message.name} speaks version {message.version} of the protocol; "
+        f"this pipeline speaks version {PROTOCOL_VERSION}"
+    )

@@ -16,6 +16,7 @@ from penstock.protocol.client import FinishReason, TextDelta
 from penstock.protocol.messages import (
     Goodbye,
     Heartbeat,
+    Refused,
     StopFound,
     StreamOpened,
     TextDeltas,
@@ -219,6 +220,8 @@ class DetokenizerProcess:
     def on_tokens(self) -> None:
         """New tokens of any number of streams."""
         for _, message in self.tokens.receive():
+            if isinstance(message, Refused):
+                raise SystemExit(message.reason)
             deltas, stops = self.detokenizer.handle(message)
             if deltas:
                 self.gateway.send(TextDeltas(deltas))

@@ -11,6 +11,7 @@ from penstock.protocol.client import ErrorReply
 from penstock.protocol.messages import (
     Goodbye,
     Heartbeat,
+    Refused,
     RequestFailed,
     Tokenized,
     TokenizedRequest,
@@ -83,8 +84,10 @@ class TokenizerProcess:
 
     def on_requests(self) -> None:
         """Passes each request on to the scheduler, or says why not."""
-        for _, request in self.gateway.receive():
-            self.gateway.send(self.handle(request))
+        for _, message in self.gateway.receive():
+            if isinstance(message, Refused):
+                raise SystemExit(message.reason)
+            self.gateway.send(self.handle(message))
 
     def handle(self, request: TokenizeRequest) -> Tokenized | RequestFailed:
         """Encodes and passes on one request."""

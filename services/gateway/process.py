@@ -1,11 +1,9 @@
-"""The gateway's process: sockets around the ledger, on uvloop."""
+"""The gateway's process: sockets around the ledger."""
 
-import signal
 from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
-import uvloop
 import zmq
 
 from penstock.protocol.checkpoint import read_generation_config, read_model_config
@@ -27,15 +25,17 @@ from penstock.protocol.messages import (
     FromTokenizer,
     Goodbye,
     Heartbeat,
+    Refused,
     ReleaseRequest,
     RequestFailed,
     TextDeltas,
     ToGateway,
     Tokenized,
+    refusal,
 )
 from penstock.protocol.peers import Peers
 from penstock.protocol.process import Process
-from penstock.protocol.sockets import HEARTBEAT_INTERVAL, Channel, bind, connect
+from penstock.protocol.sockets import Channel, bind, connect
 from penstock.services.gateway.admission import Admission, RefusedError, decode_request
 from penstock.services.gateway.ledger import Client, Entry, GapError, Ledger
 
@@ -160,9 +160,8 @@ class Gateway:
         """Requests that are with the scheduler now, refused prompts, heartbeats."""
         for identity, message in self.to_tokenizers.receive():
             match message:
-                case Heartbeat(name):
-                    if self.tokenizers.alive(identity, name):
-                        self.submit_unassigned()
+                case Heartbeat():
+                    self.on_heartbeat_of(identity, message)
                 case Goodbye():
                     self.lose_tokenizer(identity)
                 case Tokenized() | RequestFailed():
@@ -170,6 +169,14 @@ class Gateway:
                     if tokenizer:
                         tokenizer.work.pop(message.request_id, None)
                     self.on_tokenized(message)
+
+    def on_heartbeat_of(self, identity: bytes, message: Heartbeat) -> None:
+        """Registers a new tokenizer, or refuses it."""
+        if reason := refusal(message):
+            self.log.warning("refused: %s", reason)
+            self.to_tokenizers.send(Refused(reason), identity)
+        elif self.tokenizers.alive(identity, message.name):
+            self.submit_unassigned()
 
     def on_tokenized(self, message: Tokenized | RequestFailed) -> None:
         """A tokenizer is done with a request."""
@@ -277,22 +284,3 @@ class Gateway:
         for identity in self.tokenizers.silent():
             self.lose_tokenizer(identity)
         self.pump()
-
-
-def main() -> None:
-    """Runs until SIGTERM."""
-    process = Process("gateway")
-    gateway = Gateway(process)
-    loop = uvloop.new_event_loop()
-    for channel, _ in gateway.handlers:
-        loop.add_reader(channel.socket.getsockopt(zmq.FD), gateway.pump)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, loop.stop)
-
-    def heartbeat() -> None:
-        gateway.on_heartbeat()
-        loop.call_later(HEARTBEAT_INTERVAL, heartbeat)
-
-    heartbeat()
-    loop.run_forever()
-    process.context.destroy()

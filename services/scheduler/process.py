@@ -10,12 +10,15 @@ from penstock.protocol.messages import (
     FromDetokenizer,
     FromWorker,
     Goodbye,
+    Refused,
     ReleaseRequest,
     RequestFailed,
     StopFound,
     TokenizedRequest,
     ToScheduler,
+    WorkerExit,
     WorkerHello,
+    refusal,
 )
 from penstock.protocol.plan import SampledTokens, unpack
 from penstock.protocol.process import Loop, Process
@@ -118,6 +121,10 @@ class SchedulerProcess:
 
     def on_hello(self, identity: bytes, hello: WorkerHello) -> None:
         """Seats the worker; when the last one is ready, plans can go out."""
+        if reason := refusal(hello):
+            self.log.warning("refused: %s", reason)
+            self.workers.send(WorkerExit(reason), identity)
+            return
         was_ready = self.group.ready
         self.send_letters(self.group.hello(identity, hello))
         if self.group.ready and not was_ready:
@@ -185,6 +192,9 @@ class SchedulerProcess:
         for identity, message in self.detokenizers.receive():
             if isinstance(message, Goodbye):
                 self.streams.lost(identity)
+            elif reason := refusal(message):
+                self.log.warning("refused: %s", reason)
+                self.detokenizers.send(Refused(reason), identity)
             else:
                 self.streams.alive(identity, message.name)
         self.advance()

@@ -15,6 +15,14 @@ from penstock.models.demo.tasks import TASK_NAMES, Sizes, make_example
 from penstock.protocol.client import GenerateReply, codec_of
 from penstock.protocol.config import Config
 from penstock.protocol.endpoints import endpoints
+from penstock.protocol.messages import (
+    Heartbeat,
+    ToDetokenizer,
+    ToTokenizer,
+    ToWorker,
+    WorkerHello,
+)
+from penstock.protocol.sockets import connect
 from tests.pipeline.conftest import Pipeline
 
 pytestmark = pytest.mark.pipeline
@@ -212,7 +220,8 @@ def test_a_prompt_over_the_context(req: "zmq.Socket[bytes]") -> None:
 
 
 def test_a_request_id_twice(client: Client, req: "zmq.Socket[bytes]") -> None:
-    stream = client.submit("count from 1 to 400", request_id="twice")
+    stream = client.stream("count from 1 to 400", request_id="twice")
+    next(iter(stream))
     reply = ask(req, b'{"prompt": "a", "request_id": "twice"}')
     assert "'twice' is open already" in reply["message"]
     stream.abort()
@@ -255,6 +264,28 @@ def test_garbage_on_internal_sockets_is_counted(served: Pipeline, client: Client
         gateway = served.status()["gateway"]
     assert gateway["num_bad_frames"] == 10
     assert gateway["scheduler"]["num_bad_frames"] == 15
+
+
+@pytest.mark.parametrize(
+    ("where", "message", "answers"),
+    [
+        ("tokenizers", Heartbeat("old", version=0), ToTokenizer),
+        ("detokenizers", Heartbeat("old", version=0), ToDetokenizer),
+        ("workers", WorkerHello("old", version=0), ToWorker),
+    ],
+)
+def test_another_version_of_the_protocol_is_refused(
+    served: Pipeline, where: str, message: msgspec.Struct, answers: Any
+) -> None:
+    at = endpoints(Config(name=served.name, endpoint=served.endpoint))
+    with zmq.Context() as context:
+        channel = connect(context, zmq.DEALER, getattr(at, where), answers)
+        channel.send(message)
+        assert channel.socket.poll(ANSWER_TIMEOUT_MS)
+        [(_, refused)] = channel.receive()
+        channel.socket.close()
+    assert refused.reason == "old speaks version 0 of the protocol; this pipeline speaks version 1"
+    served.wait_for(r".*refused: old speaks version 0")
 
 
 def test_nothing_is_left_of_all_this(served: Pipeline, client: Client) -> None:

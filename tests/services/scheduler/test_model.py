@@ -153,7 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.sim.run()
 
 
-@pytest.mark.timeout(0)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("num_plans", [1, 2, 3])
 def test_scheduler_against_reference(num_plans: int) -> None:
     machine = type(f"Machine{num_plans}", (SchedulerMachine,), {"num_plans": num_plans})
