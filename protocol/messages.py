@@ -12,7 +12,7 @@ from penstock.protocol.client import (
     SchedulerStatus,
     TextDelta,
 )
-from penstock.protocol.plan import BatchPlan, SampledTokens
+from penstock.protocol.plan import BatchPlan, SampledTokens, check_packed
 from penstock.protocol.sampling import SamplingParams
 
 PROTOCOL_VERSION = 1
@@ -75,6 +75,11 @@ class TokenizedRequest(Struct, tag=True):
     output_token_ids: bytes = b""
     """int32, generated and delivered by an earlier attempt"""
 
+    def __post_init__(self) -> None:
+        check_packed(self.prompt_token_ids, self.output_token_ids)
+        if not self.prompt_token_ids:
+            raise ValueError("prompt_token_ids is empty")
+
 
 class ReleaseRequest(Struct, tag=True):
     """Gateway → scheduler: nobody needs this request any more: it is answered, or aborted.
@@ -109,6 +114,9 @@ class StreamOpened(Struct, tag=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     """set if it has ended already"""
 
+    def __post_init__(self) -> None:
+        check_packed(self.prompt_tail, self.output_token_ids)
+
 
 class TokenDelta(Struct, tag=True, omit_defaults=True):
     """Scheduler → detokenizer: the new tokens of one step, one message for all its streams."""
@@ -123,6 +131,13 @@ class TokenDelta(Struct, tag=True, omit_defaults=True):
     """streams that end behind these tokens"""
     closed: list[int] = []
     """streams to forget without a word: released, or another detokenizer's now"""
+
+    def __post_init__(self) -> None:
+        check_packed(self.stream_ids, self.token_ids)
+        if len(self.stream_ids) != len(self.token_ids):
+            raise ValueError(
+                f"{len(self.token_ids)} bytes of tokens, {len(self.stream_ids)} of streams"
+            )
 
 
 class TextDeltas(Struct, tag=True):

@@ -35,6 +35,16 @@ def unpack(data: bytes) -> "array[int]":
     return numbers
 
 
+def check_packed(*lists: bytes, per_item: int = 1) -> None:
+    """Raises ValueError where bytes are not whole items of `per_item` int32 each.
+
+    Called when a message is decoded, where msgspec makes it a ValidationError.
+    """
+    for data in lists:
+        if len(data) % (4 * per_item):
+            raise ValueError(f"{len(data)} bytes are no list of {per_item} int32 an item")
+
+
 BLOCK_BITS = 20
 """of an int32 for the id of a block; the others are the slot's"""
 MAX_BLOCKS = 1 << BLOCK_BITS
@@ -59,6 +69,9 @@ class RowAdded(Struct, array_like=True):
     seed: int
     """int64, key of the sampling noise"""
 
+    def __post_init__(self) -> None:
+        check_packed(self.token_ids, self.block_ids)
+
 
 class BatchPlan(Struct, array_like=True, tag="plan"):
     """One step of the model, as changes to the persistent batch."""
@@ -74,6 +87,10 @@ class BatchPlan(Struct, array_like=True, tag="plan"):
     chunks: bytes = b""
     """prefill: int32 [num_chunks, 2] of (slot, number of tokens)"""
 
+    def __post_init__(self) -> None:
+        check_packed(self.removed, self.appended)
+        check_packed(self.chunks, per_item=2)
+
 
 class SampledTokens(Struct, array_like=True, tag="sampled"):
     """The tokens of one step, in ascending order of slot. Sent by rank 0."""
@@ -82,3 +99,6 @@ class SampledTokens(Struct, array_like=True, tag="sampled"):
     step: int
     token_ids: bytes
     """int32 [num_sampled]"""
+
+    def __post_init__(self) -> None:
+        check_packed(self.token_ids)

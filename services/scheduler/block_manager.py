@@ -59,7 +59,6 @@ class BlockManager:
         """
         self.pool.release(sequence.block_table)
         sequence.block_table = []
-        sequence.num_published_blocks = 0
 
     def forget(self) -> None:
         """Empties the cache: the KV memory was lost. No sequence may have blocks."""

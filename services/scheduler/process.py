@@ -107,10 +107,10 @@ class SchedulerProcess:
     def on_workers(self) -> None:
         """Tokens of the oldest step, or news of a worker."""
         for identity, message in self.workers.receive():
-            if isinstance(message, SampledTokens):
-                self.on_tokens(message)
-            else:
+            if isinstance(message, WorkerHello):
                 self.on_hello(identity, message)
+            elif identity in self.group.members[:1]:  # rank 0
+                self.on_tokens(message)
         self.advance()
 
     def on_tokens(self, message: SampledTokens) -> None:
@@ -144,6 +144,10 @@ class SchedulerProcess:
             for request in self.early:
                 self.accept(request)
             self.early.clear()
+        elif self.group.num_blocks < self.scheduler.block_manager.pool.num_blocks:
+            raise SystemExit(
+                f"the new workers have {self.group.num_blocks} blocks, the old had more"
+            )
         else:
             self.scheduler.restart(self.group.epoch)
 
