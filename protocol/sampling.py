@@ -21,26 +21,33 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
     `generation_config.json`.
     """
 
-    n: Annotated[int, Meta(ge=1, le=1)] = 1
-    """answers per prompt; one is supported"""
-    max_tokens: Positive | None = None
-    """most tokens to generate; None: as many as the context holds"""
-    temperature: Temperature | None = None
-    """0 is greedy"""
-    top_k: TopK | None = None
-    """keep the k likeliest tokens; 0 and -1 keep all"""
-    top_p: TopP | None = None
-    """keep the likeliest tokens that together have this probability"""
-    min_p: Share | None = None
-    """keep tokens at least this likely, as a share of the likeliest"""
-    seed: Int64 | None = None
-    """of the sampling noise; None: derived from the request id"""
-    stop: Annotated[list[Stop], Meta(max_length=16)] | Stop | None = None
-    """strings that end the text; the text returned stops before them"""
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
-    """token ids that end the text, beside the model's EOS"""
-    ignore_eos: bool = False
-    """go on past EOS, until max_tokens"""
+    n: Annotated[int, Meta(ge=1, le=1, description="answers per prompt; one is supported")] = 1
+    max_tokens: Annotated[
+        Positive | None,
+        Meta(description="most tokens to generate; otherwise as many as the context holds"),
+    ] = None
+    temperature: Annotated[Temperature | None, Meta(description="0 is greedy")] = None
+    top_k: Annotated[
+        TopK | None, Meta(description="keep the k likeliest tokens; 0 and -1 keep all")
+    ] = None
+    top_p: Annotated[
+        TopP | None, Meta(description="keep the likeliest tokens that have this probability")
+    ] = None
+    min_p: Annotated[
+        Share | None, Meta(description="keep tokens this likely, as a share of the likeliest")
+    ] = None
+    seed: Annotated[
+        Int64 | None, Meta(description="of the noise; otherwise it follows from the request id")
+    ] = None
+    stop: Annotated[
+        Annotated[list[Stop], Meta(max_length=16)] | Stop | None,
+        Meta(description="strings that end the text, which stops before them"),
+    ] = None
+    stop_token_ids: Annotated[
+        list[TokenId],
+        Meta(max_length=64, description="ids that end the text, beside the model's EOS"),
+    ] = []
+    ignore_eos: Annotated[bool, Meta(description="go on past EOS, until max_tokens")] = False
 
     @property
     def stop_strings(self) -> list[str]:
