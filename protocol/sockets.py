@@ -14,6 +14,8 @@ HEARTBEAT_INTERVAL = 0.5
 """seconds between two heartbeats"""
 LIVENESS = 10
 """heartbeats missed after which a peer is given up"""
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""what msgspec raises for a frame that is no message; the last one where it is nested too deep"""
 
 
 class Channel(Generic[Received]):
@@ -72,7 +74,7 @@ class Channel(Generic[Received]):
         if len(frames) == 1 + self._is_router:
             try:
                 return self._decode(frames[-1])  # type: ignore[no-any-return]
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            except UNREADABLE as error:
                 reason = str(error)
         else:
             reason = f"{len(frames)} frames"

@@ -8,6 +8,7 @@ import msgspec
 from penstock.protocol.checkpoint import ModelConfig
 from penstock.protocol.client import Codec, ErrorReply, GenerateRequest, Request
 from penstock.protocol.config import Config
+from penstock.protocol.sockets import UNREADABLE
 
 _SHOWN = 60
 """characters of a bad value that an error repeats"""
@@ -41,7 +42,7 @@ def decode_request(codec: Codec, frame: bytes, max_bytes: int) -> Request:
     except msgspec.ValidationError as error:
         field, message = explain(str(error), _raw(codec, frame))
         raise RefusedError(message, field) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise RefusedError(f"request is neither JSON nor MessagePack: {error}") from error
 
 
@@ -49,7 +50,7 @@ def _raw(codec: Codec, frame: bytes) -> Any:
     """The frame without a type, to repeat a bad value; None if it is broken further on."""
     try:
         return codec.decode_any(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
 
 

@@ -10,7 +10,15 @@ import zmq
 from penstock.protocol.messages import Goodbye, Heartbeat
 from penstock.protocol.sockets import bind, connect
 
-GARBAGE = [b"", b"\xc1", b"hello", b"\x81\xa4type\xa7Unknown", b"\xff" * 1000, b"\x93\x01\x02\x03"]
+GARBAGE = [
+    b"",
+    b"\xc1",
+    b"hello",
+    b"\x81\xa4type\xa7Unknown",
+    b"\xff" * 1000,
+    b"\x93\x01\x02\x03",
+    b"\x91" * 5000,
+]
 
 
 @pytest.fixture

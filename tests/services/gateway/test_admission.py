@@ -8,10 +8,12 @@ from penstock.protocol.client import JSON, MSGPACK, GenerateRequest
 from penstock.protocol.config import Config
 from penstock.services.gateway.admission import Admission, RefusedError, decode_request
 
+MAX_BYTES = 100_000
+
 
 def refusal(frame: bytes) -> RefusedError:
     with pytest.raises(RefusedError) as caught:
-        decode_request(JSON if frame[:1] < b"\x80" else MSGPACK, frame, 1000)
+        decode_request(JSON if frame[:1] < b"\x80" else MSGPACK, frame, MAX_BYTES)
     return caught.value
 
 
@@ -44,13 +46,23 @@ def test_a_long_value_is_cut() -> None:
     assert len(str(refusal(msgspec.json.encode({"prompt": "p", "n": "9" * 900})))) < 200
 
 
-@pytest.mark.parametrize("frame", [b"", b"hello", b"\xff\xfe", b"\xc1", b"[1]", b"\x93\x01", b"{"])
+NESTED = [
+    b"[" * 5000,
+    b'{"prompt":' + b"[" * 5000 + b"]" * 5000 + b"}",
+    b"\x91" * 5000,
+    b"\x81\xa6prompt" + b"\x91" * 5000,
+]
+
+
+@pytest.mark.parametrize(
+    "frame", [b"", b"hello", b"\xff\xfe", b"\xc1", b"[1]", b"\x93\x01", b"{", *NESTED]
+)
 def test_garbage(frame: bytes) -> None:
     assert refusal(frame).reply.code == "invalid"
 
 
 def test_too_many_bytes() -> None:
-    assert str(refusal(b" " * 1001)) == "request has 1001 bytes; the limit is 1000"
+    assert str(refusal(b" " * 100_001)) == "request has 100001 bytes; the limit is 100000"
 
 
 @pytest.mark.parametrize(
