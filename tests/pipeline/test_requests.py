@@ -182,7 +182,7 @@ BAD = [
     (b"hello", None, "neither JSON nor MessagePack"),
     (b"\xc1\xc1", None, "neither JSON nor MessagePack"),
     (b"[1, 2]", None, "array"),
-    (b"[" * 5000, None, "recursion"),
+    (b"[" * 5000, None, "array"),
     (b"{}", "prompt", "neither is given"),
     (b'{"prompt": ""}', "prompt", ">= 1"),
     (b'{"prompt": []}', "prompt", ">= 1"),
