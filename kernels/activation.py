@@ -3,11 +3,19 @@
 import torch
 from torch import Tensor
 
+from penstock.kernels.checks import check_contiguous, check_tensor
+
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """`silu(gate) * up`; x [num_tokens, 2 * intermediate_size] holds gate, then up."""
     if x.shape[-1] % 2:
         raise ValueError(f"x has {x.shape[-1]} columns; an even number is needed")
+    if x.is_cuda:
+        from penstock.kernels.gpu import activation
+
+        check_tensor("x", x, (-1, -1))
+        check_contiguous("x", x)
+        return activation.silu_and_mul(x)
     return _silu_and_mul_reference(x)
 
 

@@ -3,20 +3,23 @@
 import torch
 from torch import Tensor
 
-from penstock.kernels.checks import check_tensor
+from penstock.kernels.checks import check_contiguous, check_tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / rms(x) * weight`, over the last dimension; weight [x.shape[-1]]."""
+    """`x / rms(x) * weight`, over the last dimension; weight [x.shape[-1]].
+
+    On a GPU x is contiguous [num_rows, size], of at most 16384 columns.
+    """
     check_tensor("weight", weight, (x.shape[-1],), x.dtype)
+    if x.is_cuda:
+        from penstock.kernels.gpu import norm
+
+        check_tensor("x", x, (-1, -1))
+        check_contiguous("x", x)
+        check_contiguous("weight", weight)
+        return norm.rms_norm(x, weight, eps)
     return _rms_norm_reference(x, weight, eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The RMSNorm of `x + residual`, and `x + residual`; x, residual [num_tokens, hidden_size]."""
-    check_tensor("residual", residual, tuple(x.shape), x.dtype)
-    residual = x + residual
-    return rms_norm(residual, weight, eps), residual
 
 
 def _rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

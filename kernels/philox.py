@@ -2,7 +2,7 @@
 
 A number is a function of a key and a counter: there is no state, so it does not matter which
 numbers are drawn, in which order, and on which device. Integers are 32 bits wide, held in int64.
-`triton.language.philox` computes the same.
+`penstock.kernels.gpu.gumbel.words` computes the same.
 """
 
 import torch

@@ -1,13 +1,15 @@
-"""Qwen3's preparation of queries and keys: RMSNorm per head, then rotary position embedding.
+"""Qwen3's preparation of queries, keys and values for attention over a paged cache.
 
-RoPE is from Su et al. 2021 (https://arxiv.org/abs/2104.09864); as in GPT-NeoX, feature i is
-rotated together with feature i + head_dim / 2.
+RMSNorm per query and key head, then rotary position embedding; keys and values go into the cache's
+blocks (Kwon et al. 2023, https://arxiv.org/abs/2309.06180). RoPE is from Su et al. 2021
+(https://arxiv.org/abs/2104.09864); as in GPT-NeoX, feature i is rotated together with feature
+i + head_dim / 2.
 """
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.checks import check_tensor
+from penstock.kernels.checks import check_contiguous, check_tensor
 from penstock.kernels.norm import rms_norm
 
 
@@ -21,29 +23,70 @@ def rope_table(head_dim: int, num_positions: int, base: float) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-def qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
+def qk_norm_rope_store(
+    qkv: Tensor,
     *,
+    num_heads: int,
+    num_kv_heads: int,
     q_weight: Tensor,
     k_weight: Tensor,
     rope: Tensor,
     positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     eps: float,
-) -> tuple[Tensor, Tensor]:
-    """Queries and keys as attention takes them.
+) -> Tensor:
+    """Queries as attention takes them, [num_tokens, num_heads, head_dim]; stores keys and values.
 
-    q [num_tokens, num_heads, head_dim], k [num_tokens, num_kv_heads, head_dim]; q_weight and
-    k_weight [head_dim]; rope as `rope_table` makes it; positions int64 [num_tokens].
+    qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]: query heads, then key heads, then
+    value heads; q_weight, k_weight [head_dim]; rope as `rope_table` makes it; positions int64
+    [num_tokens], rows of rope; slot_mapping int64 [num_tokens]: block id * block_size + offset of
+    each token's key and value, or -1, which stores nothing (the token is padding; its query has no
+    meaning); k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim].
     """
-    num_tokens, _, head_dim = q.shape
-    check_tensor("k", k, (num_tokens, -1, head_dim), q.dtype)
+    check_tensor("q_weight", q_weight, (-1,), qkv.dtype)
+    head_dim = q_weight.shape[0]
+    check_tensor("qkv", qkv, (-1, (num_heads + 2 * num_kv_heads) * head_dim))
+    check_tensor("k_weight", k_weight, (head_dim,), qkv.dtype)
     check_tensor("rope", rope, (-1, head_dim), torch.float32)
-    check_tensor("positions", positions, (num_tokens,), torch.int64)
+    check_tensor("positions", positions, (qkv.shape[0],), torch.int64)
+    check_tensor("slot_mapping", slot_mapping, (qkv.shape[0],), torch.int64)
+    check_tensor("k_cache", k_cache, (-1, -1, num_kv_heads, head_dim), qkv.dtype)
+    check_tensor("v_cache", v_cache, tuple(k_cache.shape), qkv.dtype)
+    for name, tensor in (("qkv", qkv), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_contiguous(name, tensor)
+    weights = q_weight, k_weight
+    caches = k_cache, v_cache
+    if qkv.is_cuda:
+        from penstock.kernels.gpu import rope as gpu
+
+        for name, tensor in (("rope", rope), ("q_weight", q_weight), ("k_weight", k_weight)):
+            check_contiguous(name, tensor)
+        return gpu.qk_norm_rope_store(qkv, weights, rope, positions, slot_mapping, caches, eps)
+    return _qk_norm_rope_store_reference(qkv, weights, rope, positions, slot_mapping, caches, eps)
+
+
+def _qk_norm_rope_store_reference(
+    qkv: Tensor,
+    weights: tuple[Tensor, Tensor],
+    rope: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    caches: tuple[Tensor, Tensor],
+    eps: float,
+) -> Tensor:
+    num_kv_heads, head_dim = caches[0].shape[2:]
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     cos, sin = rope[positions].unsqueeze(1).chunk(2, dim=-1)
-    q = _rotate(rms_norm(q, q_weight, eps), cos, sin)
-    k = _rotate(rms_norm(k, k_weight, eps), cos, sin)
-    return q, k
+    q = _rotate(rms_norm(q, weights[0], eps), cos, sin)
+    k = _rotate(rms_norm(k, weights[1], eps), cos, sin)
+    stored = slot_mapping >= 0
+    for new, cache in zip((k, v), caches, strict=True):
+        cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping[stored], new[stored])
+    return q
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

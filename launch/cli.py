@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from penstock.launch.bench.commands import add_bench
 from penstock.launch.errors import ClientError, LaunchError
 from penstock.launch.options import add_options, given_options, options_table
 from penstock.launch.procfile import PROCFILE, read_procfile, shell_line
@@ -71,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print the whole reply as JSON")
     _add_client(command)
     _add_client(add("chat", _chat, "talk; Ctrl-C ends an answer, Ctrl-D the conversation"))
-    _add_bench(add("bench", _bench, "measure; `pipeline`: everything but the model"))
+    text = "measure: the pipeline without a model, or a model's throughput and latency"
+    add_bench(commands.add_parser("bench", help=text, description=text, allow_abbrev=False))
     add("options", _options, "print the options of `launch all` as a markdown table")
     return parser
 
@@ -87,18 +89,6 @@ def _add_all(command: argparse.ArgumentParser) -> None:
         default=5,
         help="deaths of one process within 60 s that stop the pipeline (default: 5)",
     )
-
-
-def _add_bench(command: argparse.ArgumentParser) -> None:
-    command.add_argument("subject", choices=["pipeline"])
-    for name, default, text in (
-        ("--batches", [1, 64, 256], "requests at once"),
-        ("--detokenizers", [1, 2, 4], "detokenizer processes"),
-    ):
-        command.add_argument(name, type=int, nargs="+", default=default, help=text)
-    command.add_argument("--max-tokens", type=int, default=1000, help="tokens of each request")
-    command.add_argument("--runs", type=int, default=3, help="runs of which the median is shown")
-    command.add_argument("--json", action="store_true", help="for programs")
 
 
 def _add_client(command: argparse.ArgumentParser) -> None:
@@ -168,18 +158,6 @@ def _chat(arguments: argparse.Namespace) -> int:
 
     with Client(_endpoint(arguments)) as client:
         return chat(client, given_options(arguments, SamplingParams))
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    import msgspec
-
-    from penstock.launch.bench import as_table, bench_pipeline
-
-    results = bench_pipeline(
-        arguments.batches, arguments.detokenizers, arguments.max_tokens, arguments.runs
-    )
-    print(msgspec.json.encode(results).decode() if arguments.json else as_table(results))
-    return 0
 
 
 def _options(_: argparse.Namespace) -> int:

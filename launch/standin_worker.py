@@ -13,6 +13,7 @@ from penstock.protocol.sockets import connect
 
 TOKEN_ID = 65
 NUM_BLOCKS = 1 << 16
+BLOCK_SIZE = 16
 
 
 class StandInWorker:
@@ -41,7 +42,7 @@ class StandInWorker:
                         self.plans.send(tokens)
                 case WorkerAssignment():
                     self.hello = WorkerHello(
-                        self.hello.name, message.group, message.rank, NUM_BLOCKS
+                        self.hello.name, message.group, message.rank, NUM_BLOCKS, BLOCK_SIZE
                     )
                     self.num_left.clear()
                     self.say_hello()

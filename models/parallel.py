@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.kernels.linear import linear
+from penstock.kernels.linear import linear, linear_add, norm_linear
 
 TIMEOUT = timedelta(seconds=120)
 """after which a rank that the others wait for is given up"""
+
+CPU = torch.device("cpu")
 
 
 class GroupError(ConnectionError):
@@ -34,19 +36,26 @@ class TensorParallel:
         self.size = size
 
     @classmethod
-    def join(cls, rendezvous: str, rank: int, size: int) -> "TensorParallel":
+    def join(
+        cls, rendezvous: str, rank: int, size: int, device: torch.device = CPU
+    ) -> "TensorParallel":
         """Waits for the other ranks at `rendezvous`, tcp://host:port. Raises GroupError."""
         group = cls(rank, size)
         if size > 1:
+            backend = "nccl" if device.type == "cuda" else "gloo"
             with group._exchange():
-                dist.init_process_group("gloo", rendezvous, TIMEOUT, size, rank)
+                dist.init_process_group(backend, rendezvous, TIMEOUT, size, rank)
             # gloo's threads must end before the interpreter does, or they abort it
             atexit.register(dist.destroy_process_group)
         return group
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, on all of them."""
+        """The sum over the ranks, on all of them; `x` is overwritten."""
         if self.size == 1:
+            return x
+        if x.is_cuda:
+            with self._exchange():
+                dist.all_reduce(x)
             return x
         # Added in the order of the ranks: where gloo starts to add depends on the tensor's size.
         parts = [torch.empty_like(x) for _ in range(self.size)]
@@ -118,9 +127,9 @@ class ColumnParallelLinear(Layer):
         """this rank's output features of each layer"""
         self.weight = _parameter(sum(self.sizes), in_features)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [num_tokens, in_features] → [num_tokens, sum of `sizes`]."""
-        return linear(x, self.weight)
+    def forward(self, x: Tensor, norm: "RMSNorm") -> Tensor:
+        """The layers of the norm of x: [num_tokens, in_features] → [num_tokens, sum of `sizes`]."""
+        return norm_linear(x, norm.weight, norm.eps, self.weight)
 
     def slices(self, name: str) -> Iterator[Slice]:
         """Rows of each layer's weight."""
@@ -143,9 +152,11 @@ class RowParallelLinear(Layer):
         self.in_features = in_features
         self.weight = _parameter(out_features, in_features // tp.size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [num_tokens, in_features / size] → [num_tokens, out_features]."""
-        return self.tp.all_reduce(linear(x, self.weight))
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + layer: [num_tokens, in_features / size] → [num_tokens, out_features]."""
+        if self.tp.size == 1:
+            return linear_add(x, self.weight, residual)
+        return residual + self.tp.all_reduce(linear(x, self.weight))
 
     def slices(self, name: str) -> Iterator[Slice]:
         """Columns of the weight."""
@@ -180,9 +191,14 @@ class VocabParallelEmbedding(Layer):
         embedded = functional.embedding(local_ids, self.weight)
         return self.tp.all_reduce(embedded.masked_fill(elsewhere[:, None], 0))
 
-    def logits(self, hidden_states: Tensor) -> Tensor | None:
-        """hidden_states [num_rows, hidden_size] → on rank 0 [num_rows, vocab_size]; else None."""
-        logits = self.tp.gather(linear(hidden_states, self.weight))
+    def logits(self, hidden_states: Tensor, norm: "RMSNorm") -> Tensor | None:
+        """Scores of the norm of hidden_states [num_rows, hidden_size].
+
+        On rank 0 float32 [num_rows, vocab_size]; None on the others.
+        """
+        logits = self.tp.gather(
+            norm_linear(hidden_states, norm.weight, norm.eps, self.weight, torch.float32)
+        )
         return None if logits is None else logits[:, : self.vocab_size]
 
     def slices(self, name: str) -> Iterator[Slice]:
@@ -192,11 +208,12 @@ class VocabParallelEmbedding(Layer):
         yield Slice(f"{name}.weight", shape, 0, self.start, self.stop, target)
 
 
-class Replicated(Layer):
-    """A vector that every rank has whole, as the weight of an RMSNorm."""
+class RMSNorm(Layer):
+    """The weight of a norm, whole on every rank; what comes behind it applies it."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, eps: float) -> None:
         super().__init__()
+        self.eps = eps
         self.weight = _parameter(size)
 
     def slices(self, name: str) -> Iterator[Slice]:

@@ -123,6 +123,8 @@ class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):
     num_free_blocks: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+    gpu_idle_us: tuple[float, float] = (0.0, 0.0)
+    """median and 99th percentile of the GPU's wait between two steps; 0 on CPUs"""
     num_bad_frames: int = 0
     workers: list[str] = []
     detokenizers: dict[str, int] = {}

@@ -35,14 +35,35 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     tp: Annotated[Count, Meta(description="tensor-parallel size: number of workers")] = 1
     tokenizers: Annotated[Count, Meta(description="tokenizer processes at start")] = 1
     detokenizers: Annotated[Count, Meta(description="detokenizer processes at start")] = 1
-    block_size: Annotated[Count, Meta(description="tokens per KV block")] = 16
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Meta(description="where the model runs; auto: on GPUs if there are enough for --tp"),
+    ] = "auto"
+    attention: Annotated[
+        Literal["auto", "flash-attn", "triton", "torch"],
+        Meta(description="attention back end; auto: what measured best of what is installed"),
+    ] = "auto"
+    block_size: Annotated[
+        int, Meta(ge=0, description="tokens per KV block; 0: what the attention back end likes")
+    ] = 0
     num_blocks: Annotated[
         int,
         Meta(ge=0, le=MAX_BLOCKS, description="KV blocks; 0: as many as --kv-cache-gib holds"),
     ] = 0
     kv_cache_gib: Annotated[
-        float, Meta(gt=0, description="memory for the KV cache of each worker, GiB")
-    ] = 1.0
+        float,
+        Meta(
+            ge=0,
+            description="memory for the KV cache of each worker, GiB; 0: what "
+            "--gpu-memory-utilization leaves; 1 on a CPU",
+        ),
+    ] = 0.0
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0, le=1, description="share of the GPU's memory that may be in use")
+    ] = 0.9
+    enable_cuda_graphs: Annotated[bool, Meta(description="replay decode steps as CUDA graphs")] = (
+        True
+    )
     max_model_len: Annotated[
         int, Meta(ge=0, description="longest prompt and output, tokens; 0: the model's context")
     ] = 0
@@ -67,6 +88,10 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     ] = 0.01
     num_threads: Annotated[
         int, Meta(ge=0, description="CPU threads of each worker; 0: (cores - 1) / tp")
+    ] = 0
+    profile: Annotated[
+        int,
+        Meta(ge=0, description="steps, from the 100th on, that each worker writes a trace of"),
     ] = 0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least log level shown")

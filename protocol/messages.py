@@ -15,7 +15,7 @@ from penstock.protocol.client import (
 from penstock.protocol.plan import BatchPlan, SampledTokens, check_packed
 from penstock.protocol.sampling import SamplingParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """of this module and `plan.py`; the messages that register a process carry it"""
 
 
@@ -155,6 +155,10 @@ class WorkerHello(Struct, array_like=True, tag=True):
     rank: int = -1
     num_blocks: int = 0
     """KV blocks that fit; 0: the model is not loaded yet"""
+    block_size: int = 0
+    """tokens per block"""
+    idle_us: tuple[float, float] = (0.0, 0.0)
+    """median and 99th percentile of the GPU's wait between two steps; 0 on a CPU"""
     version: int = PROTOCOL_VERSION
 
 

@@ -17,7 +17,7 @@ from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence
-from penstock.services.worker.model_runner import load
+from penstock.services.worker.loading import load
 
 PLANS = msgspec.msgpack.Decoder(BatchPlan)
 
@@ -30,7 +30,7 @@ class Engine:
         self.runner = load(config, WorkerAssignment(1, "g", 0, 1, ""), lambda: None)
         blocks = BlockManager(
             BlockPool(self.runner.num_blocks),
-            config.block_size,
+            self.runner.block_size,
             int(self.runner.num_blocks * config.watermark),
             config.enable_prefix_caching,
         )

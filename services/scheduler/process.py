@@ -156,7 +156,7 @@ class SchedulerProcess:
         config, num_blocks = self.config, self.group.num_blocks
         blocks = BlockManager(
             BlockPool(num_blocks),
-            config.block_size,
+            self.group.block_size,
             int(num_blocks * config.watermark),
             config.enable_prefix_caching,
         )
@@ -232,6 +232,7 @@ class SchedulerProcess:
             status.num_free_blocks = scheduler.block_manager.num_free_blocks
             status.num_steps = scheduler.num_steps
             status.num_preemptions = scheduler.num_preemptions
+            status.gpu_idle_us = self.group.idle_us
         self.gateway.send(status)
 
 

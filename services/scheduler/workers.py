@@ -36,6 +36,16 @@ class WorkerGroup:
         return min(self._hellos[member].num_blocks for member in self.members)
 
     @property
+    def block_size(self) -> int:
+        """Tokens per block, the same on every rank."""
+        return self._hellos[self.members[0]].block_size
+
+    @property
+    def idle_us(self) -> tuple[float, float]:
+        """What rank 0 says of its GPU's waits; 0 while there is no group."""
+        return self._hellos[self.members[0]].idle_us if self.members else (0.0, 0.0)
+
+    @property
     def names(self) -> list[str]:
         """Names of the members by rank."""
         return [self._hellos[member].name for member in self.members]

@@ -1,34 +1,75 @@
 """The memory of keys and values."""
 
 import logging
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.protocol.checkpoint import ModelConfig
-from penstock.protocol.config import Config
+from penstock.protocol.checkpoint import ModelConfig, ModelError
 from penstock.protocol.plan import MAX_BLOCKS
 
 log = logging.getLogger(__name__)
 
 
-def allocate_kv_cache(config: Config, model: ModelConfig, tp_size: int) -> Tensor:
-    """One rank's KV cache, of `num_blocks` blocks or as many as `kv_cache_gib` holds.
+def kv_block_shape(model: ModelConfig, tp_size: int, block_size: int) -> tuple[int, int, int]:
+    """Keys (or values) of one block in one layer: (block_size, KV heads of a rank, head_dim)."""
+    return block_size, model.num_key_value_heads // tp_size, model.head_dim
 
-    Zeros, [num_layers, 2, num_blocks, block_size, KV heads of this rank, head_dim].
-    """
-    num_kv_heads = model.num_key_value_heads // tp_size
-    block_shape = (config.block_size, num_kv_heads, model.head_dim)
-    num_tensors = 2 * model.num_hidden_layers
-    block_bytes = num_tensors * torch.Size(block_shape).numel() * torch.float32.itemsize
-    num_fitting = int(config.kv_cache_gib * 2**30 / block_bytes)
-    num_blocks = config.num_blocks or max(1, min(num_fitting, MAX_BLOCKS))
+
+def num_fitting_blocks(
+    num_bytes: float, model: ModelConfig, tp_size: int, block_size: int, dtype: torch.dtype
+) -> int:
+    """How many blocks fit into `num_bytes`. Raises ModelError if none does."""
+    shape = kv_block_shape(model, tp_size, block_size)
+    block_bytes = 2 * model.num_hidden_layers * torch.Size(shape).numel() * dtype.itemsize
+    if num_bytes < block_bytes:
+        raise ModelError(
+            f"{num_bytes / 2**30:.2f} GiB are left for the KV cache; one block takes "
+            f"{block_bytes / 2**30:.2f}"
+        )
+    return min(int(num_bytes / block_bytes), MAX_BLOCKS)
+
+
+def allocate_kv_cache(
+    model: ModelConfig,
+    tp_size: int,
+    block_size: int,
+    num_blocks: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """One rank's KV cache: zeros, [num_layers, 2, num_blocks, block_size, KV heads, head_dim]."""
+    shape = kv_block_shape(model, tp_size, block_size)
+    size = (model.num_hidden_layers, 2, num_blocks, *shape)
     log.info(
         "KV cache: %d blocks of %d tokens, %.2f GiB",
         num_blocks,
-        config.block_size,
-        num_blocks * block_bytes / 2**30,
+        block_size,
+        torch.Size(size).numel() * dtype.itemsize / 2**30,
     )
-    # numpy's zeros are pages that the kernel makes when they are written to: a start costs nothing
-    return torch.from_numpy(np.zeros((model.num_hidden_layers, 2, num_blocks, *block_shape), "f4"))
+    if device.type == "cpu" and dtype == torch.float32:
+        # numpy's zeros are pages that the kernel makes when they are written to: a start is free
+        return torch.from_numpy(np.zeros(size, "f4"))
+    return torch.zeros(size, dtype=dtype, device=device)
+
+
+def free_gpu_bytes(
+    worst_case: Callable[[], object], utilization: float, device: torch.device
+) -> int:
+    """What a GPU has left for the KV cache beside everything else that is on it.
+
+    worst_case runs the largest step. utilization: share of the GPU's memory that may be used, by
+    whatever process.
+    """
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    worst_case()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    log.info("the largest step takes %.2f GiB beside the weights", peak / 2**30)
+    # once for steps that run eagerly, once for the CUDA graphs' pool
+    return int(free - (1 - utilization) * total - 2 * peak)

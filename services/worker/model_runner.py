@@ -1,109 +1,167 @@
 """One rank of the model: weights, KV cache and persistent batch, and the step that joins them."""
 
-from collections.abc import Callable
-from os import cpu_count
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.kernels.plan import StepBuffers, apply_plan, make_slots, make_step_buffers
 from penstock.kernels.sampling import sample
-from penstock.models.parallel import TensorParallel
 from penstock.models.qwen3 import Qwen3
-from penstock.models.weights import load_weights
-from penstock.protocol.checkpoint import check_tp, read_model_config
-from penstock.protocol.config import Config
-from penstock.protocol.messages import WorkerAssignment
 from penstock.protocol.plan import BatchPlan
-from penstock.services.worker.kv_cache import allocate_kv_cache
-from penstock.services.worker.persistent_batch import PersistentBatch, Sampled
+from penstock.services.worker.cuda_graphs import CudaGraphs
+from penstock.services.worker.idle_times import IdleTimes
+from penstock.services.worker.persistent_batch import NONE, Integers, PersistentBatch, Rows
 
 
-class LaunchedStep(NamedTuple):
-    """A step that was launched; on the CPU it is done when `launch` returns."""
+class LaunchedStep:
+    """A step that was launched: its tokens are on their way to the host."""
 
-    tokens: Tensor
-    """int64 [num_sampled], in ascending order of slot"""
+    def __init__(self, tokens: Tensor, sampled: Integers, event: Any = None) -> None:
+        """tokens: int64, in host memory; there behind `event`, a torch.cuda.Event, if it is given.
+
+        sampled: which of `tokens` were sampled, in ascending order of slot.
+        """
+        self._tokens = tokens
+        self._sampled = sampled
+        self._event = event
 
     def done(self) -> bool:
         """Whether `token_ids` answers without waiting."""
-        return True
+        return self._event is None or bool(self._event.query())
 
     def token_ids(self) -> list[int]:
         """The sampled tokens."""
-        ids: list[int] = self.tokens.tolist()
+        if self._event is not None:
+            self._event.synchronize()
+        ids: list[int] = self._tokens.numpy()[self._sampled].tolist()
         return ids
 
 
 class ModelRunner:
-    """Runs plans, in order."""
+    """Runs plans, in order, on the device where the KV cache is."""
 
-    def __init__(self, model: Qwen3, tp: TensorParallel, batch: PersistentBatch, kv_cache: Tensor):
+    def __init__(
+        self,
+        model: Qwen3,
+        batch: PersistentBatch,
+        kv_cache: Tensor,
+        num_slots: int,
+        max_tokens: int,
+    ) -> None:
+        """max_tokens: most tokens of a step."""
         self.num_blocks = batch.num_blocks
+        self.block_size = batch.block_size
         self._model = model
-        self._tp = tp
         self._batch = batch
         self._kv_cache = kv_cache
+        self._device = device = kv_cache.device
+        self._is_cuda = device.type == "cuda"
+        self._slots = make_slots(num_slots, batch.max_blocks, device)
+        self._buffers: StepBuffers = make_step_buffers(
+            num_slots, batch.max_blocks, max(max_tokens, num_slots), device
+        )
+        self._graphs: CudaGraphs | None = None
+        self._profiler: Any = None
+        self._idle_times = IdleTimes() if self._is_cuda else None
+
+    def idle_us(self) -> tuple[float, float]:
+        """Median and 99th percentile of the GPU's wait between two steps; 0 on a CPU."""
+        return self._idle_times.percentiles() if self._idle_times else (0.0, 0.0)
 
     def clear(self) -> None:
         """Forgets every sequence; the KV cache stays as it is."""
         self._batch.clear()
 
+    def capture_graphs(self, sizes: Iterable[int], on_progress: Callable[[], None]) -> None:
+        """Decode steps of up to the largest of `sizes` rows are replayed from here on."""
+        max_blocks = self._batch.max_blocks
+
+        def decode(record: Tensor, num_rows: int) -> Tensor:
+            longest = max_blocks * self.block_size
+            rows = Rows(NO_RECORD, num_rows, num_rows, num_rows, 1, longest, NONE)
+            return self._compute(record, rows)
+
+        with torch.inference_mode():
+            self._graphs = CudaGraphs(decode, sizes, self._device, on_progress)
+
+    def profile(self, profiler: Any) -> None:
+        """Tells `profiler`, a torch.profiler.profile, of every step from here on."""
+        self._profiler = profiler
+
     @torch.inference_mode()
     def launch(self, plan: BatchPlan) -> LaunchedStep:
-        """Computes a step. Raises ValueError for a plan that can't be, GroupError."""
+        """Starts a step. Raises ValueError for a plan that can't be, GroupError."""
         self._batch.apply(plan)
         rows = self._batch.advance(plan.chunks)
         if rows is None:
-            return LaunchedStep(torch.empty(0, dtype=torch.int64))
-        step, sampled = rows
-        hidden_states = self._model(step, self._kv_cache)
-        return LaunchedStep(self._sample(hidden_states, sampled))
+            return LaunchedStep(torch.empty(0, dtype=torch.int64), NONE)
+        if self._profiler:
+            self._profiler.step()
+        if self._idle_times:
+            self._idle_times.begin(follows=rows.num_decode > 0)
+        tokens = self._replay(rows)
+        if tokens is None:
+            tokens = self._compute(self._to_device(rows.record), rows)
+        return self._on_its_way(tokens, rows.sampled)
 
-    def _sample(self, hidden_states: Tensor, sampled: Sampled) -> Tensor:
+    def _replay(self, rows: Rows) -> Tensor | None:
+        """Runs the step as a CUDA graph; None where there is none for it."""
+        if self._graphs is None or rows.num_decode < rows.num_rows:
+            return None
+        return self._graphs.replay(rows.record, rows.num_rows)
+
+    def _compute(self, record: Tensor, rows: Rows) -> Tensor:
+        """One token for each row, int64 [num_rows]; that of a row that does not sample is void."""
+        apply_plan(
+            record,
+            self._slots,
+            self._buffers,
+            num_rows=rows.num_rows,
+            block_size=self.block_size,
+        )
+        sizes = rows.num_rows, rows.num_tokens, rows.num_decode
+        step = self._buffers.step(*sizes, rows.max_seqlen_q, rows.max_seqlen_k)
+        hidden_states = self._model(step, self._kv_cache)
+        if rows.num_tokens > rows.num_rows:
+            hidden_states = hidden_states[self._buffers.last_tokens[: rows.num_rows]]
+        return self._sample(hidden_states, rows.num_rows)
+
+    def _sample(self, hidden_states: Tensor, num_rows: int) -> Tensor:
         """Rank 0 samples; every rank gets the tokens, and decodes them in the next step."""
-        slots = sampled.slots
-        if not slots.numel():
-            return slots
-        batch = self._batch
-        logits = self._model.compute_logits(hidden_states[sampled.last_tokens])
+        slots, batch, tp = self._buffers.slots[:num_rows], self._slots, self._model.tp
+        logits = self._model.compute_logits(hidden_states)
         tokens = torch.empty_like(slots)
         if logits is not None:
             tokens = sample(
                 logits,
-                positions=sampled.positions,
-                seeds=batch.seeds[slots],
-                temperature=batch.temperature[slots],
-                top_k=batch.top_k[slots],
-                top_p=batch.top_p[slots],
-                min_p=batch.min_p[slots],
+                slots=slots,
+                positions=self._buffers.next_positions[:num_rows],
+                seeds=batch.seeds,
+                temperature=batch.temperature,
+                top_k=batch.top_k,
+                top_p=batch.top_p,
+                min_p=batch.min_p,
+                last_token=batch.last_token[:-1],
             )
-        batch.last_token[slots] = self._tp.broadcast(tokens)
+        if tp.size > 1:
+            # the last element takes the tokens of the rows that do not sample: their slot is -1
+            batch.last_token[slots] = tp.broadcast(tokens)
         return tokens
 
+    def _to_device(self, record: "np.ndarray[Any, np.dtype[np.int32]]") -> Tensor:
+        tensor = torch.from_numpy(record)
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._is_cuda else tensor
 
-def load(
-    config: Config, assignment: WorkerAssignment, on_progress: Callable[[], None]
-) -> ModelRunner:
-    """Joins the group, loads this rank's weights, allocates its KV cache.
+    def _on_its_way(self, tokens: Tensor, sampled: Integers) -> LaunchedStep:
+        if not self._is_cuda:
+            return LaunchedStep(tokens, sampled)
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        assert self._idle_times  # noqa: S101  for mypy
+        return LaunchedStep(host, sampled, self._idle_times.end())
 
-    Calls `on_progress` now and then. Raises ModelError, GroupError.
-    """
-    # One core is for the other processes: threads that wait for one that has no core are dear.
-    torch.set_num_threads(config.num_threads or max(1, ((cpu_count() or 1) - 1) // config.tp))
-    model_config = read_model_config(config.model_folder)
-    check_tp(model_config, assignment.tp_size)
-    tp = TensorParallel.join(assignment.rendezvous, assignment.rank, assignment.tp_size)
-    max_model_len = config.max_model_len or model_config.max_position_embeddings
-    max_blocks = -(-max_model_len // config.block_size)
-    model = Qwen3(model_config, tp, num_positions=max_blocks * config.block_size)
-    load_weights(model, config.model_folder, on_progress)
-    kv_cache = allocate_kv_cache(config, model_config, tp.size)
-    batch = PersistentBatch(
-        num_slots=config.max_num_seqs,
-        max_blocks=max_blocks,
-        block_size=config.block_size,
-        num_blocks=kv_cache.shape[2],
-        vocab_size=model_config.vocab_size,
-    )
-    return ModelRunner(model, tp, batch, kv_cache)
+
+NO_RECORD = np.zeros(0, np.int32)

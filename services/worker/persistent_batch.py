@@ -1,36 +1,38 @@
 """The persistent batch: for every slot its sequence, kept from step to step.
 
 Lengths are known on the host, without asking the device: each step adds a known number of tokens
-to a row. What the model and the sampler read (block tables, last tokens, sampling parameters) lies
-in tensors by slot.
+to a row. What the model and the sampler read lies on the device; each step brings it the record
+that `penstock.kernels.plan` describes.
 """
 
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from penstock.models.qwen3 import Step
+from penstock.kernels.plan import HEADER
 from penstock.protocol.plan import BLOCK_BITS, MAX_BLOCKS, BatchPlan, RowAdded
 
 Integers = NDArray[np.int64]
+Record = NDArray[np.int32]
+NONE: Integers = np.empty(0, np.int64)
 
 
-class Sampled(NamedTuple):
-    """The rows that sample in a step; all int64 [num_sampled]."""
+class Rows(NamedTuple):
+    """What a step computes: rows that decode first, each kind in ascending order of slot."""
 
-    slots: Tensor
-    """ascending"""
-    last_tokens: Tensor
-    """index in the step of each row's last token"""
-    positions: Tensor
-    """index of the new token in its sequence"""
+    record: Record
+    num_rows: int
+    num_tokens: int
+    num_decode: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    sampled: Integers
+    """indices of the rows that sample, in ascending order of slot"""
 
 
 class PersistentBatch:
-    """Rows by slot. Changed by plans only, and by the tokens sampled into `last_token`."""
+    """Rows by slot, as far as the host must know them. Changed by plans only."""
 
     def __init__(
         self, num_slots: int, max_blocks: int, block_size: int, num_blocks: int, vocab_size: int
@@ -38,54 +40,63 @@ class PersistentBatch:
         """max_blocks: most blocks of one row; num_blocks: blocks in the KV cache."""
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.max_blocks = max_blocks
         self.vocab_size = vocab_size
-        self.block_tables = torch.zeros(num_slots, max_blocks, dtype=torch.int32)
-        self.last_token = torch.zeros(num_slots, dtype=torch.int64)
-        self.seeds = torch.zeros(num_slots, dtype=torch.int64)
-        self.temperature = torch.zeros(num_slots)
-        self.top_k = torch.zeros(num_slots, dtype=torch.int32)
-        self.top_p = torch.zeros(num_slots)
-        self.min_p = torch.zeros(num_slots)
         self._active = np.zeros(num_slots, np.bool_)
         self._num_row_blocks = np.zeros(num_slots, np.int64)
         self._num_given = np.zeros(num_slots, np.int64)
         self._num_computed = np.zeros(num_slots, np.int64)
-        self._given: dict[int, Tensor] = {}
+        self._given: dict[int, Record] = {}
         """given tokens of the rows that have not computed them all"""
+        self._appended: list[Record] = []
+        """(slot, column, block id) that the device does not know yet"""
+        self._parameters: list[Record] = []
+        """likewise; as in the record"""
 
     def clear(self) -> None:
         """Removes every row."""
         self._active[:] = False
         self._given.clear()
+        self._appended.clear()
+        self._parameters.clear()
 
     def apply(self, plan: BatchPlan) -> None:
         """Rows leave, rows enter, rows get blocks. Raises ValueError for what can't be."""
-        removed = _integers(plan.removed)
-        self._check_active(removed)
-        self._active[removed] = False
+        if plan.removed:
+            removed = _integers(plan.removed)
+            self._check_active(removed)
+            self._active[removed] = False
+            self._forget(removed)
         for row in plan.added:
             self._add(row)
-        appended = _integers(plan.appended)
-        self._append(appended >> BLOCK_BITS, appended & (MAX_BLOCKS - 1))
+        if plan.appended:
+            appended = _integers(plan.appended)
+            self._append(appended >> BLOCK_BITS, appended & (MAX_BLOCKS - 1))
 
-    def advance(self, chunks: bytes) -> tuple[Step, Sampled] | None:
+    def advance(self, chunks: bytes) -> Rows | None:
         """The next step, None if no row has anything to compute; the rows count as computed.
 
         chunks: as in `BatchPlan`.
         """
-        num_new = self._num_new_tokens(*_pairs(chunks))
-        slots = np.flatnonzero(num_new)
+        prefilling, lengths = _pairs(chunks)
+        self._check_chunks(prefilling, lengths)
+        decoding = np.flatnonzero(self._active & (self._num_computed >= self._num_given))
+        order = np.argsort(prefilling)
+        slots = np.concatenate([decoding, prefilling[order]])
         if not slots.size:
             return None
-        counts, starts = num_new[slots], self._num_computed[slots]
-        ends = starts + counts
+        counts = np.concatenate([np.ones_like(decoding), lengths[order]])
+        ends = self._num_computed[slots] + counts
         self._check_room(slots, ends)
-        bounds = np.concatenate([[0], np.cumsum(counts)])
-        step = self._step(slots, starts, counts, bounds)
+        rows = self._rows(slots, counts, ends, len(decoding))
         self._num_computed[slots] = ends
-        samples = ends >= self._num_given[slots]
-        last_tokens = (bounds[1:] - 1)[samples]
-        return step, Sampled(*map(torch.from_numpy, (slots[samples], last_tokens, ends[samples])))
+        return rows
+
+    def _forget(self, slots: Integers) -> None:
+        """What the device was to learn of rows that have left."""
+        self._parameters = [entry for entry in self._parameters if entry[0] not in slots]
+        entries = [appended.reshape(-1, 3) for appended in self._appended]
+        self._appended = [entry[~np.isin(entry[:, 0], slots)].ravel() for entry in entries]
 
     def _add(self, row: RowAdded) -> None:
         slot, token_ids, block_ids = row.slot, _integers(row.token_ids), _integers(row.block_ids)
@@ -101,13 +112,9 @@ class PersistentBatch:
         self._num_given[slot] = len(token_ids)
         self._num_computed[slot] = row.num_computed_tokens
         self._num_row_blocks[slot] = 0
-        self._given[slot] = torch.from_numpy(token_ids)
+        self._given[slot] = token_ids.astype(np.int32)
         self._append(np.full(len(block_ids), slot), block_ids)
-        self.temperature[slot] = row.temperature
-        self.top_k[slot] = row.top_k
-        self.top_p[slot] = row.top_p
-        self.min_p[slot] = row.min_p
-        self.seeds[slot] = row.seed
+        self._parameters.append(_parameters(row))
 
     def _append(self, slots: Integers, block_ids: Integers) -> None:
         """Blocks at the end of their rows' tables, in the order given."""
@@ -117,50 +124,66 @@ class PersistentBatch:
         slots, block_ids = slots[order], block_ids[order]
         num_before = np.arange(len(slots)) - np.searchsorted(slots, slots)  # of the same row
         columns = self._num_row_blocks[slots] + num_before
-        _check_range("block of a row", columns, self.block_tables.shape[1])
+        _check_range("block of a row", columns, self.max_blocks)
         np.add.at(self._num_row_blocks, slots, 1)
-        places = torch.from_numpy(slots), torch.from_numpy(columns)
-        self.block_tables[places] = torch.from_numpy(block_ids.astype(np.int32))
+        self._appended.append(np.stack([slots, columns, block_ids], 1).astype(np.int32).ravel())
 
-    def _num_new_tokens(self, slots: Integers, lengths: Integers) -> Integers:
-        """Tokens that each slot computes next, [num_slots]; the arguments are the chunks."""
-        self._check_active(slots)
-        num_left = self._num_given - self._num_computed
-        wrong = (lengths < 1) | (lengths > num_left[slots])
-        if wrong.any():
-            slot, length = slots[wrong][0], lengths[wrong][0]
-            raise ValueError(f"slot {slot}: chunk of {length} of {num_left[slot]} tokens left")
-        num_new = np.where(self._active & (num_left <= 0), 1, 0)
-        num_new[slots] = lengths
-        return num_new
-
-    def _step(self, slots: Integers, starts: Integers, counts: Integers, bounds: Integers) -> Step:
-        """starts: index of each row's first new token in its sequence; bounds: in the step."""
-        ends = starts + counts
-        token_slots = torch.from_numpy(np.repeat(slots, counts))
-        positions = np.arange(bounds[-1]) + np.repeat(starts - bounds[:-1], counts)
-        columns = torch.from_numpy(positions // self.block_size)
-        offsets = torch.from_numpy(positions % self.block_size)
-        input_ids = self.last_token[token_slots]
-        for row in np.flatnonzero(starts < self._num_given[slots]).tolist():
-            chunk = slice(int(starts[row]), int(ends[row]))
-            input_ids[bounds[row] : bounds[row + 1]] = self._take_given(int(slots[row]), chunk)
-        num_columns = -(-int(ends.max()) // self.block_size)
-        return Step(
-            input_ids=input_ids,
-            positions=torch.from_numpy(positions),
-            slot_mapping=self.block_tables[token_slots, columns] * self.block_size + offsets,
-            cu_seqlens_q=torch.from_numpy(bounds.astype(np.int32)),
-            max_seqlen_q=int(counts.max()),
-            context_lens=torch.from_numpy(ends.astype(np.int32)),
-            block_tables=self.block_tables[torch.from_numpy(slots), :num_columns],
+    def _rows(self, slots: Integers, counts: Integers, ends: Integers, num_decode: int) -> Rows:
+        """The step as a record; ends: lengths of the rows behind the step."""
+        bounds = np.concatenate([[0], np.cumsum(counts)])
+        key_bounds = np.concatenate([[0], np.cumsum(ends)])
+        samples = ends >= self._num_given[slots]
+        given, offsets = self._take_given(slots[num_decode:], counts[num_decode:])
+        rows = np.zeros((len(slots), 8), np.int32)
+        rows[:, 0] = slots
+        rows[:, 1] = ends - counts
+        rows[:, 2] = counts
+        rows[:, 3] = bounds[:-1]
+        rows[:num_decode, 4] = -1
+        rows[num_decode:, 4] = offsets
+        rows[:, 5] = key_bounds[:-1]
+        rows[:, 6] = np.where(samples, slots, -1)
+        sampled = np.flatnonzero(samples)
+        return Rows(
+            self._record(rows, given),
+            len(slots),
+            int(bounds[-1]),
+            num_decode,
+            int(counts.max()),
+            int(ends.max()),
+            sampled[np.argsort(slots[sampled])],
         )
 
-    def _take_given(self, slot: int, chunk: slice) -> Tensor:
-        given = self._given[slot]
-        if chunk.stop == len(given):
-            del self._given[slot]
-        return given[chunk]
+    def _record(self, rows: Record, given: list[Record]) -> Record:
+        """Everything that the device does not know, behind a header that says where it is."""
+        appended = np.concatenate(self._appended or [NONE.astype(np.int32)])
+        parameters = np.concatenate(self._parameters or [NONE.astype(np.int32)])
+        self._appended.clear()
+        self._parameters.clear()
+        counts = [len(rows), appended.size // 3, parameters.size // 8]
+        sizes = [HEADER, rows.size, appended.size, parameters.size]
+        header = np.array([*counts, *np.cumsum(sizes), 0], np.int32)
+        return np.concatenate([header, rows.ravel(), appended, parameters, *given])
+
+    def _take_given(self, slots: Integers, counts: Integers) -> tuple[list[Record], Integers]:
+        """The given tokens of some chunks, and where each begins among them."""
+        taken = []
+        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+            given, begin = self._given[slot], int(self._num_computed[slot])
+            taken.append(given[begin : begin + count])
+            if begin + count == len(given):
+                del self._given[slot]
+        return taken, np.cumsum(counts) - counts
+
+    def _check_chunks(self, slots: Integers, lengths: Integers) -> None:
+        self._check_active(slots)
+        num_left = self._num_given[slots] - self._num_computed[slots]
+        wrong = (lengths < 1) | (lengths > num_left)
+        if wrong.any():
+            slot, length, left = slots[wrong][0], lengths[wrong][0], num_left[wrong][0]
+            raise ValueError(f"slot {slot}: chunk of {length} of {left} tokens left")
+        if len(np.unique(slots)) != len(slots):
+            raise ValueError(f"slots {slots.tolist()}: one has two chunks")
 
     def _check_active(self, slots: Integers) -> None:
         _check_range("slot", slots, len(self._active))
@@ -172,6 +195,15 @@ class PersistentBatch:
         if (ends > room).any():
             row = int((ends > room).argmax())
             raise ValueError(f"slot {slots[row]}: blocks for {room[row]} tokens of {ends[row]}")
+
+
+def _parameters(row: RowAdded) -> Record:
+    """Sampling parameters as in the record."""
+    entry = np.zeros(8, np.int32)
+    entry[0], entry[2] = row.slot, row.top_k
+    entry[[1, 3, 4]] = np.array([row.temperature, row.top_p, row.min_p], np.float32).view(np.int32)
+    entry[5:7] = np.array([row.seed], "<i8").view(np.int32)
+    return entry
 
 
 def _integers(data: bytes) -> Integers:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import attend
-from penstock.kernels.kv_cache import store_kv
 
 HEADS = [(4, 4), (8, 4), (8, 2), (8, 1)]
 """(query heads, KV heads): groups of 1, 2, 4 and 8"""
@@ -50,7 +49,8 @@ class Cache:
             torch.cat([sequence[i][tokens.start : tokens.stop] for sequence, tokens in rows])
             for i in range(3)
         )
-        store_kv(k, v, self.k, self.v, torch.tensor(slots))
+        for new, cache in ((k, self.k), (v, self.v)):
+            cache.view(-1, *cache.shape[2:])[torch.tensor(slots)] = new
         out = attend(
             q,
             self.k,

@@ -1,25 +1,14 @@
-"""Norms, RoPE and the activation, against their formulas, and row by row."""
+"""RMSNorm and the activation, against their formulas, and row by row."""
 
 import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from penstock.kernels.activation import silu_and_mul
-from penstock.kernels.norm import add_rms_norm, rms_norm
-from penstock.kernels.rope import qk_norm_rope, rope_table
+from penstock.kernels.norm import rms_norm
 
 EPS = 1e-6
-
-
-def rotated_by_complex_numbers(x: Tensor, position: int, base: float) -> Tensor:
-    """RoPE as its paper has it: feature pairs are complex numbers; x [num_heads, head_dim]."""
-    half = x.shape[-1] // 2
-    pairs = torch.complex(x[:, :half].double(), x[:, half:].double())
-    angles = torch.tensor([position * base ** (-i / half) for i in range(half)]).double()
-    turned = pairs * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([turned.real, turned.imag], dim=-1).float()
 
 
 def test_rms_norm_has_the_formula_of_the_paper() -> None:
@@ -30,26 +19,6 @@ def test_rms_norm_has_the_formula_of_the_paper() -> None:
 
 def test_rms_norm_of_a_zero_row_is_zero() -> None:
     assert torch.equal(rms_norm(torch.zeros(1, 8), torch.ones(8), EPS), torch.zeros(1, 8))
-
-
-def test_add_rms_norm_returns_the_sum_too() -> None:
-    x, residual, weight = torch.randn(5, 48), torch.randn(5, 48), torch.rand(48)
-    normed, total = add_rms_norm(x, residual, weight, EPS)
-    assert torch.equal(total, x + residual)
-    assert torch.equal(normed, rms_norm(x + residual, weight, EPS))
-
-
-def test_rope_turns_normed_heads_by_their_position() -> None:
-    q, k = torch.randn(3, 4, 16), torch.randn(3, 2, 16)
-    weights = {"q_weight": torch.rand(16), "k_weight": torch.rand(16)}
-    positions = torch.tensor([0, 7, 63])
-    rope = rope_table(16, num_positions=64, base=1e4)
-    turned = qk_norm_rope(q, k, **weights, rope=rope, positions=positions, eps=EPS)
-    for x, weight, result in zip((q, k), weights.values(), turned, strict=True):
-        normed = rms_norm(x, weight, EPS)
-        for token, position in enumerate(positions.tolist()):
-            expected = rotated_by_complex_numbers(normed[token], position, 1e4)
-            torch.testing.assert_close(result[token], expected, atol=1e-5, rtol=1e-4)
 
 
 def test_silu_and_mul_has_the_formula_of_the_paper() -> None:
@@ -80,5 +49,3 @@ def test_refuses_what_does_not_fit() -> None:
         rms_norm(torch.zeros(2, 8), torch.ones(4), EPS)
     with pytest.raises(ValueError, match="x has 5 columns; an even number is needed"):
         silu_and_mul(torch.zeros(2, 5))
-    with pytest.raises(ValueError, match="head_dim 15 is odd"):
-        rope_table(15, num_positions=4, base=1e4)

@@ -12,6 +12,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from penstock.kernels.philox import philox, uniform
 from penstock.kernels.sampling import gumbel_noise, keep_likely, sample
 
 CHI_SQUARE_999 = {3: 16.27, 7: 24.32}
@@ -22,11 +23,17 @@ def draw(logits: Tensor, **given: Any) -> Tensor:
     """`sample` with parameters as numbers or lists; temperature 1 and no restriction if absent."""
     defaults = {"positions": 0, "seeds": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     dtypes = {"positions": torch.int64, "seeds": torch.int64, "top_k": torch.int32}
+    num_rows = len(logits)
     parameters = {
-        name: torch.as_tensor(value, dtype=dtypes.get(name, torch.float32)).expand(len(logits))
+        name: torch.as_tensor(value, dtype=dtypes.get(name, torch.float32)).repeat(num_rows)[
+            :num_rows
+        ]
         for name, value in {**defaults, "min_p": 0.0, **given}.items()
     }
-    return sample(logits, **parameters)
+    last_token = torch.full((num_rows,), -1)
+    tokens = sample(logits, slots=torch.arange(num_rows), last_token=last_token, **parameters)
+    assert torch.equal(last_token, tokens)
+    return tokens
 
 
 def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
@@ -48,7 +55,12 @@ def test_random_rows_take_the_lowest_id_of_equal_scores() -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0]])
     tokens = {draw(logits, temperature=1e-30, seeds=seed).item() for seed in range(20)}
     assert tokens == {1, 2}
-    assert draw(logits, temperature=1e-30, top_k=1, top_p=1e-6).item() == 1
+    # Tokens that tie are kept together.
+    tokens = {
+        draw(logits, temperature=1e-30, top_k=1, top_p=1e-6, min_p=1.0, seeds=seed).item()
+        for seed in range(20)
+    }
+    assert tokens == {1, 2}
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -80,6 +92,23 @@ def test_noise_has_the_mean_and_variance_of_gumbels_distribution() -> None:
     assert noise.var().item() == pytest.approx(torch.pi**2 / 6, abs=0.03)
 
 
+def test_four_token_ids_share_a_counter() -> None:
+    noise = gumbel_noise(torch.tensor([2**40 + 3]), torch.tensor([7]), 10000)[0]
+    zero = torch.tensor(0)
+    for run, lane, word in [(0, 0, 0), (0, 1023, 3), (1, 5, 2), (2, 700, 1)]:
+        counter = (torch.tensor(run * 1024 + lane), torch.tensor(7), zero, zero)
+        u = uniform(philox(torch.tensor(2**40 + 3), counter)[word])
+        assert noise[run * 4096 + word * 1024 + lane] == -torch.log(-torch.log1p(-u))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 1000, 1024, 3000, 4097, 5000])
+def test_noise_does_not_depend_on_the_size_of_the_vocabulary(vocab_size: int) -> None:
+    seeds, positions = torch.tensor([5, -6]), torch.tensor([1, 2])
+    noise = gumbel_noise(seeds, positions, 9000)
+    assert torch.equal(gumbel_noise(seeds, positions, vocab_size), noise[:, :vocab_size])
+    assert len(noise.unique()) > 17900
+
+
 def mixed_rows(num_rows: int, vocab_size: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Rows of all kinds: greedy, free, restricted in one way or in several."""
     parameters = {
@@ -96,11 +125,11 @@ def mixed_rows(num_rows: int, vocab_size: int) -> tuple[Tensor, dict[str, Tensor
 @pytest.mark.parametrize("vocab_size", [17, 264, 1001])
 def test_a_row_does_not_depend_on_the_others(vocab_size: int) -> None:
     logits, parameters = mixed_rows(64, vocab_size)
-    together = sample(logits, **parameters)
+    together = draw(logits, **parameters)
     noise = gumbel_noise(parameters["seeds"], parameters["positions"], vocab_size)
     for row in range(64):
         alone = {name: values[row : row + 1] for name, values in parameters.items()}
-        assert sample(logits[row : row + 1], **alone).item() == together[row].item()
+        assert draw(logits[row : row + 1], **alone).item() == together[row].item()
         own_noise = gumbel_noise(alone["seeds"], alone["positions"], vocab_size)
         assert torch.equal(own_noise[0], noise[row])
 
@@ -146,6 +175,36 @@ def test_top_k_keeps_all_that_tie_with_the_last() -> None:
     assert torch.equal(kept, transformers_scores(scores, 1.0, 2, 1.0, 0.0))
 
 
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.1, [3]), (0.4, [3]), (0.41, [0, 2, 3]), (0.9, [0, 2, 3, 4]), (1, None)]
+)
+def test_top_p_keeps_or_drops_tokens_that_tie_together(top_p: float, kept: list[int]) -> None:
+    # Probabilities 0.2, 0.04, 0.2, 0.4, 0.16: 0.2 twice, behind 0.4.
+    scores = torch.tensor([[5.0, 1.0, 5.0, 10.0, 4.0]]).log()
+    none = torch.tensor([0.0])
+    left = keep_likely(scores, torch.tensor([0]), torch.tensor([top_p]), none)[0].isfinite()
+    assert left.nonzero().flatten().tolist() == (kept or [0, 1, 2, 3, 4])
+    assert torch.equal(left, keep_likely(scores.flip(1), none, none + top_p, none)[0].flip(0) > -9)
+
+
+def test_rows_use_the_parameters_of_their_slots() -> None:
+    logits, parameters = mixed_rows(8, 264)
+    slots, positions = torch.tensor([5, -1, 0, 7]), torch.tensor([3, 9, 4, 3])
+    last_token = torch.full((8,), -1)
+    by_slot = {name: values for name, values in parameters.items() if name != "positions"}
+    wide = torch.full((4, 300), torch.nan)
+    wide[:, :264] = logits[:4]
+    tokens = sample(
+        wide[:, :264], slots=slots, positions=positions, last_token=last_token, **by_slot
+    )
+    for row in (0, 2, 3):
+        alone = {name: values[slots[row : row + 1]] for name, values in by_slot.items()}
+        expected = draw(logits[row : row + 1], positions=positions[row], **alone)
+        assert tokens[row] == last_token[slots[row]] == expected
+    assert tokens[1] == 0
+    assert last_token[[1, 2, 3, 4, 6]].tolist() == [-1] * 5
+
+
 def test_the_likeliest_is_always_kept() -> None:
     logits = torch.tensor([[0.0, 1.0, 0.9]]).expand(50, -1)
     tokens = draw(logits, top_p=0.0, min_p=1.0, seeds=torch.arange(50))
@@ -155,13 +214,22 @@ def test_the_likeliest_is_always_kept() -> None:
 def test_refuses_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"logits has dtype torch.float64; \[torch.float32\]"):
         draw(torch.zeros(1, 3).double())
-    with pytest.raises(ValueError, match=r"seeds has shape \[3\]; \[2\] is needed"):
-        sample(
-            torch.zeros(2, 5),
-            positions=torch.zeros(2, dtype=torch.int64),
-            seeds=torch.zeros(3, dtype=torch.int64),
-            temperature=torch.ones(2),
-            top_k=torch.zeros(2, dtype=torch.int32),
-            top_p=torch.ones(2),
-            min_p=torch.zeros(2),
-        )
+    with pytest.raises(ValueError, match=r"logits has strides \[1, 2\]; the last must be 1"):
+        draw(torch.zeros(5, 2).T)
+    parameters = {
+        "slots": torch.zeros(2, dtype=torch.int64),
+        "positions": torch.zeros(2, dtype=torch.int64),
+        "seeds": torch.zeros(3, dtype=torch.int64),
+        "temperature": torch.ones(3),
+        "top_k": torch.zeros(3, dtype=torch.int32),
+        "top_p": torch.ones(3),
+        "min_p": torch.zeros(3),
+        "last_token": torch.zeros(3, dtype=torch.int64),
+    }
+    sample(torch.zeros(2, 5), **parameters)
+    for name, values in parameters.items():
+        if name != "seeds":
+            with pytest.raises(ValueError, match=rf"{name} has shape \[1\]; \[[23]\] is needed"):
+                sample(torch.zeros(2, 5), **{**parameters, name: values[:1]})
+        with pytest.raises(ValueError, match=rf"{name} has strides \[2\]"):
+            sample(torch.zeros(2, 5), **{**parameters, name: values.repeat(2)[::2]})

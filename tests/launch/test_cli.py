@@ -42,6 +42,15 @@ def test_it_starts_without_what_it_does_not_need() -> None:
         (["worker", "--name", "none"], "no pipeline 'none' runs"),
         (["nonsense"], "invalid choice: 'nonsense'"),
         (["ask", "--top-p", "2", "x"], "--top-p is '2': expected `float` <= 1.0"),
+        (["bench"], "required: SUBJECT"),
+        (["bench", "pipeline", "--tp", "2"], "unrecognized arguments: --tp 2"),
+        (["bench", "latency", "--batches", "1", "0"], "--batches: '0' is no number from 1 on"),
+        (["bench", "offline", "--max-tokens", "9"], "--min-tokens is 100: more than --max-tokens"),
+        (["bench", "offline", "--tp", "0"], "--tp is '0': expected `int` >= 1"),
+        (["bench", "offline", "--model", "/none"], "--model: model folder /none does not exist"),
+        (["bench", "offline", "--name", "none"], "no pipeline 'none' runs"),
+        (["bench", "latency", "--name", "x", "--tp", "2"], "--tp is for a pipeline that is yet"),
+        (["bench", "latency", "--endpoint", "ipc:///x"], "--endpoint needs --model"),
     ],
 )
 def test_what_is_refused_is_one_sentence(

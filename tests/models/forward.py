@@ -5,8 +5,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.kernels.backends import Attention
+from penstock.kernels.step import Step
 from penstock.models.parallel import TensorParallel
-from penstock.models.qwen3 import Qwen3, Step
+from penstock.models.qwen3 import Qwen3
 from penstock.models.weights import load_weights
 from penstock.protocol.checkpoint import read_model_config
 
@@ -14,7 +16,8 @@ from penstock.protocol.checkpoint import read_model_config
 def load_model(folder: Path, tp: TensorParallel | None = None) -> Qwen3:
     """The model of a checkpoint, or one rank's part."""
     config = read_model_config(folder)
-    model = Qwen3(config, tp or TensorParallel(), config.max_position_embeddings)
+    attention = Attention(16, config.head_dim**-0.5)
+    model = Qwen3(config, tp or TensorParallel(), attention, config.max_position_embeddings)
     load_weights(model, folder, lambda: None)
     return model
 
@@ -23,11 +26,10 @@ def load_model(folder: Path, tp: TensorParallel | None = None) -> Qwen3:
 def prefill_logits(model: Qwen3, prompts: list[list[int]], block_size: int = 16) -> Tensor | None:
     """Logits behind every token of some prompts, computed in one step; None but on rank 0."""
     attention = model.model.layers[0].self_attn
-    num_kv_heads = attention.qkv_proj.sizes[1] // attention.head_dim
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     max_blocks = -(-int(lengths.max()) // block_size)
     tables = torch.randperm(len(prompts) * max_blocks).view(len(prompts), -1)
-    shape = (len(model.model.layers), 2, tables.numel(), block_size, num_kv_heads)
+    shape = (len(model.model.layers), 2, tables.numel(), block_size, attention.num_kv_heads)
     positions = torch.cat([torch.arange(length) for length in lengths])
     rows = torch.arange(len(prompts)).repeat_interleave(lengths)
     step = Step(
@@ -36,10 +38,13 @@ def prefill_logits(model: Qwen3, prompts: list[list[int]], block_size: int = 16)
         slot_mapping=tables[rows, positions // block_size] * block_size + positions % block_size,
         cu_seqlens_q=torch.tensor([0, *lengths.cumsum(0)]).int(),
         max_seqlen_q=int(lengths.max()),
+        cu_seqlens_k=torch.tensor([0, *lengths.cumsum(0)]).int(),
+        max_seqlen_k=int(lengths.max()),
         context_lens=lengths.int(),
         block_tables=tables.int(),
+        num_decode=0,
     )
-    return model.compute_logits(model(step, torch.zeros(*shape, attention.head_dim)))
+    return model.compute_logits(model(step, torch.zeros(*shape, attention.q_norm.weight.shape[0])))
 
 
 def random_prompts(vocab_size: int, *lengths: int) -> list[list[int]]:

@@ -1,28 +1,65 @@
 """What plans make of the rows, and the tensors of a step that follow."""
 
-import pytest
+from typing import NamedTuple
 
-from penstock.models.qwen3 import Step
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.plan import apply_plan, make_slots, make_step_buffers
+from penstock.kernels.step import Step
 from penstock.protocol.plan import BatchPlan, pack
-from penstock.services.worker.persistent_batch import PersistentBatch, Sampled
+from penstock.services.worker.persistent_batch import PersistentBatch
 from tests.services.worker.plans import plan, row
 
 
+class Sampled(NamedTuple):
+    """The rows that sample, in ascending order of slot."""
+
+    slots: list[int]
+    last_tokens: list[int]
+    positions: list[int]
+
+
+class Batch(PersistentBatch):
+    """With the tensors that its records change."""
+
+    def __init__(self) -> None:
+        super().__init__(8, max_blocks=4, block_size=4, num_blocks=20, vocab_size=100)
+        self.slots = make_slots(8, 4, torch.device("cpu"))
+        self.buffers = make_step_buffers(8, 4, 32, torch.device("cpu"))
+
+    @property
+    def last_token(self) -> Tensor:
+        return self.slots.last_token
+
+    def step(self, chunks: bytes) -> tuple[Step, Sampled] | None:
+        rows = self.advance(chunks)
+        if rows is None:
+            return None
+        record = torch.from_numpy(rows.record)
+        apply_plan(record, self.slots, self.buffers, num_rows=rows.num_rows, block_size=4)
+        sizes = rows.num_rows, rows.num_tokens, rows.num_decode
+        step = self.buffers.step(*sizes, rows.max_seqlen_q, rows.max_seqlen_k)
+        of_rows = self.buffers.slots, self.buffers.last_tokens, self.buffers.next_positions
+        return step, Sampled(*(tensor[rows.sampled].tolist() for tensor in of_rows))
+
+
 @pytest.fixture
-def batch() -> PersistentBatch:
+def batch() -> Batch:
     """8 slots for rows of at most 4 blocks of 4 tokens, out of 20 blocks."""
-    return PersistentBatch(8, max_blocks=4, block_size=4, num_blocks=20, vocab_size=100)
+    return Batch()
 
 
-def run(batch: PersistentBatch, step_plan: BatchPlan) -> tuple[Step, Sampled]:
+def run(batch: Batch, step_plan: BatchPlan) -> tuple[Step, Sampled]:
     """Applies a plan that has something to compute."""
     batch.apply(step_plan)
-    rows = batch.advance(step_plan.chunks)
+    rows = batch.step(step_plan.chunks)
     assert rows is not None
     return rows
 
 
-def test_prefill_takes_the_given_tokens(batch: PersistentBatch) -> None:
+def test_prefill_takes_the_given_tokens(batch: Batch) -> None:
     step, sampled = run(batch, plan(added=[row(2, range(10, 16), [7, 3])], chunks=[(2, 6)]))
     assert step.input_ids.tolist() == [10, 11, 12, 13, 14, 15]
     assert step.positions.tolist() == [0, 1, 2, 3, 4, 5]
@@ -30,23 +67,23 @@ def test_prefill_takes_the_given_tokens(batch: PersistentBatch) -> None:
     assert step.cu_seqlens_q.tolist() == [0, 6]
     assert step.max_seqlen_q == 6
     assert step.context_lens.tolist() == [6]
-    assert step.block_tables.tolist() == [[7, 3]]
-    assert sampled.slots.tolist() == [2]
-    assert sampled.last_tokens.tolist() == [5]
-    assert sampled.positions.tolist() == [6]
+    assert step.block_tables[:, :2].tolist() == [[7, 3]]
+    assert sampled.slots == [2]
+    assert sampled.last_tokens == [5]
+    assert sampled.positions == [6]
 
 
-def test_a_chunk_samples_only_when_it_is_the_last(batch: PersistentBatch) -> None:
+def test_a_chunk_samples_only_when_it_is_the_last(batch: Batch) -> None:
     _, first = run(batch, plan(added=[row(0, range(6), [0, 1])], chunks=[(0, 5)]))
-    assert first.slots.tolist() == []
+    assert first.slots == []
     step, second = run(batch, plan(chunks=[(0, 1)]))
     assert step.input_ids.tolist() == [5]
     assert step.positions.tolist() == [5]
     assert step.context_lens.tolist() == [6]
-    assert second.slots.tolist() == [0]
+    assert second.slots == [0]
 
 
-def test_decode_takes_the_token_sampled_last(batch: PersistentBatch) -> None:
+def test_decode_takes_the_token_sampled_last(batch: Batch) -> None:
     run(batch, plan(added=[row(3, range(5), [9, 4])], chunks=[(3, 5)]))
     batch.last_token[3] = 77
     step, sampled = run(batch, plan())
@@ -54,25 +91,26 @@ def test_decode_takes_the_token_sampled_last(batch: PersistentBatch) -> None:
     assert step.positions.tolist() == [5]
     assert step.slot_mapping.tolist() == [4 * 4 + 1]
     assert step.context_lens.tolist() == [6]
-    assert sampled.positions.tolist() == [6]
+    assert sampled.positions == [6]
 
 
-def test_rows_lie_in_ascending_order_of_slot_decode_among_prefill(batch: PersistentBatch) -> None:
+def test_rows_that_decode_come_first_each_kind_in_ascending_order_of_slot(batch: Batch) -> None:
     added = [row(5, [50], [5]), row(1, [10], [1])]
     run(batch, plan(added=added, chunks=[(5, 1), (1, 1)]))
     batch.last_token[1], batch.last_token[5] = 11, 51
     added = [row(4, range(40, 43), [4]), row(0, range(3), [0]), row(7, [70, 71], [7])]
     step, sampled = run(batch, plan(added=added, chunks=[(4, 3), (0, 2)]))
-    assert step.input_ids.tolist() == [0, 1, 11, 40, 41, 42, 51]
-    assert step.positions.tolist() == [0, 1, 1, 0, 1, 2, 1]
-    assert step.cu_seqlens_q.tolist() == [0, 2, 3, 6, 7]
-    assert step.block_tables.tolist() == [[0], [1], [4], [5]]
-    assert step.max_seqlen_q == 3
-    assert sampled.slots.tolist() == [1, 4, 5]
-    assert sampled.last_tokens.tolist() == [2, 5, 6]
+    assert step.input_ids.tolist() == [11, 51, 0, 1, 40, 41, 42]
+    assert step.positions.tolist() == [1, 1, 0, 1, 0, 1, 2]
+    assert step.cu_seqlens_q.tolist() == [0, 1, 2, 4, 7]
+    assert step.cu_seqlens_k.tolist() == [0, 2, 4, 6, 9]
+    assert step.block_tables[:, :1].tolist() == [[1], [5], [0], [4]]
+    assert (step.num_decode, step.max_seqlen_q, step.max_seqlen_k) == (2, 3, 3)
+    assert sampled.slots == [1, 4, 5]
+    assert sampled.last_tokens == [0, 6, 1]
 
 
-def test_prefill_begins_behind_the_cached_tokens(batch: PersistentBatch) -> None:
+def test_prefill_begins_behind_the_cached_tokens(batch: Batch) -> None:
     step, _ = run(batch, plan(added=[row(0, range(10, 16), [8, 2], 4)], chunks=[(0, 2)]))
     assert step.input_ids.tolist() == [14, 15]
     assert step.positions.tolist() == [4, 5]
@@ -80,41 +118,42 @@ def test_prefill_begins_behind_the_cached_tokens(batch: PersistentBatch) -> None
     assert step.context_lens.tolist() == [6]
 
 
-def test_appended_blocks_follow_those_of_the_row(batch: PersistentBatch) -> None:
+def test_appended_blocks_follow_those_of_the_row(batch: Batch) -> None:
     added = [row(0, range(4), [3]), row(1, range(7), [5, 6])]
     run(batch, plan(added=added, chunks=[(0, 4), (1, 7)]))
     step, _ = run(batch, plan(appended=[(1, 11), (0, 12), (1, 13)]))
-    assert batch.block_tables[:2].tolist() == [[3, 12, 0, 0], [5, 6, 11, 13]]
+    assert batch.slots.block_tables[:2].tolist() == [[3, 12, 0, 0], [5, 6, 11, 13]]
     assert step.slot_mapping.tolist() == [12 * 4, 6 * 4 + 3]
 
 
-def test_a_slot_is_left_and_taken_in_one_plan(batch: PersistentBatch) -> None:
+def test_a_slot_is_left_and_taken_in_one_plan(batch: Batch) -> None:
     run(batch, plan(added=[row(0, range(6), [0, 1]), row(1, [9], [2])], chunks=[(0, 4), (1, 1)]))
     added = [row(0, [60, 61], [4])]
     step, sampled = run(batch, plan(removed=[0, 1], added=added, chunks=[(0, 2)]))
     assert step.input_ids.tolist() == [60, 61]
     assert step.positions.tolist() == [0, 1]
-    assert step.block_tables.tolist() == [[4]]
-    assert sampled.slots.tolist() == [0]
+    assert step.block_tables[:, :1].tolist() == [[4]]
+    assert sampled.slots == [0]
 
 
-def test_sampling_parameters_are_those_of_the_row(batch: PersistentBatch) -> None:
+def test_sampling_parameters_are_those_of_the_row(batch: Batch) -> None:
     added = row(6, [1], [0], temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=-(2**63))
-    batch.apply(plan(added=[added]))
-    tensors = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seeds)
+    run(batch, plan(added=[added], chunks=[(6, 1)]))
+    slots = batch.slots
+    tensors = (slots.temperature, slots.top_k, slots.top_p, slots.min_p, slots.seeds)
     assert [tensor[6].item() for tensor in tensors] == [0.5, 7, 0.25, 0.125, -(2**63)]
 
 
-def test_without_rows_there_is_no_step(batch: PersistentBatch) -> None:
-    assert batch.advance(b"") is None
+def test_without_rows_there_is_no_step(batch: Batch) -> None:
+    assert batch.step(b"") is None
     run(batch, plan(added=[row(0, [1, 2], [0])], chunks=[(0, 1)]))
-    assert batch.advance(b"") is None  # its prompt waits for a chunk
+    assert batch.step(b"") is None  # its prompt waits for a chunk
     batch.clear()
-    assert batch.advance(b"") is None
+    assert batch.step(b"") is None
     batch.apply(plan(added=[row(0, [1], [0])]))  # the slot is free again
 
 
-def test_refuses_a_plan_that_can_not_be(batch: PersistentBatch) -> None:
+def test_refuses_a_plan_that_can_not_be(batch: Batch) -> None:
     batch.apply(plan(added=[row(0, range(4), [0])]))
     for message, wrong in {
         "slot 0 is taken": plan(added=[row(0, [1], [1])]),
@@ -132,7 +171,7 @@ def test_refuses_a_plan_that_can_not_be(batch: PersistentBatch) -> None:
             batch.apply(wrong)
 
 
-def test_refuses_a_step_that_can_not_be(batch: PersistentBatch) -> None:
+def test_refuses_a_step_that_can_not_be(batch: Batch) -> None:
     batch.apply(plan(added=[row(0, range(4), [0])]))
     with pytest.raises(ValueError, match="slot 0: chunk of 5 of 4 tokens left"):
         batch.advance(pack([0, 5]))
@@ -143,3 +182,23 @@ def test_refuses_a_step_that_can_not_be(batch: PersistentBatch) -> None:
     batch.advance(pack([0, 4]))
     with pytest.raises(ValueError, match="slot 0: blocks for 4 tokens of 5"):
         batch.advance(b"")
+
+
+def test_a_row_that_left_before_it_ran_leaves_nothing(batch: Batch) -> None:
+    batch.apply(plan(added=[row(0, [1, 2], [9], temperature=0.5)]))
+    added = row(0, [3], [5], temperature=0.25)
+    step, _ = run(batch, plan(removed=[0], added=[added], chunks=[(0, 1)]))
+    assert step.block_tables[0, 0] == 5
+    assert batch.slots.temperature[0] == 0.25
+
+
+def test_padded_rows_touch_nothing(batch: Batch) -> None:
+    run(batch, plan(added=[row(3, range(5), [9, 4])], chunks=[(3, 5)]))
+    record = torch.from_numpy(batch.advance(b"").record)  # type: ignore[union-attr]
+    apply_plan(record, batch.slots, batch.buffers, num_rows=4, block_size=4)
+    step = batch.buffers.step(4, 4, 4, 1, 16)
+    assert step.context_lens.tolist() == [6, 0, 0, 0]
+    assert step.slot_mapping.tolist() == [17, -1, -1, -1]
+    assert step.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
+    assert step.cu_seqlens_k.tolist() == [0, 6, 6, 6, 6]
+    assert batch.buffers.slots[:4].tolist() == [3, -1, -1, -1]

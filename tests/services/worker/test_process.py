@@ -39,6 +39,7 @@ class FakeRunner:
     """Keeps what it is told to do."""
 
     num_blocks = 5
+    block_size = 16
 
     def __init__(self) -> None:
         self.launched: list[BatchPlan] = []
@@ -51,6 +52,9 @@ class FakeRunner:
 
     def clear(self) -> None:
         self.num_clears += 1
+
+    def idle_us(self) -> tuple[float, float]:
+        return 3.0, 4.0
 
 
 class Talk:
@@ -135,9 +139,9 @@ def test_says_who_it_is_and_then_what_it_holds(talk: Talk) -> None:
     talk.worker.say_hello()
     assert talk.answer() == WorkerHello("worker.1")
     talk.tell(assignment(rank=1))
-    assert talk.answer() == WorkerHello("worker.1", "g", 1, 5)
+    assert talk.answer() == WorkerHello("worker.1", "g", 1, 5, 16, (3.0, 4.0))
     talk.worker.say_hello()
-    assert talk.answer() == WorkerHello("worker.1", "g", 1, 5)
+    assert talk.answer() == WorkerHello("worker.1", "g", 1, 5, 16, (3.0, 4.0))
 
 
 def test_says_hello_while_it_loads(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +150,7 @@ def test_says_hello_while_it_loads(talk: Talk, monkeypatch: pytest.MonkeyPatch) 
     talk.tell(assignment())
     assert talk.answer() == WorkerHello("worker.1", "g", 0, 0)
     assert talk.answer() == WorkerHello("worker.1", "g", 0, 0)
-    assert talk.answer() == WorkerHello("worker.1", "g", 0, 5)
+    assert talk.answer() == WorkerHello("worker.1", "g", 0, 5, 16, (3.0, 4.0))
 
 
 def test_every_plan_is_answered_with_its_tokens(seated: Talk) -> None:
@@ -191,7 +195,7 @@ def test_says_hello_no_oftener_than_need_be(talk: Talk, monkeypatch: pytest.Monk
     monkeypatch.setattr("penstock.services.worker.process.HEARTBEAT_INTERVAL", 3600.0)
     talk.num_progress_calls = 2
     talk.tell(assignment())
-    assert talk.answer() == WorkerHello("worker.1", "g", 0, 5)
+    assert talk.answer() == WorkerHello("worker.1", "g", 0, 5, 16, (3.0, 4.0))
 
 
 def test_a_new_epoch_keeps_the_model_and_drops_the_batch(seated: Talk) -> None:

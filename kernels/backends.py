@@ -1,0 +1,199 @@
+"""Attention back ends behind one interface: what is installed and measured best, or what is asked.
+
+- `torch`: the reference, on any device.
+- `triton`: our own kernels, for any block size.
+- `flash-attn`: flash-attn 2.8 (Dao 2023, https://arxiv.org/abs/2307.08691), for blocks of 256
+  tokens or a multiple.
+- `auto` on a GPU: ours for decode; for prefill flash-attn where it is installed.
+"""
+
+import logging
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.attention import attend
+from penstock.kernels.step import Step
+
+log = logging.getLogger(__name__)
+NAMES = ("auto", "flash-attn", "triton", "torch")
+FLASH_BLOCK = 256
+"""tokens; flash-attn's paged KV takes this or a multiple"""
+DEFAULT_BLOCK = 16
+DEFAULT_GPU_BLOCK = 64
+
+
+class Attention:
+    """The reference; other back ends have the same two methods."""
+
+    def __init__(self, block_size: int, scale: float) -> None:
+        self.block_size = block_size
+        self.scale = scale
+
+    def begin(self, step: Step) -> None:
+        """Called once a step, before the layers."""
+
+    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step) -> Tensor:
+        """Attention of the step's tokens, whose KV is stored: as `attend`."""
+        return attend(
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q=step.cu_seqlens_q,
+            max_seqlen_q=step.max_seqlen_q,
+            context_lens=step.context_lens,
+            block_tables=step.block_tables,
+            scale=self.scale,
+        )
+
+
+class GpuAttention(Attention):
+    """One kernel for the rows that decode, one for those that prefill."""
+
+    def __init__(self, block_size: int, scale: float, decode: Any, prefill: Any) -> None:
+        super().__init__(block_size, scale)
+        self._decode = decode
+        self._prefill = prefill
+
+    def begin(self, step: Step) -> None:
+        """Plans how the KV of the rows that decode is split."""
+        if step.num_decode:
+            self._decode.plan(step.context_lens[: step.num_decode])
+
+    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step) -> Tensor:
+        """As `attend`."""
+        num_decode, num_rows = step.num_decode, step.context_lens.shape[0]
+        out = torch.empty_like(q)
+        if num_decode < num_rows:
+            self._prefill(q, k_cache, v_cache, step, self.scale, out)
+        if num_decode:
+            self._decode(
+                q[:num_decode],
+                k_cache,
+                v_cache,
+                context_lens=step.context_lens[:num_decode],
+                block_tables=step.block_tables[:num_decode],
+                scale=self.scale,
+                out=out[:num_decode],
+            )
+        return out
+
+
+class FlashDecode:
+    """flash-attn's decode; how it is split is fixed by the shapes."""
+
+    def plan(self, context_lens: Tensor) -> None:
+        """Nothing to plan."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        scale: float,
+        out: Tensor,
+    ) -> None:
+        """As `penstock.kernels.gpu.decode_attention.DecodeAttention`."""
+        from flash_attn import flash_attn_with_kvcache
+
+        attended = flash_attn_with_kvcache(
+            q.unsqueeze(1),
+            k_cache,
+            v_cache,
+            cache_seqlens=context_lens,
+            block_table=block_tables,
+            softmax_scale=scale,
+            causal=True,
+        )
+        out.copy_(attended.squeeze(1))
+
+
+def flash_prefill(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step, scale: float, out: Tensor
+) -> None:
+    """flash-attn for the rows that prefill, into their part of `out`."""
+    from flash_attn import flash_attn_varlen_func
+
+    first = step.num_decode
+    num_blocks = -(-step.max_seqlen_k // k_cache.shape[1])
+    attended = flash_attn_varlen_func(
+        q[first:],
+        k_cache,
+        v_cache,
+        cu_seqlens_q=step.cu_seqlens_q[first:] - first,
+        cu_seqlens_k=step.cu_seqlens_k[first:] - step.cu_seqlens_k[first],
+        max_seqlen_q=step.max_seqlen_q,
+        max_seqlen_k=step.max_seqlen_k,
+        softmax_scale=scale,
+        causal=True,
+        block_table=step.block_tables[first:, :num_blocks],
+    )
+    out[first:].copy_(attended)
+
+
+def triton_prefill(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step, scale: float, out: Tensor
+) -> None:
+    """Our kernel for the rows that prefill, into their part of `out`."""
+    from penstock.kernels.gpu.prefill_attention import prefill_attention
+
+    first = step.num_decode
+    prefill_attention(
+        q,
+        k_cache,
+        v_cache,
+        cu_seqlens_q=step.cu_seqlens_q[first:],
+        max_seqlen_q=step.max_seqlen_q,
+        context_lens=step.context_lens[first:],
+        block_tables=step.block_tables[first:],
+        scale=scale,
+        out=out,
+    )
+
+
+def choose_attention(
+    name: str,
+    block_size: int,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_rows: int,
+    device: torch.device,
+) -> Attention:
+    """The back end `name`, one of NAMES, with blocks of `block_size` tokens (0: what it likes).
+
+    Raises ValueError where it can't be had.
+    """
+    scale = head_dim**-0.5
+    on_gpu, has_flash = device.type == "cuda", find_spec("flash_attn") is not None
+    if name == "torch" or (name == "auto" and not on_gpu):
+        return Attention(block_size or DEFAULT_BLOCK, scale)
+    if not on_gpu:
+        raise ValueError(f"attention {name!r} needs a GPU; on a CPU there is 'torch'")
+    if name == "flash-attn" and not has_flash:
+        raise ValueError("attention 'flash-attn': flash-attn 2.8 is not installed")
+    flash_prefills = name == "flash-attn" or (name == "auto" and has_flash)
+    block_size = block_size or (FLASH_BLOCK if flash_prefills else DEFAULT_GPU_BLOCK)
+    if flash_prefills and block_size % FLASH_BLOCK:
+        if name == "flash-attn":
+            raise ValueError(f"block_size {block_size}; flash-attn takes multiples of 256")
+        flash_prefills = False
+    decode: Any = FlashDecode()
+    if name != "flash-attn":
+        from penstock.kernels.gpu.decode_attention import DecodeAttention
+
+        decode = DecodeAttention(max_rows, num_heads, num_kv_heads, head_dim, block_size, device)
+    prefill = flash_prefill if flash_prefills else triton_prefill
+    log.info(
+        "attention: %s decodes, %s prefills%s",
+        "flash-attn" if name == "flash-attn" else "triton",
+        "flash-attn" if flash_prefills else "triton",
+        "" if has_flash else " (flash-attn is not installed)",
+    )
+    return GpuAttention(block_size, scale, decode, prefill)

@@ -1,0 +1,1 @@
+"""Benchmarks of single kernels: `python -m penstock.kernels.bench.<name>`, on a GPU."""

@@ -1,0 +1,243 @@
+"""Decode attention against flash-attn 2: `python -m penstock.kernels.bench.attention`.
+
+Prints microseconds per layer, and the share of a device copy's rate at which keys and values are
+read, for head layouts, batches and context lengths; with --sweep, the tunings of a few points.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+from flash_attn import flash_attn_with_kvcache
+from torch import Tensor
+
+from penstock.kernels.bench.timing import L2_BYTES, graph_us
+from penstock.kernels.gpu.decode_attention import DecodeAttention, Tuning
+
+HEAD_DIM = 128
+HEADS = ((16, 8), (32, 8), (40, 8), (64, 8), (16, 2))
+BATCHES = (1, 16, 64, 256)
+CONTEXTS = (512, 1024, 4096, 32768)
+FLASH_BLOCK_SIZE = 256
+BLOCK_SIZES = (FLASH_BLOCK_SIZE, 64, 16)
+ALL_BLOCK_SIZES_OF = (32, 8)
+"""the layout of heads that is measured with all of them, the others with the first"""
+MAX_KV_BYTES = 60 << 30
+REPEATS, MIN_US = 3, 1000.0
+TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True)
+class Point:
+    """One row of the table."""
+
+    num_heads: int
+    num_kv_heads: int
+    batch: int
+    context: int
+    block_size: int = FLASH_BLOCK_SIZE
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values that a layer reads."""
+        return 2 * self.batch * self.context * self.num_kv_heads * HEAD_DIM * 2
+
+
+SWEPT = [Point(*heads, 1, context) for heads in HEADS[:2] for context in (512, 1024, 32768)] + [
+    Point(*heads, batch, context)
+    for heads in HEADS[:2]
+    for batch, context in ((16, 512), (64, 512), (256, 1024))
+]
+
+
+def points() -> Iterator[Point]:
+    """Every point of the table whose keys and values fit."""
+    for heads, batch, context in product(HEADS, BATCHES, CONTEXTS):
+        block_sizes = BLOCK_SIZES if heads == ALL_BLOCK_SIZES_OF else BLOCK_SIZES[:1]
+        for block_size in block_sizes:
+            point = Point(*heads, batch, context, block_size)
+            if point.kv_bytes <= MAX_KV_BYTES:
+                yield point
+
+
+def tunings() -> Iterator[Tuning]:
+    """What --sweep tries: what fits into an SM, with a few programs on it at a time."""
+    tiles = ((32, 2, 4), (32, 2, 6), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4))
+    for block_n, num_warps, num_stages in (*tiles, (64, 8, 3), (128, 4, 2), (128, 4, 3)):
+        for programs_per_sm in (1, 2, 3):
+            yield Tuning(block_n, num_warps, num_stages, programs_per_sm, min_split=block_n)
+
+
+class Layers:
+    """Random inputs of as many layers as are needed to get past the L2 cache."""
+
+    def __init__(self, point: Point) -> None:
+        self.point = point
+        num_layers = max(1, -(-2 * L2_BYTES // point.kv_bytes))
+        max_blocks = -(-point.context // point.block_size)
+        num_blocks = point.batch * max_blocks
+        cache_shape = (num_blocks, point.block_size, point.num_kv_heads, HEAD_DIM)
+        self.caches = [(_random(*cache_shape), _random(*cache_shape)) for _ in range(num_layers)]
+        self.q = _random(point.batch, point.num_heads, HEAD_DIM)
+        self.out = torch.empty_like(self.q)
+        order = torch.randperm(num_blocks, device="cuda").int()
+        self.block_tables = order.view(point.batch, max_blocks)
+        self.context_lens = torch.full((point.batch,), point.context, device="cuda").int()
+
+    def flash(self) -> list[Callable[[], Tensor]]:
+        """flash-attn's calls, one a layer; it takes blocks of a multiple of 256 tokens only."""
+        return [self._flash(k, v, self.block_tables) for k, v in self.caches]
+
+    def expected(self) -> Tensor:
+        """flash-attn's result of the first layer, whose blocks are put in order for it."""
+        k_cache, v_cache = (self._in_order(cache) for cache in self.caches[0])
+        table = torch.arange(len(k_cache), device="cuda").int().view(self.point.batch, -1)
+        return self._flash(k_cache, v_cache, table)()
+
+    def _in_order(self, cache: Tensor) -> Tensor:
+        blocks = cache[self.block_tables.flatten()]
+        return blocks.view(-1, FLASH_BLOCK_SIZE, *cache.shape[2:])
+
+    def ours(self, tuning: Tuning | None = None) -> list[Callable[[], Tensor]]:
+        """Our calls, one a layer, behind the plan that they share."""
+        point = self.point
+        attention = DecodeAttention(
+            point.batch,
+            point.num_heads,
+            point.num_kv_heads,
+            HEAD_DIM,
+            point.block_size,
+            "cuda",
+            tuning=tuning,
+        )
+        attention.plan(self.context_lens)
+        torch.cuda.synchronize()
+        return [self._ours(attention, k_cache, v_cache) for k_cache, v_cache in self.caches]
+
+    def _flash(self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> Callable[[], Tensor]:
+        def call() -> Tensor:
+            out: Tensor = flash_attn_with_kvcache(
+                self.q.unsqueeze(1),
+                k_cache,
+                v_cache,
+                cache_seqlens=self.context_lens,
+                block_table=block_table,
+                causal=True,
+                softmax_scale=HEAD_DIM**-0.5,
+            )
+            return out.squeeze(1)
+
+        return call
+
+    def _ours(
+        self, attention: DecodeAttention, k_cache: Tensor, v_cache: Tensor
+    ) -> Callable[[], Tensor]:
+        def call() -> Tensor:
+            attention(
+                self.q,
+                k_cache,
+                v_cache,
+                context_lens=self.context_lens,
+                block_tables=self.block_tables,
+                scale=HEAD_DIM**-0.5,
+                out=self.out,
+            )
+            return self.out
+
+        return call
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def copy_rate() -> float:
+    """Bytes per microsecond that a device copy reads and writes."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / graph_us([lambda: target.copy_(source)], REPEATS, MIN_US)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Of the norms, in float32."""
+    difference = (actual.float() - expected.float()).norm()
+    return float(difference / expected.float().norm())
+
+
+def measure(point: Point, rate: float) -> dict[str, float | None]:
+    """One row of the table, without flash-attn's time where it can't do the block size."""
+    layers = Layers(point)
+    ours = layers.ours()
+    error = relative_error(ours[0](), layers.expected())
+    flash_us = None
+    if point.block_size == FLASH_BLOCK_SIZE:
+        flash_us = graph_us(layers.flash(), REPEATS, MIN_US)
+    ours_us = graph_us(ours, REPEATS, MIN_US)
+    return {
+        **asdict(point),
+        "flash_us": flash_us,
+        "flash_share": point.kv_bytes / flash_us / rate if flash_us else None,
+        "ours_us": ours_us,
+        "ours_share": point.kv_bytes / ours_us / rate,
+        "speedup": flash_us / ours_us if flash_us else None,
+        "error": error,
+    }
+
+
+def sweep(point: Point) -> list[dict[str, float]]:
+    """Every tuning's time and error at a point, the fastest first."""
+    layers = Layers(point)
+    expected = layers.expected()
+    rows = []
+    for tuning in tunings():
+        ours = layers.ours(tuning)
+        error = relative_error(ours[0](), expected)
+        us = graph_us(ours, REPEATS, MIN_US)
+        rows.append({**asdict(point), **tuning._asdict(), "ours_us": us, "error": error})
+    return sorted(rows, key=lambda row: row["ours_us"])
+
+
+def markdown(cells: Iterable[object]) -> str:
+    """One line of a table; a float with three digits that count, None as nothing."""
+    texts = (f"{cell:.3g}" if isinstance(cell, float) else cell for cell in cells)
+    return f"| {' | '.join('' if text is None else str(text) for text in texts)} |"
+
+
+def report(rows: Iterable[Mapping[str, float | None]]) -> list[Mapping[str, float | None]]:
+    """Prints each row as it comes, the first with a head; returns all."""
+    printed: list[Mapping[str, float | None]] = []
+    for row in rows:
+        if not printed:
+            print(markdown(row), markdown("-" for _ in row), sep="\n", flush=True)
+        print(markdown(row.values()), flush=True)
+        printed.append(row)
+    return printed
+
+
+def main() -> int:
+    """Returns 1 if a result differs from flash-attn's."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sweep", action="store_true", help="try tunings at a few points")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the rows, too")
+    arguments = parser.parse_args()
+    if arguments.sweep:
+        rows = report(row for point in SWEPT for row in sweep(point))
+    else:
+        rate = copy_rate()
+        print(f"a copy reads and writes {rate / 1e6:.2f} TB/s\n", flush=True)
+        rows = report(measure(point, rate) for point in points())
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+    wrong = [row for row in rows if not (row["error"] or 0) <= TOLERANCE]
+    for row in wrong:
+        print(f"differs from flash-attn: {row}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

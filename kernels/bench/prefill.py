@@ -1,0 +1,129 @@
+"""Prefill attention's speed, beside flash-attn's on the same cache where that is installed.
+
+TFLOP/s of causal attention of 16,384 tokens in whole prompts, with the heads of Qwen3-8B; --sweep
+tries tunings too.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.bench.timing import graph_us
+from penstock.kernels.gpu.prefill_attention import Tuning, default_tuning, prefill_attention
+
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError:
+    flash_attn_varlen_func = None
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
+BATCHES = [(32, 512), (8, 2048), (2, 8192), (1, 16384)]
+"""(sequences, tokens of each)"""
+BLOCK_SIZE = 256
+TUNINGS = [
+    Tuning(128, 128, 8, 2),
+    Tuning(128, 128, 8, 3),
+    Tuning(128, 64, 8, 2),
+    Tuning(128, 64, 8, 3),
+    Tuning(128, 64, 8, 4),
+    Tuning(128, 64, 4, 2),
+    Tuning(128, 32, 8, 4),
+    Tuning(64, 64, 4, 2),
+    Tuning(64, 64, 4, 3),
+    Tuning(64, 64, 4, 4),
+    Tuning(64, 128, 4, 2),
+    Tuning(64, 32, 4, 3),
+]
+
+
+class Batch(NamedTuple):
+    """Whole prompts of one length, their keys and values in blocks of a random order."""
+
+    length: int
+    q: Tensor
+    kv_cache: Tensor
+    cu_seqlens: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+
+
+def random_batch(num_seqs: int, length: int, block_size: int) -> Batch:
+    """On the GPU, in bfloat16."""
+    blocks_per_seq = -(-length // block_size)
+    num_blocks = num_seqs * blocks_per_seq
+    cache_shape = (2, num_blocks, block_size, NUM_KV_HEADS, HEAD_DIM)
+    return Batch(
+        length,
+        torch.randn(num_seqs * length, NUM_HEADS, HEAD_DIM).bfloat16().cuda(),
+        torch.randn(cache_shape).bfloat16().cuda(),
+        (torch.arange(num_seqs + 1) * length).int().cuda(),
+        torch.full((num_seqs,), length).int().cuda(),
+        torch.randperm(num_blocks).view(num_seqs, blocks_per_seq).int().cuda(),
+    )
+
+
+def ours(batch: Batch, tuning: Tuning) -> Callable[[], object]:
+    """One call of our kernel."""
+    return partial(
+        prefill_attention,
+        batch.q,
+        *batch.kv_cache,
+        cu_seqlens_q=batch.cu_seqlens,
+        max_seqlen_q=batch.length,
+        context_lens=batch.context_lens,
+        block_tables=batch.block_tables,
+        scale=HEAD_DIM**-0.5,
+        out=torch.empty_like(batch.q),
+        tuning=tuning,
+    )
+
+
+def flash(batch: Batch) -> Callable[[], object]:
+    """One call of flash-attn's kernel."""
+    return partial(
+        flash_attn_varlen_func,
+        batch.q,
+        *batch.kv_cache,
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_k=batch.cu_seqlens,
+        max_seqlen_q=batch.length,
+        max_seqlen_k=batch.length,
+        softmax_scale=HEAD_DIM**-0.5,
+        causal=True,
+        block_table=batch.block_tables,
+    )
+
+
+def tflops(batch: Batch, call: Callable[[], object]) -> float:
+    """Counting the products of queries with the keys that they see, and of weights with values."""
+    num_pairs = len(batch.context_lens) * batch.length * (batch.length + 1) / 2
+    return 4 * HEAD_DIM * NUM_HEADS * num_pairs / graph_us([call], min_us=20_000) / 1e6
+
+
+def measure(num_seqs: int, length: int, block_size: int, sweep: bool) -> None:
+    """Prints a line for each kernel and tuning."""
+    batch = random_batch(num_seqs, length, block_size)
+    name = f"{num_seqs:2} x {length:5}, blocks of {block_size:3}:"
+    default = default_tuning(length, block_size)
+    print(f"{name} ours {tflops(batch, ours(batch, default)):6.1f} TFLOP/s, {default}")
+    if flash_attn_varlen_func is not None and block_size % 256 == 0:
+        print(f"{name} flash-attn {tflops(batch, flash(batch)):6.1f} TFLOP/s")
+    for tuning in TUNINGS if sweep else ():
+        print(f"{name}   {tflops(batch, ours(batch, tuning)):6.1f} TFLOP/s, {tuning}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sweep", action="store_true", help="try tunings, too")
+    parser.add_argument("--block-size", type=int, default=BLOCK_SIZE, help="tokens per KV block")
+    options = parser.parse_args()
+    for num_seqs, length in BATCHES:
+        measure(num_seqs, length, options.block_size, options.sweep)
+
+
+if __name__ == "__main__":
+    main()

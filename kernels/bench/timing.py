@@ -1,0 +1,38 @@
+"""Time of GPU work by the replay of a CUDA graph, so that the host's launches do not count."""
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+L2_BYTES = 64 << 20
+"""more than the L2 of any GPU this is meant for; rotate over more data than this"""
+
+
+def graph_us(work: Sequence[Callable[[], object]], repeats: int = 5, min_us: float = 2000) -> float:
+    """Microseconds of one call, the median of `repeats` graphs' replays.
+
+    work: the same work over different data, called in turn: together more than L2_BYTES, or the
+    caches are measured.
+    """
+    for call in work:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in work:
+            call()
+    once = _replay_us(graph, 1)
+    num_replays = max(1, round(min_us / max(once, 1)))
+    times = [_replay_us(graph, num_replays) for _ in range(repeats)]
+    return statistics.median(times) / (num_replays * len(work))
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph, num_replays: int) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(num_replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1000

@@ -1,0 +1,155 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
+"""The plan kernel on a GPU; `penstock.kernels.plan` has the layout of the record."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.gpu.pdl import LAUNCH, launch_dependents, wait
+from penstock.kernels.plan import Slots, StepBuffers
+
+NUM_PROGRAMS = 16
+"""that apply changes"""
+BLOCK = 256
+
+
+@triton.jit
+def _append_blocks(record, block_tables, max_blocks, BLOCK: tl.constexpr):
+    num_appended, appended_at = tl.load(record + 1), tl.load(record + 4)
+    stride = tl.num_programs(0) * BLOCK
+    for begin in range(tl.program_id(0) * BLOCK, num_appended, stride):
+        entry = begin + tl.arange(0, BLOCK)
+        exists = entry < num_appended
+        source = record + appended_at + entry * 3
+        slot = tl.load(source, exists, 0)
+        column = tl.load(source + 1, exists, 0)
+        block_id = tl.load(source + 2, exists, 0)
+        tl.store(block_tables + slot.to(tl.int64) * max_blocks + column, block_id, exists)
+
+
+@triton.jit
+def _set_parameters(record, seeds, temperature, top_k, top_p, min_p, BLOCK: tl.constexpr):
+    num_added, parameters_at = tl.load(record + 2), tl.load(record + 5)
+    stride = tl.num_programs(0) * BLOCK
+    for begin in range(tl.program_id(0) * BLOCK, num_added, stride):
+        entry = begin + tl.arange(0, BLOCK)
+        exists = entry < num_added
+        source = record + parameters_at + entry * 8
+        slot = tl.load(source, exists, 0)
+        bits = tl.load(source + 1, exists, 0)
+        tl.store(temperature + slot, bits.to(tl.float32, bitcast=True), exists)
+        tl.store(top_k + slot, tl.load(source + 2, exists, 0), exists)
+        bits = tl.load(source + 3, exists, 0)
+        tl.store(top_p + slot, bits.to(tl.float32, bitcast=True), exists)
+        bits = tl.load(source + 4, exists, 0)
+        tl.store(min_p + slot, bits.to(tl.float32, bitcast=True), exists)
+        low = tl.load(source + 5, exists, 0).to(tl.uint32, bitcast=True).to(tl.int64)
+        high = tl.load(source + 6, exists, 0).to(tl.int64)
+        tl.store(seeds + slot, (high << 32) | low, exists)
+
+
+@triton.jit
+def _apply_changes(
+    record, block_tables, seeds, temperature, top_k, top_p, min_p, max_blocks, BLOCK: tl.constexpr
+):
+    launch_dependents()
+    wait()
+    _append_blocks(record, block_tables, max_blocks, BLOCK)
+    _set_parameters(record, seeds, temperature, top_k, top_p, min_p, BLOCK)
+
+
+@triton.jit
+def _make_tokens(
+    record, source, block_tables, last_token, input_ids, positions, slot_mapping,
+    max_blocks, block_size, BLOCK: tl.constexpr,
+):  # fmt: skip
+    slot, start, count = tl.load(source), tl.load(source + 1), tl.load(source + 2)
+    first, given = tl.load(source + 3), tl.load(source + 4)
+    given_at = tl.load(record + 6)
+    table = block_tables + slot.to(tl.int64) * max_blocks
+    for begin in range(0, count, BLOCK):
+        token = begin + tl.arange(0, BLOCK)
+        exists = token < count
+        position = start + token
+        block_id = tl.load(table + position // block_size, exists, 0).to(tl.int64)
+        if given < 0:
+            ids = tl.load(last_token + slot + token * 0, exists, 0)
+        else:
+            ids = tl.load(record + given_at + given + token, exists, 0).to(tl.int64)
+        tl.store(input_ids + first + token, ids, exists)
+        tl.store(positions + first + token, position.to(tl.int64), exists)
+        slots = block_id * block_size + position % block_size
+        tl.store(slot_mapping + first + token, slots, exists)
+
+
+@triton.jit
+def _copy_table(source, target, num_blocks, BLOCK: tl.constexpr):
+    for begin in range(0, num_blocks, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        exists = column < num_blocks
+        tl.store(target + column, tl.load(source + column, exists, 0), exists)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _make_rows(
+    record, slot_tables, last_token, input_ids, positions, slot_mapping, cu_seqlens_q,
+    cu_seqlens_k, context_lens, block_tables, slots, last_tokens, next_positions,
+    max_blocks, block_size, num_rows, BLOCK: tl.constexpr,
+):  # fmt: skip
+    launch_dependents()
+    wait()
+    row = tl.program_id(0)
+    num_real, rows_at = tl.load(record), tl.load(record + 3)
+    final = record + rows_at + (num_real - 1) * 8
+    num_tokens = 0
+    num_keys = 0
+    if num_real > 0:
+        num_tokens = tl.load(final + 3) + tl.load(final + 2)
+        num_keys = tl.load(final + 5) + tl.load(final + 1) + tl.load(final + 2)
+    # A padded row has one token, behind those of the record.
+    first = num_tokens + row - num_real
+    first_key = num_keys
+    context_len = 0
+    count = 1
+    sampled = -1
+    if row < num_real:
+        source = record + rows_at + row * 8
+        slot, start = tl.load(source), tl.load(source + 1)
+        count, first = tl.load(source + 2), tl.load(source + 3)
+        first_key, sampled = tl.load(source + 5), tl.load(source + 6)
+        context_len = start + count
+        _make_tokens(
+            record, source, slot_tables, last_token, input_ids, positions, slot_mapping,
+            max_blocks, block_size, BLOCK,
+        )  # fmt: skip
+        used = tl.cdiv(context_len, block_size)
+        table = slot_tables + slot.to(tl.int64) * max_blocks
+        _copy_table(table, block_tables + row.to(tl.int64) * max_blocks, used, BLOCK)
+    else:
+        tl.store(input_ids + first, 0)
+        tl.store(positions + first, 0)
+        tl.store(slot_mapping + first, -1)
+    tl.store(context_lens + row, context_len)
+    tl.store(cu_seqlens_q + row, first)
+    tl.store(cu_seqlens_k + row, first_key)
+    tl.store(slots + row, sampled)
+    tl.store(last_tokens + row, first + count - 1)
+    tl.store(next_positions + row, context_len)
+    if row == num_rows - 1:
+        tl.store(cu_seqlens_q + num_rows, first + count)
+        tl.store(cu_seqlens_k + num_rows, num_keys)
+
+
+def apply_plan(
+    record: Tensor, slots: Slots, buffers: StepBuffers, num_rows: int, block_size: int
+) -> None:
+    """As `penstock.kernels.plan.apply_plan`, in two launches."""
+    max_blocks = slots.block_tables.shape[1]
+    _apply_changes[(NUM_PROGRAMS,)](
+        record, slots.block_tables, slots.seeds, slots.temperature, slots.top_k, slots.top_p,
+        slots.min_p, max_blocks, BLOCK=BLOCK, num_warps=2, **LAUNCH,
+    )  # fmt: skip
+    _make_rows[(num_rows,)](
+        record, slots.block_tables, slots.last_token, *buffers, max_blocks, block_size, num_rows,
+        BLOCK=BLOCK, num_warps=2, **LAUNCH,
+    )  # fmt: skip

@@ -1,0 +1,218 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,attr-defined"
+"""The sampler in Triton: two launches, no sort, nothing that the host waits for.
+
+`_scan_runs` has a program for each row and run of 4096 token ids. Where all tokens may be drawn, it
+finds the run's best score. Where top-k, top-p or min-p say which may, it leaves the largest logit
+of every group of 32 ids and the sum of the softmax. `_finish_rows` has a program for each row,
+which picks the best of the runs or draws from the groups with likely tokens.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.gpu.gumbel import LOG2_E, QUARTER, RUN, best, noise, weight, words
+from penstock.kernels.gpu.likely import GROUP, draw, list_groups
+from penstock.kernels.gpu.pdl import LAUNCH, launch_dependents, wait
+
+_GROUPS_PER_RUN = tl.constexpr(RUN.value // GROUP.value)
+
+
+def sample(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    seeds: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    last_token: Tensor,
+) -> Tensor:
+    """As `penstock.kernels.sampling.sample`, which checks the arguments."""
+    num_rows, vocab_size = logits.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if not num_rows:
+        return tokens
+    num_runs = triton.cdiv(vocab_size, RUN.value)
+    num_groups = num_runs * _GROUPS_PER_RUN.value
+    run_best = logits.new_empty(num_rows, num_runs)
+    run_sum = logits.new_empty(num_rows, num_runs)
+    run_token = tokens.new_empty((num_rows, num_runs), dtype=torch.int32)
+    group_max = logits.new_empty(num_rows, num_groups)
+    group_list = tokens.new_empty((num_rows, num_groups), dtype=torch.int32)
+    rows = (logits, logits.stride(0), slots, positions)
+    parameters = (seeds, temperature, top_k, top_p, min_p)
+    runs = (run_best, run_sum, run_token, group_max)
+    _scan_runs[(num_runs, num_rows)](
+        *rows, *parameters, *runs, vocab_size=vocab_size, num_runs=num_runs, num_warps=4, **LAUNCH
+    )
+    _finish_rows[(num_rows,)](
+        *rows,
+        *parameters,
+        *runs,
+        group_list,
+        tokens,
+        last_token,
+        vocab_size=vocab_size,
+        num_runs=num_runs,
+        runs_padded=triton.next_power_of_2(num_runs),
+        num_warps=8,
+        **LAUNCH,
+    )
+    return tokens
+
+
+@triton.jit
+def _is_restricted(temperature, top_k, top_p, min_p, vocab_size: tl.constexpr):
+    """Whether a random token must be of the likelier ones."""
+    some = ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0)
+    return (temperature > 0) & some
+
+
+@triton.jit
+def _scan_runs(
+    logits_ptr,
+    row_stride,
+    slots_ptr,
+    positions_ptr,
+    seeds_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    run_best_ptr,
+    run_sum_ptr,
+    run_token_ptr,
+    group_max_ptr,
+    vocab_size: tl.constexpr,
+    num_runs: tl.constexpr,
+):
+    """Grid (num_runs, num_rows)."""
+    launch_dependents()
+    wait()
+    run, row = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots_ptr + row)
+    if slot >= 0:
+        temperature = tl.load(temperature_ptr + slot)
+        top_k, top_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot)
+        min_p = tl.load(min_p_ptr + slot)
+        row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+        at = row * num_runs + run
+        if _is_restricted(temperature, top_k, top_p, min_p, vocab_size):
+            largest, total = _summarise_run(
+                row_ptr, run, temperature, group_max_ptr + at * _GROUPS_PER_RUN, vocab_size
+            )
+            tl.store(run_best_ptr + at, largest)
+            tl.store(run_sum_ptr + at, total)
+        else:
+            seed, position = tl.load(seeds_ptr + slot), tl.load(positions_ptr + row)
+            score, token = _best_of_run(row_ptr, run, temperature, seed, position, vocab_size)
+            tl.store(run_best_ptr + at, score)
+            tl.store(run_token_ptr + at, token)
+
+
+@triton.jit
+def _best_of_run(row_ptr, run, temperature, seed, position, vocab_size: tl.constexpr):
+    """The run's best score and its token."""
+    lane = tl.arange(0, QUARTER)
+    first = run * RUN + lane
+    l0 = tl.load(row_ptr + first, first < vocab_size, other=-float("inf"))
+    id1, id2, id3 = first + QUARTER, first + 2 * QUARTER, first + 3 * QUARTER
+    l1 = tl.load(row_ptr + id1, id1 < vocab_size, other=-float("inf"))
+    l2 = tl.load(row_ptr + id2, id2 < vocab_size, other=-float("inf"))
+    l3 = tl.load(row_ptr + id3, id3 < vocab_size, other=-float("inf"))
+    if temperature > 0:
+        # The largest logit is not known yet; this keeps scores finite without it.
+        scale = LOG2_E / tl.maximum(temperature, 1e-6)
+        w0, w1, w2, w3 = words(seed, run * QUARTER + lane, position)
+        l0 = l0 * scale + noise(w0)
+        l1 = l1 * scale + noise(w1)
+        l2 = l2 * scale + noise(w2)
+        l3 = l3 * scale + noise(w3)
+    scores, ids = tl.where(l1 > l0, l1, l0), tl.where(l1 > l0, id1, first)
+    scores, ids = tl.where(l2 > scores, l2, scores), tl.where(l2 > scores, id2, ids)
+    scores, ids = tl.where(l3 > scores, l3, scores), tl.where(l3 > scores, id3, ids)
+    return best(scores, ids)
+
+
+@triton.jit
+def _summarise_run(row_ptr, run, temperature, group_max_ptr, vocab_size: tl.constexpr):
+    """The run's largest logit and sum of weights relative to it; writes its groups' largest."""
+    groups = tl.arange(0, _GROUPS_PER_RUN)
+    ids = run * RUN + groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    logits = tl.load(row_ptr + ids, ids < vocab_size, other=-float("inf"))
+    group_max = tl.max(logits, 1)
+    tl.store(group_max_ptr + groups, group_max)
+    largest = tl.max(group_max)
+    scale = LOG2_E / tl.maximum(temperature, 1e-30)
+    return largest, tl.sum(weight(logits, largest, scale))
+
+
+@triton.jit
+def _finish_rows(
+    logits_ptr,
+    row_stride,
+    slots_ptr,
+    positions_ptr,
+    seeds_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    run_best_ptr,
+    run_sum_ptr,
+    run_token_ptr,
+    group_max_ptr,
+    group_list_ptr,
+    tokens_ptr,
+    last_token_ptr,
+    vocab_size: tl.constexpr,
+    num_runs: tl.constexpr,
+    runs_padded: tl.constexpr,
+):
+    """Grid (num_rows,)."""
+    launch_dependents()
+    wait()
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    if slot < 0:
+        tl.store(tokens_ptr + row, 0)
+    else:
+        temperature = tl.load(temperature_ptr + slot)
+        top_k, top_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot)
+        min_p = tl.load(min_p_ptr + slot)
+        runs = tl.arange(0, runs_padded)
+        at = row * num_runs + runs
+        run_best = tl.load(run_best_ptr + at, runs < num_runs, other=-float("inf"))
+        if _is_restricted(temperature, top_k, top_p, min_p, vocab_size):
+            scale = LOG2_E / tl.maximum(temperature, 1e-30)
+            largest = tl.max(run_best)
+            run_sum = tl.load(run_sum_ptr + at, runs < num_runs, other=0.0)
+            total = tl.sum(run_sum * weight(run_best, largest, scale))
+            top_k = tl.where(top_k < vocab_size, top_k, 0)
+            groups_at = row * num_runs * _GROUPS_PER_RUN
+            num_listed = list_groups(
+                group_max_ptr + groups_at,
+                group_list_ptr + groups_at,
+                (largest, scale, total),
+                (top_k, top_p, min_p),
+                num_runs * _GROUPS_PER_RUN,
+                runs_padded * _GROUPS_PER_RUN,
+            )
+            token = draw(
+                logits_ptr + row.to(tl.int64) * row_stride,
+                (group_list_ptr + groups_at, num_listed),
+                (largest, scale, total),
+                (top_k, top_p, min_p),
+                (tl.load(seeds_ptr + slot), tl.load(positions_ptr + row)),
+                vocab_size,
+            )
+        else:
+            run_token = tl.load(run_token_ptr + at, runs < num_runs, other=2**31 - 1)
+            _, token = best(run_best, run_token)
+        # Not a number among the logits leaves no winner.
+        token = tl.minimum(token, vocab_size - 1).to(tl.int64)
+        tl.store(tokens_ptr + row, token)
+        tl.store(last_token_ptr + slot, token)

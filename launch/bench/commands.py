@@ -1,0 +1,108 @@
+"""The flags of `launch bench`, a parser for each subject, and what each prints."""
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from typing import Any
+
+from penstock.launch.errors import LaunchError
+from penstock.launch.options import add_options
+from penstock.protocol.config import Config
+
+PREFIX_CACHING = (
+    "The pipeline that it starts runs without prefix caching, unless --enable-prefix-caching is "
+    "given; in a running one (--name, --endpoint) the prompts differ from run to run only."
+)
+COUNTS: dict[str, dict[str, tuple[Any, str]]] = {
+    "pipeline": {
+        "--batches": ([1, 64, 256], "requests at once"),
+        "--detokenizers": ([1, 2, 4], "detokenizer processes"),
+        "--max-tokens": (1000, "tokens of each request"),
+    },
+    "offline": {
+        "--num-requests": (256, "requests, all sent at once"),
+        "--min-tokens": (100, "shortest prompt, and shortest output"),
+        "--max-tokens": (1024, "longest prompt, and longest output"),
+    },
+    "latency": {
+        "--batches": ([1, 16, 64], "requests at once"),
+        "--input-tokens": (256, "tokens of each prompt"),
+        "--output-tokens": (256, "tokens of each output"),
+    },
+}
+
+
+def add_bench(command: ArgumentParser) -> None:
+    """`launch bench pipeline`, `offline` and `latency`."""
+    subjects = command.add_subparsers(metavar="SUBJECT", required=True)
+    for name, run, text in (
+        ("pipeline", _pipeline, "the cost of everything but the model"),
+        ("offline", _offline, "throughput: many requests at once, of many lengths"),
+        ("latency", _latency, "speed of small batches of one length, and of streams"),
+    ):
+        more = "" if name == "pipeline" else f". {PREFIX_CACHING}"
+        subject = subjects.add_parser(name, help=text, description=text + more, allow_abbrev=False)
+        subject.set_defaults(run=run)
+        for flag, (default, meaning) in COUNTS[name].items():
+            _add_count(subject, flag, default, meaning)
+        _add_count(subject, "--runs", 3, "runs of which the median is shown")
+        subject.add_argument("--json", action="store_true", help="for programs")
+        if name != "pipeline":
+            _add_target(subject)
+
+
+def _add_count(command: ArgumentParser, flag: str, default: Any, text: str) -> None:
+    """Takes several numbers where the default is a list."""
+    nargs = "+" if isinstance(default, list) else None
+    text = f"{text} (default: {str(default).strip('[]').replace(',', '')})"
+    metavar = flag.rpartition("-")[2].upper()
+    command.add_argument(
+        flag, type=_count, nargs=nargs, default=default, metavar=metavar, help=text
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def _add_target(command: ArgumentParser) -> None:
+    """How tokens are drawn and sampled, and which pipeline is measured."""
+    command.add_argument("--bench-seed", type=int, default=0, help="of the prompts (default: 0)")
+    command.add_argument("--temperature", type=float, default=0.6, help="(default: 0.6)")
+    command.add_argument("--name", help="measure this running pipeline, not one of its own")
+    command.add_argument("--endpoint", help="likewise; --model then says which model runs there")
+    own = [field for field in Config.__struct_fields__ if field not in ("name", "endpoint")]
+    add_options(command, Config, own)
+
+
+def _pipeline(arguments: Namespace) -> int:
+    import msgspec
+
+    from penstock.launch.bench.pipeline import as_table, bench_pipeline
+
+    results = bench_pipeline(
+        arguments.batches, arguments.detokenizers, arguments.max_tokens, arguments.runs
+    )
+    print(msgspec.json.encode(results).decode() if arguments.json else as_table(results))
+    return 0
+
+
+def _offline(arguments: Namespace) -> int:
+    from penstock.launch.bench.model import bench_offline
+    from penstock.launch.bench.report import as_json, offline_table
+
+    least, most = arguments.min_tokens, arguments.max_tokens
+    if least > most:
+        raise LaunchError(f"--min-tokens is {least}: more than --max-tokens, {most}")
+    report = bench_offline(arguments)
+    print(as_json(report) if arguments.json else offline_table(report))
+    return 0
+
+
+def _latency(arguments: Namespace) -> int:
+    from penstock.launch.bench.model import bench_latency
+    from penstock.launch.bench.report import as_json, latency_table
+
+    report = bench_latency(arguments)
+    print(as_json(report) if arguments.json else latency_table(report))
+    return 0

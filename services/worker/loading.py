@@ -1,0 +1,160 @@
+"""How a worker comes to life: device, group, weights, KV cache, CUDA graphs."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from os import cpu_count
+
+import torch
+
+from penstock.kernels.backends import Attention, choose_attention
+from penstock.models.parallel import TensorParallel
+from penstock.models.qwen3 import Qwen3
+from penstock.models.weights import load_weights
+from penstock.protocol.checkpoint import ModelConfig, ModelError, check_tp, read_model_config
+from penstock.protocol.config import Config, make_run_folder
+from penstock.protocol.messages import WorkerAssignment
+from penstock.protocol.plan import BatchPlan, RowAdded, pack
+from penstock.services.worker.cuda_graphs import graph_sizes
+from penstock.services.worker.kv_cache import (
+    allocate_kv_cache,
+    free_gpu_bytes,
+    num_fitting_blocks,
+)
+from penstock.services.worker.model_runner import ModelRunner
+from penstock.services.worker.persistent_batch import PersistentBatch
+from penstock.services.worker.profiler import step_profiler
+
+log = logging.getLogger(__name__)
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+CPU_KV_BYTES = 1 << 30
+"""where nothing is said"""
+
+
+def load(
+    config: Config, assignment: WorkerAssignment, on_progress: Callable[[], None]
+) -> ModelRunner:
+    """Joins the group, loads this rank's weights, allocates its KV cache, captures its graphs.
+
+    Calls `on_progress` now and then. Raises ModelError, GroupError.
+    """
+    started = time.perf_counter()
+    device = choose_device(config.device, assignment.rank, config.tp)
+    # One core is for the other processes: threads that wait for one that has no core are dear.
+    torch.set_num_threads(config.num_threads or max(1, ((cpu_count() or 1) - 1) // config.tp))
+    model_config = read_model_config(config.model_folder)
+    check_tp(model_config, assignment.tp_size)
+    tp = TensorParallel.join(assignment.rendezvous, assignment.rank, assignment.tp_size, device)
+    attention = _attention(config, model_config, assignment.tp_size, device)
+    max_model_len = config.max_model_len or model_config.max_position_embeddings
+    max_blocks = -(-max_model_len // attention.block_size)
+    with torch.device(device), default_dtype(DTYPES[device.type]):
+        model = Qwen3(model_config, tp, attention, max_blocks * attention.block_size)
+    load_weights(model, config.model_folder, on_progress)
+    log.info("weights loaded after %.1f s", time.perf_counter() - started)
+    runner = _make_runner(config, model_config, model, max_blocks, on_progress)
+    if config.profile:
+        path = make_run_folder(config) / f"trace-{assignment.rank}.json"
+        runner.profile(step_profiler(config.profile, path))
+    log.info("ready after %.1f s", time.perf_counter() - started)
+    return runner
+
+
+def choose_device(wanted: str, rank: int, tp_size: int) -> torch.device:
+    """The rank's GPU, or the CPU. Raises ModelError where there are too few GPUs."""
+    num_gpus = torch.cuda.device_count()
+    if wanted == "cpu" or (wanted == "auto" and num_gpus < tp_size):
+        return torch.device("cpu")
+    if num_gpus < tp_size:
+        raise ModelError(f"--tp {tp_size} needs as many GPUs; this machine has {num_gpus}")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def _attention(config: Config, model: ModelConfig, tp_size: int, device: torch.device) -> Attention:
+    try:
+        return choose_attention(
+            config.attention,
+            config.block_size,
+            num_heads=model.num_attention_heads // tp_size,
+            num_kv_heads=model.num_key_value_heads // tp_size,
+            head_dim=model.head_dim,
+            max_rows=config.max_num_seqs,
+            device=device,
+        )
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Floating-point tensors are made of this type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _make_runner(
+    config: Config,
+    model_config: ModelConfig,
+    model: Qwen3,
+    max_blocks: int,
+    on_progress: Callable[[], None],
+) -> ModelRunner:
+    """The KV cache gets what the largest step leaves."""
+    weight, block_size = model.model.embed_tokens.weight, model.attention.block_size
+    shape = (model_config, model.tp.size, block_size)
+
+    def make(num_blocks: int) -> ModelRunner:
+        batch = PersistentBatch(
+            config.max_num_seqs, max_blocks, block_size, num_blocks, model_config.vocab_size
+        )
+        kv_cache = allocate_kv_cache(*shape, num_blocks, weight.dtype, weight.device)
+        return ModelRunner(
+            model, batch, kv_cache, config.max_num_seqs, config.max_num_batched_tokens
+        )
+
+    num_blocks = config.num_blocks
+    if not num_blocks:
+        num_bytes = config.kv_cache_gib * 2**30
+        if weight.is_cuda and not num_bytes:
+            trial = make(1)
+            plan = worst_case_plan(config, max_blocks * block_size, block_size)
+            num_bytes = free_gpu_bytes(
+                lambda: trial.launch(plan).token_ids(), config.gpu_memory_utilization, weight.device
+            )
+            del trial
+        num_blocks = num_fitting_blocks(num_bytes or CPU_KV_BYTES, *shape, weight.dtype)
+    on_progress()
+    runner = make(num_blocks)
+    if weight.is_cuda and config.enable_cuda_graphs:
+        runner.capture_graphs(graph_sizes(config.max_num_seqs), on_progress)
+    return runner
+
+
+def worst_case_plan(config: Config, max_model_len: int, block_size: int) -> BatchPlan:
+    """As many tokens and rows as a step may have, all in block 0."""
+    num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    lengths = [config.max_num_batched_tokens // num_rows] * num_rows
+    lengths[0] += config.max_num_batched_tokens % num_rows
+    lengths = [min(length, max_model_len) for length in lengths]
+    added = [
+        RowAdded(
+            slot=slot,
+            token_ids=bytes(4 * length),
+            block_ids=bytes(4 * -(-length // block_size)),
+            num_computed_tokens=0,
+            temperature=1.0,
+            top_k=20,
+            top_p=0.95,
+            min_p=0.0,
+            seed=slot,
+        )
+        for slot, length in enumerate(lengths)
+    ]
+    chunks = pack(number for pair in enumerate(lengths) for number in pair)
+    return BatchPlan(epoch=0, step=0, added=added, chunks=chunks)

@@ -1,0 +1,89 @@
+"""The worker driven directly, scheduler and model in one process: what the pipeline adds to it.
+
+`python -m tests.gpu.direct --model FOLDER offline`, or `latency --batches 1 16 64`; other options
+are those of `launch all`. The workloads are those of `launch bench`.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from penstock.launch.options import add_options, given_options
+from penstock.protocol.config import Config
+from penstock.protocol.plan import BatchPlan
+from penstock.protocol.sampling import SamplingParams
+from tests.engine import Engine
+
+PLANS = msgspec.msgpack.Decoder(BatchPlan)
+Request = tuple[list[int], int]
+"""prompt, number of output tokens"""
+
+
+def offline_requests(seed: int = 0) -> list[Request]:
+    """The workload of nano-vllm's bench.py."""
+    draw = random.Random(seed)
+    prompts = [[draw.randint(0, 10000) for _ in range(draw.randint(100, 1024))] for _ in range(256)]
+    return [(prompt, draw.randint(100, 1024)) for prompt in prompts]
+
+
+def fixed_requests(batch: int, num_in: int, num_out: int) -> list[Request]:
+    """`batch` requests of one size."""
+    return [([random.randint(0, 10000) for _ in range(num_in)], num_out) for _ in range(batch)]
+
+
+def run(engine: Engine, name: str, requests: list[Request]) -> float:
+    """Output tokens a second."""
+    start = time.perf_counter()
+    for number, (prompt, num_out) in enumerate(requests):
+        sampling = SamplingParams(
+            temperature=0.6, top_k=-1, top_p=1.0, min_p=0.0, max_tokens=num_out, ignore_eos=True
+        )
+        engine.add(f"{name}-{number}", prompt, sampling)
+    steps = deque()  # type: ignore[var-annotated]
+    while True:
+        while plan := engine.scheduler.schedule():
+            decoded = PLANS.decode(msgspec.msgpack.encode(plan))
+            steps.append((plan.step, engine.runner.launch(decoded)))
+        if not steps:
+            break
+        number, launched = steps.popleft()
+        engine.scheduler.update(number, launched.token_ids())
+    seconds = time.perf_counter() - start
+    return sum(num_out for _, num_out in requests) / seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("workload", choices=["offline", "latency"], nargs="+")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--runs", type=int, default=3)
+    add_options(parser, Config)
+    arguments = parser.parse_args()
+    start = time.perf_counter()
+    engine = Engine(Config(**given_options(arguments, Config)))
+    print(f"ready after {time.perf_counter() - start:.1f} s", flush=True)
+    workloads: dict[str, Callable[[], list[Request]]] = {}
+    if "latency" in arguments.workload:
+        for batch in arguments.batches:
+            workloads[f"batch {batch}"] = partial(fixed_requests, batch, 256, 256)
+    if "offline" in arguments.workload:
+        workloads["offline"] = offline_requests
+    run(engine, "warm", fixed_requests(8, 300, 20))
+    for name, requests in workloads.items():
+        speeds = [run(engine, f"{name} {n}", requests()) for n in range(arguments.runs)]
+        idle = engine.runner.idle_us()
+        row = {"workload": name, "tokens/s": round(statistics.median(speeds))}
+        row |= {"runs": [round(speed) for speed in speeds], "idle_us": idle}
+        row["preemptions"] = engine.scheduler.num_preemptions
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Logits on a GPU against transformers in float32 on the same weights, upcast."""
+
+import gc
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from penstock.models.qwen3 import Qwen3
+from penstock.protocol.config import Config
+from penstock.protocol.sampling import SamplingParams
+from tests.engine import Engine
+from tests.models.checkpoints import save_checkpoint
+
+pytestmark = pytest.mark.gpu
+NUM_DECODED = 6
+SMALL = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+    "dtype": torch.bfloat16,
+}
+"""the shape of Qwen3-0.6B"""
+
+
+@pytest.fixture(scope="module", params=["demo", "0.6B"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "demo":
+        return Config().model_folder
+    path = tmp_path_factory.mktemp("random")
+    with torch.device("cuda"):
+        save_checkpoint(path, **SMALL)
+    return path
+
+
+class Logits:
+    """What the model computes for each row that samples, kept on the host."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[Tensor] = []
+        compute_logits = Qwen3.compute_logits
+
+        def record(model: Qwen3, hidden_states: Tensor) -> Tensor | None:
+            logits = compute_logits(model, hidden_states)
+            assert logits is not None
+            self.steps.append(logits.cpu())
+            return logits
+
+        monkeypatch.setattr(Qwen3, "compute_logits", record)
+
+
+def relative_error(ours: Tensor, reference: Tensor) -> float:
+    return float((ours - reference).norm() / reference.norm())
+
+
+def reference_logits(folder: Path, texts: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
+    """Of the last NUM_DECODED + 1 tokens of each text."""
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype).eval().cuda()
+    logits = []
+    with torch.inference_mode():
+        for text in texts:
+            ids = torch.tensor([text], device="cuda")
+            kept = model(ids, logits_to_keep=NUM_DECODED + 1).logits[0]
+            logits.append(kept.float().cpu())
+    return logits
+
+
+@pytest.mark.parametrize("batch", [1, 7, 30, 60, 90])
+@pytest.mark.parametrize("attention", ["triton", "flash-attn"])
+def test_logits_are_as_near_as_those_of_transformers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, batch: int, attention: str
+) -> None:
+    """Prefill and decode, in each kind of matrix product."""
+    if attention == "flash-attn":
+        pytest.importorskip("flash_attn")
+    recorded = Logits(monkeypatch)
+    rng = Random(batch)
+    options = {"attention": attention, "enable_cuda_graphs": False, "kv_cache_gib": 4.0}
+    engine = Engine(
+        Config(model=str(folder), device="cuda", max_num_batched_tokens=32768, **options)  # type: ignore[arg-type]
+    )
+    vocab_size = engine.model.vocab_size
+    prompts = [
+        [rng.randrange(min(vocab_size, 256)) for _ in range(rng.randrange(5, 300))]
+        for _ in range(batch)
+    ]
+    greedy = SamplingParams(temperature=0, max_tokens=NUM_DECODED + 1, ignore_eos=True)
+    sequences = [engine.add(str(n), prompt, greedy) for n, prompt in enumerate(prompts)]
+    engine.run()
+    del engine
+    gc.collect()
+    torch.cuda.empty_cache()
+    ours = torch.stack([step[:batch] for step in recorded.steps[: NUM_DECODED + 1]], 1)
+    texts = [sequence.token_ids[:-1] for sequence in sequences]
+    exact = torch.stack(reference_logits(folder, texts, torch.float32))
+    theirs = torch.stack(reference_logits(folder, texts, torch.bfloat16))
+    error, their_error = relative_error(ours, exact), relative_error(theirs, exact)
+    print(f"{folder.name} {attention} batch {batch}: {error:.2e}, transformers {their_error:.2e}")  # noqa: T201
+    assert error < 2e-2
+    assert error < 1.1 * their_error

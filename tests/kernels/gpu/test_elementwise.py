@@ -1,0 +1,113 @@
+"""RMSNorm, the activation and RoPE with its store, against the torch references."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels import activation as reference_activation
+from penstock.kernels import norm as reference_norm
+from penstock.kernels import rope as reference_rope
+
+activation = pytest.importorskip("penstock.kernels.gpu.activation")
+norm = pytest.importorskip("penstock.kernels.gpu.norm")
+rope = pytest.importorskip("penstock.kernels.gpu.rope")
+
+EPS = 1e-6
+LIMITS = {torch.float32: 1e-5, torch.float16: 1.25e-4}
+"""of relative errors; for 16 bits about 1 element in 16 may be rounded to the next number, so that
+a rounding too many or too few is found"""
+if torch.cuda.is_available():
+    LIMITS[torch.bfloat16] = 1e-3  # the interpreter rounds to bfloat16 by cutting off
+pytestmark = pytest.mark.parametrize("dtype", LIMITS)
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    """By the norm of the difference; what is NaN in `expected` must be so in `actual`."""
+    limit = LIMITS[actual.dtype]
+    actual, expected = actual.double().cpu(), expected.double()
+    assert torch.equal(actual.isnan(), expected.isnan())
+    difference = (actual - expected).nan_to_num().norm()
+    assert difference <= limit * expected.nan_to_num().norm()
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 17])
+@pytest.mark.parametrize("size", [48, 128, 1024, 2560, 16384])
+def test_rms_norm(num_rows: int, size: int, device: str, dtype: torch.dtype) -> None:
+    x = (torch.randn(num_rows, size) * torch.rand(num_rows, 1) * 10).to(dtype)
+    weight = torch.rand(size).to(dtype)
+    expected = reference_norm.rms_norm(x, weight, EPS)
+    assert_near(norm.rms_norm(x.to(device), weight.to(device), EPS), expected)
+
+
+def test_rms_norm_refuses_rows_that_are_too_long(device: str, dtype: torch.dtype) -> None:
+    x = torch.zeros(1, 16385, dtype=dtype, device=device)
+    with pytest.raises(ValueError, match="x has 16385 columns; at most 16384"):
+        norm.rms_norm(x, x[0], EPS)
+
+
+@pytest.mark.parametrize(("num_tokens", "size"), [(0, 64), (1, 3072), (5, 33), (9, 1024)])
+def test_silu_and_mul(num_tokens: int, size: int, device: str, dtype: torch.dtype) -> None:
+    x = (torch.randn(num_tokens, 2 * size) * 20).to(dtype)
+    expected = reference_activation.silu_and_mul(x)
+    assert_near(activation.silu_and_mul(x.to(device)), expected)
+
+
+@pytest.mark.parametrize("gate", [-1e4, -100.0, 0.0, 100.0, 1e4])
+def test_silu_and_mul_is_finite_at_the_ends(gate: float, device: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([[gate, 1.0]]).to(dtype)
+    assert_near(activation.silu_and_mul(x.to(device)), reference_activation.silu_and_mul(x))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "slots"),
+    [(16, 8, [5]), (32, 8, [95, -1, 0, 33]), (5, 1, [3, 4, -1]), (40, 10, [-1, 7])],
+)
+def test_qk_norm_rope_store(
+    num_heads: int,
+    num_kv_heads: int,
+    slots: list[int],
+    head_dim: int,
+    device: str,
+    dtype: torch.dtype,
+) -> None:
+    num_tokens = len(slots)
+    qkv = (torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim) * 3).to(dtype)
+    weights = tuple(torch.rand(2, head_dim).to(dtype))
+    table = reference_rope.rope_table(head_dim, num_positions=500, base=1e4)
+    positions = torch.randint(500, (num_tokens,))
+    # a block in front is not the kernel's, so that slot -1 can be seen to stay as it is
+    caches = torch.full((2, 7, 16, num_kv_heads, head_dim), torch.nan).to(dtype)
+    caches_on_device = caches.to(device, copy=True)
+    q = rope.qk_norm_rope_store(
+        qkv.to(device),
+        tuple(weight.to(device) for weight in weights),
+        table.to(device),
+        positions.to(device),
+        torch.tensor(slots, device=device),
+        tuple(caches_on_device[:, 1:]),
+        EPS,
+    )
+    expected = reference_rope.qk_norm_rope_store(
+        qkv,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        q_weight=weights[0],
+        k_weight=weights[1],
+        rope=table,
+        positions=positions,
+        slot_mapping=torch.tensor(slots),
+        k_cache=caches[0, 1:],
+        v_cache=caches[1, 1:],
+        eps=EPS,
+    )
+    kept = torch.tensor(slots) >= 0
+    assert_near(q.cpu()[kept], expected[kept])
+    assert_near(caches_on_device, caches)
+
+
+def test_rope_refuses_an_odd_head_dim(device: str, dtype: torch.dtype) -> None:
+    caches = tuple(torch.zeros(2, 1, 4, 1, 48, dtype=dtype, device=device))
+    qkv, unused = torch.zeros(1, 3 * 48, dtype=dtype, device=device), torch.zeros(1)
+    with pytest.raises(ValueError, match="head_dim is 48; a power of 2 from 16 on is needed"):
+        rope.qk_norm_rope_store(qkv, (unused, unused), unused, unused, unused, caches, EPS)

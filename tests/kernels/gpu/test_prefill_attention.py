@@ -1,0 +1,169 @@
+"""Attention of prefill chunks, against the torch reference."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.attention import attend
+
+gpu = pytest.importorskip("penstock.kernels.gpu.prefill_attention")
+
+MIXED = [(70, 70), (1, 200), (130, 300), (1, 1), (5, 64), (3, 257)]
+"""(tokens in the step, context length) of each sequence"""
+SHORT = [(64, 128), (1, 63), (9, 65), (33, 33)]
+NUM_DECODE_ROWS = 3
+
+
+class Case(NamedTuple):
+    """A step with decode rows in front; NaN wherever no token of a sequence lies."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cu_seqlens_q: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    max_seqlen_q: int
+
+    def run(self, device: str, tuning: object = None) -> Tensor:
+        """What the kernel makes of it: out, which was NaN before."""
+        out = torch.full_like(self.q, torch.nan, device=device)
+        *tensors, max_seqlen_q = self
+        q, k_cache, v_cache, cu_seqlens_q, context_lens, block_tables = (
+            tensor.to(device) for tensor in tensors
+        )
+        gpu.prefill_attention(
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q,
+            context_lens=context_lens,
+            block_tables=block_tables,
+            scale=self.scale,
+            out=out,
+            tuning=tuning,
+        )
+        return out.cpu()
+
+    def expected(self) -> Tensor:
+        """The reference's rows behind the decode rows."""
+        return attend(
+            self.q[NUM_DECODE_ROWS:].float(),
+            self.k_cache.float().nan_to_num(),
+            self.v_cache.float().nan_to_num(),
+            cu_seqlens_q=self.cu_seqlens_q - NUM_DECODE_ROWS,
+            max_seqlen_q=self.max_seqlen_q,
+            context_lens=self.context_lens,
+            block_tables=self.block_tables,
+            scale=self.scale,
+        )
+
+    @property
+    def scale(self) -> float:
+        return float(self.q.shape[-1] ** -0.5)
+
+
+def random_case(
+    parts: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+) -> Case:
+    num_heads, num_kv_heads = heads
+    max_blocks = max(-(-context_len // block_size) for _, context_len in parts)
+    blocks = torch.randperm(len(parts) * max_blocks).view(len(parts), max_blocks) + 3
+    k_cache, v_cache = torch.full(
+        (2, len(parts) * max_blocks + 3, block_size, num_kv_heads, head_dim), torch.nan
+    )
+    for table, (_, context_len) in zip(blocks, parts, strict=True):
+        positions = torch.arange(context_len)
+        slots = table[positions // block_size] * block_size + positions % block_size
+        for cache in (k_cache, v_cache):
+            cache.view(-1, num_kv_heads, head_dim)[slots] = torch.randn(
+                context_len, num_kv_heads, head_dim
+            )
+    lengths = [length for length, _ in parts]
+    q = torch.randn(NUM_DECODE_ROWS + sum(lengths), num_heads, head_dim) * 2
+    return Case(
+        q.to(dtype),
+        k_cache.to(dtype),
+        v_cache.to(dtype),
+        torch.tensor([NUM_DECODE_ROWS, *lengths]).cumsum(0).int(),
+        torch.tensor([context_len for _, context_len in parts]).int(),
+        blocks.int(),
+        max(lengths),
+    )
+
+
+def assert_right(case: Case, out: Tensor) -> None:
+    expected = case.expected()
+    limit = 1e-5 if out.dtype == torch.float32 else 1e-2
+    assert out[:NUM_DECODE_ROWS].isnan().all()
+    difference = out[NUM_DECODE_ROWS:].float() - expected
+    assert difference.norm() < limit * expected.norm()
+    by_token = difference.flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    assert (by_token < 3 * limit).all()  # a short sequence weighs little in the whole
+
+
+@pytest.mark.parametrize(
+    ("parts", "heads", "head_dim", "block_size"),
+    [
+        (MIXED, (2, 2), 128, 256),
+        (MIXED, (4, 2), 128, 16),
+        (MIXED, (4, 1), 64, 64),
+        (MIXED, (2, 1), 64, 48),
+        (SHORT, (5, 1), 128, 64),
+        (SHORT, (8, 1), 64, 48),
+        (SHORT, (4, 4), 64, 256),
+    ],
+)
+def test_equals_the_reference(
+    parts: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    device: str,
+    dtype: torch.dtype,
+) -> None:
+    case = random_case(parts, heads, head_dim, block_size, dtype)
+    assert_right(case, case.run(device))
+
+
+@pytest.mark.parametrize("block_size", [256, 16])
+@pytest.mark.parametrize("tuning", [(64, 128, 4, 2), (128, 64, 4, 3), (16, 32, 4, 2)])
+def test_a_tuning_changes_no_result(
+    tuning: tuple[int, ...], block_size: int, device: str, dtype: torch.dtype
+) -> None:
+    if device == "cuda" and tuning[0] < 64:
+        pytest.skip("tiles as small as this are for the interpreter")
+    case = random_case([(40, 290), (130, 131)], (2, 1), 64, block_size, dtype)
+    assert_right(case, case.run(device, gpu.Tuning(*tuning)))
+
+
+@pytest.mark.parametrize("queries", [63, 64, 65, 127, 128, 129])
+def test_the_ends_of_tiles(queries: int, device: str, dtype: torch.dtype) -> None:
+    parts = [(queries, queries + before) for before in (0, 1, 63, 64, 127)]
+    case = random_case(parts, (1, 1), 64, 64, dtype)
+    assert_right(case, case.run(device))
+
+
+def test_large_scores_stay_finite(device: str, dtype: torch.dtype) -> None:
+    case = random_case([(20, 150)], (2, 1), 64, 64, dtype)
+    case = case._replace(q=case.q * 1000)
+    assert case.run(device)[NUM_DECODE_ROWS:].isfinite().all()
+
+
+def test_no_tokens(device: str, dtype: torch.dtype) -> None:
+    case = random_case([(1, 1)], (1, 1), 64, 16, dtype)
+    case = case._replace(cu_seqlens_q=torch.tensor([3, 3]).int(), max_seqlen_q=0)
+    assert case.run(device).isnan().all()
+
+
+def test_refuses_an_odd_head_dim(device: str, dtype: torch.dtype) -> None:
+    case = random_case([(1, 1)], (1, 1), 48, 16, dtype)
+    with pytest.raises(ValueError, match="head_dim is 48; a power of 2 from 16 on is needed"):
+        case.run(device)

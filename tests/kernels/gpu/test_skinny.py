@@ -1,0 +1,169 @@
+"""Products of few rows, by every kernel and with everything fused, against torch in float32."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels import linear
+from penstock.kernels.gpu import skinny
+from penstock.kernels.gpu.skinny import Config, Product, choose, launch, multiply
+
+EPS = 1e-6
+KINDS = ["plain", "add", "norm", "logits", "swiglu"]
+CONFIGS = {
+    "mma": Config("mma", 16, 32, 1, 4, 3, 64),
+    "wide": Config("mma", 64, 64, 1, 4, 3, 0),
+    "slices": Config("slices", 32, 64, 1, 4, 3, 64),
+}
+SPLITS = {
+    "mma by 2": Config("mma", 16, 16, 2, 4, 3, 64),
+    "mma by 3": Config("mma", 32, 32, 3, 4, 2, 0),
+    "slices by 3": Config("slices", 16, 64, 3, 4, 3, 0),
+}
+GEMVS = {
+    "whole": Config("gemv", 8, 256, 1, 4, 1, 0),
+    "in turn": Config("gemv", 16, 64, 1, 4, 3, 64),
+}
+
+
+def product(kind: str, rows: int, inner: int, columns: int, dtype: torch.dtype) -> Product:
+    """Of random numbers; the result is NaN."""
+    swiglu = kind == "swiglu"
+    weight = torch.randn(2 * columns if swiglu else columns, inner) / inner**0.5
+    out_dtype = torch.float32 if kind == "logits" else dtype
+    return Product(
+        (torch.randn(rows, inner) * torch.rand(rows, 1) * 4).to(dtype),
+        weight.to(dtype),
+        torch.full((rows, columns), torch.nan, dtype=out_dtype),
+        None if kind in ("plain", "add") else (torch.rand(inner) + 0.5).to(dtype),
+        EPS,
+        torch.randn(rows, columns).to(dtype) if kind == "add" else None,
+        swiglu,
+    )
+
+
+def to(operands: Product, device: str) -> Product:
+    return Product(*(one.to(device) if isinstance(one, Tensor) else one for one in operands))
+
+
+def expected(operands: Product) -> Tensor:
+    x = operands.x.double()
+    if operands.norm_weight is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * operands.norm_weight.double()
+    out = x @ operands.weight.double().T
+    if operands.swiglu:
+        gate, up = out.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+    return out if operands.residual is None else out + operands.residual.double()
+
+
+def check(operands: Product, config: Config, device: str) -> None:
+    there = to(operands, device)
+    launch(there, config)
+    wanted = expected(operands)
+    error = (there.out.cpu().double() - wanted).norm() / wanted.norm()
+    assert error < (1e-5 if operands.x.dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [(3, 64, 48), (17, 80, 33)], ids=str)
+def test_a_tile(
+    kind: str, sizes: tuple[int, int, int], config: Config, device: str, dtype: torch.dtype
+) -> None:
+    check(product(kind, *sizes, dtype), config, device)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 31, 32, 64])
+@pytest.mark.parametrize("columns", [264, 333])
+def test_rows_and_columns(rows: int, columns: int, device: str, dtype: torch.dtype) -> None:
+    check(product("norm", rows, 160, columns, dtype), CONFIGS["wide"], device)
+
+
+@pytest.mark.parametrize("config", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("kind", ["plain", "add", "swiglu"])
+@pytest.mark.parametrize("sizes", [(1, 160, 48), (17, 112, 33)], ids=str)
+def test_split_k_again_and_again(
+    kind: str, sizes: tuple[int, int, int], config: Config, device: str, dtype: torch.dtype
+) -> None:
+    partials, counters = skinny.workspace(torch.device(device))
+    for _ in range(2):
+        partials.fill_(torch.nan)
+        check(product(kind, *sizes, dtype), config, device)
+        assert not counters.any()
+
+
+def test_more_splits_than_tiles_of_the_inner_dimension(device: str, dtype: torch.dtype) -> None:
+    check(product("add", 3, 64, 48, dtype), Config("mma", 16, 32, 5, 4, 3, 0), device)
+
+
+def test_split_k_gives_the_same_bits_every_time(device: str, dtype: torch.dtype) -> None:
+    operands = to(product("add", 3, 160, 48, dtype), device)
+    launch(operands, SPLITS["mma by 3"])
+    first = operands.out.clone()
+    for _ in range(2):
+        launch(operands, SPLITS["mma by 3"])
+        assert torch.equal(operands.out, first)
+
+
+@pytest.mark.parametrize("config", GEMVS.values(), ids=GEMVS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [(256, 48), (144, 333)], ids=str)
+def test_one_row(
+    kind: str, sizes: tuple[int, int], config: Config, device: str, dtype: torch.dtype
+) -> None:
+    check(product(kind, 1, *sizes, dtype), config, device)
+
+
+@pytest.mark.parametrize("kind", ["add", "norm", "logits", "swiglu"])
+def test_what_is_guessed_for_sizes_not_measured(
+    kind: str, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(skinny, "TABLE", {})
+    for rows in (1, 3, 40):
+        operands = product(kind, rows, 272, 96, dtype)
+        config = choose(kind, rows, *operands.weight.shape)
+        assert config is not None
+        check(operands, config, device)
+
+
+def test_the_table_decides_by_the_rows_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config("mma", 16, 32, 1, 4, 3, 0)
+    table = {("add", 48, 64, 32): tuple(config), ("add", 48, 64, 64): None}
+    monkeypatch.setattr(skinny, "TABLE", table)
+    assert choose("add", 17, 48, 64) == choose("add", 32, 48, 64) == config
+    assert choose("add", 33, 48, 64) is None
+    assert choose("add", 16, 48, 64) not in (None, config)
+
+
+@pytest.mark.parametrize(("rows", "inner"), [(0, 64), (65, 64), (1, 72)])
+def test_chooses_nothing_for_what_no_kernel_takes(rows: int, inner: int) -> None:
+    assert choose("add", rows, 48, inner) is None
+
+
+def test_only_bfloat16_is_multiplied_here() -> None:
+    assert multiply("add", torch.zeros(1, 64), torch.zeros(48, 64)) is None
+
+
+def test_every_guess_fits_the_workspace() -> None:
+    for columns in (16, 264, 1000, 8448, 151936):
+        for rows in (2, 17, 64):
+            config = choose("add", rows, columns, 12288)
+            if config is not None:
+                tiles = -(-columns // config.bn)
+                skinny._check_workspace(
+                    product("add", rows, 16, columns, torch.float32), config, tiles
+                )
+
+
+def test_refuses_sums_that_do_not_fit() -> None:
+    operands = product("add", 64, 16, 8448, torch.float32)
+    with pytest.raises(ValueError, match="528 tiles and 4325376 sums; at most 8192 tiles"):
+        launch(operands, Config("mma", 16, 16, 8, 4, 3, 0))
+
+
+def test_refuses_more_splits_than_are_added_up() -> None:
+    with pytest.raises(ValueError, match="split_k is 9; at most 8"):
+        launch(product("add", 3, 64, 48, torch.float32), Config("mma", 16, 16, 9, 4, 3, 0))

@@ -1,0 +1,252 @@
+"""The benchmarks: what they ask for, what they print, and a small run of each."""
+
+import contextlib
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.launch.bench import measure
+from penstock.launch.bench import report as module
+from penstock.launch.bench.measure import Meter, Run, Streaming, median, percentile
+from penstock.launch.bench.report import (
+    as_json,
+    hardware,
+    latency_table,
+    offline_table,
+    versions,
+)
+from penstock.launch.bench.target import Target, _flags
+from penstock.launch.bench.workload import Item, fixed_lengths, random_lengths, variant
+from penstock.launch.cli import main
+from penstock.launch.errors import LaunchError
+from penstock.launch.private import private_pipeline
+from penstock.protocol.config import Config
+from tests.launch.fake_gateway import Gateway, echo
+
+SMALL = ("--num-threads", "1", "--kv-cache-gib", "0.1")
+
+
+def bench(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> str:
+    """What `launch bench` prints."""
+    monkeypatch.setattr(sys, "argv", ["launch", "bench", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    printed = capsys.readouterr()
+    assert end.value.code == 0, printed.err
+    return printed.out
+
+
+def run_of(seconds: float, preemptions: int = 0) -> Run:
+    speed = (1000 / seconds, 3000 / seconds)
+    return Run(4, 2000, 0, 1000, seconds, *speed, preemptions)
+
+
+def report_of(**results: object) -> dict[str, Any]:
+    return {
+        "subject": "offline",
+        "model": "Qwen3-0.6B",
+        "hardware": {"cpus": 8, "gpus": ["NVIDIA H200"]},
+        "versions": {"python": "3.12.1", "torch": "2.11.0"},
+        "workload": {"batches": [1, 16], "temperature": 0.6},
+        "options": Config(name="x", tp=2, enable_prefix_caching=False),
+        "ready_seconds": 12.34,
+        **results,
+    }
+
+
+HEADLINE = (
+    "Qwen3-0.6B on NVIDIA H200, 8 CPU cores; python 3.12.1, torch 2.11.0; "
+    "batches 1 16, temperature 0.6; --tp 2; prefix caching off; ready after 12.3 s"
+)
+
+
+def test_the_workload_is_that_of_nano_vllm() -> None:
+    items = random_lengths(256, 100, 1024, 0)
+    assert sum(len(item.prompt) for item in items) == 142_827
+    assert sum(item.num_output_tokens for item in items) == 133_966
+    assert items[0].prompt[:3] == [6311, 6890, 663]
+    assert {type(token) for item in items for token in item.prompt} == {int}
+
+
+def test_lengths_are_within_the_limits_and_follow_the_seed() -> None:
+    items = random_lengths(300, 4, 8, 1)
+    assert {len(item.prompt) for item in items} == {4, 5, 6, 7, 8}
+    assert {item.num_output_tokens for item in items} == {4, 5, 6, 7, 8}
+    assert items == random_lengths(300, 4, 8, 1) != random_lengths(300, 4, 8, 2)
+
+
+def test_fixed_lengths() -> None:
+    items = fixed_lengths(16, 7, 9, 0)
+    assert [(len(item.prompt), item.num_output_tokens) for item in items] == [(7, 9)] * 16
+    assert len({tuple(item.prompt) for item in items}) == 16
+
+
+def test_a_variant_has_other_tokens_of_the_vocabulary() -> None:
+    items = [Item([0, 99, 10_000], 5)]
+    assert variant(items, 0, 151_936) == items
+    assert variant(items, 1, 151_936) == [Item([1, 100, 0], 5)]
+    assert variant(items, -1, 100) == [Item([99, 98, 99], 5)]
+
+
+def test_the_median_is_of_each_field() -> None:
+    middle = median([run_of(1.0, 5), run_of(4.0, 0), run_of(2.0, 7)])
+    assert (middle.seconds, middle.output_tokens_per_second, middle.preemptions) == (2.0, 500, 5)
+    assert type(median([run_of(1.0), run_of(2.0)]).output_tokens) is int
+
+
+def test_percentiles() -> None:
+    values = [float(value) for value in range(200, 0, -1)]
+    assert (percentile(values, 0.5), percentile(values, 0.99)) == (100.0, 198.0)
+    assert percentile([3.0], 0.99) == 3.0
+    assert math.isnan(percentile([], 0.5))
+
+
+def test_offline_as_a_table() -> None:
+    runs = [run_of(0.5), run_of(0.25, 3)]
+    assert offline_table(report_of(runs=runs, median=median(runs))).splitlines() == [
+        HEADLINE,
+        "",
+        "| run | requests | prompt tokens | cached tokens | output tokens | seconds "
+        "| output tokens/s | total tokens/s | preemptions |",
+        "| --- | --: | --: | --: | --: | --: | --: | --: | --: |",
+        "| 1 | 4 | 2,000 | 0 | 1,000 | 0.50 | 2,000 | 6,000 | 0 |",
+        "| 2 | 4 | 2,000 | 0 | 1,000 | 0.25 | 4,000 | 12,000 | 3 |",
+        "| median | 4 | 2,000 | 0 | 1,000 | 0.38 | 3,000 | 9,000 | 1 |",
+    ]
+
+
+def test_latency_as_a_table() -> None:
+    batch = {"batch": 16, "median": run_of(0.5), "streaming": Streaming(12.345, 3.0, 4.5)}
+    assert latency_table(report_of(batches=[batch])).splitlines() == [
+        HEADLINE,
+        "",
+        "| batch | seconds | output tokens/s | TTFT ms | ITL ms | ITL p99 ms | preemptions |",
+        "| --- | --: | --: | --: | --: | --: | --: |",
+        "| 16 | 0.50 | 2,000 | 12.35 | 3.00 | 4.50 | 0 |",
+    ]
+
+
+def test_json_has_every_fact() -> None:
+    runs = [run_of(0.5)]
+    streaming = Streaming(1.0, math.nan, math.nan)  # of one token there is no second
+    report = json.loads(as_json(report_of(runs=runs, streaming=streaming)))
+    assert report["hardware"] == {"cpus": 8, "gpus": ["NVIDIA H200"]}
+    assert report["options"]["tp"] == 2
+    assert report["runs"][0]["output_tokens_per_second"] == 2000
+    assert report["streaming"] == {"ttft_ms": 1.0, "itl_ms": None, "itl_p99_ms": None}
+
+
+def test_hardware_with_and_without_nvidia_smi(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert hardware()["gpus"] == []
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho NVIDIA H200\necho NVIDIA L4\n")
+    tool.chmod(0o755)
+    assert hardware()["gpus"] == ["NVIDIA H200", "NVIDIA L4"]
+    tool.write_text("#!/bin/sh\necho 'no driver'; exit 9\n")
+    assert hardware()["gpus"] == []
+    assert hardware()["cpus"] >= 1
+
+
+def test_a_package_that_is_not_there_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(versions()) == {"python", "penstock", "torch"}
+
+    def version(name: str) -> str:
+        raise module.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(module.metadata, "version", version)
+    assert set(versions()) == {"python"}
+
+
+def test_options_become_flags() -> None:
+    options = {"tp": 2, "enable_prefix_caching": False, "model": "/a b"}
+    flags = ["--tp", "2", "--no-enable-prefix-caching", "--model", "/a b"]
+    assert list(_flags(options)) == flags
+    assert list(_flags({"enable_prefix_caching": True})) == ["--enable-prefix-caching"]
+
+
+def test_a_pipeline_that_ends_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(measure, "SILENCE", 0.1)
+    endpoint = f"ipc://{tmp_path}/clients"
+    target = Target(endpoint, "", 8, Config(name="none"))
+    # this gateway has no answer to a prompt of token ids
+    with (
+        contextlib.closing(Gateway(endpoint, echo)),
+        Meter(target, 0.0) as meter,
+        pytest.raises(LaunchError, match="pipeline 'none' ended before it answered"),
+    ):
+        meter.run([Item([1, 2], 3)])
+
+
+@pytest.mark.pipeline
+def test_offline(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    workload = ("--num-requests", "4", "--min-tokens", "4", "--max-tokens", "8")
+    more = ("--num-blocks", "60", "--runs", "2", "--json")
+    report = json.loads(bench(monkeypatch, capsys, "offline", *workload, *SMALL, *more))
+    assert (report["subject"], report["model"]) == ("offline", "Qwen3 demo")
+    assert report["workload"]["max_tokens"] == 8
+    options = report["options"]
+    assert (options["num_blocks"], options["enable_prefix_caching"]) == (60, False)
+    items = random_lengths(4, 4, 8, 0)
+    assert len(report["runs"]) == 2
+    for run in [*report["runs"], report["median"]]:
+        assert (run["requests"], run["cached_tokens"], run["preemptions"]) == (4, 0, 0)
+        assert run["input_tokens"] == sum(len(item.prompt) for item in items)
+        assert run["output_tokens"] == sum(item.num_output_tokens for item in items)
+        assert 0 < run["output_tokens_per_second"] < run["total_tokens_per_second"]
+    assert report["ready_seconds"] > 0
+
+
+@pytest.mark.pipeline
+def test_preemptions_are_of_the_run_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four sequences of 48 tokens in 6 blocks of 16: each run preempts about as often."""
+    workload = ("--batches", "4", "--input-tokens", "16", "--output-tokens", "32", "--runs", "3")
+    more = ("--block-size", "16", "--num-blocks", "6", "--json")
+    report = json.loads(bench(monkeypatch, capsys, "latency", *workload, *SMALL, *more))
+    first, second, third = (run["preemptions"] for run in report["batches"][0]["runs"])
+    assert first > 0
+    assert 0 < third < first + second
+
+
+@pytest.mark.pipeline
+def test_latency_of_a_running_pipeline(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload = ("--batches", "1", "3", "--input-tokens", "6", "--output-tokens", "4")
+    with private_pipeline("bench-test", *SMALL, "--log-level", "warning") as endpoint:
+        arguments = ("latency", *workload, "--runs", "1", "--name", "bench-test", "--json")
+        report = json.loads(bench(monkeypatch, capsys, *arguments))
+        model = str(Config().model_folder)
+        arguments = ("latency", *workload, "--runs", "1", "--endpoint", endpoint, "--model", model)
+        table = bench(monkeypatch, capsys, *arguments)
+    assert report["options"]["name"] == "bench-test"
+    assert report["ready_seconds"] is None
+    assert [one["batch"] for one in report["batches"]] == [1, 3]
+    for one in report["batches"]:
+        assert [run["output_tokens"] for run in one["runs"]] == [4 * one["batch"]]
+        assert one["streaming"]["ttft_ms"] > 0
+        assert one["streaming"]["itl_p99_ms"] >= one["streaming"]["itl_ms"] > 0
+    assert [line[:5] for line in table.splitlines()[-2:]] == ["| 1 |", "| 3 |"]
+    assert "prefix caching" not in table  # what the endpoint's options are is not known
+
+
+@pytest.mark.pipeline
+def test_the_pipeline_without_a_model() -> None:
+    launch = [sys.executable, "-P", "-m", "penstock.launch", "bench", "pipeline", "--json"]
+    numbers = ["--batches", "2", "--detokenizers", "1", "--max-tokens", "20", "--runs", "1"]
+    done = subprocess.run([*launch, *numbers], check=True, capture_output=True)
+    results = json.loads(done.stdout)
+    assert [(one["batch"], one["stream"]) for one in results] == [(2, False), (2, True)]
