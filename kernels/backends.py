@@ -1,13 +1,12 @@
-"""Attention back ends behind one interface: what is installed and measured best, or what is asked.
+"""Attention back ends behind one interface: what measured best, or what is asked for.
 
 - `torch`: the reference, on any device.
-- `triton`: our own kernels, for any block size.
+- `triton`: our own kernels, for any block size; `auto` on a GPU, for they measured faster than
+  flash-attn 2 everywhere (README, "Measured").
 - `flash-attn`: flash-attn 2.8 (Dao 2023, https://arxiv.org/abs/2307.08691), for blocks of 256
   tokens or a multiple.
-- `auto` on a GPU: ours for decode; for prefill flash-attn where it is installed.
 """
 
-import logging
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,12 +16,11 @@ from torch import Tensor
 from penstock.kernels.attention import attend
 from penstock.kernels.step import Step
 
-log = logging.getLogger(__name__)
-NAMES = ("auto", "flash-attn", "triton", "torch")
 FLASH_BLOCK = 256
 """tokens; flash-attn's paged KV takes this or a multiple"""
 DEFAULT_BLOCK = 16
-DEFAULT_GPU_BLOCK = 64
+TRITON_BLOCK = 128
+"""tokens; the largest tile of keys, so that a tile lies in one block"""
 
 
 class Attention:
@@ -166,34 +164,26 @@ def choose_attention(
     max_rows: int,
     device: torch.device,
 ) -> Attention:
-    """The back end `name`, one of NAMES, with blocks of `block_size` tokens (0: what it likes).
+    """The back end `name` (auto, triton, flash-attn or torch), with blocks of `block_size` tokens (0: what it likes).
 
     Raises ValueError where it can't be had.
     """
     scale = head_dim**-0.5
-    on_gpu, has_flash = device.type == "cuda", find_spec("flash_attn") is not None
-    if name == "torch" or (name == "auto" and not on_gpu):
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "torch"
+    if name == "torch":
         return Attention(block_size or DEFAULT_BLOCK, scale)
-    if not on_gpu:
+    if device.type != "cuda":
         raise ValueError(f"attention {name!r} needs a GPU; on a CPU there is 'torch'")
-    if name == "flash-attn" and not has_flash:
-        raise ValueError("attention 'flash-attn': flash-attn 2.8 is not installed")
-    flash_prefills = name == "flash-attn" or (name == "auto" and has_flash)
-    block_size = block_size or (FLASH_BLOCK if flash_prefills else DEFAULT_GPU_BLOCK)
-    if flash_prefills and block_size % FLASH_BLOCK:
-        if name == "flash-attn":
-            raise ValueError(f"block_size {block_size}; flash-attn takes multiples of 256")
-        flash_prefills = False
-    decode: Any = FlashDecode()
-    if name != "flash-attn":
+    if name == "triton":
         from penstock.kernels.gpu.decode_attention import DecodeAttention
 
-        decode = DecodeAttention(max_rows, num_heads, num_kv_heads, head_dim, block_size, device)
-    prefill = flash_prefill if flash_prefills else triton_prefill
-    log.info(
-        "attention: %s decodes, %s prefills%s",
-        "flash-attn" if name == "flash-attn" else "triton",
-        "flash-attn" if flash_prefills else "triton",
-        "" if has_flash else " (flash-attn is not installed)",
-    )
-    return GpuAttention(block_size, scale, decode, prefill)
+        block_size = block_size or TRITON_BLOCK
+        layout = num_heads, num_kv_heads, head_dim, block_size
+        decode = DecodeAttention(max_rows, *layout, device)
+        return GpuAttention(block_size, scale, decode, triton_prefill)
+    if find_spec("flash_attn") is None:
+        raise ValueError(f"attention {name!r}: flash-attn 2.8 is not installed; 'triton' is")
+    if block_size % FLASH_BLOCK:
+        raise ValueError(f"block_size {block_size}; flash-attn takes multiples of {FLASH_BLOCK}")
+    return GpuAttention(block_size or FLASH_BLOCK, scale, FlashDecode(), flash_prefill)

@@ -30,7 +30,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    """`residual + x @ weight.T`; residual [num_rows, out_features]."""
+    """`residual + x @ weight.T`; residual [num_rows, out_features], which may be overwritten."""
     _check(x, weight)
     check_tensor("residual", residual, (x.shape[0], weight.shape[0]), x.dtype)
     fused = _fused("add", x, weight, residual=residual)
@@ -72,9 +72,9 @@ def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> T
 
 
 def add_separately(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    """As `linear_add`, without our own product."""
+    """As `linear_add`, without our own product; on a GPU in place: a copy would show."""
     if x.is_cuda:
-        return torch.addmm(residual, x, weight.t())
+        return residual.addmm_(x, weight.t())
     return residual + _product(x, weight)
 
 

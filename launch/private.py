@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,12 +35,20 @@ def private_pipeline(name: str, *flags: str, **commands: str) -> Iterator[str]:
             text=True,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         ) as process:
+            drain = threading.Thread(target=_drain, args=[process])
             try:
                 _wait_for_ready(process)
+                drain.start()
                 yield endpoint
             finally:
                 process.send_signal(signal.SIGTERM)
-                process.communicate()
+                process.communicate() if drain.ident is None else drain.join()
+
+
+def _drain(process: "subprocess.Popen[str]") -> None:
+    """Reads the log to its end: a full pipe would stop the pipeline."""
+    for _ in process.stdout or ():
+        pass
 
 
 def _wait_for_ready(process: "subprocess.Popen[str]") -> None:

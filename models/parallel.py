@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
+from penstock.kernels.embedding import embedding
 from penstock.kernels.linear import linear, linear_add, norm_linear
 
 TIMEOUT = timedelta(seconds=120)
@@ -185,10 +185,10 @@ class VocabParallelEmbedding(Layer):
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids int64 [num_tokens] → [num_tokens, hidden_size]."""
         if self.tp.size == 1:
-            return functional.embedding(input_ids, self.weight)
+            return embedding(input_ids, self.weight)
         elsewhere = (input_ids < self.start) | (input_ids >= self.stop)
         local_ids = (input_ids - self.start).masked_fill(elsewhere, 0)
-        embedded = functional.embedding(local_ids, self.weight)
+        embedded = embedding(local_ids, self.weight)
         return self.tp.all_reduce(embedded.masked_fill(elsewhere[:, None], 0))
 
     def logits(self, hidden_states: Tensor, norm: "RMSNorm") -> Tensor | None:

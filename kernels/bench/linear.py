@@ -2,7 +2,8 @@
 
     python -m penstock.kernels.bench.linear [--sizes 0.6B 8B] [--rows 1 16] [--write FILE]
 
-Shares are of what a copy on an H200 reads and writes per second. Sizes and rows that were not
+The four products of a layer are timed in a layer, one after the other tuned; the figures are those
+of the whole layer. Sizes and rows that were not
 measured keep their entries in FILE, as far as it is the table in use.
 """
 
@@ -15,125 +16,32 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from triton.errors import TritonError
 
-from penstock.kernels import linear
-from penstock.kernels.bench.timing import L2_BYTES, graph_us
+from penstock.kernels.bench.candidates import SIZES, Shape, candidates, shapes
+from penstock.kernels.bench.layers import EPS, Configs, Layers, separately
+from penstock.kernels.bench.timing import graph_us
 from penstock.kernels.gpu import skinny_table
-from penstock.kernels.gpu.skinny import Config, Product, empty_product, launch, row_block, workspace
+from penstock.kernels.gpu.skinny import (
+    EARLY,
+    Config,
+    Product,
+    empty_product,
+    launch,
+    row_block,
+    workspace,
+)
 
-SIZES = {
-    "0.6B": (1024, 3072, 16, 8),
-    "1.7B": (2048, 6144, 16, 8),
-    "4B": (2560, 9728, 32, 8),
-    "8B": (4096, 12288, 32, 8),
-    "14B": (5120, 17408, 40, 8),
-    "32B": (5120, 25600, 64, 8),
-}
-"""hidden size, intermediate size, heads, key-value heads of the published Qwen3"""
-HEAD_DIM = 128
-VOCAB_SIZE = 151936
 ROWS = (1, 16, 32, 64)
-COPY_BYTES_PER_US = 4.26e6
-SHARED_BYTES = 220 << 10
-NUM_SMS = 132
-EPS = 1e-6
 MAX_ERROR = 1e-2
 FINALISTS = 3
 """are measured again, for longer"""
 NUM_PROCESSES = min(16, os.cpu_count() or 1)
 POOL = 1 << 30
 """random weights that all shapes are cut from, more than the largest has"""
-
-
-class Shape(NamedTuple):
-    """A weight [num_weights, inner]."""
-
-    kind: str
-    num_weights: int
-    inner: int
-
-    @property
-    def weights_per_column(self) -> int:
-        return 2 if self.kind == "swiglu" else 1
-
-    @property
-    def num_columns(self) -> int:
-        return self.num_weights // self.weights_per_column
-
-
-def shapes(size: str) -> list[Shape]:
-    """The four products of a layer, and the logits."""
-    hidden, intermediate, heads, kv_heads = SIZES[size]
-    return [
-        Shape("norm", (heads + 2 * kv_heads) * HEAD_DIM, hidden),
-        Shape("add", hidden, heads * HEAD_DIM),
-        Shape("swiglu", 2 * intermediate, hidden),
-        Shape("add", hidden, intermediate),
-        Shape("logits", VOCAB_SIZE, hidden),
-    ]
-
-
-def candidates(shape: Shape, rows: int) -> list[Config]:
-    """Worth measuring: enough programs for all SMs, enough bytes in flight, and they fit."""
-    tensor_cores = [config for config in _tensor_cores(shape, rows) if _fits(shape, rows, config)]
-    if rows > 1:
-        return tensor_cores
-    return _gemvs(shape) + [one for one in tensor_cores if one.kernel == "slices"]
-
-
-def _tensor_cores(shape: Shape, rows: int) -> list[Config]:
-    splits = (1,) if shape.kind == "logits" else (1, 2, 3, 4, 6, 8)
-    kernels = [("slices", 256, 4), ("slices", 512, 4), ("slices", 512, 8)] if rows <= 16 else []
-    kernels += [("mma", 128, 4), ("mma", 256, 4)]
-    if rows > 16:
-        kernels += [("mma", 64, 4), ("mma", 128, 8)]
-    return [
-        Config(kernel, bn, bk, split_k, num_warps, num_stages, prefetch)
-        for (kernel, bk, num_warps), bn, split_k, (num_stages, prefetch) in itertools.product(
-            kernels, (8, 16, 32, 64, 128), splits, ((3, 0), (3, 512), (5, 512))
-        )
-    ]
-
-
-def _fits(shape: Shape, rows: int, config: Config) -> bool:
-    programs = -(-shape.num_columns // config.bn) * config.split_k
-    if shape.inner % config.bk or config.bk * config.split_k > shape.inner:
-        return False
-    if not 100 <= programs <= max(600, shape.num_columns // 32):
-        return False
-    # A program whose share of the inner dimension is short needs no deep pipeline, and what
-    # repeats x for few columns reads more of x than of weights.
-    steps = shape.inner // config.bk // config.split_k
-    if (config.num_stages == 5 and steps < 4) or config.bn * 4 < row_block(rows):
-        return False
-    weights = config.bn * shape.weights_per_column
-    tile = config.bk * 2 * (row_block(rows) + weights)
-    # At most this many programs have their tiles on one SM at once.
-    resident = min(-(-programs // NUM_SMS), SHARED_BYTES // (tile * config.num_stages))
-    in_flight = resident * config.bk * 2 * weights * min(config.num_stages - 1, steps)
-    return resident > 0 and in_flight >= min(24 << 10, _share_of_sm(shape) // 2)
-
-
-def _share_of_sm(shape: Shape) -> int:
-    return 2 * shape.num_weights * shape.inner // NUM_SMS
-
-
-def _gemvs(shape: Shape) -> list[Config]:
-    whole = 1 << (shape.inner - 1).bit_length()
-    configs = []
-    for bn, num_warps in itertools.product((1, 2, 4, 8, 16), (2, 4, 8)):
-        per_thread = bn * whole * shape.weights_per_column // (32 * num_warps)
-        if 16 <= per_thread <= 128 and whole >= num_warps * 256:
-            configs.append(Config("gemv", bn, whole, 1, num_warps, 1, 0))
-    for bn, bk, num_stages, prefetch in itertools.product((4, 8), (512, 1024), (3, 5), (0, 512)):
-        if shape.inner > bk:
-            configs.append(Config("gemv", bn, bk, 1, 4, num_stages, prefetch))
-    return configs
 
 
 def operands(shape: Shape, rows: int, weight: Tensor) -> Product:
@@ -144,19 +52,6 @@ def operands(shape: Shape, rows: int, weight: Tensor) -> Product:
     if shape.kind == "add":
         return empty_product(shape.kind, x, weight, residual=residual)
     return empty_product(shape.kind, x, weight, norm_weight, EPS)
-
-
-def separately(shape: Shape, product: Product) -> Tensor:
-    """By cuBLAS, with kernels of their own for what stands around it."""
-    if product.residual is not None:
-        return linear.add_separately(product.x, product.weight, product.residual)
-    norm_weight = product.norm_weight
-    if norm_weight is None:
-        raise ValueError(f"{shape.kind} needs a norm weight")
-    if product.swiglu:
-        return linear.swiglu_separately(product.x, norm_weight, EPS, product.weight)
-    dtype = product.out.dtype
-    return linear.norm_separately(product.x, norm_weight, EPS, product.weight, dtype)
 
 
 def expected(product: Product) -> Tensor:
@@ -190,8 +85,9 @@ def compile_all(measured: Sequence[tuple[Shape, int]]) -> None:
     unique: dict[object, tuple[Shape, int, Config]] = {}
     for shape, rows in measured:
         for candidate in candidates(shape, rows):
+            small = _small(shape, candidate)
             config = candidate._replace(split_k=min(candidate.split_k, 2))  # no constant either
-            small = _small(shape, config)
+            small = small._replace(inner=small.inner // candidate.split_k * config.split_k)
             key = (small, row_block(rows, config.kernel), config)
             unique.setdefault(key, (small, rows, config))
     work = list(unique.values())
@@ -208,16 +104,11 @@ def compile_all(measured: Sequence[tuple[Shape, int]]) -> None:
 def _small(shape: Shape, config: Config) -> Shape:
     """Compiles to the same kernel."""
     inner = config.bk if shape.inner % config.bk == 0 else config.bk - 16
-    if shape.inner > config.bk:
-        inner = inner + config.bk
-    return Shape(shape.kind, 256, inner * config.split_k)
-
-
-def cut(pool: Tensor, shape: Shape) -> list[Tensor]:
-    """As many weights as fill twice the L2, from the pool."""
-    size = shape.num_weights * shape.inner
-    number = min(64, max(1, -(-2 * L2_BYTES // (2 * size))), len(pool) // size)
-    return [pool[i * size : (i + 1) * size].view(-1, shape.inner) for i in range(number)]
+    if -(-shape.inner // config.bk) > config.split_k:  # else one tile is all
+        inner += config.bk
+    inner *= config.split_k
+    is_large = shape.num_weights * shape.inner > EARLY
+    return Shape(shape.kind, 256 * (1 + is_large * EARLY // (256 * inner)), inner)
 
 
 def is_right(first: Product, config: Config, wanted: Tensor) -> bool:
@@ -234,31 +125,57 @@ def is_right(first: Product, config: Config, wanted: Tensor) -> bool:
     return True
 
 
-def best_of(shape: Shape, rows: int, pool: Tensor) -> skinny_table.Entry | None:
-    """Prints a line; None if cuBLAS is faster."""
-    weights = cut(pool, shape)
-    first = operands(shape, rows, weights[0])
-    products = [first._replace(weight=weight) for weight in weights]
+def right_candidates(shape: Shape, rows: int, pool: Tensor) -> list[Config]:
+    """Those that compute what they should."""
+    weight = pool[: shape.num_weights * shape.inner].view(-1, shape.inner)
+    first = operands(shape, rows, weight)
     wanted = expected(first)
-    calls: dict[Config, list[partial[None]]] = {
-        config: [partial(launch, product, config) for product in products]
-        for config in candidates(shape, rows)
-        if is_right(first, config, wanted)
+    return [one for one in candidates(shape, rows) if is_right(first, one, wanted)]
+
+
+def tune_layers(size: str, rows: int, pool: Tensor) -> Configs:
+    """One product after the other, each in its place among the best so far, and all again."""
+    layers = Layers(size, rows, pool)
+    configs: Configs = dict.fromkeys(layers.shapes)
+    right: dict[Shape, list[Config]] = {}
+    separate = best = layers.us(configs)
+    for shape in layers.shapes * 2:
+        right[shape] = right.get(shape) or right_candidates(shape, rows, pool)
+        times = {config: layers.us(configs | {shape: config}) for config in right[shape]}
+        for config in sorted(times, key=lambda config: times[config])[:FINALISTS]:
+            again = min(layers.us(configs | {shape: config}) for _ in range(2))
+            if again < best:
+                best, configs[shape] = again, config
+    print(f"| {size} layer | {rows} | {separate:.1f} | {best:.1f} | |", flush=True)
+    for shape, chosen in configs.items():
+        print(f"| {_name(shape)} | {rows} | | | {_readable(chosen)} |", flush=True)
+    return configs
+
+
+def tune_logits(shape: Shape, rows: int, pool: Tensor) -> Config | None:
+    """None if cuBLAS is faster."""
+    weight = pool[: shape.num_weights * shape.inner].view(-1, shape.inner)
+    product = operands(shape, rows, weight)
+    times = {
+        config: graph_us([partial(launch, product, config)], 3, 1000)
+        for config in right_candidates(shape, rows, pool)
     }
-    short = {config: graph_us(work, repeats=3, min_us=200) for config, work in calls.items()}
-    if not short:
-        raise RuntimeError(f"no kernel of ours runs {shape} with {rows} rows")
-    finalists = sorted(short, key=lambda config: short[config])[:FINALISTS]
-    times = {config: graph_us(calls[config]) for config in finalists}
-    config = min(times, key=lambda config: times[config])
-    separate = graph_us([partial(separately, shape, product) for product in products])
-    share = 2 * shape.num_weights * shape.inner / times[config] / COPY_BYTES_PER_US
+    separate = graph_us([partial(separately, product, torch.float32)], 3, 1000)
+    best = min(times, key=lambda config: times[config])
+    chosen = best if times[best] < separate else None
     print(
-        f"| {shape.kind} {shape.inner}→{shape.num_weights} | {rows} | {separate:.1f} "
-        f"| {times[config]:.1f} | {share:.0%} | {' '.join(map(str, config))} |",
+        f"| {_name(shape)} | {rows} | {separate:.1f} | {times[best]:.1f} | {_readable(chosen)} |",
         flush=True,
     )
-    return (*config,) if times[config] < separate else None
+    return chosen
+
+
+def _name(shape: Shape) -> str:
+    return f"{shape.kind} {shape.inner}→{shape.num_weights}"
+
+
+def _readable(config: Config | None) -> str:
+    return "cuBLAS" if config is None else " ".join(map(str, config))
 
 
 def write(path: Path, table: dict[skinny_table.Key, skinny_table.Entry | None]) -> None:
@@ -282,10 +199,14 @@ def main() -> None:
     workspace(torch.device("cuda", torch.cuda.current_device()))
     pool = torch.empty(POOL, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
     table = dict(skinny_table.TABLE)
-    print("| product | rows | cuBLAS µs | ours µs | of a copy | config |")
-    print("| --- | --: | --: | --: | --: | --- |", flush=True)
-    for shape, rows in measured:
-        table[(*shape, rows)] = best_of(shape, rows, pool)
+    print("| product | rows | cuBLAS µs | ours µs | config |")
+    print("| --- | --: | --: | --: | --- |", flush=True)
+    for size, rows in itertools.product(arguments.sizes, arguments.rows):
+        found = tune_layers(size, rows, pool)
+        logits = shapes(size)[-1]
+        found[logits] = tune_logits(logits, rows, pool)
+        for shape, config in found.items():
+            table[(*shape, rows)] = None if config is None else (*config,)
         if arguments.write:
             write(arguments.write, table)
 

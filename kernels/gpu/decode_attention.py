@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.kernels.checks import check_contiguous, check_tensor
 from penstock.kernels.gpu.decode_items import ITEM_INTS, plan_kernel
-from penstock.kernels.gpu.pdl import LAUNCH, launch_dependents, wait
+from penstock.kernels.gpu.pdl import LAUNCH, wait
 
 MAX_ROWS = 4096
 MAX_GROUP = 16
@@ -46,11 +46,9 @@ class Tuning(NamedTuple):
 
 def default_tuning(num_rows: int) -> Tuning:
     """Measured on an H200 with contexts of 512 to 1,024 tokens, and 32,768 for one row."""
-    if num_rows <= 4:
-        return Tuning(64, 4, 4, 2)
-    if num_rows <= 128:
-        return Tuning(32, 2, 4, 2 if num_rows <= 32 else 3, 32)
-    return Tuning(64, 4, 2, 3)
+    if num_rows <= 32:
+        return Tuning(128, 4, 3, 1, min_split=128)
+    return Tuning(64, 4, 2, 2)
 
 
 class DecodeAttention:
@@ -200,8 +198,11 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     MERGED_SPLITS: tl.constexpr
 ):  # fmt: skip
-    """One program for each item and KV head; the heads of an item, adjacent in memory, together."""
-    launch_dependents()
+    """One program for each item and KV head; the heads of an item, adjacent in memory, together.
+
+    The next kernel is not launched early: its reads of the output projection's weights would come
+    before those of keys and values (8B, batch 16: 132 instead of 120 µs a layer).
+    """
     head, item = tl.program_id(0), tl.program_id(1)
     item_ptr = items_ptr + item * ITEM_INTS
     row = tl.load(item_ptr).to(tl.int64)

@@ -32,12 +32,12 @@ class Tuning(NamedTuple):
 
 
 def default_tuning(max_seqlen_q: int, block_size: int) -> Tuning:
-    """For a cache whose blocks hold block_size tokens."""
-    if max_seqlen_q <= 64:
-        return Tuning(64, 64, 4, 3)
+    """The fastest on an H200, for a cache whose blocks hold block_size tokens."""
+    if max_seqlen_q <= 1024:
+        return Tuning(64, 32, 4, 3)
     if block_size % 128:
         return Tuning(128, 64, 8, 3)
-    return Tuning(128, 128, 8, 2)
+    return Tuning(128, 128, 8, 3)
 
 
 def prefill_attention(

@@ -111,7 +111,10 @@ def _norm_and_rotate(
     half: tl.constexpr = HEAD_DIM // 2
     columns = tl.arange(0, half)[None, :]
     offsets = heads * HEAD_DIM + columns
-    first_weight, second_weight = tl.load(weight_ptr + columns), tl.load(weight_ptr + half + columns)
+    first_weight, second_weight = (
+        tl.load(weight_ptr + columns),
+        tl.load(weight_ptr + half + columns),
+    )
     cos, sin = tl.load(rope_row + columns), tl.load(rope_row + half + columns)
     wait()
     first = tl.load(in_row + offsets, stored, 0).to(tl.float32)

@@ -17,12 +17,14 @@ from penstock.kernels.gpu.skinny_kernels import MAX_SPLIT_K, gemv, skinny
 from penstock.kernels.gpu.skinny_table import TABLE
 
 MAX_ROWS = 64
-MAX_PARTIALS = 4 << 20
-"""float32 sums that all splits of a product may write together (16 MB)"""
+MAX_PARTIALS = 8 << 20
+"""float32 sums that all splits of a product may write together (32 MB)"""
 MAX_TILES = 8192
 """of a product with split-K"""
 NUM_SMS = 132
 """of an H100 or H200"""
+EARLY = 12 << 20
+"""weights up to which the next kernel may start beside a product of several rows"""
 LARGE = 64 << 20
 """weights with which cuBLAS is close to the speed of memory, from 2 rows on"""
 
@@ -42,7 +44,8 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     prefetch: int
-    """elements of each weight row fetched into the L2 before the kernels in front have ended, a
+    """not where a program's share of the inner dimension is one tile, which is read early anyway:
+    elements of each weight row fetched into the L2 before the kernels in front have ended, a
     power of two of 64 or more, or 0"""
 
 
@@ -205,5 +208,6 @@ def launch(product: Product, config: Config) -> None:
     skinny[(tiles, config.split_k)](
         x, weight, residual, out, partials, counters, num_rows, num_columns, inner,
         BM=row_block(num_rows), BK=config.bk // slices, SLICES=slices, SPLIT=config.split_k > 1,
-        num_stages=config.num_stages, **flags,
+        WHOLE=triton.cdiv(inner, config.bk) == config.split_k, num_stages=config.num_stages,
+        EARLY=weight.numel() <= EARLY, **flags,
     )  # fmt: skip

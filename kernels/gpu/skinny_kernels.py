@@ -60,12 +60,38 @@ def _dot(x, weight, acc, SLICES: tl.constexpr):
 
 
 @triton.jit
+def _whole_products(
+    x, weight, rows, num_rows, begin, end, N, K,
+    SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """As `_products` where one tile is all; its weights are read before the kernels in front end."""
+    m, k = _indices(tl.arange(0, BM), BK, SLICES)
+    n, _ = _indices(rows, BK, SLICES)
+    inside = begin + k < end
+    tile = _load(weight + n * K + begin + k, inside, EVEN)
+    up = tile
+    if SWIGLU:
+        up = _load(weight + (n + N) * K + begin + k, inside, EVEN)
+    wait()
+    x_at = x + m * K + begin + k
+    x_tile = tl.load(x_at, m < num_rows if EVEN else (m < num_rows) & inside, 0.0)
+    zeros = tl.zeros((BM, BN) if SLICES == 1 else (SLICES, BM, BN), tl.float32)
+    acc = _dot(x_tile, tile, zeros, SLICES)
+    acc_up = _dot(x_tile, up, zeros, SLICES) if SWIGLU else zeros
+    if SLICES > 1:
+        acc, acc_up = tl.sum(acc, 0), tl.sum(acc_up, 0)
+    return acc, acc_up
+
+
+@triton.jit
 def _products(
     x, weight, rows, num_rows, begin, end, N, K,
     SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Sums over [begin, end) of gate (or the only product) and of up."""
+    wait()
     m, k = _indices(tl.arange(0, BM), BK, SLICES)
     n, _ = _indices(rows, BK, SLICES)
     x_at = x + m * K + k
@@ -135,15 +161,18 @@ def skinny(
     x, weight, residual, out, partials, counters, num_rows, N, K,
     SWIGLU: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
-    EVEN: tl.constexpr, PREFETCH: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """One program: BN columns of out, over one range of the inner dimension.
 
     SPLIT: of several ranges, at most MAX_SPLIT_K; their number is that of programs on axis 1.
-    EVEN: BK * SLICES divides K. SLICES: warps between which BK * SLICES elements are divided, each
-    with all rows and columns, since a tile of few rows and columns keeps but one warp busy.
+    EVEN: BK * SLICES divides K. WHOLE: a range is one tile. SLICES: warps between which BK * SLICES
+    elements are divided, each with all rows and columns, since a tile of few rows and columns keeps
+    but one warp busy. EARLY: the next kernel may start beside this one. Where a product takes long,
+    its programs would get the places that are free and not those that keep all SMs equally busy.
     """
-    launch_dependents()
+    if EARLY:
+        launch_dependents()
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.minimum(column, N - 1).to(tl.int64)
     share = tl.cdiv(tl.cdiv(K, BK * SLICES), tl.num_programs(1)) * BK * SLICES
@@ -156,17 +185,21 @@ def skinny(
     row = tl.arange(0, BM)[:, None]
     exists = (row < num_rows) & (column < N)[None, :]
     at = row.to(tl.int64) * N + column[None, :]
-    wait()
-    more = _residual(residual, at, exists, ADD and not SPLIT)  # not at the end, where it would show
-    acc, acc_up = _products(
-        x, weight, rows, num_rows, begin, end, N, K, SWIGLU, BM, BN, BK, SLICES, EVEN
-    )
+    if WHOLE:
+        acc, acc_up = _whole_products(
+            x, weight, rows, num_rows, begin, end, N, K, SWIGLU, BM, BN, BK, SLICES, EVEN
+        )
+    else:
+        acc, acc_up = _products(
+            x, weight, rows, num_rows, begin, end, N, K, SWIGLU, BM, BN, BK, SLICES, EVEN
+        )
     if SPLIT:
         size = num_rows.to(tl.int64) * N
         _merge(
             acc, acc_up, partials, counters, residual, out, at, exists, size, ADD, SWIGLU
         )  # fmt: skip
     else:
+        more = _residual(residual, at, exists, ADD)
         _store(acc, acc_up, more, out, at, exists, SWIGLU)
 
 

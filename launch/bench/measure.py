@@ -56,6 +56,11 @@ class Meter(Client):
         self.report = self.status(wait=True)
         """of the last idle moment"""
 
+    @property
+    def gpu_idle_us(self) -> tuple[float, float]:
+        """Median and 99th percentile of the GPU's wait between two of the last 1,024 steps."""
+        return self._scheduler().gpu_idle_us
+
     def run(self, items: list[Item]) -> Run:
         """All at once, not streaming."""
         before, start = self._scheduler(), time.perf_counter()

@@ -29,7 +29,8 @@ def bench_offline(arguments: Namespace) -> dict[str, Any]:
             arguments.num_requests, arguments.min_tokens, arguments.max_tokens, arguments.bench_seed
         )
         warm_up = items[: max(len(items) // 8, 1)]
-        return _runs(meter, items, warm_up, arguments.runs, vocab_size)
+        runs = _runs(meter, items, warm_up, arguments.runs, vocab_size)
+        return {**runs, "gpu_idle_us": meter.gpu_idle_us}
 
     return _bench("offline", arguments, measure)
 
@@ -47,7 +48,7 @@ def bench_latency(arguments: Namespace) -> dict[str, Any]:
         result = _runs(meter, items, items, arguments.runs, vocab_size)
         streaming: Streaming = meter.run_streams(variant(items, arguments.runs, vocab_size))
         _show_progress()
-        return {"batch": batch, **result, "streaming": streaming}
+        return {"batch": batch, **result, "streaming": streaming, "gpu_idle_us": meter.gpu_idle_us}
 
     return _bench("latency", arguments, measure)
 

@@ -24,7 +24,16 @@ RUN_COLUMNS = (
     "total tokens/s",
     "preemptions",
 )
-LATENCY_COLUMNS = ("seconds", "output tokens/s", "TTFT ms", "ITL ms", "ITL p99 ms", "preemptions")
+LATENCY_COLUMNS = (
+    "seconds",
+    "output tokens/s",
+    "TTFT ms",
+    "ITL ms",
+    "ITL p99 ms",
+    "preemptions",
+    "GPU idle µs",
+    "p99",
+)
 
 
 def hardware() -> dict[str, Any]:
@@ -66,6 +75,7 @@ def latency_table(report: dict[str, Any]) -> str:
         times = (streaming.ttft_ms, streaming.itl_ms, streaming.itl_p99_ms)
         speed = [f"{run.seconds:.2f}", f"{run.output_tokens_per_second:,.0f}"]
         cells = [*speed, *(f"{ms:.2f}" for ms in times), f"{run.preemptions:g}"]
+        cells += [f"{us:.1f}" for us in one["gpu_idle_us"]]
         rows.append([str(one["batch"]), *cells])
     return "\n".join([_headline(report), "", *_table(("batch", *LATENCY_COLUMNS), rows)])
 
@@ -93,6 +103,8 @@ def _headline(report: dict[str, Any]) -> str:
         ", ".join(f"{name} {_shown(value)}" for name, value in report["workload"].items()),
     ]
     facts += _options(report["options"])
+    if "gpu_idle_us" in report:
+        facts.append("GPU idle between steps {:.1f} µs, p99 {:.1f} µs".format(*report["gpu_idle_us"]))
     if report["ready_seconds"] is not None:
         facts.append(f"ready after {report['ready_seconds']:.1f} s")
     return "; ".join(facts)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-WINDOW = 4096
+WINDOW = 1024
 """steps that the figures are of"""
 
 

@@ -124,12 +124,14 @@ def test_offline_as_a_table() -> None:
 
 def test_latency_as_a_table() -> None:
     batch = {"batch": 16, "median": run_of(0.5), "streaming": Streaming(12.345, 3.0, 4.5)}
+    batch["gpu_idle_us"] = (1.25, 40.0)
     assert latency_table(report_of(batches=[batch])).splitlines() == [
         HEADLINE,
         "",
-        "| batch | seconds | output tokens/s | TTFT ms | ITL ms | ITL p99 ms | preemptions |",
-        "| --- | --: | --: | --: | --: | --: | --: |",
-        "| 16 | 0.50 | 2,000 | 12.35 | 3.00 | 4.50 | 0 |",
+        "| batch | seconds | output tokens/s | TTFT ms | ITL ms | ITL p99 ms | preemptions "
+        "| GPU idle µs | p99 |",
+        "| --- | --: | --: | --: | --: | --: | --: | --: | --: |",
+        "| 16 | 0.50 | 2,000 | 12.35 | 3.00 | 4.50 | 0 | 1.2 | 40.0 |",
     ]
 
 

@@ -111,3 +111,12 @@ def test_rope_refuses_an_odd_head_dim(device: str, dtype: torch.dtype) -> None:
     qkv, unused = torch.zeros(1, 3 * 48, dtype=dtype, device=device), torch.zeros(1)
     with pytest.raises(ValueError, match="head_dim is 48; a power of 2 from 16 on is needed"):
         rope.qk_norm_rope_store(qkv, (unused, unused), unused, unused, unused, caches, EPS)
+
+
+@pytest.mark.parametrize("size", [64, 1024, 2560])
+def test_embedding(device: str, dtype: torch.dtype, size: int) -> None:
+    from penstock.kernels.gpu.embedding import embedding
+
+    weight = torch.randn(50, size).to(device, dtype)
+    ids = torch.randint(50, (7,), device=device)
+    assert torch.equal(embedding(ids, weight), weight[ids])

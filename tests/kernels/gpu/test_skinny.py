@@ -16,11 +16,14 @@ CONFIGS = {
     "mma": Config("mma", 16, 32, 1, 4, 3, 64),
     "wide": Config("mma", 64, 64, 1, 4, 3, 0),
     "slices": Config("slices", 32, 64, 1, 4, 3, 64),
+    "whole": Config("mma", 16, 128, 1, 4, 1, 0),
+    "whole slices": Config("slices", 16, 128, 1, 4, 1, 0),
 }
 SPLITS = {
     "mma by 2": Config("mma", 16, 16, 2, 4, 3, 64),
     "mma by 3": Config("mma", 32, 32, 3, 4, 2, 0),
     "slices by 3": Config("slices", 16, 64, 3, 4, 3, 0),
+    "whole by 2": Config("slices", 16, 64, 2, 2, 1, 0),
 }
 GEMVS = {
     "whole": Config("gemv", 8, 256, 1, 4, 1, 0),
@@ -159,8 +162,8 @@ def test_every_guess_fits_the_workspace() -> None:
 
 
 def test_refuses_sums_that_do_not_fit() -> None:
-    operands = product("add", 64, 16, 8448, torch.float32)
-    with pytest.raises(ValueError, match="528 tiles and 4325376 sums; at most 8192 tiles"):
+    operands = product("add", 64, 16, 16896, torch.float32)
+    with pytest.raises(ValueError, match="1056 tiles and 8650752 sums; at most 8192 tiles"):
         launch(operands, Config("mma", 16, 16, 8, 4, 3, 0))
 
 

@@ -1,0 +1,122 @@
+"""The products of Qwen3's layers, and the ways to cut each up that are worth measuring."""
+
+import itertools
+from typing import NamedTuple
+
+from penstock.kernels.gpu.skinny import MAX_PARTIALS, NUM_SMS, Config, row_block
+
+SIZES = {
+    "0.6B": (1024, 3072, 16, 8),
+    "1.7B": (2048, 6144, 16, 8),
+    "4B": (2560, 9728, 32, 8),
+    "8B": (4096, 12288, 32, 8),
+    "14B": (5120, 17408, 40, 8),
+    "32B": (5120, 25600, 64, 8),
+}
+"""hidden size, intermediate size, heads, key-value heads of the published Qwen3"""
+HEAD_DIM = 128
+VOCAB_SIZE = 151936
+SHARED_BYTES = 220 << 10
+
+
+class Shape(NamedTuple):
+    """A weight [num_weights, inner]."""
+
+    kind: str
+    num_weights: int
+    inner: int
+
+    @property
+    def weights_per_column(self) -> int:
+        return 2 if self.kind == "swiglu" else 1
+
+    @property
+    def num_columns(self) -> int:
+        return self.num_weights // self.weights_per_column
+
+
+def shapes(size: str) -> list[Shape]:
+    """The four products of a layer, and the logits."""
+    hidden, intermediate, heads, kv_heads = SIZES[size]
+    return [
+        Shape("norm", (heads + 2 * kv_heads) * HEAD_DIM, hidden),
+        Shape("add", hidden, heads * HEAD_DIM),
+        Shape("swiglu", 2 * intermediate, hidden),
+        Shape("add", hidden, intermediate),
+        Shape("logits", VOCAB_SIZE, hidden),
+    ]
+
+
+def candidates(shape: Shape, rows: int) -> list[Config]:
+    """Worth measuring: enough programs for all SMs, enough bytes in flight, and they fit."""
+    tensor_cores = [config for config in _tensor_cores(shape, rows) if _fits(shape, rows, config)]
+    if rows > 1:
+        return tensor_cores
+    return _gemvs(shape) + [one for one in tensor_cores if one.kernel == "slices"]
+
+
+def _tensor_cores(shape: Shape, rows: int) -> list[Config]:
+    splits = (1,) if shape.kind == "logits" else (1, 2, 3, 4, 6, 8)
+    kernels = [("slices", 256, 4), ("slices", 512, 4), ("slices", 512, 8)] if rows <= 16 else []
+    kernels += [("mma", 128, 4), ("mma", 256, 4)]
+    if rows > 16:
+        kernels += [("mma", 64, 4), ("mma", 128, 8)]
+    return _whole(shape, rows) + [
+        Config(kernel, bn, bk, split_k, num_warps, num_stages, prefetch)
+        for (kernel, bk, num_warps), bn, split_k, (num_stages, prefetch) in itertools.product(
+            kernels, (8, 16, 32, 64, 128), splits, ((3, 0), (3, 512), (5, 512))
+        )
+    ]
+
+
+def _whole(shape: Shape, rows: int) -> list[Config]:
+    """With one tile for each program."""
+    kernels = [("slices", 4), ("slices", 8)] if rows <= 16 else [("mma", 4), ("mma", 8)]
+    configs = []
+    for (kernel, num_warps), bn, bk in itertools.product(
+        kernels, (8, 16, 32, 64), (256, 512, 1024, 2048)
+    ):
+        registers = (row_block(rows) + bn * shape.weights_per_column) * bk // (64 * num_warps)
+        split_k = shape.inner // bk
+        if registers <= 144 and 1 <= split_k <= 8 and (split_k == 1 or shape.kind != "logits"):
+            configs.append(Config(kernel, bn, bk, split_k, num_warps, 1, 0))
+    return configs
+
+
+def _fits(shape: Shape, rows: int, config: Config) -> bool:
+    programs = -(-shape.num_columns // config.bn) * config.split_k
+    if shape.inner % config.bk or config.bk * config.split_k > shape.inner:
+        return False
+    num_sums = rows * shape.num_weights * config.split_k
+    if config.split_k > 1 and num_sums > MAX_PARTIALS:
+        return False
+    if not 100 <= programs <= max(600, shape.num_columns // 32):
+        return False
+    # A program whose share of the inner dimension is short needs no deep pipeline, and what
+    # repeats x for few columns reads more of x than of weights.
+    steps = shape.inner // config.bk // config.split_k
+    if (config.num_stages == 5 and steps < 4) or config.bn * 4 < row_block(rows):
+        return False
+    weights = config.bn * shape.weights_per_column
+    tile = config.bk * 2 * (row_block(rows) + weights)
+    # At most this many programs have their tiles on one SM at once.
+    resident = min(-(-programs // NUM_SMS), SHARED_BYTES // (tile * config.num_stages))
+    in_flight = resident * config.bk * 2 * weights * min(config.num_stages - 1, steps)
+    return resident > 0 and in_flight >= min(24 << 10, _share_of_sm(shape) // 2)
+
+
+def _share_of_sm(shape: Shape) -> int:
+    return 2 * shape.num_weights * shape.inner // NUM_SMS
+
+
+def _gemvs(shape: Shape) -> list[Config]:
+    whole = 1 << (shape.inner - 1).bit_length()
+    configs = []
+    for bn, num_warps in itertools.product((1, 2, 4, 8, 16), (2, 4, 8)):
+        per_thread = bn * whole * shape.weights_per_column // (32 * num_warps)
+        if 16 <= per_thread <= 128 and whole >= num_warps * 256:
+            configs.append(Config("gemv", bn, whole, 1, num_warps, 1, 0))
+    for bn, bk, num_stages, prefetch in itertools.product((4, 8), (512, 1024), (3, 5), (0, 512)):
+        if shape.inner > bk:
+            configs.append(Config("gemv", bn, bk, 1, 4, num_stages, prefetch))
+    return configs

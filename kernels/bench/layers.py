@@ -1,0 +1,122 @@
+"""A few layers of Qwen3 decoding, whose products are cut up as one likes: where products are tuned.
+
+What a product costs depends on what stands around it: a kernel that starts early, one that can't
+be overlapped, an input that has just been written. So they are timed in their place.
+"""
+
+import torch
+from torch import Tensor
+
+from penstock.kernels import linear
+from penstock.kernels.bench.candidates import HEAD_DIM, SIZES, Shape, shapes
+from penstock.kernels.bench.timing import L2_BYTES, graph_us
+from penstock.kernels.gpu.decode_attention import DecodeAttention
+from penstock.kernels.gpu.skinny import Config, Product, empty_product, launch
+from penstock.kernels.rope import qk_norm_rope_store, rope_table
+
+CONTEXT = 384
+"""tokens: the middle of 256 in, 256 out"""
+BLOCK_SIZE = 128
+EPS = 1e-6
+Configs = dict[Shape, Config | None]
+
+
+def separately(product: Product, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """By cuBLAS, with kernels of their own for what stands around it."""
+    if product.norm_weight is None:
+        if product.residual is None:
+            raise ValueError("a product without a norm has a residual here")
+        return linear.add_separately(product.x, product.weight, product.residual)
+    if product.swiglu:
+        return linear.swiglu_separately(product.x, product.norm_weight, EPS, product.weight)
+    return linear.norm_separately(product.x, product.norm_weight, EPS, product.weight, dtype)
+
+
+class Layers:
+    """Layers of one published size that decode `rows` rows; weights past the L2 cache."""
+
+    def __init__(self, size: str, rows: int, pool: Tensor) -> None:
+        """pool: random bfloat16 that weights are cut from."""
+        hidden, _, self.heads, self.kv_heads = SIZES[size]
+        self.shapes = shapes(size)[:4]
+        num_weights = sum(shape.num_weights * shape.inner for shape in self.shapes)
+        self.num_layers = max(2, -(-2 * L2_BYTES // num_weights))
+        self.weights = list(_cut(pool, self.shapes * self.num_layers))
+        self.x = torch.randn(rows, hidden).to(pool)
+        self.norm_weight = torch.ones(hidden).to(pool)
+        self.head_norm = torch.ones(HEAD_DIM).to(pool)
+        self.rope = rope_table(HEAD_DIM, CONTEXT, 1e6).cuda()
+        blocks = -(-CONTEXT // BLOCK_SIZE)
+        shape = (self.num_layers, 2, rows * blocks, BLOCK_SIZE, self.kv_heads, HEAD_DIM)
+        self.kv_cache = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+        self.tables = torch.arange(rows * blocks, dtype=torch.int32, device="cuda").view(rows, -1)
+        self.positions = torch.full((rows,), CONTEXT - 1, device="cuda")
+        self.slots = self.tables[:, -1].long() * BLOCK_SIZE + (CONTEXT - 1) % BLOCK_SIZE
+        self.context_lens = torch.full((rows,), CONTEXT, dtype=torch.int32, device="cuda")
+        layout = (rows, self.heads, self.kv_heads, HEAD_DIM, BLOCK_SIZE, "cuda")
+        self.attention = DecodeAttention(*layout)
+        self.attention.plan(self.context_lens)
+        torch.cuda.synchronize()
+
+    def us(self, configs: Configs) -> float:
+        """Microseconds of a layer; None in place of a config is cuBLAS."""
+        return graph_us([lambda: self.run(configs)], 3, 400) / self.num_layers
+
+    def run(self, configs: Configs) -> Tensor:
+        """The residual stream behind the last layer."""
+        residual = self.x.clone()  # cuBLAS adds to it in place
+        for layer in range(self.num_layers):
+            qkv_proj, o_proj, gate_up_proj, down_proj = self.weights[4 * layer : 4 * layer + 4]
+            qkv, o, gate_up, down = (configs[shape] for shape in self.shapes)
+            heads = self._multiply(qkv, "norm", residual, qkv_proj)
+            attended = self._attend(heads, layer)
+            residual = self._multiply(o, "add", attended, o_proj, residual)
+            activated = self._multiply(gate_up, "swiglu", residual, gate_up_proj)
+            residual = self._multiply(down, "add", activated, down_proj, residual)
+        return residual
+
+    def _multiply(
+        self,
+        config: Config | None,
+        kind: str,
+        x: Tensor,
+        weight: Tensor,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        norm_weight = self.norm_weight if residual is None else None
+        product = empty_product(kind, x, weight, norm_weight, EPS, residual)
+        if config is None:
+            return separately(product)
+        launch(product, config)
+        return product.out
+
+    def _attend(self, qkv: Tensor, layer: int) -> Tensor:
+        k_cache, v_cache = self.kv_cache[layer].unbind(0)
+        q = qk_norm_rope_store(
+            qkv,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            q_weight=self.head_norm,
+            k_weight=self.head_norm,
+            rope=self.rope,
+            positions=self.positions,
+            slot_mapping=self.slots,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            eps=EPS,
+        )
+        out = torch.empty_like(q)
+        lengths = {"context_lens": self.context_lens, "block_tables": self.tables}
+        self.attention(q, k_cache, v_cache, **lengths, scale=HEAD_DIM**-0.5, out=out)
+        return out.flatten(1)
+
+
+def _cut(pool: Tensor, wanted: list[Shape]) -> list[Tensor]:
+    """Weights side by side, from the front of the pool again where it ends."""
+    begin, weights = 0, []
+    for shape in wanted:
+        size = shape.num_weights * shape.inner
+        begin = begin if begin + size <= len(pool) else 0
+        weights.append(pool[begin : begin + size].view(-1, shape.inner))
+        begin += size
+    return weights
