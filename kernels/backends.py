@@ -164,9 +164,9 @@ def choose_attention(
     max_rows: int,
     device: torch.device,
 ) -> Attention:
-    """The back end `name` (auto, triton, flash-attn or torch), with blocks of `block_size` tokens (0: what it likes).
+    """The back end `name` (auto, triton, flash-attn or torch), with blocks of `block_size` tokens.
 
-    Raises ValueError where it can't be had.
+    0: of as many as the back end likes. Raises ValueError where it can't be had.
     """
     scale = head_dim**-0.5
     if name == "auto":

@@ -6,10 +6,14 @@ from torch import Tensor
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
     """Raises ValueError unless `tensor` has this shape (-1: any size) and one of these dtypes."""
-    actual = tuple(tensor.shape)
-    if len(actual) != len(shape) or any(
-        wanted not in (-1, size) for wanted, size in zip(shape, actual, strict=True)
-    ):
+    actual = tensor.shape
+    right = len(actual) == len(shape)
+    if right:
+        # A plain loop: this runs some dozens of times for each layer of an eager step.
+        for wanted, size in zip(shape, actual, strict=True):
+            if wanted not in (-1, size):
+                right = False
+    if not right:
         raise ValueError(f"{name} has shape {list(actual)}; {_readable(shape)} is needed")
     if dtypes and tensor.dtype not in dtypes:
         raise ValueError(f"{name} has dtype {tensor.dtype}; {_readable(dtypes)} is needed")

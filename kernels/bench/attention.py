@@ -17,7 +17,8 @@ from flash_attn import flash_attn_with_kvcache
 from torch import Tensor
 
 from penstock.kernels.bench.timing import L2_BYTES, graph_us
-from penstock.kernels.gpu.decode_attention import DecodeAttention, Tuning
+from penstock.kernels.gpu.decode_attention import DecodeAttention
+from penstock.kernels.gpu.decode_items import Tuning
 
 HEAD_DIM = 128
 HEADS = ((16, 8), (32, 8), (40, 8), (64, 8), (16, 2))

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -29,10 +30,14 @@ def graph_us(work: Sequence[Callable[[], object]], repeats: int = 5, min_us: flo
 
 
 def _replay_us(graph: torch.cuda.CUDAGraph, num_replays: int) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin, end = _event(), _event()
     begin.record()
     for _ in range(num_replays):
         graph.replay()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) * 1000
+    return float(begin.elapsed_time(end)) * 1000
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

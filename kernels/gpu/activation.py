@@ -1,8 +1,5 @@
 """SwiGLU's activation in Triton."""
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: N803
-
 import triton
 import triton.language as tl
 from torch import Tensor

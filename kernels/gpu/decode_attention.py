@@ -9,11 +9,7 @@ A row's sums are taken in one order whichever program ends last; but how a row i
 it the last bits of its result, depends on the lengths of the others.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: N803
-
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.checks import check_contiguous, check_tensor
-from penstock.kernels.gpu.decode_items import ITEM_INTS, plan_kernel
+from penstock.kernels.gpu.decode_items import ITEM_INTS, Tuning, default_tuning, plan_kernel
 from penstock.kernels.gpu.pdl import LAUNCH, wait
 
 MAX_ROWS = 4096
@@ -29,26 +25,6 @@ MAX_GROUP = 16
 """query heads per KV head: the rows of one tensor core instruction"""
 MERGED_FLOATS = 4096
 """of partial results that are merged in one turn"""
-
-
-class Tuning(NamedTuple):
-    """What is chosen by measurement."""
-
-    block_n: int = 64
-    """keys per tile, a power of two of at least 16"""
-    num_warps: int = 4
-    num_stages: int = 3
-    programs_per_sm: int = 3
-    """aimed at, for all KV heads together; more where there are more rows"""
-    min_split: int = 64
-    """keys of a split at least, rounded up to tiles"""
-
-
-def default_tuning(num_rows: int) -> Tuning:
-    """Measured on an H200 with contexts of 512 to 1,024 tokens, and 32,768 for one row."""
-    if num_rows <= 32:
-        return Tuning(128, 4, 3, 1, min_split=128)
-    return Tuning(64, 4, 2, 2)
 
 
 class DecodeAttention:
@@ -109,7 +85,8 @@ class DecodeAttention:
         tuning, max_items = self._tuning(num_rows), self.max_items(num_rows)
         plan_kernel[(1,)](
             context_lens, self.items, num_rows, max_items, self._target_items(num_rows),
-            triton.cdiv(tuning.min_split, tuning.block_n), tuning.block_n, rows, num_warps=8 if rows > 256 else 4, **LAUNCH
+            triton.cdiv(tuning.min_split, tuning.block_n), tuning.block_n, rows,
+            num_warps=8 if rows > 256 else 4, **LAUNCH
         )  # fmt: skip
 
     def __call__(
@@ -249,7 +226,8 @@ def _attend_keys(
 ):  # fmt: skip
     """Attention of q [16, HEAD_DIM] over keys `begin` to `end` of a sequence.
 
-    slots: where the first tile lies. Gives float32 [16, HEAD_DIM] and the base 2 logarithm of the sum of the weights, [16].
+    slots: where the first tile lies. Gives float32 [16, HEAD_DIM] and the base 2 logarithm of the
+    sum of the weights, [16].
     """
     dims = tl.arange(0, HEAD_DIM)
     top = tl.full([16], float("-inf"), tl.float32)
@@ -294,7 +272,7 @@ def _merge(
     partials [num_splits, SPLIT_HEADS, HEAD_DIM] and lses [num_splits, SPLIT_HEADS], of which the
     first GROUP heads are taken.
     """
-    FILLED: tl.constexpr = triton.next_power_of_2(GROUP)  # noqa: N806
+    FILLED: tl.constexpr = triton.next_power_of_2(GROUP)
     heads = tl.minimum(tl.arange(0, FILLED), GROUP - 1)  # the last head fills up
     dims = tl.arange(0, HEAD_DIM)
     top = tl.full([FILLED], float("-inf"), tl.float32)

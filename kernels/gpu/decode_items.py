@@ -1,7 +1,6 @@
 """Work list of decode attention: which program reads which keys."""
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: N803
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -11,6 +10,26 @@ from penstock.kernels.gpu.pdl import launch_dependents, wait
 ITEM_INTS = tl.constexpr(8)
 """int32 per item, 32 bytes so that one sector holds it: row (-1: no item), first key, end of keys,
 the row's first item, number of the row's items"""
+
+
+class Tuning(NamedTuple):
+    """What is chosen by measurement."""
+
+    block_n: int = 64
+    """keys per tile, a power of two of at least 16"""
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_sm: int = 3
+    """aimed at, for all KV heads together; more where there are more rows"""
+    min_split: int = 64
+    """keys of a split at least, rounded up to tiles"""
+
+
+def default_tuning(num_rows: int) -> Tuning:
+    """Measured on an H200 with contexts of 512 to 1,024 tokens, and 32,768 for one row."""
+    if num_rows <= 32:
+        return Tuning(128, 4, 3, 1, min_split=128)
+    return Tuning(64, 4, 2, 2)
 
 
 @triton.jit

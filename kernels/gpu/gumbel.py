@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,attr-defined"
 """Scores and their Gumbel noise in Triton, in units of log 2.
 
 That costs a multiplication less, and the winner is the same. Which word is whose noise is said at

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,attr-defined"
 """Drawing, in Triton and with no sort, from the tokens that top-k, top-p and min-p leave.
 
 They are all from some logit up. The largest logits of the groups of 32 ids tell how high it is at

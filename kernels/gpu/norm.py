@@ -1,8 +1,5 @@
 """RMSNorm in Triton."""
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: N803
-
 import torch
 import triton
 import triton.language as tl

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 """The plan kernel on a GPU; `penstock.kernels.plan` has the layout of the record."""
 
 import triton

@@ -4,9 +4,6 @@ FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691): a program holds o
 of one head and goes over the keys once, with a running maximum and sum of the softmax.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: N803
-
 import math
 from typing import NamedTuple
 
@@ -200,7 +197,7 @@ def _slots(table, key, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     if BLOCK_SIZE % BLOCK_N == 0:
         block = tl.load(table + key // BLOCK_SIZE, key < end, 0).to(tl.int64)
         return block * BLOCK_SIZE + key % BLOCK_SIZE
-    else:  # noqa: RET505 Triton compiles this branch only
+    else:
         positions = key + tl.arange(0, BLOCK_N)
         blocks = tl.load(table + positions // BLOCK_SIZE, positions < end, 0).to(tl.int64)
         return blocks * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -212,7 +209,7 @@ def _offsets(slots, ROW_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.
     columns = tl.arange(0, HEAD_DIM)[None, :]
     if len(slots.shape) == 0:
         return slots * ROW_SIZE + (tl.arange(0, BLOCK_N)[:, None] * ROW_SIZE + columns)
-    else:  # noqa: RET505
+    else:
         return slots[:, None] * ROW_SIZE + columns
 
 

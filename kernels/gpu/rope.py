@@ -1,8 +1,5 @@
 """RMSNorm per head, RoPE and the store into the paged KV cache, in one Triton kernel."""
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: N803
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,attr-defined"
 """The sampler in Triton: two launches, no sort, nothing that the host waits for.
 
 `_scan_runs` has a program for each row and run of 4096 token ids. Where all tokens may be drawn, it
@@ -152,26 +151,11 @@ def _summarise_run(row_ptr, run, temperature, group_max_ptr, vocab_size: tl.cons
 
 @triton.jit
 def _finish_rows(
-    logits_ptr,
-    row_stride,
-    slots_ptr,
-    positions_ptr,
-    seeds_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    run_best_ptr,
-    run_sum_ptr,
-    run_token_ptr,
-    group_max_ptr,
-    group_list_ptr,
-    tokens_ptr,
-    last_token_ptr,
-    vocab_size: tl.constexpr,
-    num_runs: tl.constexpr,
-    runs_padded: tl.constexpr,
-):
+    logits_ptr, row_stride, slots_ptr, positions_ptr, seeds_ptr, temperature_ptr, top_k_ptr,
+    top_p_ptr, min_p_ptr, run_best_ptr, run_sum_ptr, run_token_ptr, group_max_ptr, group_list_ptr,
+    tokens_ptr, last_token_ptr,
+    vocab_size: tl.constexpr, num_runs: tl.constexpr, runs_padded: tl.constexpr,
+):  # fmt: skip
     """Grid (num_rows,)."""
     launch_dependents()
     wait()

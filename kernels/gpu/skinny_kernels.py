@@ -1,5 +1,3 @@
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: N803, N806
 """The kernels of `penstock.kernels.gpu.skinny`.
 
 Each program reads a tile of weight rows with many bytes in flight, and x, small, comes from the L2.
@@ -40,7 +38,7 @@ def _indices(rows, BK: tl.constexpr, SLICES: tl.constexpr):
     k = tl.arange(0, BK)
     if SLICES == 1:
         return rows[:, None], k[None, :]
-    else:  # noqa: RET505 (triton would compile it behind the return as well)
+    else:
         slices = tl.arange(0, SLICES)
         return rows[None, :, None], slices[:, None, None] * BK + k[None, None, :]
 
@@ -49,7 +47,7 @@ def _indices(rows, BK: tl.constexpr, SLICES: tl.constexpr):
 def _load(at, inside, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(at)
-    else:  # noqa: RET505
+    else:
         return tl.load(at, inside, 0.0)
 
 
@@ -65,7 +63,7 @@ def _whole_products(
     SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """As `_products` where one tile is all; its weights are read before the kernels in front end."""
+    """As `_products` for one tile, whose weights are read before the kernels in front end."""
     m, k = _indices(tl.arange(0, BM), BK, SLICES)
     n, _ = _indices(rows, BK, SLICES)
     inside = begin + k < end

@@ -104,7 +104,9 @@ def _headline(report: dict[str, Any]) -> str:
     ]
     facts += _options(report["options"])
     if "gpu_idle_us" in report:
-        facts.append("GPU idle between steps {:.1f} µs, p99 {:.1f} µs".format(*report["gpu_idle_us"]))
+        facts.append(
+            "GPU idle between steps {:.1f} µs, p99 {:.1f} µs".format(*report["gpu_idle_us"])
+        )
     if report["ready_seconds"] is not None:
         facts.append(f"ready after {report['ready_seconds']:.1f} s")
     return "; ".join(facts)

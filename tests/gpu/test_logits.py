@@ -106,6 +106,6 @@ def test_logits_are_as_near_as_those_of_transformers(
     exact = torch.stack(reference_logits(folder, texts, torch.float32))
     theirs = torch.stack(reference_logits(folder, texts, torch.bfloat16))
     error, their_error = relative_error(ours, exact), relative_error(theirs, exact)
-    print(f"{folder.name} {attention} batch {batch}: {error:.2e}, transformers {their_error:.2e}")  # noqa: T201
+    print(f"{folder.name} {attention} batch {batch}: {error:.2e}, transformers {their_error:.2e}")
     assert error < 2e-2
     assert error < 1.1 * their_error

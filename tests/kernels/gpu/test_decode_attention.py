@@ -9,7 +9,8 @@ from torch import Tensor
 from penstock.kernels.attention import attend
 
 pytest.importorskip("triton")
-from penstock.kernels.gpu.decode_attention import DecodeAttention, Tuning
+from penstock.kernels.gpu.decode_attention import DecodeAttention
+from penstock.kernels.gpu.decode_items import Tuning
 
 LENGTHS = [200, 1, 0, 65, 15, 16, 0, 63, 17, 64, 0]
 """with padded rows in the middle and at the end"""

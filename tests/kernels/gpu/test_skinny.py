@@ -1,12 +1,9 @@
 """Products of few rows, by every kernel and with everything fused, against torch in float32."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import linear
 from penstock.kernels.gpu import skinny
 from penstock.kernels.gpu.skinny import Config, Product, choose, launch, multiply
 
