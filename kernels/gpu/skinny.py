@@ -25,8 +25,6 @@ NUM_SMS = 132
 """of an H100 or H200"""
 EARLY = 12 << 20
 """weights up to which the next kernel may start beside a product of several rows"""
-LARGE = 64 << 20
-"""weights with which cuBLAS is close to the speed of memory, from 2 rows on"""
 
 
 class Config(NamedTuple):
@@ -86,33 +84,18 @@ def row_block(num_rows: int, kernel: str = "mma") -> int:
 def choose(kind: str, num_rows: int, num_weights: int, inner: int) -> Config | None:
     """How to multiply with a weight [num_weights, inner], or None: cuBLAS is faster.
 
+    What was not measured is for cuBLAS, but for one row, where the guess is safe.
     kind: add (also without a residual), norm, swiglu or logits (a norm, float32 out).
     """
     if not 1 <= num_rows <= MAX_ROWS or inner % 16:
         return None
     rows = 1 if num_rows == 1 else row_block(num_rows)
     key = (kind, num_weights, inner, rows)
-    if key not in TABLE:
-        return _guess(*key)
-    entry = TABLE[key]
+    if key not in TABLE and rows == 1:
+        weights_per_column = 2 if kind == "swiglu" else 1
+        return _guess_gemv(num_weights // weights_per_column, inner, weights_per_column)
+    entry = TABLE.get(key)
     return None if entry is None else Config(*entry)
-
-
-def _guess(kind: str, num_weights: int, inner: int, rows: int) -> Config | None:
-    """For sizes not measured: about two programs for each SM."""
-    weights_per_column = 2 if kind == "swiglu" else 1
-    num_columns = num_weights // weights_per_column
-    if rows == 1:
-        return _guess_gemv(num_columns, inner, weights_per_column)
-    if num_weights * inner > LARGE:
-        return None
-    bn = min(max(_floor_power(num_columns // NUM_SMS), 16), 64 // weights_per_column)
-    split_k = 1
-    if kind != "logits":
-        wanted = triton.cdiv(NUM_SMS, triton.cdiv(num_columns, bn))
-        split_k = max(1, min(wanted, MAX_SPLIT_K.value, inner // 256))
-    kernel, bk = ("slices", 256) if rows == 16 else ("mma", 128)
-    return Config(kernel, bn, bk, split_k, 4, 4, 256)
 
 
 def _guess_gemv(num_columns: int, inner: int, weights_per_column: int) -> Config:

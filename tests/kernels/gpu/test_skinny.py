@@ -122,11 +122,11 @@ def test_what_is_guessed_for_sizes_not_measured(
     kind: str, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(skinny, "TABLE", {})
-    for rows in (1, 3, 40):
-        operands = product(kind, rows, 272, 96, dtype)
-        config = choose(kind, rows, *operands.weight.shape)
-        assert config is not None
-        check(operands, config, device)
+    operands = product(kind, 1, 272, 96, dtype)
+    config = choose(kind, 1, *operands.weight.shape)
+    assert config is not None
+    check(operands, config, device)
+    assert choose(kind, 3, *operands.weight.shape) is None
 
 
 def test_the_table_decides_by_the_rows_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,6 @@ def test_the_table_decides_by_the_rows_rounded_up(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(skinny, "TABLE", table)
     assert choose("add", 17, 48, 64) == choose("add", 32, 48, 64) == config
     assert choose("add", 33, 48, 64) is None
-    assert choose("add", 16, 48, 64) not in (None, config)
 
 
 @pytest.mark.parametrize(("rows", "inner"), [(0, 64), (65, 64), (1, 72)])
@@ -147,15 +146,14 @@ def test_only_bfloat16_is_multiplied_here() -> None:
     assert multiply("add", torch.zeros(1, 64), torch.zeros(48, 64)) is None
 
 
-def test_every_guess_fits_the_workspace() -> None:
-    for columns in (16, 264, 1000, 8448, 151936):
-        for rows in (2, 17, 64):
-            config = choose("add", rows, columns, 12288)
-            if config is not None:
-                tiles = -(-columns // config.bn)
-                skinny._check_workspace(
-                    product("add", rows, 16, columns, torch.float32), config, tiles
-                )
+def test_what_was_measured_fits_the_workspace() -> None:
+    assert skinny.TABLE
+    for (kind, num_weights, _, rows), entry in skinny.TABLE.items():
+        if entry and rows > 1:
+            config = Config(*entry)
+            columns = num_weights // (2 if kind == "swiglu" else 1)
+            operands = product("plain", rows, 16, columns, torch.float32)
+            skinny._check_workspace(operands, config, -(-columns // config.bn))
 
 
 def test_refuses_sums_that_do_not_fit() -> None:
