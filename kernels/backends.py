@@ -26,6 +26,9 @@ TRITON_BLOCK = 128
 class Attention:
     """The reference; other back ends have the same two methods."""
 
+    can_be_captured = False
+    """in a CUDA graph: it never asks the device for anything"""
+
     def __init__(self, block_size: int, scale: float) -> None:
         self.block_size = block_size
         self.scale = scale
@@ -49,6 +52,8 @@ class Attention:
 
 class GpuAttention(Attention):
     """One kernel for the rows that decode, one for those that prefill."""
+
+    can_be_captured = True
 
     def __init__(self, block_size: int, scale: float, decode: Any, prefill: Any) -> None:
         super().__init__(block_size, scale)

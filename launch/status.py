@@ -77,11 +77,13 @@ def _queue_lines(gateway: StatusReply | None) -> list[str]:
         return [f"requests {gateway.num_requests}; the scheduler has not reported yet"]
     used = scheduler.num_blocks - scheduler.num_free_blocks
     share = used / scheduler.num_blocks if scheduler.num_blocks else 0.0
+    median, p99 = scheduler.gpu_idle_us
     return [
         f"waiting   {scheduler.num_waiting}",
         f"running   {scheduler.num_running}",
         f"KV blocks {used} of {scheduler.num_blocks} in use ({share:.0%})",
-        f"steps     {scheduler.num_steps}, preemptions {scheduler.num_preemptions}",
+        f"steps     {scheduler.num_steps}, preemptions {scheduler.num_preemptions}"
+        + (f", GPU idle between them {median:.1f} µs (p99 {p99:.1f})" if median else ""),
         f"dropped   {gateway.num_bad_frames + scheduler.num_bad_frames} bad frames",
     ]
 

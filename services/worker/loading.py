@@ -131,7 +131,7 @@ def _make_runner(
         num_blocks = num_fitting_blocks(num_bytes or CPU_KV_BYTES, *shape, weight.dtype)
     on_progress()
     runner = make(num_blocks)
-    if weight.is_cuda and config.enable_cuda_graphs:
+    if weight.is_cuda and config.enable_cuda_graphs and model.attention.can_be_captured:
         runner.capture_graphs(graph_sizes(config.max_num_seqs), on_progress)
     return runner
 

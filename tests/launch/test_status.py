@@ -47,6 +47,11 @@ def test_a_running_pipeline() -> None:
     assert '"num_waiting": 7' in as_json(status(GATEWAY))
 
 
+def test_the_waits_of_a_gpu_are_shown() -> None:
+    GATEWAY.scheduler = SchedulerStatus(epoch=1, ready=True, gpu_idle_us=(1.25, 40.0))
+    assert "preemptions 0, GPU idle between them 1.2 µs (p99 40.0)" in as_text(status(GATEWAY))
+
+
 def test_a_gateway_that_does_not_answer() -> None:
     text = as_text(status(None))
     assert text.startswith("default: not ready, Qwen3 demo on")

@@ -192,3 +192,15 @@ def test_one_worker_is_a_group() -> None:
     members = site.start("w1", num_blocks=8)
     assert site.group.members == members
     assert site.group.ready
+
+
+def test_rank_0_tells_the_size_of_blocks_and_how_long_its_gpu_waits() -> None:
+    site = Site()
+    assert site.group.idle_us == (0.0, 0.0)
+    first, second = [site.start("w1"), site.start("w2")]
+    site.hellos[first[0]].block_size = site.hellos[second[0]].block_size = 64
+    site.hellos[first[0]].idle_us = (1.5, 9.0)
+    site.load(first[0], 5)
+    site.load(second[0], 7)
+    assert (site.group.block_size, site.group.num_blocks) == (64, 5)
+    assert site.group.idle_us == (1.5, 9.0)
