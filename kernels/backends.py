@@ -26,6 +26,7 @@ TRITON_BLOCK = 128
 class Attention:
     """The reference; other back ends have the same two methods."""
 
+    name = "torch"
     can_be_captured = False
     """in a CUDA graph: it never asks the device for anything"""
 
@@ -55,8 +56,9 @@ class GpuAttention(Attention):
 
     can_be_captured = True
 
-    def __init__(self, block_size: int, scale: float, decode: Any, prefill: Any) -> None:
+    def __init__(self, name: str, block_size: int, scale: float, decode: Any, prefill: Any) -> None:
         super().__init__(block_size, scale)
+        self.name = name
         self._decode = decode
         self._prefill = prefill
 
@@ -186,9 +188,10 @@ def choose_attention(
         block_size = block_size or TRITON_BLOCK
         layout = num_heads, num_kv_heads, head_dim, block_size
         decode = DecodeAttention(max_rows, *layout, device)
-        return GpuAttention(block_size, scale, decode, triton_prefill)
+        return GpuAttention(name, block_size, scale, decode, triton_prefill)
     if find_spec("flash_attn") is None:
         raise ValueError(f"attention {name!r}: flash-attn 2.8 is not installed; 'triton' is")
     if block_size % FLASH_BLOCK:
         raise ValueError(f"block_size {block_size}; flash-attn takes multiples of {FLASH_BLOCK}")
-    return GpuAttention(block_size or FLASH_BLOCK, scale, FlashDecode(), flash_prefill)
+    block_size = block_size or FLASH_BLOCK
+    return GpuAttention(name, block_size, scale, FlashDecode(), flash_prefill)

@@ -47,6 +47,7 @@ def load(
     check_tp(model_config, assignment.tp_size)
     tp = TensorParallel.join(assignment.rendezvous, assignment.rank, assignment.tp_size, device)
     attention = _attention(config, model_config, assignment.tp_size, device)
+    log.info("%s, attention: %s, blocks of %d", device, attention.name, attention.block_size)
     max_model_len = config.max_model_len or model_config.max_position_embeddings
     max_blocks = -(-max_model_len // attention.block_size)
     with torch.device(device), default_dtype(DTYPES[device.type]):

@@ -17,7 +17,7 @@ def choose(name: str, block_size: int = 0, device: torch.device = CPU) -> Attent
 def test_a_cpu_has_the_reference(name: str) -> None:
     attention = choose(name)
     assert type(attention) is Attention
-    assert (attention.block_size, attention.scale) == (16, 0.125)
+    assert (attention.name, attention.block_size, attention.scale) == ("torch", 16, 0.125)
     assert not attention.can_be_captured
     assert choose(name, 48).block_size == 48
 
@@ -39,5 +39,5 @@ def test_flash_attn_takes_blocks_of_256_tokens(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match="block_size 128; flash-attn takes multiples of 256"):
         choose("flash-attn", 128, torch.device("cuda"))
     attention = choose("flash-attn", device=torch.device("cuda"))
-    assert attention.block_size == 256
+    assert (attention.name, attention.block_size) == ("flash-attn", 256)
     assert attention.can_be_captured
