@@ -45,6 +45,7 @@ def run(engine: Engine, name: str, requests: list[Request]) -> float:
         sampling = SamplingParams(
             temperature=0.6, top_k=-1, top_p=1.0, min_p=0.0, max_tokens=num_out, ignore_eos=True
         )
+        prompt = [token_id % engine.model.vocab_size for token_id in prompt]
         engine.add(f"{name}-{number}", prompt, sampling)
     steps = deque()  # type: ignore[var-annotated]
     while True:

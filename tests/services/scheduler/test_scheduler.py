@@ -269,7 +269,7 @@ def test_seed_follows_from_the_request_id() -> None:
 def test_a_steady_decode_plan_is_under_100_bytes() -> None:
     """Batch 256 in blocks of 16, each row at another place in its block."""
     config = Config()
-    scheduler = Scheduler(config, 4096, BlockManager(BlockPool(10_000), config.block_size))
+    scheduler = Scheduler(config, 4096, BlockManager(BlockPool(10_000), 16))
     for number in range(256):
         scheduler.add(make_sequence(long_prompt(1 + number % 61), max_tokens=999, ignore_eos=True))
     sizes = []
