@@ -65,7 +65,8 @@ def load(
 def choose_device(wanted: str, rank: int, tp_size: int) -> torch.device:
     """The rank's GPU, or the CPU. Raises ModelError where there are too few GPUs."""
     num_gpus = torch.cuda.device_count()
-    if wanted == "cpu" or (wanted == "auto" and num_gpus < tp_size):
+    # Several GPUs have not been tried yet: they are for those who ask.
+    if wanted == "cpu" or (wanted == "auto" and (not num_gpus or tp_size > 1)):
         return torch.device("cpu")
     if num_gpus < tp_size:
         raise ModelError(f"--tp {tp_size} needs as many GPUs; this machine has {num_gpus}")

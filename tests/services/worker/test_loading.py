@@ -17,18 +17,18 @@ from penstock.services.worker.persistent_batch import PersistentBatch
     ("wanted", "num_gpus", "tp_size", "device"),
     [
         ("auto", 0, 1, "cpu"),
-        ("auto", 1, 2, "cpu"),
-        ("auto", 2, 2, "cuda:1"),
-        ("cpu", 8, 2, "cpu"),
+        ("auto", 1, 1, "cuda:0"),
+        ("auto", 2, 2, "cpu"),
+        ("cpu", 8, 1, "cpu"),
         ("cuda", 4, 2, "cuda:1"),
     ],
 )
-def test_the_device_of_rank_1(
+def test_the_device_of_the_last_rank(
     monkeypatch: pytest.MonkeyPatch, wanted: str, num_gpus: int, tp_size: int, device: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    assert str(choose_device(wanted, 1, tp_size)) == device
+    assert str(choose_device(wanted, tp_size - 1, tp_size)) == device
 
 
 def test_too_few_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
