@@ -112,9 +112,11 @@ class Client:
             self._connection.ask(AbortRequest(request_id=request_id)), AbortReply
         ).found
 
-    def status(self, wait: bool = False) -> StatusReply:
-        """How the pipeline is; `wait`: as soon as every stage is there."""
-        return self.wait_for(self._connection.ask(StatusRequest(wait=wait)), StatusReply)
+    def status(self, wait: bool = False, fresh: bool = False) -> StatusReply:
+        """How the pipeline is; `wait`, `fresh`: as in `StatusRequest`."""
+        return self.wait_for(
+            self._connection.ask(StatusRequest(wait=wait, fresh=fresh)), StatusReply
+        )
 
     def wait_for(self, answer: Answer, kind: type[Kind]) -> Kind:
         """Waits for the reply to one question. Raises RequestError."""
@@ -201,9 +203,9 @@ class AsyncClient:
         """Ends a request early; False if none of this name runs."""
         return (await self._wait_for(AbortRequest(request_id=request_id), AbortReply)).found
 
-    async def status(self, wait: bool = False) -> StatusReply:
-        """How the pipeline is; `wait`: as soon as every stage is there."""
-        return await self._wait_for(StatusRequest(wait=wait), StatusReply)
+    async def status(self, wait: bool = False, fresh: bool = False) -> StatusReply:
+        """How the pipeline is; `wait`, `fresh`: as in `StatusRequest`."""
+        return await self._wait_for(StatusRequest(wait=wait, fresh=fresh), StatusReply)
 
     async def change(self, answer: Answer) -> None:
         """Waits until something has come for `answer`."""

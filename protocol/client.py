@@ -52,6 +52,8 @@ class StatusRequest(Struct, kw_only=True, tag="status", forbid_unknown_fields=Tr
 
     wait: bool = False
     """answer only when every stage is there"""
+    fresh: bool = False
+    """answer with the scheduler's next report; without, with its last, up to half a second old"""
 
 
 class Usage(Struct, kw_only=True):

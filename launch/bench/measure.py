@@ -18,7 +18,7 @@ from penstock.protocol.client import GenerateReply, GenerateRequest, SchedulerSt
 SILENCE = 10.0
 """seconds without any answer after which a look is taken whether the pipeline is still there"""
 REPORT_TIMEOUT = 5.0
-"""seconds to wait for the scheduler's report of the end; it reports every second"""
+"""seconds to wait for the scheduler's report of the end; it reports every half second"""
 
 
 class Run(Struct):
@@ -67,7 +67,7 @@ class Meter(Client):
         answers = [self._request(item) for item in items]
         replies = [self.wait_for(answer, GenerateReply) for answer in answers]
         seconds = time.perf_counter() - start
-        self.report = self._report_of_the_end(before.num_steps)
+        self.report = self._report_of_the_end()
         preemptions = self._scheduler().num_preemptions - before.num_preemptions
         return _as_run(replies, seconds, preemptions)
 
@@ -76,7 +76,7 @@ class Meter(Client):
         stamps = [Stamps(time.perf_counter(), self._request(item, stream=True)) for item in items]
         for one in stamps:
             self.wait_for(one.answer, GenerateReply)
-        self.report = self._report_of_the_end(self._scheduler().num_steps)
+        self.report = self._report_of_the_end()
         first = [one.times[0] - one.start for one in stamps]
         gaps = [b - a for one in stamps for a, b in zip(one.times, one.times[1:], strict=False)]
         return Streaming(
@@ -110,16 +110,15 @@ class Meter(Client):
     def _scheduler(self) -> SchedulerStatus:
         return self.report.scheduler or SchedulerStatus(epoch=0, ready=False)
 
-    def _report_of_the_end(self, num_steps: int) -> StatusReply:
-        """The first report after step `num_steps` in which nothing runs."""
+    def _report_of_the_end(self) -> StatusReply:
+        """The first report in which nothing runs."""
         deadline = time.monotonic() + REPORT_TIMEOUT
         while True:
-            status = self.status()
+            status = self.status(fresh=True)
             one = status.scheduler
-            is_over = one and one.num_steps > num_steps and not one.num_running + one.num_waiting
+            is_over = one and not one.num_running + one.num_waiting
             if is_over or time.monotonic() > deadline:  # others may use the pipeline, too
                 return status
-            time.sleep(0.05)
 
 
 class Stamps:

@@ -55,6 +55,7 @@ class Gateway:
         """requests that wait for a tokenizer to come"""
         self.scheduler: SchedulerStatus | None = None
         self.waiting_for_ready: list[Client] = []
+        self.waiting_for_report: list[Client] = []
         context, at = process.context, process.endpoints
         self.clients = bind(context, zmq.ROUTER, at.clients, None)
         self.to_tokenizers = bind(context, zmq.ROUTER, at.tokenizers, FromTokenizer)
@@ -102,6 +103,8 @@ class Gateway:
             case StatusRequest():
                 if request.wait and not self.ready:
                     self.waiting_for_ready.append(client)
+                elif request.fresh:
+                    self.waiting_for_report.append(client)
                 else:
                     self.answer(client, self.status())
 
@@ -252,6 +255,9 @@ class Gateway:
             for entry in entries:
                 self.submit(entry)
         self.tell_ready()
+        clients, self.waiting_for_report = self.waiting_for_report, []
+        for client in clients:
+            self.answer(client, self.status())
 
     # ---- status ------------------------------------------------------------------------------
 
