@@ -11,7 +11,11 @@ WINDOW = 1024
 
 
 class IdleTimes:
-    """Two events around each step; read when both are in the past, so nothing waits for them."""
+    """Two events around each step; read when both are in the past, so nothing waits for them.
+
+    A step's first event comes before its copy and launch: what the GPU waits for these, where the
+    host is late, is not counted.
+    """
 
     def __init__(self) -> None:
         self._last_end: Any = None
