@@ -12,6 +12,8 @@ comes back, the client asks again for what is unanswered. `errors.py` has the tr
 """
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Self, TypeVar
 
@@ -123,6 +125,12 @@ class Client:
         while not answer.final:
             self.wait()
         return _expect(answer, kind)
+
+    def take_until(self, moment: float) -> None:
+        """Takes in what comes until `moment` of `time.perf_counter()`, and up to 1 ms longer."""
+        while (seconds := moment - time.perf_counter()) > 0:
+            self._poller.poll(math.ceil(seconds * 1000))
+            self._connection.take()
 
     def wait(self) -> None:
         """Waits until something has come, and takes it in. Raises NoAnswer."""

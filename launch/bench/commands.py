@@ -1,6 +1,8 @@
 """The flags of `launch bench`, a parser for each subject, and what each prints."""
 
+import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
 from typing import Any
 
 from penstock.launch.errors import LaunchError
@@ -27,23 +29,34 @@ COUNTS: dict[str, dict[str, tuple[Any, str]]] = {
         "--input-tokens": (256, "tokens of each prompt"),
         "--output-tokens": (256, "tokens of each output"),
     },
+    "serve": {
+        "--num-requests": (200, "requests of a run"),
+        "--request-rate": (10.0, "requests a second on the mean, in a Poisson process"),
+        "--input-tokens": (256, "tokens of each short prompt"),
+        "--long-input-tokens": (8192, "tokens of each long prompt"),
+        "--long-share": (0.0, "share of the requests whose prompt is long, from 0 to 1"),
+        "--output-tokens": (256, "tokens of each output"),
+    },
 }
 
 
 def add_bench(command: ArgumentParser) -> None:
-    """`launch bench pipeline`, `offline` and `latency`."""
+    """`launch bench pipeline`, `offline`, `latency` and `serve`."""
     subjects = command.add_subparsers(metavar="SUBJECT", required=True)
     for name, run, text in (
         ("pipeline", _pipeline, "the cost of everything but the model"),
         ("offline", _offline, "throughput: many requests at once, of many lengths"),
         ("latency", _latency, "speed of small batches of one length, and of streams"),
+        ("serve", _serve, "what clients see of requests that arrive at a given rate"),
     ):
         more = "" if name == "pipeline" else f". {PREFIX_CACHING}"
         subject = subjects.add_parser(name, help=text, description=text + more, allow_abbrev=False)
         subject.set_defaults(run=run)
         for flag, (default, meaning) in COUNTS[name].items():
             _add_count(subject, flag, default, meaning)
-        _add_count(subject, "--runs", 3, "runs of which the median is shown")
+        _add_count(
+            subject, "--runs", 1 if name == "serve" else 3, "runs of which the median is shown"
+        )
         subject.add_argument("--json", action="store_true", help="for programs")
         if name != "pipeline":
             _add_target(subject)
@@ -55,7 +68,12 @@ def _add_count(command: ArgumentParser, flag: str, default: Any, text: str) -> N
     text = f"{text} (default: {str(default).strip('[]').replace(',', '')})"
     metavar = flag.rpartition("-")[2].upper()
     command.add_argument(
-        flag, type=_count, nargs=nargs, default=default, metavar=metavar, help=text
+        flag,
+        type=CONVERTERS.get(flag, _count),
+        nargs=nargs,
+        default=default,
+        metavar=metavar,
+        help=text,
     )
 
 
@@ -63,6 +81,29 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is no number from 1 on")
     return int(text)
+
+
+def _rate(text: str) -> float:
+    if not 0 < _number(text) < math.inf:
+        raise ArgumentTypeError(f"{text!r} is no finite number above 0")
+    return float(text)
+
+
+def _share(text: str) -> float:
+    if not 0 <= _number(text) <= 1:
+        raise ArgumentTypeError(f"{text!r} is no number from 0 to 1")
+    return float(text)
+
+
+def _number(text: str) -> float:
+    """NaN if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+CONVERTERS: dict[str, Callable[[str], float]] = {"--request-rate": _rate, "--long-share": _share}
 
 
 def _add_target(command: ArgumentParser) -> None:
@@ -105,4 +146,13 @@ def _latency(arguments: Namespace) -> int:
 
     report = bench_latency(arguments)
     print(as_json(report) if arguments.json else latency_table(report))
+    return 0
+
+
+def _serve(arguments: Namespace) -> int:
+    from penstock.launch.bench.model import bench_serve
+    from penstock.launch.bench.report import as_json, serve_table
+
+    report = bench_serve(arguments)
+    print(as_json(report) if arguments.json else serve_table(report))
     return 0

@@ -3,11 +3,12 @@
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from penstock.launch.bench.streams import Stamps, Streaming, as_streaming
 from penstock.launch.bench.target import Target, is_running
 from penstock.launch.bench.workload import Item
 from penstock.launch.client import Client
@@ -19,6 +20,8 @@ SILENCE = 10.0
 """seconds without any answer after which a look is taken whether the pipeline is still there"""
 REPORT_TIMEOUT = 5.0
 """seconds to wait for the scheduler's report of the end; it reports every half second"""
+
+Figures = TypeVar("Figures", bound=Struct)
 
 
 class Run(Struct):
@@ -36,14 +39,14 @@ class Run(Struct):
     preemptions: int
 
 
-class Streaming(Struct):
-    """What the clients of streams see, in milliseconds; NaN for outputs of one token."""
+class Load(Run):
+    """A run whose requests arrived at times of their own."""
 
-    ttft_ms: float
-    """time to the first token, median of the requests"""
-    itl_ms: float
-    """time from one message of a stream to the next, median of all"""
-    itl_p99_ms: float
+    requests_per_second: float
+    sent_per_second: float
+    """the rate of arrivals that was achieved; NaN for one request"""
+    latest_send_ms: float
+    """by how much the latest request left after its time: a client that is too slow shows here"""
 
 
 class Meter(Client):
@@ -63,27 +66,31 @@ class Meter(Client):
 
     def run(self, items: list[Item]) -> Run:
         """All at once, not streaming."""
-        before, start = self._scheduler(), time.perf_counter()
-        answers = [self._request(item) for item in items]
-        replies = [self.wait_for(answer, GenerateReply) for answer in answers]
-        seconds = time.perf_counter() - start
-        self.report = self._report_of_the_end()
-        preemptions = self._scheduler().num_preemptions - before.num_preemptions
-        return _as_run(replies, seconds, preemptions)
+        start = time.perf_counter()
+        return self._finish(start, [self._request(item) for item in items])
 
     def run_streams(self, items: list[Item]) -> Streaming:
         """All at once, each token as it comes."""
-        stamps = [Stamps(time.perf_counter(), self._request(item, stream=True)) for item in items]
-        for one in stamps:
-            self.wait_for(one.answer, GenerateReply)
-        self.report = self._report_of_the_end()
-        first = [one.times[0] - one.start for one in stamps]
-        gaps = [b - a for one in stamps for a, b in zip(one.times, one.times[1:], strict=False)]
-        return Streaming(
-            ttft_ms=percentile(first, 0.5) * 1e3,
-            itl_ms=percentile(gaps, 0.5) * 1e3,
-            itl_p99_ms=percentile(gaps, 0.99) * 1e3,
-        )
+        stamps = [self._stream(item) for item in items]
+        self._finish(stamps[0].start, [one.answer for one in stamps])
+        return as_streaming(stamps)
+
+    def run_one_by_one(self, items: list[Item]) -> Streaming:
+        """Streams, each sent when the one before has ended."""
+        stamps = []
+        for item in items:
+            stamps.append(self._stream(item))
+            self.wait_for(stamps[-1].answer, GenerateReply)
+        return as_streaming(stamps)
+
+    def run_load(self, items: list[Item], times: list[float]) -> tuple[Load, list[Stamps]]:
+        """Streams, each sent at its time in seconds, the first at 0, whatever is unanswered."""
+        start, stamps = time.perf_counter(), []
+        for item, seconds in zip(items, times, strict=True):
+            self.take_until(start + seconds)
+            stamps.append(self._stream(item))
+        run = self._finish(start, [one.answer for one in stamps])
+        return as_load(run, [one.start - start for one in stamps], times), stamps
 
     def wait(self) -> None:
         """However long an answer takes."""
@@ -107,6 +114,17 @@ class Meter(Client):
             )
         )
 
+    def _stream(self, item: Item) -> Stamps:
+        return Stamps(time.perf_counter(), self._request(item, stream=True))
+
+    def _finish(self, start: float, answers: list[Answer]) -> Run:
+        """Waits for the answers, and until nothing runs."""
+        replies = [self.wait_for(answer, GenerateReply) for answer in answers]
+        seconds, before = time.perf_counter() - start, self._scheduler()
+        self.report = self._report_of_the_end()
+        preemptions = self._scheduler().num_preemptions - before.num_preemptions
+        return _as_run(replies, seconds, preemptions)
+
     def _scheduler(self) -> SchedulerStatus:
         return self.report.scheduler or SchedulerStatus(epoch=0, ready=False)
 
@@ -119,21 +137,6 @@ class Meter(Client):
             is_over = one and not one.num_running + one.num_waiting
             if is_over or time.monotonic() > deadline:  # others may use the pipeline, too
                 return status
-
-
-class Stamps:
-    """When each message with tokens came for one request."""
-
-    def __init__(self, start: float, answer: Answer) -> None:
-        self.start = start
-        self.times: list[float] = []
-        self.answer = answer
-        answer.on_change = self._stamp
-
-    def _stamp(self) -> None:
-        while delta := self.answer.take_delta():
-            if delta.token_ids:
-                self.times.append(time.perf_counter())
 
 
 def _as_run(replies: list[GenerateReply], seconds: float, preemptions: int) -> Run:
@@ -151,14 +154,18 @@ def _as_run(replies: list[GenerateReply], seconds: float, preemptions: int) -> R
     )
 
 
-def median(runs: list[Run]) -> Run:
+def as_load(run: Run, sent: list[float], times: list[float]) -> Load:
+    """`sent`: when each request left, in seconds; `times`: when it should have."""
+    period = sent[-1] - sent[0]
+    return Load(
+        **msgspec.structs.asdict(run),
+        requests_per_second=run.requests / run.seconds,
+        sent_per_second=(len(sent) - 1) / period if len(sent) > 1 else math.nan,
+        latest_send_ms=max(s - t for s, t in zip(sent, times, strict=True)) * 1e3,
+    )
+
+
+def median(runs: list[Figures]) -> Figures:
     """The median of each field."""
     columns = zip(*(msgspec.structs.astuple(run) for run in runs), strict=True)
-    return Run(*(type(column[0])(statistics.median(column)) for column in columns))
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The least value that `share` of them don't exceed; NaN if there are none."""
-    if not values:
-        return math.nan
-    return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)]
+    return type(runs[0])(*(type(column[0])(statistics.median(column)) for column in columns))

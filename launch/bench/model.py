@@ -1,24 +1,40 @@
-"""`launch bench offline` and `latency`: the model behind the whole pipeline.
+"""`launch bench offline`, `latency` and `serve`: the model behind the whole pipeline.
 
 Requests go through gateway, tokenizer, scheduler, workers and detokenizer, as any client's do. One
 pipeline serves all runs of a command.
 """
 
+import itertools
 import sys
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from penstock.launch.bench.measure import Meter, Run, Streaming, median
+from penstock.launch.bench.measure import Figures, Meter, Run, median
 from penstock.launch.bench.report import hardware, versions
+from penstock.launch.bench.streams import Streaming, as_streaming
 from penstock.launch.bench.target import target
-from penstock.launch.bench.workload import Item, fixed_lengths, random_lengths, variant
+from penstock.launch.bench.workload import (
+    Item,
+    arrival_times,
+    fixed_lengths,
+    given_lengths,
+    random_kinds,
+    random_lengths,
+    variant,
+)
 
 WARM_UP_TOKENS = 16
 WORKLOADS = {
     "offline": ("num_requests", "min_tokens", "max_tokens", "bench_seed", "temperature"),
     "latency": ("batches", "input_tokens", "output_tokens", "bench_seed", "temperature"),
+    "serve": (
+        *("num_requests", "request_rate", "input_tokens", "long_input_tokens", "long_share"),
+        *("output_tokens", "bench_seed", "temperature"),
+    ),
 }
+IDLE_REQUESTS = 5
+"""of each kind, sent one by one before the load"""
 
 
 def bench_offline(arguments: Namespace) -> dict[str, Any]:
@@ -53,6 +69,40 @@ def bench_latency(arguments: Namespace) -> dict[str, Any]:
     return _bench("latency", arguments, measure)
 
 
+def bench_serve(arguments: Namespace) -> dict[str, Any]:
+    """A few requests one by one; then the runs, in which each is sent at its time."""
+    number, seed = arguments.num_requests, arguments.bench_seed
+    lengths = {"short": arguments.input_tokens, "long": arguments.long_input_tokens}
+    kinds = random_kinds(number, arguments.long_share, seed)
+    items = given_lengths([lengths[kind] for kind in kinds], arguments.output_tokens, seed)
+    times = arrival_times(number, arguments.request_rate, seed)
+
+    def of(kind: str, values: list[Any]) -> list[Any]:
+        return [value for value, its in zip(values, kinds, strict=True) if its == kind]
+
+    def measure(meter: Meter, vocab_size: int) -> dict[str, Any]:
+        few = {kind: of(kind, items)[:IDLE_REQUESTS] for kind in lengths if kind in kinds}
+        _warm_up(meter, [*items[: number // 8], *itertools.chain(*few.values())], vocab_size)
+        idle = {kind: meter.run_one_by_one(variant(few[kind], -2, vocab_size)) for kind in few}
+        loads, stamps = [], []
+        for run in range(arguments.runs):
+            load, of_run = meter.run_load(variant(items, run, vocab_size), times)
+            loads.append(load)
+            stamps.append(of_run)
+            _show_progress()
+        figures = {kind: [as_streaming(of(kind, one)) for one in stamps] for kind in few}
+        return {
+            "kinds": {
+                kind: {"requests": len(of(kind, kinds)), "idle": idle[kind], **_with_median(runs)}
+                for kind, runs in figures.items()
+            },
+            **_with_median(loads),
+            "gpu_idle_us": meter.gpu_idle_us,
+        }
+
+    return _bench("serve", arguments, measure)
+
+
 def _bench(
     subject: str, arguments: Namespace, measure: Callable[[Meter, int], dict[str, Any]]
 ) -> dict[str, Any]:
@@ -76,13 +126,21 @@ def _runs(
     meter: Meter, items: list[Item], warm_up: list[Item], num_runs: int, vocab_size: int
 ) -> dict[str, Any]:
     """Warms up, then measures."""
-    short = [Item(prompt, min(number, WARM_UP_TOKENS)) for prompt, number in warm_up]
-    meter.run(variant(short, -1, vocab_size))
+    _warm_up(meter, warm_up, vocab_size)
     runs: list[Run] = []
     for number in range(num_runs):
         runs.append(meter.run(variant(items, number, vocab_size)))
         _show_progress()
+    return _with_median(runs)
+
+
+def _with_median(runs: list[Figures]) -> dict[str, Any]:
     return {"runs": runs, "median": median(runs)}
+
+
+def _warm_up(meter: Meter, items: list[Item], vocab_size: int) -> None:
+    short = [Item(prompt, min(number, WARM_UP_TOKENS)) for prompt, number in items]
+    meter.run(variant(short, -1, vocab_size))
 
 
 def _show_progress() -> None:

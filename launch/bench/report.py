@@ -34,6 +34,18 @@ LATENCY_COLUMNS = (
     "GPU idle µs",
     "p99",
 )
+LOAD_COLUMNS = (
+    "requests sent/s",
+    "latest send ms",
+    "requests/s",
+    "output tokens/s",
+    "seconds",
+    "preemptions",
+)
+SERVE_COLUMNS = (
+    *("requests", "TTFT idle ms", "TTFT ms", "p99", "TPOT ms", "p99"),
+    *("ITL ms", "p99", "E2EL ms", "p99"),
+)
 
 
 def hardware() -> dict[str, Any]:
@@ -78,6 +90,20 @@ def latency_table(report: dict[str, Any]) -> str:
         cells += [f"{us:.1f}" for us in one["gpu_idle_us"]]
         rows.append([str(one["batch"]), *cells])
     return "\n".join([_headline(report), "", *_table(("batch", *LATENCY_COLUMNS), rows)])
+
+
+def serve_table(report: dict[str, Any]) -> str:
+    """What the clients saw, a row for each kind of request; then the load in one row."""
+    rows = []
+    for kind, one in report["kinds"].items():
+        times = [one["idle"].ttft_ms, *msgspec.structs.astuple(one["median"])]
+        rows.append([kind, str(one["requests"]), *(f"{ms:,.2f}" for ms in times)])
+    load = report["median"]
+    speeds = (load.requests_per_second, load.output_tokens_per_second, load.seconds)
+    cells = [f"{value:,.2f}" for value in (load.sent_per_second, load.latest_send_ms, *speeds)]
+    lines = _table(("prompts", *SERVE_COLUMNS), rows)
+    lines += ["", *_table(LOAD_COLUMNS, [[*cells, f"{load.preemptions:g}"]])]
+    return "\n".join([_headline(report), "", *lines])
 
 
 def _cells(run: Run) -> list[str]:

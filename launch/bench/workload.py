@@ -1,5 +1,6 @@
 """What the benchmarks ask for: prompts of random tokens, outputs of a given length."""
 
+import itertools
 from random import Random
 from typing import NamedTuple
 
@@ -32,9 +33,28 @@ def fixed_lengths(
     num_requests: int, input_tokens: int, output_tokens: int, seed: int
 ) -> list[Item]:
     """Prompts of one length, outputs of another."""
+    return given_lengths([input_tokens] * num_requests, output_tokens, seed)
+
+
+def given_lengths(input_tokens: list[int], output_tokens: int, seed: int) -> list[Item]:
+    """Prompts of these lengths, outputs of one."""
     draw = Random(seed).randint  # noqa: S311
-    prompts = [[draw(0, MAX_TOKEN_ID) for _ in range(input_tokens)] for _ in range(num_requests)]
+    prompts = [[draw(0, MAX_TOKEN_ID) for _ in range(length)] for length in input_tokens]
     return [Item(prompt, output_tokens) for prompt in prompts]
+
+
+def arrival_times(num_requests: int, rate: float, seed: int) -> list[float]:
+    """Seconds at which requests arrive, the first at 0: a Poisson process of `rate` a second."""
+    draw = Random(f"arrivals {seed}").expovariate  # noqa: S311
+    return list(itertools.accumulate((draw(rate) for _ in range(num_requests - 1)), initial=0.0))
+
+
+def random_kinds(num_requests: int, long_share: float, seed: int) -> list[str]:
+    """ "short" or "long" for each request: the share is kept, the order is random."""
+    num_long = round(long_share * num_requests)
+    kinds = ["long"] * num_long + ["short"] * (num_requests - num_long)
+    Random(f"kinds {seed}").shuffle(kinds)  # noqa: S311
+    return kinds
 
 
 def variant(items: list[Item], number: int, vocab_size: int) -> list[Item]:

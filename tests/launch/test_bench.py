@@ -12,7 +12,7 @@ import pytest
 
 from penstock.launch.bench import measure
 from penstock.launch.bench import report as module
-from penstock.launch.bench.measure import Meter, Run, Streaming, median, percentile
+from penstock.launch.bench.measure import Meter, Run, median
 from penstock.launch.bench.report import (
     as_json,
     hardware,
@@ -20,6 +20,7 @@ from penstock.launch.bench.report import (
     offline_table,
     versions,
 )
+from penstock.launch.bench.streams import Streaming, percentile
 from penstock.launch.bench.target import Target, _flags
 from penstock.launch.bench.workload import Item, fixed_lengths, random_lengths, variant
 from penstock.launch.cli import main
@@ -123,7 +124,8 @@ def test_offline_as_a_table() -> None:
 
 
 def test_latency_as_a_table() -> None:
-    batch = {"batch": 16, "median": run_of(0.5), "streaming": Streaming(12.345, 3.0, 4.5)}
+    streaming = Streaming(12.345, 13.0, 3.1, 3.2, 3.0, 4.5, 99.0, 100.0)
+    batch = {"batch": 16, "median": run_of(0.5), "streaming": streaming}
     batch["gpu_idle_us"] = (1.25, 40.0)
     assert latency_table(report_of(batches=[batch])).splitlines() == [
         HEADLINE,
@@ -137,12 +139,13 @@ def test_latency_as_a_table() -> None:
 
 def test_json_has_every_fact() -> None:
     runs = [run_of(0.5)]
-    streaming = Streaming(1.0, math.nan, math.nan)  # of one token there is no second
+    streaming = Streaming(1.0, 2.0, *[math.nan] * 4, 3.0, 4.0)  # of one token there is no second
     report = json.loads(as_json(report_of(runs=runs, streaming=streaming)))
     assert report["hardware"] == {"cpus": 8, "gpus": ["NVIDIA H200"]}
     assert report["options"]["tp"] == 2
     assert report["runs"][0]["output_tokens_per_second"] == 2000
-    assert report["streaming"] == {"ttft_ms": 1.0, "itl_ms": None, "itl_p99_ms": None}
+    shown = report["streaming"]
+    assert (shown["ttft_ms"], shown["itl_ms"], shown["e2el_p99_ms"]) == (1.0, None, 4.0)
 
 
 def test_hardware_with_and_without_nvidia_smi(

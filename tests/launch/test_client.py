@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,18 @@ def test_many_requests_at_once(endpoint: str) -> None:
         assert [one.result().text for one in reversed(streams)] == [
             str(number) for number in reversed(range(50))
         ]
+
+
+def test_what_comes_is_taken_in_until_a_moment(endpoint: str) -> None:
+    with gateway(endpoint), Client(endpoint, timeout=5) as client:
+        answer = client.submit("x")._answer
+        for _ in range(500):
+            moment = time.perf_counter() + 0.01
+            client.take_until(moment)
+            assert time.perf_counter() >= moment
+            if answer.final:
+                return
+        pytest.fail("nothing was taken in")
 
 
 def test_messages_may_be_dicts(endpoint: str) -> None:
