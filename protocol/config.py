@@ -78,8 +78,13 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         int, Meta(ge=1024, description="longest request frame, bytes; longer ones are refused")
     ] = 1 << 20
     num_plans_in_flight: Annotated[
-        int, Meta(ge=1, le=8, description="plans sent ahead of their results")
-    ] = 2
+        int,
+        Meta(
+            ge=1,
+            le=8,
+            description="most plans sent ahead of their results; more than 2 where steps are short",
+        ),
+    ] = 4
     enable_prefix_caching: Annotated[
         bool, Meta(description="share the KV blocks of equal prefixes")
     ] = True

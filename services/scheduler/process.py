@@ -1,6 +1,6 @@
 """The scheduler's process: sockets around `Scheduler`, `WorkerGroup` and `Streams`."""
 
-from time import time_ns
+from time import monotonic, time_ns
 
 import zmq
 
@@ -25,6 +25,7 @@ from penstock.protocol.process import Loop, Process
 from penstock.protocol.sockets import bind, connect
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
+from penstock.services.scheduler.plan_depth import PlanDepth
 from penstock.services.scheduler.scheduler import CannotFitError, Scheduler
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.streams import Streams
@@ -42,6 +43,7 @@ class SchedulerProcess:
         generation = read_generation_config(self.config.model_folder)
         self.eos_token_ids = frozenset(eos_token_ids(self.model, generation))
         self.scheduler: Scheduler | None = None
+        self.plan_depth = PlanDepth(self.config.num_plans_in_flight)
         self.group = WorkerGroup(self.config.tp)
         self.streams = Streams(self.epoch)
         self.requests: dict[str, Sequence] = {}
@@ -118,6 +120,7 @@ class SchedulerProcess:
         if self.scheduler and message.epoch == self.scheduler.epoch == self.group.epoch:
             output = self.scheduler.update(message.step, unpack(message.token_ids))
             self.streams.put(output)
+            self.plan_depth.tokens_came(monotonic())
 
     def on_hello(self, identity: bytes, hello: WorkerHello) -> None:
         """Seats the worker; when the last one is ready, plans can go out."""
@@ -168,6 +171,8 @@ class SchedulerProcess:
     def advance(self) -> None:
         """Sends every plan that may be sent, and then the tokens that have come."""
         scheduler = self.scheduler
+        if scheduler:
+            scheduler.max_plans = self.plan_depth.num_plans
         while scheduler and self.group.ready and scheduler.epoch == self.group.epoch:
             plan = scheduler.schedule()
             if plan is None:

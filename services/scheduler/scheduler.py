@@ -1,7 +1,7 @@
 """The policy of the pipeline: which sequences run in which step. No sockets, no clock.
 
-`schedule` makes plans and may run up to `num_plans_in_flight` plans ahead of `update`, which takes
-the tokens of the oldest plan. A plan is made without knowing the tokens of those before it: only
+`schedule` makes plans and may run up to `max_plans` plans ahead of `update`, which takes the tokens
+of the oldest plan. A plan is made without knowing the tokens of those before it: only
 their number. `update` is the only place where a sequence grows, ends, or publishes blocks.
 """
 
@@ -64,11 +64,12 @@ class Scheduler:
         self.running: list[Sequence] = []
         """in order of admission: the last one is the first to be preempted"""
         self.in_flight: deque[Step] = deque()
+        self.max_plans = config.num_plans_in_flight
+        """in flight at once; may be changed at any time"""
         self.num_steps = 0
         self.num_preemptions = 0
         self._block_size = block_manager.block_size
         self._max_tokens_per_step = config.max_num_batched_tokens
-        self._max_plans = config.num_plans_in_flight
         self._max_length = min(max_model_len, block_manager.num_tokens)
         self._free_slots = list(range(min(config.max_num_seqs, config.max_num_batched_tokens)))
         heapify(self._free_slots)
@@ -144,10 +145,10 @@ class Scheduler:
     def schedule(self) -> BatchPlan | None:
         """The next plan; None if enough plans are in flight or there is nothing to run.
 
-        When the last sequences drain, empty plans follow until their tokens are back: a worker
-        may keep the tokens of a step until it has launched all the plans that may be in flight.
+        When the last sequences drain, an empty plan follows: a worker may keep the tokens of a step
+        until it has launched another.
         """
-        if len(self.in_flight) >= self._max_plans:
+        if len(self.in_flight) >= self.max_plans:
             return None
         step = Step(self.num_steps, [], [])
         changes = Changes([], [], [])
@@ -164,7 +165,8 @@ class Scheduler:
         return self._send(step, changes)
 
     def _needs_flush(self) -> bool:
-        return any(step.sampled or step.chunks for step in self.in_flight)
+        last = self.in_flight[-1] if self.in_flight else None
+        return last is not None and bool(last.sampled or last.chunks)
 
     def _schedule_decode(self, step: Step, changes: Changes) -> list[Sequence]:
         """Plans a token for every row behind its prefill; returns the rows still in it."""

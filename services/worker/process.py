@@ -75,6 +75,8 @@ class Worker:
         self._next_step = 0
         self._steps: deque[_Step] = deque()
         """launched, their tokens not yet sent"""
+        self._max_running = min(1, process.config.num_plans_in_flight - 1)
+        """steps that may run while a plan is waited for: with one, the GPU has something to do"""
         self._said_hello = 0.0
 
     def say_hello(self) -> None:
@@ -96,6 +98,7 @@ class Worker:
                     self._take_place(message)
                 case WorkerExit(reason):
                     raise WorkerError(f"leaves: {reason}")
+        self._wait()
 
     def _take_place(self, assignment: WorkerAssignment) -> None:
         if assignment.epoch < self._epoch:
@@ -138,16 +141,23 @@ class Worker:
             raise WorkerError(f"got plan {plan.step}; plan {self._next_step} comes next")
         self._next_step += 1
         self._steps.append(_Step(plan.step, self._runner.launch(plan)))
-        self._send_tokens()
+        self._send_done()
 
-    def _send_tokens(self) -> None:
-        """Sends what is done, and waits for what the scheduler needs to go on."""
-        max_running = self._process.config.num_plans_in_flight - 1
-        while self._steps and (len(self._steps) > max_running or self._steps[0].launched.done()):
-            step = self._steps.popleft()
-            token_ids = step.launched.token_ids()
-            if self._rank == 0:
-                self.channel.send(SampledTokens(self._epoch, step.number, pack(token_ids)))
+    def _send_done(self) -> None:
+        while self._steps and self._steps[0].launched.done():
+            self._send_oldest()
+
+    def _wait(self) -> None:
+        """With nothing else to do, waits for tokens that the scheduler needs to go on."""
+        while len(self._steps) > self._max_running and not self.channel.socket.poll(0):
+            self._send_oldest()
+        self._send_done()
+
+    def _send_oldest(self) -> None:
+        step = self._steps.popleft()
+        token_ids = step.launched.token_ids()
+        if self._rank == 0:
+            self.channel.send(SampledTokens(self._epoch, step.number, pack(token_ids)))
 
 
 def main(load: Load) -> None:

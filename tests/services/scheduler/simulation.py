@@ -21,8 +21,8 @@ from tests.services.scheduler.reference import ReferenceWorker, expected_output
 class Simulation:
     """Everything but the sockets. Each move checks what must hold behind it.
 
-    The tokens of a step come only when `num_ahead` later plans are there, as with a worker that
-    launches so many steps before it waits for one.
+    The tokens of a step come only when `num_ahead` later plans are there: a worker launches one
+    more before it waits.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class Simulation:
         **options: object,
     ) -> None:
         defaults = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+        defaults["num_plans_in_flight"] = 2
         self.config = msgspec.convert(defaults | options, Config)
         block_size, caching = self.config.block_size, self.config.enable_prefix_caching
         pool = BlockPool(num_blocks, hash_block)

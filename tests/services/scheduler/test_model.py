@@ -45,7 +45,7 @@ def simulations(draw: st.DrawFn, num_plans: int) -> Simulation:
         max_model_len=max_model_len,
         num_watermark_blocks=draw(st.integers(0, 3)),
         hash_block=draw(st.sampled_from([hash_block, weak_hash])),
-        num_ahead=draw(st.integers(0, num_plans - 1)),
+        num_ahead=draw(st.integers(0, min(1, num_plans - 1))),
         block_size=block_size,
         max_num_seqs=draw(st.integers(1, 6)),
         max_num_batched_tokens=draw(st.integers(1, 16)),
@@ -143,6 +143,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = self.sim.scheduler.running
         self.sim.preempt(running[index % len(running)])
 
+    @rule(num_plans=st.integers(2, 4))
+    def change_depth(self, num_plans: int) -> None:
+        self.sim.scheduler.max_plans = min(num_plans, self.num_plans)
+
     @rule(chance=st.integers(0, 7))
     def restart(self, chance: int) -> None:
         if chance == 7:
@@ -154,7 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("num_plans", [1, 2, 3])
+@pytest.mark.parametrize("num_plans", [1, 2, 4])
 def test_scheduler_against_reference(num_plans: int) -> None:
     machine = type(f"Machine{num_plans}", (SchedulerMachine,), {"num_plans": num_plans})
     run_state_machine_as_test(machine, settings=settings.get_profile("scheduler"))

@@ -23,15 +23,17 @@ TIMEOUT = 10_000
 class FakeStep:
     """A step whose tokens are its epoch and number; done when the test says so."""
 
-    def __init__(self, epoch: int, number: int, done: bool) -> None:
-        self._token_ids = [epoch, number]
+    def __init__(self, step_plan: BatchPlan, done: bool, on_wait: Callable[[int], None]) -> None:
+        self._token_ids = [step_plan.epoch, step_plan.step]
         self._done = done
+        self._on_wait = on_wait
 
     def done(self) -> bool:
         return self._done
 
     def token_ids(self) -> list[int]:
         self._done = True
+        self._on_wait(self._token_ids[1])
         return self._token_ids
 
 
@@ -44,11 +46,14 @@ class FakeRunner:
     def __init__(self) -> None:
         self.launched: list[BatchPlan] = []
         self.steps_are_done = True
+        self.on_launch: Callable[[int], None] = lambda _: None
+        self.on_wait: Callable[[int], None] = lambda _: None
         self.num_clears = 0
 
     def launch(self, step_plan: BatchPlan) -> FakeStep:
         self.launched.append(step_plan)
-        return FakeStep(step_plan.epoch, step_plan.step, self.steps_are_done)
+        self.on_launch(step_plan.step)
+        return FakeStep(step_plan, self.steps_are_done, self.on_wait)
 
     def clear(self) -> None:
         self.num_clears += 1
@@ -94,9 +99,17 @@ class Talk:
 
     def tell_bytes(self, frame: bytes) -> None:
         """Sends what need not be a message."""
+        self.bring_bytes(frame)
+        self.worker.receive()
+
+    def bring(self, message: object) -> None:
+        """Sends a message that then waits at the worker's socket."""
+        self.bring_bytes(self.scheduler.encode(message))
+
+    def bring_bytes(self, frame: bytes) -> None:
+        """As `bring`."""
         assert self.scheduler.send_bytes(frame, b"worker.1/7")
         assert self.worker.channel.socket.poll(TIMEOUT)
-        self.worker.receive()
 
     def answer(self) -> WorkerHello | SampledTokens:
         """The worker's next message."""
@@ -171,6 +184,20 @@ def test_a_running_step_is_waited_for_when_the_next_is_launched(seated: Talk) ->
     seated.tell(plan(2))
     assert seated.answer() == tokens_of(1, 1)
     assert seated.answer() == tokens_of(1, 2)
+
+
+def test_a_plan_that_has_come_is_launched_before_another_step_is_waited_for(seated: Talk) -> None:
+    seated.runner.steps_are_done = False
+    seated.runner.on_launch = lambda number: seated.bring(plan(number + 1)) if number < 2 else None
+    seated.runner.on_wait = lambda number: seated.bring(plan(3)) if number == 0 else None
+    seated.tell(plan(0))
+    assert [one.step for one in seated.runner.launched] == [0, 1, 2]
+    assert seated.answer() == tokens_of(1, 0)
+    assert seated.says_nothing_more()
+    seated.worker.receive()
+    assert len(seated.runner.launched) == 4
+    assert [seated.answer(), seated.answer()] == [tokens_of(1, 1), tokens_of(1, 2)]
+    assert seated.says_nothing_more()
 
 
 def test_with_one_plan_in_flight_every_step_is_waited_for(tmp_path: Path) -> None:
