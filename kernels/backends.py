@@ -28,7 +28,9 @@ class Attention:
 
     name = "torch"
     can_be_captured = False
-    """in a CUDA graph: it never asks the device for anything"""
+    """when it decodes, in a CUDA graph: it never asks the device for anything"""
+    can_capture_prefill = False
+    """in a CUDA graph whose rows prefill or decode as the device says"""
 
     def __init__(self, block_size: int, scale: float) -> None:
         self.block_size = block_size
@@ -44,7 +46,7 @@ class Attention:
             k_cache,
             v_cache,
             cu_seqlens_q=step.cu_seqlens_q,
-            max_seqlen_q=step.max_seqlen_q,
+            max_seqlen_q=step.shape.max_seqlen_q,
             context_lens=step.context_lens,
             block_tables=step.block_tables,
             scale=self.scale,
@@ -59,26 +61,27 @@ class GpuAttention(Attention):
     def __init__(self, name: str, block_size: int, scale: float, decode: Any, prefill: Any) -> None:
         super().__init__(block_size, scale)
         self.name = name
+        self.can_capture_prefill = prefill is triton_prefill
         self._decode = decode
         self._prefill = prefill
 
     def begin(self, step: Step) -> None:
         """Plans how the KV of the rows that decode is split."""
-        if step.num_decode:
-            self._decode.plan(step.context_lens[: step.num_decode])
+        if step.shape.num_decode:
+            self._decode.plan(step.decode_lens)
 
     def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step) -> Tensor:
         """As `attend`."""
-        num_decode, num_rows = step.num_decode, step.context_lens.shape[0]
+        num_decode = step.shape.num_decode
         out = torch.empty_like(q)
-        if num_decode < num_rows:
+        if step.shape.num_tiles:
             self._prefill(q, k_cache, v_cache, step, self.scale, out)
         if num_decode:
             self._decode(
                 q[:num_decode],
                 k_cache,
                 v_cache,
-                context_lens=step.context_lens[:num_decode],
+                context_lens=step.decode_lens,
                 block_tables=step.block_tables[:num_decode],
                 scale=self.scale,
                 out=out[:num_decode],
@@ -124,16 +127,16 @@ def flash_prefill(
     """flash-attn for the rows that prefill, into their part of `out`."""
     from flash_attn import flash_attn_varlen_func
 
-    first = step.num_decode
-    num_blocks = -(-step.max_seqlen_k // k_cache.shape[1])
+    shape, first = step.shape, step.shape.num_decode
+    num_blocks = -(-shape.max_seqlen_k // k_cache.shape[1])
     attended = flash_attn_varlen_func(
         q[first:],
         k_cache,
         v_cache,
         cu_seqlens_q=step.cu_seqlens_q[first:] - first,
         cu_seqlens_k=step.cu_seqlens_k[first:] - step.cu_seqlens_k[first],
-        max_seqlen_q=step.max_seqlen_q,
-        max_seqlen_k=step.max_seqlen_k,
+        max_seqlen_q=shape.max_seqlen_q,
+        max_seqlen_k=shape.max_seqlen_k,
         softmax_scale=scale,
         causal=True,
         block_table=step.block_tables[first:, :num_blocks],
@@ -147,15 +150,15 @@ def triton_prefill(
     """Our kernel for the rows that prefill, into their part of `out`."""
     from penstock.kernels.gpu.prefill_attention import prefill_attention
 
-    first = step.num_decode
     prefill_attention(
         q,
         k_cache,
         v_cache,
-        cu_seqlens_q=step.cu_seqlens_q[first:],
-        max_seqlen_q=step.max_seqlen_q,
-        context_lens=step.context_lens[first:],
-        block_tables=step.block_tables[first:],
+        tiles=step.tiles,
+        tile_size=step.shape.tile_size,
+        cu_seqlens_q=step.cu_seqlens_q,
+        context_lens=step.context_lens,
+        block_tables=step.block_tables,
         scale=scale,
         out=out,
     )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.checks import check_tensor
-from penstock.kernels.step import Step
+from penstock.kernels.step import SMALL_TILE, Shape, Step
 
 HEADER = 8
 ROW = 8
@@ -62,6 +62,10 @@ class StepBuffers(NamedTuple):
     """int32 [num_slots + 1]"""
     context_lens: Tensor
     """int32 [num_slots]"""
+    decode_lens: Tensor
+    """int32 [num_slots]"""
+    tiles: Tensor
+    """int32 [max_tiles, 2]"""
     block_tables: Tensor
     """int32 [num_slots, max_blocks]"""
     slots: Tensor
@@ -71,21 +75,20 @@ class StepBuffers(NamedTuple):
     next_positions: Tensor
     """int64 [num_slots]: index of each row's next token in its sequence"""
 
-    def step(
-        self, num_rows: int, num_tokens: int, num_decode: int, max_seqlen_q: int, max_seqlen_k: int
-    ) -> Step:
+    def step(self, shape: Shape) -> Step:
         """The front of the buffers."""
+        num_rows, num_tokens = shape.num_rows, shape.num_tokens
         return Step(
+            shape,
             input_ids=self.input_ids[:num_tokens],
             positions=self.positions[:num_tokens],
             slot_mapping=self.slot_mapping[:num_tokens],
             cu_seqlens_q=self.cu_seqlens_q[: num_rows + 1],
-            max_seqlen_q=max_seqlen_q,
             cu_seqlens_k=self.cu_seqlens_k[: num_rows + 1],
-            max_seqlen_k=max_seqlen_k,
             context_lens=self.context_lens[:num_rows],
+            decode_lens=self.decode_lens[: shape.num_decode],
+            tiles=self.tiles[: shape.num_tiles],
             block_tables=self.block_tables[:num_rows],
-            num_decode=num_decode,
         )
 
 
@@ -121,6 +124,8 @@ def make_step_buffers(
         cu_seqlens_q=zeros(num_slots + 1, dtype=torch.int32),
         cu_seqlens_k=zeros(num_slots + 1, dtype=torch.int32),
         context_lens=zeros(num_slots, dtype=torch.int32),
+        decode_lens=zeros(num_slots, dtype=torch.int32),
+        tiles=zeros(max_tokens // SMALL_TILE + num_slots, 2, dtype=torch.int32),
         block_tables=zeros(num_slots, max_blocks, dtype=torch.int32),
         slots=zeros(num_slots, dtype=torch.int64),
         last_tokens=zeros(num_slots, dtype=torch.int64),
@@ -129,22 +134,27 @@ def make_step_buffers(
 
 
 def apply_plan(
-    record: Tensor, slots: Slots, buffers: StepBuffers, *, num_rows: int, block_size: int
+    record: Tensor, slots: Slots, buffers: StepBuffers, shape: Shape, block_size: int
 ) -> None:
-    """Takes the record's blocks and parameters into `slots`, and fills `buffers`.
+    """Takes the record's blocks and parameters into `slots`, and fills `buffers` up to `shape`.
 
-    record int32, as above. num_rows: rows to fill, those beyond the record's are padding.
+    record int32, as above. Rows, tokens and tiles beyond the record's are padding.
     """
     check_tensor("record", record, (-1,), torch.int32)
-    if not 0 < num_rows <= buffers.slots.shape[0]:
-        raise ValueError(f"{num_rows} rows; between 1 and {buffers.slots.shape[0]} fit")
+    for name, number, least, most in (
+        ("rows", shape.num_rows, 1, buffers.slots.shape[0]),
+        ("tokens", shape.num_tokens, 1, buffers.input_ids.shape[0]),
+        ("tiles", shape.num_tiles, 0, buffers.tiles.shape[0]),
+    ):
+        if not least <= number <= most:
+            raise ValueError(f"{number} {name}; {least} to {most} fit")
     if record.is_cuda:
         from penstock.kernels.gpu.plan import apply_plan as on_gpu
 
-        on_gpu(record, slots, buffers, num_rows, block_size)
+        on_gpu(record, slots, buffers, shape, block_size)
     else:
         _apply_reference(record, slots)
-        _make_rows_reference(record, slots, buffers, num_rows, block_size)
+        _make_rows_reference(record, slots, buffers, shape, block_size)
 
 
 def _apply_reference(record: Tensor, slots: Slots) -> None:
@@ -162,11 +172,12 @@ def _apply_reference(record: Tensor, slots: Slots) -> None:
 
 
 def _make_rows_reference(
-    record: Tensor, slots: Slots, buffers: StepBuffers, num_rows: int, block_size: int
+    record: Tensor, slots: Slots, buffers: StepBuffers, shape: Shape, block_size: int
 ) -> None:
     num_real, _, _, rows_at, _, _, given_at, _ = record[:HEADER].tolist()
     rows = record[rows_at : rows_at + num_real * ROW].view(-1, ROW).tolist()
     num_tokens = num_keys = 0
+    tiles: list[tuple[int, int]] = []
     for index, (slot, start, count, first, given, first_key, sampled, _) in enumerate(rows):
         tokens = slice(first, first + count)
         positions = torch.arange(start, start + count)
@@ -177,16 +188,26 @@ def _make_rows_reference(
             buffers.input_ids[tokens] = slots.last_token[slot]
         else:
             buffers.input_ids[tokens] = record[given_at + given : given_at + given + count].long()
+            tiles += [(index, token) for token in reversed(range(0, count, shape.tile_size))]
         num_tokens, num_keys = first + count, first_key + start + count
+        buffers.decode_lens[index] = start + count if given < 0 else 0
         _fill_row(buffers, index, start + count, first, first_key, sampled, num_tokens - 1)
         buffers.block_tables[index] = slots.block_tables[slot]
-    for index in range(num_real, num_rows):
+    for index in range(num_real, shape.num_rows):
         token = num_tokens + index - num_real
-        buffers.input_ids[token] = buffers.positions[token] = 0
-        buffers.slot_mapping[token] = -1
-        _fill_row(buffers, index, 0, token, num_keys, -1, token)
-    buffers.cu_seqlens_q[num_rows] = num_tokens + num_rows - num_real
-    buffers.cu_seqlens_k[num_rows] = num_keys
+        buffers.decode_lens[index] = 0
+        _fill_row(
+            buffers, index, 0, min(token, shape.num_tokens), num_keys, -1,
+            min(token, shape.num_tokens - 1),
+        )  # fmt: skip
+    end = min(num_tokens + shape.num_rows - num_real, shape.num_tokens)
+    buffers.cu_seqlens_q[shape.num_rows] = end
+    buffers.cu_seqlens_k[shape.num_rows] = num_keys
+    padding = slice(num_tokens, shape.num_tokens)
+    buffers.input_ids[padding] = buffers.positions[padding] = 0
+    buffers.slot_mapping[padding] = -1
+    tiles += [(-1, -1)] * (shape.num_tiles - len(tiles))
+    buffers.tiles[: shape.num_tiles] = torch.tensor(tiles).view(-1, 2)
 
 
 def _fill_row(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.bench.timing import graph_us
 from penstock.kernels.gpu.prefill_attention import Tuning, default_tuning, prefill_attention
+from penstock.kernels.step import tile_size
 
 try:
     from flash_attn import flash_attn_varlen_func
@@ -25,19 +26,20 @@ BATCHES = [(32, 512), (8, 2048), (2, 8192), (1, 16384)]
 """(sequences, tokens of each)"""
 BLOCK_SIZE = 256
 TUNINGS = [
-    Tuning(128, 128, 8, 2),
-    Tuning(128, 128, 8, 3),
-    Tuning(128, 64, 8, 2),
-    Tuning(128, 64, 8, 3),
-    Tuning(128, 64, 8, 4),
-    Tuning(128, 64, 4, 2),
-    Tuning(128, 32, 8, 4),
-    Tuning(64, 64, 4, 2),
-    Tuning(64, 64, 4, 3),
-    Tuning(64, 64, 4, 4),
-    Tuning(64, 128, 4, 2),
-    Tuning(64, 32, 4, 3),
+    (128, Tuning(128, 8, 2)),
+    (128, Tuning(128, 8, 3)),
+    (128, Tuning(64, 8, 2)),
+    (128, Tuning(64, 8, 3)),
+    (128, Tuning(64, 8, 4)),
+    (128, Tuning(64, 4, 2)),
+    (128, Tuning(32, 8, 4)),
+    (64, Tuning(64, 4, 2)),
+    (64, Tuning(64, 4, 3)),
+    (64, Tuning(64, 4, 4)),
+    (64, Tuning(128, 4, 2)),
+    (64, Tuning(32, 4, 3)),
 ]
+"""(tokens of a tile, the rest)"""
 
 
 class Batch(NamedTuple):
@@ -66,14 +68,17 @@ def random_batch(num_seqs: int, length: int, block_size: int) -> Batch:
     )
 
 
-def ours(batch: Batch, tuning: Tuning) -> Callable[[], object]:
-    """One call of our kernel."""
+def ours(batch: Batch, size: int, tuning: Tuning) -> Callable[[], object]:
+    """One call of our kernel; size: tokens of a tile."""
+    firsts = range(-(-batch.length // size) * size - size, -1, -size)
+    pairs = [(seq, first) for seq in range(len(batch.context_lens)) for first in firsts]
     return partial(
         prefill_attention,
         batch.q,
         *batch.kv_cache,
+        tiles=torch.tensor(pairs).int().cuda(),
+        tile_size=size,
         cu_seqlens_q=batch.cu_seqlens,
-        max_seqlen_q=batch.length,
         context_lens=batch.context_lens,
         block_tables=batch.block_tables,
         scale=HEAD_DIM**-0.5,
@@ -108,12 +113,15 @@ def measure(num_seqs: int, length: int, block_size: int, sweep: bool) -> None:
     """Prints a line for each kernel and tuning."""
     batch = random_batch(num_seqs, length, block_size)
     name = f"{num_seqs:2} x {length:5}, blocks of {block_size:3}:"
-    default = default_tuning(length, block_size)
-    print(f"{name} ours {tflops(batch, ours(batch, default)):6.1f} TFLOP/s, {default}")
+    size = tile_size(length)
+    default = default_tuning(size, block_size)
+    print(
+        f"{name} ours {tflops(batch, ours(batch, size, default)):6.1f} TFLOP/s, {size}, {default}"
+    )
     if flash_attn_varlen_func is not None and block_size % 256 == 0:
         print(f"{name} flash-attn {tflops(batch, flash(batch)):6.1f} TFLOP/s")
-    for tuning in TUNINGS if sweep else ():
-        print(f"{name}   {tflops(batch, ours(batch, tuning)):6.1f} TFLOP/s, {tuning}")
+    for size, tuning in TUNINGS if sweep else ():
+        print(f"{name}   {tflops(batch, ours(batch, size, tuning)):6.1f} TFLOP/s, {size}, {tuning}")
 
 
 def main() -> None:

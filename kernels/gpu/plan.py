@@ -6,6 +6,7 @@ from torch import Tensor
 
 from penstock.kernels.gpu.pdl import LAUNCH, launch_dependents, wait
 from penstock.kernels.plan import Slots, StepBuffers
+from penstock.kernels.step import Shape
 
 NUM_PROGRAMS = 16
 """that apply changes"""
@@ -89,34 +90,87 @@ def _copy_table(source, target, num_blocks, BLOCK: tl.constexpr):
         tl.store(target + column, tl.load(source + column, exists, 0), exists)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
+def _num_tiles(rows, num_rows, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Tiles of the first `num_rows` rows; one that decodes has none."""
+    total = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, num_rows, BLOCK):
+        row = begin + tl.arange(0, BLOCK)
+        exists = row < num_rows
+        count, given = (
+            tl.load(rows + row * 8 + 2, exists, 0),
+            tl.load(rows + row * 8 + 4, exists, -1),
+        )
+        total += tl.where(given < 0, 0, tl.cdiv(count, TILE))
+    return tl.sum(total)
+
+
+@triton.jit
+def _make_tiles(rows, tiles, row, count, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Those with most keys come first, for they take longest."""
+    at = tiles + _num_tiles(rows, row, TILE, BLOCK) * 2
+    number = tl.cdiv(count, TILE)
+    for begin in range(0, number, BLOCK):
+        tile = begin + tl.arange(0, BLOCK)
+        exists = tile < number
+        tl.store(at + tile * 2, row + tile * 0, exists)
+        tl.store(at + tile * 2 + 1, (number - 1 - tile) * TILE, exists)
+
+
+@triton.jit
+def _pad(
+    rows, num_real, num_tokens, input_ids, positions, slot_mapping, tiles, max_tokens, max_tiles,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Tokens and tiles behind those of the record."""
+    for begin in range(num_tokens, max_tokens, BLOCK):
+        token = begin + tl.arange(0, BLOCK)
+        exists = token < max_tokens
+        tl.store(input_ids + token, token * 0, exists)
+        tl.store(positions + token, token * 0, exists)
+        tl.store(slot_mapping + token, token * 0 - 1, exists)
+    for begin in range(_num_tiles(rows, num_real, TILE, BLOCK), max_tiles, BLOCK):
+        tile = begin + tl.arange(0, BLOCK)
+        exists = tile < max_tiles
+        tl.store(tiles + tile * 2, tile * 0 - 1, exists)
+        tl.store(tiles + tile * 2 + 1, tile * 0 - 1, exists)
+
+
+@triton.jit(do_not_specialize=["num_rows", "max_tokens", "max_tiles"])
 def _make_rows(
     record, slot_tables, last_token, input_ids, positions, slot_mapping, cu_seqlens_q,
-    cu_seqlens_k, context_lens, block_tables, slots, last_tokens, next_positions,
-    max_blocks, block_size, num_rows, BLOCK: tl.constexpr,
+    cu_seqlens_k, context_lens, decode_lens, tiles, block_tables, slots, last_tokens,
+    next_positions, max_blocks, block_size, num_rows, max_tokens, max_tiles,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     launch_dependents()
     wait()
     row = tl.program_id(0)
-    num_real, rows_at = tl.load(record), tl.load(record + 3)
-    final = record + rows_at + (num_real - 1) * 8
+    num_real, rows = tl.load(record), record + tl.load(record + 3)
     num_tokens = 0
     num_keys = 0
     if num_real > 0:
+        final = rows + (num_real - 1) * 8
         num_tokens = tl.load(final + 3) + tl.load(final + 2)
         num_keys = tl.load(final + 5) + tl.load(final + 1) + tl.load(final + 2)
-    # A padded row has one token, behind those of the record.
-    first = num_tokens + row - num_real
+    # A padded row of a step that decodes has one token, behind those of the record.
+    first = tl.minimum(num_tokens + row - num_real, max_tokens)
     first_key = num_keys
     context_len = 0
-    count = 1
+    decode_len = 0
+    last = tl.minimum(first, max_tokens - 1)
     sampled = -1
     if row < num_real:
-        source = record + rows_at + row * 8
-        slot, start = tl.load(source), tl.load(source + 1)
-        count, first = tl.load(source + 2), tl.load(source + 3)
+        source = rows + row * 8
+        slot, start, count = tl.load(source), tl.load(source + 1), tl.load(source + 2)
+        first, given = tl.load(source + 3), tl.load(source + 4)
         first_key, sampled = tl.load(source + 5), tl.load(source + 6)
         context_len = start + count
+        last = first + count - 1
+        if given < 0:
+            decode_len = context_len
+        else:
+            _make_tiles(rows, tiles, row, count, TILE, BLOCK)
         _make_tokens(
             record, source, slot_tables, last_token, input_ids, positions, slot_mapping,
             max_blocks, block_size, BLOCK,
@@ -124,23 +178,25 @@ def _make_rows(
         used = tl.cdiv(context_len, block_size)
         table = slot_tables + slot.to(tl.int64) * max_blocks
         _copy_table(table, block_tables + row.to(tl.int64) * max_blocks, used, BLOCK)
-    else:
-        tl.store(input_ids + first, 0)
-        tl.store(positions + first, 0)
-        tl.store(slot_mapping + first, -1)
     tl.store(context_lens + row, context_len)
+    tl.store(decode_lens + row, decode_len)
     tl.store(cu_seqlens_q + row, first)
     tl.store(cu_seqlens_k + row, first_key)
     tl.store(slots + row, sampled)
-    tl.store(last_tokens + row, first + count - 1)
+    tl.store(last_tokens + row, last)
     tl.store(next_positions + row, context_len)
     if row == num_rows - 1:
-        tl.store(cu_seqlens_q + num_rows, first + count)
+        end = tl.minimum(num_tokens + num_rows - num_real, max_tokens)
+        tl.store(cu_seqlens_q + num_rows, end)
         tl.store(cu_seqlens_k + num_rows, num_keys)
+        _pad(
+            rows, num_real, num_tokens, input_ids, positions, slot_mapping, tiles, max_tokens,
+            max_tiles, TILE, BLOCK,
+        )  # fmt: skip
 
 
 def apply_plan(
-    record: Tensor, slots: Slots, buffers: StepBuffers, num_rows: int, block_size: int
+    record: Tensor, slots: Slots, buffers: StepBuffers, shape: Shape, block_size: int
 ) -> None:
     """As `penstock.kernels.plan.apply_plan`, in two launches."""
     max_blocks = slots.block_tables.shape[1]
@@ -148,7 +204,8 @@ def apply_plan(
         record, slots.block_tables, slots.seeds, slots.temperature, slots.top_k, slots.top_p,
         slots.min_p, max_blocks, BLOCK=BLOCK, num_warps=2, **LAUNCH,
     )  # fmt: skip
-    _make_rows[(num_rows,)](
-        record, slots.block_tables, slots.last_token, *buffers, max_blocks, block_size, num_rows,
-        BLOCK=BLOCK, num_warps=2, **LAUNCH,
+    _make_rows[(shape.num_rows,)](
+        record, slots.block_tables, slots.last_token, *buffers, max_blocks, block_size,
+        shape.num_rows, shape.num_tokens, shape.num_tiles, TILE=shape.tile_size, BLOCK=BLOCK,
+        num_warps=2, **LAUNCH,
     )  # fmt: skip

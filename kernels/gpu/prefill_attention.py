@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.gpu.pdl import LAUNCH, launch_dependents, wait
+from penstock.kernels.step import SMALL_TILE
 
 MIN_HEAD_DIM = 16
 
@@ -19,8 +20,6 @@ MIN_HEAD_DIM = 16
 class Tuning(NamedTuple):
     """How the work of the kernel is cut; changes its speed only."""
 
-    block_m: int
-    """queries of a program"""
     block_n: int
     """keys of one step"""
     num_warps: int
@@ -28,13 +27,11 @@ class Tuning(NamedTuple):
     """steps whose keys and values are on their way from memory at once"""
 
 
-def default_tuning(max_seqlen_q: int, block_size: int) -> Tuning:
+def default_tuning(tile_size: int, block_size: int) -> Tuning:
     """The fastest on an H200, for a cache whose blocks hold block_size tokens."""
-    if max_seqlen_q <= 1024:
-        return Tuning(64, 32, 4, 3)
-    if block_size % 128:
-        return Tuning(128, 64, 8, 3)
-    return Tuning(128, 128, 8, 3)
+    if tile_size <= SMALL_TILE:
+        return Tuning(32, 4, 3)
+    return Tuning(64 if block_size % 128 else 128, 8, 3)
 
 
 def prefill_attention(
@@ -42,35 +39,35 @@ def prefill_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
+    tiles: Tensor,
+    tile_size: int,
     cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
     context_lens: Tensor,
     block_tables: Tensor,
     scale: float,
     out: Tensor,
     tuning: Tuning | None = None,
 ) -> None:
-    """Writes the attention of the sequences' tokens into `out`, and no other row of it.
+    """Writes the attention of the tiles' tokens into `out`, and no other row of it.
 
-    The arguments are those of penstock.kernels.attention.attend, but cu_seqlens_q may begin above
-    0: the rows before are no prefill. q, out contiguous [num_tokens, num_heads, head_dim];
-    each row of block_tables contiguous; scale > 0. Raises ValueError if head_dim is no power of
-    two, or below MIN_HEAD_DIM.
+    tiles int32 [num_tiles, 2]: sequence and first of `tile_size` tokens (a power of two) in its
+    chunk, or -1. The other arguments are those of penstock.kernels.attention.attend. q, out
+    contiguous [num_tokens, num_heads, head_dim]; each row of block_tables contiguous; scale > 0.
+    Raises ValueError if head_dim is no power of two, or below MIN_HEAD_DIM.
     """
     _, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
-    num_seqs = context_lens.shape[0]
     if head_dim < MIN_HEAD_DIM or head_dim & (head_dim - 1):
         raise ValueError(f"head_dim is {head_dim}; a power of 2 from {MIN_HEAD_DIM} on is needed")
-    block_m, block_n, num_warps, num_stages = tuning or default_tuning(max_seqlen_q, block_size)
-    grid = (num_heads, num_seqs, triton.cdiv(max_seqlen_q, block_m))
-    if math.prod(grid) == 0:
+    block_n, num_warps, num_stages = tuning or default_tuning(tile_size, block_size)
+    if not tiles.shape[0]:
         return
-    _prefill_attention_kernel[grid](
+    _prefill_attention_kernel[(num_heads, tiles.shape[0])](
         q,
         k_cache,
         v_cache,
         out,
+        tiles,
         cu_seqlens_q,
         context_lens,
         block_tables,
@@ -80,7 +77,7 @@ def prefill_attention(
         num_kv_heads,
         head_dim,
         block_size,
-        block_m,
+        tile_size,
         block_n,
         num_warps=num_warps,
         num_stages=num_stages,
@@ -88,15 +85,13 @@ def prefill_attention(
     )
 
 
-@triton.jit(
-    do_not_specialize=["max_blocks"],
-    do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "context_lens_ptr", "block_tables_ptr"],
-)
+@triton.jit(do_not_specialize=["max_blocks"])
 def _prefill_attention_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
     out_ptr,
+    tiles_ptr,
     cu_seqlens_q_ptr,
     context_lens_ptr,
     block_tables_ptr,
@@ -112,12 +107,12 @@ def _prefill_attention_kernel(
     """One program: BLOCK_M queries of one head; the heads of a group are neighbours in the grid."""
     launch_dependents()
     wait()
-    head, seq = tl.program_id(0), tl.program_id(1)
-    first = (tl.num_programs(2) - 1 - tl.program_id(2)) * BLOCK_M  # the tiles with most keys first
+    head, tile = tl.program_id(0), tl.program_id(1)
+    seq, first = tl.load(tiles_ptr + 2 * tile), tl.load(tiles_ptr + 2 * tile + 1)
+    if seq < 0:
+        return
     begin = tl.load(cu_seqlens_q_ptr + seq)
     num_queries = tl.load(cu_seqlens_q_ptr + seq + 1) - begin
-    if first >= num_queries:
-        return
     context_len = tl.load(context_lens_ptr + seq)
     table = block_tables_ptr + seq.to(tl.int64) * max_blocks
     head_offset = head // (NUM_HEADS // NUM_KV_HEADS) * HEAD_DIM

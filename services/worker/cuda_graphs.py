@@ -1,69 +1,131 @@
-"""Decode steps as CUDA graphs: one launch from embedding to sampled token."""
+"""Steps as CUDA graphs: one launch from embedding to sampled token."""
 
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.plan import APPENDED, HEADER, ROW
+from penstock.kernels.plan import APPENDED, HEADER, PARAMETERS, ROW
+from penstock.kernels.step import LARGE_TILE, LONG_CHUNK, SMALL_TILE, Shape
 
 log = logging.getLogger(__name__)
 
 PROGRESS = 10
 """graphs between two lines of the log"""
-Decode = Callable[[Tensor, int], Tensor]
-"""(record, number of rows) → tokens"""
+PREFILL_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+PREFILL_ROWS = (16, 64)
+"""of the graphs that prefill, and max_num_seqs"""
+SPARE_TILES = 16
+"""of a graph that prefills: for chunks that do not fill their tiles"""
+LAUNCH_FLOPS = 1e13
+"""what a GPU computes in the time in which a host launches the kernels of a step one by one: 12 to
+15 ms (H200). For larger steps a graph gains nothing, and its padding costs."""
+Compute = Callable[[Tensor, Shape], Tensor]
+"""(record, shape) → tokens"""
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
+def decode_shapes(max_num_seqs: int, max_seqlen_k: int) -> list[Shape]:
     """Padded batches: 1, 2, 4, 8, then by 8 to 256, by 16 beyond."""
     steps = [1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs + 16, 16)]
-    below = [size for size in steps if size < max_num_seqs]
-    return [*below, max_num_seqs]
+    sizes = [*(size for size in steps if size < max_num_seqs), max_num_seqs]
+    return [Shape(size, size, size, 0, SMALL_TILE, 1, max_seqlen_k) for size in sizes]
+
+
+def prefill_shapes(
+    max_num_seqs: int, max_tokens: int, num_weights: int, max_seqlen_k: int
+) -> list[Shape]:
+    """Steps of chunks and rows that decode, as far as it pays.
+
+    num_weights: of the model, each of which a token is multiplied with.
+    """
+    most = min(max_tokens, LAUNCH_FLOPS / (2 * num_weights))
+    tokens = [number for number in PREFILL_TOKENS if number <= most]
+    rows = [*(number for number in PREFILL_ROWS if number < max_num_seqs), max_num_seqs]
+    sizes = dict.fromkeys((min(pair), pair[1]) for pair in product(rows, tokens))
+    return [_prefill_shape(*size, max_seqlen_k) for size in sizes]
+
+
+def _prefill_shape(num_rows: int, num_tokens: int, max_seqlen_k: int) -> Shape:
+    return Shape(
+        num_rows,
+        num_tokens,
+        num_decode=num_rows,
+        num_tiles=num_tokens // SMALL_TILE + min(num_rows, SPARE_TILES),
+        tile_size=SMALL_TILE if num_tokens <= LONG_CHUNK else LARGE_TILE,
+        max_seqlen_q=num_tokens,
+        max_seqlen_k=max_seqlen_k,
+    )
 
 
 class CudaGraphs:
-    """One graph for each padded batch; they share one memory pool, the largest comes first."""
+    """One graph for each shape; they share one memory pool, the largest comes first."""
 
     def __init__(
         self,
-        decode: Decode,
-        sizes: Iterable[int],
+        compute: Compute,
+        shapes: Iterable[Shape],
         device: torch.device,
         on_progress: Callable[[], None],
     ) -> None:
-        self._sizes = sorted(sizes)
-        self._record = torch.zeros(
-            HEADER + self._sizes[-1] * (ROW + 4 * APPENDED), dtype=torch.int32, device=device
-        )
-        self._graphs: dict[int, Any] = {}
-        self._tokens: dict[int, Tensor] = {}
+        self._shapes = sorted(shapes, key=order)
+        largest = max(map(_record_size, self._shapes))
+        self._record = torch.zeros(largest, dtype=torch.int32, device=device)
+        self._graphs: dict[Shape, Any] = {}
+        self._tokens: dict[Shape, Tensor] = {}
         pool = None
-        for size in reversed(self._sizes):
-            decode(self._record, size)  # what is compiled or allocated once must not be captured
+        for shape in reversed(self._shapes):
+            compute(self._record, shape)  # what is compiled or allocated once can't be captured
             torch.cuda.synchronize(device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                self._tokens[size] = decode(self._record, size)
+                self._tokens[shape] = compute(self._record, shape)
             pool = pool or graph.pool()
-            self._graphs[size] = graph
+            self._graphs[shape] = graph
             on_progress()
             if len(self._graphs) % PROGRESS == 0:
-                log.info("CUDA graphs: %d of %d", len(self._graphs), len(self._sizes))
-        log.info("captured %d CUDA graphs, of 1 to %d rows", len(self._sizes), self._sizes[-1])
+                log.info("CUDA graphs: %d of %d", len(self._graphs), len(self._shapes))
+        log.info("captured %d CUDA graphs", len(self._shapes))
 
-    def replay(self, record: Any, num_rows: int) -> Tensor | None:
+    def replay(self, record: Any, shape: Shape) -> Tensor | None:
         """Runs a step whose record is an int32 array; None where it fits into no graph.
 
-        Returns the tokens, valid until the next replay of this size: int64 [padded rows].
+        Returns the tokens, valid until the next replay of this shape: int64 [padded rows].
         """
-        if num_rows > self._sizes[-1] or len(record) > len(self._record):
+        chosen = choose(self._shapes, shape)
+        if chosen is None or len(record) > len(self._record):
             return None
-        size = self._sizes[bisect_left(self._sizes, num_rows)]
         source = torch.from_numpy(record).pin_memory()
         self._record[: len(record)].copy_(source, non_blocking=True)
-        self._graphs[size].replay()
-        return self._tokens[size]
+        self._graphs[chosen].replay()
+        return self._tokens[chosen]
+
+
+def order(shape: Shape) -> tuple[bool, int, int]:
+    """What costs more comes later; padded tokens cost more than padded rows."""
+    return shape.num_tiles > 0, shape.num_tokens, shape.num_rows
+
+
+def choose(shapes: list[Shape], shape: Shape) -> Shape | None:
+    """The first of `shapes`, which are in `order`, that has room for a step of `shape`."""
+    first = bisect_left(shapes, order(shape), key=order)
+    return next((one for one in shapes[first:] if _fits(shape, one)), None)
+
+
+def _fits(shape: Shape, graph: Shape) -> bool:
+    """A step of `shape` can be computed by a graph of this shape."""
+    return (
+        shape.num_rows <= graph.num_rows
+        and shape.num_tokens <= graph.num_tokens
+        and shape.num_tiles <= graph.num_tiles
+        and (shape.num_tiles > 0) == (graph.num_tiles > 0)
+    )
+
+
+def _record_size(shape: Shape) -> int:
+    """Room for the record of a step of this shape; a longer one is launched without a graph."""
+    per_row = ROW + PARAMETERS + 4 * APPENDED
+    return HEADER + shape.num_rows * per_row + shape.num_tokens * (1 + APPENDED)

@@ -9,6 +9,7 @@ from os import cpu_count
 import torch
 
 from penstock.kernels.backends import Attention, choose_attention
+from penstock.kernels.step import Shape
 from penstock.models.parallel import TensorParallel
 from penstock.models.qwen3 import Qwen3
 from penstock.models.weights import load_weights
@@ -16,7 +17,7 @@ from penstock.protocol.checkpoint import ModelConfig, ModelError, check_tp, read
 from penstock.protocol.config import Config, make_run_folder
 from penstock.protocol.messages import WorkerAssignment
 from penstock.protocol.plan import BatchPlan, RowAdded, pack
-from penstock.services.worker.cuda_graphs import graph_sizes
+from penstock.services.worker.cuda_graphs import decode_shapes, prefill_shapes
 from penstock.services.worker.kv_cache import (
     allocate_kv_cache,
     free_gpu_bytes,
@@ -134,8 +135,17 @@ def _make_runner(
     on_progress()
     runner = make(num_blocks)
     if weight.is_cuda and config.enable_cuda_graphs and model.attention.can_be_captured:
-        runner.capture_graphs(graph_sizes(config.max_num_seqs), on_progress)
+        runner.capture_graphs(_graph_shapes(config, model, max_blocks * block_size), on_progress)
     return runner
+
+
+def _graph_shapes(config: Config, model: Qwen3, max_model_len: int) -> list[Shape]:
+    shapes = decode_shapes(config.max_num_seqs, max_model_len)
+    if model.attention.can_capture_prefill:
+        num_weights = sum(parameter.numel() for parameter in model.parameters())
+        sizes = config.max_num_seqs, config.max_num_batched_tokens
+        shapes += prefill_shapes(*sizes, num_weights, max_model_len)
+    return shapes
 
 
 def worst_case_plan(config: Config, max_model_len: int, block_size: int) -> BatchPlan:

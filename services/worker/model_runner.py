@@ -3,17 +3,17 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.kernels.plan import StepBuffers, apply_plan, make_slots, make_step_buffers
 from penstock.kernels.sampling import sample
+from penstock.kernels.step import Shape
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.plan import BatchPlan
 from penstock.services.worker.cuda_graphs import CudaGraphs
 from penstock.services.worker.idle_times import IdleTimes
-from penstock.services.worker.persistent_batch import NONE, Integers, PersistentBatch, Rows
+from penstock.services.worker.persistent_batch import NONE, Integers, PersistentBatch, Record
 
 
 class LaunchedStep:
@@ -75,17 +75,10 @@ class ModelRunner:
         """Forgets every sequence; the KV cache stays as it is."""
         self._batch.clear()
 
-    def capture_graphs(self, sizes: Iterable[int], on_progress: Callable[[], None]) -> None:
-        """Decode steps of up to the largest of `sizes` rows are replayed from here on."""
-        max_blocks = self._batch.max_blocks
-
-        def decode(record: Tensor, num_rows: int) -> Tensor:
-            longest = max_blocks * self.block_size
-            rows = Rows(NO_RECORD, num_rows, num_rows, num_rows, 1, longest, NONE)
-            return self._compute(record, rows)
-
+    def capture_graphs(self, shapes: Iterable[Shape], on_progress: Callable[[], None]) -> None:
+        """Steps that fit into one of `shapes` are replayed from here on."""
         with torch.inference_mode():
-            self._graphs = CudaGraphs(decode, sizes, self._device, on_progress)
+            self._graphs = CudaGraphs(self._compute, shapes, self._device, on_progress)
 
     def profile(self, profiler: Any) -> None:
         """Tells `profiler`, a torch.profiler.profile, of every step from here on."""
@@ -101,33 +94,19 @@ class ModelRunner:
         if self._profiler:
             self._profiler.step()
         if self._idle_times:
-            self._idle_times.begin(follows=rows.num_decode > 0)
-        tokens = self._replay(rows)
+            self._idle_times.begin(follows=rows.shape.num_decode > 0)
+        tokens = self._graphs.replay(rows.record, rows.shape) if self._graphs else None
         if tokens is None:
-            tokens = self._compute(self._to_device(rows.record), rows)
+            tokens = self._compute(self._to_device(rows.record), rows.shape)
         return self._on_its_way(tokens, rows.sampled)
 
-    def _replay(self, rows: Rows) -> Tensor | None:
-        """Runs the step as a CUDA graph; None where there is none for it."""
-        if self._graphs is None or rows.num_decode < rows.num_rows:
-            return None
-        return self._graphs.replay(rows.record, rows.num_rows)
-
-    def _compute(self, record: Tensor, rows: Rows) -> Tensor:
+    def _compute(self, record: Tensor, shape: Shape) -> Tensor:
         """One token for each row, int64 [num_rows]; that of a row that does not sample is void."""
-        apply_plan(
-            record,
-            self._slots,
-            self._buffers,
-            num_rows=rows.num_rows,
-            block_size=self.block_size,
-        )
-        sizes = rows.num_rows, rows.num_tokens, rows.num_decode
-        step = self._buffers.step(*sizes, rows.max_seqlen_q, rows.max_seqlen_k)
-        hidden_states = self._model(step, self._kv_cache)
-        if rows.num_tokens > rows.num_rows:
-            hidden_states = hidden_states[self._buffers.last_tokens[: rows.num_rows]]
-        return self._sample(hidden_states, rows.num_rows)
+        apply_plan(record, self._slots, self._buffers, shape, self.block_size)
+        hidden_states = self._model(self._buffers.step(shape), self._kv_cache)
+        if shape.num_tiles:
+            hidden_states = hidden_states[self._buffers.last_tokens[: shape.num_rows]]
+        return self._sample(hidden_states, shape.num_rows)
 
     def _sample(self, hidden_states: Tensor, num_rows: int) -> Tensor:
         """Rank 0 samples; every rank gets the tokens, and decodes them in the next step."""
@@ -151,7 +130,7 @@ class ModelRunner:
             batch.last_token[slots] = tp.broadcast(tokens)
         return tokens
 
-    def _to_device(self, record: "np.ndarray[Any, np.dtype[np.int32]]") -> Tensor:
+    def _to_device(self, record: Record) -> Tensor:
         tensor = torch.from_numpy(record)
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._is_cuda else tensor
 
@@ -162,6 +141,3 @@ class ModelRunner:
         host.copy_(tokens, non_blocking=True)
         assert self._idle_times  # noqa: S101  for mypy
         return LaunchedStep(host, sampled, self._idle_times.end())
-
-
-NO_RECORD = np.zeros(0, np.int32)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels.plan import HEADER
+from penstock.kernels.step import Shape, tile_size
 from penstock.protocol.plan import BLOCK_BITS, MAX_BLOCKS, BatchPlan, RowAdded
 
 Integers = NDArray[np.int64]
@@ -22,11 +23,7 @@ class Rows(NamedTuple):
     """What a step computes: rows that decode first, each kind in ascending order of slot."""
 
     record: Record
-    num_rows: int
-    num_tokens: int
-    num_decode: int
-    max_seqlen_q: int
-    max_seqlen_k: int
+    shape: Shape
     sampled: Integers
     """indices of the rows that sample, in ascending order of slot"""
 
@@ -144,15 +141,8 @@ class PersistentBatch:
         rows[:, 5] = key_bounds[:-1]
         rows[:, 6] = np.where(samples, slots, -1)
         sampled = np.flatnonzero(samples)
-        return Rows(
-            self._record(rows, given),
-            len(slots),
-            int(bounds[-1]),
-            num_decode,
-            int(counts.max()),
-            int(ends.max()),
-            sampled[np.argsort(slots[sampled])],
-        )
+        shape = _shape(counts, num_decode, int(ends.max()))
+        return Rows(self._record(rows, given), shape, sampled[np.argsort(slots[sampled])])
 
     def _record(self, rows: Record, given: list[Record]) -> Record:
         """Everything that the device does not know, behind a header that says where it is."""
@@ -195,6 +185,21 @@ class PersistentBatch:
         if (ends > room).any():
             row = int((ends > room).argmax())
             raise ValueError(f"slot {slots[row]}: blocks for {room[row]} tokens of {ends[row]}")
+
+
+def _shape(counts: Integers, num_decode: int, max_seqlen_k: int) -> Shape:
+    """counts: tokens of each row."""
+    longest = int(counts.max())
+    size = tile_size(longest)
+    return Shape(
+        num_rows=len(counts),
+        num_tokens=int(counts.sum()),
+        num_decode=num_decode,
+        num_tiles=int((-(-counts[num_decode:] // size)).sum()),
+        tile_size=size,
+        max_seqlen_q=longest,
+        max_seqlen_k=max_seqlen_k,
+    )
 
 
 def _parameters(row: RowAdded) -> Record:

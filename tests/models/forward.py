@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.backends import Attention
-from penstock.kernels.step import Step
+from penstock.kernels.step import Shape, Step
 from penstock.models.parallel import TensorParallel
 from penstock.models.qwen3 import Qwen3
 from penstock.models.weights import load_weights
@@ -32,17 +32,18 @@ def prefill_logits(model: Qwen3, prompts: list[list[int]], block_size: int = 16)
     shape = (len(model.model.layers), 2, tables.numel(), block_size, attention.num_kv_heads)
     positions = torch.cat([torch.arange(length) for length in lengths])
     rows = torch.arange(len(prompts)).repeat_interleave(lengths)
+    longest = int(lengths.max())
     step = Step(
+        Shape(len(prompts), len(rows), 0, len(prompts), longest, longest, longest),
         input_ids=torch.tensor([token for prompt in prompts for token in prompt]),
         positions=positions,
         slot_mapping=tables[rows, positions // block_size] * block_size + positions % block_size,
         cu_seqlens_q=torch.tensor([0, *lengths.cumsum(0)]).int(),
-        max_seqlen_q=int(lengths.max()),
         cu_seqlens_k=torch.tensor([0, *lengths.cumsum(0)]).int(),
-        max_seqlen_k=int(lengths.max()),
         context_lens=lengths.int(),
+        decode_lens=torch.empty(0),
+        tiles=torch.empty(0),
         block_tables=tables.int(),
-        num_decode=0,
     )
     return model.compute_logits(model(step, torch.zeros(*shape, attention.q_norm.weight.shape[0])))
 

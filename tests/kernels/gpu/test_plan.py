@@ -5,25 +5,41 @@ import pytest
 import torch
 
 from penstock.kernels.plan import Slots, StepBuffers, apply_plan, make_slots, make_step_buffers
+from penstock.kernels.step import Shape
 from penstock.services.worker.persistent_batch import PersistentBatch
 from tests.services.worker.plans import plan, row
 
-NUM_SLOTS, MAX_BLOCKS, BLOCK_SIZE = 12, 9, 8
+NUM_SLOTS, MAX_BLOCKS, BLOCK_SIZE, MAX_TOKENS = 12, 9, 8, 16384
 
 
 def poisoned(device: str) -> tuple[Slots, StepBuffers]:
     where = torch.device(device)
     slots = make_slots(NUM_SLOTS, MAX_BLOCKS, where)
-    buffers = make_step_buffers(NUM_SLOTS, MAX_BLOCKS, 600, where)
+    buffers = make_step_buffers(NUM_SLOTS, MAX_BLOCKS, MAX_TOKENS, where)
     for buffer in buffers:
         buffer.fill_(-7)
     return slots, buffers
 
 
-def on_gpu(record: torch.Tensor, slots: Slots, buffers: StepBuffers, num_rows: int) -> None:
+def on_gpu(record: torch.Tensor, slots: Slots, buffers: StepBuffers, shape: Shape) -> None:
     from penstock.kernels.gpu.plan import apply_plan
 
-    apply_plan(record, slots, buffers, num_rows, BLOCK_SIZE)
+    apply_plan(record, slots, buffers, shape, BLOCK_SIZE)
+
+
+def padded(shape: Shape, random: np.random.Generator) -> Shape:
+    """With room for more, or not; tiles of another size."""
+    more_rows, more_tokens, more_tiles = random.integers(0, 20, 3).tolist()
+    num_rows = min(NUM_SLOTS, shape.num_rows + more_rows % 4)
+    if not shape.num_tiles:
+        return shape._replace(num_rows=num_rows, num_tokens=num_rows, num_decode=num_rows)
+    return shape._replace(
+        num_rows=num_rows,
+        num_tokens=shape.num_tokens + more_tokens,
+        num_decode=num_rows,
+        num_tiles=shape.num_tiles * 8 + more_tiles,
+        tile_size=8,
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -58,16 +74,16 @@ def test_makes_what_the_reference_makes(device: str, seed: int) -> None:
         rows = batch.advance(step_plan.chunks)
         if rows is None:
             continue
-        num_rows = rows.num_rows if chunks else min(NUM_SLOTS, rows.num_rows + 3)
+        shape = padded(rows.shape, random)
         record = torch.from_numpy(rows.record)
-        apply_plan(record, slots, buffers, num_rows=num_rows, block_size=BLOCK_SIZE)
-        on_gpu(record.to(device), gpu_slots, gpu_buffers, num_rows)
+        apply_plan(record, slots, buffers, shape, BLOCK_SIZE)
+        on_gpu(record.to(device), gpu_slots, gpu_buffers, shape)
         tokens = torch.randint(1000, (NUM_SLOTS + 1,))
         slots.last_token.copy_(tokens)
         for ours, reference in zip(gpu_slots[2:], slots[2:], strict=True):
             assert torch.equal(ours.cpu(), reference)
         assert torch.equal(gpu_slots.block_tables.cpu(), slots.block_tables)
-        for index, length in enumerate(buffers.context_lens[:num_rows].tolist()):
+        for index, length in enumerate(buffers.context_lens[: shape.num_rows].tolist()):
             used = -(-length // BLOCK_SIZE)
             table = gpu_buffers.block_tables[index, :used].cpu()
             assert torch.equal(table, buffers.block_tables[index, :used])
@@ -79,7 +95,8 @@ def test_makes_what_the_reference_makes(device: str, seed: int) -> None:
 
 def test_a_record_without_rows_is_all_padding(device: str) -> None:
     slots, buffers = poisoned(device)
-    on_gpu(torch.zeros(8, dtype=torch.int32, device=device), slots, buffers, 4)
+    shape = Shape(4, 4, 4, 0, 64, 1, 1)
+    on_gpu(torch.zeros(8, dtype=torch.int32, device=device), slots, buffers, shape)
     assert buffers.slots[:4].tolist() == [-1] * 4
     assert buffers.slot_mapping[:4].tolist() == [-1] * 4
     assert buffers.context_lens[:5].tolist() == [0, 0, 0, 0, -7]

@@ -25,21 +25,20 @@ class Case(NamedTuple):
     cu_seqlens_q: Tensor
     context_lens: Tensor
     block_tables: Tensor
-    max_seqlen_q: int
 
-    def run(self, device: str, tuning: object = None) -> Tensor:
+    def run(self, device: str, tile_size: int = 64, tuning: object = None) -> Tensor:
         """What the kernel makes of it: out, which was NaN before."""
         out = torch.full_like(self.q, torch.nan, device=device)
-        *tensors, max_seqlen_q = self
         q, k_cache, v_cache, cu_seqlens_q, context_lens, block_tables = (
-            tensor.to(device) for tensor in tensors
+            tensor.to(device) for tensor in self
         )
         gpu.prefill_attention(
             q,
             k_cache,
             v_cache,
+            tiles=self.tiles(tile_size).to(device),
+            tile_size=tile_size,
             cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q,
             context_lens=context_lens,
             block_tables=block_tables,
             scale=self.scale,
@@ -48,6 +47,15 @@ class Case(NamedTuple):
         )
         return out.cpu()
 
+    def tiles(self, tile_size: int) -> Tensor:
+        """In any order, some of them padding."""
+        counts = self.cu_seqlens_q.diff().tolist()
+        tiles = [
+            (n, first) for n, count in enumerate(counts) for first in range(0, count, tile_size)
+        ]
+        tiles += [(-1, -1)] * 3
+        return torch.tensor(tiles)[torch.randperm(len(tiles))].int()
+
     def expected(self) -> Tensor:
         """The reference's rows behind the decode rows."""
         return attend(
@@ -55,7 +63,7 @@ class Case(NamedTuple):
             self.k_cache.float().nan_to_num(),
             self.v_cache.float().nan_to_num(),
             cu_seqlens_q=self.cu_seqlens_q - NUM_DECODE_ROWS,
-            max_seqlen_q=self.max_seqlen_q,
+            max_seqlen_q=int(self.cu_seqlens_q.diff().max()),
             context_lens=self.context_lens,
             block_tables=self.block_tables,
             scale=self.scale,
@@ -95,7 +103,6 @@ def random_case(
         torch.tensor([NUM_DECODE_ROWS, *lengths]).cumsum(0).int(),
         torch.tensor([context_len for _, context_len in parts]).int(),
         blocks.int(),
-        max(lengths),
     )
 
 
@@ -134,14 +141,17 @@ def test_equals_the_reference(
 
 
 @pytest.mark.parametrize("block_size", [256, 16])
-@pytest.mark.parametrize("tuning", [(64, 128, 4, 2), (128, 64, 4, 3), (16, 32, 4, 2)])
+@pytest.mark.parametrize(
+    ("tile_size", "tuning"),
+    [(64, (128, 4, 2)), (128, (64, 4, 3)), (128, None), (16, (32, 4, 2))],
+)
 def test_a_tuning_changes_no_result(
-    tuning: tuple[int, ...], block_size: int, device: str, dtype: torch.dtype
+    tile_size: int, tuning: tuple[int, ...] | None, block_size: int, device: str, dtype: torch.dtype
 ) -> None:
-    if device == "cuda" and tuning[0] < 64:
+    if device == "cuda" and tile_size < 64:
         pytest.skip("tiles as small as this are for the interpreter")
     case = random_case([(40, 290), (130, 131)], (2, 1), 64, block_size, dtype)
-    assert_right(case, case.run(device, gpu.Tuning(*tuning)))
+    assert_right(case, case.run(device, tile_size, tuning and gpu.Tuning(*tuning)))
 
 
 @pytest.mark.parametrize("queries", [63, 64, 65, 127, 128, 129])
@@ -159,7 +169,7 @@ def test_large_scores_stay_finite(device: str, dtype: torch.dtype) -> None:
 
 def test_no_tokens(device: str, dtype: torch.dtype) -> None:
     case = random_case([(1, 1)], (1, 1), 64, 16, dtype)
-    case = case._replace(cu_seqlens_q=torch.tensor([3, 3]).int(), max_seqlen_q=0)
+    case = case._replace(cu_seqlens_q=torch.tensor([3, 3]).int())
     assert case.run(device).isnan().all()
 
 

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.kernels.step import Shape
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
 from penstock.protocol.messages import WorkerAssignment
-from penstock.services.worker.cuda_graphs import graph_sizes
+from penstock.services.worker.cuda_graphs import choose, decode_shapes, order, prefill_shapes
 from penstock.services.worker.loading import choose_device, load, worst_case_plan
 from penstock.services.worker.persistent_batch import PersistentBatch
 
@@ -44,10 +45,46 @@ def test_a_back_end_that_can_not_be_had_is_told(folder: Path) -> None:
 
 
 def test_graphs_are_of_every_size_that_the_design_names() -> None:
-    assert graph_sizes(1) == [1]
-    assert graph_sizes(30) == [1, 2, 4, 8, 16, 24, 30]
-    assert graph_sizes(256) == [1, 2, 4, *range(8, 257, 8)]
-    assert graph_sizes(300) == [1, 2, 4, *range(8, 257, 8), 272, 288, 300]
+    def sizes(max_num_seqs: int) -> list[int]:
+        shapes = decode_shapes(max_num_seqs, 1000)
+        assert all(one == Shape(one.num_rows, one[0], one[0], 0, 64, 1, 1000) for one in shapes)
+        return [one.num_rows for one in shapes]
+
+    assert sizes(1) == [1]
+    assert sizes(30) == [1, 2, 4, 8, 16, 24, 30]
+    assert sizes(256) == [1, 2, 4, *range(8, 257, 8)]
+    assert sizes(300) == [1, 2, 4, *range(8, 257, 8), 272, 288, 300]
+
+
+def test_graphs_that_prefill_are_for_what_a_host_launches_too_slowly() -> None:
+    large = prefill_shapes(256, 8192, 8_000_000_000, 1000)
+    assert {one.num_tokens for one in large} == {64, 128, 192, 256, 384, 512}
+    assert {one.num_rows for one in large if one.num_tokens == 256} == {16, 64, 256}
+    assert {one.num_rows for one in large if one.num_tokens == 64} == {16, 64}
+    assert max(one.num_tokens for one in prefill_shapes(8, 8192, 600_000_000, 1000)) == 4096
+    assert max(one.num_tokens for one in prefill_shapes(8, 300, 600_000_000, 1000)) == 256
+    assert len(set(large)) == len(large)
+
+
+@pytest.mark.parametrize(
+    ("step", "rows_tokens"),
+    [
+        (Shape(3, 3, 3, 0, 64, 1, 9), (4, 4)),
+        (Shape(20, 20, 20, 0, 64, 1, 9), (24, 24)),
+        (Shape(31, 31, 31, 0, 64, 1, 9), None),
+        (Shape(1, 3, 0, 1, 64, 3, 9), (16, 64)),
+        (Shape(17, 64, 16, 1, 64, 48, 99), (30, 64)),
+        (Shape(17, 65, 16, 1, 64, 49, 99), (30, 128)),
+        (Shape(30, 300, 0, 30, 64, 10, 10), None),
+        (Shape(1, 513, 0, 9, 64, 513, 513), None),
+    ],
+)
+def test_a_step_takes_the_smallest_graph_that_it_fits(
+    step: Shape, rows_tokens: tuple[int, int] | None
+) -> None:
+    shapes = decode_shapes(30, 1000) + prefill_shapes(30, 600, 600_000_000, 1000)
+    chosen = choose(sorted(shapes, key=order), step)
+    assert (chosen and chosen[:2]) == rows_tokens
 
 
 @pytest.mark.parametrize(("max_tokens", "max_seqs"), [(64, 8), (10, 64), (100, 7)])
@@ -58,4 +95,4 @@ def test_the_worst_case_is_a_full_step(max_tokens: int, max_seqs: int) -> None:
     batch.apply(plan)
     rows = batch.advance(plan.chunks)
     assert rows is not None
-    assert (rows.num_tokens, len(rows.sampled)) == (max_tokens, min(max_seqs, max_tokens))
+    assert (rows.shape.num_tokens, len(rows.sampled)) == (max_tokens, min(max_seqs, max_tokens))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.plan import apply_plan, make_slots, make_step_buffers
-from penstock.kernels.step import Step
+from penstock.kernels.step import Shape, Step
 from penstock.protocol.plan import BatchPlan, pack
 from penstock.services.worker.persistent_batch import PersistentBatch
 from tests.services.worker.plans import plan, row
@@ -38,9 +38,8 @@ class Batch(PersistentBatch):
         if rows is None:
             return None
         record = torch.from_numpy(rows.record)
-        apply_plan(record, self.slots, self.buffers, num_rows=rows.num_rows, block_size=4)
-        sizes = rows.num_rows, rows.num_tokens, rows.num_decode
-        step = self.buffers.step(*sizes, rows.max_seqlen_q, rows.max_seqlen_k)
+        apply_plan(record, self.slots, self.buffers, rows.shape, block_size=4)
+        step = self.buffers.step(rows.shape)
         of_rows = self.buffers.slots, self.buffers.last_tokens, self.buffers.next_positions
         return step, Sampled(*(tensor[rows.sampled].tolist() for tensor in of_rows))
 
@@ -65,7 +64,7 @@ def test_prefill_takes_the_given_tokens(batch: Batch) -> None:
     assert step.positions.tolist() == [0, 1, 2, 3, 4, 5]
     assert step.slot_mapping.tolist() == [28, 29, 30, 31, 12, 13]
     assert step.cu_seqlens_q.tolist() == [0, 6]
-    assert step.max_seqlen_q == 6
+    assert step.shape.max_seqlen_q == 6
     assert step.context_lens.tolist() == [6]
     assert step.block_tables[:, :2].tolist() == [[7, 3]]
     assert sampled.slots == [2]
@@ -105,7 +104,9 @@ def test_rows_that_decode_come_first_each_kind_in_ascending_order_of_slot(batch:
     assert step.cu_seqlens_q.tolist() == [0, 1, 2, 4, 7]
     assert step.cu_seqlens_k.tolist() == [0, 2, 4, 6, 9]
     assert step.block_tables[:, :1].tolist() == [[1], [5], [0], [4]]
-    assert (step.num_decode, step.max_seqlen_q, step.max_seqlen_k) == (2, 3, 3)
+    assert step.shape == Shape(4, 7, 2, 2, 64, max_seqlen_q=3, max_seqlen_k=3)
+    assert step.decode_lens.tolist() == [2, 2]
+    assert step.tiles.tolist() == [[2, 0], [3, 0]]
     assert sampled.slots == [1, 4, 5]
     assert sampled.last_tokens == [0, 6, 1]
 
@@ -195,10 +196,49 @@ def test_a_row_that_left_before_it_ran_leaves_nothing(batch: Batch) -> None:
 def test_padded_rows_touch_nothing(batch: Batch) -> None:
     run(batch, plan(added=[row(3, range(5), [9, 4])], chunks=[(3, 5)]))
     record = torch.from_numpy(batch.advance(b"").record)  # type: ignore[union-attr]
-    apply_plan(record, batch.slots, batch.buffers, num_rows=4, block_size=4)
-    step = batch.buffers.step(4, 4, 4, 1, 16)
+    shape = Shape(4, 4, 4, 0, 64, 1, 16)
+    apply_plan(record, batch.slots, batch.buffers, shape, block_size=4)
+    step = batch.buffers.step(shape)
     assert step.context_lens.tolist() == [6, 0, 0, 0]
     assert step.slot_mapping.tolist() == [17, -1, -1, -1]
     assert step.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
     assert step.cu_seqlens_k.tolist() == [0, 6, 6, 6, 6]
     assert batch.buffers.slots[:4].tolist() == [3, -1, -1, -1]
+
+
+def test_padded_tokens_and_tiles_touch_nothing(batch: Batch) -> None:
+    run(batch, plan(added=[row(3, range(5), [9, 4])], chunks=[(3, 5)]))
+    added = [row(0, range(7), [1, 2]), row(5, range(4), [3])]
+    batch.apply(plan(added=added))
+    rows = batch.advance(pack([0, 7, 5, 4]))
+    assert rows is not None
+    shape = Shape(5, 16, 5, 7, 2, 16, 16)
+    apply_plan(torch.from_numpy(rows.record), batch.slots, batch.buffers, shape, block_size=4)
+    step = batch.buffers.step(shape)
+    assert step.decode_lens.tolist() == [6, 0, 0, 0, 0]
+    assert step.tiles.tolist() == [[1, 6], [1, 4], [1, 2], [1, 0], [2, 2], [2, 0], [-1, -1]]
+    assert step.cu_seqlens_q.tolist() == [0, 1, 8, 12, 13, 14]
+    assert step.input_ids[12:].tolist() == step.positions[12:].tolist() == [0] * 4
+    assert step.slot_mapping[12:].tolist() == [-1] * 4
+    assert batch.buffers.last_tokens[:5].tolist() == [0, 7, 11, 12, 13]
+
+
+def test_padded_rows_may_find_no_token_left(batch: Batch) -> None:
+    batch.apply(plan(added=[row(3, range(5), [9, 4])]))
+    rows = batch.advance(pack([3, 5]))
+    assert rows is not None
+    shape = Shape(4, 6, 4, 3, 2, 6, 16)
+    apply_plan(torch.from_numpy(rows.record), batch.slots, batch.buffers, shape, block_size=4)
+    assert batch.buffers.cu_seqlens_q[:5].tolist() == [0, 5, 6, 6, 6]
+    assert batch.buffers.last_tokens[:4].tolist() == [4, 5, 5, 5]
+
+
+def test_a_step_that_does_not_fit_is_refused(batch: Batch) -> None:
+    record = torch.zeros(8, dtype=torch.int32)
+    for shape, message in (
+        (Shape(9, 9, 9, 0, 64, 1, 1), "9 rows; 1 to 8 fit"),
+        (Shape(1, 33, 1, 1, 64, 33, 33), "33 tokens; 1 to 32 fit"),
+        (Shape(1, 1, 1, 9, 64, 1, 1), "9 tiles; 0 to 8 fit"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            apply_plan(record, batch.slots, batch.buffers, shape, block_size=4)
