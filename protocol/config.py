@@ -61,9 +61,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, le=1, description="share of the GPU's memory that may be in use")
     ] = 0.9
-    enable_cuda_graphs: Annotated[bool, Meta(description="replay decode steps as CUDA graphs")] = (
-        True
-    )
+    enable_cuda_graphs: Annotated[bool, Meta(description="replay steps as CUDA graphs")] = True
     max_model_len: Annotated[
         int, Meta(ge=0, description="longest prompt and output, tokens; 0: the model's context")
     ] = 0
