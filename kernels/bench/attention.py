@@ -1,16 +1,21 @@
 """Decode attention against flash-attn 2: `python -m penstock.kernels.bench.attention`.
 
 Prints microseconds per layer, and the share of a device copy's rate at which keys and values are
-read, for head layouts, batches and context lengths; with --sweep, the tunings of a few points.
+read, for head layouts, batches and context lengths; with --sweep, the best tunings of some.
 """
 
 import argparse
 import json
+import multiprocessing
+import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from statistics import geometric_mean
 
 import torch
 from flash_attn import flash_attn_with_kvcache
@@ -18,7 +23,7 @@ from torch import Tensor
 
 from penstock.kernels.bench.timing import L2_BYTES, graph_us
 from penstock.kernels.gpu.decode_attention import DecodeAttention
-from penstock.kernels.gpu.decode_items import Tuning
+from penstock.kernels.gpu.decode_items import FEW_ROWS, Tuning, default_tuning
 
 HEAD_DIM = 128
 HEADS = ((16, 8), (32, 8), (40, 8), (64, 8), (16, 2))
@@ -49,11 +54,14 @@ class Point:
         return 2 * self.batch * self.context * self.num_kv_heads * HEAD_DIM * 2
 
 
-SWEPT = [Point(*heads, 1, context) for heads in HEADS[:2] for context in (512, 1024, 32768)] + [
+SWEPT = [
     Point(*heads, batch, context)
-    for heads in HEADS[:2]
-    for batch, context in ((16, 512), (64, 512), (256, 1024))
+    for heads in HEADS
+    for batch, contexts in ((1, CONTEXTS), (16, (512, 1024)), (64, (512, 1024)), (256, (1024,)))
+    for context in contexts
 ]
+TILES = ((32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 3))
+"""block_n, num_warps and num_stages of what --sweep tries"""
 
 
 def points() -> Iterator[Point]:
@@ -66,12 +74,11 @@ def points() -> Iterator[Point]:
                 yield point
 
 
-def tunings() -> Iterator[Tuning]:
-    """What --sweep tries: what fits into an SM, with a few programs on it at a time."""
-    tiles = ((32, 2, 4), (32, 2, 6), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4))
-    for block_n, num_warps, num_stages in (*tiles, (64, 8, 3), (128, 4, 2), (128, 4, 3)):
-        for programs_per_sm in (1, 2, 3):
-            yield Tuning(block_n, num_warps, num_stages, programs_per_sm, min_split=block_n)
+def tunings(point: Point) -> Iterator[Tuning]:
+    """What --sweep tries, the default first."""
+    yield default_tuning(point.batch, point.num_heads // point.num_kv_heads)
+    for tile, programs_per_sm, min_tiles in product(TILES, (1, 2, 3, 4), (1, 2)):
+        yield Tuning(*tile, programs_per_sm, min_split=tile[0] * min_tiles)
 
 
 class Layers:
@@ -104,33 +111,25 @@ class Layers:
         blocks = cache[self.block_tables.flatten()]
         return blocks.view(-1, FLASH_BLOCK_SIZE, *cache.shape[2:])
 
-    def ours(self, tuning: Tuning | None = None) -> list[Callable[[], Tensor]]:
-        """Our calls, one a layer, behind the plan that they share."""
+    def planned(self, tuning: Tuning | None = None) -> DecodeAttention:
+        """What our calls share, with the plan made."""
         point = self.point
-        attention = DecodeAttention(
-            point.batch,
-            point.num_heads,
-            point.num_kv_heads,
-            HEAD_DIM,
-            point.block_size,
-            "cuda",
-            tuning=tuning,
-        )
+        sizes = (point.batch, point.num_heads, point.num_kv_heads, HEAD_DIM, point.block_size)
+        attention = DecodeAttention(*sizes, "cuda", tuning=tuning)
         attention.plan(self.context_lens)
         torch.cuda.synchronize()
+        return attention
+
+    def ours(self, attention: DecodeAttention) -> list[Callable[[], Tensor]]:
+        """Our calls, one a layer."""
         return [self._ours(attention, k_cache, v_cache) for k_cache, v_cache in self.caches]
 
     def _flash(self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> Callable[[], Tensor]:
         def call() -> Tensor:
             out: Tensor = flash_attn_with_kvcache(
-                self.q.unsqueeze(1),
-                k_cache,
-                v_cache,
-                cache_seqlens=self.context_lens,
-                block_table=block_table,
-                causal=True,
-                softmax_scale=HEAD_DIM**-0.5,
-            )
+                self.q.unsqueeze(1), k_cache, v_cache, cache_seqlens=self.context_lens,
+                block_table=block_table, causal=True, softmax_scale=HEAD_DIM**-0.5
+            )  # fmt: skip
             return out.squeeze(1)
 
         return call
@@ -140,14 +139,9 @@ class Layers:
     ) -> Callable[[], Tensor]:
         def call() -> Tensor:
             attention(
-                self.q,
-                k_cache,
-                v_cache,
-                context_lens=self.context_lens,
-                block_tables=self.block_tables,
-                scale=HEAD_DIM**-0.5,
-                out=self.out,
-            )
+                self.q, k_cache, v_cache, context_lens=self.context_lens,
+                block_tables=self.block_tables, scale=HEAD_DIM**-0.5, out=self.out
+            )  # fmt: skip
             return self.out
 
         return call
@@ -174,7 +168,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 def measure(point: Point, rate: float) -> dict[str, float | None]:
     """One row of the table, without flash-attn's time where it can't do the block size."""
     layers = Layers(point)
-    ours = layers.ours()
+    ours = layers.ours(layers.planned())
     error = relative_error(ours[0](), layers.expected())
     flash_us = None
     if point.block_size == FLASH_BLOCK_SIZE:
@@ -191,17 +185,74 @@ def measure(point: Point, rate: float) -> dict[str, float | None]:
     }
 
 
+def compile_tile(heads: tuple[int, int], tile: tuple[int, int, int]) -> None:
+    """Leaves the kernels of a layout in Triton's cache on disk, for all batches that are swept."""
+    for batch in sorted({point.batch for point in SWEPT}):
+        layers = Layers(Point(*heads, batch, FLASH_BLOCK_SIZE))
+        layers.ours(layers.planned(Tuning(*tile)))[0]()
+
+
+def compile_swept() -> None:
+    """In as many processes as there are cores, or compiling would take most of the time."""
+    tasks = list(product(HEADS, TILES))
+    spawn, cores = multiprocessing.get_context("spawn"), len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(min(cores, len(tasks), 16), mp_context=spawn) as pool:
+        list(pool.map(compile_tile, *zip(*tasks, strict=True)))
+
+
 def sweep(point: Point) -> list[dict[str, float]]:
-    """Every tuning's time and error at a point, the fastest first."""
+    """Every tuning's time and error at a point, the default first; one plan is measured once."""
     layers = Layers(point)
     expected = layers.expected()
-    rows = []
-    for tuning in tunings():
-        ours = layers.ours(tuning)
-        error = relative_error(ours[0](), expected)
-        us = graph_us(ours, REPEATS, MIN_US)
-        rows.append({**asdict(point), **tuning._asdict(), "ours_us": us, "error": error})
-    return sorted(rows, key=lambda row: row["ours_us"])
+    flash_us = graph_us(layers.flash(), REPEATS, MIN_US)
+    rows, measured = [], dict[object, dict[str, float]]()
+    for tuning in tunings(point):
+        attention = layers.planned(tuning)
+        key = (tuning[:3], attention.max_items(point.batch), str(attention.items.tolist()))
+        if key not in measured:
+            ours = layers.ours(attention)
+            layers.out.fill_(torch.nan)
+            error = relative_error(ours[0](), expected)
+            measured[key] = {"us": graph_us(ours, REPEATS, MIN_US), "error": error}
+        rows.append(asdict(point) | tuning._asdict() | measured[key] | {"flash_us": flash_us})
+    return rows
+
+
+def tuning_of(row: Mapping[str, float]) -> str:
+    """Its numbers in the order of `Tuning`."""
+    return "/".join(str(row[field]) for field in Tuning._fields)
+
+
+def report_sweep() -> list[Mapping[str, float | None]]:
+    """Prints every point's times: flash-attn's, ours now, and the five best; returns all."""
+    compile_swept()
+    print(f"µs a layer and {'/'.join(Tuning._fields)}: flash-attn, now, best", flush=True)
+    swept = []
+    for point in SWEPT:
+        rows = sweep(point)
+        swept += rows
+        name = f"{point.num_heads}/{point.num_kv_heads} batch {point.batch} context {point.context}"
+        fastest = {row["us"]: row for row in reversed(rows)}
+        best = [fastest[us] for us in sorted(fastest)[:5]]
+        cells = (f"{row['us']:.1f} {tuning_of(row)}" for row in (rows[0], *best))
+        print(markdown((name, f"{rows[0]['flash_us']:.1f}", *cells)), flush=True)
+    report_groups(swept)
+    return list(swept)
+
+
+def report_groups(swept: Iterable[Mapping[str, float]]) -> None:
+    """Prints each group's best tunings for few and for many rows, over all points together."""
+    print("speedup over flash-attn, geometric mean and (least), and tuning: now, best")
+    cells: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in swept:
+        group = int(row["num_heads"] // row["num_kv_heads"])
+        name = f"group {group}, {'few' if row['batch'] <= FEW_ROWS else 'many'} rows"
+        cells[name][tuning_of(row)].append(row["flash_us"] / row["us"])
+    for name, speedups in cells.items():
+        means = {tuning: geometric_mean(of) for tuning, of in speedups.items()}
+        best = sorted(means, key=lambda tuning: -means[tuning])[:5]
+        shown = (f"{means[t]:.3f} ({min(speedups[t]):.2f}) {t}" for t in (next(iter(means)), *best))
+        print(markdown((name, *shown)), flush=True)
 
 
 def markdown(cells: Iterable[object]) -> str:
@@ -228,7 +279,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the rows, too")
     arguments = parser.parse_args()
     if arguments.sweep:
-        rows = report(row for point in SWEPT for row in sweep(point))
+        rows = report_sweep()
     else:
         rate = copy_rate()
         print(f"a copy reads and writes {rate / 1e6:.2f} TB/s\n", flush=True)

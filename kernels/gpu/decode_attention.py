@@ -45,11 +45,10 @@ class DecodeAttention:
         tuning: Tuning | None = None,
     ) -> None:
         """Raises ValueError for sizes that the kernel can't do."""
-        self._fixed_tuning = tuning
+        self._fixed_tuning, self._group = tuning, num_heads // num_kv_heads
         _check_sizes(max_rows, num_heads, num_kv_heads, head_dim, block_size, self._tuning(1))
         self._max_rows, self._num_heads, self._num_kv_heads = max_rows, num_heads, num_kv_heads
         self._head_dim, self._block_size = head_dim, block_size
-        self._group = num_heads // num_kv_heads
         self._num_sms = _num_sms(torch.device(device))
         max_items = max(self.max_items(rows) for rows in range(1, max_rows + 1))
         parts = (max_items, num_kv_heads, self._group)
@@ -64,7 +63,7 @@ class DecodeAttention:
         return max(self._target_items(num_rows), num_rows + num_rows // 2)
 
     def _tuning(self, num_rows: int) -> Tuning:
-        return self._fixed_tuning or default_tuning(num_rows)
+        return self._fixed_tuning or default_tuning(num_rows, self._group)
 
     def _target_items(self, num_rows: int) -> int:
         """Enough to fill the GPU."""
@@ -278,17 +277,20 @@ def _merge(
     top = tl.full([FILLED], float("-inf"), tl.float32)
     total = tl.zeros([FILLED], tl.float32)
     acc = tl.zeros([FILLED, HEAD_DIM], tl.float32)
-    for turn in tl.range(0, num_splits, MERGED_SPLITS, num_stages=3):
-        splits = turn + tl.arange(0, MERGED_SPLITS)[:, None]
-        rows = splits * SPLIT_HEADS + heads[None, :]
-        lses = tl.load(lses_ptr + rows, splits < num_splits, float("-inf"))
+    # Heads come first: so the warps share them, and no sum over splits needs another warp.
+    for turn in range(0, num_splits, MERGED_SPLITS):
+        splits = turn + tl.arange(0, MERGED_SPLITS)[None, :]
+        there = splits < num_splits
+        rows = splits * SPLIT_HEADS + heads[:, None]
         cells = rows[:, :, None] * HEAD_DIM + dims[None, None, :]
-        partials = tl.load(partials_ptr + cells, (splits < num_splits)[:, :, None], 0.0)
-        new_top = tl.maximum(top, tl.max(lses, 0))
-        weights = tl.exp2(lses - new_top[None, :])
+        # Before the lses, or some of these loads wait for them.
+        partials = tl.load(partials_ptr + cells, there[:, :, None], 0.0)
+        lses = tl.load(lses_ptr + rows, there, float("-inf"))
+        new_top = tl.maximum(top, tl.max(lses, 1))
+        weights = tl.exp2(lses - new_top[:, None])
         fade = tl.exp2(top - new_top)
-        total = total * fade + tl.sum(weights, 0)
-        acc = acc * fade[:, None] + tl.sum(partials * weights[:, :, None], 0)
+        total = total * fade + tl.sum(weights, 1)
+        acc = acc * fade[:, None] + tl.sum(partials * weights[:, :, None], 1)
         top = new_top
     result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + heads[:, None] * HEAD_DIM + dims[None, :], result)

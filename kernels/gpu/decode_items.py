@@ -12,6 +12,10 @@ ITEM_INTS = tl.constexpr(8)
 the row's first item, number of the row's items"""
 
 
+FEW_ROWS = 32
+"""up to which a GPU is filled by splits rather than by rows"""
+
+
 class Tuning(NamedTuple):
     """What is chosen by measurement."""
 
@@ -25,11 +29,11 @@ class Tuning(NamedTuple):
     """keys of a split at least, rounded up to tiles"""
 
 
-def default_tuning(num_rows: int) -> Tuning:
-    """Measured on an H200 with contexts of 512 to 1,024 tokens, and 32,768 for one row."""
-    if num_rows <= 32:
+def default_tuning(num_rows: int, group: int) -> Tuning:
+    """For `group` query heads per KV head; measured on an H200, in layers and alone."""
+    if num_rows <= FEW_ROWS:
         return Tuning(128, 4, 3, 1, min_split=128)
-    return Tuning(64, 4, 2, 2)
+    return Tuning(64, 4, 2, 2, min_split=64) if group <= 2 else Tuning(32, 4, 4, 2, min_split=32)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.kernels.attention import attend
 
 pytest.importorskip("triton")
-from penstock.kernels.gpu.decode_attention import DecodeAttention
+from penstock.kernels.gpu.decode_attention import DecodeAttention, merged_splits
 from penstock.kernels.gpu.decode_items import Tuning
 
 LENGTHS = [200, 1, 0, 65, 15, 16, 0, 63, 17, 64, 0]
@@ -159,6 +159,22 @@ def test_large_scores_and_large_values(device: str, dtype: torch.dtype) -> None:
     step.k_cache *= 40
     step.scale = 1.0
     step.check(step.run(attention_for(Layout(), device, MANY_SPLITS)))
+
+
+@pytest.mark.parametrize("heads", [(2, 1), (4, 1), (10, 2), (16, 2), (16, 1)])
+def test_many_splits_are_merged_in_turns(
+    heads: tuple[int, int], device: str, dtype: torch.dtype
+) -> None:
+    """The last turn not full; the largest weights anywhere among the splits."""
+    layout = Layout(*heads, head_dim=128)
+    per_turn = merged_splits(heads[0] // heads[1], layout.head_dim)
+    length = 16 * (2 * per_turn + 1) - 3
+    step = Step(layout, [length, 0, 5], device, dtype)
+    step.k_cache *= 40
+    step.scale = 1.0
+    attention = attention_for(layout, device, Tuning(16, programs_per_sm=80, min_split=16))
+    step.check(step.run(attention))
+    assert (attention.items[:, 0] == 0).sum() == 2 * per_turn + 1
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 9, 33, 100])
