@@ -6,9 +6,10 @@ from collections import deque
 
 LEAST = 2
 """the GPU waits for the host with fewer, however long a step takes"""
-ROUND_TRIP = 1.5e-3
-"""seconds from a step's end until a plan that follows from its tokens is launched, at the 90th
-percentile: 1.1 ms between the processes, for sleeping threads wake late, and 0.25 ms of launch"""
+ROUND_TRIP = 2.5e-3
+"""seconds from a step's end until a plan that follows from its tokens is launched, at the worst:
+between the processes 1.1 ms at the 90th percentile, for sleeping threads wake late; 0.25 ms of
+launch"""
 
 
 class PlanDepth:

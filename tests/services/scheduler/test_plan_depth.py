@@ -16,7 +16,7 @@ def depth_at(most: int, *step_milliseconds: float) -> int:
 
 
 @pytest.mark.parametrize(
-    ("milliseconds", "num_plans"), [(0.0, 4), (0.6, 4), (1.1, 3), (2.0, 2), (200.0, 2)]
+    ("milliseconds", "num_plans"), [(0.0, 4), (0.6, 4), (1.6, 3), (3.0, 2), (200.0, 2)]
 )
 def test_short_steps_need_more_plans(milliseconds: float, num_plans: int) -> None:
     assert depth_at(4, milliseconds) == num_plans
