@@ -49,16 +49,31 @@ def shapes(size: str) -> list[Shape]:
 
 def candidates(shape: Shape, rows: int) -> list[Config]:
     """Worth measuring: enough programs for all SMs, enough bytes in flight, and they fit."""
-    tensor_cores = [config for config in _tensor_cores(shape, rows) if _fits(shape, rows, config)]
-    if rows > 1:
-        return tensor_cores
-    return _gemvs(shape) + [one for one in tensor_cores if one.kernel == "slices"]
+    ways = _tensor_cores(shape, rows)
+    if rows == 1:
+        slices = [one for one in ways if one.kernel == "slices" and _fits(shape, rows, one)]
+        return _gemvs(shape) + slices
+    inside = [one._replace(norm_inside=True) for one in ways if _may_norm(shape, one)]
+    outside = [one for one in ways if one.num_warps > 2]
+    return [one for one in outside + inside if _fits(shape, rows, one)]
+
+
+def _may_norm(shape: Shape, config: Config) -> bool:
+    """Whether a norm may be inside: where Triton reads its weight ahead, and not every variant."""
+    one_tile = config.num_stages == 1
+    if shape.kind == "add" or (config.bk == 32 * config.num_warps and not one_tile):
+        return False  # at one element a thread, of 2 bytes, Triton does not read ahead
+    if config.split_k == 1:
+        return config.prefetch > 0 or one_tile or shape.kind == "logits"
+    return config.split_k in (2, 4) and config.num_stages == 3 and config.prefetch > 0
 
 
 def _tensor_cores(shape: Shape, rows: int) -> list[Config]:
-    splits = (1,) if shape.kind == "logits" else (1, 2, 3, 4, 6, 8)
+    splits = (1,) if shape.kind == "logits" else (1, 2, 3, 4, 8)
     kernels = [("slices", 256, 4), ("slices", 512, 4), ("slices", 512, 8)] if rows <= 16 else []
     kernels += [("mma", 128, 4), ("mma", 256, 4)]
+    if rows <= 32:
+        kernels += [("mma", 128, 2)]  # for a norm inside, which each warp computes for all of x
     if rows > 16:
         kernels += [("mma", 64, 4), ("mma", 128, 8)]
     return _whole(shape, rows) + [
@@ -87,7 +102,7 @@ def _fits(shape: Shape, rows: int, config: Config) -> bool:
     programs = -(-shape.num_columns // config.bn) * config.split_k
     if shape.inner % config.bk or config.bk * config.split_k > shape.inner:
         return False
-    num_sums = rows * shape.num_weights * config.split_k
+    num_sums = rows * (shape.num_weights + 1) * config.split_k
     if config.split_k > 1 and num_sums > MAX_PARTIALS:
         return False
     if not 100 <= programs <= max(600, shape.num_columns // 32):

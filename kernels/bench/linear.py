@@ -3,8 +3,8 @@
     python -m penstock.kernels.bench.linear [--sizes 0.6B 8B] [--rows 1 16] [--write FILE]
 
 The four products of a layer are timed in a layer, one after the other tuned; the figures are those
-of the whole layer. Sizes and rows that were not
-measured keep their entries in FILE, as far as it is the table in use.
+of the whole layer. Sizes and rows that were not measured keep their entries in FILE, as far as it
+is the table in use.
 """
 
 import argparse
@@ -88,8 +88,9 @@ def compile_all(measured: Sequence[tuple[Shape, int]]) -> None:
             small = _small(shape, candidate)
             config = candidate._replace(split_k=min(candidate.split_k, 2))  # no constant either
             small = small._replace(inner=small.inner // candidate.split_k * config.split_k)
-            key = (small, row_block(rows, config.kernel), config)
-            unique.setdefault(key, (small, rows, config))
+            block = row_block(rows)
+            fewest = 1 if rows == 1 else block // 2 + 1  # rows of such a block
+            unique.setdefault((small, block, config), (small, fewest, config))
     work = list(unique.values())
     begin = time.monotonic()
     parts = [work[first::NUM_PROCESSES] for first in range(NUM_PROCESSES)]

@@ -11,9 +11,10 @@ import torch
 import triton
 from torch import Tensor
 
+from penstock.kernels.gpu.gemv import gemv
 from penstock.kernels.gpu.norm import rms_norm
 from penstock.kernels.gpu.pdl import LAUNCH
-from penstock.kernels.gpu.skinny_kernels import MAX_SPLIT_K, gemv, skinny
+from penstock.kernels.gpu.skinny_kernels import MAX_SPLIT_K, skinny
 from penstock.kernels.gpu.skinny_table import TABLE
 
 MAX_ROWS = 64
@@ -38,13 +39,15 @@ class Config(NamedTuple):
     bk: int
     """elements of the inner dimension per iteration, of all warps together"""
     split_k: int
-    """ranges of the inner dimension, at most MAX_SPLIT_K; 1 with a norm or swiglu"""
+    """ranges of the inner dimension, at most MAX_SPLIT_K"""
     num_warps: int
     num_stages: int
     prefetch: int
     """not where a program's share of the inner dimension is one tile, which is read early anyway:
     elements of each weight row fetched into the L2 before the kernels in front have ended, a
     power of two of 64 or more, or 0"""
+    norm_inside: bool = False
+    """a norm is part of the product and not a kernel in front; gemv has it inside in any case"""
 
 
 class Product(NamedTuple):
@@ -76,9 +79,9 @@ def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
     return partials, torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
-def row_block(num_rows: int, kernel: str = "mma") -> int:
-    """Rows of a tile: 1 for gemv, else 16, 32 or 64."""
-    return 1 if kernel == "gemv" else max(16, triton.next_power_of_2(num_rows))
+def row_block(num_rows: int) -> int:
+    """Rows of a tile of tensor cores: 16, 32 or 64."""
+    return max(16, 1 << (num_rows - 1).bit_length())
 
 
 def choose(kind: str, num_rows: int, num_weights: int, inner: int) -> Config | None:
@@ -153,7 +156,8 @@ def _check_workspace(product: Product, config: Config, tiles: int) -> None:
         return
     if config.split_k > MAX_SPLIT_K.value:
         raise ValueError(f"split_k is {config.split_k}; at most {MAX_SPLIT_K.value} is possible")
-    num_sums = config.split_k * product.out.numel() * (2 if product.swiglu else 1)
+    per_split = product.out.numel() * (2 if product.swiglu else 1) + len(product.x)
+    num_sums = config.split_k * per_split
     if num_sums > MAX_PARTIALS or tiles > MAX_TILES:
         raise ValueError(
             f"{tiles} tiles and {num_sums} sums; at most {MAX_TILES} tiles and {MAX_PARTIALS} "
@@ -166,10 +170,13 @@ def launch(product: Product, config: Config) -> None:
     x, weight, out, norm_weight, eps, residual, _ = product
     num_rows, inner = x.shape
     num_columns = out.shape[1]
+    if norm_weight is not None and not config.norm_inside and config.kernel != "gemv":
+        x, norm_weight = rms_norm(x, norm_weight, eps), None
     tiles = triton.cdiv(num_columns, config.bn)
     flags = {
+        "NORM": norm_weight is not None,
         "SWIGLU": product.swiglu,
-        "ADD": product.residual is not None,
+        "ADD": residual is not None,
         "BN": config.bn,
         "EVEN": inner % config.bk == 0,
         "PREFETCH": config.prefetch,
@@ -179,17 +186,15 @@ def launch(product: Product, config: Config) -> None:
     if config.kernel == "gemv":
         gemv[(tiles,)](
             x, norm_weight, weight, residual, out, num_columns, inner, eps,
-            NORM=norm_weight is not None, BK=config.bk, WHOLE=inner <= config.bk,
-            STAGES=config.num_stages, **flags,
+            BK=config.bk, WHOLE=inner <= config.bk, STAGES=config.num_stages, **flags,
         )  # fmt: skip
         return
     _check_workspace(product, config, tiles)
-    if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps)
     slices = config.num_warps if config.kernel == "slices" else 1
     partials, counters = workspace(x.device) if config.split_k > 1 else (None, None)
     skinny[(tiles, config.split_k)](
-        x, weight, residual, out, partials, counters, num_rows, num_columns, inner,
+        x, norm_weight, weight, residual, out, partials, counters,
+        num_rows, num_columns, inner, eps,
         BM=row_block(num_rows), BK=config.bk // slices, SLICES=slices, SPLIT=config.split_k > 1,
         WHOLE=triton.cdiv(inner, config.bk) == config.split_k, num_stages=config.num_stages,
         EARLY=weight.numel() <= EARLY, **flags,

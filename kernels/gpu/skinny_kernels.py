@@ -3,9 +3,9 @@
 Each program reads a tile of weight rows with many bytes in flight, and x, small, comes from the L2.
 Where there are too few weight rows for all SMs, the inner dimension is split as well: split-K, with
 the last program to arrive adding up the partial sums, as in Stream-K (Osama et al. 2023,
-https://arxiv.org/abs/2301.03598). With one row a norm in front costs no kernel:
+https://arxiv.org/abs/2301.03598). A norm in front needs no kernel of its own:
 `rms_norm(x) @ w.T = (x * norm_weight) @ w.T / rms(x)`, and the root mean square is known when the
-inner dimension has been read. With more rows every program would norm all of x again, which takes
+inner dimension has been read. Of several rows, every program needs all squares, which may take
 longer than a kernel of its own.
 """
 
@@ -20,7 +20,7 @@ MAX_SPLIT_K = tl.constexpr(8)
 
 
 @triton.jit
-def _prefetch(weight, rows, begin, end, K, COUNT: tl.constexpr):
+def prefetch_rows(weight, rows, begin, end, K, COUNT: tl.constexpr):
     """`COUNT` elements of each row from `begin` on come into the L2."""
     if PDL:
         PER_LINE: tl.constexpr = LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)
@@ -44,7 +44,8 @@ def _indices(rows, BK: tl.constexpr, SLICES: tl.constexpr):
 
 
 @triton.jit
-def _load(at, inside, EVEN: tl.constexpr):
+def load(at, inside, EVEN: tl.constexpr):
+    """Zeros where not `inside`; EVEN: all is inside."""
     if EVEN:
         return tl.load(at)
     else:
@@ -58,66 +59,101 @@ def _dot(x, weight, acc, SLICES: tl.constexpr):
 
 
 @triton.jit
+def _scaled(
+    x_tile, norm_weight, squares, NORM: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr
+):  # fmt: skip
+    """x times the norm's weight, and the sums of x's squares in 8 columns, all alike.
+
+    Tensor cores add them up as well, since a thread then needs the same elements of x for both;
+    a square is rounded as x itself is, the sum is in float32.
+    """
+    if NORM:
+        ones = tl.full((BK, 8) if SLICES == 1 else (SLICES, BK, 8), 1.0, x_tile.dtype)
+        squares = tl.dot(x_tile * x_tile, ones, squares, input_precision="ieee")
+        x_tile *= norm_weight
+    return x_tile, squares
+
+
+@triton.jit
+def _reduced(acc, acc_up, squares, SLICES: tl.constexpr):
+    """Sums over the slices, and one of the squares' columns."""
+    if SLICES > 1:
+        acc, acc_up, squares = tl.sum(acc, 0), tl.sum(acc_up, 0), tl.sum(squares, 0)
+    return acc, acc_up, tl.max(squares, 1)[:, None]
+
+
+@triton.jit
 def _whole_products(
-    x, weight, rows, num_rows, begin, end, N, K,
-    SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x, norm_weight, weight, weight_rows, num_rows, begin, end, N, K,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """As `_products` for one tile, whose weights are read before the kernels in front end."""
     m, k = _indices(tl.arange(0, BM), BK, SLICES)
-    n, _ = _indices(rows, BK, SLICES)
+    n, _ = _indices(weight_rows, BK, SLICES)
     inside = begin + k < end
-    tile = _load(weight + n * K + begin + k, inside, EVEN)
+    tile = load(weight + n * K + begin + k, inside, EVEN)
     up = tile
     if SWIGLU:
-        up = _load(weight + (n + N) * K + begin + k, inside, EVEN)
+        up = load(weight + (n + N) * K + begin + k, inside, EVEN)
+    scale = load(norm_weight + begin + k, inside, EVEN) if NORM else 1.0
     wait()
     x_at = x + m * K + begin + k
     x_tile = tl.load(x_at, m < num_rows if EVEN else (m < num_rows) & inside, 0.0)
+    squares = tl.zeros((BM, 8) if SLICES == 1 else (SLICES, BM, 8), tl.float32)
+    x_tile, squares = _scaled(x_tile, scale, squares, NORM, BK, SLICES)
     zeros = tl.zeros((BM, BN) if SLICES == 1 else (SLICES, BM, BN), tl.float32)
     acc = _dot(x_tile, tile, zeros, SLICES)
     acc_up = _dot(x_tile, up, zeros, SLICES) if SWIGLU else zeros
-    if SLICES > 1:
-        acc, acc_up = tl.sum(acc, 0), tl.sum(acc_up, 0)
-    return acc, acc_up
+    return _reduced(acc, acc_up, squares, SLICES)
 
 
 @triton.jit
 def _products(
-    x, weight, rows, num_rows, begin, end, N, K,
-    SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x, norm_weight, weight, weight_rows, num_rows, begin, end, N, K,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Sums over [begin, end) of gate (or the only product) and of up."""
+    """Sums over [begin, end): of gate (or the only product), of up, and of the squares of x."""
     wait()
     m, k = _indices(tl.arange(0, BM), BK, SLICES)
-    n, _ = _indices(rows, BK, SLICES)
+    n, _ = _indices(weight_rows, BK, SLICES)
     x_at = x + m * K + k
     weight_at = weight + n * K + k
     up_at = weight + (n + N) * K + k
     acc = tl.zeros((BM, BN) if SLICES == 1 else (SLICES, BM, BN), tl.float32)
     acc_up = acc
+    squares = tl.zeros((BM, 8) if SLICES == 1 else (SLICES, BM, 8), tl.float32)
     for first in tl.range(begin, end, BK * SLICES):
         inside = first + k < end
         x_tile = tl.load(x_at + first, m < num_rows if EVEN else (m < num_rows) & inside, 0.0)
-        acc = _dot(x_tile, _load(weight_at + first, inside, EVEN), acc, SLICES)
+        scale = load(norm_weight + first + k, inside, EVEN) if NORM else 1.0
+        x_tile, squares = _scaled(x_tile, scale, squares, NORM, BK, SLICES)
+        acc = _dot(x_tile, load(weight_at + first, inside, EVEN), acc, SLICES)
         if SWIGLU:
-            up = _load(up_at + first, inside, EVEN)
+            up = load(up_at + first, inside, EVEN)
             acc_up = _dot(x_tile, up, acc_up, SLICES)
-    if SLICES > 1:
-        acc, acc_up = tl.sum(acc, 0), tl.sum(acc_up, 0)
-    return acc, acc_up
+    return _reduced(acc, acc_up, squares, SLICES)
 
 
 @triton.jit
-def _residual(residual, at, exists, ADD: tl.constexpr):
+def load_residual(residual, at, exists, ADD: tl.constexpr):
+    """What is added to a result, in float32; not ADD: nothing."""
     return tl.load(residual + at, exists, 0.0).to(tl.float32) if ADD else 0.0
 
 
 @triton.jit
-def _store(acc, acc_up, more, out, at, exists, SWIGLU: tl.constexpr):
+def norm_factor(squares, K, eps, NORM: tl.constexpr):
+    """What a norm multiplies a row with, by the sum of its squares; 1 without a norm."""
+    return tl.rsqrt(squares / K + eps) if NORM else 1.0
+
+
+@triton.jit
+def store_result(acc, acc_up, norm, more, out, at, exists, SWIGLU: tl.constexpr):
+    """Stores `more + act(norm * acc)`; SWIGLU: acc is the gate's sums, acc_up those of up."""
+    acc *= norm
     if SWIGLU:
-        acc = acc / (1 + tl.exp(-acc)) * acc_up
+        acc = acc / (1 + tl.exp(-acc)) * (acc_up * norm)
     acc += more
     tl.store(out + at, acc.to(out.dtype.element_ty), exists)
 
@@ -135,147 +171,79 @@ def _total(partials, at, exists, size):
 
 @triton.jit
 def _merge(
-    acc, acc_up, partials, counters, residual, out, at, exists, size,
-    ADD: tl.constexpr, SWIGLU: tl.constexpr,
+    acc, acc_up, squares, partials, counters, residual, out,
+    at, row, exists, size, num_rows, K, eps,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """The last program of a tile adds up all splits' sums."""
+    split = tl.program_id(1)
     ups = partials + tl.num_programs(1) * size
-    tl.store(partials + tl.program_id(1) * size + at, acc, exists)
+    row_squares = ups + tl.num_programs(1) * size if SWIGLU else ups
+    tl.store(partials + split * size + at, acc, exists)
     if SWIGLU:
-        tl.store(ups + tl.program_id(1) * size + at, acc_up, exists)
+        tl.store(ups + split * size + at, acc_up, exists)
+    if NORM:  # the tiles of other columns write the same bits to the same place
+        tl.store(row_squares + split * num_rows + row, squares, row < num_rows)
     tl.debug_barrier()  # all threads' stores come before the one thread's release
     counter = counters + tl.program_id(0)
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
-        more = _residual(residual, at, exists, ADD)
+        more = load_residual(residual, at, exists, ADD)
         acc = _total(partials, at, exists, size)
         if SWIGLU:
             acc_up = _total(ups, at, exists, size)
-        _store(acc, acc_up, more, out, at, exists, SWIGLU)
+        if NORM:
+            squares = _total(row_squares, row, row < num_rows, num_rows)
+        norm = norm_factor(squares, K, eps, NORM)
+        store_result(acc, acc_up, norm, more, out, at, exists, SWIGLU)
         tl.store(counter, 0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def skinny(
-    x, weight, residual, out, partials, counters, num_rows, N, K,
-    SWIGLU: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
+    x, norm_weight, weight, residual, out, partials, counters, num_rows, N, K, eps,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
     EVEN: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """One program: BN columns of out, over one range of the inner dimension.
 
-    SPLIT: of several ranges, at most MAX_SPLIT_K; their number is that of programs on axis 1.
-    EVEN: BK * SLICES divides K. WHOLE: a range is one tile. SLICES: warps between which BK * SLICES
-    elements are divided, each with all rows and columns, since a tile of few rows and columns keeps
-    but one warp busy. EARLY: the next kernel may start beside this one. Where a product takes long,
-    its programs would get the places that are free and not those that keep all SMs equally busy.
+    NORM: of x, here. SPLIT: of several ranges, at most MAX_SPLIT_K; their number is that of
+    programs on axis 1. EVEN: BK * SLICES divides K. WHOLE: a range is one tile. SLICES: warps
+    between which BK * SLICES elements are divided, each with all rows and columns, since a tile of
+    few rows and columns keeps but one warp busy. EARLY: the next kernel may start beside this one.
+    Where a product takes long, its programs would get the places that are free and not those that
+    keep all SMs equally busy.
     """
     if EARLY:
         launch_dependents()
     column = tl.program_id(0) * BN + tl.arange(0, BN)
-    rows = tl.minimum(column, N - 1).to(tl.int64)
+    weight_rows = tl.minimum(column, N - 1).to(tl.int64)
     share = tl.cdiv(tl.cdiv(K, BK * SLICES), tl.num_programs(1)) * BK * SLICES
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, K)
     if PREFETCH:
-        _prefetch(weight, rows, begin, end, K, PREFETCH)
+        prefetch_rows(weight, weight_rows, begin, end, K, PREFETCH)
         if SWIGLU:
-            _prefetch(weight, rows + N, begin, end, K, PREFETCH)
+            prefetch_rows(weight, weight_rows + N, begin, end, K, PREFETCH)
+    if WHOLE:
+        acc, acc_up, squares = _whole_products(
+            x, norm_weight, weight, weight_rows, num_rows, begin, end, N, K,
+            NORM, SWIGLU, BM, BN, BK, SLICES, EVEN,
+        )  # fmt: skip
+    else:
+        acc, acc_up, squares = _products(
+            x, norm_weight, weight, weight_rows, num_rows, begin, end, N, K,
+            NORM, SWIGLU, BM, BN, BK, SLICES, EVEN,
+        )  # fmt: skip
     row = tl.arange(0, BM)[:, None]
     exists = (row < num_rows) & (column < N)[None, :]
     at = row.to(tl.int64) * N + column[None, :]
-    if WHOLE:
-        acc, acc_up = _whole_products(
-            x, weight, rows, num_rows, begin, end, N, K, SWIGLU, BM, BN, BK, SLICES, EVEN
-        )
-    else:
-        acc, acc_up = _products(
-            x, weight, rows, num_rows, begin, end, N, K, SWIGLU, BM, BN, BK, SLICES, EVEN
-        )
     if SPLIT:
-        size = num_rows.to(tl.int64) * N
         _merge(
-            acc, acc_up, partials, counters, residual, out, at, exists, size, ADD, SWIGLU
+            acc, acc_up, squares, partials, counters, residual, out, at, row, exists,
+            num_rows.to(tl.int64) * N, num_rows, K, eps, NORM, SWIGLU, ADD,
         )  # fmt: skip
     else:
-        more = _residual(residual, at, exists, ADD)
-        _store(acc, acc_up, more, out, at, exists, SWIGLU)
-
-
-@triton.jit
-def _row(x, norm_weight, k, inside, NORM: tl.constexpr, EVEN: tl.constexpr):
-    row = _load(x + k, inside, EVEN).to(tl.float32)
-    squares = row * row
-    if NORM:
-        row *= _load(norm_weight + k, inside, EVEN).to(tl.float32)
-    return row, squares
-
-
-@triton.jit
-def _row_products(
-    x, norm_weight, weight, rows, N, K,
-    NORM: tl.constexpr, SWIGLU: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Unreduced sums of gate (or the only product) and up [BN, BK] and of the squares of x [BK]."""
-    k = tl.arange(0, BK)
-    acc = tl.zeros((BN, BK), tl.float32)
-    acc_up = acc
-    squares = tl.zeros((BK,), tl.float32)
-    for first in tl.range(0, K, BK, num_stages=STAGES):
-        inside = first + k < K
-        row, more = _row(x, norm_weight, first + k, inside, NORM, EVEN)
-        squares += more
-        at = weight + rows[:, None] * K + (first + k)[None, :]
-        acc += _load(at, inside[None, :], EVEN).to(tl.float32) * row[None, :]
-        if SWIGLU:
-            at = weight + (rows + N)[:, None] * K + (first + k)[None, :]
-            acc_up += _load(at, inside[None, :], EVEN).to(tl.float32) * row[None, :]
-    return acc, acc_up, squares
-
-
-@triton.jit
-def gemv(
-    x, norm_weight, weight, residual, out, N, K, eps,
-    NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
-    PREFETCH: tl.constexpr,
-):  # fmt: skip
-    """One row of x, without tensor cores. WHOLE: BK >= K, all of a program's loads are in flight.
-
-    They are then, but for x, sent before the kernels in front have ended.
-    """
-    launch_dependents()
-    column = tl.program_id(0) * BN + tl.arange(0, BN)
-    rows = tl.minimum(column, N - 1).to(tl.int64)
-    if WHOLE:
-        k = tl.arange(0, BK)
-        inside = k < K
-        tile = _load(weight + rows[:, None] * K + k[None, :], inside[None, :], EVEN)
-        up = tile
-        if SWIGLU:
-            up = _load(weight + (rows + N)[:, None] * K + k[None, :], inside[None, :], EVEN)
-        scale = 1.0
-        if NORM:
-            scale = _load(norm_weight + k, inside, EVEN).to(tl.float32)
-        wait()
-        row = _load(x + k, inside, EVEN).to(tl.float32)
-        more = _residual(residual, column, column < N, ADD)
-        squares = row * row
-        row *= scale
-        acc, acc_up = tile.to(tl.float32) * row[None, :], up.to(tl.float32) * row[None, :]
-    else:
-        if PREFETCH:
-            _prefetch(weight, rows, 0, K, K, PREFETCH)
-            if SWIGLU:
-                _prefetch(weight, rows + N, 0, K, K, PREFETCH)
-        wait()
-        more = _residual(residual, column, column < N, ADD)
-        acc, acc_up, squares = _row_products(
-            x, norm_weight, weight, rows, N, K, NORM, SWIGLU, BN, BK, STAGES, EVEN
-        )
-    acc, acc_up = tl.sum(acc, 1), tl.sum(acc_up, 1)
-    if NORM:
-        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
-        acc *= scale
-        acc_up *= scale
-    _store(acc, acc_up, more, out, column, column < N, SWIGLU)
+        more = load_residual(residual, at, exists, ADD)
+        norm = norm_factor(squares, K, eps, NORM)
+        store_result(acc, acc_up, norm, more, out, at, exists, SWIGLU)

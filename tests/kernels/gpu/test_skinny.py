@@ -76,22 +76,39 @@ def test_a_tile(
     check(product(kind, *sizes, dtype), config, device)
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("kind", ["norm", "logits", "swiglu"])
+@pytest.mark.parametrize("sizes", [(3, 64, 48), (17, 80, 33)], ids=str)
+def test_a_norm_inside(
+    kind: str,
+    sizes: tuple[int, int, int],
+    config: Config,
+    device: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(skinny, "rms_norm")
+    check(product(kind, *sizes, dtype), config._replace(norm_inside=True), device)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 16, 31, 32, 64])
-@pytest.mark.parametrize("columns", [264, 333])
-def test_rows_and_columns(rows: int, columns: int, device: str, dtype: torch.dtype) -> None:
-    check(product("norm", rows, 160, columns, dtype), CONFIGS["wide"], device)
+@pytest.mark.parametrize("norm_inside", [False, True])
+def test_rows_and_columns(rows: int, norm_inside: bool, device: str, dtype: torch.dtype) -> None:
+    config = CONFIGS["wide"]._replace(norm_inside=norm_inside)
+    for columns in (64, 173):
+        check(product("norm", rows, 160, columns, dtype), config, device)
 
 
 @pytest.mark.parametrize("config", SPLITS.values(), ids=SPLITS)
-@pytest.mark.parametrize("kind", ["plain", "add", "swiglu"])
+@pytest.mark.parametrize("kind", ["plain", "add", "norm", "swiglu"])
 @pytest.mark.parametrize("sizes", [(1, 160, 48), (17, 112, 33)], ids=str)
 def test_split_k_again_and_again(
     kind: str, sizes: tuple[int, int, int], config: Config, device: str, dtype: torch.dtype
 ) -> None:
     partials, counters = skinny.workspace(torch.device(device))
-    for _ in range(2):
+    for norm_inside in (False, True):
         partials.fill_(torch.nan)
-        check(product(kind, *sizes, dtype), config, device)
+        check(product(kind, *sizes, dtype), config._replace(norm_inside=norm_inside), device)
         assert not counters.any()
 
 
@@ -100,11 +117,12 @@ def test_more_splits_than_tiles_of_the_inner_dimension(device: str, dtype: torch
 
 
 def test_split_k_gives_the_same_bits_every_time(device: str, dtype: torch.dtype) -> None:
-    operands = to(product("add", 3, 160, 48, dtype), device)
-    launch(operands, SPLITS["mma by 3"])
+    operands = to(product("norm", 3, 160, 48, dtype), device)
+    config = SPLITS["mma by 3"]._replace(norm_inside=True)
+    launch(operands, config)
     first = operands.out.clone()
     for _ in range(2):
-        launch(operands, SPLITS["mma by 3"])
+        launch(operands, config)
         assert torch.equal(operands.out, first)
 
 
@@ -138,7 +156,11 @@ def test_the_table_decides_by_the_rows_rounded_up(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("rows", "inner"), [(0, 64), (65, 64), (1, 72)])
-def test_chooses_nothing_for_what_no_kernel_takes(rows: int, inner: int) -> None:
+def test_chooses_nothing_for_what_no_kernel_takes(
+    rows: int, inner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = tuple(Config("mma", 16, 32, 1, 4, 3, 0))
+    monkeypatch.setattr(skinny, "TABLE", {("add", 48, 64, block): entry for block in (16, 128)})
     assert choose("add", rows, 48, inner) is None
 
 
@@ -158,7 +180,7 @@ def test_what_was_measured_fits_the_workspace() -> None:
 
 def test_refuses_sums_that_do_not_fit() -> None:
     operands = product("add", 64, 16, 16896, torch.float32)
-    with pytest.raises(ValueError, match="1056 tiles and 8650752 sums; at most 8192 tiles"):
+    with pytest.raises(ValueError, match="1056 tiles and 8651264 sums; at most 8192 tiles"):
         launch(operands, Config("mma", 16, 16, 8, 4, 3, 0))
 
 
