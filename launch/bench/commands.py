@@ -110,6 +110,8 @@ def _add_target(command: ArgumentParser) -> None:
     """How tokens are drawn and sampled, and which pipeline is measured."""
     command.add_argument("--bench-seed", type=int, default=0, help="of the prompts (default: 0)")
     command.add_argument("--temperature", type=float, default=0.6, help="(default: 0.6)")
+    command.add_argument("--top-k", type=int, default=-1, help="(default: -1, all tokens)")
+    command.add_argument("--top-p", type=float, default=1.0, help="(default: 1, all tokens)")
     command.add_argument("--name", help="measure this running pipeline, not one of its own")
     command.add_argument("--endpoint", help="likewise; --model then says which model runs there")
     own = [field for field in Config.__struct_fields__ if field not in ("name", "endpoint")]

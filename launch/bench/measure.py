@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -52,10 +52,18 @@ class Load(Run):
 class Meter(Client):
     """A client that measures. Raises LaunchError if the pipeline ends."""
 
-    def __init__(self, pipeline: Target, temperature: float) -> None:
+    def __init__(
+        self, pipeline: Target, temperature: float, top_k: int = -1, top_p: float = 1.0
+    ) -> None:
+        """How tokens are drawn is said in every request: else the model's own defaults count."""
         super().__init__(pipeline.endpoint, timeout=SILENCE)
         self._config = pipeline.config
-        self._temperature = temperature
+        self._sampling: dict[str, Any] = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": 0.0,
+        }
         self.report = self.status(wait=True)
         """of the last idle moment"""
 
@@ -108,9 +116,9 @@ class Meter(Client):
             GenerateRequest(
                 prompt=item.prompt,
                 max_tokens=item.num_output_tokens,
-                temperature=self._temperature,
                 ignore_eos=True,
                 stream=stream,
+                **self._sampling,
             )
         )
 

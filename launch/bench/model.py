@@ -25,12 +25,13 @@ from penstock.launch.bench.workload import (
 )
 
 WARM_UP_TOKENS = 16
+SAMPLING = ("bench_seed", "temperature", "top_k", "top_p")
 WORKLOADS = {
-    "offline": ("num_requests", "min_tokens", "max_tokens", "bench_seed", "temperature"),
-    "latency": ("batches", "input_tokens", "output_tokens", "bench_seed", "temperature"),
+    "offline": ("num_requests", "min_tokens", "max_tokens"),
+    "latency": ("batches", "input_tokens", "output_tokens"),
     "serve": (
         *("num_requests", "request_rate", "input_tokens", "long_input_tokens", "long_share"),
-        *("output_tokens", "bench_seed", "temperature"),
+        "output_tokens",
     ),
 }
 IDLE_REQUESTS = 5
@@ -107,7 +108,8 @@ def _bench(
     subject: str, arguments: Namespace, measure: Callable[[Meter, int], dict[str, Any]]
 ) -> dict[str, Any]:
     """The whole report: facts, and what `measure` gives."""
-    with target(arguments) as pipeline, Meter(pipeline, arguments.temperature) as meter:
+    drawn = arguments.temperature, arguments.top_k, arguments.top_p
+    with target(arguments) as pipeline, Meter(pipeline, *drawn) as meter:
         results = measure(meter, pipeline.vocab_size)
         print(file=sys.stderr)
         return {
@@ -115,7 +117,9 @@ def _bench(
             "model": pipeline.model,
             "hardware": hardware(),
             "versions": versions(),
-            "workload": {name: getattr(arguments, name) for name in WORKLOADS[subject]},
+            "workload": {
+                name: getattr(arguments, name) for name in (*WORKLOADS[subject], *SAMPLING)
+            },
             "options": pipeline.config,
             "ready_seconds": pipeline.ready_seconds,
             **results,

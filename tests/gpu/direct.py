@@ -1,7 +1,8 @@
 """The worker driven directly, scheduler and model in one process: what the pipeline adds to it.
 
 `python -m tests.gpu.direct --model FOLDER offline`, or `latency --batches 1 16 64`; other options
-are those of `launch all`. The workloads are those of `launch bench`.
+are those of `launch all`. The workloads are those of `launch bench`; the prefix cache is off, or
+a second run would find the first one's prompts.
 """
 
 import argparse
@@ -68,7 +69,8 @@ def main() -> None:
     add_options(parser, Config)
     arguments = parser.parse_args()
     start = time.perf_counter()
-    engine = Engine(Config(**given_options(arguments, Config)))
+    options = {"enable_prefix_caching": False} | given_options(arguments, Config)
+    engine = Engine(Config(**options))
     print(f"ready after {time.perf_counter() - start:.1f} s", flush=True)
     workloads: dict[str, Callable[[], list[Request]]] = {}
     if "latency" in arguments.workload:

@@ -26,6 +26,7 @@ from penstock.launch.bench.workload import Item, fixed_lengths, random_lengths, 
 from penstock.launch.cli import main
 from penstock.launch.errors import LaunchError
 from penstock.launch.private import private_pipeline
+from penstock.protocol.client import GenerateRequest
 from penstock.protocol.config import Config
 from tests.launch.fake_gateway import Gateway, echo
 
@@ -187,11 +188,14 @@ def test_a_pipeline_that_ends_is_not_waited_for(
     target = Target(endpoint, "", 8, Config(name="none"))
     # this gateway has no answer to a prompt of token ids
     with (
-        contextlib.closing(Gateway(endpoint, echo)),
-        Meter(target, 0.0) as meter,
+        contextlib.closing(Gateway(endpoint, echo)) as gateway,
+        Meter(target, 0.6) as meter,
         pytest.raises(LaunchError, match="pipeline 'none' ended before it answered"),
     ):
         meter.run([Item([1, 2], 3)])
+    (asked,) = [one for one in gateway.heard if isinstance(one, GenerateRequest)]
+    drawn = asked.temperature, asked.top_k, asked.top_p, asked.min_p
+    assert drawn == (0.6, -1, 1.0, 0.0)  # not the model's own defaults
 
 
 @pytest.mark.pipeline
