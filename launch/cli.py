@@ -5,14 +5,17 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.launch.bench.commands import add_bench
 from penstock.launch.errors import ClientError, LaunchError
 from penstock.launch.options import add_options, given_options, options_table
 from penstock.launch.procfile import PROCFILE, read_procfile, shell_line
-from penstock.protocol.config import Config
+from penstock.protocol.config import DEFAULT_CLIENT, Config
 from penstock.protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from penstock.launch.client import Client
 
 SAMPLING_FIELDS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
 SCALABLE = ("tokenizer", "detokenizer")
@@ -62,6 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("kind", metavar="|".join(SCALABLE))
     command.add_argument("number", type=int)
     add_options(command, Config, ["name"])
+    command = add("restart", _restart, "restart a process, a kind, or all in turn; requests go on")
+    command.add_argument("target", metavar="PROCESS|KIND|all")
+    add_options(command, Config, ["name"])
     command = add("status", _status, "show the processes and the queues")
     command.add_argument("--json", action="store_true", help="for programs")
     add_options(command, Config, ["name"])
@@ -72,6 +78,16 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print the whole reply as JSON")
     _add_client(command)
     _add_client(add("chat", _chat, "talk; Ctrl-C ends an answer, Ctrl-D the conversation"))
+    command = add("keys", _keys, "make the keys of a gateway and of its clients")
+    command.add_argument(
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="to make: server.key, server.key_secret, clients/NAME.key of each client that may "
+        "connect, NAME.key_secret for it; a client needs server.key and its NAME.key_secret",
+    )
+    text = f"add a client to FOLDER (the first one is {DEFAULT_CLIENT!r})"
+    command.add_argument("--client", metavar="NAME", help=text)
     text = "measure: the pipeline without a model, or a model's throughput and latency"
     add_bench(commands.add_parser("bench", help=text, description=text, allow_abbrev=False))
     add("options", _options, "print the options of `launch all` as a markdown table")
@@ -94,6 +110,10 @@ def _add_all(command: argparse.ArgumentParser) -> None:
 def _add_client(command: argparse.ArgumentParser) -> None:
     add_options(command, Config, ["name"])
     command.add_argument("--endpoint", help="connect there, not to the pipeline of --name")
+    command.add_argument("--keys", metavar="FOLDER", help="with server.key and NAME.key_secret")
+    command.add_argument(
+        "--client", metavar="NAME", default=DEFAULT_CLIENT, help="whose key (default: %(default)s)"
+    )
     add_options(command, SamplingParams, SAMPLING_FIELDS)
 
 
@@ -103,6 +123,8 @@ def _all(arguments: argparse.Namespace) -> int:
     fields = given_options(arguments, Config)
     if fields.get("model"):
         fields["model"] = str(Path(fields["model"]).absolute())
+    if fields.get("keys"):
+        fields["keys"] = str(Path(fields["keys"]).absolute())
     return start(Config(**fields), arguments.procfile, arguments.max_deaths)
 
 
@@ -126,6 +148,14 @@ def _scale(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _restart(arguments: argparse.Namespace) -> int:
+    from penstock.launch.control import restart
+
+    for names in restart(_name(arguments), arguments.target):
+        print(f"{', '.join(names)}: back", flush=True)
+    return 0
+
+
 def _status(arguments: argparse.Namespace) -> int:
     from penstock.launch.status import as_json, as_text, read_status
 
@@ -143,21 +173,26 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 def _ask(arguments: argparse.Namespace) -> int:
     from penstock.launch.chat import ask
-    from penstock.launch.client import Client
 
     question: dict[str, Any] = {"prompt": arguments.question}
     if not arguments.raw:
         question = {"messages": [{"role": "user", "content": arguments.question}]}
-    with Client(_endpoint(arguments)) as client:
+    with _client(arguments) as client:
         return ask(client, question | given_options(arguments, SamplingParams), arguments.json)
 
 
 def _chat(arguments: argparse.Namespace) -> int:
     from penstock.launch.chat import chat
-    from penstock.launch.client import Client
 
-    with Client(_endpoint(arguments)) as client:
+    with _client(arguments) as client:
         return chat(client, given_options(arguments, SamplingParams))
+
+
+def _keys(arguments: argparse.Namespace) -> int:
+    from penstock.launch.keys import make_keys
+
+    print(*make_keys(arguments.folder, arguments.client), sep="\n")
+    return 0
 
 
 def _options(_: argparse.Namespace) -> int:
@@ -169,7 +204,12 @@ def _name(arguments: argparse.Namespace) -> str:
     return str(getattr(arguments, "name", Config().name))
 
 
-def _endpoint(arguments: argparse.Namespace) -> str:
+def _client(arguments: argparse.Namespace) -> "Client":
+    from penstock.launch.client import Client
     from penstock.launch.running import running_config
 
-    return arguments.endpoint or running_config(_name(arguments)).endpoint
+    endpoint, keys = arguments.endpoint, arguments.keys
+    if endpoint is None:
+        config = running_config(_name(arguments))
+        endpoint, keys = config.endpoint, keys or config.keys
+    return Client(endpoint, keys=keys, client=arguments.client)

@@ -9,12 +9,16 @@
 
 A request survives the death of any process of the pipeline, the gateway's too: when the connection
 comes back, the client asks again for what is unanswered. `errors.py` has the tree of errors.
+
+Where the gateway has keys, `keys` is the folder with `server.key` and `NAME.key_secret`, and
+`client` the NAME: `Client("tcp://gpu1:5555", keys="alice-keys", client="alice")`.
 """
 
 import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import zmq
@@ -32,6 +36,7 @@ from penstock.protocol.client import (
     StatusRequest,
     TextDelta,
 )
+from penstock.protocol.config import DEFAULT_CLIENT
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
 Kind = TypeVar("Kind", GenerateReply, AbortReply, StatusReply)
@@ -75,9 +80,17 @@ class Client:
     A call that waits `timeout` seconds without a sign of the pipeline raises NoAnswer.
     """
 
-    def __init__(self, endpoint: str = DEFAULT_ENDPOINT, *, timeout: float | None = None) -> None:
-        self._connection = Connection(endpoint)
-        self._timeout = None if timeout is None else int(timeout * 1000)
+    def __init__(
+        self,
+        endpoint: str = DEFAULT_ENDPOINT,
+        *,
+        timeout: float | None = None,
+        keys: str | Path | None = None,
+        client: str = DEFAULT_CLIENT,
+    ) -> None:
+        """Raises ClientError for keys that can't be read."""
+        self._connection = Connection(endpoint, keys, client)
+        self._timeout = math.inf if timeout is None else timeout
         self._poller = zmq.Poller()
         self._poller.register(self._connection.socket, zmq.POLLIN)
         self._poller.register(self._connection.monitor, zmq.POLLIN)
@@ -133,10 +146,13 @@ class Client:
             self._connection.take()
 
     def wait(self) -> None:
-        """Waits until something has come, and takes it in. Raises NoAnswer."""
-        if not self._poller.poll(self._timeout):
-            raise NoAnswer("the pipeline does not answer")
-        self._connection.take()
+        """Waits for a sign of the pipeline, and takes it in. Raises NoAnswer."""
+        deadline = time.monotonic() + self._timeout
+        while (seconds := deadline - time.monotonic()) > 0:
+            self._poller.poll(None if seconds == math.inf else math.ceil(seconds * 1000))
+            if self._connection.take():
+                return
+        raise NoAnswer("the pipeline does not answer")
 
 
 class AsyncStream:
@@ -180,11 +196,18 @@ class AsyncStream:
 class AsyncClient:
     """A client for asyncio, for any number of tasks; to be entered with `async with`."""
 
-    def __init__(self, endpoint: str = DEFAULT_ENDPOINT) -> None:
-        self._endpoint = endpoint
+    def __init__(
+        self,
+        endpoint: str = DEFAULT_ENDPOINT,
+        *,
+        keys: str | Path | None = None,
+        client: str = DEFAULT_CLIENT,
+    ) -> None:
+        self._where = endpoint, keys, client
 
     async def __aenter__(self) -> Self:
-        self._connection = Connection(self._endpoint)
+        """Raises ClientError for keys that can't be read."""
+        self._connection = Connection(*self._where)
         for descriptor in self._descriptors():
             asyncio.get_running_loop().add_reader(descriptor, self._connection.take)
         return self

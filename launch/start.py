@@ -12,7 +12,9 @@ from penstock.launch.procfile import read_procfile
 from penstock.launch.running import CONTROL_SOCKET, claim
 from penstock.launch.supervisor import Supervisor
 from penstock.protocol.checkpoint import ModelError, check_tp, read_model_config
-from penstock.protocol.config import Config, write_config
+from penstock.protocol.config import DEFAULT_CLIENT, Config, write_config
+from penstock.protocol.endpoints import check_reach
+from penstock.protocol.keys import secure_client, secure_server
 
 
 def start(config: Config, procfile: Path, max_deaths: int) -> int:
@@ -24,6 +26,7 @@ def start(config: Config, procfile: Path, max_deaths: int) -> int:
         raise LaunchError(f"--model: {error}") from error
     with claim(config) as folder:
         _check_length(folder / f"{CONTROL_SOCKET}-events")
+        _check_security(config)
         check_endpoint(config.endpoint)
         write_config(config)
         return asyncio.run(Supervisor(config, commands, max_deaths).run())
@@ -38,6 +41,18 @@ def _check_length(longest: Path) -> None:
         )
 
 
+def _check_security(config: Config) -> None:
+    """Raises LaunchError where the gateway would refuse to bind, or has no keys."""
+    try:
+        check_reach(config)
+        if config.keys:
+            with zmq.Context() as context, context.socket(zmq.ROUTER) as trial:
+                secure_server(trial, Path(config.keys))
+                secure_client(trial, Path(config.keys), DEFAULT_CLIENT)
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
+
+
 def check_endpoint(endpoint: str) -> None:
     """Raises LaunchError where the gateway could not bind."""
     if endpoint.endswith((":*", ":0")):
@@ -46,6 +61,7 @@ def check_endpoint(endpoint: str) -> None:
         raise LaunchError(f"--endpoint {endpoint} is in use; give another one")
     try:
         with zmq.Context() as context, context.socket(zmq.ROUTER) as trial:
+            trial.setsockopt(zmq.IPV6, "[" in endpoint)
             trial.bind(endpoint)
     except zmq.ZMQError as error:
         if error.errno == zmq.EADDRINUSE:

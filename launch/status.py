@@ -19,7 +19,7 @@ def read_status(pipeline: str) -> dict[str, Any]:
     config = running_config(pipeline)
     processes = command(pipeline, "processes")["processes"]
     try:
-        with Client(config.endpoint, timeout=TIMEOUT) as client:
+        with Client(config.endpoint, timeout=TIMEOUT, keys=config.keys) as client:
             gateway = client.status()
     except NoAnswer:
         gateway = None

@@ -3,8 +3,9 @@
 circus spawns, stops (SIGTERM, and SIGKILL after a grace) and restarts; each process is a watcher
 of its own, so that it keeps its name. What is ours: a death is seen by SIGCHLD instead of circus's
 periodic check, logs go through named pipes (circus closes its own before the last lines of a dead
-process are read), and the two commands that `launch status` and `launch scale` send to circus's
-endpoint.
+process are read), the commands that `launch status`, `scale` and `restart` send to circus's
+endpoint, the watch over their pulses, and the end: a signal lets what runs be finished, the next
+one does not.
 """
 
 import asyncio
@@ -13,7 +14,6 @@ import shlex
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -22,37 +22,20 @@ from circus.arbiter import Arbiter
 from circus.watcher import Watcher
 from tornado.ioloop import IOLoop
 
+from penstock.launch.child import CRASH_WINDOW, Child, kind_of
 from penstock.launch.client import AsyncClient
 from penstock.launch.logs import Log, prefix
 from penstock.launch.procfile import shell_line
+from penstock.launch.pulses import Pulses
+from penstock.launch.restart import restart
 from penstock.launch.running import CONTROL_SOCKET, environment, model_name
 from penstock.protocol.config import Config
 from penstock.protocol.process import PROCESS_VARIABLE, SUPERVISOR_VARIABLE
 
 GRACE = 5.0
 """seconds between SIGTERM and SIGKILL"""
-CRASH_WINDOW = 60.0
-"""seconds within which deaths are counted"""
 MAX_EARLY_DEATHS = 3
 """deaths of one process that stop a pipeline which was never ready"""
-
-
-class Child:
-    """What the supervisor remembers of one process, over its restarts."""
-
-    def __init__(self, log: Log) -> None:
-        self.log = log
-        self.deaths: deque[float] = deque()
-        self.num_starts = 0
-        self.exit_code: int | None = None
-
-    def count_death(self) -> int:
-        """How often it died within the window, this time included."""
-        now = time.monotonic()
-        self.deaths.append(now)
-        while self.deaths[0] < now - CRASH_WINDOW:
-            self.deaths.popleft()
-        return len(self.deaths)
 
 
 class _Command:
@@ -78,7 +61,7 @@ class Supervisor:
         self._commands = commands
         self._max_deaths = max_deaths
         self._children: dict[str, Child] = {}
-        self._was_ready = False
+        self._was_ready = self._draining = False
         self._started = time.monotonic()
 
     async def run(self) -> int:
@@ -87,10 +70,12 @@ class Supervisor:
         self._end: asyncio.Future[int] = loop.create_future()
         self._death = asyncio.Event()
         self._circus = asyncio.Lock()  # circus refuses a command while another one runs
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                loop.add_signal_handler(number, self._stop, 0)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._drain)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+            loop.add_signal_handler(signal.SIGHUP, self._stop, 0)
         loop.add_signal_handler(signal.SIGCHLD, self._death.set)
+        pulses = Pulses(self._config, self._say)
         self._arbiter = self._make_arbiter()
         async with self._circus:
             await self._arbiter.start()
@@ -102,6 +87,7 @@ class Supervisor:
         finally:
             for task in tasks:
                 task.cancel()
+            pulses.close()
             async with self._circus:
                 await self._arbiter.stop()
             for child in self._children.values():
@@ -129,6 +115,7 @@ class Supervisor:
         arbiter.ctrl.sys_hdl.stop()  # puts our signal handlers back
         arbiter.ctrl.commands["processes"] = _Command(self._processes)
         arbiter.ctrl.commands["scale"] = _Command(self._scale)
+        arbiter.ctrl.commands["restart"] = _Command(self._restart)
         return arbiter
 
     def _watcher(self, kind: str, number: int) -> dict[str, Any]:
@@ -150,7 +137,7 @@ class Supervisor:
         }
 
     async def _announce(self) -> None:
-        async with AsyncClient(self._config.endpoint) as client:
+        async with self._client() as client:
             await client.status(wait=True)
         self._was_ready = True
         seconds = time.monotonic() - self._started
@@ -158,6 +145,9 @@ class Supervisor:
             f"ready: {model_name(self._config)} on {self._config.endpoint} (tp {self._config.tp}, "
             f"{len(self._children)} processes, {seconds:.1f} s)\n"
         )
+
+    def _client(self) -> AsyncClient:
+        return AsyncClient(self._config.endpoint, keys=self._config.keys)
 
     async def _revive(self) -> None:
         while True:
@@ -172,12 +162,18 @@ class Supervisor:
         child.num_starts += 1
         if child.num_starts == 1:
             return True
+        if self._draining and kind_of(watcher.name) == "gateway":  # it has nothing open
+            self._stop(0)
+            return False
+        if child.asked_for:
+            child.asked_for = False
+            self._say(f"{watcher.name} restarted on request")
+            return True
         num_deaths = child.count_death()
         limit = self._max_deaths if self._was_ready else min(self._max_deaths, MAX_EARLY_DEATHS)
         if num_deaths < limit:
             child.log.drain()
-            line = prefix("launch", len(self._commands))
-            self._write(f"{line}{watcher.name} died with exit code {child.exit_code}; restarted\n")
+            self._say(f"{watcher.name} died with {child.end}; restarted")
             return True
         self._give_up(watcher.name, child, num_deaths)
         return False
@@ -190,8 +186,8 @@ class Supervisor:
         when = f"within {CRASH_WINDOW:.0f} s" if self._was_ready else "before it was ready"
         lines = "".join(f"\n  {line}" for line in child.log.last_lines)
         print(
-            f"launch: {name} died {num_deaths} times {when}, the last time with exit code "
-            f"{child.exit_code}; the pipeline stops. Its last lines:{lines}",
+            f"launch: {name} died {num_deaths} times {when}, the last time with "
+            f"{child.end}; the pipeline stops. Its last lines:{lines}",
             file=sys.stderr,
             flush=True,
         )
@@ -200,9 +196,7 @@ class Supervisor:
     async def _processes(self) -> dict[str, Any]:
         """What `launch status` shows of each process, in the order of the procfile."""
         kinds = list(self._commands)
-        watchers = sorted(
-            self._arbiter.watchers, key=lambda one: kinds.index(one.name.partition(".")[0])
-        )
+        watchers = sorted(self._arbiter.watchers, key=lambda one: kinds.index(kind_of(one.name)))
         return {
             "processes": [
                 {
@@ -218,13 +212,56 @@ class Supervisor:
 
     async def _scale(self, kind: str, number: int) -> dict[str, Any]:
         async with self._circus:
-            names = [name for name in self._children if name.partition(".")[0] == kind]
+            names = [name for name in self._children if kind_of(name) == kind]
             for name in names[number:]:
                 await self._arbiter.rm_watcher(name)
                 self._children.pop(name).log.close()
             for new in range(len(names) + 1, number + 1):
                 await self._arbiter.add_watcher(**self._watcher(kind, new)).start()
         return {"number": number}
+
+    async def _restart(self, names: list[str]) -> dict[str, Any]:
+        """Answers when they are back; `back` is False if the pipeline ends before."""
+
+        async def stop() -> None:
+            async with self._circus:
+                await self._arbiter.stop_watchers(self._watchers(names))
+
+        async def start() -> None:
+            for name in names:
+                self._children[name].asked_for = True
+            async with self._circus:
+                await self._arbiter.start_watchers(self._watchers(names))
+
+        task = asyncio.create_task(restart(self._client, set(names), stop, start))
+        either: list[asyncio.Future[Any]] = [task, self._end]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        else:
+            task.cancel()
+        return {"back": task.done()}
+
+    def _watchers(self, names: list[str]) -> Callable[..., list[Watcher]]:
+        """Which of its watchers circus is to start or to stop, as it wants to be told."""
+        return lambda **_: [one for one in self._arbiter.watchers if one.name in names]
+
+    def _drain(self) -> None:
+        """On a signal: the gateway ends when nothing is open, and we then; or now, on the next."""
+        names = [name for name in self._children if kind_of(name) == "gateway"]
+        gateways = [p for one in self._watchers(names)() for p in one.processes.values()]
+        if self._draining or not gateways:
+            self._stop(0)
+            return
+        self._draining = True
+        seconds = self._config.drain_timeout
+        for gateway in gateways:
+            gateway.send_signal(signal.SIGUSR1)
+        self._say(f"no new requests; open ones have {seconds:g} s, or until the next signal")
+        asyncio.get_running_loop().call_later(seconds, self._stop, 0)
+
+    def _say(self, text: str) -> None:
+        self._write(f"{prefix('launch', len(self._commands))}{text}\n")
 
     def _write(self, text: str) -> None:
         try:

@@ -53,7 +53,8 @@ class StatusRequest(Struct, kw_only=True, tag="status", forbid_unknown_fields=Tr
     wait: bool = False
     """answer only when every stage is there"""
     fresh: bool = False
-    """answer with the scheduler's next report; without, with its last, up to half a second old"""
+    """answer with the scheduler's next report; without, with its last, up to half a second old.
+    With `wait`: when every stage is there the next time, not if it is now"""
 
 
 class Usage(Struct, kw_only=True):
@@ -87,7 +88,7 @@ class TextDelta(Struct, kw_only=True, tag="delta", omit_defaults=True):
     """index of the first of `token_ids` in the request's output"""
     char_offset: int
     """index of the first character of `text` in the request's text"""
-    token_ids: list[int]
+    token_ids: list[TokenId]
     text: str
     finish_reason: FinishReason | None = None
     attempt: int = 0

@@ -17,6 +17,8 @@ from penstock.protocol.plan import MAX_BLOCKS, MAX_SLOTS
 
 CONFIG_FILE = "config.json"
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"
+DEFAULT_CLIENT = "client"
+"""whose key is used where no client is named"""
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,32}$")]
 Count = Annotated[int, Meta(ge=1)]
@@ -32,6 +34,17 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         str, Meta(description="folder of a Qwen3 checkpoint; empty: the demo model")
     ] = ""
     endpoint: Annotated[str, Meta(description="where clients connect")] = "tcp://127.0.0.1:5555"
+    keys: Annotated[
+        str,
+        Meta(description="folder of `launch keys`: only clients with a key connect, encrypted"),
+    ] = ""
+    insecure: Annotated[
+        bool,
+        Meta(
+            description="let other machines reach --endpoint without keys: anyone may ask, and "
+            "anyone on the way reads prompts and answers"
+        ),
+    ] = False
     tp: Annotated[Count, Meta(description="tensor-parallel size: number of workers")] = 1
     tokenizers: Annotated[Count, Meta(description="tokenizer processes at start")] = 1
     detokenizers: Annotated[Count, Meta(description="detokenizer processes at start")] = 1
@@ -92,6 +105,17 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     num_threads: Annotated[
         int, Meta(ge=0, description="CPU threads of each worker; 0: (cores - 1) / tp")
     ] = 0
+    hang_timeout: Annotated[
+        float,
+        Meta(gt=0, description="seconds without a sign of life after which a process is killed"),
+    ] = 5.0
+    step_timeout: Annotated[
+        float, Meta(gt=0, description="seconds after which a worker that is at one step is killed")
+    ] = 60.0
+    drain_timeout: Annotated[
+        float,
+        Meta(ge=0, description="seconds that open requests have when a pipeline is told to stop"),
+    ] = 30.0
     profile: Annotated[
         int,
         Meta(ge=0, description="steps, from the 100th on, that each worker writes a trace of"),
@@ -120,7 +144,12 @@ def run_folder(name: str) -> Path:
 
 
 def make_run_folder(config: Config) -> Path:
-    """Creates the run folder, for this user only. Raises PermissionError if another owns it."""
+    """Creates the run folder, for this user only. Raises PermissionError if another owns it.
+
+    What this process, or a child, makes from now on is for this user only, too: sockets get their
+    mode from the umask when they are bound.
+    """
+    os.umask(0o077)
     folder = config.run_folder
     for path in (folder.parent, folder):
         path.mkdir(mode=0o700, exist_ok=True)

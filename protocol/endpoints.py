@@ -8,10 +8,12 @@
 | workers      | ROUTER ↔ DEALER | scheduler | workers                             |
 | detokenizers | ROUTER ↔ DEALER | scheduler | detokenizers                        |
 | results      | PULL ← PUSH     | gateway   | detokenizers, scheduler             |
+| pulses       | PULL ← PUSH     | supervisor | every process                      |
 
 All but the first are `ipc://` files in the run folder.
 """
 
+from ipaddress import ip_address
 from typing import NamedTuple
 
 from penstock.protocol.config import Config
@@ -26,9 +28,35 @@ class Endpoints(NamedTuple):
     workers: str
     detokenizers: str
     results: str
+    pulses: str
 
 
 def endpoints(config: Config) -> Endpoints:
     """The addresses that follow from the configuration."""
     inner = (f"ipc://{config.run_folder}/{name}" for name in Endpoints._fields[1:])
     return Endpoints(config.endpoint, *inner)
+
+
+def stays_on_host(endpoint: str) -> bool:
+    """Whether nobody on another machine can reach it: `ipc://`, or `tcp://` on loopback.
+
+    Of names only `localhost` counts: another one, or an interface, may be anything.
+    """
+    transport, _, address = endpoint.partition("://")
+    host = address.rpartition(":")[0].strip("[]")
+    if transport != "tcp" or host == "localhost":
+        return transport in ("ipc", "tcp")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_reach(config: Config) -> None:
+    """Raises ValueError where other machines may reach the clients' socket in the clear."""
+    if not (config.keys or config.insecure or stays_on_host(config.endpoint)):
+        raise ValueError(
+            f"--endpoint {config.endpoint} may be reached from other machines: give --keys FOLDER "
+            "(`launch keys FOLDER` makes it), or --insecure, with which anyone may ask and anyone "
+            "on the way reads prompts and answers"
+        )

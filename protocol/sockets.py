@@ -2,10 +2,13 @@
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
+
+from penstock.protocol.keys import secure_server
 
 log = logging.getLogger(__name__)
 Received = TypeVar("Received")
@@ -14,6 +17,13 @@ HEARTBEAT_INTERVAL = 0.5
 """seconds between two heartbeats"""
 LIVENESS = 10
 """heartbeats missed after which a peer is given up"""
+MAX_FRAME_BYTES = 1 << 32
+"""A longer frame ends its connection. Between our own processes this only guards against a length
+that is garbage, for which libzmq would get memory: a new detokenizer may be sent all tokens of
+2,048 streams of 131,072 (1 GiB) at once. 4 GiB is also the most that MessagePack's lengths say."""
+POLITE_BYTES = 1 << 24
+"""A client's frame that is longer than allowed by up to so much is refused with a sentence; at a
+longer one libzmq hangs up before it is in memory."""
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """what msgspec raises for a frame that is no message; the last one where it is nested too deep"""
 
@@ -84,9 +94,21 @@ class Channel(Generic[Received]):
         return None
 
 
-def bind(context: "zmq.Context[Any]", kind: int, endpoint: str, receives: Any) -> Channel[Any]:
-    """A bound channel. Raises zmq.ZMQError with the address in it if that is taken."""
-    socket = _socket(context, kind)
+def bind(
+    context: "zmq.Context[Any]",
+    kind: int,
+    endpoint: str,
+    receives: Any,
+    max_bytes: int = MAX_FRAME_BYTES,
+    keys: str = "",
+) -> Channel[Any]:
+    """A bound channel; `keys`, a folder, makes it speak CURVE.
+
+    Raises zmq.ZMQError with the address in it if that is taken, and KeysError.
+    """
+    socket = _socket(context, kind, endpoint, max_bytes)
+    if keys:
+        secure_server(socket, Path(keys))
     if kind == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:
@@ -104,15 +126,19 @@ def connect(
     identity: bytes = b"",
 ) -> Channel[Any]:
     """A connected channel; the peer may come later."""
-    socket = _socket(context, kind)
+    socket = _socket(context, kind, endpoint)
     if identity:
         socket.setsockopt(zmq.IDENTITY, identity)
     socket.connect(endpoint)
     return Channel(socket, receives)
 
 
-def _socket(context: "zmq.Context[Any]", kind: int) -> "zmq.Socket[bytes]":
+def _socket(
+    context: "zmq.Context[Any]", kind: int, endpoint: str, max_bytes: int = MAX_FRAME_BYTES
+) -> "zmq.Socket[bytes]":
     socket: zmq.Socket[bytes] = context.socket(kind)
+    socket.setsockopt(zmq.IPV6, "[" in endpoint)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 1000)

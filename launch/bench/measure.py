@@ -56,7 +56,7 @@ class Meter(Client):
         self, pipeline: Target, temperature: float, top_k: int = -1, top_p: float = 1.0
     ) -> None:
         """How tokens are drawn is said in every request: else the model's own defaults count."""
-        super().__init__(pipeline.endpoint, timeout=SILENCE)
+        super().__init__(pipeline.endpoint, timeout=SILENCE, keys=pipeline.keys)
         self._config = pipeline.config
         self._sampling: dict[str, Any] = {
             "temperature": temperature,

@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from penstock.launch.errors import LaunchError
@@ -29,6 +30,8 @@ class Target(Struct):
     """None where only endpoint and model are known"""
     ready_seconds: float | None = None
     """from the start to `ready`, of a pipeline of the benchmark's own"""
+    keys: str = ""
+    """folder of keys, if the gateway has some"""
 
 
 @contextlib.contextmanager
@@ -51,21 +54,24 @@ def target(arguments: Namespace) -> Iterator[Target]:
 
 
 def _running(name: str | None, endpoint: str | None, options: dict[str, Any]) -> Target:
-    model = options.pop("model", None)
+    model, keys = options.pop("model", None), options.pop("keys", "")
     if options:
         raise LaunchError(f"{flag(next(iter(options)))} is for a pipeline that is yet to start")
     if name:
-        return _target(running_config(name))
+        config = running_config(name)
+        return _target(msgspec.structs.replace(config, keys=keys or config.keys))
     if model is None:
         raise LaunchError("--endpoint needs --model, for the size of its vocabulary")
-    found = _target(Config(endpoint=str(endpoint), model=model))
+    found = _target(Config(endpoint=str(endpoint), model=model, keys=keys))
     found.config = None
     return found
 
 
 def _target(config: Config, ready_seconds: float | None = None) -> Target:
     vocab_size = _vocab_size(config)
-    return Target(config.endpoint, model_name(config), vocab_size, config, ready_seconds)
+    return Target(
+        config.endpoint, model_name(config), vocab_size, config, ready_seconds, config.keys
+    )
 
 
 def is_running(name: str) -> bool:

@@ -5,24 +5,27 @@ import signal
 import uvloop
 import zmq
 
-from penstock.protocol.process import Process
+from penstock.protocol.process import Process, PulseSender
 from penstock.protocol.sockets import HEARTBEAT_INTERVAL
 from penstock.services.gateway.process import Gateway
 
 
 def main() -> None:
-    """Runs until SIGTERM."""
+    """Runs until SIGTERM; after SIGUSR1 until nothing is open."""
     process = Process("gateway")
     gateway = Gateway(process)
+    pulse = PulseSender(process)
     loop = uvloop.new_event_loop()
     for channel, _ in gateway.handlers:
         loop.add_reader(channel.socket.getsockopt(zmq.FD), gateway.pump)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, loop.stop)
+    loop.add_signal_handler(signal.SIGUSR1, gateway.drain)
 
     def heartbeat() -> None:
-        gateway.on_heartbeat()
         loop.call_later(HEARTBEAT_INTERVAL, heartbeat)
+        gateway.on_heartbeat()
+        pulse.send()
 
     heartbeat()
     loop.run_forever()

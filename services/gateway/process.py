@@ -1,5 +1,6 @@
 """The gateway's process: sockets around the ledger."""
 
+import signal
 from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
@@ -37,6 +38,7 @@ from penstock.protocol.peers import Peers
 from penstock.protocol.process import Process
 from penstock.protocol.sockets import Channel, bind, connect
 from penstock.services.gateway.admission import Admission, RefusedError, decode_request
+from penstock.services.gateway.authentication import bind_clients
 from penstock.services.gateway.ledger import Client, Entry, GapError, Ledger
 
 
@@ -46,9 +48,8 @@ class Gateway:
     def __init__(self, process: Process) -> None:
         self.log = process.log
         self.config = process.config
-        folder = self.config.model_folder
-        self.generation = read_generation_config(folder)
-        self.admission = Admission(self.config, read_model_config(folder))
+        self.generation = read_generation_config(self.config.model_folder)
+        self.admission = Admission(self.config, read_model_config(self.config.model_folder))
         self.ledger = Ledger()
         self.tokenizers: Peers[Entry] = Peers()
         self.unassigned: dict[str, Entry] = {}
@@ -56,8 +57,9 @@ class Gateway:
         self.scheduler: SchedulerStatus | None = None
         self.waiting_for_ready: list[Client] = []
         self.waiting_for_report: list[Client] = []
+        self.was_ready = self.draining = False
         context, at = process.context, process.endpoints
-        self.clients = bind(context, zmq.ROUTER, at.clients, None)
+        self.clients, authentication = bind_clients(context, self.config)
         self.to_tokenizers = bind(context, zmq.ROUTER, at.tokenizers, FromTokenizer)
         self.results = bind(context, zmq.PULL, at.results, ToGateway)
         self.to_scheduler = connect(context, zmq.PUSH, at.requests)
@@ -65,6 +67,7 @@ class Gateway:
             (self.results, self.on_results),
             (self.to_tokenizers, self.on_tokenizers),
             (self.clients, self.on_clients),
+            *authentication,
         ]
 
     def pump(self) -> None:
@@ -77,6 +80,13 @@ class Gateway:
                 if channel.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore
                     handler()
                     busy = True
+        if self.draining and not self.ledger:
+            signal.raise_signal(signal.SIGTERM)
+
+    def drain(self) -> None:
+        """Lets nothing in any more; `pump` ends the process when nothing is open."""
+        self.draining = True
+        self.pump()
 
     # ---- clients -----------------------------------------------------------------------------
 
@@ -96,12 +106,10 @@ class Gateway:
             case GenerateRequest():
                 self.accept(client, request)
             case AbortRequest():
-                self.answer(
-                    client,
-                    AbortReply(request_id=request.request_id, found=self.abort(request.request_id)),
-                )
+                found = self.abort(request.request_id)
+                self.answer(client, AbortReply(request_id=request.request_id, found=found))
             case StatusRequest():
-                if request.wait and not self.ready:
+                if request.wait and (request.fresh or not self.ready):
                     self.waiting_for_ready.append(client)
                 elif request.fresh:
                     self.waiting_for_report.append(client)
@@ -110,6 +118,8 @@ class Gateway:
 
     def accept(self, client: Client, request: GenerateRequest) -> None:
         """Writes a request into the ledger and sends it on its way. Raises RefusedError."""
+        if self.draining:
+            raise RefusedError("the pipeline stops and takes no more requests", code="overloaded")
         request_id = request.request_id or uuid4().hex
         if request_id in self.ledger:
             raise RefusedError(f"request_id {request_id!r} is open already", "request_id")
@@ -121,8 +131,7 @@ class Gateway:
 
     def abort(self, request_id: str) -> bool:
         """Ends a request with what it has; False if it is not open."""
-        entry = self.ledger.get(request_id)
-        if entry is not None:
+        if entry := self.ledger.get(request_id):
             self.finish(entry, "abort")
         return entry is not None
 
@@ -168,8 +177,7 @@ class Gateway:
                 case Goodbye():
                     self.lose_tokenizer(identity)
                 case Tokenized() | RequestFailed():
-                    tokenizer = self.tokenizers.get(identity)
-                    if tokenizer:
+                    if tokenizer := self.tokenizers.get(identity):
                         tokenizer.work.pop(message.request_id, None)
                     self.on_tokenized(message)
 
@@ -267,22 +275,22 @@ class Gateway:
         return bool(self.scheduler and self.scheduler.ready and len(self.tokenizers))
 
     def tell_ready(self) -> None:
-        """Answers those who wait for it."""
-        if self.ready:
+        """Answers those who wait for it, when it becomes so."""
+        was_ready, self.was_ready = self.was_ready, self.ready
+        if self.ready and not was_ready:
             clients, self.waiting_for_ready = self.waiting_for_ready, []
             for client in clients:
                 self.answer(client, self.status())
 
     def status(self) -> StatusReply:
         """The pipeline as seen from here."""
-        channels = [channel for channel, _ in self.handlers]
         return StatusReply(
             ready=self.ready,
             model=str(self.config.model_folder),
             num_requests=len(self.ledger),
             tokenizers={peer.name: len(peer.work) for peer in self.tokenizers},
             scheduler=self.scheduler,
-            num_bad_frames=sum(channel.num_bad_frames for channel in channels),
+            num_bad_frames=sum(channel.num_bad_frames for channel, _ in self.handlers),
         )
 
     def on_heartbeat(self) -> None:

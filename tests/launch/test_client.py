@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
 from penstock.launch.client import AsyncClient, Client
 from penstock.launch.connection import Connection
-from penstock.launch.errors import NoAnswer, RequestError
+from penstock.launch.errors import ClientError, NoAnswer, RequestError
+from penstock.launch.keys import make_keys
 from penstock.launch.session import Answer
 from penstock.protocol.client import (
     AbortRequest,
@@ -19,6 +21,8 @@ from penstock.protocol.client import (
     Reply,
     Request,
 )
+from penstock.protocol.keys import secure_server
+from penstock.protocol.sockets import POLITE_BYTES
 from tests.launch.fake_gateway import TEXT, Behaviour, Gateway, delta, echo, reply
 
 
@@ -162,6 +166,60 @@ def test_a_silent_gateway_is_given_up(endpoint: str) -> None:
 def test_no_gateway_is_given_up(endpoint: str) -> None:
     with Client(endpoint, timeout=0.1) as client, pytest.raises(NoAnswer):
         client.status()
+
+
+@pytest.fixture
+def strange_keys(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys", None)
+    return tmp_path / "keys"
+
+
+def test_keys_where_the_gateway_has_none(endpoint: str, strange_keys: Path) -> None:
+    with gateway(endpoint) as one, Client(endpoint, keys=strange_keys) as client:
+        with pytest.raises(RequestError, match="refuses this client"):
+            client.generate("x")
+        with pytest.raises(RequestError, match="refuses this client"):
+            client.status()
+    assert not one.heard
+
+
+def test_keys_where_the_gateway_has_none_with_asyncio(endpoint: str, strange_keys: Path) -> None:
+    async def run() -> None:
+        async with AsyncClient(endpoint, keys=strange_keys) as client:
+            await asyncio.wait_for(client.generate("x"), 5)
+
+    with gateway(endpoint), pytest.raises(RequestError, match="refuses this client"):
+        asyncio.run(run())
+
+
+def test_a_gateway_with_another_key_is_given_up(endpoint: str, strange_keys: Path) -> None:
+    """It hangs up again and again, which is no sign of a pipeline."""
+    make_keys(other := strange_keys.parent / "other", None)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        secure_server(server, other)
+        server.bind(endpoint)
+        with (
+            Client(endpoint, timeout=0.2, keys=strange_keys) as client,
+            pytest.raises(NoAnswer),
+        ):
+            client.status()
+
+
+def test_keys_that_are_not_there(endpoint: str, tmp_path: Path) -> None:
+    with pytest.raises(ClientError, match=r"none/client.key_secret can't be read"):
+        Client(endpoint, keys=tmp_path / "none")
+
+
+def test_a_request_at_which_the_gateway_hangs_up_is_given_up(endpoint: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        server.setsockopt(zmq.MAXMSGSIZE, POLITE_BYTES)
+        server.bind(endpoint)
+        with Client(endpoint) as client:
+            with pytest.raises(RequestError, match=r"request has \d+ bytes, .* hung up 3 times"):
+                client.generate("x" * POLITE_BYTES)
+            client.submit("short")
+            client.wait()  # until it is connected
+            assert server.poll(5000)
 
 
 def test_tasks_share_an_async_client(endpoint: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.launch import start as module
 from penstock.launch.errors import LaunchError
+from penstock.launch.keys import make_keys
 from penstock.launch.procfile import PROCFILE
 from penstock.launch.start import check_endpoint, start
 from penstock.protocol.config import Config, run_folder
@@ -26,15 +27,13 @@ MODEL = {
 
 
 @pytest.fixture
-def refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[dict[str, object], int], str]:
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Starts a pipeline for a model with these facts: the sentence that refuses it."""
 
-    def begin(facts: dict[str, object], tp: int) -> str:
+    def begin(facts: dict[str, object], tp: int, **fields: str) -> str:
         (tmp_path / "config.json").write_text(json.dumps(MODEL | facts))
         with pytest.raises(LaunchError) as error:
-            start(Config(name="x", model=str(tmp_path), tp=tp), PROCFILE, 5)
+            start(Config(name="x", model=str(tmp_path), tp=tp, **fields), PROCFILE, 5)
         return str(error.value)
 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -64,6 +63,22 @@ def test_a_run_folder_too_deep_for_sockets(
     deep.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
     assert "XDG_RUNTIME_DIR" in refused({}, 1)
+
+
+def test_an_endpoint_that_others_reach(refused: Callable[..., str]) -> None:
+    for endpoint in ("tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://[::]:5555", "tcp://gpu1:5555"):
+        sentence = refused({}, 1, endpoint=endpoint)
+        assert sentence.startswith(f"--endpoint {endpoint} may be reached from other machines: ")
+        assert "--keys FOLDER" in sentence
+    assert not run_folder("x").exists()
+
+
+def test_keys_that_can_not_be_read(refused: Callable[..., str], tmp_path: Path) -> None:
+    sentence = refused({}, 1, endpoint="tcp://*:5555", keys=str(tmp_path / "none"))
+    assert "none/server.key_secret can't be read; `launch keys` makes it" in sentence
+    make_keys(tmp_path / "keys", None)
+    (tmp_path / "keys" / "client.key_secret").unlink()
+    assert "client.key_secret can't be read" in refused({}, 1, keys=str(tmp_path / "keys"))
 
 
 def test_a_free_endpoint(tmp_path: Path) -> None:

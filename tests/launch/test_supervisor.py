@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from penstock.launch import supervisor as module
@@ -15,6 +16,8 @@ from penstock.launch.supervisor import MAX_EARLY_DEATHS, Supervisor
 from penstock.protocol.config import Config, run_folder
 
 CONFIG = Config(name="x", endpoint="ipc://nowhere", tp=2)
+HOLD_DRAIN = "from signal import *; pthread_sigmask(SIG_BLOCK, [SIGUSR1]); print(1, flush=True); "
+"""a gateway that has got its line out, and whose drain waits for what follows"""
 Supervise = Callable[..., int]
 
 
@@ -23,8 +26,10 @@ def supervise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervise:
     """Runs these commands to their end; `act` is called when the first line is printed."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
-    def run(act: Callable[[], None] = lambda: None, **commands: str) -> int:
-        supervisor = Supervisor(CONFIG, commands, max_deaths=5)
+    def run(
+        act: Callable[[], None] = lambda: None, config: Config = CONFIG, **commands: str
+    ) -> int:
+        supervisor = Supervisor(config, commands, max_deaths=5)
         write = supervisor._write
 
         def write_and_act(text: str) -> None:
@@ -34,14 +39,18 @@ def supervise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervise:
             act = lambda: None  # noqa: E731
 
         supervisor._write = write_and_act  # type: ignore[method-assign]
-        with claim(CONFIG):
+        with claim(config):
             return asyncio.run(asyncio.wait_for(supervisor.run(), 20))
 
     return run
 
 
-def stop_by(number: int) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), number)
+def stop_by(*numbers: int) -> Callable[[], None]:
+    def act() -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+    return act
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -87,3 +96,45 @@ def test_what_does_not_stop_is_killed(
     assert supervise(stop_by(signal.SIGTERM), tokenizer=stubborn) == 0
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_gateway_ends_before_the_others(
+    supervise: Supervise, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    gateway = f"python -c '{HOLD_DRAIN} sigwait([SIGUSR1]); print(2)'"
+    assert supervise(stop_by(number), gateway=gateway, worker="sleep 60") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "gateway.1     | 1",
+        "launch        | no new requests; open ones have 30 s, or until the next signal",
+        "gateway.1     | 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "drain_timeout"),
+    [
+        ([signal.SIGTERM, signal.SIGINT], 3600),
+        ([signal.SIGHUP], 3600),
+        ([signal.SIGTERM], 0),
+        ([signal.SIGTERM], 0.01),
+    ],
+)
+def test_what_ends_a_drain(supervise: Supervise, numbers: list[int], drain_timeout: float) -> None:
+    config = msgspec.structs.replace(CONFIG, drain_timeout=drain_timeout)
+    gateway = f"python -c '{HOLD_DRAIN} pause()'"
+    assert supervise(stop_by(*numbers), config, gateway=gateway) == 0
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_signal_that_kills_is_named(
+    supervise: Supervise, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert supervise(tokenizer="sh -c 'echo last; kill -9 $$'") == 1
+    printed = capsys.readouterr()
+    assert printed.err == (
+        f"launch: tokenizer.1 died {MAX_EARLY_DEATHS} times before it was ready, the last time "
+        "with signal 9; the pipeline stops. Its last lines:\n" + "  last\n" * MAX_EARLY_DEATHS
+    )
+    assert "launch        | tokenizer.1 died with signal 9; restarted\n" in printed.out

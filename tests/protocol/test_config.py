@@ -1,9 +1,11 @@
 """The configuration from the environment, and the run folder."""
 
+import os
 from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 
 from penstock.protocol.config import (
     Config,
@@ -13,6 +15,7 @@ from penstock.protocol.config import (
     write_config,
 )
 from penstock.protocol.endpoints import endpoints
+from penstock.protocol.sockets import bind
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +42,16 @@ def test_the_file_of_launch_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_CONFIG", str(path))
     monkeypatch.setenv("PENSTOCK_TP", "2")
     assert config_from_environment() == read_config(path) == config
+
+
+def test_what_is_made_in_it_is_for_this_user_only() -> None:
+    os.umask(0o022)
+    path = write_config(Config())
+    assert path.stat().st_mode & 0o777 == 0o600
+    with zmq.Context() as context:
+        address = endpoints(Config())[1]
+        bind(context, zmq.PULL, address, None).socket.close()
+    assert Path(address.removeprefix("ipc://")).stat().st_mode & 0o077 == 0
 
 
 def test_the_run_folder_is_for_this_user_only() -> None:

@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from penstock.protocol.messages import Goodbye, Heartbeat
-from penstock.protocol.sockets import bind, connect
+from penstock.protocol.sockets import MAX_FRAME_BYTES, bind, connect
 
 GARBAGE = [
     b"",
@@ -53,6 +53,28 @@ def test_a_peer_that_is_gone_is_told(context: "zmq.Context[Any]", tmp_path: Path
     assert client.socket.poll(5000)
     assert [message for _, message in client.receive()] == [Goodbye()]
     assert not server.send(Goodbye(), b"nobody")
+
+
+def test_a_frame_that_is_too_long_ends_its_connection(
+    context: "zmq.Context[Any]", tmp_path: Path
+) -> None:
+    server = bind(context, zmq.ROUTER, f"ipc://{tmp_path}/a", None, max_bytes=1000)
+    client = connect(context, zmq.DEALER, f"ipc://{tmp_path}/a", identity=b"me")
+    monitor = client.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    client.send_bytes(b"x" * 1001)
+    assert monitor.poll(5000)
+    client.send_bytes(b"x" * 1000)
+    assert server.socket.poll(5000)
+    assert list(server.receive_frames()) == [[b"me", b"x" * 1000]]
+    client.socket.disable_monitor()
+    monitor.close()
+
+
+def test_every_socket_has_a_limit(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+    server = bind(context, zmq.PULL, f"ipc://{tmp_path}/a", None)
+    client = connect(context, zmq.PUSH, f"ipc://{tmp_path}/a")
+    for channel in (server, client):
+        assert channel.socket.getsockopt(zmq.MAXMSGSIZE) == MAX_FRAME_BYTES
 
 
 def test_an_address_in_use_is_named(context: "zmq.Context[Any]") -> None:

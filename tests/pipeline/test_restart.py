@@ -1,0 +1,156 @@
+"""Restarts that are asked for, and what a signal lets be finished."""
+
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
+import pytest
+
+from penstock.launch.errors import RequestError
+from penstock.models.demo.tasks import answer_to, count_prompt
+from tests.pipeline.conftest import LAUNCH, Pipeline
+
+pytestmark = pytest.mark.pipeline
+Start = Callable[..., Pipeline]
+PROMPT = count_prompt(1, 60)
+NUM_STREAMS = 8
+PATIENT = ("--hang-timeout", "3600", "--step-timeout", "3600")
+"""leaves a halted worker alone"""
+
+
+@contextmanager
+def halted(running: Pipeline, name: str) -> Iterator[None]:
+    """Without a worker no request can end; without the scheduler nothing becomes ready."""
+    process = psutil.Process(running.processes()[name])
+    process.suspend()
+    try:
+        yield
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            process.resume()
+
+
+@pytest.mark.timeout(600)
+def test_all_are_restarted_under_load(pipeline: Start) -> None:
+    """One group after the other, each back before the next; no client sees any of it."""
+    running = pipeline("--tp", "2", "--tokenizers", "2", "--detokenizers", "2")
+    before = running.processes()
+    command = [*LAUNCH, "restart", "--name", running.name, "all"]
+    with running.client() as client, subprocess.Popen(command, stdout=subprocess.PIPE) as restart:
+        while restart.poll() is None:
+            streams = [client.stream(PROMPT) for _ in range(NUM_STREAMS)]
+            texts = ["".join(delta.text for delta in stream) for stream in streams]
+            assert texts == [answer_to(PROMPT)] * NUM_STREAMS
+            assert [stream.result().text for stream in streams] == texts
+        said = restart.communicate()[0].decode().splitlines()
+    assert (restart.returncode, said) == (
+        0,
+        [
+            "gateway.1: back",
+            "tokenizer.1: back",
+            "tokenizer.2: back",
+            "scheduler.1: back",
+            "worker.1, worker.2: back",
+            "detokenizer.1: back",
+            "detokenizer.2: back",
+        ],
+    )
+    after = running.processes()
+    assert after.keys() == before.keys()
+    assert not set(after.values()) & set(before.values())
+    assert set(running.restarts().values()) == {1}
+    assert not [line for line in running.output if "died" in line]
+
+
+@pytest.mark.timeout(600)
+def test_a_restart_is_no_death(pipeline: Start) -> None:
+    """Two deaths end this pipeline; restarts do not. Then it says what died, and of what."""
+    running = pipeline("--max-deaths", "2")
+    for target in ("tokenizer", "tokenizer.1", "detokenizer", "scheduler", "gateway"):
+        name = target.removesuffix(".1") + ".1"
+        pid = running.processes()[name]
+        restarted = running.run("restart", target)
+        assert (restarted.stdout, restarted.stderr) == (f"{name}: back\n", "")
+        assert running.processes()[name] != pid
+        assert running.status()["gateway"]["ready"]
+    running.kill("tokenizer.1")
+    running.expected_exit_code = 1
+    psutil.Process(running.processes()["tokenizer.1"]).kill()
+    line = running.wait_for("launch: ")
+    assert re.match(
+        r"launch: tokenizer\.1 died 2 times within 60 s, the last time with signal 9; "
+        r"the pipeline stops\. Its last lines:",
+        line,
+    )
+    assert running.wait() == 1
+
+
+def test_an_idle_worker_is_back_when_it_has_been_away(pipeline: Start) -> None:
+    """Nobody misses it before its successor comes: until then all seems ready."""
+    running = pipeline()
+    with running.client() as client:
+        for _ in range(2):
+            client.generate(PROMPT)
+            scheduler = client.status(fresh=True).scheduler
+            assert scheduler is not None
+            assert scheduler.num_steps > 0
+            assert running.run("restart", "worker").stdout == "worker.1: back\n"
+            scheduler = client.status().scheduler
+            assert scheduler is not None
+            assert (scheduler.ready, scheduler.num_steps) == (True, 0)  # of the new group
+
+
+def test_what_is_not_there_is_not_restarted(pipeline: Start) -> None:
+    refused = pipeline().run("restart", "worker.2")
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        "launch: there is no process 'worker.2'; these run: gateway.1, tokenizer.1, scheduler.1, "
+        "worker.1, detokenizer.1\n"
+    )
+
+
+def test_a_restart_ends_with_the_pipeline(pipeline: Start) -> None:
+    running = pipeline(*PATIENT)
+    command = [*LAUNCH, "restart", "--name", running.name, "gateway"]
+    with (
+        halted(running, "scheduler.1"),
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as restart,
+    ):
+        running.wait_for(r"launch +\| gateway\.1 restarted on request")
+        running.process.terminate()
+        said = restart.communicate()[1]
+    assert (restart.returncode, said) == (
+        2,
+        f"launch: pipeline {running.name!r} ended before gateway.1 was back\n",
+    )
+    assert running.wait() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_runs_is_finished_and_nothing_begun(pipeline: Start, number: int) -> None:
+    running = pipeline(*PATIENT)
+    with running.client() as client:
+        with halted(running, "worker.1"):
+            stream = client.stream(PROMPT)
+            assert client.status().num_requests == 1
+            running.process.send_signal(number)
+            running.wait_for(r"launch +\| no new requests")
+            with pytest.raises(RequestError, match="the pipeline stops") as refused:
+                client.generate(PROMPT)
+            assert refused.value.code == "overloaded"
+        assert "".join(delta.text for delta in stream) == answer_to(PROMPT)
+    assert running.wait() == 0
+
+
+def test_the_second_signal_waits_for_nothing(pipeline: Start) -> None:
+    running = pipeline("--drain-timeout", "3600", *PATIENT)
+    with running.client() as client, halted(running, "worker.1"):
+        client.stream(PROMPT)
+        assert client.status().num_requests == 1
+        running.process.terminate()
+        running.wait_for(r"launch +\| no new requests")
+        running.process.terminate()
+    assert running.wait() == 0
