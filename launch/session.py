@@ -12,8 +12,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
-
 from penstock.launch.errors import RequestError
 from penstock.protocol.client import (
     MSGPACK,
@@ -26,6 +24,7 @@ from penstock.protocol.client import (
     StatusReply,
     TextDelta,
 )
+from penstock.protocol.sockets import UNREADABLE
 
 log = logging.getLogger(__name__)
 Final = GenerateReply | AbortReply | StatusReply | ErrorReply
@@ -128,7 +127,7 @@ class Session:
             return  # said twice
         try:
             reply: Reply = MSGPACK.decode_reply(frames[-1])
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             log.warning("dropped a frame that is no reply: %s", error)
             return
         if isinstance(reply, TextDelta):

@@ -13,7 +13,7 @@ from penstock.protocol.client import (
     TextDelta,
 )
 from penstock.protocol.plan import BatchPlan, SampledTokens, check_packed
-from penstock.protocol.sampling import SamplingParams
+from penstock.protocol.sampling import Positive, SamplingParams, TokenId
 
 PROTOCOL_VERSION = 2
 """of this module and `plan.py`; the messages that register a process carry it"""
@@ -24,6 +24,17 @@ class Heartbeat(Struct, tag=True):
 
     name: str
     version: int = PROTOCOL_VERSION
+
+
+class Pulse(Struct, tag=True):
+    """To the supervisor: a process lives, and how it gets on."""
+
+    name: str
+    pid: Positive
+    busy_seconds: float = 0.0
+    """how long it has been at one step; 0 between steps"""
+    group: str = ""
+    """workers of one group die together: a collective can't lose a member"""
 
 
 class Refused(Struct, tag=True):
@@ -42,9 +53,9 @@ class TokenizeRequest(Struct, tag=True, omit_defaults=True):
     request_id: str
     attempt: int
     sampling: SamplingParams
-    prompt: str | list[int] | None = None
+    prompt: str | list[TokenId] | None = None
     messages: list[ChatMessage] | None = None
-    output_token_ids: list[int] = []
+    output_token_ids: list[TokenId] = []
     """what an earlier attempt delivered; generation goes on behind it"""
 
 

@@ -14,7 +14,8 @@ import zmq
 
 from penstock.protocol.config import Config, config_from_environment, make_run_folder
 from penstock.protocol.endpoints import Endpoints, endpoints
-from penstock.protocol.sockets import HEARTBEAT_INTERVAL, Channel
+from penstock.protocol.messages import Pulse
+from penstock.protocol.sockets import HEARTBEAT_INTERVAL, Channel, connect
 
 PROCESS_VARIABLE = "PENSTOCK_PROCESS"
 SUPERVISOR_VARIABLE = "PENSTOCK_SUPERVISOR"
@@ -46,6 +47,21 @@ class Process:
         return endpoints(self.config)
 
 
+class PulseSender:
+    """Tells the supervisor, if there is one, that this process lives. For one thread only."""
+
+    def __init__(self, process: Process) -> None:
+        self._name = process.name
+        self._channel: Channel[Any] | None = None
+        if SUPERVISOR_VARIABLE in os.environ:
+            self._channel = connect(process.context, zmq.PUSH, process.endpoints.pulses)
+
+    def send(self, busy_seconds: float = 0.0, group: str = "") -> None:
+        """To be called every HEARTBEAT_INTERVAL."""
+        if self._channel:
+            self._channel.send(Pulse(self._name, os.getpid(), busy_seconds, group))
+
+
 def _start_log(config: Config) -> None:
     logging.basicConfig(
         stream=sys.stderr, level=config.log_level.upper(), format="%(levelname).1s %(message)s"
@@ -64,11 +80,13 @@ def _die_with_parent() -> None:
 class Loop:
     """Waits on channels and calls their handlers, until SIGTERM or SIGINT.
 
-    `on_heartbeat` is called every HEARTBEAT_INTERVAL, as near as the handlers allow.
+    `on_heartbeat` is called every HEARTBEAT_INTERVAL, as near as the handlers allow, and a pulse
+    sent, unless another thread does that.
     """
 
-    def __init__(self, on_heartbeat: Callable[[], None]) -> None:
+    def __init__(self, on_heartbeat: Callable[[], None], pulse: PulseSender | None = None) -> None:
         self._on_heartbeat = on_heartbeat
+        self._pulse = pulse
         self._poller = zmq.Poller()
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._stopping = False
@@ -86,6 +104,8 @@ class Loop:
             now = time.monotonic()
             if now >= due:
                 self._on_heartbeat()
+                if self._pulse:
+                    self._pulse.send()
                 due = now + HEARTBEAT_INTERVAL
             for ready, _ in self._poller.poll(round(max(0.0, due - time.monotonic()) * 1000)):
                 self._handlers.get(ready, self._stop)()

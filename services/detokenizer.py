@@ -24,7 +24,7 @@ from penstock.protocol.messages import (
     TokenDelta,
 )
 from penstock.protocol.plan import unpack
-from penstock.protocol.process import Loop, Process
+from penstock.protocol.process import Loop, Process, PulseSender
 from penstock.protocol.sockets import connect
 
 Utf8Decoder = getincrementaldecoder("utf-8")
@@ -214,7 +214,7 @@ class DetokenizerProcess:
         self.tokens = connect(context, zmq.DEALER, at.detokenizers, ToDetokenizer, process.identity)
         self.scheduler = connect(context, zmq.PUSH, at.requests)
         self.gateway = connect(context, zmq.PUSH, at.results)
-        self.loop = Loop(self.on_heartbeat)
+        self.loop = Loop(self.on_heartbeat, PulseSender(process))
         self.loop.add(self.tokens, self.on_tokens)
 
     def on_tokens(self) -> None:

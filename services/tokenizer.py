@@ -19,7 +19,7 @@ from penstock.protocol.messages import (
     ToTokenizer,
 )
 from penstock.protocol.plan import pack
-from penstock.protocol.process import Loop, Process
+from penstock.protocol.process import Loop, Process, PulseSender
 from penstock.protocol.sockets import connect
 
 
@@ -79,7 +79,7 @@ class TokenizerProcess:
         context, at = process.context, process.endpoints
         self.gateway = connect(context, zmq.DEALER, at.tokenizers, ToTokenizer, process.identity)
         self.scheduler = connect(context, zmq.PUSH, at.requests)
-        self.loop = Loop(self.on_heartbeat)
+        self.loop = Loop(self.on_heartbeat, PulseSender(process))
         self.loop.add(self.gateway, self.on_requests)
 
     def on_requests(self) -> None:

@@ -63,17 +63,24 @@ def explain(error: str, raw: Any) -> tuple[str | None, str]:
     if not path:
         return None, error
     path = path.removesuffix("`")
-    value = repr(_value_at(raw, path))
-    shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}…"
     field = re.split(r"[.\[]", path)[0]
-    return field, f"{path} is {shown}: {limit[0].lower()}{limit[1:]}"
+    return field, f"{path} is {_shown(raw, path)}: {limit[0].lower()}{limit[1:]}"
 
 
-def _value_at(raw: Any, path: str) -> Any:
-    """The value at msgspec's path: `messages[0].role`."""
-    for part in re.findall(r"[^.\[\]]+", path):
-        raw = raw[int(part)] if isinstance(raw, list) else (raw or {}).get(part)
-    return raw
+def _shown(raw: Any, path: str) -> str:
+    """The value at msgspec's path `messages[0].role`, cut where it is long.
+
+    None where it is not in `raw`: of a key that stands there twice `raw` has the last value only.
+    """
+    try:
+        for part in re.findall(r"[^.\[\]]+", path):
+            raw = raw[int(part) if isinstance(raw, list) else part]
+        value = repr(raw)
+    except (LookupError, TypeError, ValueError):
+        return "None"
+    except RecursionError:
+        return "nested too deep"
+    return value if len(value) <= _SHOWN else f"{value[:_SHOWN]}…"
 
 
 class Admission:

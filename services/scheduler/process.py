@@ -21,7 +21,7 @@ from penstock.protocol.messages import (
     refusal,
 )
 from penstock.protocol.plan import SampledTokens, unpack
-from penstock.protocol.process import Loop, Process
+from penstock.protocol.process import Loop, Process, PulseSender
 from penstock.protocol.sockets import bind, connect
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
@@ -56,7 +56,7 @@ class SchedulerProcess:
         self.workers = bind(context, zmq.ROUTER, at.workers, FromWorker)
         self.detokenizers = bind(context, zmq.ROUTER, at.detokenizers, FromDetokenizer)
         self.gateway = connect(context, zmq.PUSH, at.results)
-        self.loop = Loop(self.on_heartbeat)
+        self.loop = Loop(self.on_heartbeat, PulseSender(process))
         self.loop.add(self.workers, self.on_workers)
         self.loop.add(self.inbox, self.on_requests)
         self.loop.add(self.detokenizers, self.on_detokenizers)
@@ -88,6 +88,7 @@ class SchedulerProcess:
         self.release(request.request_id)
         sequence = Sequence(request, self.eos_token_ids)
         try:
+            check_token_ids(sequence.token_ids, self.model.vocab_size)
             self.scheduler.add(sequence)
         except CannotFitError as error:
             reply = ErrorReply(code="invalid", message=str(error), field="prompt")
@@ -239,6 +240,13 @@ class SchedulerProcess:
             status.num_preemptions = scheduler.num_preemptions
             status.gpu_idle_us = self.group.idle_us
         self.gateway.send(status)
+
+
+def check_token_ids(token_ids: list[int], vocab_size: int) -> None:
+    """Raises CannotFitError: with another id every worker, and the next one, would end."""
+    for extreme in (min(token_ids), max(token_ids)):
+        if not 0 <= extreme < vocab_size:
+            raise CannotFitError(f"prompt has token id {extreme}; ids go up to {vocab_size - 1}")
 
 
 def main() -> None:

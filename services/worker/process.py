@@ -16,6 +16,7 @@ from penstock.protocol.messages import ToWorker, WorkerAssignment, WorkerExit, W
 from penstock.protocol.plan import BatchPlan, SampledTokens, pack
 from penstock.protocol.process import Loop, Process
 from penstock.protocol.sockets import HEARTBEAT_INTERVAL, connect
+from penstock.services.worker.watchdog import Watchdog
 
 
 class Launched(Protocol):
@@ -68,6 +69,7 @@ class Worker:
         )
         self._process = process
         self._load = load
+        self.watchdog = Watchdog()
         self._runner: Runner | None = None
         self._group = ""
         self._rank = -1
@@ -99,6 +101,7 @@ class Worker:
                 case WorkerExit(reason):
                     raise WorkerError(f"leaves: {reason}")
         self._wait()
+        self.watchdog.rest()
 
     def _take_place(self, assignment: WorkerAssignment) -> None:
         if assignment.epoch < self._epoch:
@@ -123,6 +126,7 @@ class Worker:
 
     def _join(self, assignment: WorkerAssignment) -> None:
         self._group, self._rank = assignment.group, assignment.rank
+        self.watchdog.group = assignment.group
         self._process.log.info("rank %d of %d: loading", assignment.rank, assignment.tp_size)
         self._runner = self._load(self._process.config, assignment, self._on_progress)
         self.say_hello()
@@ -140,6 +144,7 @@ class Worker:
         if plan.step != self._next_step:
             raise WorkerError(f"got plan {plan.step}; plan {self._next_step} comes next")
         self._next_step += 1
+        self.watchdog.progress()
         self._steps.append(_Step(plan.step, self._runner.launch(plan)))
         self._send_done()
 
@@ -154,6 +159,7 @@ class Worker:
         self._send_done()
 
     def _send_oldest(self) -> None:
+        self.watchdog.progress()
         step = self._steps.popleft()
         token_ids = step.launched.token_ids()
         if self._rank == 0:
@@ -164,6 +170,7 @@ def main(load: Load) -> None:
     """Runs the process until it is told to stop, or can't go on."""
     process = Process("worker")
     worker = Worker(process, load)
+    worker.watchdog.start(process)
     loop = Loop(worker.say_hello)
     loop.add(worker.channel, worker.receive)
     try:

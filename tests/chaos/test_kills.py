@@ -1,5 +1,6 @@
-"""`kill -9` for one process after the other, each in the middle of streams: all of them go on."""
+"""One process after the other is killed or stopped, in the middle of streams: all of them go on."""
 
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,7 +16,7 @@ PROMPT = count_prompt(1, 90)
 
 @pytest.fixture(scope="module")
 def served(pipeline: Callable[..., Pipeline]) -> Pipeline:  # noqa: F811
-    return pipeline("--tp", "2", "--max-deaths", "100")
+    return pipeline("--tp", "2", "--max-deaths", "100", "--hang-timeout", "3")
 
 
 def read(deltas: Iterator[TextDelta], num_chars: int) -> str:
@@ -26,16 +27,17 @@ def read(deltas: Iterator[TextDelta], num_chars: int) -> str:
     return text
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize(
     "victim",
     ["detokenizer.1", "tokenizer.1", "scheduler.1", "worker.1", "worker.2", "gateway.1"],
 )
-def test_streams_survive(served: Pipeline, victim: str) -> None:
+def test_streams_survive(served: Pipeline, victim: str, how: signal.Signals) -> None:
     with served.client() as client:
         streams = [client.stream(PROMPT) for _ in range(NUM_STREAMS)]
         first = iter(streams[0])
         begin = read(first, 40)
-        served.kill(victim)
+        served.kill(victim, how)
         late = client.submit("17+25=")
         texts = ["".join(delta.text for delta in stream) for stream in streams[1:]]
         texts.append(begin + "".join(delta.text for delta in first))

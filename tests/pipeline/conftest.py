@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -110,10 +111,10 @@ class Pipeline:
         """How often each process was restarted."""
         return {one["name"]: one["restarts"] for one in self.status()["processes"]}
 
-    def kill(self, name: str) -> None:
-        """`kill -9` for one process; returns when it was restarted."""
+    def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
+        """Sends a signal that it can't handle to one process; returns when it was restarted."""
         start = len(self.output)
-        psutil.Process(self.processes()[name]).kill()
+        psutil.Process(self.processes()[name]).send_signal(how)
         self.wait_for(rf"launch +\| {name} died", start)
 
     def children(self) -> list[psutil.Process]:

@@ -1,0 +1,137 @@
+"""What the supervisor kills, and what it leaves alone: with real processes and sockets."""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from penstock.launch.pulses import Pulses
+from penstock.protocol.config import Config, make_run_folder
+from penstock.protocol.endpoints import endpoints
+from penstock.protocol.messages import Pulse
+from penstock.protocol.sockets import connect
+
+LONG = 3600.0
+"""seconds; no test waits for them"""
+
+
+class Supervised:
+    """Pulses, what they write, and children that send none by themselves."""
+
+    def __init__(self, config: Config) -> None:
+        self.said: list[str] = []
+        self.pulses = Pulses(config, self.said.append)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._sender = connect(self._context, zmq.PUSH, endpoints(config).pulses)
+        self.children: list[asyncio.subprocess.Process] = []
+
+    async def child(self) -> asyncio.subprocess.Process:
+        code = "import signal; signal.pause()"
+        child = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+        self.children.append(child)
+        return child
+
+    def pulse(self, name: str, pid: int, busy_seconds: float = 0.0, group: str = "") -> None:
+        assert self._sender.send(Pulse(name, pid, busy_seconds, group))
+
+    async def close(self) -> None:
+        self.pulses.close()
+        self._context.destroy(linger=0)
+        for child in self.children:
+            if child.returncode is None:
+                child.kill()
+            await child.wait()
+
+
+@pytest.fixture
+def supervised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    @asynccontextmanager
+    async def make(hang_timeout: float = LONG, step_timeout: float = LONG) -> AsyncIterator[Any]:
+        config = Config(name="p", hang_timeout=hang_timeout, step_timeout=step_timeout)
+        make_run_folder(config)
+        one = Supervised(config)
+        try:
+            yield one
+        finally:
+            await one.close()
+
+    return make
+
+
+def test_a_silent_process_is_killed(supervised: Callable[..., Any]) -> None:
+    async def run() -> None:
+        async with supervised(hang_timeout=0.2) as one:
+            child = await one.child()
+            one.pulse("gateway.1", child.pid)
+            assert await child.wait() == -9
+            assert one.said == ["gateway.1 gave no sign of life for 0.2 s; killed"]
+
+    asyncio.run(run())
+
+
+def test_a_process_that_is_stopped_is_killed(supervised: Callable[..., Any]) -> None:
+    async def run() -> None:
+        async with supervised(hang_timeout=0.2) as one:
+            child = await one.child()
+            child.send_signal(19)
+            one.pulse("gateway.1", child.pid)
+            assert await child.wait() == -9
+
+    asyncio.run(run())
+
+
+def test_a_step_without_end_is_killed(supervised: Callable[..., Any]) -> None:
+    async def run() -> None:
+        async with supervised(step_timeout=60.0) as one:
+            slow, stuck = await one.child(), await one.child()
+            one.pulse("worker.1", slow.pid, 59.0)
+            one.pulse("worker.2", stuck.pid, 61.0)
+            assert await stuck.wait() == -9
+            assert slow.returncode is None
+            assert one.said == ["worker.2 has been at one step for 61 s; killed"]
+
+    asyncio.run(run())
+
+
+def test_a_group_dies_together(supervised: Callable[..., Any]) -> None:
+    async def run() -> None:
+        async with supervised() as one:
+            first, second, other, alone = [await one.child() for _ in range(4)]
+            for name, child, group in (
+                ("worker.1", first, "g"),
+                ("worker.2", second, "g"),
+                ("worker.3", other, "h"),
+                ("gateway.1", alone, ""),
+            ):
+                one.pulse(name, child.pid)
+                one.pulse(name, child.pid, group=group)
+            one.pulse("worker.1", first.pid, LONG * 2, "g")
+            assert await first.wait() == await second.wait() == -9
+            assert other.returncode is None
+            assert alone.returncode is None
+            assert "worker.2 is in a group with worker.1, which is gone; killed" in one.said
+
+    asyncio.run(run())
+
+
+def test_nobody_else_is_killed(supervised: Callable[..., Any]) -> None:
+    """A pulse may come from anywhere; this test's own process is no child of its own."""
+
+    async def run() -> None:
+        async with supervised() as one:
+            child = await one.child()
+            one.pulse("worker.1", os.getpid(), LONG * 2)
+            one.pulse("worker.2", 2**22 + 1, LONG * 2)
+            one.pulse("worker.3", child.pid, LONG * 2)
+            assert await child.wait() == -9
+            assert len(one.said) == 1
+
+    asyncio.run(run())
