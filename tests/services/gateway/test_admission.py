@@ -55,6 +55,28 @@ NESTED = [
 
 
 @pytest.mark.parametrize(
+    "frame",
+    [
+        b'{"messages": [{"role": 5}], "messages": 3}',
+        b'{"messages": [{"role": 5}], "messages": [["user"]]}',
+        b'{"stop": ["a", 5], "stop": []}',
+        b'{"stop": ["a", 5], "stop": "b"}',
+    ],
+)
+def test_a_key_twice(frame: bytes) -> None:
+    """What is wrong is in the first value; the frame without a type has the second only."""
+    error = refusal(frame)
+    assert error.reply.field == frame.split(b'"')[1].decode()
+    assert "is None: expected" in str(error)
+
+
+def test_any_depth() -> None:
+    """At some depth a value can be decoded, and is too deep to be shown."""
+    for depth in range(900, 1100):
+        assert refusal(b"\x81\xa6prompt" + b"\x81\xa1a" * depth + b"\x01").reply.code == "invalid"
+
+
+@pytest.mark.parametrize(
     "frame", [b"", b"hello", b"\xff\xfe", b"\xc1", b"[1]", b"\x93\x01", b"{", *NESTED]
 )
 def test_garbage(frame: bytes) -> None:

@@ -1,0 +1,178 @@
+"""Mutated frames of every union of the protocol: each is a message that can be used, or dropped.
+
+`PENSTOCK_FRAMES=1000000 pytest tests/fuzz/test_decode.py` makes so many, spread over the unions.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+import msgspec
+import pytest
+import zmq
+from msgspec import Struct
+
+from penstock.protocol.checkpoint import read_generation_config, read_model_config
+from penstock.protocol.client import GenerateRequest, Reply, codec_of
+from penstock.protocol.config import Config
+from penstock.protocol.messages import (
+    Pulse,
+    TextDeltas,
+    TokenDelta,
+    TokenizedRequest,
+    TokenizeRequest,
+    ToTokenizer,
+)
+from penstock.protocol.plan import BatchPlan, SampledTokens, pack, unpack
+from penstock.protocol.sockets import UNREADABLE, Channel
+from penstock.services.detokenizer import Detokenizer, token_bytes
+from penstock.services.gateway.admission import Admission, RefusedError, decode_request
+from penstock.services.gateway.ledger import Client, Entry, GapError
+from penstock.services.scheduler.block_manager import BlockManager
+from penstock.services.scheduler.block_pool import BlockPool
+from penstock.services.scheduler.scheduler import CannotFitError, Scheduler
+from penstock.services.scheduler.sequence import Sequence
+from penstock.services.tokenizer import PromptError, Tokenizer
+from tests.fuzz.frames import INNER_ID, MESSAGES, UNIONS, encoded, num_frames
+from tests.fuzz.mutator import Mutator
+
+CONFIG = Config(max_model_len=64)
+MODEL = read_model_config(CONFIG.model_folder)
+TABLE = token_bytes(CONFIG.model_folder)
+TOKENIZER = Tokenizer(CONFIG.model_folder, CONFIG.max_model_len)
+GENERATION = read_generation_config(CONFIG.model_folder)
+TO_TOKENIZER = msgspec.msgpack.Decoder(ToTokenizer)
+ADMISSION = Admission(CONFIG, MODEL)
+NUM_FRAMES = num_frames(20_000) // len(UNIONS)
+INNER_UNIONS = sorted(UNIONS.keys() - {"Request", "Reply"})
+
+
+@pytest.fixture(params=[zmq.PULL, zmq.ROUTER], ids=["PULL", "ROUTER"])
+def channel(request: pytest.FixtureRequest) -> Iterator[Callable[[Any], Channel[Any]]]:
+    """Makes channels of sockets that are not connected."""
+    with zmq.Context() as context, context.socket(request.param) as socket:
+        yield lambda receives: Channel(socket, receives)
+
+
+def test_every_union_has_an_example_of_each_message() -> None:
+    assert {name: set(get_args(union) or [union]) for name, union in UNIONS.items()} == {
+        name: set(map(type, messages)) for name, messages in MESSAGES.items()
+    }
+
+
+def use_tokens(message: TokenDelta) -> None:
+    deltas, stops = Detokenizer(TABLE).handle(message)
+    pack(token_id for delta in deltas for token_id in delta.token_ids)
+    assert len(stops) <= len(deltas)
+
+
+def use_prompt(message: TokenizeRequest) -> None:
+    pack(message.output_token_ids)
+    try:
+        pack(TOKENIZER.encode(message))
+    except PromptError:
+        return
+
+
+def use_request(message: TokenizedRequest) -> None:
+    """As the scheduler does: what it takes, it can plan."""
+    blocks = BlockManager(BlockPool(8), 16)
+    scheduler = Scheduler(CONFIG, CONFIG.max_model_len, blocks)
+    sequence = Sequence(message, frozenset([256]))
+    try:
+        scheduler.add(sequence)
+    except CannotFitError:
+        return
+    plan = scheduler.schedule()
+    assert (plan is None) == (sequence.finish_reason is not None)
+
+
+def use_accepted(entry: Entry) -> None:
+    """As gateway and tokenizer do."""
+    GENERATION.fill(entry.sampling)
+    sent = TO_TOKENIZER.decode(msgspec.msgpack.encode(entry.submission()))
+    assert sent == entry.submission()
+    use_prompt(sent)
+
+
+def use_texts(message: TextDeltas) -> None:
+    """As the gateway does; what it keeps, it can submit again."""
+    entry = Entry(GenerateRequest(prompt="a"), INNER_ID, Client((b"c",), codec_of(b"{")))
+    try:
+        for delta in message.deltas:
+            entry.append(delta)
+    except GapError:
+        pass
+    use_prompt(entry.submission())
+    entry.client.codec.encode(entry.reply("stop"))
+
+
+def use_plan(message: BatchPlan) -> None:
+    for row in message.added:
+        unpack(row.token_ids), unpack(row.block_ids)
+    unpack(message.removed), unpack(message.appended)
+    assert len(unpack(message.chunks)) % 2 == 0
+
+
+def use_pulse(message: Pulse) -> None:
+    """As the supervisor does, which kills by a descriptor."""
+    with contextlib.suppress(ProcessLookupError):
+        os.close(os.pidfd_open(message.pid))
+
+
+USES: dict[type[Struct], Callable[[Any], None]] = {
+    TokenDelta: use_tokens,
+    TokenizeRequest: use_prompt,
+    TokenizedRequest: use_request,
+    TextDeltas: use_texts,
+    BatchPlan: use_plan,
+    Pulse: use_pulse,
+    SampledTokens: lambda message: list(unpack(message.token_ids)),
+}
+"""what the receiver does with a message, where it relies on more than the types of the fields"""
+
+
+@pytest.mark.parametrize("union", INNER_UNIONS)
+def test_inner_frames(union: str, channel: Callable[[Any], Channel[Any]]) -> None:
+    receiver, num_messages = channel(UNIONS[union]), 0
+    envelope = [b"peer"] if receiver.socket.type == zmq.ROUTER else []
+    for frame in Mutator(union, encoded(union)).frames(NUM_FRAMES // 2):
+        message = receiver.decode([*envelope, frame])
+        if message is not None:
+            num_messages += 1
+            assert isinstance(message, UNIONS[union])
+            USES.get(type(message), str)(message)
+    assert receiver.num_bad_frames == NUM_FRAMES // 2 - num_messages
+    assert 0.01 < num_messages / (NUM_FRAMES // 2) < 0.9
+
+
+def test_requests() -> None:
+    """What admission lets in reaches the tokenizer as it was; a refusal can be sent."""
+    num_accepted = 0
+    for frame in Mutator("Request", encoded("Request")).frames(NUM_FRAMES):
+        codec = codec_of(frame)
+        try:
+            request = decode_request(codec, frame, CONFIG.max_request_bytes)
+            if isinstance(request, GenerateRequest):
+                ADMISSION.check(request, num_open=0, is_req_socket=False)
+                use_accepted(Entry(request, "r", Client((b"c",), codec)))
+            num_accepted += 1
+        except RefusedError as refused:
+            reply = codec.decode_reply(codec.encode(refused.reply))
+            assert reply == refused.reply
+            assert len(refused.reply.message) < 100_000
+    assert 0.01 < num_accepted / NUM_FRAMES < 0.9
+
+
+def test_replies() -> None:
+    """What a client does with them: `Session.receive` drops what is unreadable."""
+    num_messages = 0
+    for frame in Mutator("Reply", encoded("Reply")).frames(NUM_FRAMES):
+        try:
+            message = codec_of(frame).decode_reply(frame)
+        except UNREADABLE:
+            continue
+        assert isinstance(message, Reply)
+        num_messages += 1
+    assert 0.01 < num_messages / NUM_FRAMES < 0.9
