@@ -61,10 +61,11 @@ class Pulses:
         self._context.destroy(linger=0)
 
     def _receive(self) -> None:
-        for _, pulse in self._channel.receive():
-            watched = self._watched.get(pulse.pid) or self._watch(pulse)
-            if watched:
-                self._on_pulse(watched, pulse)
+        while self._channel.socket.poll(0):  # its descriptor signals changes only
+            for _, pulse in self._channel.receive():
+                watched = self._watched.get(pulse.pid) or self._watch(pulse)
+                if watched:
+                    self._on_pulse(watched, pulse)
 
     def _watch(self, pulse: Pulse) -> Watched | None:
         """From the first pulse on; only our own processes: none else may be killed."""

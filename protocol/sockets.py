@@ -17,6 +17,9 @@ HEARTBEAT_INTERVAL = 0.5
 """seconds between two heartbeats"""
 LIVENESS = 10
 """heartbeats missed after which a peer is given up"""
+MAX_AT_ONCE = 256
+"""messages taken from one socket in a row: whatever comes in, other sockets and heartbeats have
+their turn"""
 MAX_FRAME_BYTES = 1 << 32
 """A longer frame ends its connection. Between our own processes this only guards against a length
 that is garbage, for which libzmq would get memory: a new detokenizer may be sent all tokens of
@@ -65,15 +68,15 @@ class Channel(Generic[Received]):
         return True
 
     def receive(self) -> Iterator[tuple[bytes, Received]]:
-        """Every message that waits at the socket now: (identity of the peer, message)."""
+        """The messages that wait at the socket now: (identity of the peer, message)."""
         for frames in self.receive_frames():
             message = self.decode(frames)
             if message is not None:
                 yield frames[0], message
 
     def receive_frames(self) -> Iterator[list[bytes]]:
-        """Everything that waits at the socket now, as it is."""
-        while True:
+        """What waits at the socket now, as it is; at most MAX_AT_ONCE of it."""
+        for _ in range(MAX_AT_ONCE):
             try:
                 yield self.socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:

@@ -16,17 +16,26 @@ def main() -> None:
     gateway = Gateway(process)
     pulse = PulseSender(process)
     loop = uvloop.new_event_loop()
-    for channel, _ in gateway.handlers:
-        loop.add_reader(channel.socket.getsockopt(zmq.FD), gateway.pump)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, loop.stop)
-    loop.add_signal_handler(signal.SIGUSR1, gateway.drain)
+
+    def pump() -> None:
+        if gateway.pump():
+            loop.call_soon(pump)  # behind timers and signals
 
     def heartbeat() -> None:
         loop.call_later(HEARTBEAT_INTERVAL, heartbeat)
         gateway.on_heartbeat()
         pulse.send()
+        pump()
 
+    def drain() -> None:
+        gateway.drain()
+        pump()
+
+    for channel, _ in gateway.handlers:
+        loop.add_reader(channel.socket.getsockopt(zmq.FD), pump)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, loop.stop)
+    loop.add_signal_handler(signal.SIGUSR1, drain)
     heartbeat()
     loop.run_forever()
     process.context.destroy()

@@ -70,23 +70,21 @@ class Gateway:
             *authentication,
         ]
 
-    def pump(self) -> None:
-        """Handles all that waits. A ZeroMQ file descriptor signals changes, not states, and a send
-        may swallow the change: so every socket is looked at until all are quiet."""
-        busy = True
-        while busy:
-            busy = False
-            for channel, handler in self.handlers:
-                if channel.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore
-                    handler()
-                    busy = True
+    def pump(self) -> bool:
+        """Handles what waits; True if something did, and more may. A ZeroMQ file descriptor signals
+        changes, not states, and a send may swallow the change: so until it is False, go on."""
+        busy = False
+        for channel, handler in self.handlers:
+            if channel.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore
+                handler()
+                busy = True
         if self.draining and not self.ledger:
             signal.raise_signal(signal.SIGTERM)
+        return busy
 
     def drain(self) -> None:
         """Lets nothing in any more; `pump` ends the process when nothing is open."""
         self.draining = True
-        self.pump()
 
     # ---- clients -----------------------------------------------------------------------------
 
@@ -297,4 +295,3 @@ class Gateway:
         """Gives up tokenizers that are silent."""
         for identity in self.tokenizers.silent():
             self.lose_tokenizer(identity)
-        self.pump()

@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from penstock.protocol.messages import Goodbye, Heartbeat
-from penstock.protocol.sockets import MAX_FRAME_BYTES, bind, connect
+from penstock.protocol.sockets import MAX_AT_ONCE, MAX_FRAME_BYTES, bind, connect
 
 GARBAGE = [
     b"",
@@ -41,6 +41,14 @@ def test_garbage_is_dropped_and_counted(context: "zmq.Context[Any]", tmp_path: P
         received = [message for _, message in server.receive()]
     assert received == [Heartbeat("d")]
     assert server.num_bad_frames == len(GARBAGE) + 1
+
+
+def test_no_flood_keeps_the_receiver_from_other_things(context: "zmq.Context[Any]") -> None:
+    server = bind(context, zmq.PULL, "inproc://a", Heartbeat | Goodbye)
+    client = connect(context, zmq.PUSH, "inproc://a")
+    for _ in range(MAX_AT_ONCE + 7):
+        client.send(Goodbye())
+    assert [len(list(server.receive())) for _ in range(3)] == [MAX_AT_ONCE, 7, 0]
 
 
 def test_a_peer_that_is_gone_is_told(context: "zmq.Context[Any]", tmp_path: Path) -> None:
