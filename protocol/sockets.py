@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from time import monotonic
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -17,9 +18,9 @@ HEARTBEAT_INTERVAL = 0.5
 """seconds between two heartbeats"""
 LIVENESS = 10
 """heartbeats missed after which a peer is given up"""
-MAX_AT_ONCE = 256
-"""messages taken from one socket in a row: whatever comes in, other sockets and heartbeats have
-their turn"""
+MAX_TURN = 0.1
+"""seconds for which messages are taken from one socket in a row: whatever comes in, other sockets
+and heartbeats have their turn"""
 MAX_FRAME_BYTES = 1 << 32
 """A longer frame ends its connection. Between our own processes this only guards against a length
 that is garbage, for which libzmq would get memory: a new detokenizer may be sent all tokens of
@@ -75,11 +76,14 @@ class Channel(Generic[Received]):
                 yield frames[0], message
 
     def receive_frames(self) -> Iterator[list[bytes]]:
-        """What waits at the socket now, as it is; at most MAX_AT_ONCE of it."""
-        for _ in range(MAX_AT_ONCE):
+        """What waits at the socket now, as it is; for MAX_TURN, then a next call has the rest."""
+        deadline = monotonic() + MAX_TURN
+        while True:
             try:
                 yield self.socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
+                return
+            if monotonic() >= deadline:
                 return
 
     def decode(self, frames: list[bytes]) -> Received | None:

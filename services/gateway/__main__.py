@@ -16,10 +16,18 @@ def main() -> None:
     gateway = Gateway(process)
     pulse = PulseSender(process)
     loop = uvloop.new_event_loop()
+    goes_on = False
 
     def pump() -> None:
-        if gateway.pump():
-            loop.call_soon(pump)  # behind timers and signals
+        nonlocal goes_on
+        if not goes_on and gateway.pump():
+            goes_on = True
+            loop.call_soon(go_on)  # behind timers and signals
+
+    def go_on() -> None:
+        nonlocal goes_on
+        goes_on = False
+        pump()
 
     def heartbeat() -> None:
         loop.call_later(HEARTBEAT_INTERVAL, heartbeat)

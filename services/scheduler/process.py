@@ -78,12 +78,18 @@ class SchedulerProcess:
         self.advance()
 
     def accept(self, request: TokenizedRequest) -> None:
-        """Puts a request into the queue; a later attempt takes the place of an earlier one."""
+        """Puts a request into the queue; a later attempt takes the place of an earlier one.
+
+        One that is known is told again from its start: a gateway that was restarted knows nothing.
+        """
         if self.scheduler is None:
             self.early.append(request)
             return
         known = self.requests.get(request.request_id)
         if known and known.attempt >= request.attempt:
+            if known.attempt == request.attempt:
+                self.streams.close(known)
+                self.streams.open(known)
             return
         self.release(request.request_id)
         sequence = Sequence(request, self.eos_token_ids)

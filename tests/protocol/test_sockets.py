@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import zmq
 
+from penstock.protocol import sockets
 from penstock.protocol.messages import Goodbye, Heartbeat
-from penstock.protocol.sockets import MAX_AT_ONCE, MAX_FRAME_BYTES, bind, connect
+from penstock.protocol.sockets import MAX_FRAME_BYTES, bind, connect
 
 GARBAGE = [
     b"",
@@ -43,12 +44,17 @@ def test_garbage_is_dropped_and_counted(context: "zmq.Context[Any]", tmp_path: P
     assert server.num_bad_frames == len(GARBAGE) + 1
 
 
-def test_no_flood_keeps_the_receiver_from_other_things(context: "zmq.Context[Any]") -> None:
+def test_no_flood_keeps_the_receiver_from_other_things(
+    context: "zmq.Context[Any]", monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = bind(context, zmq.PULL, "inproc://a", Heartbeat | Goodbye)
     client = connect(context, zmq.PUSH, "inproc://a")
-    for _ in range(MAX_AT_ONCE + 7):
+    for _ in range(5):
         client.send(Goodbye())
-    assert [len(list(server.receive())) for _ in range(3)] == [MAX_AT_ONCE, 7, 0]
+    monkeypatch.setattr(sockets, "MAX_TURN", 0.0)
+    assert [len(list(server.receive())) for _ in range(2)] == [1, 1]
+    monkeypatch.undo()
+    assert [len(list(server.receive())) for _ in range(2)] == [3, 0]
 
 
 def test_a_peer_that_is_gone_is_told(context: "zmq.Context[Any]", tmp_path: Path) -> None:
