@@ -138,6 +138,7 @@ def test_what_runs_is_finished_and_nothing_begun(pipeline: Start, number: int) -
             assert client.status().num_requests == 1
             running.process.send_signal(number)
             running.wait_for(r"launch +\| no new requests")
+            client.status()  # the gateway has heard the signal by the time it answers
             with pytest.raises(RequestError, match="the pipeline stops") as refused:
                 client.generate(PROMPT)
             assert refused.value.code == "overloaded"
