@@ -8,7 +8,7 @@
 | workers      | ROUTER ↔ DEALER | scheduler | workers                             |
 | detokenizers | ROUTER ↔ DEALER | scheduler | detokenizers                        |
 | results      | PULL ← PUSH     | gateway   | detokenizers, scheduler             |
-| pulses       | PULL ← PUSH     | supervisor | every process                      |
+| pulses       | PULL ← PUSH     | launch    | every process (`launch all` binds)  |
 
 All but the first are `ipc://` files in the run folder.
 """
