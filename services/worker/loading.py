@@ -26,7 +26,9 @@ from penstock.services.worker.kv_cache import (
 from penstock.services.worker.model_runner import ModelRunner
 from penstock.services.worker.persistent_batch import PersistentBatch
 from penstock.services.worker.profiler import step_profiler
+from penstock.services.worker.start_times import StartTimes
 
+IMPORTED = time.time()
 log = logging.getLogger(__name__)
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 CPU_KV_BYTES = 1 << 30
@@ -40,7 +42,9 @@ def load(
 
     Calls `on_progress` now and then. Raises ModelError, GroupError.
     """
-    started = time.perf_counter()
+    times = StartTimes()
+    times.end("imports", IMPORTED)
+    times.end("place")
     device = choose_device(config.device, assignment.rank, config.tp)
     # One core is for the other processes: threads that wait for one that has no core are dear.
     torch.set_num_threads(config.num_threads or max(1, ((cpu_count() or 1) - 1) // config.tp))
@@ -49,17 +53,24 @@ def load(
     tp = TensorParallel.join(assignment.rendezvous, assignment.rank, assignment.tp_size, device)
     attention = _attention(config, model_config, assignment.tp_size, device)
     log.info("%s, attention: %s, blocks of %d", device, attention.name, attention.block_size)
+    times.end("group")
     max_model_len = config.max_model_len or model_config.max_position_embeddings
     max_blocks = -(-max_model_len // attention.block_size)
     with torch.device(device), default_dtype(DTYPES[device.type]):
         model = Qwen3(model_config, tp, attention, max_blocks * attention.block_size)
     load_weights(model, config.model_folder, on_progress)
-    log.info("weights loaded after %.1f s", time.perf_counter() - started)
-    runner = _make_runner(config, model_config, model, max_blocks, on_progress)
+    times.end("weights")
+    runner = _make_runner(config, model_config, model, max_blocks)
+    times.end("KV cache")
+    on_progress()
+    if device.type == "cuda" and config.enable_cuda_graphs and attention.can_be_captured:
+        shapes = _graph_shapes(config, model, max_blocks * attention.block_size)
+        runner.capture_graphs(shapes, on_progress)
+        times.end("CUDA graphs")
     if config.profile:
         path = make_run_folder(config) / f"trace-{assignment.rank}.json"
         runner.profile(step_profiler(config.profile, path))
-    log.info("ready after %.1f s", time.perf_counter() - started)
+    log.info("ready after %s", times)
     return runner
 
 
@@ -102,11 +113,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _make_runner(
-    config: Config,
-    model_config: ModelConfig,
-    model: Qwen3,
-    max_blocks: int,
-    on_progress: Callable[[], None],
+    config: Config, model_config: ModelConfig, model: Qwen3, max_blocks: int
 ) -> ModelRunner:
     """The KV cache gets what the largest step leaves."""
     weight, block_size = model.model.embed_tokens.weight, model.attention.block_size
@@ -132,11 +139,7 @@ def _make_runner(
             )
             del trial
         num_blocks = num_fitting_blocks(num_bytes or CPU_KV_BYTES, *shape, weight.dtype)
-    on_progress()
-    runner = make(num_blocks)
-    if weight.is_cuda and config.enable_cuda_graphs and model.attention.can_be_captured:
-        runner.capture_graphs(_graph_shapes(config, model, max_blocks * block_size), on_progress)
-    return runner
+    return make(num_blocks)
 
 
 def _graph_shapes(config: Config, model: Qwen3, max_model_len: int) -> list[Shape]:
