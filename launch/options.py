@@ -1,6 +1,7 @@
 """Flags of the command line, made from the fields of a struct."""
 
 import argparse
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -47,6 +48,7 @@ def options_table() -> str:
     return "\n".join(rows)
 
 
+@functools.cache
 def _hints(struct: type[Struct]) -> dict[str, Any]:
     return get_type_hints(struct, include_extras=True)
 

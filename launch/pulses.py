@@ -1,6 +1,7 @@
 """Whether the processes get on: what hangs is killed, and what can't live alone.
 
-A process sends a pulse every half second. One that sends none (it was stopped, or is stuck) and one
+A process sends a pulse every half second, the first one when it has started, for which it has as
+long as a step may take. One that sends none (it was stopped, or is stuck) and one
 that says it has been at one step for too long are killed, and restarted as any that died. When a
 worker dies, so do the others of its group: they may be waiting for it in a collective.
 """
@@ -18,12 +19,15 @@ from penstock.protocol.endpoints import endpoints
 from penstock.protocol.messages import Pulse
 from penstock.protocol.sockets import bind
 
+SHOWN = 40
+"""characters of a name that a log line repeats"""
+
 
 class Watched:
     """One process, by a descriptor that can't come to mean another one."""
 
     def __init__(self, name: str, descriptor: int) -> None:
-        self.name = name
+        self.name = repr(name)[1:-1][:SHOWN]  # whoever reaches the socket may say any name
         self.descriptor = descriptor
         self.group = ""
         self.alarm: asyncio.TimerHandle | None = None
@@ -63,29 +67,39 @@ class Pulses:
     def _receive(self) -> None:
         while self._channel.socket.poll(0):  # its descriptor signals changes only
             for _, pulse in self._channel.receive():
-                watched = self._watched.get(pulse.pid) or self._watch(pulse)
-                if watched:
+                if watched := self._watch(pulse.name, pulse.pid):
                     self._on_pulse(watched, pulse)
 
-    def _watch(self, pulse: Pulse) -> Watched | None:
-        """From the first pulse on; only our own processes: none else may be killed."""
+    def spawned(self, name: str, pid: int) -> None:
+        """A process begins to start, which may hang, too."""
+        if watched := self._watch(name, pid):
+            self._expect(watched, self._step_timeout)
+
+    def _watch(self, name: str, pid: int) -> Watched | None:
+        """Only our own processes: none else may be killed."""
+        if pid in self._watched:
+            return self._watched[pid]
         try:
-            parents = psutil.Process(pulse.pid).parents()
+            parents = psutil.Process(pid).parents()
             if os.getpid() not in (parent.pid for parent in parents):
                 return None
-            descriptor = os.pidfd_open(pulse.pid)
+            descriptor = os.pidfd_open(pid)
         except (ProcessLookupError, psutil.NoSuchProcess):
             return None
-        watched = self._watched[pulse.pid] = Watched(pulse.name, descriptor)
-        self._loop.add_reader(descriptor, self._died, pulse.pid)
+        watched = self._watched[pid] = Watched(name, descriptor)
+        self._loop.add_reader(descriptor, self._died, pid)
         return watched
+
+    def _expect(self, watched: Watched, seconds: float) -> None:
+        """A pulse, within so many seconds."""
+        if watched.alarm:
+            watched.alarm.cancel()
+        silent = f"gave no sign of life for {seconds:g} s"
+        watched.alarm = self._loop.call_later(seconds, self._kill, watched, silent)
 
     def _on_pulse(self, watched: Watched, pulse: Pulse) -> None:
         watched.group = pulse.group
-        if watched.alarm:
-            watched.alarm.cancel()
-        silent = f"gave no sign of life for {self._hang_timeout:g} s"
-        watched.alarm = self._loop.call_later(self._hang_timeout, self._kill, watched, silent)
+        self._expect(watched, self._hang_timeout)
         if pulse.busy_seconds > self._step_timeout:
             self._kill(watched, f"has been at one step for {pulse.busy_seconds:.0f} s")
 

@@ -25,7 +25,7 @@ from tornado.ioloop import IOLoop
 from penstock.launch.child import CRASH_WINDOW, Child, kind_of
 from penstock.launch.client import AsyncClient
 from penstock.launch.logs import Log, prefix
-from penstock.launch.procfile import shell_line
+from penstock.launch.procfile import read_procfile, shell_line
 from penstock.launch.pulses import Pulses
 from penstock.launch.restart import restart
 from penstock.launch.running import CONTROL_SOCKET, environment, model_name
@@ -75,7 +75,7 @@ class Supervisor:
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
             loop.add_signal_handler(signal.SIGHUP, self._stop, 0)
         loop.add_signal_handler(signal.SIGCHLD, self._death.set)
-        pulses = Pulses(self._config, self._say)
+        self._pulses = Pulses(self._config, self._say)
         self._arbiter = self._make_arbiter()
         async with self._circus:
             await self._arbiter.start()
@@ -87,7 +87,7 @@ class Supervisor:
         finally:
             for task in tasks:
                 task.cancel()
-            pulses.close()
+            self._pulses.close()
             async with self._circus:
                 await self._arbiter.stop()
             for child in self._children.values():
@@ -96,7 +96,7 @@ class Supervisor:
     def _make_arbiter(self) -> Any:
         folder = self._config.run_folder
         numbers = {
-            "worker": self._config.tp,
+            "worker": self._config.tp + self._config.spare_workers,
             "tokenizer": self._config.tokenizers,
             "detokenizer": self._config.detokenizers,
         }
@@ -132,7 +132,11 @@ class Supervisor:
             | {PROCESS_VARIABLE: name, SUPERVISOR_VARIABLE: str(os.getpid())},
             "working_dir": str(Path.cwd()),
             "graceful_timeout": GRACE,
-            "hooks": {"before_spawn": (self._may_spawn, False), "after_reap": (self._reaped, True)},
+            "hooks": {
+                "before_spawn": (self._may_spawn, False),
+                "after_spawn": (self._spawned, False),
+                "after_reap": (self._reaped, True),
+            },
             "loop": IOLoop.current(),
         }
 
@@ -177,6 +181,11 @@ class Supervisor:
             return True
         self._give_up(watcher.name, child, num_deaths)
         return False
+
+    def _spawned(self, watcher: Watcher, pid: int, **_: Any) -> bool:
+        if kind_of(watcher.name) in read_procfile():  # others in a --procfile send no pulses
+            self._pulses.spawned(watcher.name, pid)
+        return True
 
     def _reaped(self, watcher: Watcher, exit_code: int | None = None, **_: Any) -> None:
         self._children[watcher.name].exit_code = exit_code

@@ -39,6 +39,8 @@ class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unkno
     """the client's own name for the request; None: the gateway makes one"""
     stream: bool = False
     """send the text as it comes (DEALER sockets only: a REQ socket gets one reply)"""
+    timeout: Annotated[float, Meta(gt=0)] | None = None
+    """seconds after which the request is aborted: it is answered with what it has by then"""
 
 
 class AbortRequest(Struct, kw_only=True, tag="abort", forbid_unknown_fields=True):
@@ -111,6 +113,8 @@ class ErrorReply(Struct, kw_only=True, tag="error"):
     message: str
     request_id: str | None = None
     field: str | None = None
+    retry_after: float | None = None
+    """of `overloaded`: seconds after which it may go better"""
 
 
 class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):

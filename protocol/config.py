@@ -46,6 +46,14 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         ),
     ] = False
     tp: Annotated[Count, Meta(description="tensor-parallel size: number of workers")] = 1
+    spare_workers: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="workers more that wait, everything imported, to take the place of those "
+            "that die",
+        ),
+    ] = 0
     tokenizers: Annotated[Count, Meta(description="tokenizer processes at start")] = 1
     detokenizers: Annotated[Count, Meta(description="detokenizer processes at start")] = 1
     device: Annotated[
@@ -85,6 +93,17 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     max_waiting_requests: Annotated[
         int, Meta(ge=0, description="requests accepted beyond max_num_seqs; more are `overloaded`")
     ] = 1024
+    max_waiting_tokens: Annotated[
+        Count, Meta(description="prompt tokens of requests that wait; more are `overloaded`")
+    ] = 1 << 22
+    max_open_bytes: Annotated[
+        Count,
+        Meta(description="bytes of open requests and their answers; more are `overloaded`"),
+    ] = 1 << 30
+    max_unread_bytes: Annotated[
+        Count,
+        Meta(description="bytes of answers that a client leaves unread before it is cut off"),
+    ] = 1 << 24
     max_request_bytes: Annotated[
         int, Meta(ge=1024, description="longest request frame, bytes; longer ones are refused")
     ] = 1 << 20
@@ -112,6 +131,14 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     step_timeout: Annotated[
         float, Meta(gt=0, description="seconds after which a worker that is at one step is killed")
     ] = 60.0
+    lease_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="seconds after a restart of the gateway in which a client must ask again "
+            "for a request that runs",
+        ),
+    ] = 30.0
     drain_timeout: Annotated[
         float,
         Meta(ge=0, description="seconds that open requests have when a pipeline is told to stop"),

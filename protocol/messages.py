@@ -15,7 +15,7 @@ from penstock.protocol.client import (
 from penstock.protocol.plan import BatchPlan, SampledTokens, check_packed
 from penstock.protocol.sampling import Positive, SamplingParams, TokenId
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """of this module and `plan.py`; the messages that register a process carry it"""
 
 
@@ -64,6 +64,7 @@ class Tokenized(Struct, tag=True):
 
     request_id: str
     attempt: int
+    num_prompt_tokens: int = 0
 
 
 class RequestFailed(Struct, tag=True):
@@ -99,6 +100,18 @@ class ReleaseRequest(Struct, tag=True):
     """
 
     request_id: str
+    attempt: int
+    """a later one is asked for by somebody"""
+
+
+class GatewayStarted(Struct, tag=True):
+    """Gateway → scheduler: there is a new gateway, which knows nothing of what runs.
+
+    Its attempts begin at `first_attempt`. A request of an earlier attempt has a lease of
+    `lease_timeout` seconds, in which a client may ask the new gateway for it.
+    """
+
+    first_attempt: int
 
 
 class StopFound(Struct, tag=True):
@@ -170,6 +183,7 @@ class WorkerHello(Struct, array_like=True, tag=True):
     """tokens per block"""
     idle_us: tuple[float, float] = (0.0, 0.0)
     """median and 99th percentile of the GPU's wait between two steps; 0 on a CPU"""
+    pid: int = 0
     version: int = PROTOCOL_VERSION
 
 
@@ -183,6 +197,10 @@ class WorkerAssignment(Struct, array_like=True, tag=True):
     tp_size: int
     rendezvous: str
     """`tcp://host:port` for torch.distributed"""
+    num_blocks: int = 0
+    """KV blocks that the group before had, whose requests wait; 0: there was none"""
+    pids_before: list[int] = []
+    """of that group: their memory is free when they are gone"""
 
 
 class WorkerExit(Struct, array_like=True, tag=True):
@@ -193,7 +211,7 @@ class WorkerExit(Struct, array_like=True, tag=True):
 
 ToTokenizer = TokenizeRequest | Refused
 FromTokenizer = Heartbeat | Goodbye | Tokenized | RequestFailed
-ToScheduler = TokenizedRequest | ReleaseRequest | StopFound
+ToScheduler = TokenizedRequest | ReleaseRequest | StopFound | GatewayStarted
 ToDetokenizer = TokenDelta | Refused
 FromDetokenizer = Heartbeat | Goodbye
 ToWorker = WorkerAssignment | WorkerExit | BatchPlan

@@ -1,7 +1,7 @@
 """A ZeroMQ socket that speaks one union of messages."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
 from typing import Any, Generic, TypeVar
@@ -13,6 +13,7 @@ from penstock.protocol.keys import secure_server
 
 log = logging.getLogger(__name__)
 Received = TypeVar("Received")
+Item = TypeVar("Item")
 
 HEARTBEAT_INTERVAL = 0.5
 """seconds between two heartbeats"""
@@ -36,7 +37,8 @@ class Channel(Generic[Received]):
     """Encodes what is sent and decodes what is received.
 
     A frame that does not decode is counted in `num_bad_frames`, the first one is logged, and it is
-    dropped. The queues have no limit of their own: the gateway's admission bounds what is in them.
+    dropped. Only the clients' queues have a limit of their own: the gateway's admission bounds what
+    is in the others.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]", receives: Any = None) -> None:
@@ -60,13 +62,18 @@ class Channel(Generic[Received]):
 
     def send_frames(self, frames: list[bytes]) -> bool:
         """Sends encoded frames, the peer's identity first where this is a ROUTER."""
+        return not self.try_send(frames)
+
+    def try_send(self, frames: list[bytes]) -> int:
+        """As `send_frames`: 0, or zmq.EHOSTUNREACH (the peer is gone), or zmq.EAGAIN (its queue is
+        full)."""
         try:
             self.socket.send_multipart(frames, zmq.DONTWAIT)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                return False
+                return error.errno
             raise
-        return True
+        return 0
 
     def receive(self) -> Iterator[tuple[bytes, Received]]:
         """The messages that wait at the socket now: (identity of the peer, message)."""
@@ -77,10 +84,18 @@ class Channel(Generic[Received]):
 
     def receive_frames(self) -> Iterator[list[bytes]]:
         """What waits at the socket now, as it is; for MAX_TURN, then a next call has the rest."""
+        return self._take_turn(lambda: self.socket.recv_multipart(zmq.DONTWAIT))
+
+    def receive_with_fd(self) -> Iterator[tuple[int, list[bytes]]]:
+        """As `receive_frames`, each with the file descriptor of the connection it came on."""
+        for frames in self._take_turn(lambda: self.socket.recv_multipart(zmq.DONTWAIT, copy=False)):
+            yield int(frames[0].get(zmq.SRCFD)), [frame.bytes for frame in frames]
+
+    def _take_turn(self, receive: Callable[[], Item]) -> Iterator[Item]:
         deadline = monotonic() + MAX_TURN
         while True:
             try:
-                yield self.socket.recv_multipart(zmq.DONTWAIT)
+                yield receive()
             except zmq.Again:
                 return
             if monotonic() >= deadline:
@@ -108,14 +123,21 @@ def bind(
     receives: Any,
     max_bytes: int = MAX_FRAME_BYTES,
     keys: str = "",
+    max_queue: int = 0,
+    monitor: str = "",
 ) -> Channel[Any]:
-    """A bound channel; `keys`, a folder, makes it speak CURVE.
+    """A bound channel.
 
-    Raises zmq.ZMQError with the address in it if that is taken, and KeysError.
+    `keys`, a folder, makes it speak CURVE; `max_queue` is the most messages that wait for one peer
+    (0: any number); to the PAIR socket that is connected to `monitor` libzmq tells of every peer
+    that comes or goes. Raises zmq.ZMQError with the address in it if that is taken, and KeysError.
     """
     socket = _socket(context, kind, endpoint, max_bytes)
+    if monitor:
+        socket.monitor(monitor, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
     if keys:
         secure_server(socket, Path(keys))
+    socket.setsockopt(zmq.SNDHWM, max_queue)
     if kind == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:

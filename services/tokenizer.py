@@ -105,7 +105,7 @@ class TokenizerProcess:
                 pack(request.output_token_ids),
             )
         )
-        return Tokenized(request.request_id, request.attempt)
+        return Tokenized(request.request_id, request.attempt, len(token_ids))
 
     def on_heartbeat(self) -> None:
         """Registers this process with the gateway, and keeps it registered."""

@@ -1,22 +1,32 @@
 """`python -P -m penstock.services.gateway`: the gateway on uvloop."""
 
 import signal
+from collections.abc import Callable
 
 import uvloop
 import zmq
 
 from penstock.protocol.process import Process, PulseSender
 from penstock.protocol.sockets import HEARTBEAT_INTERVAL
+from penstock.services.gateway.ledger import Timer
 from penstock.services.gateway.process import Gateway
 
 
 def main() -> None:
     """Runs until SIGTERM; after SIGUSR1 until nothing is open."""
     process = Process("gateway")
-    gateway = Gateway(process)
     pulse = PulseSender(process)
     loop = uvloop.new_event_loop()
     goes_on = False
+
+    def call_later(seconds: float, function: Callable[[], None]) -> Timer:
+        def call() -> None:
+            function()
+            pump()
+
+        return loop.call_later(seconds, call)
+
+    gateway = Gateway(process, call_later)
 
     def pump() -> None:
         nonlocal goes_on

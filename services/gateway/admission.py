@@ -22,14 +22,14 @@ class RefusedError(Exception):
         message: str,
         field: str | None = None,
         code: str = "invalid",
-        request_id: str | None = None,
+        retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
         self.reply = ErrorReply(
             code=code,  # type: ignore[arg-type]
             message=message,
             field=field,
-            request_id=request_id,
+            retry_after=retry_after,
         )
 
 
@@ -84,20 +84,14 @@ def _shown(raw: Any, path: str) -> str:
 
 
 class Admission:
-    """Checks that need the model's facts or the pipeline's state."""
+    """Checks that need the model's facts."""
 
     def __init__(self, config: Config, model: ModelConfig) -> None:
         self.vocab_size = model.vocab_size
         self.max_model_len = config.max_model_len or model.max_position_embeddings
-        self.max_requests = config.max_num_seqs + config.max_waiting_requests
 
-    def check(self, request: GenerateRequest, num_open: int, is_req_socket: bool) -> None:
+    def check(self, request: GenerateRequest, is_req_socket: bool) -> None:
         """Raises RefusedError."""
-        if num_open >= self.max_requests:
-            raise RefusedError(
-                f"overloaded: {num_open} requests are open; the limit is {self.max_requests}",
-                code="overloaded",
-            )
         if (request.prompt is None) == (request.messages is None):
             given = "neither" if request.prompt is None else "both"
             raise RefusedError(f"give prompt or messages; {given} is given", "prompt")

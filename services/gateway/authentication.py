@@ -12,19 +12,24 @@ from penstock.protocol.config import Config
 from penstock.protocol.endpoints import check_reach, stays_on_host
 from penstock.protocol.keys import KeysError, admitted_keys
 from penstock.protocol.sockets import POLITE_BYTES, Channel, bind
+from penstock.services.gateway.monitor import Monitor
 
 log = logging.getLogger(__name__)
+MAX_QUEUE = 4096
+"""messages in libzmq's queue for one client; what does not fit in waits in the ledger"""
 Handlers = list[tuple[Channel[Any], Callable[[], None]]]
 
 
-def bind_clients(context: "zmq.Context[Any]", config: Config) -> tuple[Channel[Any], Handlers]:
+def bind_clients(
+    context: "zmq.Context[Any]", config: Config, monitor: Monitor
+) -> tuple[Channel[Any], Handlers]:
     """The clients' socket, and what must be handled for it. Raises ValueError for an endpoint that
     other machines may reach in the clear, and KeysError."""
     check_reach(config)
-    handlers: Handlers = []
+    handlers: Handlers = [(monitor.channel, monitor.handle)]
     if config.keys:
         authenticator = Authenticator(context, Path(config.keys))
-        handlers = [(authenticator.channel, authenticator.handle)]
+        handlers.append((authenticator.channel, authenticator.handle))
     elif not stays_on_host(config.endpoint):
         log.warning(
             "--insecure: whoever reaches %s may ask, and whoever sees the network's traffic reads "
@@ -32,7 +37,16 @@ def bind_clients(context: "zmq.Context[Any]", config: Config) -> tuple[Channel[A
             config.endpoint,
         )
     limit = config.max_request_bytes + POLITE_BYTES
-    channel = bind(context, zmq.ROUTER, config.endpoint, None, limit, config.keys)
+    channel = bind(
+        context,
+        zmq.ROUTER,
+        config.endpoint,
+        None,
+        limit,
+        config.keys,
+        max_queue=MAX_QUEUE,
+        monitor=monitor.address,
+    )
     return channel, handlers
 
 

@@ -1,9 +1,10 @@
 """The ledger: every accepted request, with all that is needed to begin it again."""
 
-from typing import NamedTuple
+from itertools import count
+from typing import Protocol
 
 from penstock.protocol.client import (
-    Codec,
+    ErrorReply,
     FinishReason,
     GenerateReply,
     GenerateRequest,
@@ -12,14 +13,17 @@ from penstock.protocol.client import (
 )
 from penstock.protocol.messages import TokenizeRequest
 from penstock.protocol.sampling import SamplingParams
+from penstock.services.gateway.connections import Client
+
+_TOKEN_BYTES = 8
+"""that a token id counts for, in memory and on its way"""
 
 
-class Client(NamedTuple):
-    """Where an answer goes, and in which encoding."""
+class Timer(Protocol):
+    """What an event loop gives for a call that is to come."""
 
-    envelope: tuple[bytes, ...]
-    """the frames before the message: identity, and an empty one for a REQ socket"""
-    codec: Codec
+    def cancel(self) -> None:
+        """It is not to come any more."""
 
 
 class GapError(Exception):
@@ -27,9 +31,11 @@ class GapError(Exception):
 
 
 class Entry:
-    """One request: who asked what, and the tokens and text delivered so far."""
+    """One request: who asked what, the tokens and text so far, and what of it the client has."""
 
-    def __init__(self, request: GenerateRequest, request_id: str, client: Client) -> None:
+    def __init__(
+        self, request: GenerateRequest, request_id: str, client: Client, num_bytes: int = 0
+    ) -> None:
         self.request = request
         self.request_id = request_id
         self.client = client
@@ -37,11 +43,23 @@ class Entry:
             **{field: getattr(request, field) for field in SamplingParams.__struct_fields__}
         )
         self.attempt = 0
+        self.timer: Timer | None = None
+        self.num_bytes = num_bytes
+        """of the request's frame, the text and the tokens"""
+        self.num_waiting_tokens = estimated_tokens(request)
+        """of the prompt, while nothing has come out of it; then 0"""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.token_ids: list[int] = []
+        self.answer: GenerateReply | ErrorReply | None = None
+        """set when the request has ended"""
         self._text: list[str] = []
         self._num_chars = 0
+        self.rewind()
+
+    def rewind(self) -> None:
+        """The client has nothing: it is another one."""
+        self._told_tokens = self._told_chars = self._told_pieces = 0
 
     def submission(self) -> TokenizeRequest:
         """The request, to be gone on with behind the tokens it has."""
@@ -54,14 +72,14 @@ class Entry:
             output_token_ids=self.token_ids,
         )
 
-    def append(self, delta: TextDelta) -> TextDelta | None:
-        """Takes what is new in `delta` and returns it, as the client gets it; None if nothing is.
+    def append(self, delta: TextDelta) -> bool:
+        """Takes what is new in `delta`; False if nothing is.
 
         Every hop may repeat itself, so a delta may begin before what is known. Raises GapError if
         it begins behind it.
         """
         if delta.attempt != self.attempt:
-            return None
+            return False
         num_tokens = len(self.token_ids) - delta.token_offset
         num_chars = self._num_chars - delta.char_offset
         if num_tokens < 0 or num_chars < 0:
@@ -70,20 +88,47 @@ class Entry:
             )
         token_ids, text = delta.token_ids[num_tokens:], delta.text[num_chars:]
         if not token_ids and not text and delta.finish_reason is None:
-            return None
-        new = TextDelta(
-            request_id=self.request_id,
-            token_offset=len(self.token_ids),
-            char_offset=self._num_chars,
-            token_ids=token_ids,
-            text=text,
-        )
+            return False
         self.token_ids += token_ids
         self._text.append(text)
         self._num_chars += len(text)
+        self.num_bytes += len(text) + _TOKEN_BYTES * len(token_ids)
         self.num_prompt_tokens = delta.prompt_tokens
         self.num_cached_tokens = delta.cached_tokens
-        return new
+        return True
+
+    def untold(self) -> TextDelta | None:
+        """What a streaming client has not been told; None if there is nothing."""
+        if not self.request.stream:
+            return None
+        token_ids, text = self.token_ids[self._told_tokens :], self._text[self._told_pieces :]
+        if not token_ids and not any(text):
+            return None
+        return TextDelta(
+            request_id=self.request_id,
+            token_offset=self._told_tokens,
+            char_offset=self._told_chars,
+            token_ids=token_ids,
+            text="".join(text),
+        )
+
+    def told(self) -> None:
+        """The client has been told all that was untold."""
+        self._told_tokens = len(self.token_ids)
+        self._told_chars = self._num_chars
+        self._told_pieces = len(self._text)
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """About as many bytes of answers are kept for the client."""
+        num_tokens = num_chars = 0
+        if self.request.stream:
+            num_tokens = len(self.token_ids) - self._told_tokens
+            num_chars = self._num_chars - self._told_chars
+        if self.answer:
+            num_tokens += len(self.token_ids)
+            num_chars += self._num_chars
+        return num_chars + _TOKEN_BYTES * num_tokens
 
     def reply(self, reason: FinishReason) -> GenerateReply:
         """The whole answer."""
@@ -100,32 +145,94 @@ class Entry:
         )
 
 
-class Ledger:
-    """All open requests by id."""
+def estimated_tokens(request: GenerateRequest) -> int:
+    """Tokens of a prompt that no tokenizer has seen: exact for token ids, else bytes / 4."""
+    if isinstance(request.prompt, list):
+        return len(request.prompt)
+    texts = [message.content for message in request.messages or []]
+    return max(1, sum(len(text.encode()) for text in [request.prompt or "", *texts]) // 4)
 
-    def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
+
+class Ledger:
+    """All requests by id, open or answered, until the client has the answer.
+
+    `num_bytes` is of all of them. `num_waiting` open ones have no output yet; their prompts have
+    `num_waiting_tokens`. `num_started` is how many have had their first token since the start.
+    No two attempts have the same number, whichever request and gateway they are of.
+    """
+
+    def __init__(self, first_attempt: int = 0) -> None:
+        self.first_attempt = first_attempt
+        self._attempts = count(first_attempt)
+        self._open: dict[str, Entry] = {}
+        self._answered: dict[str, Entry] = {}
+        self.num_bytes = self.num_waiting = self.num_waiting_tokens = self.num_started = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._open) + len(self._answered)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._entries
+    @property
+    def num_open(self) -> int:
+        """Requests that are not answered: an answer that nobody fetches is no work any more."""
+        return len(self._open)
 
     def get(self, request_id: str) -> Entry | None:
         """The entry of an open request."""
-        return self._entries.get(request_id)
+        return self._open.get(request_id)
+
+    def find(self, request_id: str) -> Entry | None:
+        """The entry of a request, which may be answered, but not to its client yet."""
+        return self._open.get(request_id) or self._answered.get(request_id)
 
     def add(self, entry: Entry) -> None:
         """A request was accepted."""
-        self._entries[entry.request_id] = entry
+        self.begin_attempt(entry)
+        self._open[entry.request_id] = entry
+        self.num_bytes += entry.num_bytes
+        self.num_waiting += 1
+        self.num_waiting_tokens += entry.num_waiting_tokens
 
-    def close(self, request_id: str) -> Entry | None:
-        """The request is answered, or nobody wants the answer."""
-        return self._entries.pop(request_id, None)
+    def tokenized(self, entry: Entry, num_prompt_tokens: int) -> None:
+        """The length of a prompt is known."""
+        entry.num_prompt_tokens = num_prompt_tokens
+        if entry.num_waiting_tokens:
+            self.num_waiting_tokens += num_prompt_tokens - entry.num_waiting_tokens
+            entry.num_waiting_tokens = num_prompt_tokens
+
+    def append(self, entry: Entry, delta: TextDelta) -> bool:
+        """As `Entry.append`."""
+        before = entry.num_bytes
+        is_new = entry.append(delta)
+        self.num_bytes += entry.num_bytes - before
+        if entry.num_waiting_tokens and entry.token_ids:
+            self._wait_no_more(entry)
+            self.num_started += 1
+        return is_new
+
+    def answer(self, entry: Entry, reply: GenerateReply | ErrorReply) -> None:
+        """The request has ended; it stays until its client has the reply."""
+        entry.answer = reply
+        self._wait_no_more(entry)
+        self._answered[entry.request_id] = self._open.pop(entry.request_id)
+
+    def close(self, entry: Entry) -> None:
+        """The client has its answer, or nobody wants it."""
+        self._wait_no_more(entry)
+        if self._open.pop(entry.request_id, None) or self._answered.pop(entry.request_id, None):
+            self.num_bytes -= entry.num_bytes
+
+    def begin_attempt(self, entry: Entry) -> None:
+        """What comes of an earlier attempt counts no more."""
+        entry.attempt = next(self._attempts)
 
     def begin_again(self) -> list[Entry]:
-        """The scheduler lost everything: each entry begins another attempt."""
-        for entry in self._entries.values():
-            entry.attempt += 1
-        return list(self._entries.values())
+        """The scheduler lost everything: each open entry begins another attempt."""
+        for entry in self._open.values():
+            self.begin_attempt(entry)
+        return list(self._open.values())
+
+    def _wait_no_more(self, entry: Entry) -> None:
+        if entry.num_waiting_tokens:
+            self.num_waiting -= 1
+            self.num_waiting_tokens -= entry.num_waiting_tokens
+            entry.num_waiting_tokens = 0

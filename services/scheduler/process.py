@@ -9,6 +9,7 @@ from penstock.protocol.client import ErrorReply, SchedulerStatus
 from penstock.protocol.messages import (
     FromDetokenizer,
     FromWorker,
+    GatewayStarted,
     Goodbye,
     Refused,
     ReleaseRequest,
@@ -25,10 +26,12 @@ from penstock.protocol.process import Loop, Process, PulseSender
 from penstock.protocol.sockets import bind, connect
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
+from penstock.services.scheduler.lease import Lease
 from penstock.services.scheduler.plan_depth import PlanDepth
 from penstock.services.scheduler.scheduler import CannotFitError, Scheduler
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.streams import Streams
+from penstock.services.scheduler.suspects import MAX_DEATHS
 from penstock.services.scheduler.workers import Letter, WorkerGroup
 
 
@@ -44,10 +47,11 @@ class SchedulerProcess:
         self.eos_token_ids = frozenset(eos_token_ids(self.model, generation))
         self.scheduler: Scheduler | None = None
         self.plan_depth = PlanDepth(self.config.num_plans_in_flight)
-        self.group = WorkerGroup(self.config.tp)
+        self.group = WorkerGroup(self.config.tp, self.config.spare_workers)
         self.streams = Streams(self.epoch)
         self.requests: dict[str, Sequence] = {}
         """every request that the gateway has not released"""
+        self.lease = Lease(self.config.lease_timeout)
         self.early: list[TokenizedRequest] = []
         """came before there were workers"""
         self.told_ready = False
@@ -68,48 +72,66 @@ class SchedulerProcess:
         for _, message in self.inbox.receive():
             match message:
                 case TokenizedRequest():
-                    self.accept(message)
+                    if message.attempt >= self.lease.first_attempt:
+                        self.accept(message)
                 case StopFound(request_id, attempt):
                     sequence = self.requests.get(request_id)
                     if sequence and sequence.attempt == attempt and self.scheduler:
                         self.scheduler.finish(sequence, "stop")
-                case ReleaseRequest(request_id):
-                    self.release(request_id)
+                case ReleaseRequest(request_id, attempt):
+                    self.release(request_id, attempt)
+                case GatewayStarted(first_attempt):
+                    self.lease.begin(first_attempt, monotonic())
         self.advance()
 
     def accept(self, request: TokenizedRequest) -> None:
-        """Puts a request into the queue; a later attempt takes the place of an earlier one.
+        """Puts a request into the queue, in the place of another one of that id.
 
-        One that is known is told again from its start: a gateway that was restarted knows nothing.
+        One that runs goes on for the new attempt, and is told again from its start: a gateway that
+        was restarted knows nothing. An attempt before the known one changes nothing.
         """
         if self.scheduler is None:
             self.early.append(request)
             return
         known = self.requests.get(request.request_id)
-        if known and known.attempt >= request.attempt:
-            if known.attempt == request.attempt:
-                self.streams.close(known)
-                self.streams.open(known)
+        if known and request.attempt < known.attempt:
             return
-        self.release(request.request_id)
+        if known and known.is_asked_for_by(request):
+            known.attempt = request.attempt
+            self.streams.reopen(known)
+            return
+        self.release(request.request_id, request.attempt)
         sequence = Sequence(request, self.eos_token_ids)
         try:
             check_token_ids(sequence.token_ids, self.model.vocab_size)
             self.scheduler.add(sequence)
         except CannotFitError as error:
             reply = ErrorReply(code="invalid", message=str(error), field="prompt")
-            self.gateway.send(RequestFailed(request.request_id, request.attempt, reply))
+            self.fail(request, reply)
             return
         self.requests[request.request_id] = sequence
         self.streams.open(sequence)
 
-    def release(self, request_id: str) -> None:
-        """Forgets a request, whatever state it is in; an unknown one is no error."""
-        sequence = self.requests.pop(request_id, None)
-        if sequence and self.scheduler:
+    def fail(self, request: TokenizedRequest | Sequence, reply: ErrorReply) -> None:
+        """Tells the gateway why a request can't be served."""
+        self.gateway.send(RequestFailed(request.request_id, request.attempt, reply))
+
+    def release_unclaimed(self) -> None:
+        """Forgets what nobody has asked the newest gateway for."""
+        first_attempt = self.lease.first_attempt
+        for sequence in list(self.requests.values()):
+            if sequence.attempt < first_attempt:
+                self.release(sequence.request_id, sequence.attempt)
+        self.early = [request for request in self.early if request.attempt >= first_attempt]
+
+    def release(self, request_id: str, attempt: int) -> None:
+        """Forgets a request, up to this attempt; one that is unknown is no error."""
+        sequence = self.requests.get(request_id)
+        if sequence and self.scheduler and sequence.attempt <= attempt:
+            del self.requests[request_id]
             self.scheduler.finish(sequence, "abort")
             self.streams.close(sequence)
-        self.early = [r for r in self.early if r.request_id != request_id]
+        self.early = [r for r in self.early if r.request_id != request_id or r.attempt > attempt]
 
     # ---- workers -----------------------------------------------------------------------------
 
@@ -159,7 +181,18 @@ class SchedulerProcess:
                 f"the new workers have {self.group.num_blocks} blocks, the old had more"
             )
         else:
-            self.scheduler.restart(self.group.epoch)
+            for sequence in self.scheduler.restart(self.group.epoch):
+                self.give_up(sequence)
+
+    def give_up(self, sequence: Sequence) -> None:
+        """The others go on without a request that may kill workers."""
+        message = (
+            f"the workers died {MAX_DEATHS} times in a row while the request ran, each time before "
+            "it got another token; it is not tried again"
+        )
+        self.log.error("%s: %s", sequence.request_id, message)
+        self.fail(sequence, ErrorReply(code="failed", message=message))
+        self.release(sequence.request_id, sequence.attempt)
 
     def make_scheduler(self) -> Scheduler:
         """Over as many blocks as every worker has."""
@@ -216,9 +249,13 @@ class SchedulerProcess:
         self.advance()
 
     def on_heartbeat(self) -> None:
-        """Gives up detokenizers that are silent, and tells the gateway how things are."""
+        """Gives up peers that are silent and requests that nobody wants; tells how things are."""
         for identity in self.streams.detokenizers.silent():
             self.lose_detokenizer(identity)
+        self.send_letters(self.group.heartbeat())
+        if self.lease.ends(monotonic()):
+            self.release_unclaimed()
+            self.advance()
         self.send_status()
 
     @property

@@ -9,46 +9,20 @@ from collections import deque
 from collections.abc import Sequence as SequenceOf
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
-from typing import NamedTuple
 
 from penstock.protocol.client import FinishReason
 from penstock.protocol.config import Config
-from penstock.protocol.plan import BLOCK_BITS, BatchPlan, RowAdded, pack
+from penstock.protocol.plan import BLOCK_BITS, BatchPlan, pack
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.sequence import Sequence, Status
+from penstock.services.scheduler.step import Changes, Step, StepOutput
+from penstock.services.scheduler.suspects import count_death, is_suspect
 
 WAITING, RUNNING, DRAINING, FINISHED = Status
 
 
 class CannotFitError(ValueError):
     """A request that could not run even alone; the message names the numbers."""
-
-
-class Step(NamedTuple):
-    """A plan in flight: what `update` must know of it."""
-
-    number: int
-    sampled: list[Sequence]
-    """get one token each, in ascending order of slot"""
-    chunks: list[tuple[Sequence, int]]
-    """sequence and the number of its tokens computed behind this step"""
-
-
-class StepOutput(NamedTuple):
-    """What a step brought."""
-
-    sequences: list[Sequence]
-    token_ids: list[int]
-    """one for each of `sequences`"""
-    finished: list[Sequence]
-
-
-class Changes(NamedTuple):
-    """The parts of a `BatchPlan` while it is being made."""
-
-    added: list[RowAdded]
-    appended: list[int]
-    chunks: list[int]
 
 
 class Scheduler:
@@ -125,9 +99,14 @@ class Scheduler:
         heappush(self._free_slots, sequence.slot)
         sequence.slot = -1
 
-    def restart(self, epoch: int) -> None:
-        """New workers, with empty KV: everything is `waiting` again and nothing is in flight."""
-        draining = {s for step in self.in_flight for s in step.sampled if s.status is DRAINING}
+    def restart(self, epoch: int) -> list[Sequence]:
+        """New workers, with empty KV: everything is `waiting` again and nothing is in flight.
+
+        Returns the sequences that are given up, and ended, because they may kill workers.
+        """
+        in_flight = {sequence for step in self.in_flight for sequence in step.sequences}
+        given_up = count_death(in_flight)
+        draining = [sequence for sequence in in_flight if sequence.status is DRAINING]
         for sequence in reversed(self.running):
             self.preempt(sequence)
         for sequence in sorted(draining, key=attrgetter("last_step"), reverse=True):
@@ -139,6 +118,9 @@ class Scheduler:
         self.num_steps = 0
         self.epoch = epoch
         self.block_manager.forget()
+        for sequence in given_up:
+            self.finish(sequence, "abort")
+        return given_up
 
     # ---- the next step -----------------------------------------------------------------------
 
@@ -212,7 +194,9 @@ class Scheduler:
     def _admit(self, step: Step, changes: Changes, budget: int) -> None:
         while budget and self.waiting and self._free_slots:
             sequence = self.waiting[0]
-            if self._is_in_flight(sequence) or not self._allocate(sequence):
+            if self._is_in_flight(sequence) or self._waits_for_suspect(sequence):
+                return
+            if not self._allocate(sequence):
                 return
             self.waiting.popleft()
             self.running.append(sequence)
@@ -232,6 +216,13 @@ class Scheduler:
 
     def _is_in_flight(self, sequence: Sequence) -> bool:
         return bool(self.in_flight) and sequence.last_step >= self.in_flight[0].number
+
+    def _waits_for_suspect(self, sequence: Sequence) -> bool:
+        """Of the suspects one at a time runs: when the workers die again, it was that one."""
+        if not is_suspect(sequence):
+            return False
+        in_flight = [other for step in self.in_flight for other in step.sequences]
+        return any(map(is_suspect, self.running + in_flight))
 
     def _retire_rows(self, step: Step) -> None:
         """Rows whose last token is sampled by this step have no place in the next plan."""
@@ -278,6 +269,7 @@ class Scheduler:
             if num_computed // self._block_size > sequence.num_published_blocks:
                 self.block_manager.publish(sequence, num_computed)
             sequence.token_ids.append(token_id)
+            sequence.num_deaths = 0
             output.sequences.append(sequence)
             output.token_ids.append(token_id)
             if token_id in sequence.stop_token_ids or num_computed + 1 >= sequence.max_length:

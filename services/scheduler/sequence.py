@@ -34,6 +34,7 @@ class Sequence:
         "last_step",
         "max_length",
         "num_cached_tokens",
+        "num_deaths",
         "num_given_tokens",
         "num_planned_tokens",
         "num_preemptions",
@@ -74,6 +75,8 @@ class Sequence:
         self.num_cached_tokens = 0
         """prompt tokens found in the prefix cache when it was first admitted"""
         self.num_preemptions = 0
+        self.num_deaths = 0
+        """deaths of workers at which it was in flight, since its last token"""
         self.block_table: list[int] = []
         self.full_blocks: list[tuple[bytes, bytes]] = []
         """(hash, token ids) of its full blocks, as far as they have been needed"""
@@ -88,6 +91,16 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         """Tokens generated and confirmed."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    def is_asked_for_by(self, request: TokenizedRequest) -> bool:
+        """Whether `request` is for this very output, and knows nothing of it that is not here."""
+        num_prompt_tokens = len(request.prompt_token_ids) // 4
+        known = [*unpack(request.prompt_token_ids), *unpack(request.output_token_ids)]
+        return (
+            request.sampling == self.sampling
+            and num_prompt_tokens == self.num_prompt_tokens
+            and known == self.token_ids[: len(known)]
+        )
 
     def as_row(self) -> RowAdded:
         """What a worker must know of it, when it enters the persistent batch."""

@@ -6,8 +6,8 @@ from penstock.protocol.client import FinishReason
 from penstock.protocol.messages import StreamOpened, TokenDelta
 from penstock.protocol.peers import Peers
 from penstock.protocol.plan import pack
-from penstock.services.scheduler.scheduler import StepOutput
 from penstock.services.scheduler.sequence import Sequence
+from penstock.services.scheduler.step import StepOutput
 
 MAX_CHARACTER_TOKENS = 4
 """a character has at most 4 bytes, and a token at least one"""
@@ -20,11 +20,16 @@ class Outbox:
         self._clear()
 
     def _clear(self) -> None:
-        self.opened: list[StreamOpened] = []
+        self.opened: dict[int, StreamOpened] = {}
         self.stream_ids: list[int] = []
         self.token_ids: list[int] = []
         self.finished: list[tuple[int, FinishReason]] = []
         self.closed: list[int] = []
+
+    def close(self, stream_id: int) -> None:
+        """The reader forgets a stream; it never hears of one that this message would open."""
+        if self.opened.pop(stream_id, None) is None:
+            self.closed.append(stream_id)
 
     def take(self, epoch: int) -> TokenDelta | None:
         """The message made since the last call; None if there is nothing to say."""
@@ -32,7 +37,7 @@ class Outbox:
             return None
         delta = TokenDelta(
             epoch,
-            self.opened,
+            list(self.opened.values()),
             pack(self.stream_ids),
             pack(self.token_ids),
             self.finished,
@@ -85,8 +90,13 @@ class Streams:
         if peer:
             del peer.work[stream_id]
             if stream_id not in self._unopened:
-                self._outboxes[peer.identity].closed.append(stream_id)
+                self._outboxes[peer.identity].close(stream_id)
         self._unopened.discard(stream_id)
+
+    def reopen(self, sequence: Sequence) -> None:
+        """A sequence is told again from its start."""
+        self.close(sequence)
+        self.open(sequence)
 
     def _assign(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -103,7 +113,7 @@ class Streams:
 
     def _open(self, sequence: Sequence, outbox: Outbox) -> None:
         self._unopened.discard(sequence.stream_id)
-        outbox.opened.append(_opened(sequence))
+        outbox.opened[sequence.stream_id] = _opened(sequence)
 
     def _rebalance(self) -> None:
         """Moves sequences from those that have more than their share."""

@@ -4,9 +4,14 @@ import socket
 from time import time_ns
 
 from penstock.protocol.messages import WorkerAssignment, WorkerExit, WorkerHello
+from penstock.protocol.sockets import LIVENESS
 
 Letter = tuple[bytes, WorkerAssignment | WorkerExit]
 """identity of the worker, and what to tell it"""
+
+
+LISTENING = 2
+"""heartbeats that a new scheduler waits for workers that it has not heard"""
 
 
 class WorkerGroup:
@@ -14,16 +19,28 @@ class WorkerGroup:
 
     A group is complete when every rank is taken, and ready when every rank has loaded its model.
     A group that loses a member is dissolved, for a collective can't go on without it. Workers that
-    are in a group already (the scheduler was restarted, not they) are taken as they are.
+    are in a group already (the scheduler was restarted, not they) are taken as they are. Workers
+    beyond `tp_size` wait, to take the place of those that die.
     """
 
-    def __init__(self, tp_size: int) -> None:
+    def __init__(self, tp_size: int, num_spares: int = 0) -> None:
         self.tp_size = tp_size
+        self._num_expected = tp_size + num_spares
+        self._num_heartbeats = 0
+        self._had_group = False
         self.epoch = 0
         """of this group's plans; 0 while there is no group"""
         self.members: list[bytes] = []
         """identities by rank; empty while there is no group"""
         self._hellos: dict[bytes, WorkerHello] = {}
+        self._num_missed: dict[bytes, int] = {}
+        """heartbeats since the last hello"""
+        self._assignments: list[Letter] = []
+        """what the members were told last"""
+        self._num_blocks_before = 0
+        """of the last group that was ready"""
+        self._pids_before: list[int] = []
+        """of the members of the last group: they may hold its memory still"""
 
     @property
     def ready(self) -> bool:
@@ -56,49 +73,86 @@ class WorkerGroup:
         for other in [i for i, h in self._hellos.items() if h.name == hello.name and i != identity]:
             letters += self.lost(other)  # its successor is here
         self._hellos[identity] = hello
+        self._num_missed[identity] = 0
         return letters if self.members else letters + self._seat()
 
     def lost(self, identity: bytes) -> list[Letter]:
-        """A worker is gone; its group goes with it."""
-        gone = self._hellos.pop(identity, None)
+        """A worker is gone; its group goes with it, and spare workers make the next one."""
         if identity not in self.members:
+            self._forget(identity)
             return []
-        reason = f"{gone.name if gone else identity.decode()} is gone"
+        if self.ready:
+            self._num_blocks_before = self.num_blocks
+        self._pids_before = [pid for m in self.members if (pid := self._hellos[m].pid) > 0]
+        reason = f"{self._hellos[identity].name} is gone"
+        self._forget(identity)
         rest = [member for member in self.members if member != identity]
-        self.members, self.epoch = [], 0
-        return self._dismiss(rest, reason)
+        self.members, self.epoch, self._assignments = [], 0, []
+        return self._dismiss(rest, reason) + self._seat()
+
+    def heartbeat(self) -> list[Letter]:
+        """One more interval is over.
+
+        The members are told their places again, which changes nothing and shows who can't be
+        reached: one that is at a long step can. Others who miss LIVENESS intervals are forgotten.
+        """
+        self._num_heartbeats += 1
+        for identity in self._num_missed:
+            self._num_missed[identity] += 1
+        silent = {identity for identity, missed in self._num_missed.items() if missed > LIVENESS}
+        for identity in silent.difference(self.members):
+            self._forget(identity)
+        return self._assignments
+
+    def _forget(self, identity: bytes) -> None:
+        self._hellos.pop(identity, None)
+        self._num_missed.pop(identity, None)
 
     def _dismiss(self, identities: list[bytes], reason: str) -> list[Letter]:
         for identity in identities:
-            self._hellos.pop(identity, None)
+            self._forget(identity)
         return [(identity, WorkerExit(reason)) for identity in identities]
 
     def _seat(self) -> list[Letter]:
         """Takes a whole group that exists, or makes one of workers that have none."""
         fresh = [identity for identity, hello in self._hellos.items() if not hello.group]
+        # A spare worker may be heard before a group that survived the scheduler.
+        all_heard = (
+            len(self._hellos) >= self._num_expected
+            or self._num_heartbeats > LISTENING
+            or self._had_group
+        )
         for group in {hello.group for hello in self._hellos.values()} - {""}:
             ranks = {h.rank: i for i, h in self._hellos.items() if h.group == group}
             if set(ranks) == set(range(self.tp_size)):
                 return self._assign([ranks[rank] for rank in range(self.tp_size)], group)
-            if fresh:  # a member of it was started afresh: it will never be whole again
+            if fresh and all_heard:  # one was started afresh: the group will never be whole again
                 return self._dismiss(list(ranks.values()), f"group {group} is not whole")
-        if len(fresh) < self.tp_size:
+        if len(fresh) < self.tp_size or not all_heard:
             return []
         return self._assign(fresh[: self.tp_size], "")
 
     def _assign(self, members: list[bytes], group: str) -> list[Letter]:
         self.epoch = time_ns()
         self.members = members
+        self._had_group = True
         rendezvous = f"tcp://127.0.0.1:{_free_port()}"
-        return [
+        self._assignments = [
             (
                 member,
                 WorkerAssignment(
-                    self.epoch, group or str(self.epoch), rank, self.tp_size, rendezvous
+                    self.epoch,
+                    group or str(self.epoch),
+                    rank,
+                    self.tp_size,
+                    rendezvous,
+                    self._num_blocks_before,
+                    self._pids_before,
                 ),
             )
             for rank, member in enumerate(members)
         ]
+        return self._assignments
 
 
 def _free_port() -> int:

@@ -62,33 +62,37 @@ def _prefill_shape(num_rows: int, num_tokens: int, max_seqlen_k: int) -> Shape:
 
 
 class CudaGraphs:
-    """One graph for each shape; they share one memory pool, the largest comes first."""
+    """A graph for each shape, captured when it is first needed; they share one memory pool."""
 
-    def __init__(
-        self,
-        compute: Compute,
-        shapes: Iterable[Shape],
-        device: torch.device,
-        on_progress: Callable[[], None],
-    ) -> None:
+    def __init__(self, compute: Compute, shapes: Iterable[Shape], device: torch.device) -> None:
+        self._compute = compute
         self._shapes = sorted(shapes, key=order)
         largest = max(map(_record_size, self._shapes))
         self._record = torch.zeros(largest, dtype=torch.int32, device=device)
         self._graphs: dict[Shape, Any] = {}
         self._tokens: dict[Shape, Tensor] = {}
-        pool = None
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture_all(self, on_progress: Callable[[], None]) -> None:
+        """Before they are needed; the largest comes first, so that the others fit into its memory.
+
+        Calls `on_progress` after each.
+        """
         for shape in reversed(self._shapes):
-            compute(self._record, shape)  # what is compiled or allocated once can't be captured
-            torch.cuda.synchronize(device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._tokens[shape] = compute(self._record, shape)
-            pool = pool or graph.pool()
-            self._graphs[shape] = graph
+            self._capture(shape)
             on_progress()
             if len(self._graphs) % PROGRESS == 0:
                 log.info("CUDA graphs: %d of %d", len(self._graphs), len(self._shapes))
         log.info("captured %d CUDA graphs", len(self._shapes))
+
+    def _capture(self, shape: Shape) -> None:
+        self._record.zero_()  # an empty record: the step touches nothing
+        self._compute(self._record, shape)  # what is compiled or allocated once can't be captured
+        torch.cuda.synchronize(self._record.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._tokens[shape] = self._compute(self._record, shape)
+        self._graphs[shape] = graph
 
     def replay(self, record: Any, shape: Shape) -> Tensor | None:
         """Runs a step whose record is an int32 array; None where it fits into no graph.
@@ -98,6 +102,8 @@ class CudaGraphs:
         chosen = choose(self._shapes, shape)
         if chosen is None or len(record) > len(self._record):
             return None
+        if chosen not in self._graphs:
+            self._capture(chosen)
         source = torch.from_numpy(record).pin_memory()
         self._record[: len(record)].copy_(source, non_blocking=True)
         self._graphs[chosen].replay()

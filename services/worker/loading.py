@@ -60,12 +60,13 @@ def load(
         model = Qwen3(model_config, tp, attention, max_blocks * attention.block_size)
     load_weights(model, config.model_folder, on_progress)
     times.end("weights")
-    runner = _make_runner(config, model_config, model, max_blocks)
+    runner = _make_runner(config, model_config, model, max_blocks, assignment.num_blocks)
     times.end("KV cache")
     on_progress()
     if device.type == "cuda" and config.enable_cuda_graphs and attention.can_be_captured:
-        shapes = _graph_shapes(config, model, max_blocks * attention.block_size)
-        runner.capture_graphs(shapes, on_progress)
+        runner.use_graphs(_graph_shapes(config, model, max_blocks * attention.block_size))
+        if not assignment.num_blocks:  # else requests wait, and each graph comes when it is needed
+            runner.capture_graphs(on_progress)
         times.end("CUDA graphs")
     if config.profile:
         path = make_run_folder(config) / f"trace-{assignment.rank}.json"
@@ -113,9 +114,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _make_runner(
-    config: Config, model_config: ModelConfig, model: Qwen3, max_blocks: int
+    config: Config, model_config: ModelConfig, model: Qwen3, max_blocks: int, num_blocks: int
 ) -> ModelRunner:
-    """The KV cache gets what the largest step leaves."""
+    """The KV cache gets `num_blocks`, or, where that is 0, what the largest step leaves."""
     weight, block_size = model.model.embed_tokens.weight, model.attention.block_size
     shape = (model_config, model.tp.size, block_size)
 
@@ -128,7 +129,7 @@ def _make_runner(
             model, batch, kv_cache, config.max_num_seqs, config.max_num_batched_tokens
         )
 
-    num_blocks = config.num_blocks
+    num_blocks = num_blocks or config.num_blocks
     if not num_blocks:
         num_bytes = config.kv_cache_gib * 2**30
         if weight.is_cuda and not num_bytes:

@@ -75,10 +75,15 @@ class ModelRunner:
         """Forgets every sequence; the KV cache stays as it is."""
         self._batch.clear()
 
-    def capture_graphs(self, shapes: Iterable[Shape], on_progress: Callable[[], None]) -> None:
+    def use_graphs(self, shapes: Iterable[Shape]) -> None:
         """Steps that fit into one of `shapes` are replayed from here on."""
-        with torch.inference_mode():
-            self._graphs = CudaGraphs(self._compute, shapes, self._device, on_progress)
+        self._graphs = CudaGraphs(self._compute, shapes, self._device)
+
+    @torch.inference_mode()
+    def capture_graphs(self, on_progress: Callable[[], None]) -> None:
+        """Captures all of them now, which each would be at its first use."""
+        if self._graphs:
+            self._graphs.capture_all(on_progress)
 
     def profile(self, profiler: Any) -> None:
         """Tells `profiler`, a torch.profiler.profile, of every step from here on."""

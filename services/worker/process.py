@@ -3,6 +3,8 @@
 It is crash-only: what it can't go on with ends it, and it is started afresh.
 """
 
+import os
+import select
 import time
 from collections import deque
 from collections.abc import Callable
@@ -47,6 +49,8 @@ class Runner(Protocol):
         """Empties the persistent batch."""
 
 
+MAX_END = 5.0
+"""seconds that a killed worker may take to end"""
 Load = Callable[[Config, WorkerAssignment, Callable[[], None]], Runner]
 """Makes the runner of a place in the group; calls the last argument now and then meanwhile."""
 
@@ -83,7 +87,7 @@ class Worker:
 
     def say_hello(self) -> None:
         """Tells the scheduler that this worker lives, and what it holds."""
-        hello = WorkerHello(self._process.name, self._group, self._rank)
+        hello = WorkerHello(self._process.name, self._group, self._rank, pid=os.getpid())
         if self._runner:
             hello.num_blocks, hello.block_size = self._runner.num_blocks, self._runner.block_size
             hello.idle_us = self._runner.idle_us()
@@ -128,6 +132,8 @@ class Worker:
         self._group, self._rank = assignment.group, assignment.rank
         self.watchdog.group = assignment.group
         self._process.log.info("rank %d of %d: loading", assignment.rank, assignment.tp_size)
+        for pid in assignment.pids_before:
+            wait_for_end(pid)
         self._runner = self._load(self._process.config, assignment, self._on_progress)
         self.say_hello()
 
@@ -164,6 +170,16 @@ class Worker:
         token_ids = step.launched.token_ids()
         if self._rank == 0:
             self.channel.send(SampledTokens(self._epoch, step.number, pack(token_ids)))
+
+
+def wait_for_end(pid: int) -> None:
+    """Returns when a process of this machine is gone and its memory is free, or MAX_END is over."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    select.select([process], [], [], MAX_END)
+    os.close(process)
 
 
 def main(load: Load) -> None:

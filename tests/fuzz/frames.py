@@ -22,6 +22,7 @@ from penstock.protocol.client import (
     Usage,
 )
 from penstock.protocol.messages import (
+    GatewayStarted,
     Goodbye,
     Heartbeat,
     Pulse,
@@ -103,8 +104,9 @@ MESSAGES: dict[str, list[Struct]] = {
     "ToScheduler": [
         TokenizedRequest(INNER_ID, 0, SAMPLING, pack(PROMPT), pack([52])),
         TokenizedRequest(INNER_ID, 1, SamplingParams(max_tokens=4), pack(PROMPT)),
-        ReleaseRequest(INNER_ID),
+        ReleaseRequest(INNER_ID, 1),
         StopFound(INNER_ID, 0),
+        GatewayStarted(0),
     ],
     "ToDetokenizer": [
         TokenDelta(1, [OPENED], pack([1, 1]), pack([52, 50]), [(1, "stop")], [2]),

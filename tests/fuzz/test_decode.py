@@ -28,7 +28,8 @@ from penstock.protocol.plan import BatchPlan, SampledTokens, pack, unpack
 from penstock.protocol.sockets import UNREADABLE, Channel
 from penstock.services.detokenizer import Detokenizer, token_bytes
 from penstock.services.gateway.admission import Admission, RefusedError, decode_request
-from penstock.services.gateway.ledger import Client, Entry, GapError
+from penstock.services.gateway.connections import Client, Connection
+from penstock.services.gateway.ledger import Entry, GapError
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.scheduler import CannotFitError, Scheduler
@@ -98,7 +99,9 @@ def use_accepted(entry: Entry) -> None:
 
 def use_texts(message: TextDeltas) -> None:
     """As the gateway does; what it keeps, it can submit again."""
-    entry = Entry(GenerateRequest(prompt="a"), INNER_ID, Client((b"c",), codec_of(b"{")))
+    entry = Entry(
+        GenerateRequest(prompt="a"), INNER_ID, Client((b"c",), codec_of(b"{"), Connection())
+    )
     try:
         for delta in message.deltas:
             entry.append(delta)
@@ -155,8 +158,8 @@ def test_requests() -> None:
         try:
             request = decode_request(codec, frame, CONFIG.max_request_bytes)
             if isinstance(request, GenerateRequest):
-                ADMISSION.check(request, num_open=0, is_req_socket=False)
-                use_accepted(Entry(request, "r", Client((b"c",), codec)))
+                ADMISSION.check(request, is_req_socket=False)
+                use_accepted(Entry(request, "r", Client((b"c",), codec, Connection())))
             num_accepted += 1
         except RefusedError as refused:
             reply = codec.decode_reply(codec.encode(refused.reply))

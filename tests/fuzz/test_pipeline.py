@@ -15,11 +15,11 @@ import zmq
 from penstock.protocol.client import JSON, MSGPACK, GenerateRequest, SchedulerStatus, codec_of
 from penstock.protocol.config import Config
 from penstock.protocol.endpoints import endpoints
-from penstock.protocol.messages import ToGateway, TokenizedRequest
+from penstock.protocol.messages import GatewayStarted, TokenizedRequest
 from penstock.protocol.plan import pack
 from penstock.protocol.sampling import SamplingParams
 from penstock.protocol.sockets import UNREADABLE, connect
-from tests.fuzz.frames import INNER_ID, encoded, num_frames
+from tests.fuzz.frames import INNER_ID, UNIONS, encoded, num_frames
 from tests.fuzz.mutator import Mutator
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
 
@@ -109,14 +109,18 @@ def test_clients(served: Pipeline) -> None:
             socket.close(linger=0)
 
 
-def is_forged(frame: bytes) -> bool:
-    """Whether a scheduler seems to have started, which the gateway must believe: whoever may write
-    into the run folder (of mode 0700) can stop it. The examples are of epoch 0, long past."""
+def is_forged(frame: bytes, union: str) -> bool:
+    """Whether a scheduler or gateway seems to have started, which its peer must believe: whoever
+    may write into the run folder (of mode 0700) can stop the pipeline. The examples are of epoch
+    and attempt 0, long past."""
     try:
-        message = msgspec.msgpack.decode(frame, type=ToGateway)
+        message = msgspec.msgpack.decode(frame, type=UNIONS[union])
     except UNREADABLE:
         return False
-    return isinstance(message, SchedulerStatus) and message.epoch > 0
+    match message:
+        case SchedulerStatus(epoch=number) | GatewayStarted(first_attempt=number):
+            return bool(number > 0)
+    return False
 
 
 @pytest.mark.parametrize("name", INNER_SOCKETS)
@@ -126,7 +130,7 @@ def test_inner_sockets(served: Pipeline, name: str) -> None:
     at = endpoints(Config(name=served.name, endpoint=served.endpoint))
     kind, union = INNER_SOCKETS[name]
     number = NUM_FRAMES // len(INNER_SOCKETS)
-    frames = (f for f in Mutator(name, encoded(union)).frames(number) if not is_forged(f))
+    frames = (f for f in Mutator(name, encoded(union)).frames(number) if not is_forged(f, union))
     rng = Random(name)
     with served.client() as client:
         while some := list(islice(frames, FRAMES_A_ROUND)):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
-from penstock.launch.pulses import Pulses
+from penstock.launch.pulses import SHOWN, Pulses
 from penstock.protocol.config import Config, make_run_folder
 from penstock.protocol.endpoints import endpoints
 from penstock.protocol.messages import Pulse
@@ -77,6 +77,22 @@ def test_a_silent_process_is_killed(supervised: Callable[..., Any]) -> None:
     asyncio.run(run())
 
 
+def test_a_process_that_hangs_before_its_first_pulse_is_killed(
+    supervised: Callable[..., Any],
+) -> None:
+    async def run() -> None:
+        async with supervised(step_timeout=0.2) as one:
+            child, other = await one.child(), await one.child()
+            one.pulses.spawned("gateway.1", child.pid)
+            one.pulses.spawned("scheduler.1", other.pid)
+            one.pulse("scheduler.1", other.pid)
+            assert await child.wait() == -9
+            assert one.said == ["gateway.1 gave no sign of life for 0.2 s; killed"]
+            assert other.returncode is None
+
+    asyncio.run(run())
+
+
 def test_a_process_that_is_stopped_is_killed(supervised: Callable[..., Any]) -> None:
     async def run() -> None:
         async with supervised(hang_timeout=0.2) as one:
@@ -133,5 +149,19 @@ def test_nobody_else_is_killed(supervised: Callable[..., Any]) -> None:
             one.pulse("worker.3", child.pid, LONG * 2)
             assert await child.wait() == -9
             assert len(one.said) == 1
+
+    asyncio.run(run())
+
+
+def test_a_line_repeats_only_the_begin_of_a_name(supervised: Callable[..., Any]) -> None:
+    """A frame may hold any name: it neither fills the log nor looks like lines of others."""
+
+    async def run() -> None:
+        async with supervised() as one:
+            child = await one.child()
+            one.pulse("worker.1\n\x1b" + "x" * 100_000, child.pid, LONG * 2)
+            assert await child.wait() == -9
+            name = "worker.1\\n\\x1b" + "x" * (SHOWN - 14)
+            assert one.said == [f"{name} has been at one step for {LONG * 2:.0f} s; killed"]
 
     asyncio.run(run())

@@ -8,6 +8,7 @@ from penstock.protocol.client import (
     MSGPACK,
     AbortRequest,
     Codec,
+    ErrorReply,
     GenerateRequest,
     StatusRequest,
     codec_of,
@@ -56,6 +57,8 @@ def test_json_may_begin_with_white_space(blank: bytes) -> None:
         b'{"prompt": "a", "min_p": 1.5}',
         b'{"prompt": "a", "stop": [""]}',
         b'{"prompt": "a", "stream": "yes"}',
+        b'{"prompt": "a", "timeout": 0}',
+        b'{"prompt": "a", "timeout": -1}',
         b'{"prompt": "a", "colour": 1}',
         b'{"prompt": "a", "type": "generat"}',
         b'{"messages": []}',
@@ -65,3 +68,16 @@ def test_json_may_begin_with_white_space(blank: bytes) -> None:
 def test_out_of_range_is_refused(frame: bytes) -> None:
     with pytest.raises(msgspec.ValidationError):
         JSON.decode_request(frame)
+
+
+def test_a_time_limit_that_is_no_number_is_refused() -> None:
+    """JSON has none; an event loop would fail at it."""
+    frame = msgspec.msgpack.encode({"prompt": "a", "timeout": float("nan")})
+    with pytest.raises(msgspec.ValidationError):
+        MSGPACK.decode_request(frame)
+
+
+@pytest.mark.parametrize("codec", [JSON, MSGPACK])
+def test_an_error_says_when_to_come_again(codec: Codec) -> None:
+    error = ErrorReply(code="overloaded", message="m", retry_after=2.5)
+    assert codec.decode_reply(codec.encode(error)) == error

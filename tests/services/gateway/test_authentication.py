@@ -15,6 +15,8 @@ from penstock.protocol.config import Config
 from penstock.protocol.keys import secure_client
 from penstock.protocol.sockets import POLITE_BYTES, bind
 from penstock.services.gateway.authentication import bind_clients
+from penstock.services.gateway.connections import Connections
+from penstock.services.gateway.monitor import Monitor
 
 TIMEOUT = 10_000
 Socket = zmq.Socket[bytes]
@@ -26,7 +28,8 @@ class Door:
 
     def __init__(self, context: "zmq.Context[Any]", config: Config) -> None:
         self.config = config
-        self.channel, self.handlers = bind_clients(context, config)
+        monitor = Monitor(context, Connections())
+        self.channel, self.handlers = bind_clients(context, config, monitor)
         self._context = context
 
     def knock(self, secure: Secure, frame: bytes) -> tuple[int, Socket]:
@@ -84,7 +87,7 @@ def test_an_unknown_key_gets_nothing_in(
         for number in range(2):
             event, _ = door.knock(stranger, b"strange%d" % number)
             assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    [(authenticator, _)] = door.handlers
+    _, (authenticator, _) = door.handlers
     assert authenticator.num_bad_frames == 2
     assert ["unknown" in message for message in caplog.messages] == [True]
     event, _ = door.knock(lambda socket: secure_client(socket, keys, "client"), b"known")
@@ -141,12 +144,16 @@ def test_where_nobody_answers_for_the_keys_nobody_gets_in(tmp_path: Path, keys: 
 
 def test_in_the_clear_only_where_it_was_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     with zmq.Context() as context:
+        monitor = Monitor(context, Connections())
         with pytest.raises(ValueError, match=r"tcp://0.0.0.0:\* may be reached"):
-            bind_clients(context, Config(endpoint="tcp://0.0.0.0:*"))
+            bind_clients(context, Config(endpoint="tcp://0.0.0.0:*"), monitor)
         channel, handlers = bind_clients(
-            context, Config(endpoint="tcp://0.0.0.0:*", insecure=True, max_request_bytes=2000)
+            context,
+            Config(endpoint="tcp://0.0.0.0:*", insecure=True, max_request_bytes=2000),
+            monitor,
         )
-        assert not handlers
+        assert handlers == [(monitor.channel, monitor.handle)]
         assert "whoever sees the network's traffic reads" in caplog.text
         assert channel.socket.getsockopt(zmq.MAXMSGSIZE) == 2000 + POLITE_BYTES
         channel.socket.close()
+        monitor.channel.socket.close()

@@ -1,17 +1,21 @@
 """The ledger takes each token once, whatever is repeated."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.client import JSON, GenerateRequest, TextDelta
-from penstock.services.gateway.ledger import Client, Entry, GapError, Ledger
+from penstock.protocol.client import JSON, ChatMessage, GenerateRequest, TextDelta
+from penstock.services.gateway.connections import Client, Connection
+from penstock.services.gateway.ledger import Entry, GapError, Ledger, estimated_tokens
 
 TEXT = "0123456789" * 4
 
 
-def entry(request_id: str = "a") -> Entry:
-    return Entry(GenerateRequest(prompt="p"), request_id, Client((b"c",), JSON))
+def entry(request_id: str = "a", num_bytes: int = 0, **fields: Any) -> Entry:
+    request = GenerateRequest(**{"prompt": "p", "stream": True} | fields)
+    return Entry(request, request_id, Client((b"c",), JSON, Connection()), num_bytes)
 
 
 def delta(begin: int, end: int, attempt: int = 0) -> TextDelta:
@@ -26,21 +30,47 @@ def delta(begin: int, end: int, attempt: int = 0) -> TextDelta:
     )
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9))))
-def test_repeats_are_trimmed(steps: list[tuple[int, int]]) -> None:
-    """Each step goes back by some tokens and then on by others."""
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans())))
+def test_repeats_are_trimmed_and_what_is_untold_adds_up(
+    steps: list[tuple[int, int, bool]],
+) -> None:
+    """Each step goes back by some tokens and then on by others; the client may have no room."""
     open_ = entry()
+    ledger = Ledger()
+    ledger.add(open_)
+    known = 0
     seen: list[int] = []
     text = ""
-    for back, length in [*steps, (9, len(TEXT))]:
-        begin = max(0, len(seen) - back)
-        new = open_.append(delta(begin, min(begin + length, len(TEXT))))
-        if new is not None:
+    for back, length, has_room in [*steps, (9, len(TEXT), True)]:
+        begin = max(0, known - back)
+        end = min(begin + length, len(TEXT))
+        assert ledger.append(open_, delta(begin, end)) == (end > known)
+        known = max(known, end)
+        assert open_.token_ids == list(range(known))
+        assert open_.num_unread_bytes == 9 * (known - len(seen))
+        assert ledger.num_bytes == 9 * known
+        new = open_.untold()
+        assert (new is None) == (known == len(seen))
+        if new is not None and has_room:
             assert (new.token_offset, new.char_offset) == (len(seen), len(text))
             seen += new.token_ids
             text += new.text
-        assert open_.token_ids == seen == list(range(len(seen)))
+            open_.told()
+    assert seen == list(range(len(TEXT)))
     assert text == open_.reply("length").text == TEXT
+    open_.rewind()
+    again = open_.untold()
+    assert again
+    assert (again.token_offset, again.char_offset, again.text) == (0, 0, TEXT)
+
+
+def test_who_wants_no_stream_is_told_nothing_before_the_end() -> None:
+    open_ = entry(stream=False)
+    open_.append(delta(0, 3))
+    assert open_.untold() is None
+    assert open_.num_unread_bytes == 0
+    open_.answer = open_.reply("stop")
+    assert open_.num_unread_bytes == 3 * 9
 
 
 def test_a_gap_is_an_error() -> None:
@@ -51,10 +81,64 @@ def test_a_gap_is_an_error() -> None:
 
 
 def test_deltas_of_an_older_attempt_are_dropped() -> None:
-    ledger = Ledger()
+    ledger = Ledger(first_attempt=100)
     ledger.add(entry())
     (open_,) = ledger.begin_again()
-    assert open_.append(delta(0, 3, attempt=0)) is None
-    assert open_.append(delta(0, 3, attempt=1)) is not None
+    assert not open_.append(delta(0, 3, attempt=100))
+    assert open_.append(delta(0, 3, attempt=101))
     assert open_.submission().output_token_ids == [0, 1, 2]
-    assert open_.submission().attempt == 1
+    assert open_.submission().attempt == 101
+
+
+def test_what_is_answered_does_not_begin_again() -> None:
+    ledger = Ledger()
+    open_ = entry()
+    ledger.add(open_)
+    ledger.answer(open_, open_.reply("stop"))
+    assert ledger.begin_again() == []
+    assert (ledger.get("a"), ledger.find("a")) == (None, open_)
+    assert (ledger.num_open, len(ledger)) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("request_", "num_tokens"),
+    [
+        (GenerateRequest(prompt=[7] * 9), 9),
+        (GenerateRequest(prompt="é" * 20), 10),
+        (GenerateRequest(prompt="a"), 1),
+        (GenerateRequest(messages=[ChatMessage(role="user", content="x" * 8)] * 2), 4),
+    ],
+)
+def test_estimates(request_: GenerateRequest, num_tokens: int) -> None:
+    assert estimated_tokens(request_) == num_tokens
+
+
+def test_what_waits() -> None:
+    """A prompt waits until a token has come of it; then it does so in no later attempt."""
+    ledger = Ledger()
+    first, second = entry("a", prompt="x" * 40), entry("b", prompt=[1, 2])
+    ledger.add(first)
+    ledger.add(second)
+    assert (ledger.num_waiting, ledger.num_waiting_tokens, ledger.num_started) == (2, 12, 0)
+    ledger.tokenized(first, 30)
+    assert ledger.num_waiting_tokens == 32
+    assert ledger.append(first, delta(0, 1))
+    assert (ledger.num_waiting, ledger.num_waiting_tokens, ledger.num_started) == (1, 2, 1)
+    ledger.begin_again()
+    ledger.tokenized(first, 30)
+    assert (ledger.num_waiting, ledger.num_waiting_tokens) == (1, 2)
+    ledger.close(second)
+    assert (ledger.num_waiting, ledger.num_waiting_tokens, ledger.num_started) == (0, 0, 1)
+
+
+def test_bytes() -> None:
+    ledger = Ledger()
+    one = entry(num_bytes=100)
+    ledger.add(one)
+    ledger.append(one, delta(0, 4))
+    assert ledger.num_bytes == 100 + 4 * 9
+    ledger.answer(one, one.reply("stop"))
+    assert ledger.num_bytes == 100 + 4 * 9  # until the client has it
+    for _ in range(2):
+        ledger.close(one)
+        assert ledger.num_bytes == 0

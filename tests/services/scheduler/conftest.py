@@ -1,12 +1,81 @@
-"""How many examples the property tests run: `PENSTOCK_EXAMPLES`, or few."""
+"""Fixtures, and how many examples the property tests run: `PENSTOCK_EXAMPLES`, or few."""
 
+import logging
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import zmq
 from hypothesis import settings
+
+from penstock.protocol.config import Config
+from penstock.protocol.endpoints import Endpoints
+from penstock.protocol.messages import Heartbeat, ToDetokenizer
+from penstock.protocol.sockets import Channel, connect
+from penstock.services.scheduler.block_manager import BlockManager
+from penstock.services.scheduler.block_pool import BlockPool
+from penstock.services.scheduler.process import SchedulerProcess
+from penstock.services.scheduler.scheduler import Scheduler
+from tests.services.scheduler.processes import NUM_BLOCKS, Gateway
 
 settings.register_profile(
     "scheduler",
-    max_examples=int(os.environ.get("PENSTOCK_EXAMPLES", "150")),
+    max_examples=int(os.environ.get("PENSTOCK_EXAMPLES", "75")),
     stateful_step_count=40,
     deadline=None,
 )
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[Any]"]:
+    one: zmq.Context[Any] = zmq.Context()
+    yield one
+    one.destroy(linger=0)
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> Endpoints:
+    return Endpoints(*(f"ipc://{tmp_path}/{name}" for name in Endpoints._fields))
+
+
+@pytest.fixture
+def gateway(context: "zmq.Context[Any]", at: Endpoints) -> Gateway:
+    return Gateway(context, at)
+
+
+@pytest.fixture
+def detokenizer(context: "zmq.Context[Any]", at: Endpoints) -> Channel[Any]:
+    return connect(context, zmq.DEALER, at.detokenizers, ToDetokenizer, b"d")
+
+
+@pytest.fixture
+def fresh(
+    context: "zmq.Context[Any]", at: Endpoints, detokenizer: Channel[Any]
+) -> SchedulerProcess:
+    """A scheduler that knows a detokenizer, and no worker yet; a lease is over at once."""
+    own = SimpleNamespace(
+        config=Config(lease_timeout=1e-9),
+        log=logging.getLogger(),
+        context=context,
+        endpoints=at,
+        name="scheduler.1",
+    )
+    process = SchedulerProcess(own)  # type: ignore[arg-type]
+    detokenizer.send(Heartbeat("detokenizer.1"))
+    assert process.detokenizers.socket.poll(10_000)
+    process.on_detokenizers()
+    return process
+
+
+@pytest.fixture
+def process(fresh: SchedulerProcess) -> SchedulerProcess:
+    """One with workers."""
+    fresh.scheduler = make_scheduler(fresh)
+    return fresh
+
+
+def make_scheduler(process: SchedulerProcess) -> Scheduler:
+    return Scheduler(process.config, 100, BlockManager(BlockPool(NUM_BLOCKS), 4, 0, True))

@@ -20,6 +20,12 @@ from penstock.protocol.sampling import SamplingParams
 
 EOS = 0
 NUM_TOKEN_IDS = 4
+POISON = 1_000_000
+"""the token id that a worker dies of"""
+
+
+class WorkerDiedError(Exception):
+    """As a kernel that reads where no memory is."""
 
 
 def next_token(seed: int, token_ids: SequenceOf[int]) -> int:
@@ -88,6 +94,8 @@ class ReferenceWorker:
             assert added.slot not in self.rows, f"slot {added.slot} is taken"
             assert 0 <= added.slot < self.config.max_num_seqs
             row = self.rows[added.slot] = Row(added)
+            if POISON in row.token_ids:
+                raise WorkerDiedError
             assert row.num_computed < row.num_given, "one token is always computed"
             for token_id in row.token_ids:
                 self._number(row, token_id)

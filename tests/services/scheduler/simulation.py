@@ -11,11 +11,16 @@ from penstock.protocol.config import Config
 from penstock.protocol.plan import BatchPlan, SampledTokens, unpack
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool, hash_block
-from penstock.services.scheduler.scheduler import Scheduler, StepOutput
+from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence, Status
+from penstock.services.scheduler.step import StepOutput
 from tests.services.scheduler.builders import make_sequence
 from tests.services.scheduler.invariants import check_blocks, check_slots
-from tests.services.scheduler.reference import ReferenceWorker, expected_output
+from tests.services.scheduler.reference import (
+    ReferenceWorker,
+    WorkerDiedError,
+    expected_output,
+)
 
 
 class Simulation:
@@ -56,7 +61,9 @@ class Simulation:
         self.num_ends: Counter[Sequence] = Counter()
         """how often the scheduler said that a sequence has ended"""
         self.cut: set[Sequence] = set()
-        """ended from outside"""
+        """ended from outside, or given up"""
+        self.num_deaths: Counter[Sequence] = Counter()
+        """of workers while a sequence was at risk, since its last token"""
 
     @property
     def pool(self) -> BlockPool:
@@ -78,11 +85,14 @@ class Simulation:
         return sequence
 
     def send(self) -> BatchPlan | None:
-        """The next plan, if there is one; the worker runs it at once."""
+        """The next plan, if there is one; the worker runs it at once, or dies of it."""
         plan = self.scheduler.schedule()
         if plan is not None:
             self.plans.append(plan)
-            self.results.append(self.worker.run(msgspec.msgpack.encode(plan)))
+            try:
+                self.results.append(self.worker.run(msgspec.msgpack.encode(plan)))
+            except WorkerDiedError:
+                self.restart()
             self.check()
         return plan
 
@@ -100,6 +110,7 @@ class Simulation:
         self.num_ends.update(output.finished)
         for sequence, token_id in zip(output.sequences, output.token_ids, strict=True):
             self.received[sequence].append(token_id)
+            self.num_deaths[sequence] = 0
         self.check()
         return output
 
@@ -130,12 +141,27 @@ class Simulation:
         self.check()
 
     def restart(self) -> None:
-        """The worker is lost, and with it what was in flight; another one comes."""
+        """The worker is lost, and with it what was in flight; another one comes.
+
+        Whoever was in flight at the third death in a row is given up.
+        """
+        at_risk = [sequence for sequence in self.in_flight if sequence.finish_reason is None]
+        self.num_deaths.update(at_risk)
         epoch = self.scheduler.epoch + 1
         self.worker = ReferenceWorker(self.config, self.num_blocks, epoch)
         self.results.clear()
-        self.scheduler.restart(epoch)
+        given_up = self.scheduler.restart(epoch)
+        assert given_up == [sequence for sequence in at_risk if self.num_deaths[sequence] == 3]
+        self.cut.update(given_up)
         self.check()
+
+    @property
+    def in_flight(self) -> set[Sequence]:
+        """All that the worker may be at."""
+        found: set[Sequence] = set()
+        for step in self.scheduler.in_flight:
+            found.update(step.sampled, (sequence for sequence, _ in step.chunks))
+        return found
 
     # ---- what must hold ----------------------------------------------------------------------
 
@@ -146,6 +172,9 @@ class Simulation:
         check_slots(self.scheduler, self.config)
         for sequence in self.sequences:
             assert self.received[sequence] == sequence.output_token_ids
+        at_risk = self.in_flight.union(self.scheduler.running)
+        num_suspects = sum(self.num_deaths[sequence] >= 2 for sequence in at_risk)
+        assert num_suspects <= 1, "at the next death, two would be given up"
 
     def check_end(self) -> None:
         """When nothing is left to do."""

@@ -22,7 +22,7 @@ from penstock.services.scheduler.block_pool import hash_block
 from penstock.services.scheduler.scheduler import CannotFitError
 from penstock.services.scheduler.sequence import Sequence
 from tests.services.scheduler.builders import make_sequence
-from tests.services.scheduler.reference import expected_output
+from tests.services.scheduler.reference import POISON, expected_output
 from tests.services.scheduler.simulation import Simulation
 
 BASES = [[*head, *[1, 2, 3] * 20] for head in ([], [1, 2, 2], [2, 2, 2], [2, 1], [3, 3, 1])]
@@ -110,6 +110,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = base[: 1 + length % self.sim.limit] + suffix
         for copy in range(num_copies):
             self.add(prompt, num_given, sampling | {"seed": copy})
+
+    @rule(length=st.integers(0, 8), chance=st.integers(0, 3))
+    def poison(self, length: int, chance: int) -> None:
+        """A request that every worker dies of when it comes to it."""
+        if chance == 3 and length + 1 < self.sim.limit:
+            self.sim.add([*BASES[0][:length], POISON])
 
     @precondition(lambda self: self.sim.sequences)
     @rule(index=some, suffix=suffixes, sampling=samplings)

@@ -1,77 +1,154 @@
-"""The scheduler's process without its peers: what it does with a request that it knows."""
-
-import logging
-from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+"""The scheduler's process: which attempt at a request counts, and what lost workers do."""
 
 import pytest
-import zmq
 
-from penstock.protocol.config import Config
-from penstock.protocol.endpoints import Endpoints
-from penstock.protocol.messages import StreamOpened, TokenizedRequest
+from penstock.protocol.messages import (
+    StopFound,
+    TokenizedRequest,
+    WorkerHello,
+)
 from penstock.protocol.plan import pack
 from penstock.protocol.sampling import SamplingParams
-from penstock.services.scheduler.block_manager import BlockManager
-from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.process import SchedulerProcess
-from penstock.services.scheduler.scheduler import Scheduler
+from penstock.services.scheduler.sequence import Status
+from tests.services.scheduler.processes import (
+    NUM_BLOCKS,
+    Gateway,
+    deltas,
+    opened,
+    request,
+    say,
+    step,
+)
 
-SAMPLING = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=5)
-
-
-@pytest.fixture
-def process(tmp_path: Path) -> Iterator[SchedulerProcess]:
-    context: zmq.Context[Any] = zmq.Context()
-    at = Endpoints(*(f"ipc://{tmp_path}/{name}" for name in Endpoints._fields))
-    config = Config()
-    own = SimpleNamespace(
-        config=config, log=logging.getLogger(), context=context, endpoints=at, name="scheduler.1"
-    )
-    one = SchedulerProcess(own)  # type: ignore[arg-type]
-    one.scheduler = Scheduler(config, 100, BlockManager(BlockPool(16), 4, 0, True))
-    one.streams.alive(b"d", "detokenizer.1")
-    yield one
-    context.destroy(linger=0)
+# ---- attempts --------------------------------------------------------------------------------
 
 
-def opened(process: SchedulerProcess) -> list[StreamOpened]:
-    """What the detokenizer is told of."""
-    return [one for _, delta in process.streams.take_deltas() for one in delta.opened]
-
-
-def request(attempt: int = 0) -> TokenizedRequest:
-    return TokenizedRequest("r", attempt, SAMPLING, pack([1, 2, 3]))
-
-
-def test_a_request_that_has_ended_is_told_again(process: SchedulerProcess) -> None:
+@pytest.mark.parametrize("attempt", [0, 1_000])
+def test_a_request_that_has_ended_is_told_again(process: SchedulerProcess, attempt: int) -> None:
     process.accept(request())
     sequence = process.requests["r"]
-    sequence.token_ids += [7, 8]
+    step(process, 7)
+    step(process, 8)
     assert process.scheduler
     process.scheduler.finish(sequence, "stop")
     opened(process)
-    process.accept(request())
+    process.accept(request(attempt))
     assert process.requests["r"] is sequence
     (again,) = opened(process)
-    assert (again.request_id, again.attempt, again.finish_reason) == ("r", 0, "stop")
+    assert (again.request_id, again.attempt, again.finish_reason) == ("r", attempt, "stop")
     assert again.output_token_ids == pack([7, 8])
+
+
+@pytest.mark.parametrize("output", [(), (5,), (5, 6)])
+def test_a_later_attempt_takes_over_what_runs(
+    process: SchedulerProcess, output: tuple[int, ...]
+) -> None:
+    """Nothing is computed again; the detokenizer tells all from the start."""
+    process.accept(request())
+    sequence = process.requests["r"]
+    step(process, 5)
+    step(process, 6)
+    (old,) = opened(process)
+    process.accept(request(1_000, output=output))
+    assert process.requests["r"] is sequence
+    assert (sequence.attempt, sequence.status) == (1_000, Status.RUNNING)
+    step(process, 7)
+    (delta,) = deltas(process)
+    assert delta.closed == [old.stream_id]
+    assert [(one.attempt, one.output_token_ids) for one in delta.opened] == [(1_000, pack([5, 6]))]
+    assert (delta.stream_ids, delta.token_ids) == (pack([sequence.stream_id]), pack([7]))
+
+
+def test_a_request_that_waits_is_taken_over(process: SchedulerProcess) -> None:
+    process.accept(request())
+    sequence = process.requests["r"]
+    process.accept(request(1_000))
+    assert process.scheduler
+    assert list(process.scheduler.waiting) == [sequence]
+    step(process)
+    assert [one.attempt for one in opened(process)] == [1_000]
 
 
 def test_an_earlier_attempt_changes_nothing(process: SchedulerProcess) -> None:
     process.accept(request(attempt=2))
     sequence = process.requests["r"]
     process.accept(request(attempt=1))
-    assert process.requests["r"] is sequence
+    process.accept(request(attempt=1, prompt=(4,)))
+    assert process.requests == {"r": sequence}
+    assert sequence.attempt == 2
     assert opened(process) == []
 
 
-def test_a_later_attempt_takes_the_place_of_an_earlier_one(process: SchedulerProcess) -> None:
+OTHERS = {
+    "another prompt": request(1, prompt=(1, 2, 4)),
+    "a longer prompt": request(1, prompt=(1, 2, 3, 5)),
+    "a shorter prompt": request(1, prompt=(1, 2), output=(3, 5)),
+    "another sampling": request(1, sampling=SamplingParams(temperature=1.0, max_tokens=9)),
+    "another output": request(1, output=(6,)),
+    "more output": request(1, output=(5, 5)),
+    "another prompt of the same attempt": request(0, prompt=(1, 2, 4)),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_another_request_takes_the_place_of_the_first(
+    process: SchedulerProcess, other: TokenizedRequest
+) -> None:
     process.accept(request())
     first = process.requests["r"]
-    process.accept(request(attempt=1))
-    assert process.requests["r"] is not first
-    assert process.requests["r"].attempt == 1
-    assert first.finish_reason == "abort"
+    step(process, 5)
+    process.accept(other)
+    second = process.requests["r"]
+    assert (first.finish_reason, first.block_table) == ("abort", [])
+    assert (second.attempt, second.status) == (other.attempt, Status.WAITING)
+    assert pack(second.output_token_ids) == other.output_token_ids
+
+
+@pytest.mark.parametrize(("attempt", "reason"), [(0, None), (1_000, "stop")])
+def test_a_stop_string_ends_the_attempt_that_it_was_found_in(
+    process: SchedulerProcess, attempt: int, reason: str | None
+) -> None:
+    process.accept(request())
+    step(process)
+    say(process, request(1_000), StopFound("r", attempt))
+    assert process.requests["r"].finish_reason == reason
+
+
+# ---- lost workers ----------------------------------------------------------------------------
+
+
+def test_a_request_that_kills_workers_is_answered_with_an_error(
+    process: SchedulerProcess, gateway: Gateway
+) -> None:
+    process.accept(request(3, "poison"))
+    for _ in range(3):
+        assert process.scheduler
+        process.scheduler.schedule()
+        process.accept(request(3, "late"))
+        process.group.lost(b"w")
+        process.group.hello(b"w", WorkerHello("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
+        process.start_group()
+    (failed,) = gateway.failures(process)
+    assert (failed.request_id, failed.attempt, failed.error.code) == ("poison", 3, "failed")
+    assert "the workers died 3 times in a row" in failed.error.message
+    assert set(process.requests) == {"late"}
+
+
+def test_a_worker_that_can_t_be_reached_has_lost_its_place(
+    process: SchedulerProcess,
+) -> None:
+    """Nobody starts another one in its place when it was not started by the supervisor."""
+    process.group.hello(b"w", WorkerHello("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
+    assert process.ready
+    process.on_heartbeat()
+    assert (process.group.members, process.ready) == ([], False)
+
+
+def test_a_request_that_can_t_fit_is_answered_with_its_attempt(
+    process: SchedulerProcess, gateway: Gateway
+) -> None:
+    process.accept(request(3, prompt=(1,) * 64))
+    (failed,) = gateway.failures(process)
+    assert (failed.request_id, failed.attempt, failed.error.code) == ("r", 3, "invalid")
+    assert process.requests == {}

@@ -4,8 +4,8 @@ import pytest
 
 from penstock.protocol.messages import StreamOpened, TokenDelta
 from penstock.protocol.plan import unpack
-from penstock.services.scheduler.scheduler import StepOutput
 from penstock.services.scheduler.sequence import Sequence
+from penstock.services.scheduler.step import StepOutput
 from penstock.services.scheduler.streams import Streams
 from tests.services.scheduler.builders import make_sequence
 
@@ -28,7 +28,8 @@ class Reader:
                 self.finished[opened.stream_id] = opened.finish_reason
         stream_ids, token_ids = unpack(delta.stream_ids), unpack(delta.token_ids)
         for stream_id, token_id in zip(stream_ids, token_ids, strict=True):
-            self.tokens[stream_id].append(token_id)
+            if stream_id in self.tokens:  # else it was closed in this very message
+                self.tokens[stream_id].append(token_id)
         self.finished |= dict(delta.finished)
 
 
@@ -177,6 +178,33 @@ def test_stream_that_comes_back_in_the_same_message_is_open() -> None:
     desk.step(sequences, 6)
     desk.deliver()
     assert desk.readers[b"a"].tokens == {s.stream_id: [5, 6] for s in sequences}
+
+
+@pytest.mark.parametrize("delivered", [True, False])
+def test_reopened_stream_is_told_from_its_start(delivered: bool) -> None:
+    """Under another number and for another attempt; nothing is left of the old one."""
+    desk = Desk("a")
+    [sequence] = desk.open()
+    desk.step([sequence], 5)
+    if delivered:
+        desk.deliver()
+    desk.step([sequence], 6)
+    sequence.attempt = 8
+    desk.streams.reopen(sequence)
+    desk.step([sequence], 7)
+    desk.deliver()
+    reader = desk.readers[b"a"]
+    assert reader.tokens == {sequence.stream_id: [5, 6, 7]}
+    assert [opened.attempt for opened in reader.opened] == [0] * delivered + [8]
+
+
+def test_stream_opened_and_closed_in_one_message_is_never_heard_of() -> None:
+    desk = Desk("a")
+    [sequence] = desk.open()
+    desk.step([sequence], 5)
+    desk.streams.close(sequence)
+    desk.deliver()
+    assert desk.loads == [0]
 
 
 def test_stream_is_opened_when_its_cached_tokens_are_known() -> None:

@@ -1,61 +1,7 @@
 """Workers that come, load, die and come back, and the group they make."""
 
-from itertools import count
-
-from penstock.protocol.messages import WorkerAssignment, WorkerExit, WorkerHello
-from penstock.services.scheduler.workers import Letter, WorkerGroup
-
-
-class Site:
-    """Workers that do what the letters of `WorkerGroup` say."""
-
-    def __init__(self, tp_size: int = 2) -> None:
-        self.group = WorkerGroup(tp_size)
-        self.hellos: dict[bytes, WorkerHello] = {}
-        self.assignments: dict[bytes, WorkerAssignment] = {}
-        self.exits: list[bytes] = []
-        self._numbers = count()
-
-    def start(self, *names: str, num_blocks: int = 0) -> list[bytes]:
-        """Fresh workers say hello; those with `num_blocks` load as soon as they have a place."""
-        identities = [f"{name}-{next(self._numbers)}".encode() for name in names]
-        for name, identity in zip(names, identities, strict=True):
-            self.hellos[identity] = WorkerHello(name)
-            self.say_hello(identity)
-        for identity in identities:
-            if num_blocks and identity in self.assignments:
-                self.load(identity, num_blocks)
-        return identities
-
-    def say_hello(self, *identities: bytes) -> None:
-        for identity in identities:
-            self.deliver(self.group.hello(identity, self.hellos[identity]))
-
-    def load(self, identity: bytes, num_blocks: int) -> None:
-        self.hellos[identity].num_blocks = num_blocks
-        self.say_hello(identity)
-
-    def kill(self, identity: bytes) -> None:
-        """A worker dies, and a message to it can't be sent."""
-        del self.hellos[identity]
-        self.deliver(self.group.lost(identity))
-
-    def deliver(self, letters: list[Letter]) -> None:
-        for identity, letter in letters:
-            if isinstance(letter, WorkerExit):
-                self.exits.append(identity)
-                self.hellos.pop(identity, None)
-            else:
-                self.assignments[identity] = letter
-                old = self.hellos[identity]
-                self.hellos[identity] = WorkerHello(
-                    old.name, letter.group, letter.rank, old.num_blocks
-                )
-
-    def restart_scheduler(self) -> None:
-        """It knows nothing; the workers live on."""
-        self.group = WorkerGroup(self.group.tp_size)
-        self.assignments.clear()
+from penstock.protocol.sockets import LIVENESS
+from tests.services.scheduler.site import Site
 
 
 def test_group_is_seated_when_enough_workers_are_there() -> None:
@@ -204,3 +150,53 @@ def test_rank_0_tells_the_size_of_blocks_and_how_long_its_gpu_waits() -> None:
     site.load(second[0], 7)
     assert (site.group.block_size, site.group.num_blocks) == (64, 5)
     assert site.group.idle_us == (1.5, 9.0)
+
+
+# ---- silence ---------------------------------------------------------------------------------
+
+
+def test_silent_worker_without_a_place_is_forgotten() -> None:
+    """So that it is not given one when another comes, and that nothing grows for ever."""
+    site = Site()
+    [gone] = site.start("w1")
+    site.pass_time(LIVENESS)
+    assert gone in site.group._hellos
+    site.pass_time(1)
+    assert not site.group._hellos
+    assert not site.group._num_missed
+    [first] = site.start("w2")
+    assert site.group.members == []
+    site.say_hello(gone)
+    assert site.group.members == [first, gone]
+
+
+def test_worker_that_is_heard_is_not_forgotten() -> None:
+    site = Site()
+    members = site.start("w1", "w2", num_blocks=8)
+    [spare] = site.start("w3")
+    assert spare not in site.pass_time(3 * LIVENESS, *members, spare)
+    site.kill(members[0])
+    [other] = site.start("w4")
+    assert site.group.members == [spare, other]
+
+
+def test_members_are_told_their_places_again() -> None:
+    """One may be at a long step; whether it is there shows when it is written to."""
+    site = Site()
+    members = _, two = site.start("w1", "w2", num_blocks=8)
+    before = dict(site.assignments)
+    site.assignments.clear()
+    assert site.pass_time(LIVENESS + 2, two) == members * (LIVENESS + 2)
+    assert site.group.members == members
+    assert site.group.ready
+    assert site.assignments == before
+
+
+def test_nobody_is_written_to_when_there_is_no_group_any_more() -> None:
+    """Not even a dismissed worker whose last heartbeat comes behind the loss of the group."""
+    site = Site()
+    one, two = site.start("w1", "w2", num_blocks=8)
+    last_heartbeat = site.hellos[two]
+    site.kill(one)
+    site.deliver(site.group.hello(two, last_heartbeat))
+    assert site.pass_time(LIVENESS + 1) == []

@@ -1,6 +1,7 @@
 """The worker's talk with the scheduler, with a runner that computes nothing."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,6 +125,10 @@ class Talk:
         return isinstance(self.answer(), WorkerHello)
 
 
+def hello(*fields: Any) -> WorkerHello:
+    return WorkerHello(*fields, pid=os.getpid())
+
+
 def assignment(epoch: int = 1, group: str = "g", rank: int = 0) -> WorkerAssignment:
     return WorkerAssignment(epoch, group, rank, 2, "tcp://127.0.0.1:1")
 
@@ -150,20 +155,20 @@ def seated(talk: Talk) -> Talk:
 
 def test_says_who_it_is_and_then_what_it_holds(talk: Talk) -> None:
     talk.worker.say_hello()
-    assert talk.answer() == WorkerHello("worker.1")
+    assert talk.answer() == hello("worker.1")
     talk.tell(assignment(rank=1))
-    assert talk.answer() == WorkerHello("worker.1", "g", 1, 5, 16, (3.0, 4.0))
+    assert talk.answer() == hello("worker.1", "g", 1, 5, 16, (3.0, 4.0))
     talk.worker.say_hello()
-    assert talk.answer() == WorkerHello("worker.1", "g", 1, 5, 16, (3.0, 4.0))
+    assert talk.answer() == hello("worker.1", "g", 1, 5, 16, (3.0, 4.0))
 
 
 def test_says_hello_while_it_loads(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.services.worker.process.HEARTBEAT_INTERVAL", 0.0)
     talk.num_progress_calls = 2
     talk.tell(assignment())
-    assert talk.answer() == WorkerHello("worker.1", "g", 0, 0)
-    assert talk.answer() == WorkerHello("worker.1", "g", 0, 0)
-    assert talk.answer() == WorkerHello("worker.1", "g", 0, 5, 16, (3.0, 4.0))
+    assert talk.answer() == hello("worker.1", "g", 0, 0)
+    assert talk.answer() == hello("worker.1", "g", 0, 0)
+    assert talk.answer() == hello("worker.1", "g", 0, 5, 16, (3.0, 4.0))
 
 
 def test_every_plan_is_answered_with_its_tokens(seated: Talk) -> None:
@@ -222,7 +227,7 @@ def test_says_hello_no_oftener_than_need_be(talk: Talk, monkeypatch: pytest.Monk
     monkeypatch.setattr("penstock.services.worker.process.HEARTBEAT_INTERVAL", 3600.0)
     talk.num_progress_calls = 2
     talk.tell(assignment())
-    assert talk.answer() == WorkerHello("worker.1", "g", 0, 5, 16, (3.0, 4.0))
+    assert talk.answer() == hello("worker.1", "g", 0, 5, 16, (3.0, 4.0))
 
 
 def test_a_new_epoch_keeps_the_model_and_drops_the_batch(seated: Talk) -> None:

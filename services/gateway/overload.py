@@ -1,0 +1,67 @@
+"""How much the gateway lets in, and when it goes better."""
+
+from collections import deque
+
+from penstock.protocol.config import Config
+from penstock.services.gateway.admission import RefusedError
+from penstock.services.gateway.ledger import Ledger
+
+NUM_SAMPLES = 20
+"""heartbeats over which the rate of starts is taken"""
+MAX_RETRY_AFTER = 60.0
+"""seconds"""
+
+
+class Overload:
+    """Limits on what the ledger holds, in requests, prompt tokens and bytes.
+
+    What counts has been confirmed: a prompt's tokens by the tokenizer, its start by the first token
+    that came out. A refused client is told in how many seconds what waits now will have started, at
+    the rate of the last NUM_SAMPLES heartbeats; 1 to 60, and 1 where nothing started in them.
+    """
+
+    def __init__(self, config: Config, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._max_requests = config.max_num_seqs + config.max_waiting_requests
+        self._max_waiting_tokens = config.max_waiting_tokens
+        self._max_open_bytes = config.max_open_bytes
+        self._starts: deque[tuple[float, int]] = deque(maxlen=NUM_SAMPLES)
+        """(moment, requests started until then)"""
+
+    def sample(self, now: float) -> None:
+        """To be called every heartbeat; `now` in seconds of one clock."""
+        self._starts.append((now, self._ledger.num_started))
+
+    def check(self, num_bytes: int, num_tokens: int) -> None:
+        """Whether a request of so many bytes and prompt tokens may come in. Raises RefusedError."""
+        ledger = self._ledger
+        if ledger.num_open >= self._max_requests:
+            raise self._refusal(
+                f"{ledger.num_open} requests are open; the limit is {self._max_requests}"
+            )
+        if ledger.num_waiting and (
+            (waiting := ledger.num_waiting_tokens + num_tokens) > self._max_waiting_tokens
+        ):
+            raise self._refusal(
+                f"{waiting} prompt tokens would wait, {num_tokens} of this request; the limit is "
+                f"{self._max_waiting_tokens}"
+            )
+        if ledger.num_bytes + num_bytes > self._max_open_bytes:
+            raise self._refusal(
+                f"open requests and their answers have {ledger.num_bytes} bytes, this request has "
+                f"{num_bytes}; the limit is {self._max_open_bytes}"
+            )
+
+    def _refusal(self, reason: str) -> RefusedError:
+        return RefusedError(
+            f"overloaded: {reason}", code="overloaded", retry_after=self._retry_after()
+        )
+
+    def _retry_after(self) -> float:
+        if not self._starts:
+            return 1.0
+        (begin, before), (end, now) = self._starts[0], self._starts[-1]
+        if now == before:
+            return 1.0
+        seconds = self._ledger.num_waiting * (end - begin) / (now - before)
+        return min(max(1.0, seconds), MAX_RETRY_AFTER)

@@ -1,0 +1,187 @@
+"""What becomes of a request between its acceptance and its answer."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
+
+from penstock.protocol.checkpoint import read_generation_config, read_model_config
+from penstock.protocol.client import (
+    ErrorReply,
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+    TextDelta,
+)
+from penstock.protocol.config import Config
+from penstock.protocol.messages import ReleaseRequest
+from penstock.protocol.sockets import Channel
+from penstock.services.gateway.admission import Admission, RefusedError
+from penstock.services.gateway.connections import Client, Connection, Connections
+from penstock.services.gateway.ledger import Entry, GapError, Ledger, Timer, estimated_tokens
+from penstock.services.gateway.outbox import Outbox
+from penstock.services.gateway.overload import Overload
+from penstock.services.gateway.tokenizers import Tokenizers
+
+log = logging.getLogger("gateway")
+CallLater = Callable[[float, Callable[[], None]], Timer]
+"""calls a function in so many seconds, and `Gateway.pump` behind it"""
+
+
+class Requests:
+    """Accepts requests, begins them again, ends them."""
+
+    def __init__(
+        self,
+        config: Config,
+        ledger: Ledger,
+        connections: Connections,
+        outbox: Outbox,
+        tokenizers: Tokenizers,
+        to_scheduler: Channel[Any],
+        call_later: CallLater,
+    ) -> None:
+        self._generation = read_generation_config(config.model_folder)
+        self._admission = Admission(config, read_model_config(config.model_folder))
+        self._overload = Overload(config, ledger)
+        self._max_unread_bytes = config.max_unread_bytes
+        self._ledger = ledger
+        self._connections = connections
+        self._outbox = outbox
+        self._tokenizers = tokenizers
+        self._to_scheduler = to_scheduler
+        self._call_later = call_later
+        self.draining = False
+
+    def ask(self, client: Client, request: GenerateRequest, num_bytes: int) -> None:
+        """A client asks, with a frame of so many bytes; perhaps for what it has asked for before.
+        Raises RefusedError."""
+        entry = self._ledger.find(request.request_id) if request.request_id else None
+        if entry is None:
+            self._accept(client, request, num_bytes)
+        elif request == entry.request:
+            self._adopt(entry, client)
+        else:
+            raise RefusedError(
+                f"another request with request_id {entry.request_id!r} is open already",
+                "request_id",
+            )
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request with what it has; False if it is not open."""
+        if entry := self._ledger.get(request_id):
+            self._finish(entry, "abort")
+        return entry is not None
+
+    def fail(self, entry: Entry, error: ErrorReply) -> None:
+        """Answers a request with an error."""
+        error.request_id = entry.request_id
+        self._answer(entry, error)
+
+    def release_unknown(self, request_id: str, attempt: int) -> None:
+        """The scheduler goes on with what is over here. It has a lease for what an earlier gateway
+        has begun: somebody may yet ask for it."""
+        if attempt >= self._ledger.first_attempt:
+            self._to_scheduler.send(ReleaseRequest(request_id, attempt))
+
+    def on_delta(self, delta: TextDelta) -> None:
+        """Passes new text on."""
+        entry = self._ledger.get(delta.request_id)
+        if entry is None:
+            self.release_unknown(delta.request_id, delta.attempt)
+            return
+        try:
+            is_new = self._ledger.append(entry, delta)
+        except GapError as error:
+            log.warning("%s: %s; it begins again there", delta.request_id, error)
+            self._ledger.begin_attempt(entry)
+            self._tokenizers.submit(entry)
+            return
+        if is_new and delta.finish_reason:
+            self._finish(entry, delta.finish_reason)
+        elif is_new and entry.request.stream:
+            self._outbox.deliver(entry)
+
+    def begin_again(self) -> None:
+        """The scheduler was restarted and knows nothing."""
+        entries = self._ledger.begin_again()
+        log.warning("the scheduler was restarted: %d requests go on", len(entries))
+        for entry in entries:
+            self._tokenizers.submit(entry)
+
+    def on_heartbeat(self) -> None:
+        """Gives up clients that are gone, and those that do not read."""
+        self._overload.sample(time.monotonic())
+        for request_id in self._connections.take_lost():
+            if entry := self._ledger.find(request_id):
+                self._drop(entry)
+        for connection in self._outbox.on_heartbeat(self._max_unread_bytes):
+            self._cut_off(connection)
+
+    def _accept(self, client: Client, request: GenerateRequest, num_bytes: int) -> None:
+        """Writes a request into the ledger and sends it on its way."""
+        if self.draining:
+            raise RefusedError("the pipeline stops and takes no more requests", code="overloaded")
+        self._overload.check(num_bytes, estimated_tokens(request))
+        self._admission.check(request, is_req_socket=client.envelope[-1] == b"")
+        entry = Entry(request, request.request_id or uuid4().hex, client, num_bytes)
+        self._generation.fill(entry.sampling)
+        self._ledger.add(entry)
+        self._connections.add(entry.request_id, client)
+        if request.timeout is not None:
+            entry.timer = self._call_later(request.timeout, lambda: self._finish(entry, "abort"))
+        self._tokenizers.submit(entry)
+
+    def _adopt(self, entry: Entry, client: Client) -> None:
+        """Who asked last gets the answer, from its start."""
+        request_id, previous = entry.request_id, entry.client
+        self._connections.remove(request_id, previous)
+        if previous.connection is not client.connection:
+            message = f"request {request_id!r} is answered on another connection now"
+            moved = ErrorReply(code="failed", message=message, request_id=request_id)
+            self._outbox.reply(previous, moved)
+        entry.client = client
+        entry.rewind()
+        self._connections.add(request_id, client)
+        self._outbox.deliver(entry)
+
+    def _finish(self, entry: Entry, reason: FinishReason) -> None:
+        """Answers a request with all its text."""
+        self._answer(entry, entry.reply(reason))
+
+    def _answer(self, entry: Entry, reply: GenerateReply | ErrorReply) -> None:
+        """The last word to a request."""
+        self._free(entry)
+        self._ledger.answer(entry, reply)
+        self._outbox.deliver(entry)
+
+    def _drop(self, entry: Entry) -> None:
+        """Ends a request, answered or not, whose client can't get the answer."""
+        if entry.answer is None:
+            self._free(entry)
+        self._outbox.close(entry)
+
+    def _free(self, entry: Entry) -> None:
+        """Nothing works at a request any more."""
+        if entry.timer:
+            entry.timer.cancel()
+        self._tokenizers.forget(entry)
+        self._to_scheduler.send(ReleaseRequest(entry.request_id, entry.attempt))
+
+    def _cut_off(self, connection: Connection) -> None:
+        """Ends the requests of a client that does not read."""
+        if not connection.was_cut_off:
+            log.warning(
+                "a client has left %d bytes of answers unread: its %d requests are aborted",
+                self._outbox.num_unread_bytes(connection),
+                len(connection.request_ids),
+            )
+        connection.was_cut_off = True
+        connection.replies.clear()
+        message = f"more than {self._max_unread_bytes} bytes of answers were left unread"
+        for entry in [self._ledger.find(request_id) for request_id in connection.request_ids]:
+            if entry:
+                self._drop(entry)
+                error = ErrorReply(code="failed", message=message, request_id=entry.request_id)
+                self._outbox.reply(entry.client, error)

@@ -1,0 +1,39 @@
+"""A request that kills every worker that runs it gets an error; the requests beside it go on."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.launch.errors import RequestError
+from penstock.launch.procfile import PROCFILE
+from penstock.models.demo.tasks import answer_to, count_prompt
+from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
+
+pytestmark = pytest.mark.chaos
+NUM_STREAMS = 8
+PROMPT = count_prompt(1, 60)
+WORKER = Path(__file__).with_name("poison_worker.py")
+
+
+def test_poison_is_given_up_and_the_others_are_right(
+    pipeline: Callable[..., Pipeline],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """With as many deaths as `launch all` allows by default."""
+    procfile = tmp_path / "procfile"
+    worker = f"worker: python -P {WORKER}"
+    procfile.write_text(re.sub("^worker: .*$", worker, PROCFILE.read_text(), flags=re.MULTILINE))
+    running = pipeline("--procfile", str(procfile))
+    with running.client() as client:
+        streams = [client.stream(PROMPT) for _ in range(NUM_STREAMS // 2)]
+        poison = client.submit("repeat: ☠")
+        streams += [client.stream(PROMPT) for _ in range(NUM_STREAMS // 2)]
+        with pytest.raises(RequestError, match="the workers died 3 times in a row") as failed:
+            poison.result()
+        assert failed.value.code == "failed"
+        texts = ["".join(delta.text for delta in stream) for stream in streams]
+        assert texts == [answer_to(PROMPT)] * NUM_STREAMS
+        assert client.generate("17+25=").text == "42"
+    assert running.restarts()["worker.1"] == 3

@@ -1,0 +1,30 @@
+"""A spare worker takes the place of one that is killed."""
+
+from collections.abc import Callable
+
+import pytest
+
+from penstock.models.demo.tasks import answer_to, count_prompt
+from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
+
+pytestmark = pytest.mark.chaos
+PROMPT = count_prompt(1, 90)
+
+
+def test_a_spare_worker_goes_on_and_the_killed_one_comes_back_as_spare(
+    pipeline: Callable[..., Pipeline],  # noqa: F811
+) -> None:
+    served = pipeline("--spare-workers", "1")
+    with served.client() as client:
+        seats = client.status(fresh=True).scheduler
+        assert seats
+        [first] = seats.workers
+        [spare] = {"worker.1", "worker.2"} - {first}
+        for victim, successor in ((first, spare), (spare, first)):
+            stream = client.stream(PROMPT)
+            begin = next(iter(stream)).text
+            served.kill(victim)
+            assert begin + "".join(delta.text for delta in stream) == answer_to(PROMPT)
+            status = client.status(fresh=True).scheduler
+            assert status
+            assert status.workers == [successor]

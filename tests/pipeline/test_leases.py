@@ -1,0 +1,96 @@
+"""Clients that ask again, clients that are gone, time limits: with real processes."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from penstock.models.demo.tasks import answer_to, count_prompt
+from penstock.protocol.client import JSON, GenerateReply, GenerateRequest
+from tests.pipeline.conftest import Pipeline
+from tests.pipeline.test_restart import PATIENT, halted
+
+pytestmark = pytest.mark.pipeline
+ANSWER_TIMEOUT_MS = 60_000
+PROMPT = count_prompt(1, 60)
+
+
+@pytest.fixture(scope="module")
+def served(pipeline: Callable[..., Pipeline]) -> Pipeline:
+    return pipeline(*PATIENT)
+
+
+@pytest.fixture
+def req(served: Pipeline) -> Iterator["zmq.Socket[bytes]"]:
+    """A REQ socket that may ask again before it has an answer."""
+    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+        for option in (zmq.REQ_RELAXED, zmq.REQ_CORRELATE):
+            socket.setsockopt(option, 1)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, ANSWER_TIMEOUT_MS)
+        socket.connect(served.endpoint)
+        yield socket
+
+
+def wait_for_requests(served: Pipeline, number: int) -> None:
+    """Until the gateway has so many open; each question waits for its answer."""
+    with served.client() as client:
+        while client.status().num_requests != number:
+            pass
+
+
+def wait_until_all_is_free(served: Pipeline) -> None:
+    """The scheduler's reports come twice a second: they are read until one says so."""
+    with served.client() as client:
+        while one := client.status(fresh=True).scheduler:
+            if not one.num_running + one.num_waiting and one.num_free_blocks == one.num_blocks:
+                break
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_asked_again(served: Pipeline, req: "zmq.Socket[bytes]", dies: bool) -> None:
+    """By a plain REQ socket: one reply, and the right one, though the gateway may die between."""
+    frame = JSON.encode(GenerateRequest(prompt=PROMPT, request_id=f"again, {dies}"))
+    with halted(served, "worker.1"):
+        req.send(frame)
+        wait_for_requests(served, 1)
+        if dies:
+            served.kill("gateway.1")
+        req.send(frame)
+        wait_for_requests(served, 1)
+    reply = JSON.decode_reply(req.recv())
+    assert isinstance(reply, GenerateReply)
+    assert reply.text == answer_to(PROMPT)
+    assert not req.poll(0)
+    req.send(b'{"prompt": "17+25="}')
+    reply = JSON.decode_reply(req.recv())
+    assert isinstance(reply, GenerateReply)
+    assert reply.text == "42"
+    wait_until_all_is_free(served)
+
+
+def test_requests_of_a_client_that_is_gone(served: Pipeline) -> None:
+    """Without a worker they can't end by themselves."""
+    with zmq.Context() as context, halted(served, "worker.1"):
+        with context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(served.endpoint)
+            for stream in (False, True):
+                socket.send(JSON.encode(GenerateRequest(prompt=PROMPT, stream=stream)))
+            wait_for_requests(served, 2)
+        wait_for_requests(served, 0)
+    wait_until_all_is_free(served)
+
+
+def test_a_time_limit(served: Pipeline) -> None:
+    """Without a worker nothing comes."""
+    with served.client() as client, halted(served, "worker.1"):
+        reply = client.generate(PROMPT, timeout=0.1)
+        assert (reply.finish_reason, reply.text) == ("abort", "")
+    wait_until_all_is_free(served)
+
+
+def test_the_shortest_time_limit_and_none(served: Pipeline) -> None:
+    with served.client() as client:
+        assert client.generate(PROMPT, timeout=5e-324).finish_reason == "abort"
+        assert client.generate(PROMPT, timeout=float("inf")).text == answer_to(PROMPT)

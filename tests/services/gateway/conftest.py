@@ -1,0 +1,169 @@
+"""The real gateway between a client, a tokenizer and a scheduler that the test plays."""
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from penstock.protocol.client import MSGPACK, GenerateRequest, Request, TextDelta
+from penstock.protocol.config import Config
+from penstock.protocol.endpoints import Endpoints
+from penstock.protocol.keys import secure_client
+from penstock.protocol.messages import (
+    Heartbeat,
+    TextDeltas,
+    Tokenized,
+    ToScheduler,
+    ToTokenizer,
+)
+from penstock.protocol.sockets import bind, connect
+from penstock.services.gateway.process import Gateway
+
+TIMEOUT = 10_000
+PROMPT = list(range(5))
+
+
+class Timer:
+    """A call that comes when the test says so."""
+
+    def __init__(self, seconds: float, function: Callable[[], None], timers: list["Timer"]) -> None:
+        self.seconds = seconds
+        self.fire = function
+        self._timers = timers
+        timers.append(self)
+
+    def cancel(self) -> None:
+        self._timers.remove(self)
+
+
+class Stage:
+    """A gateway that works while the test waits for something."""
+
+    def __init__(self, context: "zmq.Context[Any]", folder: Path, config: Config) -> None:
+        self.context = context
+        at = Endpoints(config.endpoint, *(f"ipc://{folder}/{n}" for n in Endpoints._fields[1:]))
+        process = SimpleNamespace(
+            config=config, log=logging.getLogger("gateway"), context=context, endpoints=at
+        )
+        self.timers: list[Timer] = []
+        self.scheduler = bind(context, zmq.PULL, at.requests, ToScheduler)
+        self.gateway = Gateway(process, lambda s, f: Timer(s, f, self.timers))  # type: ignore[arg-type]
+        self.tokenizer = connect(context, zmq.DEALER, at.tokenizers, ToTokenizer, b"t")
+        self.detokenizer = connect(context, zmq.PUSH, at.results)
+        where = self.gateway.clients.socket.getsockopt(zmq.LAST_ENDPOINT)
+        self.endpoint = where.decode().rstrip("\0")  # type: ignore[union-attr]
+        self._poller = zmq.Poller()
+        for channel, _ in self.gateway.handlers:
+            self._poller.register(channel.socket, zmq.POLLIN)
+
+    def work_until(self, is_so: Callable[[], Any]) -> None:
+        """Lets the gateway handle what comes."""
+        while not is_so():
+            assert self._poller.poll(TIMEOUT), "nothing comes any more"
+            while self.gateway.pump():
+                pass
+
+    def connect(self, keys: Path | None = None, **options: int) -> "zmq.Socket[bytes]":
+        """A client."""
+        socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        if keys:
+            secure_client(socket, keys, "client")
+        for option, value in options.items():
+            socket.setsockopt(getattr(zmq, option), value)
+        socket.connect(self.endpoint)
+        return socket
+
+    def ask(self, socket: "zmq.Socket[bytes]", *questions: Request) -> None:
+        for question in questions:
+            socket.send(MSGPACK.encode(question))
+
+    def open(self, socket: "zmq.Socket[bytes]", *request_ids: str, **fields: Any) -> None:
+        """Asks, and lets the gateway accept."""
+        self.ask(socket, *(request(one, **fields) for one in request_ids))
+        self.work_until(lambda: all(map(self.gateway.ledger.get, request_ids)))
+
+    def hear(self, socket: "zmq.Socket[bytes]") -> Any:
+        """The next reply to a client."""
+        self._poller.register(socket, zmq.POLLIN)
+        self.work_until(lambda: socket.poll(0))
+        self._poller.unregister(socket)
+        return MSGPACK.decode_reply(socket.recv_multipart()[-1])
+
+    def generate(self, request_id: str, begin: int, end: int, **fields: Any) -> None:
+        """A detokenizer has tokens `begin` to `end`, of one character each."""
+        entry = self.gateway.ledger.get(request_id)
+        assert entry
+        delta = TextDelta(
+            request_id=request_id,
+            token_offset=begin,
+            char_offset=begin,
+            token_ids=list(range(begin, end)),
+            text="x" * (end - begin),
+            attempt=entry.attempt,
+            prompt_tokens=len(PROMPT),
+            **fields,
+        )
+        self.detokenizer.send(TextDeltas([delta]))
+        self.work_until(lambda: entry.answer or len(entry.token_ids) >= end)
+
+    def tokenize(self) -> Any:
+        """The tokenizer's next request, which it passes on."""
+        if not len(self.gateway.tokenizers.peers):
+            self.tokenizer.send(Heartbeat("tokenizer.1"))
+            self.work_until(lambda: len(self.gateway.tokenizers.peers))
+        assert self.tokenizer.socket.poll(TIMEOUT)
+        task = self.tokenizer.decode([self.tokenizer.socket.recv()])
+        self.tokenizer.send(Tokenized(task.request_id, task.attempt, 7))
+        peer = self.gateway.tokenizers.peers.get(b"t")
+        assert peer
+        self.work_until(lambda: (task.request_id, task.attempt) not in peer.work)
+        return task
+
+    def told_scheduler(self) -> list[Any]:
+        """What the gateway has told the scheduler up to now."""
+        self.gateway.requests.release_unknown("end", self.gateway.ledger.first_attempt)
+        heard: list[Any] = []
+        while not heard or getattr(heard[-1], "request_id", "") != "end":
+            assert self.scheduler.socket.poll(TIMEOUT)
+            heard += [message for _, message in self.scheduler.receive()]
+        return heard[:-1]
+
+    def heartbeats(self, number: int) -> None:
+        """As long as it takes a client that is gone to be given up: two."""
+        for _ in range(number):
+            self.gateway.on_heartbeat()
+
+    def is_empty(self) -> bool:
+        """Nothing is held for any request."""
+        ledger, tokenizers, connections = (
+            self.gateway.ledger,
+            self.gateway.tokenizers,
+            self.gateway.connections,
+        )
+        counts = (ledger.num_bytes, ledger.num_waiting, ledger.num_waiting_tokens)
+        held = [one.request_ids or one.is_full for one in connections._by_fd.values()]
+        work = [peer.work for peer in tokenizers.peers]
+        lost = connections._lost or connections._lost_before or connections._nobody.request_ids
+        empty = not (len(ledger) or tokenizers.unassigned or lost or self.timers)
+        return empty and not any([*counts, *held, *work])
+
+
+def request(request_id: str, **fields: Any) -> GenerateRequest:
+    return GenerateRequest(request_id=request_id, **{"prompt": PROMPT} | fields)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
+    """Starts a gateway with options."""
+    context: zmq.Context[Any] = zmq.Context()
+
+    def start(**options: Any) -> Stage:
+        return Stage(context, tmp_path, Config(**{"endpoint": f"ipc://{tmp_path}/c"} | options))
+
+    yield start
+    context.destroy(linger=0)

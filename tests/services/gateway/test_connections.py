@@ -1,0 +1,192 @@
+"""Clients that are gone, that come back, and that ask again; with real sockets."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+
+from penstock.launch.keys import make_keys
+from penstock.protocol.client import MSGPACK, ErrorReply, GenerateReply, TextDelta
+from penstock.protocol.messages import GatewayStarted, ReleaseRequest
+from penstock.services.gateway.connections import Client, Connections
+from tests.services.gateway.conftest import TIMEOUT, Stage, request
+
+Start = Callable[..., Stage]
+
+
+def leave(stage: Stage, client: "zmq.Socket[bytes]") -> None:
+    """The gateway hears that a connection is closed."""
+    before = len(stage.gateway.connections)
+    client.close()
+    stage.work_until(lambda: len(stage.gateway.connections) < before)
+
+
+@pytest.mark.parametrize("where", ["tcp", "ipc", "curve"])
+def test_requests_of_a_client_that_is_gone_end(stage: Start, tmp_path: Path, where: str) -> None:
+    keys = tmp_path / "keys" if where == "curve" else None
+    if keys:
+        make_keys(keys, None)
+    endpoint = f"ipc://{tmp_path}/c" if where == "ipc" else "tcp://127.0.0.1:*"
+    one = stage(endpoint=endpoint, keys=str(keys or ""))
+    gone, stays = one.connect(keys), one.connect(keys)
+    one.open(gone, "a")
+    one.open(gone, "b", stream=True)
+    one.open(stays, "c")
+    leave(one, gone)
+    one.heartbeats(1)
+    assert len(one.gateway.ledger) == 3
+    one.heartbeats(1)
+    assert [one.gateway.ledger.get(name) is None for name in "abc"] == [True, True, False]
+    released = [m.request_id for m in one.told_scheduler() if isinstance(m, ReleaseRequest)]
+    assert sorted(released) == ["a", "b"]
+
+
+def test_a_client_that_comes_back_goes_on(stage: Start) -> None:
+    one = stage()
+    first = one.connect()
+    one.open(first, "a", stream=True)
+    one.tokenize()
+    one.generate("a", 0, 3)
+    leave(one, first)
+    one.heartbeats(1)
+    second = one.connect()
+    one.ask(second, request("a", stream=True))
+    assert one.hear(second).token_ids == [0, 1, 2]
+    one.heartbeats(3)
+    one.generate("a", 3, 5, finish_reason="stop")
+    assert one.hear(second).token_offset == 3
+    assert one.hear(second).token_ids == [0, 1, 2, 3, 4]
+    assert one.is_empty()
+
+
+def test_an_answer_waits_for_a_client_that_comes_back(stage: Start) -> None:
+    one = stage()
+    first = one.connect()
+    one.open(first, "a")
+    one.tokenize()
+    leave(one, first)
+    one.generate("a", 0, 3, finish_reason="stop")
+    second = one.connect()
+    one.ask(second, request("a"))
+    assert one.hear(second).token_ids == [0, 1, 2]
+    assert one.is_empty()
+    assert not one.tokenizer.socket.poll(0)
+
+
+def test_events_count_before_the_request_that_is_read_behind_them(stage: Start) -> None:
+    """The gateway has the request of a new connection in hand, and has heard of neither the end of
+    the one before nor of this one."""
+    one = stage()
+    first = one.connect()
+    one.open(first, "a")
+    first.close()
+    assert one.gateway.monitor.channel.socket.poll(TIMEOUT)
+    second = one.connect()
+    one.ask(second, request("b"))
+    assert one.gateway.clients.socket.poll(TIMEOUT)
+    one.gateway.on_clients()
+    one.heartbeats(2)
+    assert [one.gateway.ledger.get(name) is None for name in "ab"] == [True, False]
+
+
+def test_a_descriptor_that_is_used_again() -> None:
+    connections = Connections()
+    clients = []
+    for name in "ab":
+        connections.accepted(5)
+        clients.append(Client((b"c",), MSGPACK, connections.of(5)))
+        connections.add(name, clients[-1])
+        if name == "a":
+            connections.closed(5)
+    assert [client.connection.is_gone for client in clients] == [True, False]
+    assert [connections.take_lost() for _ in range(3)] == [set(), {"a"}, set()]
+
+
+def test_a_request_that_is_read_when_its_client_has_gone(stage: Start) -> None:
+    one = stage()
+    gone = one.connect()
+    one.ask(gone, request("a"))
+    assert one.gateway.clients.socket.poll(TIMEOUT)
+    one.gateway.monitor.handle()
+    assert len(one.gateway.connections) == 1
+    gone.close()
+    assert one.gateway.monitor.channel.socket.poll(TIMEOUT)
+    one.work_until(lambda: one.gateway.ledger.get("a"))
+    one.heartbeats(2)
+    assert one.is_empty()
+
+
+def test_asked_again_on_another_connection(stage: Start) -> None:
+    """The last one that asks gets all of it; the one before is told so."""
+    one = stage()
+    first, second = one.connect(), one.connect()
+    one.open(first, "a", stream=True)
+    one.tokenize()
+    one.generate("a", 0, 2)
+    assert isinstance(one.hear(first), TextDelta)
+    one.ask(second, request("a", stream=True))
+    so_far = one.hear(second)
+    assert (so_far.token_offset, so_far.char_offset, so_far.text) == (0, 0, "xx")
+    moved = one.hear(first)
+    assert isinstance(moved, ErrorReply)
+    assert (moved.code, moved.request_id) == ("failed", "a")
+    assert moved.message == "request 'a' is answered on another connection now"
+    leave(one, first)
+    one.heartbeats(3)
+    one.generate("a", 2, 3, finish_reason="stop")
+    assert one.hear(second).token_offset == 2
+    assert isinstance(one.hear(second), GenerateReply)
+    assert one.is_empty()
+
+
+def test_asked_again_on_the_same_connection(stage: Start) -> None:
+    """As a REQ socket does that has waited long enough: what is before the message counts."""
+    one = stage()
+    client = one.connect()
+    for number in (b"1", b"2"):
+        client.send_multipart([number, b"", MSGPACK.encode(request("a"))])
+    ledger = one.gateway.ledger
+    one.work_until(lambda: (entry := ledger.get("a")) and b"2" in entry.client.envelope)
+    one.tokenize()
+    one.generate("a", 0, 2, finish_reason="stop")
+    assert client.recv_multipart()[:-1] == [b"2", b""]
+    one.open(client, "b")
+    one.tokenize()
+    one.generate("b", 0, 2, finish_reason="stop")
+    assert one.hear(client).request_id == "b"  # and nothing else for the first
+    assert one.is_empty()
+
+
+def test_another_request_of_the_same_id_is_refused(stage: Start) -> None:
+    one = stage()
+    client = one.connect()
+    one.open(client, "a")
+    one.ask(client, request("a", max_tokens=9))
+    refused = one.hear(client)
+    assert (refused.code, refused.field) == ("invalid", "request_id")
+    assert refused.message == "another request with request_id 'a' is open already"
+    assert one.gateway.ledger.get("a")
+
+
+def test_attempts_begin_where_the_gateway_does(stage: Start) -> None:
+    one = stage()
+    (started,) = one.told_scheduler()
+    assert isinstance(started, GatewayStarted)
+    assert started.first_attempt > 1_700_000_000_000_000  # microseconds since 1970
+    one.open(one.connect(), "a")
+    assert one.tokenize().attempt == started.first_attempt
+
+
+def test_the_monitor_has_no_limit(stage: Start) -> None:
+    """libzmq would wait, and with it all clients, if nobody took in what it tells."""
+    one = stage(endpoint="tcp://127.0.0.1:*")
+    host, _, port = one.endpoint.removeprefix("tcp://").partition(":")
+    for _ in range(1500):
+        socket.create_connection((host, int(port))).close()
+    client = one.connect()
+    one.ask(client, request("a"))
+    assert one.gateway.clients.socket.poll(TIMEOUT)
+    one.work_until(lambda: one.gateway.ledger.get("a"))
+    assert len(one.gateway.connections) == 1

@@ -1,0 +1,124 @@
+"""Time limits, tokenizers that are lost, overload, and nothing left of any request."""
+
+from collections.abc import Callable
+from random import Random
+
+from penstock.protocol.client import AbortRequest, SchedulerStatus
+from penstock.protocol.messages import Goodbye, ReleaseRequest
+from tests.services.gateway.conftest import PROMPT, Stage, request
+
+Start = Callable[..., Stage]
+
+
+def test_a_time_limit_while_there_is_no_tokenizer(stage: Start) -> None:
+    one = stage()
+    client = one.connect()
+    one.open(client, "a", timeout=2.5)
+    one.open(client, "b")
+    (timer,) = one.timers
+    assert timer.seconds == 2.5
+    timer.fire()
+    reply = one.hear(client)
+    assert (reply.request_id, reply.finish_reason, reply.token_ids) == ("a", "abort", [])
+    assert isinstance(one.told_scheduler()[-1], ReleaseRequest)
+    assert one.tokenize().request_id == "b"
+
+
+def test_a_time_limit_while_it_runs(stage: Start) -> None:
+    one = stage()
+    client = one.connect()
+    one.open(client, "a", timeout=2.5)
+    one.tokenize()
+    one.generate("a", 0, 3)
+    one.timers[0].fire()
+    reply = one.hear(client)
+    assert (reply.finish_reason, reply.token_ids, reply.text) == ("abort", [0, 1, 2], "xxx")
+    assert reply.usage.prompt_tokens == len(PROMPT)
+    assert one.is_empty()
+
+
+def test_a_time_limit_ends_with_the_request(stage: Start) -> None:
+    one = stage()
+    client = one.connect()
+    one.open(client, "a", timeout=2.5)
+    one.tokenize()
+    one.generate("a", 0, 3, finish_reason="stop")
+    assert one.hear(client).finish_reason == "stop"
+    assert one.is_empty()
+
+
+def test_the_tokenizer_tells_how_long_a_prompt_is(stage: Start) -> None:
+    one = stage()
+    client = one.connect()
+    one.open(client, "a", prompt="x" * 400)
+    assert one.gateway.ledger.num_waiting_tokens == 100
+    one.tokenize()
+    assert one.gateway.ledger.num_waiting_tokens == 7
+    one.ask(client, AbortRequest(request_id="a"))
+    assert one.hear(client).usage.prompt_tokens == 7
+
+
+def test_what_is_recovered_is_never_refused(stage: Start) -> None:
+    one = stage(max_num_seqs=2, max_waiting_requests=0, max_waiting_tokens=1)
+    client = one.connect()
+    one.open(client, "a")
+    one.tokenize()
+    one.generate("a", 0, 1)
+    one.open(client, "b")
+    one.ask(client, request("c"))
+    refused = one.hear(client)
+    assert (refused.code, refused.retry_after) == ("overloaded", 1.0)
+    one.tokenize()
+    for epoch in (1, 2):
+        one.detokenizer.send(SchedulerStatus(epoch=epoch, ready=True))
+    one.work_until(lambda: one.gateway.scheduler and one.gateway.scheduler.epoch == 2)
+    again = [one.tokenize() for _ in range(2)]
+    assert {task.request_id: task.output_token_ids for task in again} == {"a": [0], "b": []}
+
+
+def test_what_a_lost_tokenizer_had_goes_to_the_next(stage: Start) -> None:
+    """Of two attempts of one request it had both: it is done with the first."""
+    one = stage()
+    client = one.connect()
+    one.open(client, "a", "ended")
+    first = one.tokenize()
+    assert first.request_id == "a"
+    one.gateway.tokenizers.submit(one.gateway.ledger.begin_again()[0])
+    one.gateway.tokenizers.done(b"t", "a", first.attempt)
+    one.ask(client, AbortRequest(request_id="ended"))
+    assert one.hear(client).request_id == "ended"
+    one.tokenizer.send(Goodbye())
+    one.work_until(lambda: not len(one.gateway.tokenizers.peers))
+    assert list(one.gateway.tokenizers.unassigned) == ["a"]
+
+
+def test_nothing_is_left_of_ten_thousand_requests(stage: Start) -> None:
+    """Aborted, finished, timed out, or left by their clients; tokenizers do all, half or nothing
+    of their work and leave."""
+    one = stage(max_waiting_requests=2000)
+    rng = Random(1)
+    for turn in range(100):
+        client = one.connect()
+        names = [f"{turn}.{number}" for number in range(100)]
+        one.open(client, *names, stream=rng.random() < 0.5, timeout=9.0)
+        for _ in range((0, 100, 50)[turn % 3]):
+            one.tokenize()
+        for name in names[:60]:
+            if rng.random() < 0.5:
+                one.generate(name, 0, 2)
+            if rng.random() < 0.2:
+                one.generate(name, 0, 3, finish_reason="stop")
+        for name in names[20:80]:
+            if rng.random() < 0.3:
+                one.ask(client, AbortRequest(request_id=name))
+        for timer in rng.sample(one.timers, 10):
+            timer.fire()
+        one.tokenizer.send(Goodbye())
+        one.work_until(lambda: not len(one.gateway.tokenizers.peers))
+        while one.tokenizer.socket.poll(0):
+            one.tokenizer.socket.recv()
+        client.close()
+        one.work_until(lambda: len(one.gateway.connections) == 0)
+        one.heartbeats(2)
+        assert one.is_empty()
+        assert one.told_scheduler()

@@ -1,0 +1,149 @@
+"""A client that does not read slows nobody, loses nothing, and is cut off in the end."""
+
+import logging
+import math
+from collections.abc import Callable
+
+import pytest
+import zmq
+
+from penstock.protocol.client import (
+    MSGPACK,
+    AbortReply,
+    AbortRequest,
+    ErrorReply,
+    GenerateReply,
+    TextDelta,
+)
+from penstock.services.gateway import authentication
+from penstock.services.gateway.connections import Connection
+from tests.services.gateway.conftest import Stage
+
+SLOW = {"RCVHWM": 1, "RCVBUF": 1}
+PIECE = 10_000
+"""tokens of one delta, of one character each: the system's buffers are soon full"""
+
+
+@pytest.fixture
+def one(stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch) -> Stage:
+    monkeypatch.setattr(authentication, "MAX_QUEUE", 4)
+    return stage(endpoint="tcp://127.0.0.1:*", max_unread_bytes=1 << 20)
+
+
+def fill(one: Stage, request_id: str) -> Connection:
+    """Generates until the client's queue is full, and some more: its connection."""
+    entry = one.gateway.ledger.get(request_id)
+    assert entry
+    while not entry.num_unread_bytes:
+        length = len(entry.token_ids)
+        one.generate(request_id, length, length + PIECE)
+    for _ in range(3):
+        length = len(entry.token_ids)
+        one.generate(request_id, length, length + 1)
+    return entry.client.connection
+
+
+def next_reply(one: Stage, socket: "zmq.Socket[bytes]") -> object:
+    """A reply that comes now, or after a heartbeat."""
+    while not socket.poll(100):
+        one.heartbeats(1)
+    return MSGPACK.decode_reply(socket.recv())
+
+
+def test_what_was_not_read_comes_at_once(one: Stage) -> None:
+    slow, quick = one.connect(**SLOW), one.connect()
+    one.open(slow, "slow", stream=True)
+    one.open(quick, "quick", stream=True)
+    one.tokenize()
+    one.tokenize()
+    connection = fill(one, "slow")
+    for begin in range(20):
+        one.generate("quick", begin, begin + 1)
+        assert one.hear(quick).token_ids == [begin]
+    one.generate("quick", 20, 21, finish_reason="stop")
+    assert [type(one.hear(quick)) for _ in range(2)] == [TextDelta, GenerateReply]
+    entry = one.gateway.ledger.get("slow")
+    assert entry
+    num_tokens = len(entry.token_ids) + 1
+    one.generate("slow", num_tokens - 1, num_tokens, finish_reason="stop")
+    assert one.gateway.ledger.num_open == 0  # an answer that is not fetched keeps nobody out
+    one.ask(slow, AbortRequest(request_id="slow"))
+    one.work_until(lambda: connection.replies)
+    deltas: list[TextDelta] = []
+    while not isinstance(reply := next_reply(one, slow), GenerateReply):
+        assert isinstance(reply, TextDelta)
+        assert reply.token_offset == sum(len(delta.token_ids) for delta in deltas)
+        deltas.append(reply)
+    assert "".join(delta.text for delta in deltas) == reply.text == "x" * num_tokens
+    assert len(deltas[-1].token_ids) >= 4  # those that found no room
+    assert isinstance(next_reply(one, slow), AbortReply)
+    assert one.is_empty()
+
+
+def test_who_leaves_too_much_unread_is_cut_off(
+    one: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow, quick = one.connect(**SLOW), one.connect()
+    one.open(slow, "a", stream=True)
+    one.open(slow, "b")
+    one.open(quick, "quick", stream=True)
+    for _ in range(3):
+        one.tokenize()
+    connection = fill(one, "a")
+    assert len(one.gateway.ledger) == 3
+    one.told_scheduler()
+    with caplog.at_level(logging.WARNING):
+        while entry := one.gateway.ledger.get("a"):
+            num_tokens = len(entry.token_ids)
+            one.generate("a", num_tokens, num_tokens + PIECE)
+            one.heartbeats(1)
+    assert connection.was_cut_off
+    assert {m.request_id for m in one.told_scheduler()} == {"a", "b"}
+    (message,) = caplog.messages
+    assert message.endswith("bytes of answers unread: its 2 requests are aborted")
+    one.generate("quick", 0, 1, finish_reason="stop")
+    assert isinstance(one.hear(quick), TextDelta)
+    while not isinstance(reply := next_reply(one, slow), ErrorReply):
+        assert isinstance(reply, TextDelta)
+    errors = [reply, next_reply(one, slow)]
+    assert {error.request_id for error in errors} == {"a", "b"}
+    assert reply.message == "more than 1048576 bytes of answers were left unread"
+    assert isinstance(one.hear(quick), GenerateReply)
+    assert one.is_empty()
+
+
+def test_a_full_queue_is_no_client_that_is_gone(one: Stage) -> None:
+    slow = one.connect(**SLOW)
+    one.open(slow, "a", stream=True)
+    one.tokenize()
+    fill(one, "a")
+    identity = one.gateway.ledger.get("a").client.envelope[0]  # type: ignore[union-attr]
+    assert one.gateway.clients.try_send([identity, b""]) == zmq.EAGAIN
+    assert one.gateway.clients.try_send([b"nobody", b""]) == zmq.EHOSTUNREACH
+    slow.close()
+    one.work_until(lambda: not len(one.gateway.connections))
+    one.heartbeats(2)
+    assert one.is_empty()
+
+
+def test_a_full_queue_is_not_tried_for_every_token(one: Stage) -> None:
+    """Each try costs the encoding of all that waits."""
+    slow = one.connect(**SLOW)
+    one.open(slow, "a", stream=True)
+    one.tokenize()
+    connection = fill(one, "a")
+    entry = one.gateway.ledger.get("a")
+    assert entry
+    connection.retry_at = math.inf
+    while slow.poll(200):
+        slow.recv()
+    num_tokens = len(entry.token_ids)
+    one.generate("a", num_tokens, num_tokens + 1)
+    assert entry.num_unread_bytes
+    connection.retry_at = 0.0
+    one.generate("a", num_tokens + 1, num_tokens + 2)
+    assert not entry.num_unread_bytes
+
+
+def test_the_queue_of_a_client_has_a_limit(stage: Callable[..., Stage]) -> None:
+    assert stage().gateway.clients.socket.getsockopt(zmq.SNDHWM) == authentication.MAX_QUEUE == 4096

@@ -1,0 +1,75 @@
+"""A scheduler's process without its peers, and what they would say."""
+
+from typing import Any
+
+import zmq
+
+from penstock.protocol.endpoints import Endpoints
+from penstock.protocol.messages import (
+    RequestFailed,
+    StreamOpened,
+    ToGateway,
+    TokenDelta,
+    TokenizedRequest,
+    ToScheduler,
+)
+from penstock.protocol.plan import pack
+from penstock.protocol.sampling import SamplingParams
+from penstock.protocol.sockets import Channel, bind, connect
+from penstock.services.scheduler.process import SchedulerProcess
+
+SAMPLING = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=9)
+NUM_BLOCKS = 16
+
+
+class Gateway:
+    """The other end of two of the scheduler's sockets."""
+
+    def __init__(self, context: "zmq.Context[Any]", at: Endpoints) -> None:
+        self.results: Channel[Any] = bind(context, zmq.PULL, at.results, ToGateway)
+        self.requests: Channel[Any] = connect(context, zmq.PUSH, at.requests)
+
+    def failures(self, process: SchedulerProcess) -> list[RequestFailed]:
+        """What the scheduler has said before the status that it sends now."""
+        process.send_status()
+        found: list[RequestFailed] = []
+        while self.results.socket.poll(10_000):
+            _, message = next(self.results.receive())
+            if not isinstance(message, RequestFailed):
+                return found
+            found.append(message)
+        raise AssertionError("the scheduler says nothing")
+
+
+def deltas(process: SchedulerProcess) -> list[TokenDelta]:
+    """What the detokenizer is told."""
+    return [delta for _, delta in process.streams.take_deltas()]
+
+
+def opened(process: SchedulerProcess) -> list[StreamOpened]:
+    """The streams that the detokenizer is told of."""
+    return [one for delta in deltas(process) for one in delta.opened]
+
+
+def say(process: SchedulerProcess, *messages: ToScheduler) -> None:
+    """What comes over the socket, in one go."""
+    process.inbox.receive = lambda: iter([(b"", m) for m in messages])  # type: ignore
+    process.on_requests()
+
+
+def request(
+    attempt: int = 0,
+    request_id: str = "r",
+    prompt: tuple[int, ...] = (1, 2, 3),
+    output: tuple[int, ...] = (),
+    sampling: SamplingParams = SAMPLING,
+) -> TokenizedRequest:
+    return TokenizedRequest(request_id, attempt, sampling, pack(prompt), pack(output))
+
+
+def step(process: SchedulerProcess, token_id: int = 5) -> None:
+    """Every running sequence gets a token."""
+    assert process.scheduler
+    process.scheduler.schedule()
+    oldest = process.scheduler.in_flight[0]
+    process.streams.put(process.scheduler.update(oldest.number, [token_id] * len(oldest.sampled)))

@@ -1,0 +1,68 @@
+"""Workers that a test lets come and go."""
+
+from itertools import count
+
+from penstock.protocol.messages import WorkerAssignment, WorkerExit, WorkerHello
+from penstock.services.scheduler.workers import Letter, WorkerGroup
+
+
+class Site:
+    """Workers that do what the letters of `WorkerGroup` say."""
+
+    def __init__(self, tp_size: int = 2, num_spares: int = 0) -> None:
+        self.group = WorkerGroup(tp_size, num_spares)
+        self.hellos: dict[bytes, WorkerHello] = {}
+        self.assignments: dict[bytes, WorkerAssignment] = {}
+        self.exits: list[bytes] = []
+        self._numbers = count()
+
+    def start(self, *names: str, num_blocks: int = 0) -> list[bytes]:
+        """Fresh workers say hello; those with `num_blocks` load as soon as they have a place."""
+        identities = [f"{name}-{next(self._numbers)}".encode() for name in names]
+        for name, identity in zip(names, identities, strict=True):
+            self.hellos[identity] = WorkerHello(name)
+            self.say_hello(identity)
+        for identity in identities:
+            if num_blocks and identity in self.assignments:
+                self.load(identity, num_blocks)
+        return identities
+
+    def say_hello(self, *identities: bytes) -> None:
+        for identity in identities:
+            self.deliver(self.group.hello(identity, self.hellos[identity]))
+
+    def load(self, identity: bytes, num_blocks: int) -> None:
+        self.hellos[identity].num_blocks = num_blocks
+        self.say_hello(identity)
+
+    def pass_time(self, num_heartbeats: int, *speakers: bytes) -> list[bytes]:
+        """Of all workers only `speakers` are heard; returns who is written to."""
+        written_to: list[bytes] = []
+        for _ in range(num_heartbeats):
+            self.say_hello(*speakers)
+            letters = self.group.heartbeat()
+            written_to += [identity for identity, _ in letters]
+            self.deliver(letters)
+        return written_to
+
+    def kill(self, identity: bytes) -> None:
+        """A worker dies, and a message to it can't be sent."""
+        del self.hellos[identity]
+        self.deliver(self.group.lost(identity))
+
+    def deliver(self, letters: list[Letter]) -> None:
+        for identity, letter in letters:
+            if isinstance(letter, WorkerExit):
+                self.exits.append(identity)
+                self.hellos.pop(identity, None)
+            else:
+                self.assignments[identity] = letter
+                old = self.hellos[identity]
+                self.hellos[identity] = WorkerHello(
+                    old.name, letter.group, letter.rank, old.num_blocks
+                )
+
+    def restart_scheduler(self) -> None:
+        """It knows nothing; the workers live on."""
+        self.group = WorkerGroup(self.group.tp_size)
+        self.assignments.clear()

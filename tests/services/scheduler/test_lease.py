@@ -1,0 +1,28 @@
+"""How long a new gateway may be asked for what runs."""
+
+from penstock.services.scheduler.lease import Lease
+
+
+def test_a_lease_ends_once() -> None:
+    lease = Lease(30.0)
+    assert not lease.ends(1e9)
+    lease.begin(7, now=100.0)
+    assert lease.first_attempt == 7
+    assert [lease.ends(now) for now in (100.0, 129.9, 130.0, 130.5)] == [False, False, True, False]
+
+
+def test_a_second_gateway_begins_another_lease() -> None:
+    lease = Lease(30.0)
+    lease.begin(7, now=100.0)
+    lease.begin(9, now=120.0)
+    assert lease.first_attempt == 9
+    assert [lease.ends(now) for now in (130.0, 150.0)] == [False, True]
+
+
+def test_late_news_of_an_earlier_gateway_changes_nothing() -> None:
+    lease = Lease(30.0)
+    lease.begin(9, now=100.0)
+    for first_attempt in (7, 9):
+        lease.begin(first_attempt, now=120.0)
+    assert lease.first_attempt == 9
+    assert lease.ends(130.0)

@@ -1,0 +1,71 @@
+"""A new gateway at the scheduler's process: what is asked for again goes on, the rest ends."""
+
+from typing import Any
+
+import zmq
+
+from penstock.protocol.messages import (
+    GatewayStarted,
+    ReleaseRequest,
+    WorkerHello,
+)
+from penstock.protocol.sockets import Channel
+from penstock.services.scheduler.lease import Lease
+from penstock.services.scheduler.process import SchedulerProcess
+from penstock.services.scheduler.sequence import Status
+from tests.services.scheduler.processes import NUM_BLOCKS, opened, request, say, step
+
+
+def test_what_nobody_asks_a_new_gateway_for_is_released(
+    process: SchedulerProcess, detokenizer: Channel[Any]
+) -> None:
+    say(process, request(7, "left"), request(7, "wanted"))
+    step(process)
+    opened(process)
+    left, wanted = process.requests.values()
+    say(process, GatewayStarted(1_000), request(1_000, "wanted"), request(1_000, "new"))
+    assert left.status is Status.RUNNING
+    process.on_heartbeat()
+    assert set(process.requests) == {"wanted", "new"}
+    assert process.requests["wanted"] is wanted
+    assert (left.finish_reason, left.block_table) == ("abort", [])
+    detokenizer.socket.setsockopt(zmq.RCVTIMEO, 10_000)
+    told = [detokenizer.decode([detokenizer.socket.recv()]) for _ in range(2)]
+    assert [len(delta.opened) for delta in told] == [1, 0]
+    assert told[1].closed == [left.stream_id]
+
+
+def test_a_lease_is_over_when_its_time_is(process: SchedulerProcess) -> None:
+    process.lease = Lease(3600.0)
+    say(process, request(7), GatewayStarted(1_000))
+    process.on_heartbeat()
+    assert set(process.requests) == {"r"}
+
+
+def test_what_comes_late_from_an_old_gateway_is_dropped(process: SchedulerProcess) -> None:
+    say(process, GatewayStarted(1_000), request(999), request(1_000, "new"))
+    assert set(process.requests) == {"new"}
+
+
+def test_requests_before_the_first_worker_have_a_lease_too(fresh: SchedulerProcess) -> None:
+    say(fresh, request(7, "left"), request(7, "wanted"), GatewayStarted(1_000))
+    say(fresh, request(1_000, "wanted"))
+    fresh.on_heartbeat()
+    assert [(one.request_id, one.attempt) for one in fresh.early] == [("wanted", 1_000)]
+
+
+def test_requests_before_the_first_worker_are_accepted_within_their_lease(
+    fresh: SchedulerProcess,
+) -> None:
+    """The later attempt of one takes the earlier over."""
+    say(fresh, request(7, "left"), request(7, "wanted"), GatewayStarted(1_000))
+    say(fresh, request(1_000, "wanted"), ReleaseRequest("nobody", 1_000))
+    fresh.group.hello(b"w", WorkerHello("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
+    fresh.start_group()
+    assert {one.request_id: one.attempt for one in fresh.requests.values()} == {
+        "left": 7,
+        "wanted": 1_000,
+    }
+    assert fresh.scheduler
+    assert [one.request_id for one in fresh.scheduler.waiting] == ["left", "wanted"]
+    assert fresh.early == []
