@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.launch.bench.commands import add_bench
+from penstock.launch.chaos.commands import add_chaos
 from penstock.launch.errors import ClientError, LaunchError
 from penstock.launch.options import add_options, given_options, options_table
 from penstock.launch.procfile import PROCFILE, read_procfile, shell_line
@@ -90,6 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--client", metavar="NAME", help=text)
     text = "measure: the pipeline without a model, or a model's throughput and latency"
     add_bench(commands.add_parser("bench", help=text, description=text, allow_abbrev=False))
+    text = "kill processes at random moments of a load, and check every answer"
+    add_chaos(commands.add_parser("chaos", help=text, description=text, allow_abbrev=False))
     add("options", _options, "print the options of `launch all` as a markdown table")
     return parser
 

@@ -1,0 +1,43 @@
+"""The flags of `launch chaos`, and what it prints."""
+
+from argparse import ArgumentParser, Namespace
+
+from penstock.launch.chaos.options import KINDS, ChaosOptions
+from penstock.launch.options import add_options, given_options
+from penstock.protocol.config import Config
+
+EXIT_CODE = (
+    "Exits with 1 if anything was lost or doubled, or is still there afterwards; on a CPU also if "
+    "an answer differs from that of the undisturbed run."
+)
+RUNNING = (
+    "do it to this running pipeline, not to one of its own. It ends when one process dies "
+    "--max-deaths times within 60 s (`launch all`'s limit, 5 by default): start it with more; what "
+    "is stopped is found after its --hang-timeout"
+)
+
+
+def add_chaos(command: ArgumentParser) -> None:
+    """`launch chaos`."""
+    command.set_defaults(run=_chaos)
+    command.epilog = EXIT_CODE
+    add_options(command, ChaosOptions)
+    text = f"kinds of processes to kill (default: all; {' '.join(KINDS)})"
+    command.add_argument(
+        "--only", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=text
+    )
+    command.add_argument("--json", action="store_true", help="for programs")
+    command.add_argument("--name", help=RUNNING)
+    own = [field for field in Config.__struct_fields__ if field not in ("name", "endpoint")]
+    add_options(command, Config, own)
+
+
+def _chaos(arguments: Namespace) -> int:
+    from penstock.launch.bench.report import as_json
+    from penstock.launch.chaos.report import as_table
+    from penstock.launch.chaos.run import chaos
+
+    options = ChaosOptions(**given_options(arguments, ChaosOptions))
+    report = chaos(arguments, options, arguments.only)
+    print(as_json(report) if arguments.json else as_table(report))
+    return 1 if report["faults"] else 0

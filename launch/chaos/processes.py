@@ -1,0 +1,105 @@
+"""The processes of a pipeline as its supervisor tells of them, and signals to them."""
+
+import asyncio
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Self
+
+import msgspec
+import psutil
+import zmq
+import zmq.asyncio
+
+from penstock.launch.chaos.schedule import Kill
+from penstock.launch.child import kind_of
+from penstock.launch.control import command
+from penstock.launch.running import CONTROL_SOCKET
+from penstock.protocol.config import run_folder
+
+
+class Changes:
+    """Wakes those who wait for something that any news may have brought."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    def tell(self) -> None:
+        """There is news."""
+        news, self._next = self._next, asyncio.Event()
+        news.set()
+
+    async def until(self, true: Callable[[], bool], silence: float | None = None) -> None:
+        """Waits until `true`. Raises TimeoutError after `silence` seconds without any news."""
+        while not true():
+            async with asyncio.timeout(silence):
+                await self._next.wait()
+
+
+class Processes:
+    """Name → pid, kept up to date by the supervisor's events; to be entered with `async with`."""
+
+    def __init__(self, pipeline: str, changes: Changes) -> None:
+        """Raises LaunchError if the supervisor does not answer."""
+        self.num_restarts: Counter[str] = Counter()
+        """by name"""
+        self.seen: list[psutil.Process] = []
+        """every process there has been"""
+        self._changes = changes
+        self._context = zmq.asyncio.Context()
+        self._events = self._context.socket(zmq.SUB)
+        self._events.subscribe(b"watcher.")
+        self._events.connect(f"ipc://{run_folder(pipeline)}/{CONTROL_SOCKET}-events")
+        found = command(pipeline, "processes")["processes"]
+        self.pids: dict[str, int] = {one["name"]: one["pid"] for one in found}
+        for pid in self.pids.values():
+            self._see(pid)
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._listen())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        self._context.destroy(linger=0)
+
+    def send(self, kill: Kill) -> int:
+        """Sends the signal; returns the pid, by which `is_replaced` knows the process.
+
+        One that has just died by itself gets none: its end is the same.
+        """
+        pid = self.pids[kill.process]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, kill.number)
+        return pid
+
+    def is_replaced(self, hit: dict[str, int]) -> bool:
+        """Whether each process (name → pid) has been started again."""
+        return all(self.pids[name] != pid for name, pid in hit.items())
+
+    def memory(self) -> dict[str, int]:
+        """Resident bytes by kind of process, of those that are there."""
+        used: Counter[str] = Counter()
+        for name, pid in self.pids.items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                used[kind_of(name)] += psutil.Process(pid).memory_info().rss
+        return dict(used)
+
+    async def _listen(self) -> None:
+        """circus tells `watcher.NAME.spawn` for each start."""
+        while True:
+            topic, text = await self._events.recv_multipart()
+            _, _, rest = topic.decode().partition(".")
+            name, _, what = rest.rpartition(".")
+            if what == "spawn" and name in self.pids:
+                self.pids[name] = msgspec.json.decode(text)["process_pid"]
+                self.num_restarts[name] += 1
+                self._see(self.pids[name])
+                self._changes.tell()
+
+    def _see(self, pid: int) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.seen.append(psutil.Process(pid))

@@ -1,0 +1,167 @@
+"""What a run of `launch chaos` shows: sums for each kind of process, a table, a verdict."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from penstock.launch.chaos.check import Verdict, check
+from penstock.launch.chaos.options import KINDS
+from penstock.launch.chaos.outcome import Outcome, Recovery
+from penstock.launch.chaos.schedule import SEVERAL
+from penstock.launch.child import kind_of
+
+BEFORE = "before the first kill"
+COLUMNS = (
+    *("killed", "SIGKILL", "SIGSTOP", "requests running", "median", "requests lost"),
+    *("tokens lost", "doubled", "torn", "different"),
+    *("silence after SIGKILL s", "worst", "after SIGSTOP s", "worst"),
+)
+MEMORY_COLUMNS = ("process", "restarts", "RSS before MiB", "RSS after MiB")
+
+
+class Row(Struct):
+    """The events that hit one kind of process; a fault counts for the last event before its end."""
+
+    sigkill: int
+    sigstop: int
+    requests_running: int
+    """at those moments, in all"""
+    median_running: float
+    requests_lost: int
+    tokens_lost: int
+    tokens_doubled: int
+    torn: int
+    """streams that do not say what their reply says"""
+    different: int
+    """requests with another answer than in the undisturbed run"""
+    silence_killed: tuple[float, float] | None
+    """seconds, median and worst: the longest time of an event in which a stream got nothing"""
+    silence_stopped: tuple[float, float] | None
+    """likewise where something was stopped: until it is found to hang is part of it"""
+    not_recovered: int
+
+
+def make_report(outcome: Outcome, *, is_exact: bool) -> dict[str, Any]:
+    """Every figure. `is_exact`: a request has the same tokens however it is batched."""
+    kinds = [recovery.event.kind for recovery in outcome.recoveries]
+    judged: dict[str, list[Verdict]] = {}
+    for flight in outcome.flights:
+        kind = kinds[flight.event] if flight.event >= 0 else BEFORE
+        verdict = check(flight.received, outcome.expected[flight.number])
+        judged.setdefault(kind, []).append(verdict)
+    rows = {
+        kind: make_row(
+            [one for one in outcome.recoveries if one.event.kind == kind], judged.get(kind, [])
+        )
+        for kind in (*KINDS, SEVERAL)
+        if kind in kinds
+    }
+    everything = [verdict for verdicts in judged.values() for verdict in verdicts]
+    replies = [flight.received.reply for flight in outcome.flights]
+    restarts: Counter[str] = Counter()
+    for process, number in outcome.num_restarts.items():
+        restarts[kind_of(process)] += number
+    return {
+        "rows": {**rows, "all": make_row(outcome.recoveries, everything)},
+        "requests": len(replies),
+        "aborted": sum(getattr(reply, "finish_reason", "") == "abort" for reply in replies),
+        "is_exact": is_exact,
+        "losses": sorted({verdict.lost for verdict in everything if verdict.lost}),
+        "restarts": restarts,
+        "memory_before": outcome.memory[0],
+        "memory_after": outcome.memory[1],
+        "is_answering": outcome.is_answering,
+        "used_blocks": outcome.used_blocks,
+        "open_requests": outcome.num_open,
+    }
+
+
+def make_row(recoveries: list[Recovery], verdicts: list[Verdict]) -> Row:
+    """The sums."""
+    signals = Counter(kill.how for one in recoveries for kill in one.event.all_kills)
+    running = [one.num_running for one in recoveries]
+    return Row(
+        sigkill=signals["SIGKILL"],
+        sigstop=signals["SIGSTOP"],
+        requests_running=sum(running),
+        median_running=statistics.median(running or [0]),
+        requests_lost=sum(bool(one.lost) for one in verdicts),
+        tokens_lost=sum(one.tokens_lost for one in verdicts),
+        tokens_doubled=sum(one.tokens_doubled for one in verdicts),
+        torn=sum(one.is_torn for one in verdicts),
+        different=sum(one.is_different for one in verdicts),
+        silence_killed=_silence(one for one in recoveries if not one.event.has_stop),
+        silence_stopped=_silence(one for one in recoveries if one.event.has_stop),
+        not_recovered=sum(not one.is_over for one in recoveries),
+    )
+
+
+def _silence(recoveries: Iterable[Recovery]) -> tuple[float, float] | None:
+    seconds = [one.silence for one in recoveries]
+    return (statistics.median(seconds), max(seconds)) if seconds else None
+
+
+def faults(report: dict[str, Any]) -> list[str]:
+    """What must not be, each as a sentence; nothing if all is well."""
+    row: Row = report["rows"]["all"]
+    found = {
+        "kills not recovered from": row.not_recovered,
+        f"requests lost ({'; '.join(report['losses'])})": row.requests_lost,
+        "tokens lost": row.tokens_lost,
+        "tokens doubled": row.tokens_doubled,
+        "streams that differ from their own reply": row.torn,
+        "answers that differ from the undisturbed run": row.different * report["is_exact"],
+        "status requests without an answer": int(not report["is_answering"]),
+        "KV blocks that did not come back": max(report["used_blocks"], 0),
+        "requests still open": report["open_requests"],
+        f"left behind ({', '.join(report['left'])})": len(report["left"]),
+    }
+    return [f"{text}: {number}" for text, number in found.items() if number]
+
+
+def as_table(report: dict[str, Any]) -> str:
+    """For people: facts, a row for each kind of process that was hit, the processes' memory."""
+    rows = [[name, *_cells(row)] for name, row in report["rows"].items()]
+    memory = [
+        [kind, str(report["restarts"].get(kind, 0))]
+        + [
+            f"{report[when].get(kind, 0) / 2**20:,.0f}"
+            for when in ("memory_before", "memory_after")
+        ]
+        for kind in KINDS
+    ]
+    gpus, cpus = report["hardware"]["gpus"], report["hardware"]["cpus"]
+    options = ", ".join(f"{name} {value}" for name, value in report["options"].items())
+    facts = [
+        f"{report['model']} (tp {report['tp']}) on {', '.join([*gpus, f'{cpus} CPU cores'])}",
+        f"{report['requests']} requests, {report['aborted']} of them aborted",
+        options,
+    ]
+    return "\n".join(
+        [
+            "; ".join(facts),
+            "",
+            *_table(COLUMNS, rows),
+            "",
+            *_table(MEMORY_COLUMNS, memory),
+            "",
+            *(report["faults"] or ["nothing lost, nothing doubled, nothing left"]),
+        ]
+    )
+
+
+def _cells(row: Row) -> list[str]:
+    numbers = msgspec.structs.astuple(row)[: len(COLUMNS) - 5]
+    pairs = [row.silence_killed or (None, None), row.silence_stopped or (None, None)]
+    seconds = ["" if one is None else f"{one:.2f}" for pair in pairs for one in pair]
+    return [*(f"{number:g}" for number in numbers), *seconds]
+
+
+def _table(columns: tuple[str, ...], rows: list[list[str]]) -> list[str]:
+    """Markdown, numbers to the right."""
+    lines = [list(columns), ["---"] + ["--:"] * (len(columns) - 1), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]

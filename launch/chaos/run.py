@@ -1,0 +1,204 @@
+"""One run: the undisturbed answers, the load with the kills, and what is left at the end."""
+
+import asyncio
+import contextlib
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from penstock.launch.bench.report import hardware, versions
+from penstock.launch.bench.target import is_running
+from penstock.launch.chaos.load import Flight, Load, make_requests
+from penstock.launch.chaos.options import ChaosOptions
+from penstock.launch.chaos.outcome import Outcome, Recovery
+from penstock.launch.chaos.processes import Changes, Processes
+from penstock.launch.chaos.report import faults, make_report
+from penstock.launch.chaos.schedule import Event, make_schedule
+from penstock.launch.chaos.target import left_behind, shared_memory, target
+from penstock.launch.child import kind_of
+from penstock.launch.client import AsyncClient
+from penstock.launch.running import model_name
+from penstock.protocol.checkpoint import read_model_config
+from penstock.protocol.client import StatusReply
+from penstock.protocol.config import Config
+
+
+def chaos(arguments: Namespace, options: ChaosOptions, kinds: list[str]) -> dict[str, Any]:
+    """The whole report. Raises LaunchError."""
+    machine, shared = hardware(), shared_memory()
+    with target(arguments) as config:
+        outcome = asyncio.run(run_chaos(config, options, kinds))
+    is_own = not arguments.name
+    is_gpu = config.device == "cuda" or (config.device == "auto" and config.tp == 1)
+    report = make_report(outcome, is_exact=not (is_gpu and machine["gpus"]))
+    report |= {
+        "model": model_name(config),
+        "tp": config.tp,
+        "hardware": machine,
+        "versions": versions(),
+        "options": {"only": " ".join(kinds), **msgspec.structs.asdict(options)},
+        "left": left_behind(config.name, outcome.processes, shared) if is_own else [],
+    }
+    return report | {"faults": faults(report)}
+
+
+async def run_chaos(config: Config, options: ChaosOptions, kinds: list[str]) -> Outcome:
+    """Everything, in a pipeline that runs."""
+    changes = Changes()
+    async with (
+        Processes(config.name, changes) as processes,
+        AsyncClient(config.endpoint, keys=config.keys) as client,
+    ):
+        before = await client.status(wait=True)
+        vocab_size = read_model_config(config.model_folder).vocab_size
+        requests = make_requests(options, vocab_size, is_demo=not config.model)
+        load = Load(client, requests, options, changes)
+        expected = await load.expected()
+        memory = processes.memory()
+        load.start()
+        names = [name for name in processes.pids if kind_of(name) in kinds]
+        chaos = Chaos(config, options, load, processes, changes, client)
+        await chaos.run(make_schedule(names, options))
+        await load.end()
+        after = await _idle_status(client, _used_blocks(before), options.recovery_timeout)
+        return Outcome(
+            expected=expected,
+            flights=load.done,
+            recoveries=chaos.recoveries,
+            num_restarts=dict(processes.num_restarts),
+            memory=(memory, processes.memory()),
+            processes=processes.seen,
+            is_answering=after is not None,
+            used_blocks=_used_blocks(after) - _used_blocks(before) if after else 0,
+            num_open=_num_open(after) if after else 0,
+        )
+
+
+class Chaos:
+    """Carries a schedule out."""
+
+    def __init__(
+        self,
+        config: Config,
+        options: ChaosOptions,
+        load: Load,
+        processes: Processes,
+        changes: Changes,
+        client: AsyncClient,
+    ) -> None:
+        self.recoveries: list[Recovery] = []
+        self._config = config
+        self._options = options
+        self._load = load
+        self._processes = processes
+        self._changes = changes
+        self._client = client
+
+    async def run(self, schedule: list[Event]) -> None:
+        """Every event, each when the last one is recovered from; none after one that is not."""
+        try:
+            for event in schedule:
+                await self._receive(event.num_tokens)
+                self.recoveries.append(await self._carry_out(event))
+                self._show(len(schedule))
+                if not self.recoveries[-1].is_over:
+                    return
+            await self._until(lambda: len(self._load.done) >= self._options.num_requests)
+        except TimeoutError:
+            print("the load gets nothing any more", file=sys.stderr)
+
+    async def _carry_out(self, event: Event) -> Recovery:
+        flights = list(self._load.open)
+        self._load.event = len(self.recoveries)
+        for flight in flights:
+            flight.begin_silence()
+        is_over = True
+        try:
+            async with asyncio.timeout(self._options.recovery_timeout):
+                await self._kill(event)
+                await self._whole()
+                await self._moved(flights)
+        except TimeoutError:
+            is_over = False
+        silences = [flight.silence_until_now() for flight in flights if flight.received.is_stream]
+        return Recovery(event, len(flights), is_over, max(silences, default=0.0))
+
+    async def _kill(self, event: Event) -> None:
+        """Returns when everything that was hit has been started again."""
+        hit = {kill.process: self._processes.send(kill) for kill in event.kills}
+        if event.again:
+            await self._changes.until(lambda: self._processes.is_replaced(hit))
+            if event.moment == "token":
+                await self._receive(1)
+            hit = {event.again.process: self._processes.send(event.again)}
+        await self._changes.until(lambda: self._processes.is_replaced(hit))
+
+    async def _whole(self) -> None:
+        """Every process is back in the pipeline, and a new request is answered."""
+        names = {n for n in self._processes.pids if kind_of(n) in ("tokenizer", "detokenizer")}
+        while not names <= _present(await self._client.status(fresh=True)):
+            pass
+        await self._load.send(self._load.shortest)
+
+    async def _moved(self, flights: list[Flight]) -> None:
+        """Every stream has got another token from now on, or its end."""
+        before = [(flight, flight.num_tokens) for flight in flights if flight.received.is_stream]
+        await self._changes.until(
+            lambda: all(flight.is_over or flight.num_tokens > number for flight, number in before)
+        )
+
+    async def _receive(self, num_tokens: int) -> None:
+        """Lets the load receive so many tokens. Raises TimeoutError."""
+        moment = self._load.num_tokens + num_tokens
+        await self._until(lambda: self._load.num_tokens >= moment)
+
+    async def _until(self, true: Callable[[], bool]) -> None:
+        await self._changes.until(true, self._options.recovery_timeout)
+
+    def _show(self, number: int) -> None:
+        one = self.recoveries[-1]
+        kills = " and ".join(f"{kill.process} {kill.how}" for kill in one.event.kills)
+        if one.event.again:
+            again, moment = one.event.again, one.event.moment
+            kills += f", {again.process} {again.how} at the first {moment}"
+        end = f"longest silence {one.silence:.1f} s" if one.is_over else self._what_is_missing()
+        place = f"{len(self.recoveries)}/{number}"
+        print(f"{place} {kills}: {one.num_running} running, {end}", file=sys.stderr, flush=True)
+
+    def _what_is_missing(self) -> str:
+        if not is_running(self._config.name):
+            return "the pipeline has ended"
+        return f"NOT RECOVERED FROM within {self._options.recovery_timeout:g} s"
+
+
+async def _idle_status(client: AsyncClient, used_blocks: int, seconds: float) -> StatusReply | None:
+    """The first report with nothing open and no more blocks in use; else the last one.
+
+    None if there is none within `seconds`.
+    """
+    status = None
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while status is None or _num_open(status) or _used_blocks(status) > used_blocks:
+                status = await client.status(fresh=True)
+    return status
+
+
+def _present(status: StatusReply) -> set[str]:
+    """The tokenizers and detokenizers of a pipeline that is ready."""
+    if not status.ready or status.scheduler is None:
+        return set()
+    return {*status.tokenizers, *status.scheduler.detokenizers}
+
+
+def _used_blocks(status: StatusReply) -> int:
+    one = status.scheduler
+    return one.num_blocks - one.num_free_blocks if one else 0
+
+
+def _num_open(status: StatusReply) -> int:
+    one = status.scheduler
+    return status.num_requests + (one.num_waiting + one.num_running if one else 0)

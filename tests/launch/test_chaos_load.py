@@ -1,0 +1,187 @@
+"""The load of `launch chaos` finds whatever is wrong with an answer."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.launch.chaos.check import Expected, Received, Verdict, check
+from penstock.launch.chaos.load import Load, make_requests
+from penstock.launch.chaos.options import ChaosOptions
+from penstock.launch.chaos.processes import Changes
+from penstock.launch.client import AsyncClient
+from penstock.launch.errors import LaunchError
+from penstock.protocol.client import (
+    ErrorReply,
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+    Reply,
+    Request,
+    Usage,
+)
+from tests.launch.fake_gateway import TEXT, Behaviour, Gateway, delta, reply
+
+RIGHT = Expected([1, 2, 3, 4], "abcd", "stop")
+
+
+def generated(token_ids: list[int], text: str, reason: FinishReason = "stop") -> GenerateReply:
+    usage = Usage(prompt_tokens=1, cached_tokens=0, output_tokens=len(token_ids))
+    return GenerateReply(
+        request_id="", text=text, token_ids=token_ids, finish_reason=reason, usage=usage
+    )
+
+
+def streamed(
+    token_ids: list[int], text: str, *, told: GenerateReply | ErrorReply | None = None
+) -> Received:
+    """A stream, and the reply behind it: if none is given, one that says the same."""
+    return Received(True, told or generated(token_ids, text), token_ids, text)
+
+
+@pytest.mark.parametrize(
+    ("received", "verdict"),
+    [
+        (streamed([1, 2, 3, 4], "abcd"), Verdict()),
+        (Received(False, generated([1, 2, 3, 4], "abcd")), Verdict()),
+        (streamed([1, 2, 4], "abd"), Verdict(tokens_lost=1, is_different=True)),
+        (streamed([1, 2, 2, 3, 4], "abbcd"), Verdict(tokens_doubled=1, is_different=True)),
+        (streamed([1, 2, 3, 5], "abce"), Verdict(is_different=True)),
+        (streamed([1, 2, 3, 4], "abce"), Verdict(is_different=True)),
+        (
+            streamed([1, 2, 3, 4], "abcd", told=generated([1, 2, 3, 4], "abcd", "length")),
+            Verdict(is_different=True),
+        ),
+        (
+            streamed([1, 2, 4], "abd", told=generated([1, 2, 3, 4], "abcd")),
+            Verdict(tokens_lost=1, is_torn=True, is_different=True),
+        ),
+        (
+            streamed([1, 2, 3, 3, 4], "abccd", told=generated([1, 2, 3, 4], "abcd")),
+            Verdict(tokens_doubled=1, is_torn=True, is_different=True),
+        ),
+        (Received(True, None, [1], "a"), Verdict(lost="no answer")),
+        (
+            streamed([1], "a", told=ErrorReply(code="failed", message="no luck")),
+            Verdict(lost="failed: no luck"),
+        ),
+    ],
+)
+def test_check_finds_what_is_wrong(received: Received, verdict: Verdict) -> None:
+    assert check(received, RIGHT) == verdict
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "told", "verdict"),
+    [
+        ([1, 2], [1, 2], Verdict()),
+        ([1, 2], [1, 2, 3], Verdict()),
+        ([1, 2, 3], [1, 2], Verdict()),  # a new gateway has heard of the request, and then of this
+        ([1, 2, 2], [1, 2], Verdict(is_different=True)),
+        ([1, 3], [1, 2], Verdict(is_torn=True, is_different=True)),
+        ([1, 3], [1, 3], Verdict(is_different=True)),
+    ],
+)
+def test_an_aborted_request_has_the_beginning(
+    token_ids: list[int], told: list[int], verdict: Verdict
+) -> None:
+    texts = ["".join(" abcd"[one] for one in ids) for ids in (token_ids, told)]
+    received = streamed(token_ids, texts[0], told=generated(told, texts[1], "abort"))
+    assert check(received, RIGHT) == verdict
+
+
+def run_load(tmp_path: Path, behaviour: Behaviour, options: ChaosOptions) -> list[Verdict]:
+    """Some requests to a gateway that does what the test says; nothing is killed."""
+
+    async def run() -> list[Verdict]:
+        changes = Changes()
+        async with AsyncClient(endpoint) as client:
+            load = Load(client, make_requests(options, 100, is_demo=True), options, changes)
+            expected = await load.expected()
+            load.start()
+            await changes.until(lambda: len(load.done) >= options.num_requests)
+            await load.end()
+            return [check(one.received, expected[one.number]) for one in load.done]
+
+    endpoint = f"ipc://{tmp_path}/clients"
+    gateway = Gateway(endpoint, behaviour)
+    try:
+        return asyncio.run(run())
+    finally:
+        gateway.close()
+
+
+def behind_the_first(number: int, wrong: Callable[[GenerateRequest], list[Reply]]) -> Behaviour:
+    """Right answers at first, so many, then others."""
+    count = itertools.count()
+
+    def behaviour(request: Request) -> list[Reply]:
+        assert isinstance(request, GenerateRequest)
+        return [reply(request)] if next(count) < number else wrong(request)
+
+    return behaviour
+
+
+@pytest.mark.parametrize(
+    ("wrong", "verdict"),
+    [
+        (lambda request: [delta(request, 0, 3), reply(request)], Verdict()),
+        (
+            lambda request: [reply(request, TEXT[:-1])],
+            Verdict(tokens_lost=1, is_different=True),
+        ),
+        (
+            lambda request: [reply(request, TEXT + "!")],
+            Verdict(tokens_doubled=1, is_different=True),
+        ),
+        (lambda request: [reply(request, "two one")], Verdict(is_different=True)),
+        (lambda _: [ErrorReply(code="failed", message="bad")], Verdict(lost="failed: bad")),
+    ],
+)
+def test_load_finds_wrong_answers(
+    tmp_path: Path, wrong: Callable[[GenerateRequest], list[Reply]], verdict: Verdict
+) -> None:
+    options = ChaosOptions(num_requests=8, concurrency=2, distinct=4)
+    verdicts = run_load(tmp_path, behind_the_first(4, wrong), options)
+    assert len(verdicts) >= 8
+    assert verdicts == [verdict] * len(verdicts)
+
+
+def test_load_finds_a_stream_that_differs_from_its_reply(tmp_path: Path) -> None:
+    def wrong(request: GenerateRequest) -> list[Reply]:
+        other = delta(request, 0, 3)
+        other.text = "eno"
+        return [other, reply(request)]
+
+    options = ChaosOptions(num_requests=2, concurrency=1, distinct=1)
+    verdicts = run_load(tmp_path, behind_the_first(1, wrong), options)
+    assert verdicts == [Verdict(is_torn=True, is_different=True)] * len(verdicts)
+
+
+def test_load_counts_what_never_comes(tmp_path: Path) -> None:
+    """It goes on with the others, and says at the end what has no answer."""
+    is_silent = itertools.chain([True], itertools.repeat(False))
+    behaviour = behind_the_first(4, lambda one: [] if next(is_silent) else [reply(one)])
+    options = ChaosOptions(num_requests=8, concurrency=2, distinct=4, recovery_timeout=0.5)
+    verdicts = run_load(tmp_path, behaviour, options)
+    assert [one.lost for one in verdicts if one != Verdict()] == ["no answer"]
+
+
+def test_load_wants_right_answers_first(tmp_path: Path) -> None:
+    error = ErrorReply(code="failed", message="bad")
+    with pytest.raises(LaunchError, match="before anything was killed"):
+        run_load(tmp_path, behind_the_first(0, lambda _: [error]), ChaosOptions(distinct=1))
+
+
+def test_requests_follow_from_the_seed() -> None:
+    first, same, other = (
+        make_requests(ChaosOptions(seed=seed), 1000, is_demo=False) for seed in (1, 1, 2)
+    )
+    assert first == same != other
+    for requests in (first, make_requests(ChaosOptions(), 1000, is_demo=True)):
+        assert {one.stream for one in requests} == {True, False}
+        assert {one.temperature for one in requests if one.seed is None} == {0}
+        assert {one.temperature for one in requests if one.seed is not None} == {1}
+    assert all(one.ignore_eos and max(map(int, one.prompt or "0")) < 1000 for one in first)
