@@ -1,11 +1,13 @@
 """The same tokens as `transformers`, whatever batching, caching, chunking and preemption do.
 
-200 requests of mixed lengths are sent at once, and 40 more that sample. Greedy tokens are compared
+PENSTOCK_REQUESTS requests (100) of mixed lengths are sent at once, and a fifth as many more that
+sample. Greedy tokens are compared
 with the argmax of `Qwen3ForCausalLM`'s logits (float32) behind the same tokens: by induction, with
 what its greedy `generate` gives. Sampled ones are the same with every option, for the noise is a
 function of seed, position and token, and the CPU's logits are the same to the bit.
 """
 
+import os
 from collections.abc import Iterator
 from random import Random
 from typing import NamedTuple
@@ -19,8 +21,8 @@ from penstock.protocol.config import Config
 from penstock.protocol.sampling import SamplingParams
 from tests.engine import Engine
 
-NUM_GREEDY = 200
-NUM_SAMPLED = 40
+NUM_GREEDY = int(os.environ.get("PENSTOCK_REQUESTS", "100"))
+NUM_SAMPLED = NUM_GREEDY // 5
 MAX_TOKENS = 24
 DEMO = Config().model_folder
 

@@ -37,26 +37,36 @@ COUNTS: dict[str, dict[str, tuple[Any, str]]] = {
         "--long-share": (0.0, "share of the requests whose prompt is long, from 0 to 1"),
         "--output-tokens": (256, "tokens of each output"),
     },
+    "overload": {
+        "--factor": (10.0, "times the capacity that is offered, in a Poisson process"),
+        "--seconds": (60.0, "seconds for which it is offered"),
+        "--capacity-seconds": (20.0, "seconds in which the capacity is measured before"),
+        "--concurrency": (None, "requests at once of that"),
+        "--input-tokens": (256, "tokens of each prompt"),
+        "--output-tokens": (128, "tokens of an output on the mean"),
+    },
 }
 
 
 def add_bench(command: ArgumentParser) -> None:
-    """`launch bench pipeline`, `offline`, `latency` and `serve`."""
+    """`launch bench pipeline`, `offline`, `latency`, `serve` and `overload`."""
     subjects = command.add_subparsers(metavar="SUBJECT", required=True)
     for name, run, text in (
         ("pipeline", _pipeline, "the cost of everything but the model"),
         ("offline", _offline, "throughput: many requests at once, of many lengths"),
         ("latency", _latency, "speed of small batches of one length, and of streams"),
         ("serve", _serve, "what clients see of requests that arrive at a given rate"),
+        ("overload", _overload, "what comes of more requests than can be answered"),
     ):
         more = "" if name == "pipeline" else f". {PREFIX_CACHING}"
         subject = subjects.add_parser(name, help=text, description=text + more, allow_abbrev=False)
         subject.set_defaults(run=run)
         for flag, (default, meaning) in COUNTS[name].items():
             _add_count(subject, flag, default, meaning)
-        _add_count(
-            subject, "--runs", 1 if name == "serve" else 3, "runs of which the median is shown"
-        )
+        if name != "overload":
+            _add_count(
+                subject, "--runs", 1 if name == "serve" else 3, "runs of which the median is shown"
+            )
         subject.add_argument("--json", action="store_true", help="for programs")
         if name != "pipeline":
             _add_target(subject)
@@ -65,7 +75,8 @@ def add_bench(command: ArgumentParser) -> None:
 def _add_count(command: ArgumentParser, flag: str, default: Any, text: str) -> None:
     """Takes several numbers where the default is a list."""
     nargs = "+" if isinstance(default, list) else None
-    text = f"{text} (default: {str(default).strip('[]').replace(',', '')})"
+    shown = "twice --max-num-seqs" if default is None else str(default).strip("[]")
+    text = f"{text} (default: {shown.replace(',', '')})"
     metavar = flag.rpartition("-")[2].upper()
     command.add_argument(
         flag,
@@ -83,7 +94,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _rate(text: str) -> float:
+def _positive(text: str) -> float:
     if not 0 < _number(text) < math.inf:
         raise ArgumentTypeError(f"{text!r} is no finite number above 0")
     return float(text)
@@ -103,7 +114,13 @@ def _number(text: str) -> float:
         return math.nan
 
 
-CONVERTERS: dict[str, Callable[[str], float]] = {"--request-rate": _rate, "--long-share": _share}
+CONVERTERS: dict[str, Callable[[str], float]] = {
+    "--request-rate": _positive,
+    "--factor": _positive,
+    "--seconds": _positive,
+    "--capacity-seconds": _positive,
+    "--long-share": _share,
+}
 
 
 def _add_target(command: ArgumentParser) -> None:
@@ -157,4 +174,13 @@ def _serve(arguments: Namespace) -> int:
 
     report = bench_serve(arguments)
     print(as_json(report) if arguments.json else serve_table(report))
+    return 0
+
+
+def _overload(arguments: Namespace) -> int:
+    from penstock.launch.bench.model import bench_overload
+    from penstock.launch.bench.report import as_json, overload_table
+
+    report = bench_overload(arguments)
+    print(as_json(report) if arguments.json else overload_table(report))
     return 0

@@ -57,7 +57,7 @@ class Meter(Client):
     ) -> None:
         """How tokens are drawn is said in every request: else the model's own defaults count."""
         super().__init__(pipeline.endpoint, timeout=SILENCE, keys=pipeline.keys)
-        self._config = pipeline.config
+        self.config = pipeline.config
         self._sampling: dict[str, Any] = {
             "temperature": temperature,
             "top_k": top_k,
@@ -75,7 +75,7 @@ class Meter(Client):
     def run(self, items: list[Item]) -> Run:
         """All at once, not streaming."""
         start = time.perf_counter()
-        return self._finish(start, [self._request(item) for item in items])
+        return self._finish(start, [self.ask(item) for item in items])
 
     def run_streams(self, items: list[Item]) -> Streaming:
         """All at once, each token as it comes."""
@@ -100,18 +100,23 @@ class Meter(Client):
         run = self._finish(start, [one.answer for one in stamps])
         return as_load(run, [one.start - start for one in stamps], times), stamps
 
+    def settle(self) -> None:
+        """Waits until nothing runs."""
+        self.report = self._report_of_the_end()
+
     def wait(self) -> None:
         """However long an answer takes."""
         try:
             super().wait()
         except NoAnswer:
-            if self._config and not is_running(self._config.name):
+            if self.config and not is_running(self.config.name):
                 raise LaunchError(
-                    f"pipeline {self._config.name!r} ended before it answered; start one with "
+                    f"pipeline {self.config.name!r} ended before it answered; start one with "
                     "`launch all` and measure it with --name, to see its log"
                 ) from None
 
-    def _request(self, item: Item, *, stream: bool = False) -> Answer:
+    def ask(self, item: Item, *, stream: bool = False) -> Answer:
+        """Sends one request, and waits for nothing."""
         return self._connection.ask(
             GenerateRequest(
                 prompt=item.prompt,
@@ -123,13 +128,13 @@ class Meter(Client):
         )
 
     def _stream(self, item: Item) -> Stamps:
-        return Stamps(time.perf_counter(), self._request(item, stream=True))
+        return Stamps(time.perf_counter(), self.ask(item, stream=True))
 
     def _finish(self, start: float, answers: list[Answer]) -> Run:
         """Waits for the answers, and until nothing runs."""
         replies = [self.wait_for(answer, GenerateReply) for answer in answers]
         seconds, before = time.perf_counter() - start, self._scheduler()
-        self.report = self._report_of_the_end()
+        self.settle()
         preemptions = self._scheduler().num_preemptions - before.num_preemptions
         return _as_run(replies, seconds, preemptions)
 

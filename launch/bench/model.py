@@ -1,4 +1,4 @@
-"""`launch bench offline`, `latency` and `serve`: the model behind the whole pipeline.
+"""`launch bench offline`, `latency`, `serve` and `overload`: the model behind the whole pipeline.
 
 Requests go through gateway, tokenizer, scheduler, workers and detokenizer, as any client's do. One
 pipeline serves all runs of a command.
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.launch.bench.measure import Figures, Meter, Run, median
+from penstock.launch.bench.overload import endless_prompts, measure_overload, most_at_once
 from penstock.launch.bench.report import hardware, versions
 from penstock.launch.bench.streams import Streaming, as_streaming
 from penstock.launch.bench.target import target
@@ -33,6 +34,7 @@ WORKLOADS = {
         *("num_requests", "request_rate", "input_tokens", "long_input_tokens", "long_share"),
         "output_tokens",
     ),
+    "overload": ("factor", "seconds", "capacity_seconds", "input_tokens", "output_tokens"),
 }
 IDLE_REQUESTS = 5
 """of each kind, sent one by one before the load"""
@@ -102,6 +104,20 @@ def bench_serve(arguments: Namespace) -> dict[str, Any]:
         }
 
     return _bench("serve", arguments, measure)
+
+
+def bench_overload(arguments: Namespace) -> dict[str, Any]:
+    """The capacity in a closed loop; then several times that in an open one."""
+
+    def measure(meter: Meter, vocab_size: int) -> dict[str, Any]:
+        items = endless_prompts(
+            arguments.input_tokens, arguments.output_tokens, arguments.bench_seed, vocab_size
+        )
+        concurrency = arguments.concurrency or most_at_once(meter.config)
+        _warm_up(meter, list(itertools.islice(items, concurrency)), vocab_size)
+        return measure_overload(meter, items, concurrency, arguments)
+
+    return _bench("overload", arguments, measure)
 
 
 def _bench(

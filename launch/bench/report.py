@@ -1,6 +1,7 @@
 """What the benchmarks print: JSON with all facts, or a table for people."""
 
 import contextlib
+import math
 import os
 import platform
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock.launch.bench.measure import Run
+from penstock.launch.bench.overload import Figures
 from penstock.launch.options import flag
 from penstock.protocol.config import Config
 
@@ -45,6 +47,10 @@ LOAD_COLUMNS = (
 SERVE_COLUMNS = (
     *("requests", "TTFT idle ms", "TTFT ms", "p99", "TPOT ms", "p99"),
     *("ITL ms", "p99", "E2EL ms", "p99"),
+)
+OVERLOAD_COLUMNS = (
+    *("requests sent/s", "latest send ms", "offered", "finished", "refused", "failed"),
+    *("output tokens/s", "TTFT ms", "p99", "refusal ms", "p99", "worst", "retry after s", "most"),
 )
 
 
@@ -104,6 +110,42 @@ def serve_table(report: dict[str, Any]) -> str:
     lines = _table(("prompts", *SERVE_COLUMNS), rows)
     lines += ["", *_table(LOAD_COLUMNS, [[*cells, f"{load.preemptions:g}"]])]
     return "\n".join([_headline(report), "", *lines])
+
+
+def overload_table(report: dict[str, Any]) -> str:
+    """The two parts, what they come to in two sentences, and the memory of each process."""
+    cores = [f"{report[name].client_cores:.2f}" for name in ("capacity", "overload")]
+    rows = [[name, *_part_cells(report[name])] for name in ("capacity", "overload")]
+    lines = _table(("", *OVERLOAD_COLUMNS), rows)
+    lines += [
+        "",
+        f"Goodput is {report['goodput_share']:.1%} of the capacity, which is that of "
+        f"{report['concurrency']} requests at once.",
+        f"The client kept {' and '.join(cores)} of the CPU cores busy: where they are few, the "
+        "pipeline lacks them; near 1.00 the client itself is what is measured.",
+    ]
+    memory = [
+        [name, *(f"{mib:,.1f}" for mib in around)]
+        for name, around in report["resident_mib"].items()
+    ]
+    if memory:
+        lines += ["", *_table(("process", "MiB before the overload", "after"), memory)]
+    return "\n".join([_headline(report), "", *lines])
+
+
+def _part_cells(part: Figures) -> list[str]:
+    numbers = (part.offered, part.finished, part.refused, part.failed)
+    times = (
+        *(part.ttft_ms, part.ttft_p99_ms),
+        *(part.refusal_ms, part.refusal_p99_ms, part.refusal_worst_ms),
+        *(part.retry_after_least_s, part.retry_after_most_s),
+    )
+    return [
+        *(f"{value:,.2f}" for value in (part.sent_per_second, part.latest_send_ms)),
+        *(f"{number:,}" for number in numbers),
+        f"{part.output_tokens_per_second:,.0f}",
+        *("-" if math.isnan(value) else f"{value:,.2f}" for value in times),
+    ]
 
 
 def _cells(run: Run) -> list[str]:

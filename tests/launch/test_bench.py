@@ -3,14 +3,13 @@
 import contextlib
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.launch.bench import measure
+from penstock.launch.bench import measure, pipeline
 from penstock.launch.bench import report as module
 from penstock.launch.bench.measure import Meter, Run, median
 from penstock.launch.bench.report import (
@@ -25,7 +24,6 @@ from penstock.launch.bench.target import Target, _flags
 from penstock.launch.bench.workload import Item, fixed_lengths, random_lengths, variant
 from penstock.launch.cli import main
 from penstock.launch.errors import LaunchError
-from penstock.launch.private import private_pipeline
 from penstock.protocol.client import GenerateRequest
 from penstock.protocol.config import Config
 from tests.launch.fake_gateway import Gateway, echo
@@ -200,48 +198,37 @@ def test_a_pipeline_that_ends_is_not_waited_for(
 
 @pytest.mark.pipeline
 def test_offline(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    workload = ("--num-requests", "4", "--min-tokens", "4", "--max-tokens", "8")
-    more = ("--num-blocks", "60", "--runs", "2", "--json")
+    """Four sequences of 32 to 64 tokens in 6 blocks of 16: each run preempts about as often."""
+    workload = ("--num-requests", "4", "--min-tokens", "16", "--max-tokens", "32")
+    more = ("--block-size", "16", "--num-blocks", "6", "--runs", "3", "--json")
     report = json.loads(bench(monkeypatch, capsys, "offline", *workload, *SMALL, *more))
     assert (report["subject"], report["model"]) == ("offline", "Qwen3 demo")
-    assert report["workload"]["max_tokens"] == 8
+    assert report["workload"]["max_tokens"] == 32
     options = report["options"]
-    assert (options["num_blocks"], options["enable_prefix_caching"]) == (60, False)
-    items = random_lengths(4, 4, 8, 0)
-    assert len(report["runs"]) == 2
+    assert (options["num_blocks"], options["enable_prefix_caching"]) == (6, False)
+    items = random_lengths(4, 16, 32, 0)
+    assert len(report["runs"]) == 3
     for run in [*report["runs"], report["median"]]:
-        assert (run["requests"], run["cached_tokens"], run["preemptions"]) == (4, 0, 0)
+        assert (run["requests"], run["cached_tokens"]) == (4, 0)
         assert run["input_tokens"] == sum(len(item.prompt) for item in items)
         assert run["output_tokens"] == sum(item.num_output_tokens for item in items)
         assert 0 < run["output_tokens_per_second"] < run["total_tokens_per_second"]
+    first, second, third = (run["preemptions"] for run in report["runs"])
+    assert first > 0
+    assert 0 < third < first + second  # they are of the run alone
     assert report["ready_seconds"] > 0
 
 
 @pytest.mark.pipeline
-def test_preemptions_are_of_the_run_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Four sequences of 48 tokens in 6 blocks of 16: each run preempts about as often."""
-    workload = ("--batches", "4", "--input-tokens", "16", "--output-tokens", "32", "--runs", "3")
-    more = ("--block-size", "16", "--num-blocks", "6", "--json")
-    report = json.loads(bench(monkeypatch, capsys, "latency", *workload, *SMALL, *more))
-    first, second, third = (run["preemptions"] for run in report["batches"][0]["runs"])
-    assert first > 0
-    assert 0 < third < first + second
-
-
-@pytest.mark.pipeline
 def test_latency_of_a_running_pipeline(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    measured: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workload = ("--batches", "1", "3", "--input-tokens", "6", "--output-tokens", "4")
-    with private_pipeline("bench-test", *SMALL, "--log-level", "warning") as endpoint:
-        arguments = ("latency", *workload, "--runs", "1", "--name", "bench-test", "--json")
-        report = json.loads(bench(monkeypatch, capsys, *arguments))
-        model = str(Config().model_folder)
-        arguments = ("latency", *workload, "--runs", "1", "--endpoint", endpoint, "--model", model)
-        table = bench(monkeypatch, capsys, *arguments)
-    assert report["options"]["name"] == "bench-test"
+    arguments = ("latency", *workload, "--runs", "1")
+    report = json.loads(bench(monkeypatch, capsys, *arguments, "--name", measured.name, "--json"))
+    where = ("--endpoint", measured.endpoint, "--model", str(measured.model_folder))
+    table = bench(monkeypatch, capsys, *arguments, *where)
+    assert report["options"]["name"] == measured.name
     assert report["ready_seconds"] is None
     assert [one["batch"] for one in report["batches"]] == [1, 3]
     for one in report["batches"]:
@@ -253,9 +240,10 @@ def test_latency_of_a_running_pipeline(
 
 
 @pytest.mark.pipeline
-def test_the_pipeline_without_a_model() -> None:
-    launch = [sys.executable, "-P", "-m", "penstock.launch", "bench", "pipeline", "--json"]
-    numbers = ["--batches", "2", "--detokenizers", "1", "--max-tokens", "20", "--runs", "1"]
-    done = subprocess.run([*launch, *numbers], check=True, capture_output=True)
-    results = json.loads(done.stdout)
+def test_the_pipeline_without_a_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pipeline, "MIN_SECONDS", 0.1)
+    numbers = ("--batches", "2", "--detokenizers", "1", "--max-tokens", "20", "--runs", "1")
+    results = json.loads(bench(monkeypatch, capsys, "pipeline", *numbers, "--json"))
     assert [(one["batch"], one["stream"]) for one in results] == [(2, False), (2, True)]

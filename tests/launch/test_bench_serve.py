@@ -26,7 +26,7 @@ from penstock.launch.session import Answer
 from penstock.protocol.client import GenerateRequest, TextDelta
 from penstock.protocol.config import Config
 from tests.launch.fake_gateway import Gateway, echo
-from tests.launch.test_bench import HEADLINE, SMALL, bench, report_of, run_of
+from tests.launch.test_bench import HEADLINE, bench, report_of, run_of
 
 
 def stamps_of(start: float, *times: float, num_tokens: int) -> Stamps:
@@ -179,11 +179,12 @@ def test_requests_leave_though_none_is_answered(
 
 
 @pytest.mark.pipeline
-def test_serve(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve(
+    measured: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     workload = ("--num-requests", "8", "--request-rate", "20", "--input-tokens", "6")
     long = ("--long-input-tokens", "40", "--long-share", "0.25", "--output-tokens", "4")
-    caching = ("--enable-prefix-caching", "--block-size", "16")  # to see that prompts differ
-    arguments = ("serve", *workload, *long, "--runs", "2", *caching, *SMALL, "--json")
+    arguments = ("serve", *workload, *long, "--runs", "2", "--name", measured.name, "--json")
     report = json.loads(bench(monkeypatch, capsys, *arguments))
     assert report["workload"]["request_rate"] == 20
     assert len(report["runs"]) == 2

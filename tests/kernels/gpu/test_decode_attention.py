@@ -11,6 +11,7 @@ from penstock.kernels.attention import attend
 pytest.importorskip("triton")
 from penstock.kernels.gpu.decode_attention import DecodeAttention, merged_splits
 from penstock.kernels.gpu.decode_items import Tuning
+from tests.kernels.gpu.conftest import on_gpu
 
 LENGTHS = [200, 1, 0, 65, 15, 16, 0, 63, 17, 64, 0]
 """with padded rows in the middle and at the end"""
@@ -102,15 +103,24 @@ def attention_for(
     return DecodeAttention(max_rows, *layout, device, tuning=tuning)
 
 
-@pytest.mark.parametrize("heads", [(16, 8), (32, 8), (40, 8), (16, 2), (4, 1), (2, 2), (16, 1)])
+@pytest.mark.parametrize(
+    "heads",
+    [(16, 8), (40, 8), (2, 2), (16, 1), on_gpu((32, 8)), on_gpu((16, 2)), on_gpu((4, 1))],
+)
 def test_head_layouts(heads: tuple[int, int], device: str, dtype: torch.dtype) -> None:
     layout = Layout(*heads, head_dim=128)
     step = Step(layout, [66, 0, 5], device, dtype)
     step.check(step.run(attention_for(layout, device, MANY_SPLITS)))
 
 
-@pytest.mark.parametrize("tuning", [FEW_SPLITS, MANY_SPLITS])
-@pytest.mark.parametrize("block_size", [16, 48, 64, 256])
+@pytest.mark.parametrize(
+    ("block_size", "tuning"),
+    [
+        *((16, FEW_SPLITS), (16, MANY_SPLITS), (48, MANY_SPLITS), (256, FEW_SPLITS)),
+        *(on_gpu(48, FEW_SPLITS), on_gpu(256, MANY_SPLITS)),
+        *(on_gpu(64, FEW_SPLITS), on_gpu(64, MANY_SPLITS)),
+    ],
+)
 def test_block_sizes_and_lengths(
     block_size: int, tuning: Tuning, device: str, dtype: torch.dtype
 ) -> None:
@@ -161,7 +171,7 @@ def test_large_scores_and_large_values(device: str, dtype: torch.dtype) -> None:
     step.check(step.run(attention_for(Layout(), device, MANY_SPLITS)))
 
 
-@pytest.mark.parametrize("heads", [(2, 1), (4, 1), (10, 2), (16, 2), (16, 1)])
+@pytest.mark.parametrize("heads", [(2, 1), (10, 2), (16, 1), on_gpu((4, 1)), on_gpu((16, 2))])
 def test_many_splits_are_merged_in_turns(
     heads: tuple[int, int], device: str, dtype: torch.dtype
 ) -> None:
@@ -177,7 +187,7 @@ def test_many_splits_are_merged_in_turns(
     assert (attention.items[:, 0] == 0).sum() == 2 * per_turn + 1
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 9, 33, 100])
+@pytest.mark.parametrize("num_rows", [1, 9, 100, on_gpu(2), on_gpu(3), on_gpu(33)])
 def test_a_plan_covers_every_key_once(num_rows: int, device: str) -> None:
     lengths = torch.randint(0, 1500, (num_rows,)).int()
     lengths[torch.rand(num_rows) < 0.2] = 0

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import attend
+from tests.kernels.gpu.conftest import on_gpu
 
 gpu = pytest.importorskip("penstock.kernels.gpu.prefill_attention")
 
@@ -119,9 +120,9 @@ def assert_right(case: Case, out: Tensor) -> None:
 @pytest.mark.parametrize(
     ("parts", "heads", "head_dim", "block_size"),
     [
-        (MIXED, (2, 2), 128, 256),
+        on_gpu(MIXED, (2, 2), 128, 256),
         (MIXED, (4, 2), 128, 16),
-        (MIXED, (4, 1), 64, 64),
+        on_gpu(MIXED, (4, 1), 64, 64),
         (MIXED, (2, 1), 64, 48),
         (SHORT, (5, 1), 128, 64),
         (SHORT, (8, 1), 64, 48),
@@ -140,10 +141,12 @@ def test_equals_the_reference(
     assert_right(case, case.run(device))
 
 
-@pytest.mark.parametrize("block_size", [256, 16])
 @pytest.mark.parametrize(
-    ("tile_size", "tuning"),
-    [(64, (128, 4, 2)), (128, (64, 4, 3)), (128, None), (16, (32, 4, 2))],
+    ("tile_size", "tuning", "block_size"),
+    [
+        *((64, (128, 4, 2), 256), (128, (64, 4, 3), 16), (128, None, 256), (16, (32, 4, 2), 16)),
+        *(on_gpu(64, (128, 4, 2), 16), on_gpu(128, (64, 4, 3), 256), on_gpu(128, None, 16)),
+    ],
 )
 def test_a_tuning_changes_no_result(
     tile_size: int, tuning: tuple[int, ...] | None, block_size: int, device: str, dtype: torch.dtype
@@ -154,7 +157,7 @@ def test_a_tuning_changes_no_result(
     assert_right(case, case.run(device, tile_size, tuning and gpu.Tuning(*tuning)))
 
 
-@pytest.mark.parametrize("queries", [63, 64, 65, 127, 128, 129])
+@pytest.mark.parametrize("queries", [63, 64, 129, on_gpu(65), on_gpu(127), on_gpu(128)])
 def test_the_ends_of_tiles(queries: int, device: str, dtype: torch.dtype) -> None:
     parts = [(queries, queries + before) for before in (0, 1, 63, 64, 127)]
     case = random_case(parts, (1, 1), 64, 64, dtype)

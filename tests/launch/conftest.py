@@ -1,0 +1,23 @@
+"""A pipeline that the benchmarks' tests share."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.launch.private import private_pipeline
+from penstock.launch.running import running_config
+from penstock.protocol.config import Config
+
+SMALL = ("--num-threads", "1", "--kv-cache-gib", "0.1", "--log-level", "warning")
+LIMITS = ("--max-num-seqs", "8", "--max-waiting-requests", "4")
+CACHING = ("--enable-prefix-caching", "--block-size", "16")
+"""to see that prompts differ"""
+
+
+@pytest.fixture(scope="session")
+def measured() -> Iterator[Config]:
+    """Its options, its name and its endpoint."""
+    name = f"bench-test-{os.getpid()}"
+    with private_pipeline(name, *SMALL, *LIMITS, *CACHING):
+        yield running_config(name)
