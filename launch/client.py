@@ -102,7 +102,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Requests that are not answered yet go on in the pipeline, unheard."""
+        """Requests that are not answered yet are aborted."""
         self._connection.close()
 
     def submit(self, prompt: str | list[int] | None = None, **fields: Any) -> Stream:

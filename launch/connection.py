@@ -112,7 +112,7 @@ class Connection:
 
     def _fail(self, answer: Answer, reason: str) -> None:
         reply = ErrorReply(code="failed", message=reason, request_id=answer.request_id or None)
-        self._session.receive([answer.frames[0], MSGPACK.encode(reply)])
+        self._session.receive([answer.number, MSGPACK.encode(reply)])
 
     def _send(self, answer: Answer) -> None:
         with contextlib.suppress(zmq.Again):  # the connection is lost; the next one will do

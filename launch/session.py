@@ -35,12 +35,21 @@ class Answer:
 
     def __init__(self, number: bytes, question: Request) -> None:
         self.question = question
-        self.frames: list[bytes] = [number, MSGPACK.encode(question)]
+        self.number = number
         self.final: Final | None = None
         self.on_change: Callable[[], None] = lambda: None
         self._deltas: deque[TextDelta] = deque()
-        self._num_tokens = 0
+        self._token_ids: list[int] = []
         self._num_chars = 0
+
+    @property
+    def frames(self) -> list[bytes]:
+        """To be sent: a stream is to go on from what has come of it. Where everything behind the
+        gateway is new, too, a GPU might begin another answer."""
+        if self._token_ids and isinstance(self.question, GenerateRequest):
+            self.question.output_token_ids = self._token_ids
+        frame = MSGPACK.encode(self.question)
+        return [self.number, frame]
 
     def take_delta(self) -> TextDelta | None:
         """The next piece of the stream, if one is here."""
@@ -55,15 +64,15 @@ class Answer:
 
     def add(self, delta: TextDelta) -> None:
         """Keeps what is new in a piece; one that leaves a gap waits for the reply."""
-        num_old_tokens = self._num_tokens - delta.token_offset
+        num_old_tokens = len(self._token_ids) - delta.token_offset
         num_old_chars = self._num_chars - delta.char_offset
         if num_old_tokens < 0 or num_old_chars < 0:
             return
         delta.token_ids = delta.token_ids[num_old_tokens:]
         delta.text = delta.text[num_old_chars:]
-        delta.token_offset, delta.char_offset = self._num_tokens, self._num_chars
+        delta.token_offset, delta.char_offset = len(self._token_ids), self._num_chars
         if delta.token_ids or delta.text or delta.finish_reason:
-            self._num_tokens += len(delta.token_ids)
+            self._token_ids += delta.token_ids
             self._num_chars += len(delta.text)
             self._deltas.append(delta)
 
@@ -83,7 +92,7 @@ class Answer:
         return isinstance(self.question, GenerateRequest) and self.question.stream
 
     def _is_behind(self, reply: GenerateReply) -> bool:
-        return self._num_tokens < len(reply.token_ids) or self._num_chars < len(reply.text)
+        return len(self._token_ids) < len(reply.token_ids) or self._num_chars < len(reply.text)
 
 
 def _as_delta(reply: GenerateReply) -> TextDelta:

@@ -39,6 +39,9 @@ class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unkno
     """the client's own name for the request; None: the gateway makes one"""
     stream: bool = False
     """send the text as it comes (DEALER sockets only: a REQ socket gets one reply)"""
+    output_token_ids: list[TokenId] = msgspec.field(default_factory=list)
+    """what the client has of the answer already: generation goes on behind it. The reply and a
+    stream have all of it"""
     timeout: Annotated[float, Meta(gt=0)] | None = None
     """seconds after which the request is aborted: it is answered with what it has by then"""
 

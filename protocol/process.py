@@ -96,6 +96,18 @@ class Loop:
         self._poller.register(channel.socket, zmq.POLLIN)
         self._handlers[channel.socket] = handler
 
+    def add_connection(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
+        """Calls `handler` whenever `channel` is connected: at the other end there may be a new
+        process, which knows nothing of this one."""
+        events = channel.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        monitor: Channel[Any] = Channel(events)
+
+        def connected() -> None:
+            for _ in monitor.receive_frames():
+                handler()
+
+        self.add(monitor, connected)
+
     def run(self) -> None:
         """Returns when the process is told to stop."""
         wakeup = self._catch_signals()

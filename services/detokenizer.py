@@ -216,6 +216,7 @@ class DetokenizerProcess:
         self.gateway = connect(context, zmq.PUSH, at.results)
         self.loop = Loop(self.on_heartbeat, PulseSender(process))
         self.loop.add(self.tokens, self.on_tokens)
+        self.loop.add_connection(self.tokens, self.on_heartbeat)
 
     def on_tokens(self) -> None:
         """New tokens of any number of streams."""

@@ -81,6 +81,7 @@ class TokenizerProcess:
         self.scheduler = connect(context, zmq.PUSH, at.requests)
         self.loop = Loop(self.on_heartbeat, PulseSender(process))
         self.loop.add(self.gateway, self.on_requests)
+        self.loop.add_connection(self.gateway, self.on_heartbeat)
 
     def on_requests(self) -> None:
         """Passes each request on to the scheduler, or says why not."""

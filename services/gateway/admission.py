@@ -10,6 +10,8 @@ from penstock.protocol.client import Codec, ErrorReply, GenerateRequest, Request
 from penstock.protocol.config import Config
 from penstock.protocol.sockets import UNREADABLE
 
+TOKEN_BYTES = 5
+"""of a token id in MessagePack, at most"""
 _SHOWN = 60
 """characters of a bad value that an error repeats"""
 
@@ -33,10 +35,21 @@ class RefusedError(Exception):
         )
 
 
-def decode_request(codec: Codec, frame: bytes, max_bytes: int) -> Request:
-    """A client's frame as a request. Raises RefusedError, naming field, value and limit."""
-    if len(frame) > max_bytes:
-        raise RefusedError(f"request has {len(frame)} bytes; the limit is {max_bytes}")
+def decode_request(
+    codec: Codec, frame: bytes, max_bytes: int, max_output_tokens: int = 0
+) -> Request:
+    """A client's frame as a request. Raises RefusedError, naming field, value and limit.
+
+    max_bytes: of all but `output_token_ids`: who asks again is not refused for what it has got.
+    """
+    if len(frame) <= max_bytes + TOKEN_BYTES * max_output_tokens:
+        request = _decode(codec, frame)
+        if len(frame) - TOKEN_BYTES * len(getattr(request, "output_token_ids", ())) <= max_bytes:
+            return request
+    raise RefusedError(f"request has {len(frame)} bytes; the limit is {max_bytes}")
+
+
+def _decode(codec: Codec, frame: bytes) -> Request:
     try:
         return codec.decode_request(frame)
     except msgspec.ValidationError as error:
@@ -106,13 +119,14 @@ class Admission:
                 "max_tokens",
             )
         if isinstance(request.prompt, list):
-            self._check_token_ids(request.prompt)
+            self._check_token_ids("prompt", request.prompt)
+        self._check_token_ids("output_token_ids", request.output_token_ids)
 
-    def _check_token_ids(self, token_ids: list[int]) -> None:
-        largest = max(token_ids)
+    def _check_token_ids(self, field: str, token_ids: list[int]) -> None:
+        largest = max(token_ids, default=0)
         if largest >= self.vocab_size:
             raise RefusedError(
-                f"prompt[{token_ids.index(largest)}] is {largest}; token ids go up to "
+                f"{field}[{token_ids.index(largest)}] is {largest}; token ids go up to "
                 f"{self.vocab_size - 1}",
-                "prompt",
+                field,
             )

@@ -50,7 +50,7 @@ class Entry:
         """of the prompt, while nothing has come out of it; then 0"""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        self.token_ids: list[int] = []
+        self.token_ids: list[int] = list(request.output_token_ids)
         self.answer: GenerateReply | ErrorReply | None = None
         """set when the request has ended"""
         self._text: list[str] = []

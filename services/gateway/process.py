@@ -31,7 +31,7 @@ from penstock.protocol.messages import (
 )
 from penstock.protocol.process import Process
 from penstock.protocol.sockets import Channel, bind, connect
-from penstock.services.gateway.admission import RefusedError, decode_request
+from penstock.services.gateway.admission import RefusedError
 from penstock.services.gateway.authentication import bind_clients
 from penstock.services.gateway.connections import Client, Connections
 from penstock.services.gateway.ledger import Ledger
@@ -104,7 +104,7 @@ class Gateway:
             connection = self.connections.of(fd)
             client = Client(tuple(frames[:-1]), codec_of(frames[-1]), connection)
             try:
-                request = decode_request(client.codec, frames[-1], self.config.max_request_bytes)
+                request = self.requests.decode(client.codec, frames[-1])
                 self.on_request(client, request, len(frames[-1]))
             except RefusedError as error:
                 self.outbox.reply(client, error.reply)

@@ -6,18 +6,22 @@ from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
+import msgspec
+
 from penstock.protocol.checkpoint import read_generation_config, read_model_config
 from penstock.protocol.client import (
+    Codec,
     ErrorReply,
     FinishReason,
     GenerateReply,
     GenerateRequest,
+    Request,
     TextDelta,
 )
 from penstock.protocol.config import Config
 from penstock.protocol.messages import ReleaseRequest
 from penstock.protocol.sockets import Channel
-from penstock.services.gateway.admission import Admission, RefusedError
+from penstock.services.gateway.admission import Admission, RefusedError, decode_request
 from penstock.services.gateway.connections import Client, Connection, Connections
 from penstock.services.gateway.ledger import Entry, GapError, Ledger, Timer, estimated_tokens
 from penstock.services.gateway.outbox import Outbox
@@ -45,6 +49,7 @@ class Requests:
         self._generation = read_generation_config(config.model_folder)
         self._admission = Admission(config, read_model_config(config.model_folder))
         self._overload = Overload(config, ledger)
+        self._max_request_bytes = config.max_request_bytes
         self._max_unread_bytes = config.max_unread_bytes
         self._ledger = ledger
         self._connections = connections
@@ -54,13 +59,18 @@ class Requests:
         self._call_later = call_later
         self.draining = False
 
+    def decode(self, codec: Codec, frame: bytes) -> Request:
+        """As `decode_request`."""
+        limits = self._max_request_bytes, self._admission.max_model_len
+        return decode_request(codec, frame, *limits)
+
     def ask(self, client: Client, request: GenerateRequest, num_bytes: int) -> None:
         """A client asks, with a frame of so many bytes; perhaps for what it has asked for before.
         Raises RefusedError."""
         entry = self._ledger.find(request.request_id) if request.request_id else None
         if entry is None:
             self._accept(client, request, num_bytes)
-        elif request == entry.request:
+        elif is_same(request, entry.request):
             self._adopt(entry, client)
         else:
             raise RefusedError(
@@ -185,3 +195,9 @@ class Requests:
                 self._drop(entry)
                 error = ErrorReply(code="failed", message=message, request_id=entry.request_id)
                 self._outbox.reply(entry.client, error)
+
+
+def is_same(request: GenerateRequest, other: GenerateRequest) -> bool:
+    """Whether they ask for one answer; who asks again may have some of it."""
+    has = other.output_token_ids
+    return msgspec.structs.replace(request, output_token_ids=has) == other

@@ -189,6 +189,7 @@ def main(load: Load) -> None:
     worker.watchdog.start(process)
     loop = Loop(worker.say_hello)
     loop.add(worker.channel, worker.receive)
+    loop.add_connection(worker.channel, worker.say_hello)
     try:
         loop.run()
     except (WorkerError, ModelError, ConnectionError) as error:

@@ -8,6 +8,7 @@ import pytest
 from penstock.launch.errors import RequestError
 from penstock.launch.session import Answer, Session
 from penstock.protocol.client import (
+    MSGPACK,
     ErrorReply,
     GenerateReply,
     GenerateRequest,
@@ -116,3 +117,12 @@ def test_nonsense_and_answers_to_nothing_are_dropped() -> None:
     session.receive([b"77", msgspec.msgpack.encode(reply())])
     session.receive([b""])
     assert session.unanswered() == [answer]
+
+
+def test_a_stream_that_is_asked_for_again_brings_what_it_has() -> None:
+    session, answer = ask()
+    assert MSGPACK.decode_request(answer.frames[1]) == answer.question
+    say(session, answer, delta(0, 2))
+    again = MSGPACK.decode_request(answer.frames[1])
+    assert isinstance(again, GenerateRequest)
+    assert again.output_token_ids == TOKEN_IDS[:2]

@@ -87,6 +87,15 @@ def test_too_many_bytes() -> None:
     assert str(refusal(b" " * 100_001)) == "request has 100001 bytes; the limit is 100000"
 
 
+def test_tokens_that_the_client_has_got_are_not_too_many_bytes() -> None:
+    request = GenerateRequest(prompt="x" * 50, output_token_ids=[100_000] * 20)
+    frame = MSGPACK.encode(request)
+    assert decode_request(MSGPACK, frame, 100, max_output_tokens=20) == request
+    for max_bytes, max_output_tokens in ((100, 10), (40, 40)):
+        with pytest.raises(RefusedError, match=f"the limit is {max_bytes}"):
+            decode_request(MSGPACK, frame, max_bytes, max_output_tokens)
+
+
 @pytest.mark.parametrize(
     ("request_", "sentence"),
     [
@@ -95,6 +104,7 @@ def test_too_many_bytes() -> None:
         (GenerateRequest(prompt="a", stream=True), "REQ socket gets one reply"),
         (GenerateRequest(prompt="a", max_tokens=4097), "4097; the limit is the context of 4096"),
         (GenerateRequest(prompt=[1, 264]), r"prompt\[1\] is 264; token ids go up to 263"),
+        (GenerateRequest(prompt="a", output_token_ids=[264]), r"output_token_ids\[0\] is 264"),
     ],
 )
 def test_what_the_model_can_not_do(request_: GenerateRequest, sentence: str) -> None:

@@ -47,6 +47,23 @@ def test_a_time_limit_ends_with_the_request(stage: Start) -> None:
     assert one.is_empty()
 
 
+def test_a_request_goes_on_behind_what_its_client_has(stage: Start) -> None:
+    """Everything behind the client may be new."""
+    one = stage()
+    client = one.connect()
+    one.open(client, "a", stream=True, output_token_ids=[0, 1])
+    assert one.tokenize().output_token_ids == [0, 1]
+    one.generate("a", 0, 3)
+    first = one.hear(client)
+    assert (first.token_offset, first.char_offset, first.text) == (0, 0, "xxx")
+    other = one.connect()
+    one.ask(other, request("a", stream=True, output_token_ids=[0, 1, 2]))
+    assert one.hear(other).token_ids == [0, 1, 2]
+    one.generate("a", 2, 4, finish_reason="stop")
+    assert one.hear(other).token_ids == [3]
+    assert one.hear(other).token_ids == [0, 1, 2, 3]
+
+
 def test_the_tokenizer_tells_how_long_a_prompt_is(stage: Start) -> None:
     one = stage()
     client = one.connect()

@@ -1,0 +1,44 @@
+"""The loop that every process but the gateway waits in."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from penstock.protocol.process import Loop
+from penstock.protocol.sockets import bind, connect
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """As they were: the loop catches them."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    signal.set_wakeup_fd(-1)
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_each_new_connection_is_told(tmp_path: Path) -> None:
+    """The peer may be another process now, to which nobody has said anything."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    address = f"ipc://{tmp_path}/peer"
+    channel = connect(context, zmq.DEALER, address)
+    peers = [bind(context, zmq.ROUTER, address, None)]
+    loop = Loop(lambda: None)
+
+    def connected() -> None:
+        if len(peers) == 1:
+            peers[0].socket.close()
+            peers.append(bind(context, zmq.ROUTER, address, None))
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    loop.add_connection(channel, connected)
+    loop.run()
+    context.destroy()
+    assert len(peers) == 2
