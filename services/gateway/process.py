@@ -175,12 +175,15 @@ class Gateway:
                     self.on_scheduler(message)
 
     def on_scheduler(self, status: SchedulerStatus) -> None:
-        """A new epoch is a new scheduler, which knows nothing: the ledger is submitted again."""
-        if self.scheduler and status.epoch < self.scheduler.epoch:
+        """A new epoch is a new scheduler, which knows nothing: the ledger is submitted again.
+
+        So it is to the first one: what was accepted before may have gone to one that is dead.
+        """
+        known_epoch = self.scheduler.epoch if self.scheduler else -1
+        if status.epoch < known_epoch:
             return
-        is_new = self.scheduler is not None and status.epoch > self.scheduler.epoch
         self.scheduler = status
-        if is_new:
+        if status.epoch > known_epoch:
             self.requests.begin_again()
         self.tell_ready()
         clients, self.waiting_for_report = self.waiting_for_report, []

@@ -114,9 +114,10 @@ class Requests:
             self._outbox.deliver(entry)
 
     def begin_again(self) -> None:
-        """The scheduler was restarted and knows nothing."""
+        """The scheduler is a new one and knows nothing."""
         entries = self._ledger.begin_again()
-        log.warning("the scheduler was restarted: %d requests go on", len(entries))
+        if entries:
+            log.warning("the scheduler is a new one: %d requests go on", len(entries))
         for entry in entries:
             self._tokenizers.submit(entry)
 

@@ -82,6 +82,7 @@ class SchedulerProcess:
                     self.release(request_id, attempt)
                 case GatewayStarted(first_attempt):
                     self.lease.begin(first_attempt, monotonic())
+                    self.send_status()
         self.advance()
 
     def accept(self, request: TokenizedRequest) -> None:

@@ -93,6 +93,20 @@ def test_what_is_recovered_is_never_refused(stage: Start) -> None:
     assert {task.request_id: task.output_token_ids for task in again} == {"a": [0], "b": []}
 
 
+def test_the_first_scheduler_may_be_the_second(stage: Start) -> None:
+    """A new gateway has given the requests to one that died before it told of itself."""
+    one = stage()
+    one.open(one.connect(), "a")
+    first = one.tokenize()
+    one.detokenizer.send(SchedulerStatus(epoch=1, ready=True))
+    one.work_until(lambda: one.gateway.scheduler)
+    again = one.tokenize()
+    assert (again.request_id, again.attempt > first.attempt) == ("a", True)
+    one.detokenizer.send(SchedulerStatus(epoch=1, ready=False))
+    one.work_until(lambda: not one.gateway.scheduler.ready)
+    assert not one.tokenizer.socket.poll(0)
+
+
 def test_what_a_lost_tokenizer_had_goes_to_the_next(stage: Start) -> None:
     """Of two attempts of one request it had both: it is done with the first."""
     one = stage()

@@ -13,7 +13,7 @@ from penstock.protocol.sockets import Channel
 from penstock.services.scheduler.lease import Lease
 from penstock.services.scheduler.process import SchedulerProcess
 from penstock.services.scheduler.sequence import Status
-from tests.services.scheduler.processes import NUM_BLOCKS, opened, request, say, step
+from tests.services.scheduler.processes import NUM_BLOCKS, Gateway, opened, request, say, step
 
 
 def test_what_nobody_asks_a_new_gateway_for_is_released(
@@ -33,6 +33,15 @@ def test_what_nobody_asks_a_new_gateway_for_is_released(
     told = [detokenizer.decode([detokenizer.socket.recv()]) for _ in range(2)]
     assert [len(delta.opened) for delta in told] == [1, 0]
     assert told[1].closed == [left.stream_id]
+
+
+def test_a_new_gateway_is_told_of_the_scheduler_at_once(
+    process: SchedulerProcess, gateway: Gateway
+) -> None:
+    say(process, GatewayStarted(1_000))
+    assert gateway.results.socket.poll(10_000)
+    [(_, told)] = gateway.results.receive()
+    assert told.epoch == process.epoch
 
 
 def test_a_lease_is_over_when_its_time_is(process: SchedulerProcess) -> None:
