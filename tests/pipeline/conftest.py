@@ -58,6 +58,7 @@ class Pipeline:
         assert self.wait() == self.expected_exit_code, "".join(self.output)
         assert not self.alive(children)
         assert not self.run_folder.exists()
+        assert not Path(self.endpoint.removeprefix("ipc://")).exists()
         assert "Traceback" not in "".join(self.output)
 
     @property
