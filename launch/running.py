@@ -41,15 +41,7 @@ def claim(config: Config) -> Iterator[Path]:
         yield config.run_folder
     finally:
         shutil.rmtree(config.run_folder)
-        _remove_socket(config.endpoint)
         os.close(lock)
-
-
-def _remove_socket(endpoint: str) -> None:
-    """libzmq leaves the file of an `ipc://` endpoint behind."""
-    path = Path(endpoint.removeprefix("ipc://"))
-    if endpoint.startswith("ipc://") and path.is_socket():
-        path.unlink()
 
 
 def _lock(config: Config) -> int:

@@ -29,7 +29,10 @@ def start(config: Config, procfile: Path, max_deaths: int) -> int:
         _check_security(config)
         check_endpoint(config.endpoint)
         write_config(config)
-        return asyncio.run(Supervisor(config, commands, max_deaths).run())
+        try:
+            return asyncio.run(Supervisor(config, commands, max_deaths).run())
+        finally:
+            remove_socket(config.endpoint)
 
 
 def _check_length(longest: Path) -> None:
@@ -67,6 +70,13 @@ def check_endpoint(endpoint: str) -> None:
         if error.errno == zmq.EADDRINUSE:
             raise LaunchError(f"--endpoint {endpoint} is in use; give another one") from error
         raise LaunchError(f"--endpoint {endpoint} can't be bound: {error}") from error
+
+
+def remove_socket(endpoint: str) -> None:
+    """libzmq leaves the file of an `ipc://` endpoint behind."""
+    path = Path(endpoint.removeprefix("ipc://"))
+    if endpoint.startswith("ipc://") and path.is_socket():
+        path.unlink()
 
 
 def _answers(path: str) -> bool:

@@ -91,13 +91,18 @@ class Pipeline:
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Runs `launch …` for this pipeline."""
         command, *rest = arguments
-        return subprocess.run(
-            [*LAUNCH, command, "--name", self.name, *rest],
-            capture_output=True,
-            text=True,
-            timeout=START_TIMEOUT,
-            check=False,
-        )
+        try:
+            return subprocess.run(
+                [*LAUNCH, command, "--name", self.name, *rest],
+                capture_output=True,
+                text=True,
+                timeout=START_TIMEOUT,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            with self.client() as client:
+                status = client.status()
+            raise AssertionError(f"{error}: {status}\n{''.join(self.output)}") from error
 
     def status(self) -> dict[str, Any]:
         """What `launch status --json` says."""

@@ -182,6 +182,7 @@ def test_an_endpoint_in_use_is_refused(main: Pipeline) -> None:
     second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert second.returncode == 2
     assert second.stderr == f"launch: --endpoint {main.endpoint} is in use; give another one\n"
+    assert main.run("ask", QUESTION, "--max-tokens", "1").returncode == 0
     assert not run_folder(name).exists()
 
 
