@@ -22,6 +22,7 @@ class StandInWorker:
     def __init__(self, process: Process) -> None:
         self.hello = WorkerHello(process.name)
         self.num_left: dict[int, int] = {}
+        self.epoch = -1
         self.plans = connect(
             process.context, zmq.DEALER, process.endpoints.workers, ToWorker, process.identity
         )
@@ -40,7 +41,8 @@ class StandInWorker:
                     tokens = self.run(message)
                     if self.hello.rank == 0:
                         self.plans.send(tokens)
-                case WorkerAssignment():
+                case WorkerAssignment() if message.epoch > self.epoch:
+                    self.epoch = message.epoch
                     self.hello = WorkerHello(
                         self.hello.name, message.group, message.rank, NUM_BLOCKS, BLOCK_SIZE
                     )

@@ -42,6 +42,7 @@ class Entry:
         self.sampling = SamplingParams(
             **{field: getattr(request, field) for field in SamplingParams.__struct_fields__}
         )
+        self._is_stream = request.stream
         self.attempt = 0
         self.timer: Timer | None = None
         self.num_bytes = num_bytes
@@ -99,17 +100,19 @@ class Entry:
 
     def untold(self) -> TextDelta | None:
         """What a streaming client has not been told; None if there is nothing."""
-        if not self.request.stream:
+        num_pieces = len(self._text) - self._told_pieces
+        if not self._is_stream or not num_pieces:
             return None
-        token_ids, text = self.token_ids[self._told_tokens :], self._text[self._told_pieces :]
-        if not token_ids and not any(text):
+        token_ids = self.token_ids[self._told_tokens :]
+        text = self._text[-1] if num_pieces == 1 else "".join(self._text[self._told_pieces :])
+        if not token_ids and not text:
             return None
         return TextDelta(
             request_id=self.request_id,
             token_offset=self._told_tokens,
             char_offset=self._told_chars,
             token_ids=token_ids,
-            text="".join(text),
+            text=text,
         )
 
     def told(self) -> None:

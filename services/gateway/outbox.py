@@ -81,22 +81,23 @@ class Outbox:
         """All that is new of a request; False if the queue is full."""
         client, error = entry.client, 0
         if delta := entry.untold():
-            error = self._try(client, [*client.envelope, client.codec.encode(delta)])
+            error = self._channel.try_send([*client.envelope, client.codec.encode(delta)])
             if not error:
                 entry.told()
         if entry.answer and not error:
-            error = self._try(client, [*client.envelope, client.codec.encode(entry.answer)])
+            error = self._channel.try_send([*client.envelope, client.codec.encode(entry.answer)])
             if not error:
                 self.close(entry)
+        if not error:
+            return True
         if error == zmq.EHOSTUNREACH:
             entry.client = self._connections.lose(entry.request_id, client)
-        return error != zmq.EAGAIN
+            return True
+        client.connection.retry_at = monotonic() + RETRY_INTERVAL
+        return False
 
     def _is_full(self, client: Client, frames: list[bytes]) -> bool:
-        return self._try(client, frames) == zmq.EAGAIN
-
-    def _try(self, client: Client, frames: list[bytes]) -> int:
-        error = self._channel.try_send(frames)
-        if error == zmq.EAGAIN:
+        is_full = self._channel.try_send(frames) == zmq.EAGAIN
+        if is_full:
             client.connection.retry_at = monotonic() + RETRY_INTERVAL
-        return error
+        return is_full
