@@ -48,7 +48,7 @@ def target(arguments: Namespace) -> Iterator[Target]:
     _vocab_size(Config(**options))  # a wrong --model is one sentence, here
     options = OWN_DEFAULTS | options
     start, name = time.perf_counter(), f"bench-{os.getpid()}"
-    with private_pipeline(name, *_flags(options)) as endpoint:
+    with private_pipeline(name, *as_flags(options)) as endpoint:
         seconds = time.perf_counter() - start
         yield _target(Config(name=name, endpoint=endpoint, **options), seconds)
 
@@ -90,7 +90,7 @@ def _vocab_size(config: Config) -> int:
         raise LaunchError(f"--model: {error}") from error
 
 
-def _flags(options: dict[str, Any]) -> Iterator[str]:
+def as_flags(options: dict[str, Any]) -> Iterator[str]:
     """The options as `launch all` takes them."""
     for field, value in options.items():
         if isinstance(value, bool):

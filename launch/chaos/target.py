@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from penstock.launch.bench.target import as_flags
 from penstock.launch.errors import LaunchError
 from penstock.launch.options import flag, given_options
 from penstock.launch.private import private_pipeline
@@ -39,20 +40,8 @@ def target(arguments: Namespace) -> Iterator[Config]:
         read_model_config(Config(**options).model_folder)
     except ModelError as error:
         raise LaunchError(f"--model: {error}") from error
-    with private_pipeline(name, *_flags(options), "--max-deaths", str(MAX_DEATHS)) as endpoint:
+    with private_pipeline(name, *as_flags(options), "--max-deaths", str(MAX_DEATHS)) as endpoint:
         yield Config(name=name, endpoint=endpoint, **options)
-
-
-def _flags(options: dict[str, Any]) -> list[str]:
-    """The options as `launch all` takes them."""
-    return [
-        f"{flag(field)}={value}"
-        if not isinstance(value, bool)
-        else flag(field)
-        if value
-        else f"--no-{flag(field)[2:]}"
-        for field, value in options.items()
-    ]
 
 
 def shared_memory() -> set[str]:

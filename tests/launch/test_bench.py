@@ -20,7 +20,7 @@ from penstock.launch.bench.report import (
     versions,
 )
 from penstock.launch.bench.streams import Streaming, percentile
-from penstock.launch.bench.target import Target, _flags
+from penstock.launch.bench.target import Target, as_flags
 from penstock.launch.bench.workload import Item, fixed_lengths, random_lengths, variant
 from penstock.launch.cli import main
 from penstock.launch.errors import LaunchError
@@ -174,8 +174,8 @@ def test_a_package_that_is_not_there_has_no_version(monkeypatch: pytest.MonkeyPa
 def test_options_become_flags() -> None:
     options = {"tp": 2, "enable_prefix_caching": False, "model": "/a b"}
     flags = ["--tp", "2", "--no-enable-prefix-caching", "--model", "/a b"]
-    assert list(_flags(options)) == flags
-    assert list(_flags({"enable_prefix_caching": True})) == ["--enable-prefix-caching"]
+    assert list(as_flags(options)) == flags
+    assert list(as_flags({"enable_prefix_caching": True})) == ["--enable-prefix-caching"]
 
 
 def test_a_pipeline_that_ends_is_not_waited_for(
