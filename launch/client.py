@@ -29,17 +29,21 @@ from penstock.launch.session import Answer
 from penstock.protocol.client import (
     AbortReply,
     AbortRequest,
+    DetokenizeReply,
+    DetokenizeRequest,
     GenerateReply,
     GenerateRequest,
     Request,
-    StatusReply,
     StatusRequest,
     TextDelta,
+    TokenizePromptRequest,
+    TokenizeReply,
 )
 from penstock.protocol.config import DEFAULT_CLIENT
+from penstock.protocol.status import StatusReply
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
-Kind = TypeVar("Kind", GenerateReply, AbortReply, StatusReply)
+Kind = TypeVar("Kind", GenerateReply, TokenizeReply, DetokenizeReply, AbortReply, StatusReply)
 
 
 def _expect(answer: Answer, kind: type[Kind]) -> Kind:
@@ -234,9 +238,21 @@ class AsyncClient:
         """Ends a request early; False if none of this name runs."""
         return (await self._wait_for(AbortRequest(request_id=request_id), AbortReply)).found
 
-    async def status(self, wait: bool = False, fresh: bool = False) -> StatusReply:
-        """How the pipeline is; `wait`, `fresh`: as in `StatusRequest`."""
-        return await self._wait_for(StatusRequest(wait=wait, fresh=fresh), StatusReply)
+    async def tokenize(self, prompt: str | None = None, **fields: Any) -> TokenizeReply:
+        """The token ids of a prompt. `fields`: those of TokenizePromptRequest."""
+        return await self._wait_for(TokenizePromptRequest(prompt=prompt, **fields), TokenizeReply)
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """The text of token ids, special tokens too."""
+        return (await self._wait_for(DetokenizeRequest(token_ids=token_ids), DetokenizeReply)).text
+
+    async def status(
+        self, wait: bool = False, fresh: bool = False, metrics: bool = False
+    ) -> StatusReply:
+        """How the pipeline is; `wait`, `fresh`, `metrics`: as in `StatusRequest`."""
+        return await self._wait_for(
+            StatusRequest(wait=wait, fresh=fresh, metrics=metrics), StatusReply
+        )
 
     async def change(self, answer: Answer) -> None:
         """Waits until something has come for `answer`."""

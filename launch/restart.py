@@ -4,7 +4,8 @@ from collections.abc import Awaitable, Callable
 
 from penstock.launch.child import kind_of
 from penstock.launch.client import AsyncClient
-from penstock.protocol.client import StatusReply, StatusRequest
+from penstock.protocol.client import StatusRequest
+from penstock.protocol.status import StatusReply
 
 Step = Callable[[], Awaitable[None]]
 

@@ -16,18 +16,21 @@ from penstock.launch.errors import RequestError
 from penstock.protocol.client import (
     MSGPACK,
     AbortReply,
+    DetokenizeReply,
     ErrorReply,
     GenerateReply,
     GenerateRequest,
     Reply,
     Request,
-    StatusReply,
     TextDelta,
+    TokenizeReply,
 )
 from penstock.protocol.sockets import UNREADABLE
+from penstock.protocol.status import StatusReply
 
 log = logging.getLogger(__name__)
-Final = GenerateReply | AbortReply | StatusReply | ErrorReply
+Done = GenerateReply | TokenizeReply | DetokenizeReply | AbortReply | StatusReply
+Final = Done | ErrorReply
 
 
 class Answer:
@@ -55,7 +58,7 @@ class Answer:
         """The next piece of the stream, if one is here."""
         return self._deltas.popleft() if self._deltas else None
 
-    def result(self) -> GenerateReply | AbortReply | StatusReply:
+    def result(self) -> Done:
         """The reply, once `final` is set. Raises RequestError if it is an error."""
         assert self.final is not None  # noqa: S101
         if isinstance(self.final, ErrorReply):

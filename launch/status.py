@@ -8,7 +8,7 @@ from penstock.launch.client import Client
 from penstock.launch.control import command
 from penstock.launch.errors import NoAnswer
 from penstock.launch.running import model_name, running_config
-from penstock.protocol.client import StatusReply
+from penstock.protocol.status import StatusReply
 
 TIMEOUT = 2.0
 """seconds that the gateway has to answer"""

@@ -99,6 +99,7 @@ class Supervisor:
             "worker": self._config.tp + self._config.spare_workers,
             "tokenizer": self._config.tokenizers,
             "detokenizer": self._config.detokenizers,
+            "http": self._config.http,
         }
         arbiter = Arbiter(
             [

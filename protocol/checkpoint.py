@@ -52,6 +52,7 @@ class GenerationConfig(Struct, kw_only=True, frozen=True):
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
 
     def fill(self, sampling: SamplingParams) -> None:
         """Puts the model's defaults where the request says nothing."""
@@ -61,6 +62,8 @@ class GenerationConfig(Struct, kw_only=True, frozen=True):
             if getattr(sampling, field) is None:
                 default = getattr(self, field) if self.do_sample else None
                 setattr(sampling, field, neutral if default is None else default)
+        if sampling.repetition_penalty is None:
+            sampling.repetition_penalty = self.repetition_penalty or 1.0
 
 
 def read_model_config(folder: Path) -> ModelConfig:

@@ -8,33 +8,48 @@ A request is answered by any number of `TextDelta`s if it asked for a stream, an
 one `GenerateReply` or `ErrorReply`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
+from penstock.protocol.logprobs import TokenLogprobs
 from penstock.protocol.sampling import SamplingParams, TokenId
+from penstock.protocol.status import StatusReply
 
 FinishReason = Literal["stop", "length", "abort"]
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
-class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
-    """One message of a conversation."""
+class ChatMessage(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One message of a conversation, as the chat template sees it."""
 
-    role: Literal["system", "user", "assistant"]
-    content: str
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    name: str | None = None
+    reasoning_content: str | None = None
+    """of an assistant: what it thought"""
+    tool_calls: list[dict[str, Any]] | None = None
+    """of an assistant: as in OpenAI's API, but `arguments` is a map, as templates want it"""
+    tool_call_id: str | None = None
+    """of a tool's answer: the call it answers"""
+
+
+PromptText = Annotated[str, Meta(min_length=1)] | Annotated[list[TokenId], Meta(min_length=1)]
+Messages = Annotated[list[ChatMessage], Meta(min_length=1)]
 
 
 class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unknown_fields=True):
     """Asks for text. Filled by the client; exactly one of `prompt` and `messages`."""
 
-    prompt: (
-        Annotated[str, Meta(min_length=1)] | Annotated[list[TokenId], Meta(min_length=1)] | None
-    ) = None
+    prompt: PromptText | None = None
     """text, or token ids"""
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    messages: Messages | None = None
     """a conversation, put through the model's chat template"""
+    tools: list[dict[str, Any]] | None = None
+    """functions that the model may call, as in OpenAI's API; for the chat template"""
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """what else the chat template takes: `enable_thinking`"""
     request_id: RequestId | None = None
     """the client's own name for the request; None: the gateway makes one"""
     stream: bool = False
@@ -44,6 +59,21 @@ class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unkno
     stream have all of it"""
     timeout: Annotated[float, Meta(gt=0)] | None = None
     """seconds after which the request is aborted: it is answered with what it has by then"""
+
+
+class TokenizePromptRequest(Struct, kw_only=True, tag="tokenize", forbid_unknown_fields=True):
+    """Asks for the token ids of a prompt; its fields are as in `GenerateRequest`."""
+
+    prompt: PromptText | None = None
+    messages: Messages | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class DetokenizeRequest(Struct, kw_only=True, tag="detokenize", forbid_unknown_fields=True):
+    """Asks for the text of token ids, special tokens too."""
+
+    token_ids: list[TokenId]
 
 
 class AbortRequest(Struct, kw_only=True, tag="abort", forbid_unknown_fields=True):
@@ -60,6 +90,8 @@ class StatusRequest(Struct, kw_only=True, tag="status", forbid_unknown_fields=Tr
     fresh: bool = False
     """answer with the scheduler's next report; without, with its last, up to half a second old.
     With `wait`: when every stage is there the next time, not if it is now"""
+    metrics: bool = False
+    """answer with `StatusReply.metrics`, too"""
 
 
 class Usage(Struct, kw_only=True):
@@ -79,6 +111,10 @@ class GenerateReply(Struct, kw_only=True, tag="generated"):
     token_ids: list[int]
     finish_reason: FinishReason
     usage: Usage
+    logprobs: list[TokenLogprobs | None] | None = None
+    """one for each of `token_ids`, if they were asked for; None for what the client brought"""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """one for each prompt token, if they were asked for; None for the first"""
 
 
 class TextDelta(Struct, kw_only=True, tag="delta", omit_defaults=True):
@@ -96,10 +132,27 @@ class TextDelta(Struct, kw_only=True, tag="delta", omit_defaults=True):
     token_ids: list[TokenId]
     text: str
     finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs | None] | None = None
+    """one for each of `token_ids`, if they were asked for"""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """in the first one only; the client gets them with the reply"""
     attempt: int = 0
     """which submission of the request this answers; the client does not see it, nor these:"""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+
+
+class TokenizeReply(Struct, kw_only=True, tag="tokenized"):
+    """Answers `TokenizePromptRequest`."""
+
+    token_ids: list[int]
+    max_model_len: int
+
+
+class DetokenizeReply(Struct, kw_only=True, tag="detokenized"):
+    """Answers `DetokenizeRequest`."""
+
+    text: str
 
 
 class AbortReply(Struct, kw_only=True, tag="aborted"):
@@ -120,50 +173,26 @@ class ErrorReply(Struct, kw_only=True, tag="error"):
     """of `overloaded`: seconds after which it may go better"""
 
 
-class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):
-    """The scheduler's state, sent to the gateway when it starts, on change, and as heartbeat."""
-
-    epoch: int
-    """nanoseconds since 1970 at which this scheduler started; a later one is larger"""
-    ready: bool
-    """all workers are in place and so is a detokenizer"""
-    num_waiting: int = 0
-    num_running: int = 0
-    num_blocks: int = 0
-    num_free_blocks: int = 0
-    num_steps: int = 0
-    num_preemptions: int = 0
-    gpu_idle_us: tuple[float, float] = (0.0, 0.0)
-    """median and 99th percentile of the GPU's wait between two steps; 0 on CPUs"""
-    num_bad_frames: int = 0
-    workers: list[str] = []
-    detokenizers: dict[str, int] = {}
-    """name → requests it has"""
-
-
-class StatusReply(Struct, kw_only=True, tag="status_reply"):
-    """The pipeline as the gateway sees it."""
-
-    ready: bool
-    model: str
-    num_requests: int
-    """requests in the ledger: accepted and not yet answered"""
-    tokenizers: dict[str, int]
-    """name → requests it has"""
-    scheduler: SchedulerStatus | None
-    num_bad_frames: int
-
-
-Request = GenerateRequest | AbortRequest | StatusRequest
-Reply = GenerateReply | TextDelta | AbortReply | ErrorReply | StatusReply
+Request = GenerateRequest | TokenizePromptRequest | DetokenizeRequest | AbortRequest | StatusRequest
+Reply = (
+    GenerateReply
+    | TextDelta
+    | TokenizeReply
+    | DetokenizeReply
+    | AbortReply
+    | ErrorReply
+    | StatusReply
+)
 
 
 class _Kind(Struct):
-    type: Literal["generate", "abort", "status"] = "generate"
+    type: Literal["generate", "tokenize", "detokenize", "abort", "status"] = "generate"
 
 
 _REQUEST_TYPES: dict[str, type[Request]] = {
     "generate": GenerateRequest,
+    "tokenize": TokenizePromptRequest,
+    "detokenize": DetokenizeRequest,
     "abort": AbortRequest,
     "status": StatusRequest,
 }

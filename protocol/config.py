@@ -45,6 +45,19 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
             "anyone on the way reads prompts and answers"
         ),
     ] = False
+    http: Annotated[
+        int, Meta(ge=0, description="HTTP processes at start: OpenAI's API, metrics, a page")
+    ] = 0
+    http_host: Annotated[str, Meta(description="address where they listen")] = "127.0.0.1"
+    http_port: Annotated[
+        int, Meta(ge=1, le=65535, description="port where they listen, all at the same one")
+    ] = 8000
+    api_key: Annotated[
+        str, Meta(description="what HTTP clients must bring as `Authorization: Bearer …`")
+    ] = ""
+    served_model_name: Annotated[
+        str, Meta(description="name of the model over HTTP; empty: its folder's")
+    ] = ""
     tp: Annotated[Count, Meta(description="tensor-parallel size: number of workers")] = 1
     spare_workers: Annotated[
         int,
@@ -150,6 +163,13 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least log level shown")
     ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"], Meta(description="log lines as text, or a JSON map each")
+    ] = "text"
+    otlp_endpoint: Annotated[
+        str,
+        Meta(description="where traces of requests go: an OpenTelemetry collector's HTTP address"),
+    ] = ""
 
     @property
     def run_folder(self) -> Path:

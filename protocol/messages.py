@@ -3,19 +3,26 @@
 One union per direction of a socket; `endpoints.py` has the table of sockets.
 """
 
+from typing import Any
+
 from msgspec import Struct
 
 from penstock.protocol.client import (
     ChatMessage,
+    DetokenizeReply,
+    DetokenizeRequest,
     ErrorReply,
     FinishReason,
-    SchedulerStatus,
     TextDelta,
+    TokenizePromptRequest,
+    TokenizeReply,
 )
+from penstock.protocol.logprobs import PackedLogprobs
 from penstock.protocol.plan import BatchPlan, SampledTokens, check_packed
 from penstock.protocol.sampling import Positive, SamplingParams, TokenId
+from penstock.protocol.status import ProcessStatus, SchedulerStatus
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """of this module and `plan.py`; the messages that register a process carry it"""
 
 
@@ -35,6 +42,14 @@ class Pulse(Struct, tag=True):
     """how long it has been at one step; 0 between steps"""
     group: str = ""
     """workers of one group die together: a collective can't lose a member"""
+    counters: dict[str, float] = {}
+    """what the process counts about itself, for metrics; see `ProcessStatus.counters`"""
+
+
+class SupervisorReport(Struct, tag=True):
+    """Supervisor → gateway, every heartbeat: the processes it keeps running."""
+
+    processes: list[ProcessStatus]
 
 
 class Refused(Struct, tag=True):
@@ -55,8 +70,24 @@ class TokenizeRequest(Struct, tag=True, omit_defaults=True):
     sampling: SamplingParams
     prompt: str | list[TokenId] | None = None
     messages: list[ChatMessage] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
     output_token_ids: list[TokenId] = []
     """what an earlier attempt delivered; generation goes on behind it"""
+
+
+class Question(Struct, tag=True):
+    """Gateway → tokenizer: something to be answered by a tokenizer alone."""
+
+    number: int
+    question: TokenizePromptRequest | DetokenizeRequest
+
+
+class Answered(Struct, tag=True):
+    """Tokenizer → gateway."""
+
+    number: int
+    reply: TokenizeReply | DetokenizeReply | ErrorReply
 
 
 class Tokenized(Struct, tag=True):
@@ -133,6 +164,14 @@ class StreamOpened(Struct, tag=True, omit_defaults=True):
     output_token_ids: bytes
     """int32 [num_output_tokens]"""
     stop: list[str] = []
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+    """tokens before which no stop string ends the text"""
+    logprobs: list[PackedLogprobs | None] | None = None
+    """one for each of `output_token_ids`, None where they are not known; None: not asked for"""
+    prompt_logprobs: list[PackedLogprobs] | None = None
+    """one for each prompt token but the first"""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
@@ -155,6 +194,8 @@ class TokenDelta(Struct, tag=True, omit_defaults=True):
     """streams that end behind these tokens"""
     closed: list[int] = []
     """streams to forget without a word: released, or another detokenizer's now"""
+    logprobs: list[tuple[int, PackedLogprobs]] = []
+    """(index in `stream_ids`; its logprobs), of the streams that asked, in ascending order"""
 
     def __post_init__(self) -> None:
         check_packed(self.stream_ids, self.token_ids)
@@ -209,14 +250,14 @@ class WorkerExit(Struct, array_like=True, tag=True):
     reason: str
 
 
-ToTokenizer = TokenizeRequest | Refused
-FromTokenizer = Heartbeat | Goodbye | Tokenized | RequestFailed
+ToTokenizer = TokenizeRequest | Question | Refused
+FromTokenizer = Heartbeat | Goodbye | Tokenized | RequestFailed | Answered
 ToScheduler = TokenizedRequest | ReleaseRequest | StopFound | GatewayStarted
 ToDetokenizer = TokenDelta | Refused
 FromDetokenizer = Heartbeat | Goodbye
 ToWorker = WorkerAssignment | WorkerExit | BatchPlan
 FromWorker = WorkerHello | SampledTokens
-ToGateway = TextDeltas | RequestFailed | SchedulerStatus
+ToGateway = TextDeltas | RequestFailed | SchedulerStatus | SupervisorReport
 
 
 def refusal(message: Heartbeat | WorkerHello) -> str | None:

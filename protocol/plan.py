@@ -20,6 +20,9 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
+from penstock.protocol.logprobs import PackedLogprobs
+from penstock.protocol.structured import StructuredOutputs
+
 assert array("i").itemsize == 4  # noqa: S101  the wire format; true wherever CPython runs today
 
 
@@ -51,6 +54,27 @@ MAX_BLOCKS = 1 << BLOCK_BITS
 MAX_SLOTS = 1 << (31 - BLOCK_BITS)
 
 
+class RowExtras(Struct, array_like=True):
+    """What few rows ask for, and only those pay: all that is done to the logits of a row before a
+    token is drawn, and logprobs. Filled by the scheduler; rank 0 alone looks at it."""
+
+    num_prompt_tokens: int
+    """of the row's given tokens; the others are output"""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    """of output, before which none of `end_token_ids` may be drawn"""
+    end_token_ids: list[int] = []
+    """EOS, unless it is ignored, and the row's stop tokens"""
+    num_logprobs: int = -1
+    """likeliest tokens to tell beside the drawn one; -1: no logprobs"""
+    num_prompt_logprobs: int = -1
+    """likewise for each prompt token behind the first; then num_computed_tokens is 0"""
+    structured_outputs: StructuredOutputs | None = None
+
+
 class RowAdded(Struct, array_like=True):
     """A sequence enters the persistent batch. Filled by the scheduler."""
 
@@ -68,6 +92,7 @@ class RowAdded(Struct, array_like=True):
     min_p: float
     seed: int
     """int64, key of the sampling noise"""
+    extras: RowExtras | None = None
 
     def __post_init__(self) -> None:
         check_packed(self.token_ids, self.block_ids)
@@ -99,6 +124,14 @@ class SampledTokens(Struct, array_like=True, tag="sampled"):
     step: int
     token_ids: bytes
     """int32 [num_sampled]"""
+    logprobs: list[tuple[int, PackedLogprobs]] = []
+    """(index among the sampled, ascending; its logprobs), of the rows that asked"""
+    prompt_logprobs: list[tuple[int, list[PackedLogprobs]]] = []
+    """(slot; one for each prompt token but the first that this step's chunk predicts): a chunk of
+    positions [a, b) predicts tokens a + 1 to b, as far as they are the prompt's"""
+    failed: list[tuple[int, str]] = []
+    """(index among the sampled; why the row can't go on): its grammar ran out of its limits. Its
+    token is void"""
 
     def __post_init__(self) -> None:
         check_packed(self.token_ids)

@@ -14,7 +14,8 @@ from penstock.launch.bench.workload import Item
 from penstock.launch.client import Client
 from penstock.launch.errors import LaunchError, NoAnswer
 from penstock.launch.session import Answer
-from penstock.protocol.client import GenerateReply, GenerateRequest, SchedulerStatus, StatusReply
+from penstock.protocol.client import GenerateReply, GenerateRequest
+from penstock.protocol.status import SchedulerStatus, StatusReply
 
 SILENCE = 10.0
 """seconds without any answer after which a look is taken whether the pipeline is still there"""

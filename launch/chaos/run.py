@@ -22,8 +22,8 @@ from penstock.launch.child import kind_of
 from penstock.launch.client import AsyncClient
 from penstock.launch.running import model_name
 from penstock.protocol.checkpoint import read_model_config
-from penstock.protocol.client import StatusReply
 from penstock.protocol.config import Config
+from penstock.protocol.status import StatusReply
 
 
 def chaos(arguments: Namespace, options: ChaosOptions, kinds: list[str]) -> dict[str, Any]:

@@ -70,6 +70,8 @@ class Entry:
             sampling=self.sampling,
             prompt=self.request.prompt,
             messages=self.request.messages,
+            tools=self.request.tools,
+            chat_template_kwargs=self.request.chat_template_kwargs,
             output_token_ids=self.token_ids,
         )
 

@@ -12,8 +12,6 @@ from penstock.protocol.client import (
     AbortRequest,
     GenerateRequest,
     Request,
-    SchedulerStatus,
-    StatusReply,
     StatusRequest,
     codec_of,
 )
@@ -31,6 +29,7 @@ from penstock.protocol.messages import (
 )
 from penstock.protocol.process import Process
 from penstock.protocol.sockets import Channel, bind, connect
+from penstock.protocol.status import SchedulerStatus, StatusReply
 from penstock.services.gateway.admission import RefusedError
 from penstock.services.gateway.authentication import bind_clients
 from penstock.services.gateway.connections import Client, Connections

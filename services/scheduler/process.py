@@ -5,7 +5,7 @@ from time import monotonic, time_ns
 import zmq
 
 from penstock.protocol.checkpoint import eos_token_ids, read_generation_config, read_model_config
-from penstock.protocol.client import ErrorReply, SchedulerStatus
+from penstock.protocol.client import ErrorReply
 from penstock.protocol.messages import (
     FromDetokenizer,
     FromWorker,
@@ -24,6 +24,7 @@ from penstock.protocol.messages import (
 from penstock.protocol.plan import SampledTokens, unpack
 from penstock.protocol.process import Loop, Process, PulseSender
 from penstock.protocol.sockets import bind, connect
+from penstock.protocol.status import SchedulerStatus
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.lease import Lease

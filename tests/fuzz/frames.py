@@ -15,8 +15,6 @@ from penstock.protocol.client import (
     ErrorReply,
     GenerateReply,
     GenerateRequest,
-    SchedulerStatus,
-    StatusReply,
     StatusRequest,
     TextDelta,
     Usage,
@@ -42,6 +40,7 @@ from penstock.protocol.messages import (
 )
 from penstock.protocol.plan import BatchPlan, RowAdded, SampledTokens, pack
 from penstock.protocol.sampling import SamplingParams
+from penstock.protocol.status import SchedulerStatus, StatusReply
 
 INNER_ID = "inner"
 """no client's request has it"""

@@ -12,13 +12,14 @@ import msgspec
 import pytest
 import zmq
 
-from penstock.protocol.client import JSON, MSGPACK, GenerateRequest, SchedulerStatus, codec_of
+from penstock.protocol.client import JSON, MSGPACK, GenerateRequest, codec_of
 from penstock.protocol.config import Config
 from penstock.protocol.endpoints import endpoints
 from penstock.protocol.messages import GatewayStarted, TokenizedRequest
 from penstock.protocol.plan import pack
 from penstock.protocol.sampling import SamplingParams
 from penstock.protocol.sockets import UNREADABLE, connect
+from penstock.protocol.status import SchedulerStatus
 from tests.fuzz.frames import INNER_ID, UNIONS, encoded, num_frames
 from tests.fuzz.mutator import Mutator
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture

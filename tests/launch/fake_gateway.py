@@ -13,11 +13,11 @@ from penstock.protocol.client import (
     GenerateRequest,
     Reply,
     Request,
-    StatusReply,
     StatusRequest,
     TextDelta,
     Usage,
 )
+from penstock.protocol.status import StatusReply
 
 Behaviour = Callable[[Request], list[Reply]]
 TEXT = "one two"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from penstock.launch.client import AsyncClient
 from penstock.launch.restart import restart
-from penstock.protocol.client import Reply, Request, SchedulerStatus, StatusReply, StatusRequest
+from penstock.protocol.client import Reply, Request, StatusRequest
+from penstock.protocol.status import SchedulerStatus, StatusReply
 from tests.launch.fake_gateway import Gateway
 
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from penstock.launch.status import as_json, as_text
-from penstock.protocol.client import SchedulerStatus, StatusReply
 from penstock.protocol.config import Config
+from penstock.protocol.status import SchedulerStatus, StatusReply
 
 PROCESSES = [
     {"name": "gateway.1", "pid": 10, "uptime": 3725.0, "restarts": 0},

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from random import Random
 
-from penstock.protocol.client import AbortRequest, SchedulerStatus
+from penstock.protocol.client import AbortRequest
 from penstock.protocol.messages import Goodbye, ReleaseRequest
+from penstock.protocol.status import SchedulerStatus
 from tests.services.gateway.conftest import PROMPT, Stage, request
 
 Start = Callable[..., Stage]

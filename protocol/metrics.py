@@ -1,0 +1,34 @@
+"""What the gateway counts: it sees every request, so the sums are right however many processes
+there are of any kind. Named as vLLM's metrics where they mean the same."""
+
+from msgspec import Struct
+
+
+class Histogram(Struct, kw_only=True):
+    """How often a value was at most each bound, as Prometheus counts it."""
+
+    bounds: list[float]
+    """ascending; seconds or tokens"""
+    counts: list[int]
+    """[len(bounds) + 1]: of values in each interval, not summed; the last is beyond all bounds"""
+    sum: float = 0.0
+
+
+class Metrics(Struct, kw_only=True):
+    """Since the start of this gateway."""
+
+    request_success: dict[str, int] = {}
+    """finish reason → answered requests"""
+    request_failed: dict[str, int] = {}
+    """code of the error → refused or failed requests"""
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    """prompt tokens that were looked for in the prefix cache"""
+    prefix_cache_hits: int = 0
+    """and those found there"""
+    time_to_first_token_seconds: Histogram
+    inter_token_latency_seconds: Histogram
+    e2e_request_latency_seconds: Histogram
+    request_prompt_tokens: Histogram
+    request_generation_tokens: Histogram
