@@ -18,8 +18,9 @@ from penstock.protocol.sampling import SamplingParams
 if TYPE_CHECKING:
     from penstock.launch.client import Client
 
-SAMPLING_FIELDS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
-SCALABLE = ("tokenizer", "detokenizer")
+SAMPLING_FIELDS = [field for field in SamplingParams.__struct_fields__ if field != "n"]
+SCALABLE = {"tokenizer": 1, "detokenizer": 1, "http": 0}
+"""and how many processes of it a pipeline needs"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         command = add(kind, _service, f"run one more {kind} in the foreground of this terminal")
         command.set_defaults(kind=kind)
         add_options(command, Config, ["name"])
-    command = add("scale", _scale, "change the number of tokenizers or detokenizers")
+    command = add("scale", _scale, "change the number of tokenizers, detokenizers or http")
     command.add_argument("kind", metavar="|".join(SCALABLE))
     command.add_argument("number", type=int)
     add_options(command, Config, ["name"])
@@ -71,6 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     add_options(command, Config, ["name"])
     command = add("status", _status, "show the processes and the queues")
     command.add_argument("--json", action="store_true", help="for programs")
+    add_options(command, Config, ["name"])
+    command = add("top", _top, "show processes, queues and speed as they change; q quits")
+    command.add_argument("--once", action="store_true", help="print it once")
     add_options(command, Config, ["name"])
     add_options(add("stop", _stop, "stop a pipeline, and wait until it is gone"), Config, ["name"])
     command = add("ask", _ask, "print the answer to one question")
@@ -89,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     text = f"add a client to FOLDER (the first one is {DEFAULT_CLIENT!r})"
     command.add_argument("--client", metavar="NAME", help=text)
+    text = "run a file of requests in OpenAI's batch format; run again, it goes on where it stopped"
+    _add_batch(add("batch", _batch, text))
     text = "measure: the pipeline without a model, or a model's throughput and latency"
     add_bench(commands.add_parser("bench", help=text, description=text, allow_abbrev=False))
     text = "kill processes at random moments of a load, and check every answer"
@@ -108,6 +114,15 @@ def _add_all(command: argparse.ArgumentParser) -> None:
         default=5,
         help="deaths of one process within 60 s that stop the pipeline (default: 5)",
     )
+
+
+def _add_batch(command: argparse.ArgumentParser) -> None:
+    command.add_argument("input", type=Path, metavar="IN.jsonl")
+    command.add_argument("output", type=Path, metavar="OUT.jsonl", help="results are added to it")
+    command.add_argument(
+        "--concurrency", type=int, default=256, help="requests at once (default: 256)"
+    )
+    add_options(command, Config, [one for one in Config.__struct_fields__ if one != "endpoint"])
 
 
 def _add_client(command: argparse.ArgumentParser) -> None:
@@ -143,9 +158,10 @@ def _scale(arguments: argparse.Namespace) -> int:
     from penstock.launch.control import scale
 
     if arguments.kind not in SCALABLE:
-        raise LaunchError(f"{arguments.kind!r} can't be scaled; {' and '.join(SCALABLE)} can")
-    if arguments.number < 1:
-        raise LaunchError(f"number is {arguments.number}: a pipeline needs 1 {arguments.kind}")
+        raise LaunchError(f"{arguments.kind!r} can't be scaled; {', '.join(SCALABLE)} can")
+    if arguments.number < (least := SCALABLE[arguments.kind]):
+        number = arguments.number
+        raise LaunchError(f"number is {number}: a pipeline needs {least} {arguments.kind}")
     number = scale(_name(arguments), arguments.kind, arguments.number)
     print(f"{arguments.kind}: {number}")
     return 0
@@ -165,6 +181,12 @@ def _status(arguments: argparse.Namespace) -> int:
     status = read_status(_name(arguments))
     print(as_json(status) if arguments.json else as_text(status))
     return 0
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from penstock.launch.top import top
+
+    return top(_name(arguments), arguments.once)
 
 
 def _stop(arguments: argparse.Namespace) -> int:
@@ -189,6 +211,12 @@ def _chat(arguments: argparse.Namespace) -> int:
 
     with _client(arguments) as client:
         return chat(client, given_options(arguments, SamplingParams))
+
+
+def _batch(arguments: argparse.Namespace) -> int:
+    from penstock.launch.batch import run_batch
+
+    return run_batch(arguments)
 
 
 def _keys(arguments: argparse.Namespace) -> int:

@@ -14,16 +14,16 @@ Where the gateway has keys, `keys` is the folder with `server.key` and `NAME.key
 `client` the NAME: `Client("tcp://gpu1:5555", keys="alice-keys", client="alice")`.
 """
 
-import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import zmq
 
-from penstock.launch.connection import Connection
+from penstock.launch.async_client import AsyncClient, AsyncStream
+from penstock.launch.connection import DEFAULT_ENDPOINT, Connection, Kind, expect
 from penstock.launch.errors import NoAnswer
 from penstock.launch.session import Answer
 from penstock.protocol.client import (
@@ -42,14 +42,7 @@ from penstock.protocol.client import (
 from penstock.protocol.config import DEFAULT_CLIENT
 from penstock.protocol.status import StatusReply
 
-DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
-Kind = TypeVar("Kind", GenerateReply, TokenizeReply, DetokenizeReply, AbortReply, StatusReply)
-
-
-def _expect(answer: Answer, kind: type[Kind]) -> Kind:
-    reply = answer.result()
-    assert isinstance(reply, kind)  # noqa: S101  the session pairs them by kind
-    return reply
+__all__ = ["AsyncClient", "AsyncStream", "Client", "Stream"]
 
 
 class Stream:
@@ -127,21 +120,29 @@ class Client:
 
     def abort(self, request_id: str) -> bool:
         """Ends a request early; False if none of this name runs."""
-        return self.wait_for(
-            self._connection.ask(AbortRequest(request_id=request_id)), AbortReply
-        ).found
+        return self._ask(AbortRequest(request_id=request_id), AbortReply).found
 
-    def status(self, wait: bool = False, fresh: bool = False) -> StatusReply:
-        """How the pipeline is; `wait`, `fresh`: as in `StatusRequest`."""
-        return self.wait_for(
-            self._connection.ask(StatusRequest(wait=wait, fresh=fresh)), StatusReply
-        )
+    def tokenize(self, prompt: str | None = None, **fields: Any) -> TokenizeReply:
+        """The token ids of a prompt. `fields`: those of TokenizePromptRequest."""
+        return self._ask(TokenizePromptRequest(prompt=prompt, **fields), TokenizeReply)
+
+    def detokenize(self, token_ids: list[int]) -> str:
+        """The text of token ids, special tokens too."""
+        return self._ask(DetokenizeRequest(token_ids=token_ids), DetokenizeReply).text
+
+    def status(self, wait: bool = False, fresh: bool = False, metrics: bool = False) -> StatusReply:
+        """How the pipeline is; `wait`, `fresh`, `metrics`: as in `StatusRequest`."""
+        return self._ask(StatusRequest(wait=wait, fresh=fresh, metrics=metrics), StatusReply)
+
+    def ask(self, question: Request) -> Answer:
+        """Sends a question, and waits for nothing."""
+        return self._connection.ask(question)
 
     def wait_for(self, answer: Answer, kind: type[Kind]) -> Kind:
         """Waits for the reply to one question. Raises RequestError."""
         while not answer.final:
             self.wait()
-        return _expect(answer, kind)
+        return expect(answer, kind)
 
     def take_until(self, moment: float) -> None:
         """Takes in what comes until `moment` of `time.perf_counter()`, and up to 1 ms longer."""
@@ -158,118 +159,5 @@ class Client:
                 return
         raise NoAnswer("the pipeline does not answer")
 
-
-class AsyncStream:
-    """One request of an `AsyncClient`: iterate with `async for`, or await its `result()`.
-
-    Cancelling the task that waits for it aborts the request.
-    """
-
-    def __init__(self, client: "AsyncClient", answer: Answer) -> None:
-        self.request_id = answer.request_id
-        self._client = client
-        self._answer = answer
-
-    async def __aiter__(self) -> AsyncIterator[TextDelta]:
-        while True:
-            while delta := self._answer.take_delta():
-                yield delta
-            if self._answer.final:
-                self._answer.result()
-                return
-            await self._change()
-
-    async def result(self) -> GenerateReply:
-        """Waits for the whole answer. Raises RequestError."""
-        while not self._answer.final:
-            await self._change()
-        return _expect(self._answer, GenerateReply)
-
-    async def abort(self) -> None:
-        """Ends the request early; `result()` has what came until then."""
-        await self._client.abort(self.request_id)
-
-    async def _change(self) -> None:
-        try:
-            await self._client.change(self._answer)
-        except asyncio.CancelledError:
-            self._client.ask(AbortRequest(request_id=self.request_id))
-            raise
-
-
-class AsyncClient:
-    """A client for asyncio, for any number of tasks; to be entered with `async with`."""
-
-    def __init__(
-        self,
-        endpoint: str = DEFAULT_ENDPOINT,
-        *,
-        keys: str | Path | None = None,
-        client: str = DEFAULT_CLIENT,
-    ) -> None:
-        self._where = endpoint, keys, client
-
-    async def __aenter__(self) -> Self:
-        """Raises ClientError for keys that can't be read."""
-        self._connection = Connection(*self._where)
-        for descriptor in self._descriptors():
-            asyncio.get_running_loop().add_reader(descriptor, self._connection.take)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for descriptor in self._descriptors():
-            asyncio.get_running_loop().remove_reader(descriptor)
-        await asyncio.to_thread(self._connection.close)
-
-    def submit(self, prompt: str | list[int] | None = None, **fields: Any) -> AsyncStream:
-        """Sends a request and returns at once. `fields`: those of GenerateRequest."""
-        answer = self.ask(GenerateRequest(prompt=prompt, **fields))
-        return AsyncStream(self, answer)
-
-    def stream(self, prompt: str | list[int] | None = None, **fields: Any) -> AsyncStream:
-        """A request whose text comes piece by piece."""
-        return self.submit(prompt, stream=True, **fields)
-
-    async def generate(self, prompt: str | list[int] | None = None, **fields: Any) -> GenerateReply:
-        """The whole answer. Raises RequestError."""
-        return await self.submit(prompt, **fields).result()
-
-    async def abort(self, request_id: str) -> bool:
-        """Ends a request early; False if none of this name runs."""
-        return (await self._wait_for(AbortRequest(request_id=request_id), AbortReply)).found
-
-    async def tokenize(self, prompt: str | None = None, **fields: Any) -> TokenizeReply:
-        """The token ids of a prompt. `fields`: those of TokenizePromptRequest."""
-        return await self._wait_for(TokenizePromptRequest(prompt=prompt, **fields), TokenizeReply)
-
-    async def detokenize(self, token_ids: list[int]) -> str:
-        """The text of token ids, special tokens too."""
-        return (await self._wait_for(DetokenizeRequest(token_ids=token_ids), DetokenizeReply)).text
-
-    async def status(
-        self, wait: bool = False, fresh: bool = False, metrics: bool = False
-    ) -> StatusReply:
-        """How the pipeline is; `wait`, `fresh`, `metrics`: as in `StatusRequest`."""
-        return await self._wait_for(
-            StatusRequest(wait=wait, fresh=fresh, metrics=metrics), StatusReply
-        )
-
-    async def change(self, answer: Answer) -> None:
-        """Waits until something has come for `answer`."""
-        changed = asyncio.Event()
-        answer.on_change = changed.set
-        await changed.wait()
-
-    def ask(self, question: Request) -> Answer:
-        """Sends a question."""
-        return self._connection.ask(question)
-
-    async def _wait_for(self, question: Request, kind: type[Kind]) -> Kind:
-        answer = self.ask(question)
-        while not answer.final:
-            await self.change(answer)
-        return _expect(answer, kind)
-
-    def _descriptors(self) -> list[int]:
-        connection = self._connection
-        return [int(one.getsockopt(zmq.FD)) for one in (connection.socket, connection.monitor)]
+    def _ask(self, question: Request, kind: type[Kind]) -> Kind:
+        return self.wait_for(self.ask(question), kind)

@@ -3,20 +3,39 @@
 import contextlib
 from collections import Counter
 from pathlib import Path
+from typing import TypeVar
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from penstock.launch.errors import ClientError
 from penstock.launch.session import Answer, Session
-from penstock.protocol.client import MSGPACK, ErrorReply, Request
+from penstock.protocol.client import (
+    MSGPACK,
+    AbortReply,
+    DetokenizeReply,
+    ErrorReply,
+    GenerateReply,
+    Request,
+    TokenizeReply,
+)
 from penstock.protocol.keys import KeysError, secure_client
 from penstock.protocol.sockets import MAX_FRAME_BYTES, POLITE_BYTES
+from penstock.protocol.status import StatusReply
 
+DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
+Kind = TypeVar("Kind", GenerateReply, TokenizeReply, DetokenizeReply, AbortReply, StatusReply)
 REFUSED = "the gateway refuses this client: its key is unknown there, or only one of them has keys"
 MAX_HANG_UPS = 3
 """connections lost after which a question so long that the gateway may hang up at it is given up"""
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+
+def expect(answer: Answer, kind: type[Kind]) -> Kind:
+    """The reply to a question that is answered. Raises RequestError."""
+    reply = answer.result()
+    assert isinstance(reply, kind)  # noqa: S101  the session pairs them by kind
+    return reply
 
 
 class Connection:

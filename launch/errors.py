@@ -20,7 +20,8 @@ class ClientError(Exception):
 class RequestError(ClientError):
     """The pipeline refused a request, or failed at it.
 
-    `code` is `invalid`, `overloaded` or `failed`; `field` names what is invalid.
+    `code` is `invalid`, `overloaded` or `failed`; `field` names what is invalid; of `overloaded`,
+    `retry_after` says in how many seconds it may go better.
     """
 
     def __init__(self, reply: ErrorReply) -> None:
@@ -29,6 +30,7 @@ class RequestError(ClientError):
         self.message = reply.message
         self.field = reply.field
         self.request_id = reply.request_id
+        self.retry_after = reply.retry_after
 
 
 class NoAnswer(ClientError):  # noqa: N818  `TimeoutError` is taken, and says less

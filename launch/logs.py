@@ -1,4 +1,4 @@
-"""The log of each process, line by line behind the name of the process."""
+"""The log of each process, line by line: behind the name of the process, or as JSON maps."""
 
 import asyncio
 import os
@@ -6,11 +6,19 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.protocol.logs import json_line
+from penstock.protocol.sockets import UNREADABLE
 
 COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 NAME_WIDTH = len("detokenizer.1")
 NUM_LAST_LINES = 10
 MAX_LINE = 1 << 16
+Show = Callable[[str], str]
+"""what is printed for a line of one process"""
 
 
 class Log:
@@ -20,10 +28,10 @@ class Log:
     still there, and the next of that name goes on in the same pipe.
     """
 
-    def __init__(self, path: Path, prefix: str, write: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, show: Show, write: Callable[[str], None]) -> None:
         self.path = path
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
-        self._prefix = prefix
+        self._show = show
         self._write = write
         self._begun = b""
         os.mkfifo(path, 0o600)
@@ -59,12 +67,25 @@ class Log:
         for line in lines:
             text = line.decode(errors="replace").rstrip("\r")
             self.last_lines.append(text)
-            self._write(f"{self._prefix}{text}\n")
+            self._write(self._show(text))
 
 
-def prefix(name: str, index: int) -> str:
-    """`worker.2      | `, in colour on a terminal; `index` counts the kinds of processes."""
-    text = f"{name:<{NAME_WIDTH}} | "
-    if not sys.stdout.isatty():
-        return text
-    return f"\033[{COLOURS[index % len(COLOURS)]}m{text}\033[0m"
+def behind_name(name: str, index: int) -> Show:
+    """`worker.2      | ` first, in colour on a terminal; `index` counts the kinds of processes."""
+    prefix = f"{name:<{NAME_WIDTH}} | "
+    if sys.stdout.isatty():
+        prefix = f"\033[{COLOURS[index % len(COLOURS)]}m{prefix}\033[0m"
+    return lambda text: f"{prefix}{text}\n"
+
+
+def as_json(name: str) -> Show:
+    """A line that is a JSON map as it is; others, a traceback's, as the message of one."""
+
+    def show(text: str) -> str:
+        try:
+            msgspec.json.decode(text, type=dict[str, Any])
+        except UNREADABLE:
+            text = json_line(name, text)
+        return f"{text}\n"
+
+    return show

@@ -2,7 +2,7 @@
 
 import argparse
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -10,6 +10,9 @@ from msgspec import Struct
 
 from penstock.launch.errors import LaunchError
 from penstock.protocol.config import Config
+
+PARTED = {msgspec.inspect.DictType, msgspec.inspect.ListType, msgspec.inspect.StructType}
+"""what has parts, and so is written as JSON on the command line"""
 
 
 def flag(field: str) -> str:
@@ -28,13 +31,22 @@ def add_options(
             dest=field,
             default=argparse.SUPPRESS,
             help=_help(struct, field),
-            **(_bool_or_value(field, hint)),
+            **(_bool_or_value(struct, field, hint)),
         )
 
 
 def given_options(arguments: argparse.Namespace, struct: type[Struct]) -> dict[str, Any]:
     """The fields of `struct` that were given."""
     return {k: v for k, v in vars(arguments).items() if k in struct.__struct_fields__}
+
+
+def as_flags(options: dict[str, Any]) -> Iterator[str]:
+    """The options as `launch all` takes them."""
+    for field, value in options.items():
+        if isinstance(value, bool):
+            yield flag(field) if value else f"--no-{flag(field)[2:]}"
+        else:
+            yield from (flag(field), str(value))
 
 
 def options_table() -> str:
@@ -53,7 +65,7 @@ def _hints(struct: type[Struct]) -> dict[str, Any]:
     return get_type_hints(struct, include_extras=True)
 
 
-def _bool_or_value(field: str, hint: Any) -> dict[str, Any]:
+def _bool_or_value(struct: type[Struct], field: str, hint: Any) -> dict[str, Any]:
     plain = hint
     while hasattr(plain, "__metadata__"):
         plain = get_args(plain)[0]
@@ -61,14 +73,28 @@ def _bool_or_value(field: str, hint: Any) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(plain) is Literal:
         return {"choices": get_args(plain)}
-    return {"type": _converter(field, hint), "metavar": field.rpartition("_")[2].upper()}
+    kinds = _kinds(_field(struct, field).type)
+    is_json = bool(kinds & PARTED) and msgspec.inspect.StrType not in kinds
+    metavar = "JSON" if is_json else field.rpartition("_")[2].upper()
+    return {"type": _converter(field, hint, is_json), "metavar": metavar}
 
 
-def _converter(field: str, hint: Any) -> Callable[[str], Any]:
+def _kinds(kind: msgspec.inspect.Type) -> set[type]:
+    """What a value may be, without limits and descriptions."""
+    if isinstance(kind, msgspec.inspect.Metadata):
+        return _kinds(kind.type)
+    if isinstance(kind, msgspec.inspect.UnionType):
+        return set().union(*map(_kinds, kind.types))
+    return {type(kind)}
+
+
+def _converter(field: str, hint: Any, is_json: bool) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
         try:
+            if is_json:
+                return msgspec.json.decode(text, type=hint)
             return msgspec.convert(text, hint, strict=False)
-        except msgspec.ValidationError as error:
+        except msgspec.DecodeError as error:
             reason = str(error).replace("Expected", "expected")
             raise LaunchError(f"{flag(field)} is {text!r}: {reason}") from None
 
@@ -76,9 +102,14 @@ def _converter(field: str, hint: Any) -> Callable[[str], Any]:
 
 
 def _field(struct: type[Struct], field: str) -> msgspec.inspect.Field:
+    return _fields(struct)[field]
+
+
+@functools.cache
+def _fields(struct: type[Struct]) -> dict[str, msgspec.inspect.Field]:
     info = msgspec.inspect.type_info(struct)
     assert isinstance(info, msgspec.inspect.StructType)  # noqa: S101  for mypy
-    return next(one for one in info.fields if one.name == field)
+    return {one.name: one for one in info.fields}
 
 
 def _help(struct: type[Struct], field: str) -> str:

@@ -30,6 +30,7 @@ class Watched:
         self.name = repr(name)[1:-1][:SHOWN]  # whoever reaches the socket may say any name
         self.descriptor = descriptor
         self.group = ""
+        self.counters: dict[str, float] = {}
         self.alarm: asyncio.TimerHandle | None = None
 
     def kill(self) -> None:
@@ -75,6 +76,10 @@ class Pulses:
         if watched := self._watch(name, pid):
             self._expect(watched, self._step_timeout)
 
+    def counters(self, pid: int) -> dict[str, float]:
+        """What a process has said that it counts."""
+        return self._watched[pid].counters if pid in self._watched else {}
+
     def _watch(self, name: str, pid: int) -> Watched | None:
         """Only our own processes: none else may be killed."""
         if pid in self._watched:
@@ -99,6 +104,7 @@ class Pulses:
 
     def _on_pulse(self, watched: Watched, pulse: Pulse) -> None:
         watched.group = pulse.group
+        watched.counters = pulse.counters
         self._expect(watched, self._hang_timeout)
         if pulse.busy_seconds > self._step_timeout:
             self._kill(watched, f"has been at one step for {pulse.busy_seconds:.0f} s")

@@ -98,6 +98,15 @@ def running_config(name: str) -> Config:
             raise LaunchError(f"pipeline {name!r} has only just begun to start") from error
 
 
+def check_running(name: str) -> None:
+    """Raises LaunchError where a pipeline that was to answer has ended."""
+    try:
+        with _open_lock(name):
+            pass
+    except LaunchError:
+        raise LaunchError(f"pipeline {name!r} ended before it answered") from None
+
+
 def environment(config: Config) -> dict[str, str]:
     """What a process of the pipeline finds in its environment: `python` is the one that runs us."""
     path = os.environ.get("PATH", os.defpath)
@@ -114,6 +123,16 @@ def stop(name: str) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(os.pread(lock, 20, 0)), signal.SIGTERM)
         fcntl.flock(lock, fcntl.LOCK_SH)
+
+
+def base_url(config: Config) -> str:
+    """Where the HTTP processes of a pipeline on this machine listen."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.http_host, config.http_host)  # noqa: S104
+    return (
+        f"http://[{host}]:{config.http_port}"
+        if ":" in host
+        else f"http://{host}:{config.http_port}"
+    )
 
 
 def model_name(config: Config) -> str:

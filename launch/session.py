@@ -25,6 +25,7 @@ from penstock.protocol.client import (
     TextDelta,
     TokenizeReply,
 )
+from penstock.protocol.logprobs import TokenLogprobs
 from penstock.protocol.sockets import UNREADABLE
 from penstock.protocol.status import StatusReply
 
@@ -39,10 +40,12 @@ class Answer:
     def __init__(self, number: bytes, question: Request) -> None:
         self.question = question
         self.number = number
+        self._frame = MSGPACK.encode(question)
         self.final: Final | None = None
         self.on_change: Callable[[], None] = lambda: None
         self._deltas: deque[TextDelta] = deque()
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs | None] = []
         self._num_chars = 0
 
     @property
@@ -51,8 +54,8 @@ class Answer:
         gateway is new, too, a GPU might begin another answer."""
         if self._token_ids and isinstance(self.question, GenerateRequest):
             self.question.output_token_ids = self._token_ids
-        frame = MSGPACK.encode(self.question)
-        return [self.number, frame]
+            self._frame = MSGPACK.encode(self.question)
+        return [self.number, self._frame]
 
     def take_delta(self) -> TextDelta | None:
         """The next piece of the stream, if one is here."""
@@ -73,16 +76,23 @@ class Answer:
             return
         delta.token_ids = delta.token_ids[num_old_tokens:]
         delta.text = delta.text[num_old_chars:]
+        delta.logprobs = delta.logprobs and delta.logprobs[num_old_tokens:]
         delta.token_offset, delta.char_offset = len(self._token_ids), self._num_chars
         if delta.token_ids or delta.text or delta.finish_reason:
             self._token_ids += delta.token_ids
+            self._logprobs += delta.logprobs or []
             self._num_chars += len(delta.text)
             self._deltas.append(delta)
 
     def finish(self, reply: Final) -> None:
-        """Takes the reply, and from it what the stream has missed."""
-        if isinstance(reply, GenerateReply) and self._is_stream and self._is_behind(reply):
-            self.add(_as_delta(reply))
+        """Takes the reply, and from it what the stream has missed. A gateway that came later does
+        not know the logprobs of what was told before it."""
+        if isinstance(reply, GenerateReply) and self._is_stream:
+            if reply.logprobs:
+                pairs = zip(reply.logprobs, self._logprobs, strict=False)
+                reply.logprobs[: len(self._logprobs)] = [said or heard for said, heard in pairs]
+            if self._is_behind(reply):
+                self.add(_as_delta(reply))
         self.final = reply
 
     @property
@@ -106,6 +116,7 @@ def _as_delta(reply: GenerateReply) -> TextDelta:
         token_ids=reply.token_ids,
         text=reply.text,
         finish_reason=reply.finish_reason,
+        logprobs=reply.logprobs,
         cached_tokens=reply.usage.cached_tokens,
     )
 
@@ -121,7 +132,8 @@ class Session:
         self._numbers = itertools.count()
 
     def ask(self, question: Request) -> Answer:
-        """Registers a question; its `frames` are to be sent."""
+        """Registers a question; its `frames` are to be sent. Raises what msgspec does for one that
+        can't be encoded: an integer over 64 bits, say."""
         if isinstance(question, GenerateRequest) and question.request_id is None:
             question.request_id = uuid.uuid4().hex  # a name by which it can be asked again
         number = b"%d" % next(self._numbers)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import socket
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from penstock.launch.running import CONTROL_SOCKET, claim
 from penstock.launch.supervisor import Supervisor
 from penstock.protocol.checkpoint import ModelError, check_tp, read_model_config
 from penstock.protocol.config import DEFAULT_CLIENT, Config, write_config
-from penstock.protocol.endpoints import check_reach
+from penstock.protocol.endpoints import check_reach, stays_on_host
 from penstock.protocol.keys import secure_client, secure_server
+from penstock.protocol.tracing import check_tracing
 
 
 def start(config: Config, procfile: Path, max_deaths: int) -> int:
@@ -28,6 +30,7 @@ def start(config: Config, procfile: Path, max_deaths: int) -> int:
         _check_length(folder / f"{CONTROL_SOCKET}-events")
         _check_security(config)
         check_endpoint(config.endpoint)
+        check_http(config)
         write_config(config)
         try:
             return asyncio.run(Supervisor(config, commands, max_deaths).run())
@@ -48,6 +51,7 @@ def _check_security(config: Config) -> None:
     """Raises LaunchError where the gateway would refuse to bind, or has no keys."""
     try:
         check_reach(config)
+        check_tracing(config)
         if config.keys:
             with zmq.Context() as context, context.socket(zmq.ROUTER) as trial:
                 secure_server(trial, Path(config.keys))
@@ -70,6 +74,28 @@ def check_endpoint(endpoint: str) -> None:
         if error.errno == zmq.EADDRINUSE:
             raise LaunchError(f"--endpoint {endpoint} is in use; give another one") from error
         raise LaunchError(f"--endpoint {endpoint} can't be bound: {error}") from error
+
+
+def check_http(config: Config) -> None:
+    """Raises LaunchError where the HTTP processes could not listen, or anyone could ask them."""
+    host, port = config.http_host, config.http_port
+    is_ipv6 = ":" in host
+    where = f"tcp://[{host}]:{port}" if is_ipv6 else f"tcp://{host}:{port}"
+    if not (config.api_key or config.insecure or stays_on_host(where)):
+        raise LaunchError(
+            f"--http-host {host} may be reached from other machines: give --api-key, or "
+            "--insecure, with which anyone may ask"
+        )
+    if config.http == 0:
+        return
+    try:
+        with socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does
+            trial.bind((host, port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise LaunchError(f"--http-port {port} is in use; give another one") from error
+        raise LaunchError(f"--http-host {host}, --http-port {port}: {error.strerror}") from error
 
 
 def remove_socket(endpoint: str) -> None:

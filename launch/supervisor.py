@@ -18,17 +18,19 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from circus.arbiter import Arbiter
 from circus.watcher import Watcher
 from tornado.ioloop import IOLoop
 
 from penstock.launch.child import CRASH_WINDOW, Child, kind_of
 from penstock.launch.client import AsyncClient
-from penstock.launch.logs import Log, prefix
+from penstock.launch.logs import Log, Show, as_json, behind_name
 from penstock.launch.procfile import read_procfile, shell_line
 from penstock.launch.pulses import Pulses
+from penstock.launch.report import Report
 from penstock.launch.restart import restart
-from penstock.launch.running import CONTROL_SOCKET, environment, model_name
+from penstock.launch.running import CONTROL_SOCKET, base_url, environment, model_name
 from penstock.protocol.config import Config
 from penstock.protocol.process import PROCESS_VARIABLE, SUPERVISOR_VARIABLE
 
@@ -79,6 +81,9 @@ class Supervisor:
         self._arbiter = self._make_arbiter()
         async with self._circus:
             await self._arbiter.start()
+        self._report = Report(
+            self._config, list(self._commands), self._arbiter, self._children, self._pulses
+        )
         tasks = [asyncio.create_task(self._announce()), asyncio.create_task(self._revive())]
         for task in tasks:
             task.add_done_callback(self._check)
@@ -87,6 +92,7 @@ class Supervisor:
         finally:
             for task in tasks:
                 task.cancel()
+            self._report.close()
             self._pulses.close()
             async with self._circus:
                 await self._arbiter.stop()
@@ -123,8 +129,8 @@ class Supervisor:
         """The arguments of a circus Watcher for one process."""
         name = f"{kind}.{number}"
         path = self._config.run_folder / f"{name}.log"
-        line = prefix(name, list(self._commands).index(kind))
-        self._children[name] = Child(Log(path, line, self._write))
+        show = self._show(name, list(self._commands).index(kind))
+        self._children[name] = Child(Log(path, show, self._write))
         return {
             "name": name,
             "cmd": "sh",
@@ -146,10 +152,14 @@ class Supervisor:
             await client.status(wait=True)
         self._was_ready = True
         seconds = time.monotonic() - self._started
-        self._write(
-            f"ready: {model_name(self._config)} on {self._config.endpoint} (tp {self._config.tp}, "
-            f"{len(self._children)} processes, {seconds:.1f} s)\n"
+        where = self._config.endpoint
+        if self._config.http:
+            where += f" and {base_url(self._config)}"
+        ready = (
+            f"ready: {model_name(self._config)} on {where} (tp {self._config.tp}, "
+            f"{len(self._children)} processes, {seconds:.1f} s)"
         )
+        self._write(self._plain(ready))
 
     def _client(self) -> AsyncClient:
         return AsyncClient(self._config.endpoint, keys=self._config.keys)
@@ -195,30 +205,16 @@ class Supervisor:
         child.log.drain()
         when = f"within {CRASH_WINDOW:.0f} s" if self._was_ready else "before it was ready"
         lines = "".join(f"\n  {line}" for line in child.log.last_lines)
-        print(
+        text = (
             f"launch: {name} died {num_deaths} times {when}, the last time with "
-            f"{child.end}; the pipeline stops. Its last lines:{lines}",
-            file=sys.stderr,
-            flush=True,
+            f"{child.end}; the pipeline stops. Its last lines:{lines}"
         )
+        print(self._plain(text), end="", file=sys.stderr, flush=True)
         self._stop(1)
 
     async def _processes(self) -> dict[str, Any]:
-        """What `launch status` shows of each process, in the order of the procfile."""
-        kinds = list(self._commands)
-        watchers = sorted(self._arbiter.watchers, key=lambda one: kinds.index(kind_of(one.name)))
-        return {
-            "processes": [
-                {
-                    "name": watcher.name,
-                    "pid": process.pid,
-                    "uptime": process.age(),
-                    "restarts": self._children[watcher.name].num_starts - 1,
-                }
-                for watcher in watchers
-                for process in watcher.processes.values()
-            ]
-        }
+        """What `launch status` shows of each process."""
+        return {"processes": msgspec.to_builtins(self._report.processes())}
 
     async def _scale(self, kind: str, number: int) -> dict[str, Any]:
         async with self._circus:
@@ -271,7 +267,16 @@ class Supervisor:
         asyncio.get_running_loop().call_later(seconds, self._stop, 0)
 
     def _say(self, text: str) -> None:
-        self._write(f"{prefix('launch', len(self._commands))}{text}\n")
+        self._write(self._show("launch", len(self._commands))(text))
+
+    def _show(self, name: str, index: int) -> Show:
+        """How lines of a process are printed."""
+        return as_json(name) if self._config.log_format == "json" else behind_name(name, index)
+
+    @property
+    def _plain(self) -> Show:
+        """How lines of the supervisor itself are printed that are no log in text."""
+        return as_json("launch") if self._config.log_format == "json" else "{}\n".format
 
     def _write(self, text: str) -> None:
         try:

@@ -25,7 +25,7 @@ class ChatMessage(Struct, kw_only=True, omit_defaults=True, forbid_unknown_field
     """One message of a conversation, as the chat template sees it."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str = ""
+    content: str
     name: str | None = None
     reasoning_content: str | None = None
     """of an assistant: what it thought"""
@@ -189,7 +189,7 @@ class _Kind(Struct):
     type: Literal["generate", "tokenize", "detokenize", "abort", "status"] = "generate"
 
 
-_REQUEST_TYPES: dict[str, type[Request]] = {
+REQUEST_TYPES: dict[str, type[Request]] = {
     "generate": GenerateRequest,
     "tokenize": TokenizePromptRequest,
     "detokenize": DetokenizeRequest,
@@ -208,7 +208,7 @@ class Codec:
         self._decode_kind = module.Decoder(_Kind).decode  # type: ignore[attr-defined]
         self._decoders = {
             kind: module.Decoder(struct).decode  # type: ignore[attr-defined]
-            for kind, struct in _REQUEST_TYPES.items()
+            for kind, struct in REQUEST_TYPES.items()
         }
 
     def decode_request(self, frame: bytes) -> Request:

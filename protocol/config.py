@@ -41,13 +41,13 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     insecure: Annotated[
         bool,
         Meta(
-            description="let other machines reach --endpoint without keys: anyone may ask, and "
-            "anyone on the way reads prompts and answers"
+            description="let other machines reach --endpoint without keys, and --http-host without "
+            "--api-key: anyone may ask, and anyone on the way reads prompts and answers"
         ),
     ] = False
     http: Annotated[
         int, Meta(ge=0, description="HTTP processes at start: OpenAI's API, metrics, a page")
-    ] = 0
+    ] = 1
     http_host: Annotated[str, Meta(description="address where they listen")] = "127.0.0.1"
     http_port: Annotated[
         int, Meta(ge=1, le=65535, description="port where they listen, all at the same one")

@@ -164,6 +164,8 @@ class StreamOpened(Struct, tag=True, omit_defaults=True):
     output_token_ids: bytes
     """int32 [num_output_tokens]"""
     stop: list[str] = []
+    stop_token_ids: list[int] = []
+    """tokens that end the output; their text is left out as that of stop strings is"""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
@@ -179,6 +181,9 @@ class StreamOpened(Struct, tag=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         check_packed(self.prompt_tail, self.output_token_ids)
+        num_tokens = len(self.output_token_ids) // 4
+        if self.logprobs is not None and len(self.logprobs) != num_tokens:
+            raise ValueError(f"{len(self.logprobs)} logprobs of {num_tokens} tokens")
 
 
 class TokenDelta(Struct, tag=True, omit_defaults=True):

@@ -1,6 +1,8 @@
 """What the gateway counts: it sees every request, so the sums are right however many processes
 there are of any kind. Named as vLLM's metrics where they mean the same."""
 
+from bisect import bisect_left
+
 from msgspec import Struct
 
 
@@ -12,6 +14,16 @@ class Histogram(Struct, kw_only=True):
     counts: list[int]
     """[len(bounds) + 1]: of values in each interval, not summed; the last is beyond all bounds"""
     sum: float = 0.0
+
+    @classmethod
+    def of(cls, bounds: list[float]) -> "Histogram":
+        """One that has seen nothing."""
+        return cls(bounds=bounds, counts=[0] * (len(bounds) + 1))
+
+    def add(self, value: float) -> None:
+        """Counts a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
 
 
 class Metrics(Struct, kw_only=True):

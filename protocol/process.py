@@ -14,8 +14,9 @@ import zmq
 
 from penstock.protocol.config import Config, config_from_environment, make_run_folder
 from penstock.protocol.endpoints import Endpoints, endpoints
+from penstock.protocol.logs import JsonFormatter
 from penstock.protocol.messages import Pulse
-from penstock.protocol.sockets import HEARTBEAT_INTERVAL, Channel, connect
+from penstock.protocol.sockets import HEARTBEAT_INTERVAL, Channel, connect, traffic
 
 PROCESS_VARIABLE = "PENSTOCK_PROCESS"
 SUPERVISOR_VARIABLE = "PENSTOCK_SUPERVISOR"
@@ -38,7 +39,7 @@ class Process:
         self.context: zmq.Context[Any] = zmq.Context()
         self.log = logging.getLogger(kind)
         make_run_folder(self.config)
-        _start_log(self.config)
+        _start_log(self.config, self.name)
         _die_with_parent()
 
     @property
@@ -48,10 +49,17 @@ class Process:
 
 
 class PulseSender:
-    """Tells the supervisor, if there is one, that this process lives. For one thread only."""
+    """Tells the supervisor, if there is one, that this process lives. For one thread only.
 
-    def __init__(self, process: Process) -> None:
+    With each pulse goes what the process counts: its messages, and what `counters` returns, by
+    names of Prometheus metrics without `penstock_process_`.
+    """
+
+    def __init__(
+        self, process: Process, counters: Callable[[], dict[str, float]] = dict[str, float]
+    ) -> None:
         self._name = process.name
+        self._counters = counters
         self._channel: Channel[Any] | None = None
         if SUPERVISOR_VARIABLE in os.environ:
             self._channel = connect(process.context, zmq.PUSH, process.endpoints.pulses)
@@ -59,13 +67,22 @@ class PulseSender:
     def send(self, busy_seconds: float = 0.0, group: str = "") -> None:
         """To be called every HEARTBEAT_INTERVAL."""
         if self._channel:
-            self._channel.send(Pulse(self._name, os.getpid(), busy_seconds, group))
+            counters = {
+                "messages_sent_total": traffic.messages_sent,
+                "messages_received_total": traffic.messages_received,
+                "bad_frames_total": traffic.bad_frames,
+                **self._counters(),
+            }
+            self._channel.send(Pulse(self._name, os.getpid(), busy_seconds, group, counters))
 
 
-def _start_log(config: Config) -> None:
-    logging.basicConfig(
-        stream=sys.stderr, level=config.log_level.upper(), format="%(levelname).1s %(message)s"
-    )
+def _start_log(config: Config, name: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    if config.log_format == "json":
+        handler.setFormatter(JsonFormatter(name))
+    else:
+        handler.setFormatter(logging.Formatter("%(levelname).1s %(message)s"))
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
 
 
 def _die_with_parent() -> None:
@@ -95,6 +112,17 @@ class Loop:
         """Calls `handler` when something waits at `channel`."""
         self._poller.register(channel.socket, zmq.POLLIN)
         self._handlers[channel.socket] = handler
+
+    def add_file(self, file: int, handler: Callable[[], None]) -> None:
+        """Calls `handler` once, when the file descriptor can be read or has come to its end."""
+
+        def ready() -> None:
+            self._poller.unregister(file)
+            del self._handlers[file]
+            handler()
+
+        self._poller.register(file, zmq.POLLIN)
+        self._handlers[file] = ready
 
     def add_connection(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
         """Calls `handler` whenever `channel` is connected: at the other end there may be a new

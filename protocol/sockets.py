@@ -15,6 +15,17 @@ log = logging.getLogger(__name__)
 Received = TypeVar("Received")
 Item = TypeVar("Item")
 
+
+class Traffic:
+    """What went through all channels of this process, since its start."""
+
+    messages_sent = 0
+    messages_received = 0
+    bad_frames = 0
+
+
+traffic = Traffic()
+
 HEARTBEAT_INTERVAL = 0.5
 """seconds between two heartbeats"""
 LIVENESS = 10
@@ -73,6 +84,7 @@ class Channel(Generic[Received]):
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return error.errno
             raise
+        traffic.messages_sent += 1
         return 0
 
     def receive(self) -> Iterator[tuple[bytes, Received]]:
@@ -95,9 +107,11 @@ class Channel(Generic[Received]):
         deadline = monotonic() + MAX_TURN
         while True:
             try:
-                yield receive()
+                item = receive()
             except zmq.Again:
                 return
+            traffic.messages_received += 1
+            yield item
             if monotonic() >= deadline:
                 return
 
@@ -111,6 +125,7 @@ class Channel(Generic[Received]):
         else:
             reason = f"{len(frames)} frames"
         self.num_bad_frames += 1
+        traffic.bad_frames += 1
         if self.num_bad_frames == 1:
             log.warning("dropped a frame that is no message (more are only counted): %s", reason)
         return None
@@ -153,9 +168,11 @@ def connect(
     endpoint: str,
     receives: Any = None,
     identity: bytes = b"",
+    max_queue: int = 0,
 ) -> Channel[Any]:
-    """A connected channel; the peer may come later."""
+    """A connected channel; the peer may come later. `max_queue`: as in `bind`."""
     socket = _socket(context, kind, endpoint)
+    socket.setsockopt(zmq.SNDHWM, max_queue)
     if identity:
         socket.setsockopt(zmq.IDENTITY, identity)
     socket.connect(endpoint)

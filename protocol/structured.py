@@ -1,11 +1,27 @@
 """What the text of an answer must match."""
 
+import re
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta, Struct
 
 MAX_GRAMMAR_BYTES = 1 << 16
-"""of a schema, a regex, the choices or a grammar; longer ones are refused"""
+"""of a schema, a regex, the choices or a grammar, as JSON; longer ones are refused"""
+GRAMMAR_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+"""llguidance's LLParserLimits, for whoever compiles one. With them the costliest mask that was
+found takes 0.1 s; they don't bound the time that compiling takes"""
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""llguidance's options for JSON: a space behind `,` and `:` or none, as the model likes it, and no
+other whitespace, of which a small model may write until its tokens are used up. A schema can't
+change them: `lenient` would let keywords pass that are not enforced"""
 
 
 class StructuredOutputs(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -16,8 +32,57 @@ class StructuredOutputs(Struct, kw_only=True, omit_defaults=True, forbid_unknown
     json_object: bool = False
     """any JSON object"""
     regex: Annotated[str, Meta(min_length=1)] | None = None
-    """matches the whole text"""
+    """matches the whole text; syntax of Rust's `regex`"""
     choice: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)] | None = None
     """one of these texts"""
     grammar: Annotated[str, Meta(min_length=1)] | None = None
     """a Lark grammar in llguidance's dialect, which has `%json {…}` too"""
+
+    def __post_init__(self) -> None:
+        fields = self.__struct_fields__
+        given = [name for name in fields if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError(
+                f"give one of {', '.join(fields)}; {' and '.join(given) or 'none'} is given"
+            )
+        size = len(msgspec.json.encode(getattr(self, given[0])))
+        if size > MAX_GRAMMAR_BYTES:
+            raise ValueError(f"{given[0]} has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}")
+        if self.json is not None:
+            self.schema()
+
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema as a map. Raises ValueError where `json` is none."""
+        schema = {"type": "object"} if self.json_object else self.json
+        if isinstance(schema, str):
+            try:
+                schema = msgspec.json.decode(schema)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise ValueError(f"json is a text that is no JSON: {error}") from error
+        if not isinstance(schema, dict):
+            raise ValueError(f"json is {str(schema)[:64]!r}; a JSON schema is a map")
+        return schema
+
+    def to_llguidance(self) -> str:
+        """The grammar in llguidance's own format."""
+        if self.json is not None or self.json_object:
+            parts: dict[str, Any] = {"json_schema": self.schema() | {"x-guidance": JSON_STYLE}}
+        else:
+            parts = {"lark_grammar": self._lark()}
+        return msgspec.json.encode({"grammars": [parts]}).decode()
+
+    def _lark(self) -> str:
+        if self.grammar is not None:
+            return self.grammar
+        if self.regex is not None:
+            return f"start: /{re.sub(_UNSAFE, _escape, self.regex)}/"
+        texts = (msgspec.json.encode(text).decode() for text in self.choice or [])
+        return f"start: CHOICE\nCHOICE: {' | '.join(texts)}"
+
+
+_UNSAFE = re.compile(r"\\?\n|\\.|/")
+"""what would end a regex in Lark; escaped characters are found first, and left as they are"""
+
+
+def _escape(found: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(found[0], found[0])

@@ -11,13 +11,13 @@ from penstock.protocol.checkpoint import (
 )
 from penstock.protocol.config import Config
 from penstock.protocol.messages import TokenizedRequest, WorkerAssignment
-from penstock.protocol.plan import BatchPlan, pack
+from penstock.protocol.plan import BatchPlan, SampledTokens, pack
 from penstock.protocol.sampling import SamplingParams
-from penstock.services.scheduler.block_manager import BlockManager
-from penstock.services.scheduler.block_pool import BlockPool
+from penstock.services.scheduler.block_manager import make_block_manager
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.worker.loading import load
+from penstock.services.worker.told import Told
 
 PLANS = msgspec.msgpack.Decoder(BatchPlan)
 
@@ -28,12 +28,7 @@ class Engine:
     def __init__(self, config: Config) -> None:
         self.model = read_model_config(config.model_folder)
         self.runner = load(config, WorkerAssignment(1, "g", 0, 1, ""), lambda: None)
-        blocks = BlockManager(
-            BlockPool(self.runner.num_blocks),
-            self.runner.block_size,
-            int(self.runner.num_blocks * config.watermark),
-            config.enable_prefix_caching,
-        )
+        blocks = make_block_manager(config, self.runner.num_blocks, self.runner.block_size)
         max_model_len = config.max_model_len or self.model.max_position_embeddings
         self.scheduler = Scheduler(config, max_model_len, blocks)
         generation = read_generation_config(config.model_folder)
@@ -48,12 +43,15 @@ class Engine:
 
     def run(self, between_steps: Callable[[], None] = lambda: None) -> None:
         """Steps until every request has ended. `between_steps` may disturb."""
-        results: list[list[int]] = []
+        results: list[tuple[list[int], Told]] = []
         while True:
             between_steps()
             while plan := self.scheduler.schedule():
                 decoded = PLANS.decode(msgspec.msgpack.encode(plan))
-                results.append(self.runner.launch(decoded).token_ids())
+                launched = self.runner.launch(decoded)
+                results.append((launched.token_ids(), launched.told()))
             if not results:
                 return
-            self.scheduler.update(self.scheduler.in_flight[0].number, results.pop(0))
+            number = self.scheduler.in_flight[0].number
+            token_ids, told = results.pop(0)
+            self.scheduler.update(SampledTokens(0, number, pack(token_ids), *told))

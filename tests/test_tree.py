@@ -1,5 +1,6 @@
 """What holds for the repository as a whole."""
 
+import ast
 import subprocess
 import sys
 import tomllib
@@ -20,14 +21,23 @@ def test_pyproject_names_every_folder() -> None:
     assert setuptools["package-dir"] == names
 
 
+def test_init_files_hold_a_docstring_alone() -> None:
+    """launch's is what programs import: `from penstock.launch import LLM`."""
+    for path in (path for top in PACKAGES for path in (ROOT / top).rglob("__init__.py")):
+        (docstring, *code) = ast.parse(path.read_text()).body
+        assert isinstance(docstring, ast.Expr), path
+        assert not code or path == ROOT / "launch" / "__init__.py", path
+
+
 @pytest.mark.parametrize(
     "module",
     [
         "penstock.launch.cli",
-        "penstock.services.detokenizer",
+        "penstock.services.detokenizer.process",
         "penstock.services.gateway.process",
         "penstock.services.scheduler.process",
-        "penstock.services.tokenizer",
+        "penstock.services.http.process",
+        "penstock.services.tokenizer.process",
     ],
 )
 def test_starts_without_torch(module: str) -> None:

@@ -3,6 +3,7 @@
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from penstock.launch.errors import LaunchError
@@ -29,6 +30,11 @@ COUNTS: dict[str, dict[str, tuple[Any, str]]] = {
         "--input-tokens": (256, "tokens of each prompt"),
         "--output-tokens": (256, "tokens of each output"),
     },
+    "transformers": {
+        "--batches": ([1, 16], "prompts at once"),
+        "--input-tokens": (256, "tokens of each prompt"),
+        "--output-tokens": (256, "tokens of each output"),
+    },
     "serve": {
         "--num-requests": (200, "requests of a run"),
         "--request-rate": (10.0, "requests a second on the mean, in a Poisson process"),
@@ -46,19 +52,28 @@ COUNTS: dict[str, dict[str, tuple[Any, str]]] = {
         "--output-tokens": (128, "tokens of an output on the mean"),
     },
 }
+NOT_OWN = ("name", "endpoint", "http")
+OWN_MODEL = ("pipeline", "transformers")
+"""what they measure is no pipeline with a model"""
+GOODPUT = ("ttft", "tpot", "e2el")
 
 
 def add_bench(command: ArgumentParser) -> None:
-    """`launch bench pipeline`, `offline`, `latency`, `serve` and `overload`."""
+    """`launch bench pipeline`, `offline`, `latency`, `serve`, `overload` and `plot`."""
     subjects = command.add_subparsers(metavar="SUBJECT", required=True)
     for name, run, text in (
         ("pipeline", _pipeline, "the cost of everything but the model"),
         ("offline", _offline, "throughput: many requests at once, of many lengths"),
         ("latency", _latency, "speed of small batches of one length, and of streams"),
         ("serve", _serve, "what clients see of requests that arrive at a given rate"),
+        (
+            "transformers",
+            _transformers,
+            "the batches of `latency` by transformers' own loop, on CPUs",
+        ),
         ("overload", _overload, "what comes of more requests than can be answered"),
     ):
-        more = "" if name == "pipeline" else f". {PREFIX_CACHING}"
+        more = "" if name in OWN_MODEL else f". {PREFIX_CACHING}"
         subject = subjects.add_parser(name, help=text, description=text + more, allow_abbrev=False)
         subject.set_defaults(run=run)
         for flag, (default, meaning) in COUNTS[name].items():
@@ -67,9 +82,23 @@ def add_bench(command: ArgumentParser) -> None:
             _add_count(
                 subject, "--runs", 1 if name == "serve" else 3, "runs of which the median is shown"
             )
-        subject.add_argument("--json", action="store_true", help="for programs")
-        if name != "pipeline":
+        text = "for programs: printed in place of the table, or written into FILE beside it"
+        subject.add_argument("--json", nargs="?", const="-", metavar="FILE", help=text)
+        if name == "serve":
+            _add_serve(subject)
+        if name == "transformers":
+            add_options(subject, Config, ["model"])
+        elif name not in OWN_MODEL:
             _add_target(subject)
+    text = "draw throughput against latency, from results of `serve` and `latency`"
+    _add_plot(subjects.add_parser("plot", help=text, description=text, allow_abbrev=False))
+
+
+def _add_plot(command: ArgumentParser) -> None:
+    command.add_argument("files", type=Path, nargs="+", metavar="FILE", help="of --json")
+    text = "what to draw, by its ending: png, svg or pdf (default: %(default)s)"
+    command.add_argument("--output", type=Path, default="bench.png", metavar="FILE", help=text)
+    command.set_defaults(run=_plot)
 
 
 def _add_count(command: ArgumentParser, flag: str, default: Any, text: str) -> None:
@@ -86,6 +115,26 @@ def _add_count(command: ArgumentParser, flag: str, default: Any, text: str) -> N
         metavar=metavar,
         help=text,
     )
+
+
+def _add_serve(command: ArgumentParser) -> None:
+    command.add_argument(
+        "--goodput",
+        type=_limit,
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="count the requests that keep within milliseconds: ttft:500 tpot:50 e2el:9000",
+    )
+    text = "measure each run once more over HTTP, as streams of OpenAI's completions"
+    command.add_argument("--http", action="store_true", help=text)
+
+
+def _limit(text: str) -> tuple[str, float]:
+    name, _, limit = text.partition(":")
+    if name not in GOODPUT:
+        raise ArgumentTypeError(f"{text!r} is none of {', '.join(GOODPUT)} with :MILLISECONDS")
+    return name, _positive(limit)
 
 
 def _count(text: str) -> int:
@@ -131,56 +180,75 @@ def _add_target(command: ArgumentParser) -> None:
     command.add_argument("--top-p", type=float, default=1.0, help="(default: 1, all tokens)")
     command.add_argument("--name", help="measure this running pipeline, not one of its own")
     command.add_argument("--endpoint", help="likewise; --model then says which model runs there")
-    own = [field for field in Config.__struct_fields__ if field not in ("name", "endpoint")]
+    own = [field for field in Config.__struct_fields__ if field not in NOT_OWN]
     add_options(command, Config, own)
 
 
 def _pipeline(arguments: Namespace) -> int:
-    import msgspec
-
     from penstock.launch.bench.pipeline import as_table, bench_pipeline
 
-    results = bench_pipeline(
-        arguments.batches, arguments.detokenizers, arguments.max_tokens, arguments.runs
-    )
-    print(msgspec.json.encode(results).decode() if arguments.json else as_table(results))
-    return 0
+    counts = arguments.batches, arguments.detokenizers, arguments.max_tokens, arguments.runs
+    return _show(bench_pipeline(*counts), as_table, arguments.json)
 
 
 def _offline(arguments: Namespace) -> int:
     from penstock.launch.bench.model import bench_offline
-    from penstock.launch.bench.report import as_json, offline_table
+    from penstock.launch.bench.report import offline_table
 
     least, most = arguments.min_tokens, arguments.max_tokens
     if least > most:
         raise LaunchError(f"--min-tokens is {least}: more than --max-tokens, {most}")
-    report = bench_offline(arguments)
-    print(as_json(report) if arguments.json else offline_table(report))
-    return 0
+    return _show(bench_offline(arguments), offline_table, arguments.json)
 
 
 def _latency(arguments: Namespace) -> int:
     from penstock.launch.bench.model import bench_latency
-    from penstock.launch.bench.report import as_json, latency_table
+    from penstock.launch.bench.report import latency_table
 
-    report = bench_latency(arguments)
-    print(as_json(report) if arguments.json else latency_table(report))
-    return 0
+    return _show(bench_latency(arguments), latency_table, arguments.json)
 
 
 def _serve(arguments: Namespace) -> int:
     from penstock.launch.bench.model import bench_serve
-    from penstock.launch.bench.report import as_json, serve_table
+    from penstock.launch.bench.report import serve_table
 
-    report = bench_serve(arguments)
-    print(as_json(report) if arguments.json else serve_table(report))
-    return 0
+    arguments.goodput = dict(arguments.goodput)
+    return _show(bench_serve(arguments), serve_table, arguments.json)
+
+
+def _transformers(arguments: Namespace) -> int:
+    from penstock.launch.bench.report import transformers_table
+    from penstock.launch.bench.transformers import bench_transformers
+
+    return _show(bench_transformers(arguments), transformers_table, arguments.json)
 
 
 def _overload(arguments: Namespace) -> int:
     from penstock.launch.bench.model import bench_overload
-    from penstock.launch.bench.report import as_json, overload_table
+    from penstock.launch.bench.report import overload_table
 
-    report = bench_overload(arguments)
-    print(as_json(report) if arguments.json else overload_table(report))
+    return _show(bench_overload(arguments), overload_table, arguments.json)
+
+
+def _plot(arguments: Namespace) -> int:
+    from penstock.launch.bench.plot import plot
+
+    plot(arguments.files, arguments.output)
+    print(arguments.output)
+    return 0
+
+
+def _show(report: Any, as_table: Callable[[Any], str], file: str | None) -> int:
+    """`file`: of `--json`; "-" is where else the table is printed."""
+    from penstock.launch.bench.report import as_json
+
+    if file == "-":
+        print(as_json(report))
+        return 0
+    print(as_table(report))
+    if file:
+        try:
+            Path(file).write_text(as_json(report) + "\n")
+        except OSError as error:
+            raise LaunchError(f"--json {file}: {error.strerror}") from error
     return 0

@@ -1,6 +1,5 @@
 """One run of a benchmark: sends requests, waits for the answers, takes the time."""
 
-import math
 import statistics
 import time
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from penstock.launch.bench.workload import Item
 from penstock.launch.client import Client
 from penstock.launch.errors import LaunchError, NoAnswer
 from penstock.launch.session import Answer
-from penstock.protocol.client import GenerateReply, GenerateRequest
+from penstock.protocol.client import ErrorReply, GenerateReply, GenerateRequest
 from penstock.protocol.status import SchedulerStatus, StatusReply
 
 SILENCE = 10.0
@@ -26,28 +25,23 @@ Figures = TypeVar("Figures", bound=Struct)
 
 
 class Run(Struct):
-    """What one run took. A median of runs is one, too, with the median of each field."""
+    """What one run took; names as in vLLM's benchmarks. A median of runs is one, too, with the
+    median of each field."""
 
-    requests: int
-    input_tokens: int
+    completed: int
+    """requests with an answer"""
+    failed: int
+    total_input_tokens: int
     cached_tokens: int
-    """those of `input_tokens` that came from the prefix cache"""
-    output_tokens: int
-    seconds: float
-    """from the first request sent to the last answer"""
-    output_tokens_per_second: float
-    total_tokens_per_second: float
+    """those of the input that came from the prefix cache"""
+    total_output_tokens: int
+    duration: float
+    """seconds from the first request sent to the last answer"""
+    request_throughput: float
+    """a second, as those below"""
+    output_throughput: float
+    total_token_throughput: float
     preemptions: int
-
-
-class Load(Run):
-    """A run whose requests arrived at times of their own."""
-
-    requests_per_second: float
-    sent_per_second: float
-    """the rate of arrivals that was achieved; NaN for one request"""
-    latest_send_ms: float
-    """by how much the latest request left after its time: a client that is too slow shows here"""
 
 
 class Meter(Client):
@@ -58,8 +52,9 @@ class Meter(Client):
     ) -> None:
         """How tokens are drawn is said in every request: else the model's own defaults count."""
         super().__init__(pipeline.endpoint, timeout=SILENCE, keys=pipeline.keys)
+        self.target = pipeline
         self.config = pipeline.config
-        self._sampling: dict[str, Any] = {
+        self.sampling: dict[str, Any] = {
             "temperature": temperature,
             "top_k": top_k,
             "top_p": top_p,
@@ -76,7 +71,7 @@ class Meter(Client):
     def run(self, items: list[Item]) -> Run:
         """All at once, not streaming."""
         start = time.perf_counter()
-        return self._finish(start, [self.ask(item) for item in items])
+        return self._finish(start, [self.send(item) for item in items])
 
     def run_streams(self, items: list[Item]) -> Streaming:
         """All at once, each token as it comes."""
@@ -92,14 +87,20 @@ class Meter(Client):
             self.wait_for(stamps[-1].answer, GenerateReply)
         return as_streaming(stamps)
 
-    def run_load(self, items: list[Item], times: list[float]) -> tuple[Load, list[Stamps]]:
+    def run_load(self, items: list[Item], times: list[float]) -> tuple[Run, list[Stamps]]:
         """Streams, each sent at its time in seconds, the first at 0, whatever is unanswered."""
         start, stamps = time.perf_counter(), []
         for item, seconds in zip(items, times, strict=True):
             self.take_until(start + seconds)
             stamps.append(self._stream(item))
-        run = self._finish(start, [one.answer for one in stamps])
-        return as_load(run, [one.start - start for one in stamps], times), stamps
+        for one in stamps:
+            while not one.answer.final:
+                self.wait()
+        failed = [one for one in stamps if isinstance(one.answer.final, ErrorReply)]
+        for one in failed:
+            one.times.clear()
+        run = self._finish(start, [one.answer for one in stamps if one.times])
+        return msgspec.structs.replace(run, failed=len(failed)), stamps
 
     def settle(self) -> None:
         """Waits until nothing runs."""
@@ -116,20 +117,20 @@ class Meter(Client):
                     "`launch all` and measure it with --name, to see its log"
                 ) from None
 
-    def ask(self, item: Item, *, stream: bool = False) -> Answer:
+    def send(self, item: Item, *, stream: bool = False) -> Answer:
         """Sends one request, and waits for nothing."""
-        return self._connection.ask(
+        return self.ask(
             GenerateRequest(
                 prompt=item.prompt,
                 max_tokens=item.num_output_tokens,
                 ignore_eos=True,
                 stream=stream,
-                **self._sampling,
+                **self.sampling,
             )
         )
 
     def _stream(self, item: Item) -> Stamps:
-        return Stamps(time.perf_counter(), self.ask(item, stream=True))
+        return Stamps(time.perf_counter(), self.send(item, stream=True))
 
     def _finish(self, start: float, answers: list[Answer]) -> Run:
         """Waits for the answers, and until nothing runs."""
@@ -154,28 +155,27 @@ class Meter(Client):
 
 
 def _as_run(replies: list[GenerateReply], seconds: float, preemptions: int) -> Run:
-    num_inputs = sum(reply.usage.prompt_tokens for reply in replies)
-    num_outputs = sum(len(reply.token_ids) for reply in replies)
-    return Run(
-        requests=len(replies),
-        input_tokens=num_inputs,
+    return run_of(
+        len(replies),
+        sum(reply.usage.prompt_tokens for reply in replies),
+        sum(len(reply.token_ids) for reply in replies),
+        seconds,
         cached_tokens=sum(reply.usage.cached_tokens for reply in replies),
-        output_tokens=num_outputs,
-        seconds=seconds,
-        output_tokens_per_second=num_outputs / seconds,
-        total_tokens_per_second=(num_inputs + num_outputs) / seconds,
         preemptions=preemptions,
     )
 
 
-def as_load(run: Run, sent: list[float], times: list[float]) -> Load:
-    """`sent`: when each request left, in seconds; `times`: when it should have."""
-    period = sent[-1] - sent[0]
-    return Load(
-        **msgspec.structs.asdict(run),
-        requests_per_second=run.requests / run.seconds,
-        sent_per_second=(len(sent) - 1) / period if len(sent) > 1 else math.nan,
-        latest_send_ms=max(s - t for s, t in zip(sent, times, strict=True)) * 1e3,
+def run_of(completed: int, num_inputs: int, num_outputs: int, duration: float, **more: int) -> Run:
+    """A run of so many requests and tokens; `more`: fields of Run that may be left at 0."""
+    return Run(
+        completed=completed,
+        total_input_tokens=num_inputs,
+        total_output_tokens=num_outputs,
+        duration=duration,
+        request_throughput=completed / duration,
+        output_throughput=num_outputs / duration,
+        total_token_throughput=(num_inputs + num_outputs) / duration,
+        **{"failed": 0, "cached_tokens": 0, "preemptions": 0} | more,
     )
 
 

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.launch.bench.measure import Figures, Meter, Run, median
+from penstock.launch.bench.over_http import measure_http
 from penstock.launch.bench.overload import endless_prompts, measure_overload, most_at_once
 from penstock.launch.bench.report import hardware, versions
+from penstock.launch.bench.serving import compare, summary
 from penstock.launch.bench.streams import Streaming, as_streaming
 from penstock.launch.bench.target import target
 from penstock.launch.bench.workload import (
@@ -32,7 +34,7 @@ WORKLOADS = {
     "latency": ("batches", "input_tokens", "output_tokens"),
     "serve": (
         *("num_requests", "request_rate", "input_tokens", "long_input_tokens", "long_share"),
-        "output_tokens",
+        *("output_tokens", "goodput"),
     ),
     "overload": ("factor", "seconds", "capacity_seconds", "input_tokens", "output_tokens"),
 }
@@ -87,19 +89,29 @@ def bench_serve(arguments: Namespace) -> dict[str, Any]:
         few = {kind: of(kind, items)[:IDLE_REQUESTS] for kind in lengths if kind in kinds}
         _warm_up(meter, [*items[: number // 8], *itertools.chain(*few.values())], vocab_size)
         idle = {kind: meter.run_one_by_one(variant(few[kind], -2, vocab_size)) for kind in few}
-        loads, stamps = [], []
+        if arguments.http:
+            measure_http(
+                meter, variant(items[:IDLE_REQUESTS], -3, vocab_size), times[:IDLE_REQUESTS]
+            )
+        loads, over_http, cpu = [], [], 0.0
         for run in range(arguments.runs):
-            load, of_run = meter.run_load(variant(items, run, vocab_size), times)
-            loads.append(load)
-            stamps.append(of_run)
+            loads.append(meter.run_load(variant(items, run, vocab_size), times))
+            if arguments.http:  # by turns, so that both meet the machine in the same state
+                others = variant(items, arguments.runs + run, vocab_size)
+                load, seconds = measure_http(meter, others, times)
+                over_http.append(load)
+                cpu += seconds
             _show_progress()
-        figures = {kind: [as_streaming(of(kind, one)) for one in stamps] for kind in few}
+        figures = {kind: [as_streaming(of(kind, one)) for _, one in loads] for kind in few}
+        direct = summary(loads, times, arguments.goodput)
+        http = summary(over_http, times, arguments.goodput) if over_http else None
         return {
+            **direct,
+            **({"http": compare(http, direct, cpu)} if http else {}),
             "kinds": {
                 kind: {"requests": len(of(kind, kinds)), "idle": idle[kind], **_with_median(runs)}
                 for kind, runs in figures.items()
             },
-            **_with_median(loads),
             "gpu_idle_us": meter.gpu_idle_us,
         }
 

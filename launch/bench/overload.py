@@ -137,7 +137,7 @@ class Part:
         self.num_sent += 1
         self._last = time.perf_counter()
         outcome = Outcome(self._last)
-        answer = self._meter.ask(next(self._items), stream=is_stream)
+        answer = self._meter.send(next(self._items), stream=is_stream)
         answer.on_change = lambda: self._on_change(answer, outcome)
         answer.on_change()  # what came while it was sent
 

@@ -66,14 +66,14 @@ def _measure(
     client: Client, name: str, batch: int, *, stream: bool, output_tokens: int
 ) -> dict[str, Any]:
     """Rounds of `batch` requests, for MIN_SECONDS at least: CPU times come in steps of 10 ms."""
-    cpu, num_tokens, start = _cpu_seconds(name), 0, time.perf_counter()
+    cpu, num_tokens, start = cpu_seconds(name), 0, time.perf_counter()
     while (seconds := time.perf_counter() - start) < MIN_SECONDS:
         streams = [
             client.submit(PROMPT, max_tokens=output_tokens, ignore_eos=True, stream=stream)
             for _ in range(batch)
         ]
         num_tokens += sum(len(one.result().token_ids) for one in streams)
-    used = _cpu_seconds(name)
+    used = cpu_seconds(name)
     used.subtract(cpu)
     return {
         "speed": num_tokens / seconds,
@@ -81,7 +81,7 @@ def _measure(
     }
 
 
-def _cpu_seconds(name: str) -> Counter[str]:
+def cpu_seconds(name: str) -> Counter[str]:
     """CPU time used so far, by kind of process."""
     used: Counter[str] = Counter()
     pids = {one["pid"]: one["name"] for one in command(name, "processes")["processes"]}

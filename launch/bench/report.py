@@ -16,16 +16,18 @@ from penstock.launch.bench.overload import Figures
 from penstock.launch.options import flag
 from penstock.protocol.config import Config
 
-RUN_COLUMNS = (
-    "requests",
-    "prompt tokens",
-    "cached tokens",
-    "output tokens",
-    "seconds",
-    "output tokens/s",
-    "total tokens/s",
-    "preemptions",
-)
+RUN_COLUMNS = {
+    "completed": "requests",
+    "failed": "failed",
+    "total_input_tokens": "prompt tokens",
+    "cached_tokens": "cached tokens",
+    "total_output_tokens": "output tokens",
+    "duration": "seconds",
+    "request_throughput": "requests/s",
+    "output_throughput": "output tokens/s",
+    "total_token_throughput": "total tokens/s",
+    "preemptions": "preemptions",
+}
 LATENCY_COLUMNS = (
     "seconds",
     "output tokens/s",
@@ -36,14 +38,15 @@ LATENCY_COLUMNS = (
     "GPU idle µs",
     "p99",
 )
-LOAD_COLUMNS = (
-    "requests sent/s",
-    "latest send ms",
-    "requests/s",
-    "output tokens/s",
-    "seconds",
-    "preemptions",
+LOAD_FIELDS = (
+    *("sent_per_second", "latest_send_ms", "request_throughput", "request_goodput"),
+    *("output_throughput", "duration"),
 )
+LOAD_COLUMNS = (
+    *("requests sent/s", "latest send ms", "requests/s", "good ones/s", "output tokens/s"),
+    *("seconds", "completed", "failed", "preemptions"),
+)
+TIMES = ("ttft", "tpot", "itl", "e2el")
 SERVE_COLUMNS = (
     *("requests", "TTFT idle ms", "TTFT ms", "p99", "TPOT ms", "p99"),
     *("ITL ms", "p99", "E2EL ms", "p99"),
@@ -64,16 +67,16 @@ def hardware() -> dict[str, Any]:
     return {"cpus": len(os.sched_getaffinity(0)), "gpus": gpus}
 
 
-def versions() -> dict[str, str]:
+def versions(*more: str) -> dict[str, str]:
     """Of Python and of the packages that are there."""
     found = {"python": platform.python_version()}
-    for name in ("penstock", "torch"):
+    for name in ("penstock", "torch", *more):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
 
 
-def as_json(report: dict[str, Any]) -> str:
+def as_json(report: Any) -> str:
     """The report for programs."""
     return msgspec.json.format(msgspec.json.encode(report)).decode()
 
@@ -82,7 +85,7 @@ def offline_table(report: dict[str, Any]) -> str:
     """A row for each run, and their median."""
     runs = [(str(number), run) for number, run in enumerate(report["runs"], 1)]
     rows = [[name, *_cells(run)] for name, run in [*runs, ("median", report["median"])]]
-    return "\n".join([_headline(report), "", *_table(("run", *RUN_COLUMNS), rows)])
+    return "\n".join([_headline(report), "", *_table(("run", *RUN_COLUMNS.values()), rows)])
 
 
 def latency_table(report: dict[str, Any]) -> str:
@@ -90,8 +93,8 @@ def latency_table(report: dict[str, Any]) -> str:
     rows = []
     for one in report["batches"]:
         run, streaming = one["median"], one["streaming"]
-        times = (streaming.ttft_ms, streaming.itl_ms, streaming.itl_p99_ms)
-        speed = [f"{run.seconds:.2f}", f"{run.output_tokens_per_second:,.0f}"]
+        times = (streaming.median_ttft_ms, streaming.median_itl_ms, streaming.p99_itl_ms)
+        speed = [f"{run.duration:.2f}", f"{run.output_throughput:,.0f}"]
         cells = [*speed, *(f"{ms:.2f}" for ms in times), f"{run.preemptions:g}"]
         cells += [f"{us:.1f}" for us in one["gpu_idle_us"]]
         rows.append([str(one["batch"]), *cells])
@@ -102,14 +105,43 @@ def serve_table(report: dict[str, Any]) -> str:
     """What the clients saw, a row for each kind of request; then the load in one row."""
     rows = []
     for kind, one in report["kinds"].items():
-        times = [one["idle"].ttft_ms, *msgspec.structs.astuple(one["median"])]
-        rows.append([kind, str(one["requests"]), *(f"{ms:,.2f}" for ms in times)])
-    load = report["median"]
-    speeds = (load.requests_per_second, load.output_tokens_per_second, load.seconds)
-    cells = [f"{value:,.2f}" for value in (load.sent_per_second, load.latest_send_ms, *speeds)]
-    lines = _table(("prompts", *SERVE_COLUMNS), rows)
-    lines += ["", *_table(LOAD_COLUMNS, [[*cells, f"{load.preemptions:g}"]])]
-    return "\n".join([_headline(report), "", *lines])
+        figures = msgspec.structs.asdict(one["median"])
+        idle = f"{one['idle'].median_ttft_ms:,.2f}"
+        rows.append([kind, str(one["requests"]), idle, *_times(figures)])
+    loads = [["ZeroMQ", *_load_cells(report)]]
+    lines = []
+    if http := report.get("http"):
+        rows += [["all", str(report["completed"]), "-", *_times(report)]]
+        rows += [["all, over HTTP", str(http["completed"]), "-", *_times(http)]]
+        loads += [["HTTP", *_load_cells(http)]]
+        lines = [
+            "",
+            f"HTTP adds {http['added_us_per_token']:.1f} µs a token to the time of a whole answer, "
+            f"{http['added_ttft_ms']:.2f} ms to the first one, and costs "
+            f"{http['cpu_us_per_token']:.1f} µs of CPU a token.",
+        ]
+    tables = [*_table(("prompts", *SERVE_COLUMNS), rows), "", *_table(("", *LOAD_COLUMNS), loads)]
+    return "\n".join([_headline(report), "", *tables, *lines])
+
+
+def _times(figures: dict[str, Any]) -> list[str]:
+    """Median and 99th percentile of each."""
+    names = [f"{p}_{name}_ms" for name in TIMES for p in ("median", "p99")]
+    return [f"{figures[name]:,.2f}" for name in names]
+
+
+def _load_cells(load: dict[str, Any]) -> list[str]:
+    speeds = ["-" if math.isnan(load[name]) else f"{load[name]:,.2f}" for name in LOAD_FIELDS]
+    return [*speeds, *(f"{load[name]:g}" for name in ("completed", "failed", "preemptions"))]
+
+
+def transformers_table(report: dict[str, Any]) -> str:
+    """A row for each batch."""
+    rows = [
+        [str(one["batch"]), f"{one['duration']:.2f}", f"{one['output_throughput']:,.0f}"]
+        for one in report["batches"]
+    ]
+    return "\n".join([_headline(report), "", *_table(("batch", *LATENCY_COLUMNS[:2]), rows)])
 
 
 def overload_table(report: dict[str, Any]) -> str:
@@ -150,7 +182,7 @@ def _part_cells(part: Figures) -> list[str]:
 
 def _cells(run: Run) -> list[str]:
     return [
-        f"{value:,.2f}" if field == "seconds" else f"{value:,.0f}"
+        f"{value:,.2f}" if field in ("duration", "request_throughput") else f"{value:,.0f}"
         for field, value in msgspec.structs.asdict(run).items()
     ]
 
@@ -168,14 +200,14 @@ def _headline(report: dict[str, Any]) -> str:
     facts = [
         f"{report['model']} on {', '.join([*gpus, f'{cpus} CPU cores'])}",
         ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
-        ", ".join(f"{name} {_shown(value)}" for name, value in report["workload"].items()),
+        ", ".join(f"{name} {_shown(its)}" for name, its in report["workload"].items() if its != {}),
     ]
-    facts += _options(report["options"])
+    facts += _options(report.get("options"))
     if "gpu_idle_us" in report:
         facts.append(
             "GPU idle between steps {:.1f} µs, p99 {:.1f} µs".format(*report["gpu_idle_us"])
         )
-    if report["ready_seconds"] is not None:
+    if report.get("ready_seconds") is not None:
         facts.append(f"ready after {report['ready_seconds']:.1f} s")
     return "; ".join(facts)
 
@@ -187,6 +219,8 @@ def _options(config: Config | None) -> list[str]:
     usual = Config(
         name=config.name,
         endpoint=config.endpoint,
+        http=config.http,
+        http_port=config.http_port,
         model=config.model,
         enable_prefix_caching=config.enable_prefix_caching,
         log_level=config.log_level,
@@ -197,4 +231,6 @@ def _options(config: Config | None) -> list[str]:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name}:{its:g}" for name, its in value.items())
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

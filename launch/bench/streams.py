@@ -1,8 +1,9 @@
 """What the clients of streams see: when tokens come, and the figures made of that."""
 
 import math
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -10,29 +11,65 @@ from penstock.launch.session import Answer
 
 
 class Streaming(Struct):
-    """Median and 99th percentile, in milliseconds; NaN where outputs of one token have none."""
+    """In milliseconds; NaN where outputs of one token have none. Names as in vLLM's benchmarks."""
 
-    ttft_ms: float
+    mean_ttft_ms: float
     """time to the first token"""
-    ttft_p99_ms: float
-    tpot_ms: float
+    median_ttft_ms: float
+    p90_ttft_ms: float
+    p99_ttft_ms: float
+    mean_tpot_ms: float
     """time per output token of a request, the first left out"""
-    tpot_p99_ms: float
-    itl_ms: float
+    median_tpot_ms: float
+    p90_tpot_ms: float
+    p99_tpot_ms: float
+    mean_itl_ms: float
     """time from one message of a stream to the next, of all requests"""
-    itl_p99_ms: float
-    e2el_ms: float
+    median_itl_ms: float
+    p90_itl_ms: float
+    p99_itl_ms: float
+    mean_e2el_ms: float
     """time to the last token"""
-    e2el_p99_ms: float
+    median_e2el_ms: float
+    p90_e2el_ms: float
+    p99_e2el_ms: float
 
 
-class Stamps:
+class Times:
     """When each message with tokens came for one request that was sent at `start`."""
 
-    def __init__(self, start: float, answer: Answer) -> None:
+    def __init__(self, start: float) -> None:
         self.start = start
         self.times: list[float] = []
         self.num_tokens = 0
+
+    @property
+    def ttft(self) -> float:
+        """Seconds, as those below."""
+        return self.times[0] - self.start
+
+    @property
+    def tpot(self) -> float:
+        """NaN for one token."""
+        if self.num_tokens < 2:
+            return math.nan
+        return (self.times[-1] - self.times[0]) / (self.num_tokens - 1)
+
+    @property
+    def e2el(self) -> float:
+        """To the last token."""
+        return self.times[-1] - self.start
+
+    def is_good(self, limits: Mapping[str, float]) -> bool:
+        """Whether it kept within milliseconds, by the names of properties."""
+        return not any(getattr(self, name) * 1e3 > limit for name, limit in limits.items())
+
+
+class Stamps(Times):
+    """The times of a stream of our client."""
+
+    def __init__(self, start: float, answer: Answer) -> None:
+        super().__init__(start)
         self.answer = answer
         answer.on_change = self._stamp
         self._stamp()  # what came while it was sent
@@ -44,21 +81,21 @@ class Stamps:
                 self.num_tokens += len(delta.token_ids)
 
 
-def as_streaming(stamps: Sequence[Stamps]) -> Streaming:
-    """The figures of requests that have ended."""
+def as_streaming(all_times: Sequence[Times]) -> Streaming:
+    """The figures of requests that have ended; those that failed without a token are left out."""
+    stamps = [one for one in all_times if one.times]
     columns = (
-        [one.times[0] - one.start for one in stamps],
-        [
-            (one.times[-1] - one.times[0]) / (one.num_tokens - 1)
-            for one in stamps
-            if one.num_tokens > 1
-        ],
+        [one.ttft for one in stamps],
+        [one.tpot for one in stamps if one.num_tokens > 1],
         [b - a for one in stamps for a, b in zip(one.times, one.times[1:], strict=False)],
-        [one.times[-1] - one.start for one in stamps],
+        [one.e2el for one in stamps],
     )
-    return Streaming(
-        *(percentile(seconds, share) * 1e3 for seconds in columns for share in (0.5, 0.99))
-    )
+    return Streaming(*(seconds * 1e3 for column in columns for seconds in _figures(column)))
+
+
+def _figures(values: Sequence[float]) -> tuple[float, ...]:
+    mean = statistics.fmean(values) if values else math.nan
+    return (mean, *(percentile(values, share) for share in (0.5, 0.9, 0.99)))
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -11,13 +11,17 @@ import msgspec
 from msgspec import Struct
 
 from penstock.launch.errors import LaunchError
-from penstock.launch.options import flag, given_options
-from penstock.launch.private import private_pipeline
-from penstock.launch.running import model_name, running_config
+from penstock.launch.options import as_flags, flag, given_options
+from penstock.launch.private import free_port, private_pipeline
+from penstock.launch.running import base_url, model_name, running_config
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.config import Config
 
-OWN_DEFAULTS: dict[str, Any] = {"enable_prefix_caching": False, "log_level": "warning"}
+OWN_DEFAULTS: dict[str, Any] = {
+    "http": 0,
+    "enable_prefix_caching": False,
+    "log_level": "warning",
+}
 
 
 class Target(Struct):
@@ -32,6 +36,9 @@ class Target(Struct):
     """from the start to `ready`, of a pipeline of the benchmark's own"""
     keys: str = ""
     """folder of keys, if the gateway has some"""
+    url: str = ""
+    """of the HTTP processes; empty where there are none"""
+    api_key: str = ""
 
 
 @contextlib.contextmanager
@@ -41,12 +48,15 @@ def target(arguments: Namespace) -> Iterator[Target]:
     Raises LaunchError for options that can't be.
     """
     options = given_options(arguments, Config)
+    options.pop("http", None)  # a flag of its own here
     name, endpoint = options.pop("name"), options.pop("endpoint")
     if name or endpoint:
         yield _running(name, endpoint, options)
         return
     _vocab_size(Config(**options))  # a wrong --model is one sentence, here
     options = OWN_DEFAULTS | options
+    if getattr(arguments, "http", False):
+        options = {"http_port": free_port()} | options | {"http": 1}
     start, name = time.perf_counter(), f"bench-{os.getpid()}"
     with private_pipeline(name, *as_flags(options)) as endpoint:
         seconds = time.perf_counter() - start
@@ -70,7 +80,14 @@ def _running(name: str | None, endpoint: str | None, options: dict[str, Any]) ->
 def _target(config: Config, ready_seconds: float | None = None) -> Target:
     vocab_size = _vocab_size(config)
     return Target(
-        config.endpoint, model_name(config), vocab_size, config, ready_seconds, config.keys
+        config.endpoint,
+        model_name(config),
+        vocab_size,
+        config,
+        ready_seconds,
+        config.keys,
+        base_url(config) if config.http else "",
+        config.api_key,
     )
 
 
@@ -88,12 +105,3 @@ def _vocab_size(config: Config) -> int:
         return read_model_config(config.model_folder).vocab_size
     except ModelError as error:
         raise LaunchError(f"--model: {error}") from error
-
-
-def as_flags(options: dict[str, Any]) -> Iterator[str]:
-    """The options as `launch all` takes them."""
-    for field, value in options.items():
-        if isinstance(value, bool):
-            yield flag(field) if value else f"--no-{flag(field)[2:]}"
-        else:
-            yield from (flag(field), str(value))

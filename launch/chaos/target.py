@@ -9,15 +9,14 @@ from typing import Any
 
 import psutil
 
-from penstock.launch.bench.target import as_flags
 from penstock.launch.errors import LaunchError
-from penstock.launch.options import flag, given_options
+from penstock.launch.options import as_flags, flag, given_options
 from penstock.launch.private import private_pipeline
 from penstock.launch.running import running_config
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.config import Config, run_folder
 
-OWN_DEFAULTS: dict[str, Any] = {"hang_timeout": 3.0, "log_level": "error"}
+OWN_DEFAULTS: dict[str, Any] = {"http": 0, "hang_timeout": 3.0, "log_level": "error"}
 MAX_DEATHS = 1_000_000
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  looked at only
 

@@ -15,7 +15,6 @@ from penstock.services.gateway.process import Gateway
 def main() -> None:
     """Runs until SIGTERM; after SIGUSR1 until nothing is open."""
     process = Process("gateway")
-    pulse = PulseSender(process)
     loop = uvloop.new_event_loop()
     goes_on = False
 
@@ -27,6 +26,7 @@ def main() -> None:
         return loop.call_later(seconds, call)
 
     gateway = Gateway(process, call_later)
+    pulse = PulseSender(process, gateway.counters)
 
     def pump() -> None:
         nonlocal goes_on

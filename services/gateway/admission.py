@@ -1,12 +1,21 @@
 """What the gateway lets in: every check of a client's request, and the sentence that refuses it."""
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 
 from penstock.protocol.checkpoint import ModelConfig
-from penstock.protocol.client import Codec, ErrorReply, GenerateRequest, Request
+from penstock.protocol.client import (
+    REQUEST_TYPES,
+    Codec,
+    DetokenizeRequest,
+    ErrorReply,
+    GenerateRequest,
+    Request,
+    TokenizePromptRequest,
+)
 from penstock.protocol.config import Config
 from penstock.protocol.sockets import UNREADABLE
 
@@ -69,15 +78,19 @@ def _raw(codec: Codec, frame: bytes) -> Any:
 
 def explain(error: str, raw: Any) -> tuple[str | None, str]:
     """msgspec's sentence, with the name of the field and its value: (field, message)."""
-    limit, _, path = error.partition(" - at `$.")
+    limit, _, where = error.partition(" - at ")
+    path = where.partition("`$.")[2].removesuffix("`")
+    field = re.split(r"[.\[]", path)[0] or None
     if unknown := re.search(r"unknown field `(.*)`", limit):
-        known = ", ".join(GenerateRequest.__struct_fields__)
+        if field:
+            return field, f"{unknown[1]} is not a field of {path}"
+        kind = REQUEST_TYPES[(raw or {}).get("type", "generate")]
+        known = ", ".join(kind.__struct_fields__)
         return unknown[1], f"{unknown[1]} is not a field of a request; the fields are {known}"
-    if not path:
+    if not field:
         return None, error
-    path = path.removesuffix("`")
-    field = re.split(r"[.\[]", path)[0]
-    return field, f"{path} is {_shown(raw, path)}: {limit[0].lower()}{limit[1:]}"
+    of_key = "a key: " if where.startswith("`key`") else ""
+    return field, f"{path} is {_shown(raw, path)}: {of_key}{limit[0].lower()}{limit[1:]}"
 
 
 def _shown(raw: Any, path: str) -> str:
@@ -105,9 +118,7 @@ class Admission:
 
     def check(self, request: GenerateRequest, is_req_socket: bool) -> None:
         """Raises RefusedError."""
-        if (request.prompt is None) == (request.messages is None):
-            given = "neither" if request.prompt is None else "both"
-            raise RefusedError(f"give prompt or messages; {given} is given", "prompt")
+        self._check_prompt(request)
         if request.stream and is_req_socket:
             raise RefusedError(
                 "stream is true: a REQ socket gets one reply; use a DEALER socket", "stream"
@@ -118,15 +129,41 @@ class Admission:
                 f"{self.max_model_len} tokens",
                 "max_tokens",
             )
+        if request.max_tokens is not None and request.min_tokens > request.max_tokens:
+            raise RefusedError(
+                f"min_tokens is {request.min_tokens}; the limit is max_tokens, "
+                f"{request.max_tokens}",
+                "min_tokens",
+            )
+        self._check_token_ids("output_token_ids", request.output_token_ids)
+        self._check_token_ids("stop_token_ids", request.stop_token_ids)
+        self._check_token_ids("logit_bias", request.logit_bias)
+
+    def check_question(self, question: TokenizePromptRequest | DetokenizeRequest) -> None:
+        """Raises RefusedError."""
+        if isinstance(question, DetokenizeRequest):
+            self._check_token_ids("token_ids", question.token_ids)
+        else:
+            self._check_prompt(question)
+
+    def _check_prompt(self, request: GenerateRequest | TokenizePromptRequest) -> None:
+        if (request.prompt is None) == (request.messages is None):
+            given = "neither" if request.prompt is None else "both"
+            raise RefusedError(f"give prompt or messages; {given} is given", "prompt")
+        if request.tools is not None and request.messages is None:
+            raise RefusedError(
+                f"tools has {len(request.tools)} functions, but no messages are given: only the "
+                "chat template tells a model of them",
+                "tools",
+            )
         if isinstance(request.prompt, list):
             self._check_token_ids("prompt", request.prompt)
-        self._check_token_ids("output_token_ids", request.output_token_ids)
 
-    def _check_token_ids(self, field: str, token_ids: list[int]) -> None:
+    def _check_token_ids(self, field: str, token_ids: Collection[int]) -> None:
         largest = max(token_ids, default=0)
         if largest >= self.vocab_size:
             raise RefusedError(
-                f"{field}[{token_ids.index(largest)}] is {largest}; token ids go up to "
+                f"{field}[{list(token_ids).index(largest)}] is {largest}; token ids go up to "
                 f"{self.vocab_size - 1}",
                 field,
             )

@@ -11,12 +11,15 @@ from penstock.protocol.client import (
     TextDelta,
     Usage,
 )
+from penstock.protocol.logprobs import TokenLogprobs
 from penstock.protocol.messages import TokenizeRequest
 from penstock.protocol.sampling import SamplingParams
 from penstock.services.gateway.connections import Client
 
 _TOKEN_BYTES = 8
 """that a token id counts for, in memory and on its way"""
+_LOGPROB_BYTES = 256
+"""that one `Logprob` counts for: four objects and their struct"""
 
 
 class Timer(Protocol):
@@ -47,16 +50,32 @@ class Entry:
         self.timer: Timer | None = None
         self.num_bytes = num_bytes
         """of the request's frame, the text and the tokens"""
+        self.is_open = True
+        """it is to be worked at"""
+        self.num_attempts = 0
+        self.accepted_at = self.first_token_at = self.last_token_at = 0.0
+        """moments of one clock, seconds; 0: not yet"""
         self.num_waiting_tokens = estimated_tokens(request)
         """of the prompt, while nothing has come out of it; then 0"""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.token_ids: list[int] = list(request.output_token_ids)
+        self._token_bytes = _TOKEN_BYTES + _logprob_bytes(request.logprobs)
+        self._logprobs: list[TokenLogprobs | None] | None = None
+        if request.logprobs is not None:
+            self._logprobs = [None] * len(self.token_ids)
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._prompt_bytes = 0
         self.answer: GenerateReply | ErrorReply | None = None
         """set when the request has ended"""
         self._text: list[str] = []
         self._num_chars = 0
         self.rewind()
+
+    @property
+    def key(self) -> object:
+        """Names this attempt among the work of tokenizers."""
+        return self.request_id, self.attempt
 
     def rewind(self) -> None:
         """The client has nothing: it is another one."""
@@ -89,16 +108,26 @@ class Entry:
             raise GapError(
                 f"delta begins at token {delta.token_offset}; {len(self.token_ids)} are known"
             )
+        if delta.prompt_logprobs and self._prompt_logprobs is None:
+            self._take_prompt_logprobs(delta.prompt_logprobs)
         token_ids, text = delta.token_ids[num_tokens:], delta.text[num_chars:]
         if not token_ids and not text and delta.finish_reason is None:
             return False
         self.token_ids += token_ids
+        if self._logprobs is not None:
+            unknown = [None] * len(delta.token_ids)
+            self._logprobs += (delta.logprobs or unknown)[num_tokens:]
         self._text.append(text)
         self._num_chars += len(text)
-        self.num_bytes += len(text) + _TOKEN_BYTES * len(token_ids)
+        self.num_bytes += len(text) + self._token_bytes * len(token_ids)
         self.num_prompt_tokens = delta.prompt_tokens
         self.num_cached_tokens = delta.cached_tokens
         return True
+
+    def _take_prompt_logprobs(self, logprobs: list[TokenLogprobs | None]) -> None:
+        self._prompt_logprobs = logprobs
+        self._prompt_bytes = len(logprobs) * _logprob_bytes(self.request.prompt_logprobs)
+        self.num_bytes += self._prompt_bytes
 
     def untold(self) -> TextDelta | None:
         """What a streaming client has not been told; None if there is nothing."""
@@ -115,6 +144,7 @@ class Entry:
             char_offset=self._told_chars,
             token_ids=token_ids,
             text=text,
+            logprobs=self._logprobs and self._logprobs[self._told_tokens :],
         )
 
     def told(self) -> None:
@@ -126,14 +156,15 @@ class Entry:
     @property
     def num_unread_bytes(self) -> int:
         """About as many bytes of answers are kept for the client."""
-        num_tokens = num_chars = 0
+        num_tokens = num_chars = num_bytes = 0
         if self.request.stream:
             num_tokens = len(self.token_ids) - self._told_tokens
             num_chars = self._num_chars - self._told_chars
         if self.answer:
             num_tokens += len(self.token_ids)
             num_chars += self._num_chars
-        return num_chars + _TOKEN_BYTES * num_tokens
+            num_bytes = self._prompt_bytes
+        return num_bytes + num_chars + self._token_bytes * num_tokens
 
     def reply(self, reason: FinishReason) -> GenerateReply:
         """The whole answer."""
@@ -147,7 +178,13 @@ class Entry:
                 cached_tokens=self.num_cached_tokens,
                 output_tokens=len(self.token_ids),
             ),
+            logprobs=self._logprobs,
+            prompt_logprobs=self._prompt_logprobs,
         )
+
+
+def _logprob_bytes(num_likeliest: int | None) -> int:
+    return 0 if num_likeliest is None else _LOGPROB_BYTES * (1 + num_likeliest)
 
 
 def estimated_tokens(request: GenerateRequest) -> int:
@@ -217,11 +254,13 @@ class Ledger:
     def answer(self, entry: Entry, reply: GenerateReply | ErrorReply) -> None:
         """The request has ended; it stays until its client has the reply."""
         entry.answer = reply
+        entry.is_open = False
         self._wait_no_more(entry)
         self._answered[entry.request_id] = self._open.pop(entry.request_id)
 
     def close(self, entry: Entry) -> None:
         """The client has its answer, or nobody wants it."""
+        entry.is_open = False
         self._wait_no_more(entry)
         if self._open.pop(entry.request_id, None) or self._answered.pop(entry.request_id, None):
             self.num_bytes -= entry.num_bytes
@@ -229,6 +268,7 @@ class Ledger:
     def begin_attempt(self, entry: Entry) -> None:
         """What comes of an earlier attempt counts no more."""
         entry.attempt = next(self._attempts)
+        entry.num_attempts += 1
 
     def begin_again(self) -> list[Entry]:
         """The scheduler lost everything: each open entry begins another attempt."""

@@ -5,6 +5,7 @@ from collections import deque
 from penstock.protocol.config import Config
 from penstock.services.gateway.admission import RefusedError
 from penstock.services.gateway.ledger import Ledger
+from penstock.services.gateway.questions import Questions
 
 NUM_SAMPLES = 20
 """heartbeats over which the rate of starts is taken"""
@@ -13,15 +14,16 @@ MAX_RETRY_AFTER = 60.0
 
 
 class Overload:
-    """Limits on what the ledger holds, in requests, prompt tokens and bytes.
+    """Limits on what the gateway holds, in requests and questions, prompt tokens and bytes.
 
     What counts has been confirmed: a prompt's tokens by the tokenizer, its start by the first token
     that came out. A refused client is told in how many seconds what waits now will have started, at
     the rate of the last NUM_SAMPLES heartbeats; 1 to 60, and 1 where nothing started in them.
     """
 
-    def __init__(self, config: Config, ledger: Ledger) -> None:
+    def __init__(self, config: Config, ledger: Ledger, questions: Questions) -> None:
         self._ledger = ledger
+        self._questions = questions
         self._max_requests = config.max_num_seqs + config.max_waiting_requests
         self._max_waiting_tokens = config.max_waiting_tokens
         self._max_open_bytes = config.max_open_bytes
@@ -33,22 +35,23 @@ class Overload:
         self._starts.append((now, self._ledger.num_started))
 
     def check(self, num_bytes: int, num_tokens: int) -> None:
-        """Whether a request of so many bytes and prompt tokens may come in. Raises RefusedError."""
-        ledger = self._ledger
-        if ledger.num_open >= self._max_requests:
-            raise self._refusal(
-                f"{ledger.num_open} requests are open; the limit is {self._max_requests}"
-            )
+        """Whether a request of so many bytes and prompt tokens may come in, or a question, of which
+        nothing waits for the scheduler: 0 tokens. Raises RefusedError."""
+        ledger, questions = self._ledger, self._questions
+        if (num_open := ledger.num_open + len(questions)) >= self._max_requests:
+            raise self._refusal(f"{num_open} requests are open; the limit is {self._max_requests}")
         if ledger.num_waiting and (
-            (waiting := ledger.num_waiting_tokens + num_tokens) > self._max_waiting_tokens
+            num_tokens
+            and (waiting := ledger.num_waiting_tokens + num_tokens) > self._max_waiting_tokens
         ):
             raise self._refusal(
                 f"{waiting} prompt tokens would wait, {num_tokens} of this request; the limit is "
                 f"{self._max_waiting_tokens}"
             )
-        if ledger.num_bytes + num_bytes > self._max_open_bytes:
+        open_bytes = ledger.num_bytes + questions.num_bytes
+        if open_bytes + num_bytes > self._max_open_bytes:
             raise self._refusal(
-                f"open requests and their answers have {ledger.num_bytes} bytes, this request has "
+                f"open requests and their answers have {open_bytes} bytes, this request has "
                 f"{num_bytes}; the limit is {self._max_open_bytes}"
             )
 

@@ -10,18 +10,23 @@ import zmq
 from penstock.protocol.client import (
     AbortReply,
     AbortRequest,
+    DetokenizeRequest,
+    ErrorReply,
     GenerateRequest,
     Request,
     StatusRequest,
+    TokenizePromptRequest,
     codec_of,
 )
 from penstock.protocol.messages import (
+    Answered,
     FromTokenizer,
     GatewayStarted,
     Goodbye,
     Heartbeat,
     Refused,
     RequestFailed,
+    SupervisorReport,
     TextDeltas,
     ToGateway,
     Tokenized,
@@ -29,13 +34,15 @@ from penstock.protocol.messages import (
 )
 from penstock.protocol.process import Process
 from penstock.protocol.sockets import Channel, bind, connect
-from penstock.protocol.status import SchedulerStatus, StatusReply
+from penstock.protocol.status import ProcessStatus, SchedulerStatus, StatusReply
+from penstock.protocol.tracing import Tracer
 from penstock.services.gateway.admission import RefusedError
 from penstock.services.gateway.authentication import bind_clients
 from penstock.services.gateway.connections import Client, Connections
 from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.monitor import Monitor
 from penstock.services.gateway.outbox import Outbox
+from penstock.services.gateway.questions import Questions
 from penstock.services.gateway.requests import CallLater, Requests
 from penstock.services.gateway.tokenizers import Tokenizers
 
@@ -47,8 +54,10 @@ class Gateway:
         self.log = process.log
         self.config = config = process.config
         self.scheduler: SchedulerStatus | None = None
-        self.waiting_for_ready: list[Client] = []
-        self.waiting_for_report: list[Client] = []
+        self.processes: list[ProcessStatus] = []
+        """of the supervisor's newest report; it can't end before this process"""
+        self.waiting_for_ready: list[tuple[Client, StatusRequest]] = []
+        self.waiting_for_report: list[tuple[Client, StatusRequest]] = []
         self.was_ready = False
         first_attempt = time.time_ns() // 1_000  # of no earlier gateway: it counts from here on
         context, at = process.context, process.endpoints
@@ -61,16 +70,20 @@ class Gateway:
         to_scheduler.send(GatewayStarted(first_attempt))
         self.ledger = Ledger(first_attempt)
         self.outbox = Outbox(self.clients, self.ledger, self.connections)
-        self.tokenizers = Tokenizers(self.to_tokenizers, self.ledger, self.tell_ready)
+        self.tokenizers = Tokenizers(self.to_tokenizers, self.tell_ready)
+        self.questions = Questions(first_attempt, self.outbox, self.tokenizers)
         self.requests = Requests(
             config,
             self.ledger,
             self.connections,
             self.outbox,
             self.tokenizers,
+            self.questions,
+            Tracer(config, process.name),
             to_scheduler,
             call_later,
         )
+        self.statistics = self.requests.statistics
         self.handlers: list[tuple[Channel[Any], Callable[[], None]]] = [
             (self.results, self.on_results),
             (self.to_tokenizers, self.on_tokenizers),
@@ -86,7 +99,7 @@ class Gateway:
             if channel.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore
                 handler()
                 busy = True
-        if self.requests.draining and not self.ledger:
+        if self.requests.draining and not self.ledger and not self.questions:
             signal.raise_signal(signal.SIGTERM)
         return busy
 
@@ -106,6 +119,7 @@ class Gateway:
                 request = self.requests.decode(client.codec, frames[-1])
                 self.on_request(client, request, len(frames[-1]))
             except RefusedError as error:
+                self.statistics.failed(error.reply)
                 self.outbox.reply(client, error.reply)
 
     def on_request(self, client: Client, request: Request, num_bytes: int) -> None:
@@ -113,16 +127,18 @@ class Gateway:
         match request:
             case GenerateRequest():
                 self.requests.ask(client, request, num_bytes)
+            case TokenizePromptRequest() | DetokenizeRequest():
+                self.requests.ask_tokenizer(client, request, num_bytes)
             case AbortRequest():
                 found = self.requests.abort(request.request_id)
                 self.outbox.reply(client, AbortReply(request_id=request.request_id, found=found))
             case StatusRequest():
                 if request.wait and (request.fresh or not self.ready):
-                    self.waiting_for_ready.append(client)
+                    self.waiting_for_ready.append((client, request))
                 elif request.fresh:
-                    self.waiting_for_report.append(client)
+                    self.waiting_for_report.append((client, request))
                 else:
-                    self.outbox.reply(client, self.status())
+                    self.tell_status([(client, request)])
 
     # ---- tokenizers --------------------------------------------------------------------------
 
@@ -135,8 +151,13 @@ class Gateway:
                 case Goodbye():
                     self.tokenizers.lose(identity)
                 case Tokenized() | RequestFailed():
-                    self.tokenizers.done(identity, message.request_id, message.attempt)
+                    self.tokenizers.done(identity, (message.request_id, message.attempt))
                     self.on_tokenized(message)
+                case Answered():
+                    self.tokenizers.done(identity, message.number)
+                    self.questions.answer(message)
+                    if isinstance(message.reply, ErrorReply):
+                        self.statistics.failed(message.reply)
 
     def on_heartbeat_of(self, identity: bytes, message: Heartbeat) -> None:
         """Registers a new tokenizer, or refuses it."""
@@ -164,14 +185,17 @@ class Gateway:
         for _, message in self.results.receive():
             match message:
                 case TextDeltas(deltas):
+                    now = time.monotonic()
                     for delta in deltas:
-                        self.requests.on_delta(delta)
+                        self.requests.on_delta(delta, now)
                 case RequestFailed():
                     entry = self.ledger.get(message.request_id)
                     if entry and entry.attempt == message.attempt:
                         self.requests.fail(entry, message.error)
                 case SchedulerStatus():
                     self.on_scheduler(message)
+                case SupervisorReport(processes):
+                    self.processes = processes
 
     def on_scheduler(self, status: SchedulerStatus) -> None:
         """A new epoch is a new scheduler, which knows nothing: the ledger is submitted again.
@@ -185,9 +209,8 @@ class Gateway:
         if status.epoch > known_epoch:
             self.requests.begin_again()
         self.tell_ready()
-        clients, self.waiting_for_report = self.waiting_for_report, []
-        for client in clients:
-            self.outbox.reply(client, self.status())
+        waiting, self.waiting_for_report = self.waiting_for_report, []
+        self.tell_status(waiting)
 
     # ---- status ------------------------------------------------------------------------------
 
@@ -200,11 +223,15 @@ class Gateway:
         """Answers those who wait for it, when it becomes so."""
         was_ready, self.was_ready = self.was_ready, self.ready
         if self.ready and not was_ready:
-            clients, self.waiting_for_ready = self.waiting_for_ready, []
-            for client in clients:
-                self.outbox.reply(client, self.status())
+            waiting, self.waiting_for_ready = self.waiting_for_ready, []
+            self.tell_status(waiting)
 
-    def status(self) -> StatusReply:
+    def tell_status(self, waiting: list[tuple[Client, StatusRequest]]) -> None:
+        """Answers who has asked."""
+        for client, request in waiting:
+            self.outbox.reply(client, self.status(request.metrics))
+
+    def status(self, metrics: bool = False) -> StatusReply:
         """The pipeline as seen from here."""
         return StatusReply(
             ready=self.ready,
@@ -213,11 +240,19 @@ class Gateway:
             tokenizers={peer.name: len(peer.work) for peer in self.tokenizers.peers},
             scheduler=self.scheduler,
             num_bad_frames=sum(channel.num_bad_frames for channel, _ in self.handlers),
+            processes=self.processes,
+            metrics=self.statistics.metrics if metrics else None,
         )
+
+    def counters(self) -> dict[str, float]:
+        """What this process counts about itself, for its pulses."""
+        return {"open_requests": self.ledger.num_open, "open_questions": len(self.questions)}
 
     def on_heartbeat(self) -> None:
         """Gives up tokenizers that are silent, and clients that are gone or do not read."""
         for identity in self.tokenizers.peers.silent():
             self.tokenizers.lose(identity)
         self.requests.on_heartbeat()
-        self.waiting_for_ready = [c for c in self.waiting_for_ready if not c.connection.is_gone]
+        self.waiting_for_ready = [
+            one for one in self.waiting_for_ready if not one[0].connection.is_gone
+        ]

@@ -21,11 +21,14 @@ from penstock.protocol.client import (
 from penstock.protocol.config import Config
 from penstock.protocol.messages import ReleaseRequest
 from penstock.protocol.sockets import Channel
+from penstock.protocol.tracing import Tracer
 from penstock.services.gateway.admission import Admission, RefusedError, decode_request
 from penstock.services.gateway.connections import Client, Connection, Connections
 from penstock.services.gateway.ledger import Entry, GapError, Ledger, Timer, estimated_tokens
 from penstock.services.gateway.outbox import Outbox
 from penstock.services.gateway.overload import Overload
+from penstock.services.gateway.questions import AskedTokenizer, Questions
+from penstock.services.gateway.statistics import Statistics
 from penstock.services.gateway.tokenizers import Tokenizers
 
 log = logging.getLogger("gateway")
@@ -43,18 +46,23 @@ class Requests:
         connections: Connections,
         outbox: Outbox,
         tokenizers: Tokenizers,
+        questions: Questions,
+        tracer: Tracer,
         to_scheduler: Channel[Any],
         call_later: CallLater,
     ) -> None:
         self._generation = read_generation_config(config.model_folder)
         self._admission = Admission(config, read_model_config(config.model_folder))
-        self._overload = Overload(config, ledger)
+        self.statistics = Statistics(self._admission.max_model_len)
+        self._overload = Overload(config, ledger, questions)
         self._max_request_bytes = config.max_request_bytes
         self._max_unread_bytes = config.max_unread_bytes
         self._ledger = ledger
         self._connections = connections
         self._outbox = outbox
         self._tokenizers = tokenizers
+        self._questions = questions
+        self._tracer = tracer
         self._to_scheduler = to_scheduler
         self._call_later = call_later
         self.draining = False
@@ -78,6 +86,12 @@ class Requests:
                 "request_id",
             )
 
+    def ask_tokenizer(self, client: Client, question: AskedTokenizer, num_bytes: int) -> None:
+        """A client asks what a tokenizer answers alone. Raises RefusedError."""
+        self._let_in(num_bytes, 0)
+        self._admission.check_question(question)
+        self._questions.ask(client, question, num_bytes)
+
     def abort(self, request_id: str) -> bool:
         """Ends a request with what it has; False if it is not open."""
         if entry := self._ledger.get(request_id):
@@ -95,19 +109,23 @@ class Requests:
         if attempt >= self._ledger.first_attempt:
             self._to_scheduler.send(ReleaseRequest(request_id, attempt))
 
-    def on_delta(self, delta: TextDelta) -> None:
-        """Passes new text on."""
+    def on_delta(self, delta: TextDelta, now: float) -> None:
+        """Passes new text on. `now`: by time.monotonic."""
         entry = self._ledger.get(delta.request_id)
         if entry is None:
             self.release_unknown(delta.request_id, delta.attempt)
             return
+        num_tokens = len(entry.token_ids)
         try:
             is_new = self._ledger.append(entry, delta)
         except GapError as error:
-            log.warning("%s: %s; it begins again there", delta.request_id, error)
+            named = {"request_id": entry.request_id}
+            log.warning("%s: %s; it begins again there", entry.request_id, error, extra=named)
             self._ledger.begin_attempt(entry)
             self._tokenizers.submit(entry)
             return
+        if num_new := len(entry.token_ids) - num_tokens:
+            self.statistics.got_tokens(entry, num_new, now)
         if is_new and delta.finish_reason:
             self._finish(entry, delta.finish_reason)
         elif is_new and entry.request.stream:
@@ -124,6 +142,7 @@ class Requests:
     def on_heartbeat(self) -> None:
         """Gives up clients that are gone, and those that do not read."""
         self._overload.sample(time.monotonic())
+        self._questions.on_heartbeat()
         for request_id in self._connections.take_lost():
             if entry := self._ledger.find(request_id):
                 self._drop(entry)
@@ -132,17 +151,21 @@ class Requests:
 
     def _accept(self, client: Client, request: GenerateRequest, num_bytes: int) -> None:
         """Writes a request into the ledger and sends it on its way."""
-        if self.draining:
-            raise RefusedError("the pipeline stops and takes no more requests", code="overloaded")
-        self._overload.check(num_bytes, estimated_tokens(request))
+        self._let_in(num_bytes, estimated_tokens(request))
         self._admission.check(request, is_req_socket=client.envelope[-1] == b"")
         entry = Entry(request, request.request_id or uuid4().hex, client, num_bytes)
+        entry.accepted_at = time.monotonic()
         self._generation.fill(entry.sampling)
         self._ledger.add(entry)
         self._connections.add(entry.request_id, client)
         if request.timeout is not None:
             entry.timer = self._call_later(request.timeout, lambda: self._finish(entry, "abort"))
         self._tokenizers.submit(entry)
+
+    def _let_in(self, num_bytes: int, num_tokens: int) -> None:
+        if self.draining:
+            raise RefusedError("the pipeline stops and takes no more requests", code="overloaded")
+        self._overload.check(num_bytes, num_tokens)
 
     def _adopt(self, entry: Entry, client: Client) -> None:
         """Who asked last gets the answer, from its start."""
@@ -163,22 +186,43 @@ class Requests:
 
     def _answer(self, entry: Entry, reply: GenerateReply | ErrorReply) -> None:
         """The last word to a request."""
-        self._free(entry)
+        self._end(entry, reply)
         self._ledger.answer(entry, reply)
         self._outbox.deliver(entry)
 
     def _drop(self, entry: Entry) -> None:
         """Ends a request, answered or not, whose client can't get the answer."""
         if entry.answer is None:
-            self._free(entry)
+            self._end(entry, entry.reply("abort"))
         self._outbox.close(entry)
 
-    def _free(self, entry: Entry) -> None:
+    def _end(self, entry: Entry, reply: GenerateReply | ErrorReply) -> None:
         """Nothing works at a request any more."""
+        self.statistics.ended(entry, reply, time.monotonic())
+        if self._tracer.is_on:
+            self._trace(entry, reply)
         if entry.timer:
             entry.timer.cancel()
         self._tokenizers.forget(entry)
         self._to_scheduler.send(ReleaseRequest(entry.request_id, entry.attempt))
+
+    def _trace(self, entry: Entry, reply: GenerateReply | ErrorReply) -> None:
+        """The span of the whole request, over those of the other processes."""
+        self._tracer.span(
+            "request",
+            entry.request_id,
+            entry.accepted_at,
+            {
+                "gen_ai.usage.input_tokens": entry.num_prompt_tokens,
+                "gen_ai.usage.output_tokens": len(entry.token_ids),
+                "gen_ai.response.finish_reasons": [getattr(reply, "finish_reason", "error")],
+                "penstock.cached_tokens": entry.num_cached_tokens,
+                "penstock.num_attempts": entry.num_attempts,
+            },
+            events={"first token": entry.first_token_at} if entry.first_token_at else {},
+            error=getattr(reply, "message", ""),
+            is_root=True,
+        )
 
     def _cut_off(self, connection: Connection) -> None:
         """Ends the requests of a client that does not read."""

@@ -1,8 +1,15 @@
 """The block tables of sequences, over the pool of blocks."""
 
+from penstock.protocol.config import Config
 from penstock.protocol.plan import pack
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.sequence import Sequence
+
+
+def make_block_manager(config: Config, num_blocks: int, block_size: int) -> "BlockManager":
+    """Over so many blocks, as the configuration wants it."""
+    watermark = int(num_blocks * config.watermark)
+    return BlockManager(BlockPool(num_blocks), block_size, watermark, config.enable_prefix_caching)
 
 
 class BlockManager:
@@ -33,6 +40,8 @@ class BlockManager:
         """Blocks for every known token, cached ones first; False if too few are free."""
         num_tokens = len(sequence.token_ids)
         num_matchable = (num_tokens - 1) // self.block_size  # one token is always computed
+        if sequence.needs_prompt_logprobs:
+            num_matchable = 0  # they come of computing the prompt
         matched = self.pool.match(self._full_blocks(sequence, num_matchable))
         num_new = -(-num_tokens // self.block_size) - len(matched)
         num_left = self.pool.num_free_without(matched) - num_new
@@ -65,7 +74,8 @@ class BlockManager:
         self.pool = BlockPool(self.pool.num_blocks, self.pool.hash_block)
 
     def publish(self, sequence: Sequence, num_computed: int) -> None:
-        """Shows the cache every block whose last slot is computed and whose tokens are kept.
+        """Shows the cache every block whose tokens are known and whose last slot is computed by the
+        plans so far, the one in the making among them: plans run in order.
 
         A sequence preempted meanwhile has no blocks, and nothing is published.
         """

@@ -21,18 +21,21 @@ from penstock.protocol.messages import (
     WorkerHello,
     refusal,
 )
-from penstock.protocol.plan import SampledTokens, unpack
+from penstock.protocol.plan import SampledTokens
 from penstock.protocol.process import Loop, Process, PulseSender
 from penstock.protocol.sockets import bind, connect
 from penstock.protocol.status import SchedulerStatus
-from penstock.services.scheduler.block_manager import BlockManager
-from penstock.services.scheduler.block_pool import BlockPool
+from penstock.protocol.tracing import Tracer
+from penstock.services.scheduler import report
+from penstock.services.scheduler.block_manager import make_block_manager
+from penstock.services.scheduler.checks import check_request
 from penstock.services.scheduler.lease import Lease
 from penstock.services.scheduler.plan_depth import PlanDepth
 from penstock.services.scheduler.scheduler import CannotFitError, Scheduler
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.streams import Streams
-from penstock.services.scheduler.suspects import MAX_DEATHS
+from penstock.services.scheduler.suspects import GIVEN_UP
+from penstock.services.scheduler.traces import Traces
 from penstock.services.scheduler.workers import Letter, WorkerGroup
 
 
@@ -56,12 +59,14 @@ class SchedulerProcess:
         self.early: list[TokenizedRequest] = []
         """came before there were workers"""
         self.told_ready = False
+        self.plan_bytes = 0
+        self.traces = Traces(Tracer(self.config, process.name))
         context, at = process.context, process.endpoints
         self.inbox = bind(context, zmq.PULL, at.requests, ToScheduler)
         self.workers = bind(context, zmq.ROUTER, at.workers, FromWorker)
         self.detokenizers = bind(context, zmq.ROUTER, at.detokenizers, FromDetokenizer)
         self.gateway = connect(context, zmq.PUSH, at.results)
-        self.loop = Loop(self.on_heartbeat, PulseSender(process))
+        self.loop = Loop(self.on_heartbeat, PulseSender(process, self.counters))
         self.loop.add(self.workers, self.on_workers)
         self.loop.add(self.inbox, self.on_requests)
         self.loop.add(self.detokenizers, self.on_detokenizers)
@@ -105,14 +110,16 @@ class SchedulerProcess:
         self.release(request.request_id, request.attempt)
         sequence = Sequence(request, self.eos_token_ids)
         try:
-            check_token_ids(sequence.token_ids, self.model.vocab_size)
+            check_request(sequence, self.model.vocab_size)
             self.scheduler.add(sequence)
         except CannotFitError as error:
             reply = ErrorReply(code="invalid", message=str(error), field="prompt")
             self.fail(request, reply)
             return
+        sequence.arrived_at = monotonic()
         self.requests[request.request_id] = sequence
         self.streams.open(sequence)
+        self.traces.arrived(sequence)
 
     def fail(self, request: TokenizedRequest | Sequence, reply: ErrorReply) -> None:
         """Tells the gateway why a request can't be served."""
@@ -133,6 +140,7 @@ class SchedulerProcess:
             del self.requests[request_id]
             self.scheduler.finish(sequence, "abort")
             self.streams.close(sequence)
+            self.traces.left(sequence)
         self.early = [r for r in self.early if r.request_id != request_id or r.attempt > attempt]
 
     # ---- workers -----------------------------------------------------------------------------
@@ -149,9 +157,12 @@ class SchedulerProcess:
     def on_tokens(self, message: SampledTokens) -> None:
         """Tokens of an older group are dropped: what they answer is computed again."""
         if self.scheduler and message.epoch == self.scheduler.epoch == self.group.epoch:
-            output = self.scheduler.update(message.step, unpack(message.token_ids))
+            output = self.scheduler.update(message)
             self.streams.put(output)
+            self.traces.came(output)
             self.plan_depth.tokens_came(monotonic())
+            for sequence, reason in output.failed:
+                self.give_up(sequence, reason)
 
     def on_hello(self, identity: bytes, hello: WorkerHello) -> None:
         """Seats the worker; when the last one is ready, plans can go out."""
@@ -184,29 +195,20 @@ class SchedulerProcess:
             )
         else:
             for sequence in self.scheduler.restart(self.group.epoch):
-                self.give_up(sequence)
+                self.give_up(sequence, GIVEN_UP)
 
-    def give_up(self, sequence: Sequence) -> None:
-        """The others go on without a request that may kill workers."""
-        message = (
-            f"the workers died {MAX_DEATHS} times in a row while the request ran, each time before "
-            "it got another token; it is not tried again"
-        )
-        self.log.error("%s: %s", sequence.request_id, message)
-        self.fail(sequence, ErrorReply(code="failed", message=message))
+    def give_up(self, sequence: Sequence, reason: str) -> None:
+        """The others go on without a request that can't, or that may kill workers."""
+        about = {"request_id": sequence.request_id}
+        self.log.error("%s: %s", sequence.request_id, reason, extra=about)
+        self.fail(sequence, ErrorReply(code="failed", message=reason))
         self.release(sequence.request_id, sequence.attempt)
 
     def make_scheduler(self) -> Scheduler:
         """Over as many blocks as every worker has."""
-        config, num_blocks = self.config, self.group.num_blocks
-        blocks = BlockManager(
-            BlockPool(num_blocks),
-            self.group.block_size,
-            int(num_blocks * config.watermark),
-            config.enable_prefix_caching,
-        )
-        max_model_len = config.max_model_len or self.model.max_position_embeddings
-        return Scheduler(config, max_model_len, blocks, self.group.epoch)
+        blocks = make_block_manager(self.config, self.group.num_blocks, self.group.block_size)
+        max_model_len = self.config.max_model_len or self.model.max_position_embeddings
+        return Scheduler(self.config, max_model_len, blocks, self.group.epoch)
 
     # ---- steps -------------------------------------------------------------------------------
 
@@ -219,7 +221,9 @@ class SchedulerProcess:
             plan = scheduler.schedule()
             if plan is None:
                 break
+            self.traces.planned(scheduler.in_flight[-1])
             frame = self.workers.encode(plan)
+            self.plan_bytes += len(frame)
             for member in self.group.members:
                 if not self.workers.send_bytes(frame, member):
                     self.send_letters(self.group.lost(member))
@@ -260,6 +264,11 @@ class SchedulerProcess:
             self.advance()
         self.send_status()
 
+    def counters(self) -> dict[str, float]:
+        """For metrics."""
+        age = report.queue_age(self.scheduler)
+        return {"plan_bytes_total": self.plan_bytes, "queue_age_seconds": age}
+
     @property
     def ready(self) -> bool:
         """Requests can be served from here on."""
@@ -277,21 +286,9 @@ class SchedulerProcess:
             detokenizers={peer.name: len(peer.work) for peer in self.streams.detokenizers},
         )
         if scheduler:
-            status.num_waiting = len(scheduler.waiting)
-            status.num_running = len(scheduler.running)
-            status.num_blocks = scheduler.block_manager.pool.num_blocks
-            status.num_free_blocks = scheduler.block_manager.num_free_blocks
-            status.num_steps = scheduler.num_steps
-            status.num_preemptions = scheduler.num_preemptions
+            report.fill(status, scheduler)
             status.gpu_idle_us = self.group.idle_us
         self.gateway.send(status)
-
-
-def check_token_ids(token_ids: list[int], vocab_size: int) -> None:
-    """Raises CannotFitError: with another id every worker, and the next one, would end."""
-    for extreme in (min(token_ids), max(token_ids)):
-        if not 0 <= extreme < vocab_size:
-            raise CannotFitError(f"prompt has token id {extreme}; ids go up to {vocab_size - 1}")
 
 
 def main() -> None:

@@ -2,17 +2,17 @@
 
 `schedule` makes plans and may run up to `max_plans` plans ahead of `update`, which takes the tokens
 of the oldest plan. A plan is made without knowing the tokens of those before it: only
-their number. `update` is the only place where a sequence grows, ends, or publishes blocks.
+their number. `update` is the only place where a sequence grows or ends. Blocks of generated tokens
+are published there, too; those of given tokens as soon as a plan computes them.
 """
 
 from collections import deque
-from collections.abc import Sequence as SequenceOf
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
 from penstock.protocol.client import FinishReason
 from penstock.protocol.config import Config
-from penstock.protocol.plan import BLOCK_BITS, BatchPlan, pack
+from penstock.protocol.plan import BLOCK_BITS, BatchPlan, SampledTokens, pack, unpack
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.sequence import Sequence, Status
 from penstock.services.scheduler.step import Changes, Step, StepOutput
@@ -132,7 +132,7 @@ class Scheduler:
         """
         if len(self.in_flight) >= self.max_plans:
             return None
-        step = Step(self.num_steps, [], [])
+        step = Step(self.num_steps, [], {})
         changes = Changes([], [], [])
         prefilling = self._schedule_decode(step, changes)
         budget = self._max_tokens_per_step - len(step.sampled)
@@ -185,10 +185,12 @@ class Scheduler:
         sequence.num_planned_tokens += num_tokens
         sequence.last_step = step.number
         changes.chunks.extend((sequence.slot, num_tokens))
+        step.chunks[sequence.slot] = sequence
+        # A layer stores the keys and values of a whole step before it reads any: the rows that
+        # are admitted behind this one, even to this plan, find its blocks.
+        self.block_manager.publish(sequence, sequence.num_planned_tokens)
         if sequence.num_planned_tokens == sequence.num_given_tokens:
             step.sampled.append(sequence)
-        else:
-            step.chunks.append((sequence, sequence.num_planned_tokens))
         return num_tokens
 
     def _admit(self, step: Step, changes: Changes, budget: int) -> None:
@@ -209,6 +211,8 @@ class Scheduler:
         """The watermark is for others: a sequence alone may have the whole pool."""
         if not self.block_manager.allocate(sequence, keep_watermark=bool(self.running)):
             return False
+        if sequence.needs_prompt_logprobs:
+            sequence.prompt_logprobs = []  # all are computed anew
         if not sequence.num_preemptions:
             num_found = min(sequence.num_planned_tokens, sequence.num_prompt_tokens)
             sequence.num_cached_tokens = num_found
@@ -250,18 +254,18 @@ class Scheduler:
 
     # ---- its result --------------------------------------------------------------------------
 
-    def update(self, number: int, token_ids: SequenceOf[int]) -> StepOutput:
+    def update(self, tokens: SampledTokens) -> StepOutput:
         """Takes the tokens of the oldest plan in flight, one for each row it sampled.
 
         Raises ValueError if they are not the tokens of that plan.
         """
+        number, token_ids = tokens.step, unpack(tokens.token_ids)
         expected = self.in_flight[0] if self.in_flight else None
         if not expected or (expected.number, len(expected.sampled)) != (number, len(token_ids)):
             raise ValueError(f"{len(token_ids)} tokens of step {number}; expected {expected}")
         step = self.in_flight.popleft()
-        for sequence, num_computed in step.chunks:
-            self.block_manager.publish(sequence, num_computed)
-        output = StepOutput([], [], [])
+        output = StepOutput([], [], [], self._fail(step, tokens.failed))
+        step.take_logprobs(tokens)
         for sequence, token_id in zip(step.sampled, token_ids, strict=True):
             if sequence.finish_reason is not None:
                 continue  # it ended while the plan was in flight
@@ -276,6 +280,14 @@ class Scheduler:
                 self._end_if_due(sequence)
                 output.finished.append(sequence)
         return output
+
+    def _fail(self, step: Step, failed: list[tuple[int, str]]) -> list[tuple[Sequence, str]]:
+        """Ends the rows that can't go on; one that has ended already is no news."""
+        rows = [(step.sampled[index], reason) for index, reason in failed]
+        rows = [(sequence, reason) for sequence, reason in rows if sequence.finish_reason is None]
+        for sequence, _ in rows:
+            self.finish(sequence, "abort")
+        return rows
 
     def _end_if_due(self, sequence: Sequence) -> None:
         if sequence.token_ids[-1] in sequence.stop_token_ids:

@@ -5,8 +5,9 @@ from enum import Enum
 import xxhash
 
 from penstock.protocol.client import FinishReason
+from penstock.protocol.logprobs import PackedLogprobs
 from penstock.protocol.messages import TokenizedRequest
-from penstock.protocol.plan import RowAdded, pack, unpack
+from penstock.protocol.plan import RowAdded, RowExtras, pack, unpack
 from penstock.protocol.sampling import SamplingParams
 
 
@@ -26,12 +27,14 @@ class Sequence:
     """Tokens, blocks and progress of one request. Changed by the `Scheduler` only."""
 
     __slots__ = (
+        "arrived_at",
         "attempt",
         "block_table",
         "detokenizer",
         "finish_reason",
         "full_blocks",
         "last_step",
+        "logprobs",
         "max_length",
         "num_cached_tokens",
         "num_deaths",
@@ -40,6 +43,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "num_published_blocks",
+        "prompt_logprobs",
         "published_content",
         "request_id",
         "sampling",
@@ -54,13 +58,27 @@ class Sequence:
     def __init__(self, request: TokenizedRequest, eos_token_ids: frozenset[int]) -> None:
         prompt = unpack(request.prompt_token_ids)
         self.request_id = request.request_id
+        self.arrived_at = 0.0
+        """at the scheduler, of `time.monotonic`"""
         self.attempt = request.attempt
         self.sampling: SamplingParams = request.sampling
         self.seed = seed_of(request)
-        eos = frozenset() if request.sampling.ignore_eos else eos_token_ids
-        self.stop_token_ids = eos | frozenset(request.sampling.stop_token_ids)
+        sampling = request.sampling
+        # A grammar has an end, behind which nothing but these tokens can be drawn.
+        ignores_eos = sampling.ignore_eos and sampling.structured_outputs is None
+        eos = frozenset() if ignores_eos else eos_token_ids
+        self.stop_token_ids = eos | frozenset(sampling.stop_token_ids)
         self.token_ids: list[int] = [*prompt, *unpack(request.output_token_ids)]
         self.num_prompt_tokens = len(prompt)
+        num_output_tokens = len(self.token_ids) - len(prompt)
+        self.logprobs: list[PackedLogprobs | None] | None = (
+            None if sampling.logprobs is None else [None] * num_output_tokens
+        )
+        """of each output token, None for those of an earlier attempt; None if not asked for"""
+        self.prompt_logprobs: list[PackedLogprobs] | None = (
+            None if sampling.prompt_logprobs is None else []
+        )
+        """of the prompt tokens behind the first, as far as they have come; None if not asked for"""
         self.max_length = 0
         """most tokens, prompt and output; set when the scheduler takes the sequence"""
         self.status = Status.WAITING
@@ -92,6 +110,22 @@ class Sequence:
         """Tokens generated and confirmed."""
         return self.token_ids[self.num_prompt_tokens :]
 
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """They were asked for, and some are missing."""
+        known = self.prompt_logprobs
+        return known is not None and len(known) < self.num_prompt_tokens - 1
+
+    def take_logprobs(self, packed: PackedLogprobs) -> None:
+        """Of its next token; a sequence that has ended gets none."""
+        if self.logprobs is not None and self.finish_reason is None:
+            self.logprobs.append(packed)
+
+    def take_prompt_logprobs(self, chunk: list[PackedLogprobs]) -> None:
+        """Of the next prompt tokens; of a chunk behind the prompt there are none."""
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += chunk
+
     def is_asked_for_by(self, request: TokenizedRequest) -> bool:
         """Whether `request` is for this very output, and knows nothing of it that is not here."""
         num_prompt_tokens = len(request.prompt_token_ids) // 4
@@ -115,7 +149,26 @@ class Sequence:
             top_p=1.0 if sampling.top_p is None else sampling.top_p,
             min_p=sampling.min_p or 0.0,
             seed=self.seed,
+            extras=self._extras(),
         )
+
+    def _extras(self) -> RowExtras | None:
+        sampling, needs_prompt_logprobs = self.sampling, self.needs_prompt_logprobs
+        extras = RowExtras(
+            num_prompt_tokens=self.num_prompt_tokens,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty or 1.0,
+            logit_bias=sampling.logit_bias,
+            min_tokens=sampling.min_tokens,
+            num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
+            num_prompt_logprobs=(sampling.prompt_logprobs or 0) if needs_prompt_logprobs else -1,
+            structured_outputs=sampling.structured_outputs,
+        )
+        if extras == RowExtras(self.num_prompt_tokens):
+            return None
+        extras.end_token_ids = sorted(self.stop_token_ids)
+        return extras
 
 
 def seed_of(request: TokenizedRequest) -> int:

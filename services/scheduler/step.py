@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from penstock.protocol.plan import RowAdded
+from penstock.protocol.plan import RowAdded, SampledTokens
 from penstock.services.scheduler.sequence import Sequence
 
 
@@ -20,13 +20,20 @@ class Step(NamedTuple):
     number: int
     sampled: list[Sequence]
     """get one token each, in ascending order of slot"""
-    chunks: list[tuple[Sequence, int]]
-    """sequence and the number of its tokens computed behind this step"""
+    chunks: dict[int, Sequence]
+    """those with a chunk of prefill, by the slot that they had in this plan"""
 
     @property
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> set[Sequence]:
         """All that the plan computes something of."""
-        return [*self.sampled, *(sequence for sequence, _ in self.chunks)]
+        return {*self.sampled, *self.chunks.values()}
+
+    def take_logprobs(self, tokens: SampledTokens) -> None:
+        """Each goes to the sequence that asked for it."""
+        for index, packed in tokens.logprobs:
+            self.sampled[index].take_logprobs(packed)
+        for slot, chunk in tokens.prompt_logprobs:
+            self.chunks[slot].take_prompt_logprobs(chunk)
 
 
 class StepOutput(NamedTuple):
@@ -36,3 +43,5 @@ class StepOutput(NamedTuple):
     token_ids: list[int]
     """one for each of `sequences`"""
     finished: list[Sequence]
+    failed: list[tuple[Sequence, str]]
+    """ended without a token, and why"""

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from penstock.protocol.client import FinishReason
+from penstock.protocol.logprobs import PackedLogprobs
 from penstock.protocol.messages import StreamOpened, TokenDelta
 from penstock.protocol.peers import Peers
 from penstock.protocol.plan import pack
@@ -25,6 +26,7 @@ class Outbox:
         self.token_ids: list[int] = []
         self.finished: list[tuple[int, FinishReason]] = []
         self.closed: list[int] = []
+        self.logprobs: list[tuple[int, PackedLogprobs]] = []
 
     def close(self, stream_id: int) -> None:
         """The reader forgets a stream; it never hears of one that this message would open."""
@@ -42,6 +44,7 @@ class Outbox:
             pack(self.token_ids),
             self.finished,
             self.closed,
+            self.logprobs,
         )
         self._clear()
         return delta
@@ -108,7 +111,8 @@ class Streams:
                 sequence.detokenizer = peer.identity
                 peer.work[sequence.stream_id] = sequence
                 self._unopened.add(sequence.stream_id)
-                if sequence.num_given_tokens or sequence.finish_reason:
+                is_begun = sequence.num_given_tokens and not sequence.needs_prompt_logprobs
+                if is_begun or sequence.finish_reason:
                     self._open(sequence, self._outboxes[peer.identity])
 
     def _open(self, sequence: Sequence, outbox: Outbox) -> None:
@@ -142,6 +146,8 @@ class Streams:
             if sequence.stream_id in self._unopened:
                 self._open(sequence, outbox)
             else:
+                if sequence.logprobs and (packed := sequence.logprobs[-1]):
+                    outbox.logprobs.append((len(outbox.stream_ids), packed))
                 outbox.stream_ids.append(sequence.stream_id)
                 outbox.token_ids.append(token_id)
         self.finish(output.finished)
@@ -155,14 +161,20 @@ class Streams:
 
 
 def _opened(sequence: Sequence) -> StreamOpened:
-    end = sequence.num_prompt_tokens
+    end, sampling = sequence.num_prompt_tokens, sequence.sampling
     return StreamOpened(
         stream_id=sequence.stream_id,
         request_id=sequence.request_id,
         attempt=sequence.attempt,
         prompt_tail=pack(sequence.token_ids[max(0, end - MAX_CHARACTER_TOKENS) : end]),
         output_token_ids=pack(sequence.output_token_ids),
-        stop=sequence.sampling.stop_strings,
+        stop=sampling.stop_strings,
+        stop_token_ids=sorted(sequence.stop_token_ids),
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
+        skip_special_tokens=sampling.skip_special_tokens,
+        min_tokens=sampling.min_tokens,
+        logprobs=None if sequence.logprobs is None else list(sequence.logprobs),  # that grows on
+        prompt_logprobs=None if sequence.needs_prompt_logprobs else sequence.prompt_logprobs,
         prompt_tokens=end,
         cached_tokens=sequence.num_cached_tokens,
         finish_reason=sequence.finish_reason,

@@ -12,6 +12,11 @@ from penstock.services.scheduler.sequence import Sequence
 
 MAX_DEATHS = 3
 """of workers in a row that a request may be at without a token in between"""
+GIVEN_UP = (
+    f"the workers died {MAX_DEATHS} times in a row while the request ran, each time before it got "
+    "another token; it is not tried again"
+)
+"""what its client is told"""
 
 
 def is_suspect(sequence: Sequence) -> bool:

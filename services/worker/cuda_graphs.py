@@ -4,7 +4,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,21 @@ SPARE_TILES = 16
 LAUNCH_FLOPS = 1e13
 """what a GPU computes in the time in which a host launches the kernels of a step one by one: 12 to
 15 ms (H200). For larger steps a graph gains nothing, and its padding costs."""
-Compute = Callable[[Tensor, Shape], Tensor]
-"""(record, shape) → tokens"""
+
+
+class Computed(NamedTuple):
+    """What a step leaves on the device."""
+
+    tokens: Tensor
+    """int64 [num_rows]; that of a row that does not sample is void"""
+    logits: Tensor | None
+    """on rank 0 float32 [num_rows, vocab_size]"""
+    hidden_states: Tensor
+    """[num_tokens, hidden_size]"""
+
+
+Compute = Callable[[Tensor, Shape], Computed]
+"""(record, shape) → what the step leaves"""
 
 
 def decode_shapes(max_num_seqs: int, max_seqlen_k: int) -> list[Shape]:
@@ -70,7 +83,7 @@ class CudaGraphs:
         largest = max(map(_record_size, self._shapes))
         self._record = torch.zeros(largest, dtype=torch.int32, device=device)
         self._graphs: dict[Shape, Any] = {}
-        self._tokens: dict[Shape, Tensor] = {}
+        self._computed: dict[Shape, Computed] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture_all(self, on_progress: Callable[[], None]) -> None:
@@ -91,13 +104,16 @@ class CudaGraphs:
         torch.cuda.synchronize(self._record.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            self._tokens[shape] = self._compute(self._record, shape)
+            computed = self._compute(self._record, shape)
+        logits = None if computed.logits is None else _borrowed(computed.logits)
+        hidden_states = _borrowed(computed.hidden_states)
+        self._computed[shape] = Computed(computed.tokens, logits, hidden_states)
         self._graphs[shape] = graph
 
-    def replay(self, record: Any, shape: Shape) -> Tensor | None:
+    def replay(self, record: Any, shape: Shape) -> Computed | None:
         """Runs a step whose record is an int32 array; None where it fits into no graph.
 
-        Returns the tokens, valid until the next replay of this shape: int64 [padded rows].
+        Returns what is valid until the next replay, padded to the graph's shape.
         """
         chosen = choose(self._shapes, shape)
         if chosen is None or len(record) > len(self._record):
@@ -107,7 +123,25 @@ class CudaGraphs:
         source = torch.from_numpy(record).pin_memory()
         self._record[: len(record)].copy_(source, non_blocking=True)
         self._graphs[chosen].replay()
-        return self._tokens[chosen]
+        return self._computed[chosen]
+
+
+class _Memory:
+    """Where a tensor is, for `torch.as_tensor`: the CUDA array interface (Numba's, version 2)."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
+            "typestr": f"<i{tensor.itemsize}",
+            "data": (tensor.data_ptr(), False),
+            "version": 2,
+        }
+
+
+def _borrowed(tensor: Tensor) -> Tensor:
+    """The same memory, without keeping it: all graphs may put their logits there."""
+    return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
 
 
 def order(shape: Shape) -> tuple[bool, int, int]:

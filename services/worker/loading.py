@@ -18,6 +18,7 @@ from penstock.protocol.config import Config, make_run_folder
 from penstock.protocol.messages import WorkerAssignment
 from penstock.protocol.plan import BatchPlan, RowAdded, pack
 from penstock.services.worker.cuda_graphs import decode_shapes, prefill_shapes
+from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.kv_cache import (
     allocate_kv_cache,
     free_gpu_bytes,
@@ -118,16 +119,16 @@ def _make_runner(
 ) -> ModelRunner:
     """The KV cache gets `num_blocks`, or, where that is 0, what the largest step leaves."""
     weight, block_size = model.model.embed_tokens.weight, model.attention.block_size
+    vocab_size = model_config.vocab_size
+    grammars = None if model.tp.rank else Grammars(config.model_folder, vocab_size)
     shape = (model_config, model.tp.size, block_size)
 
     def make(num_blocks: int) -> ModelRunner:
-        batch = PersistentBatch(
-            config.max_num_seqs, max_blocks, block_size, num_blocks, model_config.vocab_size
-        )
+        num_slots = config.max_num_seqs
+        batch = PersistentBatch(num_slots, max_blocks, block_size, num_blocks, vocab_size)
         kv_cache = allocate_kv_cache(*shape, num_blocks, weight.dtype, weight.device)
-        return ModelRunner(
-            model, batch, kv_cache, config.max_num_seqs, config.max_num_batched_tokens
-        )
+        sizes = num_slots, config.max_num_batched_tokens
+        return ModelRunner(model, batch, kv_cache, *sizes, grammars)
 
     num_blocks = num_blocks or config.num_blocks
     if not num_blocks:

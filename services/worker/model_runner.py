@@ -7,26 +7,37 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.plan import StepBuffers, apply_plan, make_slots, make_step_buffers
-from penstock.kernels.sampling import sample
 from penstock.kernels.step import Shape
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.plan import BatchPlan
-from penstock.services.worker.cuda_graphs import CudaGraphs
+from penstock.services.worker.cuda_graphs import Computed, CudaGraphs
+from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.idle_times import IdleTimes
-from penstock.services.worker.persistent_batch import NONE, Integers, PersistentBatch, Record
+from penstock.services.worker.logits import SecondPass, draw
+from penstock.services.worker.persistent_batch import NONE, Integers, PersistentBatch
+from penstock.services.worker.told import OnItsWay, Told
+from penstock.services.worker.transfers import to_device, to_host
 
 
 class LaunchedStep:
     """A step that was launched: its tokens are on their way to the host."""
 
-    def __init__(self, tokens: Tensor, sampled: Integers, event: Any = None) -> None:
+    def __init__(
+        self,
+        tokens: Tensor,
+        sampled: Integers,
+        event: Any = None,
+        way: OnItsWay | None = None,
+    ) -> None:
         """tokens: int64, in host memory; there behind `event`, a torch.cuda.Event, if it is given.
 
-        sampled: which of `tokens` were sampled, in ascending order of slot.
+        sampled: which of `tokens` were sampled, in ascending order of slot; way: what else there
+        is behind `event`.
         """
         self._tokens = tokens
         self._sampled = sampled
         self._event = event
+        self._way = way
 
     def done(self) -> bool:
         """Whether `token_ids` answers without waiting."""
@@ -34,10 +45,18 @@ class LaunchedStep:
 
     def token_ids(self) -> list[int]:
         """The sampled tokens."""
-        if self._event is not None:
-            self._event.synchronize()
+        self._wait()
         ids: list[int] = self._tokens.numpy()[self._sampled].tolist()
         return ids
+
+    def told(self) -> Told:
+        """What the step tells beside them."""
+        self._wait()
+        return self._way.told() if self._way else Told([], [], [])
+
+    def _wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
 
 
 class ModelRunner:
@@ -50,8 +69,9 @@ class ModelRunner:
         kv_cache: Tensor,
         num_slots: int,
         max_tokens: int,
+        grammars: Grammars | None = None,
     ) -> None:
-        """max_tokens: most tokens of a step."""
+        """max_tokens: most tokens of a step; grammars: on rank 0, for rows that have one."""
         self.num_blocks = batch.num_blocks
         self.block_size = batch.block_size
         self._model = model
@@ -63,6 +83,7 @@ class ModelRunner:
         self._buffers: StepBuffers = make_step_buffers(
             num_slots, batch.max_blocks, max(max_tokens, num_slots), device
         )
+        self._second = SecondPass(model, self._slots, self._buffers, batch.vocab_size, grammars)
         self._graphs: CudaGraphs | None = None
         self._profiler: Any = None
         self._idle_times = IdleTimes() if self._is_cuda else None
@@ -74,6 +95,7 @@ class ModelRunner:
     def clear(self) -> None:
         """Forgets every sequence; the KV cache stays as it is."""
         self._batch.clear()
+        self._second.clear()
 
     def use_graphs(self, shapes: Iterable[Shape]) -> None:
         """Steps that fit into one of `shapes` are replayed from here on."""
@@ -93,6 +115,7 @@ class ModelRunner:
     def launch(self, plan: BatchPlan) -> LaunchedStep:
         """Starts a step. Raises ValueError for a plan that can't be, GroupError."""
         self._batch.apply(plan)
+        self._second.apply(plan)
         rows = self._batch.advance(plan.chunks)
         if rows is None:
             return LaunchedStep(torch.empty(0, dtype=torch.int64), NONE)
@@ -100,49 +123,47 @@ class ModelRunner:
             self._profiler.step()
         if self._idle_times:
             self._idle_times.begin(follows=rows.shape.num_decode > 0)
-        tokens = self._graphs.replay(rows.record, rows.shape) if self._graphs else None
-        if tokens is None:
-            tokens = self._compute(self._to_device(rows.record), rows.shape)
-        return self._on_its_way(tokens, rows.sampled)
+        computed = self._graphs.replay(rows.record, rows.shape) if self._graphs else None
+        if computed is None:
+            computed = self._compute(to_device(rows.record, self._device), rows.shape)
+        if not self._second.rows:
+            return self._on_its_way(computed.tokens, rows.sampled)
+        way = self._second.run(rows, computed)
+        self._share(computed.tokens)
+        launched = self._on_its_way(computed.tokens, rows.sampled, way)
+        self._second.follows(launched.token_ids)
+        return launched
 
-    def _compute(self, record: Tensor, shape: Shape) -> Tensor:
-        """One token for each row, int64 [num_rows]; that of a row that does not sample is void."""
+    def _compute(self, record: Tensor, shape: Shape) -> Computed:
+        """A whole step."""
         apply_plan(record, self._slots, self._buffers, shape, self.block_size)
         hidden_states = self._model(self._buffers.step(shape), self._kv_cache)
+        last = hidden_states
         if shape.num_tiles:
-            hidden_states = hidden_states[self._buffers.last_tokens[: shape.num_rows]]
-        return self._sample(hidden_states, shape.num_rows)
+            last = hidden_states[self._buffers.last_tokens[: shape.num_rows]]
+        return Computed(*self._sample(last), hidden_states)
 
-    def _sample(self, hidden_states: Tensor, num_rows: int) -> Tensor:
+    def _sample(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         """Rank 0 samples; every rank gets the tokens, and decodes them in the next step."""
-        slots, batch, tp = self._buffers.slots[:num_rows], self._slots, self._model.tp
+        num_rows = len(hidden_states)
+        slots, positions = self._buffers.slots[:num_rows], self._buffers.next_positions[:num_rows]
         logits = self._model.compute_logits(hidden_states)
         tokens = torch.empty_like(slots)
         if logits is not None:
-            tokens = sample(
-                logits,
-                slots=slots,
-                positions=self._buffers.next_positions[:num_rows],
-                seeds=batch.seeds,
-                temperature=batch.temperature,
-                top_k=batch.top_k,
-                top_p=batch.top_p,
-                min_p=batch.min_p,
-                last_token=batch.last_token[:-1],
-            )
+            tokens = draw(logits, self._slots, slots, positions)
+        self._share(tokens)
+        return tokens, logits
+
+    def _share(self, tokens: Tensor) -> None:
+        """Brings rank 0's tokens, one for each row, to all ranks."""
+        tp, last_token = self._model.tp, self._slots.last_token
         if tp.size > 1:
             # the last element takes the tokens of the rows that do not sample: their slot is -1
-            batch.last_token[slots] = tp.broadcast(tokens)
-        return tokens
+            last_token[self._buffers.slots[: len(tokens)]] = tp.broadcast(tokens)
 
-    def _to_device(self, record: Record) -> Tensor:
-        tensor = torch.from_numpy(record)
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._is_cuda else tensor
-
-    def _on_its_way(self, tokens: Tensor, sampled: Integers) -> LaunchedStep:
-        if not self._is_cuda:
-            return LaunchedStep(tokens, sampled)
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
-        assert self._idle_times  # noqa: S101  for mypy
-        return LaunchedStep(host, sampled, self._idle_times.end())
+    def _on_its_way(
+        self, tokens: Tensor, sampled: Integers, way: OnItsWay | None = None
+    ) -> LaunchedStep:
+        tokens = to_host(tokens)
+        event = self._idle_times.end() if self._idle_times else None
+        return LaunchedStep(tokens, sampled, event, way)

@@ -23,6 +23,8 @@ class Rows(NamedTuple):
     """What a step computes: rows that decode first, each kind in ascending order of slot."""
 
     record: Record
+    table: Record
+    """the rows in it, [num_rows, 8]"""
     shape: Shape
     sampled: Integers
     """indices of the rows that sample, in ascending order of slot"""
@@ -142,7 +144,7 @@ class PersistentBatch:
         rows[:, 6] = np.where(samples, slots, -1)
         sampled = np.flatnonzero(samples)
         shape = _shape(counts, num_decode, int(ends.max()))
-        return Rows(self._record(rows, given), shape, sampled[np.argsort(slots[sampled])])
+        return Rows(self._record(rows, given), rows, shape, sampled[np.argsort(slots[sampled])])
 
     def _record(self, rows: Record, given: list[Record]) -> Record:
         """Everything that the device does not know, behind a header that says where it is."""

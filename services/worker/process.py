@@ -18,6 +18,7 @@ from penstock.protocol.messages import ToWorker, WorkerAssignment, WorkerExit, W
 from penstock.protocol.plan import BatchPlan, SampledTokens, pack
 from penstock.protocol.process import Loop, Process
 from penstock.protocol.sockets import HEARTBEAT_INTERVAL, connect
+from penstock.services.worker.told import Told
 from penstock.services.worker.watchdog import Watchdog
 
 
@@ -29,6 +30,9 @@ class Launched(Protocol):
 
     def token_ids(self) -> list[int]:
         """The sampled tokens in ascending order of slot; waits for them."""
+
+    def told(self) -> Told:
+        """What the step tells beside them; waits for it."""
 
 
 class Runner(Protocol):
@@ -169,7 +173,8 @@ class Worker:
         step = self._steps.popleft()
         token_ids = step.launched.token_ids()
         if self._rank == 0:
-            self.channel.send(SampledTokens(self._epoch, step.number, pack(token_ids)))
+            told = step.launched.told()
+            self.channel.send(SampledTokens(self._epoch, step.number, pack(token_ids), *told))
 
 
 def wait_for_end(pid: int) -> None:

@@ -12,23 +12,31 @@ from penstock.protocol.client import (
     AbortReply,
     AbortRequest,
     ChatMessage,
+    DetokenizeReply,
+    DetokenizeRequest,
     ErrorReply,
     GenerateReply,
     GenerateRequest,
     StatusRequest,
     TextDelta,
+    TokenizePromptRequest,
+    TokenizeReply,
     Usage,
 )
+from penstock.protocol.logprobs import Logprob, PackedLogprobs, TokenLogprobs
 from penstock.protocol.messages import (
+    Answered,
     GatewayStarted,
     Goodbye,
     Heartbeat,
     Pulse,
+    Question,
     Refused,
     ReleaseRequest,
     RequestFailed,
     StopFound,
     StreamOpened,
+    SupervisorReport,
     TextDeltas,
     TokenDelta,
     Tokenized,
@@ -38,9 +46,10 @@ from penstock.protocol.messages import (
     WorkerExit,
     WorkerHello,
 )
-from penstock.protocol.plan import BatchPlan, RowAdded, SampledTokens, pack
+from penstock.protocol.plan import BatchPlan, RowAdded, RowExtras, SampledTokens, pack
 from penstock.protocol.sampling import SamplingParams
-from penstock.protocol.status import SchedulerStatus, StatusReply
+from penstock.protocol.status import ProcessStatus, SchedulerStatus, StatusReply
+from penstock.protocol.structured import StructuredOutputs
 
 INNER_ID = "inner"
 """no client's request has it"""
@@ -48,6 +57,29 @@ FAILED = RequestFailed(INNER_ID, 0, ErrorReply(code="invalid", message="no", fie
 PROMPT = list(b"17+25=")
 CHAT = [ChatMessage(role="system", content="é🙂"), ChatMessage(role="user", content="17+25=")]
 SAMPLING = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=3, stop=["zz", "é"])
+EXTRA_SAMPLING = SamplingParams(
+    presence_penalty=0.5,
+    frequency_penalty=-0.5,
+    repetition_penalty=1.2,
+    logit_bias={52: 1.5},
+    min_tokens=2,
+    max_tokens=4,
+    logprobs=2,
+    prompt_logprobs=1,
+    structured_outputs=StructuredOutputs(regex="[0-9]+"),
+)
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+LOGPROBS = TokenLogprobs(
+    token_id=52,
+    logprob=-0.5,
+    token="4",  # noqa: S106
+    bytes=[52],
+    top=[Logprob(token_id=50, logprob=-1.0, token="2", bytes=[50])],  # noqa: S106
+)
+PACKED = PackedLogprobs(pack([52, 50]), bytes(8))
+PROCESS = ProcessStatus(
+    name="http.1", pid=1, uptime=1.0, restarts=0, cpu_seconds=0.5, counters={"messages_sent": 1.0}
+)
 STATUS = SchedulerStatus(
     epoch=0, ready=True, num_free_blocks=7, workers=["w"], detokenizers={"d": 1}
 )
@@ -58,10 +90,32 @@ DELTA = TextDelta(
     token_ids=[52, 50],
     text="42",
     finish_reason="stop",
+    logprobs=[LOGPROBS, None],
+    prompt_logprobs=[None, LOGPROBS],
     prompt_tokens=6,
 )
-OPENED = StreamOpened(1, INNER_ID, 0, pack(PROMPT[-4:]), pack([52]), ["zz"], 6, 0, "length")
-ROW = RowAdded(0, pack(PROMPT), pack([0]), 0, 1.0, 5, 0.9, 0.1, 3)
+OPENED = StreamOpened(
+    stream_id=1,
+    request_id=INNER_ID,
+    attempt=0,
+    prompt_tail=pack(PROMPT[-4:]),
+    output_token_ids=pack([52]),
+    stop=["zz"],
+    logprobs=[PACKED],
+    prompt_logprobs=[PACKED],
+    prompt_tokens=6,
+    finish_reason="length",
+)
+EXTRAS = RowExtras(
+    num_prompt_tokens=6,
+    presence_penalty=0.5,
+    logit_bias={52: 1.5},
+    min_tokens=1,
+    end_token_ids=[258],
+    num_logprobs=2,
+    structured_outputs=StructuredOutputs(json_object=True),
+)
+ROW = RowAdded(0, pack(PROMPT), pack([0]), 0, 1.0, 5, 0.9, 0.1, 3, EXTRAS)
 
 MESSAGES: dict[str, list[Struct]] = {
     "Request": [
@@ -69,9 +123,17 @@ MESSAGES: dict[str, list[Struct]] = {
         GenerateRequest(prompt=PROMPT, request_id="outer", stream=True, stop="zz", seed=5),
         GenerateRequest(messages=CHAT, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1),
         GenerateRequest(prompt="2+2=", stop=["4", "é"], stop_token_ids=[1, 2], ignore_eos=True),
+        GenerateRequest(
+            messages=CHAT, tools=TOOLS, chat_template_kwargs={"enable_thinking": False}
+        ),
+        GenerateRequest(prompt="2+2=", logprobs=2, min_tokens=2, logit_bias={5: -1.0}),
+        GenerateRequest(prompt="2+2=", structured_outputs=StructuredOutputs(choice=["4", "5"])),
+        TokenizePromptRequest(prompt="17+25="),
+        TokenizePromptRequest(messages=CHAT, tools=TOOLS),
+        DetokenizeRequest(token_ids=[52, 258]),
         AbortRequest(request_id="outer"),
         StatusRequest(wait=True),
-        StatusRequest(fresh=True),
+        StatusRequest(fresh=True, metrics=True),
     ],
     "Reply": [
         DELTA,
@@ -82,6 +144,8 @@ MESSAGES: dict[str, list[Struct]] = {
             finish_reason="stop",
             usage=Usage(prompt_tokens=6, cached_tokens=0, output_tokens=2),
         ),
+        TokenizeReply(token_ids=PROMPT, max_model_len=32),
+        DetokenizeReply(text="42"),
         AbortReply(request_id="r", found=True),
         ErrorReply(code="invalid", message="no", request_id="r", field="prompt"),
         StatusReply(
@@ -91,24 +155,33 @@ MESSAGES: dict[str, list[Struct]] = {
             tokenizers={"t": 1},
             scheduler=STATUS,
             num_bad_frames=0,
+            processes=[PROCESS],
         ),
     ],
     "ToTokenizer": [
         TokenizeRequest(INNER_ID, 0, SAMPLING, prompt="17+25=", output_token_ids=[52]),
         TokenizeRequest(INNER_ID, 1, SamplingParams(), prompt=PROMPT),
-        TokenizeRequest(INNER_ID, 2, SamplingParams(), messages=CHAT),
+        TokenizeRequest(INNER_ID, 2, EXTRA_SAMPLING, messages=CHAT, tools=TOOLS),
+        Question(1, TokenizePromptRequest(prompt="17+25=")),
         Refused("no"),
     ],
-    "FromTokenizer": [Heartbeat("fuzz"), Goodbye(), Tokenized(INNER_ID, 0), FAILED],
+    "FromTokenizer": [
+        Heartbeat("fuzz"),
+        Goodbye(),
+        Tokenized(INNER_ID, 0),
+        FAILED,
+        Answered(1, DetokenizeReply(text="42")),
+    ],
     "ToScheduler": [
         TokenizedRequest(INNER_ID, 0, SAMPLING, pack(PROMPT), pack([52])),
         TokenizedRequest(INNER_ID, 1, SamplingParams(max_tokens=4), pack(PROMPT)),
+        TokenizedRequest(INNER_ID, 2, EXTRA_SAMPLING, pack(PROMPT)),
         ReleaseRequest(INNER_ID, 1),
         StopFound(INNER_ID, 0),
         GatewayStarted(0),
     ],
     "ToDetokenizer": [
-        TokenDelta(1, [OPENED], pack([1, 1]), pack([52, 50]), [(1, "stop")], [2]),
+        TokenDelta(1, [OPENED], pack([1, 1]), pack([52, 50]), [(1, "stop")], [2], [(1, PACKED)]),
         Refused("no"),
     ],
     "FromDetokenizer": [Heartbeat("fuzz"), Goodbye()],
@@ -120,10 +193,10 @@ MESSAGES: dict[str, list[Struct]] = {
     "FromWorker": [
         WorkerHello("fuzz", "g", 0, 100, 16, (1.0, 2.0)),
         WorkerHello("fuzz"),
-        SampledTokens(1, 2, pack([52, 50])),
+        SampledTokens(1, 2, pack([52, 50]), [(1, PACKED)], [(0, [PACKED])], [(0, "no")]),
     ],
-    "ToGateway": [TextDeltas([DELTA, DELTA]), FAILED, STATUS],
-    "Pulse": [Pulse("fuzz", 2**31 - 1, 1.0, "g")],
+    "ToGateway": [TextDeltas([DELTA, DELTA]), FAILED, STATUS, SupervisorReport([PROCESS])],
+    "Pulse": [Pulse("fuzz", 2**31 - 1, 1.0, "g", {"messages_sent": 1.0})],
 }
 """an example of each message of every union, by the union's name"""
 

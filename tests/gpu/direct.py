@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.launch.options import add_options, given_options
 from penstock.protocol.config import Config
-from penstock.protocol.plan import BatchPlan
+from penstock.protocol.plan import BatchPlan, SampledTokens, pack
 from penstock.protocol.sampling import SamplingParams
 from tests.engine import Engine
 
@@ -56,7 +56,8 @@ def run(engine: Engine, name: str, requests: list[Request]) -> float:
         if not steps:
             break
         number, launched = steps.popleft()
-        engine.scheduler.update(number, launched.token_ids())
+        tokens = pack(launched.token_ids())
+        engine.scheduler.update(SampledTokens(0, number, tokens, *launched.told()))
     seconds = time.perf_counter() - start
     return sum(num_out for _, num_out in requests) / seconds
 

@@ -11,16 +11,18 @@ import pytest
 
 from penstock.launch.bench import measure, pipeline
 from penstock.launch.bench import report as module
+from penstock.launch.bench.commands import _show
 from penstock.launch.bench.measure import Meter, Run, median
 from penstock.launch.bench.report import (
     as_json,
     hardware,
     latency_table,
     offline_table,
+    transformers_table,
     versions,
 )
 from penstock.launch.bench.streams import Streaming, percentile
-from penstock.launch.bench.target import Target, as_flags
+from penstock.launch.bench.target import Target
 from penstock.launch.bench.workload import Item, fixed_lengths, random_lengths, variant
 from penstock.launch.cli import main
 from penstock.launch.errors import LaunchError
@@ -44,8 +46,13 @@ def bench(
 
 
 def run_of(seconds: float, preemptions: int = 0) -> Run:
-    speed = (1000 / seconds, 3000 / seconds)
-    return Run(4, 2000, 0, 1000, seconds, *speed, preemptions)
+    speed = (4 / seconds, 1000 / seconds, 3000 / seconds)
+    return Run(4, 0, 2000, 0, 1000, seconds, *speed, preemptions)
+
+
+def streaming_of(ttft: float, tpot: float, itl: float, e2el: float) -> Streaming:
+    """Mean, median, p90 and p99 of each: so many times 1, 2, 3 and 4."""
+    return Streaming(*(ms * place for ms in (ttft, tpot, itl, e2el) for place in (1, 2, 3, 4)))
 
 
 def report_of(**results: object) -> dict[str, Any]:
@@ -97,8 +104,8 @@ def test_a_variant_has_other_tokens_of_the_vocabulary() -> None:
 
 def test_the_median_is_of_each_field() -> None:
     middle = median([run_of(1.0, 5), run_of(4.0, 0), run_of(2.0, 7)])
-    assert (middle.seconds, middle.output_tokens_per_second, middle.preemptions) == (2.0, 500, 5)
-    assert type(median([run_of(1.0), run_of(2.0)]).output_tokens) is int
+    assert (middle.duration, middle.output_throughput, middle.preemptions) == (2.0, 500, 5)
+    assert type(median([run_of(1.0), run_of(2.0)]).total_output_tokens) is int
 
 
 def test_percentiles() -> None:
@@ -113,17 +120,17 @@ def test_offline_as_a_table() -> None:
     assert offline_table(report_of(runs=runs, median=median(runs))).splitlines() == [
         HEADLINE,
         "",
-        "| run | requests | prompt tokens | cached tokens | output tokens | seconds "
-        "| output tokens/s | total tokens/s | preemptions |",
-        "| --- | --: | --: | --: | --: | --: | --: | --: | --: |",
-        "| 1 | 4 | 2,000 | 0 | 1,000 | 0.50 | 2,000 | 6,000 | 0 |",
-        "| 2 | 4 | 2,000 | 0 | 1,000 | 0.25 | 4,000 | 12,000 | 3 |",
-        "| median | 4 | 2,000 | 0 | 1,000 | 0.38 | 3,000 | 9,000 | 1 |",
+        "| run | requests | failed | prompt tokens | cached tokens | output tokens | seconds "
+        "| requests/s | output tokens/s | total tokens/s | preemptions |",
+        "| --- | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
+        "| 1 | 4 | 0 | 2,000 | 0 | 1,000 | 0.50 | 8.00 | 2,000 | 6,000 | 0 |",
+        "| 2 | 4 | 0 | 2,000 | 0 | 1,000 | 0.25 | 16.00 | 4,000 | 12,000 | 3 |",
+        "| median | 4 | 0 | 2,000 | 0 | 1,000 | 0.38 | 12.00 | 3,000 | 9,000 | 1 |",
     ]
 
 
 def test_latency_as_a_table() -> None:
-    streaming = Streaming(12.345, 13.0, 3.1, 3.2, 3.0, 4.5, 99.0, 100.0)
+    streaming = streaming_of(6.1725, 1.0, 1.5, 99.0)
     batch = {"batch": 16, "median": run_of(0.5), "streaming": streaming}
     batch["gpu_idle_us"] = (1.25, 40.0)
     assert latency_table(report_of(batches=[batch])).splitlines() == [
@@ -132,19 +139,20 @@ def test_latency_as_a_table() -> None:
         "| batch | seconds | output tokens/s | TTFT ms | ITL ms | ITL p99 ms | preemptions "
         "| GPU idle µs | p99 |",
         "| --- | --: | --: | --: | --: | --: | --: | --: | --: |",
-        "| 16 | 0.50 | 2,000 | 12.35 | 3.00 | 4.50 | 0 | 1.2 | 40.0 |",
+        "| 16 | 0.50 | 2,000 | 12.35 | 3.00 | 6.00 | 0 | 1.2 | 40.0 |",
     ]
 
 
 def test_json_has_every_fact() -> None:
     runs = [run_of(0.5)]
-    streaming = Streaming(1.0, 2.0, *[math.nan] * 4, 3.0, 4.0)  # of one token there is no second
+    streaming = streaming_of(1.0, math.nan, math.nan, 1.0)  # of one token there is no second
     report = json.loads(as_json(report_of(runs=runs, streaming=streaming)))
     assert report["hardware"] == {"cpus": 8, "gpus": ["NVIDIA H200"]}
     assert report["options"]["tp"] == 2
-    assert report["runs"][0]["output_tokens_per_second"] == 2000
+    assert report["runs"][0]["output_throughput"] == 2000
     shown = report["streaming"]
-    assert (shown["ttft_ms"], shown["itl_ms"], shown["e2el_p99_ms"]) == (1.0, None, 4.0)
+    assert (shown["mean_ttft_ms"], shown["median_itl_ms"]) == (1.0, None)
+    assert (shown["p90_ttft_ms"], shown["p99_e2el_ms"]) == (3.0, 4.0)
 
 
 def test_hardware_with_and_without_nvidia_smi(
@@ -171,11 +179,15 @@ def test_a_package_that_is_not_there_has_no_version(monkeypatch: pytest.MonkeyPa
     assert set(versions()) == {"python"}
 
 
-def test_options_become_flags() -> None:
-    options = {"tp": 2, "enable_prefix_caching": False, "model": "/a b"}
-    flags = ["--tp", "2", "--no-enable-prefix-caching", "--model", "/a b"]
-    assert list(as_flags(options)) == flags
-    assert list(as_flags({"enable_prefix_caching": True})) == ["--enable-prefix-caching"]
+def test_json_goes_into_a_file_beside_the_table(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "report.json"
+    _show({"a": math.nan}, lambda report: f"table of {report}", str(file))
+    assert json.loads(file.read_text()) == {"a": None}
+    assert capsys.readouterr().out == "table of {'a': nan}\n"
+    with pytest.raises(LaunchError, match="--json /none/x: No such file"):
+        _show({}, str, "/none/x")
 
 
 def test_a_pipeline_that_ends_is_not_waited_for(
@@ -209,10 +221,10 @@ def test_offline(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     items = random_lengths(4, 16, 32, 0)
     assert len(report["runs"]) == 3
     for run in [*report["runs"], report["median"]]:
-        assert (run["requests"], run["cached_tokens"]) == (4, 0)
-        assert run["input_tokens"] == sum(len(item.prompt) for item in items)
-        assert run["output_tokens"] == sum(item.num_output_tokens for item in items)
-        assert 0 < run["output_tokens_per_second"] < run["total_tokens_per_second"]
+        assert (run["completed"], run["failed"], run["cached_tokens"]) == (4, 0, 0)
+        assert run["total_input_tokens"] == sum(len(item.prompt) for item in items)
+        assert run["total_output_tokens"] == sum(item.num_output_tokens for item in items)
+        assert 0 < run["output_throughput"] < run["total_token_throughput"]
     first, second, third = (run["preemptions"] for run in report["runs"])
     assert first > 0
     assert 0 < third < first + second  # they are of the run alone
@@ -232,9 +244,9 @@ def test_latency_of_a_running_pipeline(
     assert report["ready_seconds"] is None
     assert [one["batch"] for one in report["batches"]] == [1, 3]
     for one in report["batches"]:
-        assert [run["output_tokens"] for run in one["runs"]] == [4 * one["batch"]]
-        assert one["streaming"]["ttft_ms"] > 0
-        assert one["streaming"]["itl_p99_ms"] >= one["streaming"]["itl_ms"] > 0
+        assert [run["total_output_tokens"] for run in one["runs"]] == [4 * one["batch"]]
+        assert one["streaming"]["median_ttft_ms"] > 0
+        assert one["streaming"]["p99_itl_ms"] >= one["streaming"]["median_itl_ms"] > 0
     assert [line[:5] for line in table.splitlines()[-2:]] == ["| 1 |", "| 3 |"]
     assert "prefix caching" not in table  # what the endpoint's options are is not known
 
@@ -247,3 +259,17 @@ def test_the_pipeline_without_a_model(
     numbers = ("--batches", "2", "--detokenizers", "1", "--max-tokens", "20", "--runs", "1")
     results = json.loads(bench(monkeypatch, capsys, "pipeline", *numbers, "--json"))
     assert [(one["batch"], one["stream"]) for one in results] == [(2, False), (2, True)]
+
+
+@pytest.mark.pipeline
+def test_the_loop_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers = ("--batches", "1", "3", "--input-tokens", "5", "--output-tokens", "4", "--runs", "2")
+    report = json.loads(bench(monkeypatch, capsys, "transformers", *numbers, "--json"))
+    assert [one["batch"] for one in report["batches"]] == [1, 3]
+    for one in report["batches"]:
+        assert one["output_throughput"] == pytest.approx(4 * one["batch"] / one["duration"])
+    assert "transformers" in report["versions"]
+    row = "| 1 |"
+    assert transformers_table(report).splitlines()[-2].startswith(row)

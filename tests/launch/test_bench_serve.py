@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from penstock.launch.bench import measure
-from penstock.launch.bench.measure import Load, Meter, as_load
+from penstock.launch.bench.measure import Meter
+from penstock.launch.bench.over_http import HttpTimes, measure_http
 from penstock.launch.bench.report import serve_table
-from penstock.launch.bench.streams import Stamps, Streaming, as_streaming
+from penstock.launch.bench.serving import arrivals, compare, summary
+from penstock.launch.bench.streams import Stamps, as_streaming
 from penstock.launch.bench.target import Target
 from penstock.launch.bench.workload import (
     Item,
@@ -26,7 +28,7 @@ from penstock.launch.session import Answer
 from penstock.protocol.client import GenerateRequest, TextDelta
 from penstock.protocol.config import Config
 from tests.launch.fake_gateway import Gateway, echo
-from tests.launch.test_bench import HEADLINE, bench, report_of, run_of
+from tests.launch.test_bench import HEADLINE, SMALL, bench, report_of, run_of, streaming_of
 
 
 def stamps_of(start: float, *times: float, num_tokens: int) -> Stamps:
@@ -74,23 +76,29 @@ def test_the_figures_of_streams() -> None:
         stamps_of(10.0, 10.5, 10.75, 11.5, num_tokens=5),  # its messages have several tokens
         stamps_of(20.0, 21.0, 21.5, num_tokens=2),
     ]
-    assert as_streaming(two) == Streaming(
-        ttft_ms=500,
-        ttft_p99_ms=1000,
-        tpot_ms=250,  # (11.5 - 10.5) / 4
-        tpot_p99_ms=500,
-        itl_ms=500,
-        itl_p99_ms=750,
-        e2el_ms=1500,
-        e2el_p99_ms=1500,
-    )
+    figures = as_streaming(two)
+    assert figures.mean_ttft_ms == 750
+    assert (figures.median_ttft_ms, figures.p90_ttft_ms, figures.p99_ttft_ms) == (500, 1000, 1000)
+    assert (figures.median_tpot_ms, figures.p99_tpot_ms) == (250, 500)  # (11.5 - 10.5) / 4
+    assert (figures.mean_itl_ms, figures.median_itl_ms, figures.p99_itl_ms) == (500, 500, 750)
+    assert (figures.mean_e2el_ms, figures.p99_e2el_ms) == (1500, 1500)
+    failed = stamps_of(30.0, num_tokens=0)
+    assert as_streaming([*two, failed]) == figures
 
 
 def test_one_token_has_no_time_to_the_next() -> None:
     figures = as_streaming([stamps_of(1.0, 1.25, num_tokens=1)])
-    assert (figures.ttft_ms, figures.e2el_ms) == (250, 250)
-    assert math.isnan(figures.tpot_ms)
-    assert math.isnan(figures.itl_p99_ms)
+    assert (figures.mean_ttft_ms, figures.median_e2el_ms) == (250, 250)
+    assert math.isnan(figures.mean_tpot_ms)
+    assert math.isnan(figures.p99_itl_ms)
+
+
+def test_good_requests_keep_within_every_limit() -> None:
+    one = stamps_of(10.0, 10.5, 11.5, num_tokens=5)  # ttft 500, tpot 250, e2el 1500
+    assert one.is_good({"ttft": 500, "tpot": 250, "e2el": 1500})
+    assert not one.is_good({"ttft": 499})
+    assert not one.is_good({"ttft": 500, "tpot": 249})
+    assert stamps_of(1.0, 1.25, num_tokens=1).is_good({"tpot": 0.1})  # it has none
 
 
 def test_tokens_are_stamped_as_they_come_and_text_alone_is_not() -> None:
@@ -110,19 +118,67 @@ def test_tokens_are_stamped_as_they_come_and_text_alone_is_not() -> None:
 
 
 def test_the_load_that_was_achieved() -> None:
-    load = as_load(run_of(2.0), [0.0, 1.5, 2.25, 4.0], [0.0, 1.0, 2.0, 4.0])
-    assert (load.requests_per_second, load.output_tokens_per_second) == (2.0, 500)
-    assert (load.sent_per_second, load.latest_send_ms) == (0.75, 500)
-    assert math.isnan(as_load(run_of(2.0), [0.0], [0.0]).sent_per_second)
+    achieved = arrivals([5.0, 6.5, 7.25, 9.0], [0.0, 1.0, 2.0, 4.0])
+    assert achieved == {"sent_per_second": 0.75, "latest_send_ms": 500}
+    assert math.isnan(arrivals([5.0], [0.0])["sent_per_second"])
+
+
+def test_the_summary_has_the_names_of_vllm() -> None:
+    stamps = [
+        stamps_of(0.0, 0.5, 1.0, num_tokens=3),
+        stamps_of(1.0, 3.0, num_tokens=1),
+        stamps_of(2.0, num_tokens=0),  # failed
+    ]
+    loads = [(run_of(seconds), stamps) for seconds in (2.0, 4.0, 4.0)]
+    found = summary(loads, [0.0, 1.0, 2.0], {"ttft": 600})
+    assert (found["duration"], found["output_throughput"]) == (4.0, 250)
+    assert (found["total_input_tokens"], type(found["completed"])) == (2000, int)
+    assert found["request_goodput"] == 0.25  # one in 4 s
+    assert (found["mean_ttft_ms"], found["median_ttft_ms"], found["p99_ttft_ms"]) == (
+        1250,
+        500,
+        2000,
+    )
+    assert [run["duration"] for run in found["runs"]] == [2.0, 4.0, 4.0]
+    assert math.isnan(summary(loads, [0.0, 1.0, 2.0], {})["request_goodput"])
+
+
+def test_what_http_adds() -> None:
+    direct = {"completed": 4, "total_output_tokens": 400, "mean_e2el_ms": 50.0}
+    direct["median_ttft_ms"] = 10.0
+    run = {"total_output_tokens": 500}
+    over_http = {**direct, "mean_e2el_ms": 51.0, "median_ttft_ms": 12.0, "runs": [run, run]}
+    found = compare(over_http, direct, cpu=0.02)
+    assert found["added_us_per_token"] == 10  # 1 ms for 100 tokens
+    assert (found["added_ttft_ms"], found["cpu_us_per_token"]) == (2, 20)
+    assert found["mean_e2el_ms"] == 51.0
+
+
+def test_events_are_stamped_however_they_are_cut() -> None:
+    events = b"".join(
+        b"data: " + json.dumps(chunk).encode() + b"\n\n"
+        for chunk in (
+            {"choices": [{"text": ""}]},
+            {"choices": [{"text": "a", "index": 0}]},
+            {"choices": [{"text": "bc", "finish_reason": "stop"}]},
+            {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}},
+        )
+    )
+    times = HttpTimes()
+    for at in range(0, len(events), 9):
+        times.on_body(events[at : at + 9])
+    times.on_body(b"data: [DONE]\n\n")
+    assert (len(times.times), times.num_tokens, times.num_inputs) == (2, 3, 7)
 
 
 def test_serve_as_a_table() -> None:
-    figures = Streaming(12.345, 20.0, 3.0, 4.0, 3.5, 9.0, 1000.0, 2000.0)
-    kind = {"requests": 9, "idle": Streaming(5.0, *[6.0] * 7), "median": figures}
-    load = Load(10, 2000, 0, 1000, 4.0, 250.0, 750.0, 3, 2.5, 9.5, 0.75)
-    report = report_of(kinds={"short": kind, "long": kind}, median=load)
-    row = "| 9 | 5.00 | 12.35 | 20.00 | 3.00 | 4.00 | 3.50 | 9.00 | 1,000.00 | 2,000.00 |"
-    assert serve_table(report).splitlines() == [
+    kind = {"requests": 9, "idle": streaming_of(2.5, 1, 1, 1)}
+    kind["median"] = streaming_of(5.0, 1.5, 1.75, 500.0)
+    stamps = [stamps_of(0.0, 0.5, 1.0, num_tokens=3), stamps_of(0.25, 1.0, num_tokens=1)]
+    load = summary([(run_of(4.0), stamps)], [0.0, 0.25], {"e2el": 800})
+    row = "| 9 | 5.00 | 10.00 | 20.00 | 3.00 | 6.00 | 3.50 | 7.00 | 1,000.00 | 2,000.00 |"
+    lines = serve_table(report_of(kinds={"short": kind, "long": kind}, **load)).splitlines()
+    assert lines == [
         HEADLINE,
         "",
         "| prompts | requests | TTFT idle ms | TTFT ms | p99 | TPOT ms | p99 | ITL ms | p99 "
@@ -131,11 +187,16 @@ def test_serve_as_a_table() -> None:
         f"| short {row}",
         f"| long {row}",
         "",
-        "| requests sent/s | latest send ms | requests/s | output tokens/s | seconds "
-        "| preemptions |",
-        "| --- | --: | --: | --: | --: | --: |",
-        "| 9.50 | 0.75 | 2.50 | 250.00 | 4.00 | 3 |",
+        "|  | requests sent/s | latest send ms | requests/s | good ones/s | output tokens/s "
+        "| seconds | completed | failed | preemptions |",
+        "| --- | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
+        "| ZeroMQ | 4.00 | 0.00 | 1.00 | 0.25 | 250.00 | 4.00 | 4 | 0 | 0 |",
     ]
+    http = compare({**load, "mean_e2el_ms": 900.0}, load, 0.01)
+    lines = serve_table(report_of(kinds={"short": kind}, **load, http=http)).splitlines()
+    assert [line.split(" | ")[0] for line in lines[4:7]] == ["| short", "| all", "| all, over HTTP"]
+    assert lines[-1].startswith("HTTP adds 100.0 µs a token")
+    assert lines[-1].endswith("costs 10.0 µs of CPU a token.")
 
 
 @pytest.mark.parametrize(
@@ -147,6 +208,8 @@ def test_serve_as_a_table() -> None:
         ("--long-share", "2", "'2' is no number from 0 to 1"),
         ("--long-share", "nan", "'nan' is no number from 0 to 1"),
         ("--num-requests", "0", "'0' is no number from 1 on"),
+        ("--goodput", "itl:5", "'itl:5' is none of ttft, tpot, e2el with :MILLISECONDS"),
+        ("--goodput", "ttft:-5", "'-5' is no finite number above 0"),
     ],
 )
 def test_options_that_cannot_be(
@@ -184,22 +247,51 @@ def test_serve(
 ) -> None:
     workload = ("--num-requests", "8", "--request-rate", "20", "--input-tokens", "6")
     long = ("--long-input-tokens", "40", "--long-share", "0.25", "--output-tokens", "4")
-    arguments = ("serve", *workload, *long, "--runs", "2", "--name", measured.name, "--json")
+    more = ("--runs", "2", "--name", measured.name, "--goodput", "ttft:60000", "--json")
+    arguments = ("serve", *workload, *long, *more)
     report = json.loads(bench(monkeypatch, capsys, *arguments))
     assert report["workload"]["request_rate"] == 20
+    assert report["workload"]["goodput"] == {"ttft": 60000}
     assert len(report["runs"]) == 2
-    for run in [*report["runs"], report["median"]]:
-        assert (run["requests"], run["input_tokens"]) == (8, 6 * 6 + 2 * 40)
-        assert (run["output_tokens"], run["cached_tokens"], run["preemptions"]) == (32, 0, 0)
+    for run in [*report["runs"], report]:
+        assert (run["completed"], run["failed"]) == (8, 0)
+        assert run["total_input_tokens"] == 6 * 6 + 2 * 40
+        assert (run["total_output_tokens"], run["cached_tokens"], run["preemptions"]) == (32, 0, 0)
         assert 0 < run["sent_per_second"] < 2 * 7 / arrival_times(8, 20, 0)[-1]  # none is early
         assert run["latest_send_ms"] >= 0
-        assert 0 < run["requests_per_second"] < run["output_tokens_per_second"]
+        assert 0 < run["request_throughput"] < run["output_throughput"]
+        assert run["request_goodput"] == pytest.approx(run["request_throughput"])
     assert {kind: one["requests"] for kind, one in report["kinds"].items()} == {
         "short": 6,
         "long": 2,
     }
     for one in report["kinds"].values():
         for figures in (one["idle"], *one["runs"], one["median"]):
-            assert 0 < figures["ttft_ms"] <= figures["ttft_p99_ms"] < figures["e2el_p99_ms"]
-            assert 0 < figures["itl_ms"] <= figures["itl_p99_ms"]
-            assert 0 < figures["tpot_ms"] <= figures["tpot_p99_ms"]
+            for name in ("ttft", "itl", "tpot"):
+                assert 0 < figures[f"median_{name}_ms"] <= figures[f"p99_{name}_ms"]
+            assert figures["p99_ttft_ms"] < figures["p99_e2el_ms"]
+
+
+@pytest.mark.pipeline
+def test_serve_over_http(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload = ("--num-requests", "6", "--request-rate", "20", "--input-tokens", "6")
+    more = ("--output-tokens", "4", "--temperature", "0", "--http", "--json")
+    report = json.loads(bench(monkeypatch, capsys, "serve", *workload, *SMALL, *more))
+    http = report["http"]
+    for load in (report, http):
+        assert (load["completed"], load["failed"]) == (6, 0)
+        assert (load["total_input_tokens"], load["total_output_tokens"]) == (36, 24)
+        assert 0 < load["median_ttft_ms"] <= load["p99_e2el_ms"]
+    assert http["cpu_us_per_token"] >= 0
+    assert {"added_us_per_token", "added_ttft_ms"} < set(http)
+
+
+@pytest.mark.pipeline
+def test_http_where_there_is_none(measured: Config) -> None:
+    with (
+        Meter(Target(measured.endpoint, "", 8, measured), 0.0) as meter,
+        pytest.raises(LaunchError, match="--http needs a pipeline with HTTP processes"),
+    ):
+        measure_http(meter, [Item([1], 2)], [0.0])

@@ -1,18 +1,24 @@
 """Log lines with the name of their process."""
 
 import asyncio
+import json
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
-from penstock.launch.logs import MAX_LINE, NUM_LAST_LINES, Log
+from penstock.launch.logs import MAX_LINE, NUM_LAST_LINES, Log, Show, as_json, behind_name
+
+PLAIN = "x | {}\n".format
 
 
-def written(tmp_path: Path, write: Callable[[Log], None]) -> tuple[list[str], Log]:
+def written(
+    tmp_path: Path, write: Callable[[Log], None], show: Show = PLAIN
+) -> tuple[list[str], Log]:
     """The lines printed of what `write` puts into the pipe."""
     lines: list[str] = []
 
     async def run() -> Log:
-        log = Log(tmp_path / "x.log", "x | ", lines.append)
+        log = Log(tmp_path / "x.log", show, lines.append)
         write(log)
         log.close()
         return log
@@ -58,6 +64,24 @@ def test_a_line_without_end_is_cut(tmp_path: Path) -> None:
 def test_bytes_that_are_no_text_are_shown(tmp_path: Path) -> None:
     lines, _ = written(tmp_path, lambda log: _put(log, b"\xff\n"))
     assert lines == ["x | \N{REPLACEMENT CHARACTER}\n"]
+
+
+def test_a_name_is_put_before_its_lines() -> None:
+    assert behind_name("worker.2", 3)("a") == "worker.2      | a\n"
+
+
+def test_json_maps_are_left_as_they_are(tmp_path: Path) -> None:
+    """Whatever else a process prints, a traceback, becomes the message of a map."""
+    others = ["Traceback:", "", "[1]", "3", "[" * 9000, '{"a": ', "\N{SNOWMAN}"]
+    data = "\n".join(['{"level": "info"}', *others, ""]).encode()
+    lines, log = written(tmp_path, lambda log: _put(log, data), as_json("worker.2"))
+    assert lines[0] == '{"level": "info"}\n'
+    maps = [json.loads(line) for line in lines[1:]]
+    assert [one["message"] for one in maps] == others
+    assert {one["process"] for one in maps} == {"worker.2"}
+    assert list(log.last_lines)[1:] == others
+    moment = datetime.fromisoformat(maps[0]["time"])
+    assert abs((datetime.now(UTC) - moment).total_seconds()) < 3600
 
 
 def _put(log: Log, data: bytes) -> None:

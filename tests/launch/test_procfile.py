@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_package_has_the_procfile_of_the_repository() -> None:
     assert PROCFILE.resolve() == ROOT / "procfile"
-    assert list(read_procfile()) == ["gateway", "tokenizer", "scheduler", "worker", "detokenizer"]
+    kinds = ["gateway", "tokenizer", "scheduler", "worker", "detokenizer", "http"]
+    assert list(read_procfile()) == kinds
 
 
 def test_comments_and_empty_lines_are_skipped(tmp_path: Path) -> None:

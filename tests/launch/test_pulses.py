@@ -37,8 +37,8 @@ class Supervised:
         self.children.append(child)
         return child
 
-    def pulse(self, name: str, pid: int, busy_seconds: float = 0.0, group: str = "") -> None:
-        assert self._sender.send(Pulse(name, pid, busy_seconds, group))
+    def pulse(self, name: str, pid: int, *more: Any, **fields: Any) -> None:
+        assert self._sender.send(Pulse(name, pid, *more, **fields))
 
     async def close(self) -> None:
         self.pulses.close()
@@ -134,6 +134,26 @@ def test_a_group_dies_together(supervised: Callable[..., Any]) -> None:
             assert other.returncode is None
             assert alone.returncode is None
             assert "worker.2 is in a group with worker.1, which is gone; killed" in one.said
+
+    asyncio.run(run())
+
+
+def test_what_a_process_counts_is_known_while_it_lives(supervised: Callable[..., Any]) -> None:
+    async def run() -> None:
+        async with supervised() as one:
+            child = await one.child()
+            assert one.pulses.counters(child.pid) == {}
+            for number in (1.0, 2.0):
+                one.pulse("worker.1", child.pid, counters={"bad_frames": number})
+            one.pulse("worker.1", child.pid, LONG * 2, counters={"bad_frames": 3.0})
+            one.pulses._receive()
+            while not one.said:
+                await asyncio.sleep(0)
+            assert one.pulses.counters(child.pid) == {"bad_frames": 3.0}
+            await child.wait()
+            while one.pulses._watched:
+                await asyncio.sleep(0)
+            assert one.pulses.counters(child.pid) == {}
 
     asyncio.run(run())
 

@@ -17,6 +17,7 @@ from penstock.protocol.client import (
     TextDelta,
     Usage,
 )
+from penstock.protocol.logprobs import TokenLogprobs
 
 TEXT = "abcdef"
 TOKEN_IDS = [1, 2, 3]
@@ -43,11 +44,18 @@ def delta(first: int, last: int, **fields: Any) -> TextDelta:
     )
 
 
-def reply() -> GenerateReply:
+def reply(**fields: Any) -> GenerateReply:
     usage = Usage(prompt_tokens=1, cached_tokens=0, output_tokens=3)
     return GenerateReply(
-        request_id="", text=TEXT, token_ids=TOKEN_IDS, finish_reason="stop", usage=usage
+        request_id="", text=TEXT, token_ids=TOKEN_IDS, finish_reason="stop", usage=usage, **fields
     )
+
+
+def logprobs(*token_ids: int) -> list[TokenLogprobs | None]:
+    return [
+        TokenLogprobs(token_id=token_id, logprob=-1.0, token="", bytes=[], top=[])
+        for token_id in token_ids
+    ]
 
 
 def taken(answer: Answer) -> list[tuple[list[int], str]]:
@@ -75,6 +83,30 @@ def test_each_token_is_heard_once(
     say(session, answer, reply())
     assert taken(answer) == heard
     assert answer.result() == reply()
+
+
+@pytest.mark.parametrize("said", [[(0, 1), (1, 3)], [(0, 2), (1, 3)], [(0, 1)], [(0, 2), (0, 1)]])
+def test_logprobs_are_heard_with_their_tokens(said: list[tuple[int, int]]) -> None:
+    """A gateway that came after the first token does not know its logprobs; the client does."""
+    session, answer = ask()
+    for first, last in said:
+        say(session, answer, delta(first, last, logprobs=logprobs(*TOKEN_IDS[first:last])))
+    say(session, answer, reply(logprobs=[None, *logprobs(2, 3)]))
+    heard: list[TokenLogprobs | None] = []
+    for one in iter(answer.take_delta, None):
+        assert one
+        assert one.logprobs is not None
+        assert len(one.logprobs) == len(one.token_ids)
+        heard += one.logprobs
+    assert heard == logprobs(1, 2, 3)
+    assert answer.result() == reply(logprobs=logprobs(1, 2, 3))
+
+
+def test_a_question_that_can_not_be_encoded_is_not_asked() -> None:
+    session = Session()
+    with pytest.raises(OverflowError):
+        session.ask(GenerateRequest(prompt="a", seed=2**70))
+    assert session.unanswered() == []
 
 
 def test_a_token_without_text_and_text_without_a_token_are_heard() -> None:

@@ -11,7 +11,7 @@ from penstock.launch import start as module
 from penstock.launch.errors import LaunchError
 from penstock.launch.keys import make_keys
 from penstock.launch.procfile import PROCFILE
-from penstock.launch.start import check_endpoint, start
+from penstock.launch.start import check_endpoint, check_http, start
 from penstock.protocol.config import Config, run_folder
 
 MODEL = {
@@ -116,3 +116,30 @@ def test_an_endpoint_in_use(tmp_path: Path) -> None:
 def test_an_endpoint_that_can_not_be(endpoint: str) -> None:
     with pytest.raises(LaunchError, match="--endpoint "):
         check_endpoint(endpoint)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_an_http_port_in_use(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family, reuse_port=True) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"--http-port {port} is in use; give another one"):
+            check_http(Config(http=1, http_host=host, http_port=port))
+        check_http(Config(http=0, http_host=host, http_port=port))
+    check_http(Config(http=1, http_host=host, http_port=port))
+
+
+def test_an_http_host_that_is_none_of_ours() -> None:
+    with pytest.raises(
+        LaunchError, match=r"--http-host 192\.0\.2\.1, --http-port 8000: Cannot ass"
+    ):
+        check_http(Config(http=1, http_host="192.0.2.1", api_key="x"))
+
+
+def test_an_http_host_that_others_reach(refused: Callable[..., str]) -> None:
+    for host in ("0.0.0.0", "::", "gpu1"):  # noqa: S104
+        sentence = refused({}, 1, http_host=host)
+        assert sentence.startswith(f"--http-host {host} may be reached from other machines: ")
+    for more in ({"api_key": "x"}, {"insecure": True}):
+        check_http(Config(http_host="::", **more))  # type: ignore[arg-type]
+    check_http(Config(http_host="localhost"))

@@ -1,20 +1,26 @@
 """The supervisor, with processes of a line each and no gateway."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
+import zmq
 
 from penstock.launch import supervisor as module
 from penstock.launch.running import claim
 from penstock.launch.supervisor import MAX_EARLY_DEATHS, Supervisor
-from penstock.protocol.config import Config, run_folder
+from penstock.protocol.config import Config, run_folder, write_config
+from penstock.protocol.endpoints import endpoints
+from penstock.protocol.messages import SupervisorReport, ToGateway
+from penstock.protocol.sockets import bind
 
 CONFIG = Config(name="x", endpoint="ipc://nowhere", tp=2)
 HOLD_DRAIN = "from signal import *; pthread_sigmask(SIG_BLOCK, [SIGUSR1]); print(1, flush=True); "
@@ -43,6 +49,7 @@ def supervise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervise:
         supervisor._write = write_and_act  # type: ignore[method-assign]
         before = psutil.Process().children()
         with claim(config):
+            write_config(config)
             exit_code = asyncio.run(asyncio.wait_for(supervisor.run(), 20))
         assert psutil.Process().children() == before
         return exit_code
@@ -97,6 +104,58 @@ def test_what_does_not_stop_is_killed(
     monkeypatch.setattr(module, "GRACE", 0.3)
     stubborn = "sh -c 'trap \"\" TERM; echo up; while :; do sleep 1; done'"
     assert supervise(stop_by(signal.SIGTERM), tokenizer=stubborn) == 0
+
+
+def test_json_lines(supervise: Supervise, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever is printed, also of what ends the pipeline."""
+    config = msgspec.structs.replace(CONFIG, log_format="json")
+    assert supervise(config=config, tokenizer="sh -c 'echo up; exit 3'") == 1
+    printed = capsys.readouterr()
+    lines = [json.loads(line) for line in printed.out.splitlines()]
+    assert [(one["process"], one["message"]) for one in lines] == [
+        ("tokenizer.1", "up"),
+        ("launch", "tokenizer.1 died with exit code 3; restarted"),
+    ] * (MAX_EARLY_DEATHS - 1) + [("tokenizer.1", "up")]
+    assert "tokenizer.1 died 3 times" in json.loads(printed.err)["message"]
+
+
+def test_the_gateway_is_told_of_the_processes(supervise: Supervise) -> None:
+    """Until it is there, one report waits for it; what a process has said goes with it."""
+    code = (
+        "import os, zmq; from penstock.protocol.process import *; p = Process('x'); "
+        "PulseSender(p, lambda: {'plan_bytes': 7}).send(); p.context.destroy(); "
+        "print(1, flush=True); signal.pause()"
+    )
+    reports: list[SupervisorReport] = []
+    threads: list[threading.Thread] = []
+
+    def listen() -> None:
+        with zmq.Context() as context:
+            channel = bind(context, zmq.PULL, endpoints(CONFIG).results, ToGateway)
+            with channel.socket:
+                while not reports or not all(one.counters for one in reports[-1].processes[1:]):
+                    assert channel.socket.poll(20_000)
+                    reports.extend(message for _, message in channel.receive())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def act() -> None:
+        threads.append(threading.Thread(target=listen))
+        threads[0].start()
+
+    worker = f'{sys.executable} -P -c "{code}"'
+    assert supervise(act, detokenizer="sleep 60", worker=worker) == 0
+    threads[0].join()
+    silent, *workers = reports[-1].processes
+    assert [one.name for one in (silent, *workers)] == ["detokenizer.1", "worker.1", "worker.2"]
+    assert silent.counters == {}
+    for one in workers:
+        assert one.counters == {
+            "messages_sent_total": 0,
+            "messages_received_total": 0,
+            "bad_frames_total": 0,
+        } | {"plan_bytes": 7}
+        assert one.cpu_seconds > 0
+        assert one.rss_bytes > 1 << 20
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -36,7 +36,7 @@ class Pipeline:
         self._is_over = False
         where = ["--name", self.name, "--endpoint", self.endpoint]
         # on a busy machine threads wait for each other; a large cache takes long to fill with 0
-        small = ["--device", "cpu", "--num-threads", "1", "--kv-cache-gib", "0.1"]
+        small = ["--device", "cpu", "--num-threads", "1", "--kv-cache-gib", "0.1", "--http", "0"]
         self.process = subprocess.Popen(
             [*LAUNCH, "all", *where, *small, *flags],
             stdout=subprocess.PIPE,

@@ -1,5 +1,7 @@
-"""How old the answer to a status request may be."""
+"""What a pipeline tells of itself: how old it may be, and which processes it is of."""
 
+import contextlib
+import json
 import signal
 from collections.abc import Callable
 
@@ -42,3 +44,39 @@ def test_a_fresh_status_waits_for_the_scheduler(pipeline: Callable[..., Pipeline
         finally:
             scheduler.send_signal(signal.SIGCONT)
         assert answer(socket).startswith(b"{")
+
+
+def test_the_gateway_answers_for_every_process(pipeline: Callable[..., Pipeline]) -> None:
+    """The supervisor reports every heartbeat, so the next reports come with the scheduler's."""
+    running = pipeline()
+    names = ["gateway.1", "tokenizer.1", "scheduler.1", "worker.1", "detokenizer.1"]
+    with running.client() as client:
+        client.generate("17+25=")
+        processes = client.status().processes
+        while not processes or not all(
+            one.counters.get("messages_sent_total") for one in processes
+        ):
+            processes = client.status(fresh=True).processes
+    assert [one.name for one in processes] == names
+    for one in processes:
+        assert one.counters["messages_received_total"] > 0
+        assert one.counters["bad_frames_total"] == 0
+        assert one.rss_bytes > 1 << 20
+        assert one.cpu_seconds > 0
+    assert "open_requests" in processes[0].counters
+    shown = running.status()
+    assert shown["processes"][0]["rss_bytes"] > 1 << 20
+    assert [one["name"] for one in shown["gateway"]["processes"]] == names
+
+
+def test_every_line_is_json() -> None:
+    """From the start to the end, of a process that dies, too."""
+    running = Pipeline("--log-format", "json")
+    with contextlib.ExitStack() as stack:
+        stack.push(running)
+        running.wait_for('.*"message": "ready: ')
+        psutil.Process(running.processes()["tokenizer.1"]).kill()
+        running.wait_for('.*"message": "tokenizer.1 died with signal 9; restarted"')
+    lines = [json.loads(line) for line in running.output]
+    assert {"launch", "scheduler.1"} <= {line["process"] for line in lines}
+    assert any(line.get("level") == "info" for line in lines)

@@ -9,7 +9,7 @@ import zmq
 
 from penstock.protocol import sockets
 from penstock.protocol.messages import Goodbye, Heartbeat
-from penstock.protocol.sockets import MAX_FRAME_BYTES, bind, connect
+from penstock.protocol.sockets import MAX_FRAME_BYTES, bind, connect, traffic
 
 GARBAGE = [
     b"",
@@ -42,6 +42,26 @@ def test_garbage_is_dropped_and_counted(context: "zmq.Context[Any]", tmp_path: P
         received = [message for _, message in server.receive()]
     assert received == [Heartbeat("d")]
     assert server.num_bad_frames == len(GARBAGE) + 1
+
+
+def test_all_traffic_is_counted(context: "zmq.Context[Any]") -> None:
+    before = vars(traffic).copy()
+    server = bind(context, zmq.PULL, "inproc://a", Heartbeat | Goodbye)
+    client = connect(context, zmq.PUSH, "inproc://a")
+    for frame in (b"\xc1", client.encode(Goodbye()), client.encode(Goodbye())):
+        client.send_bytes(frame)
+    assert len(list(server.receive())) == 2
+    counted = {name: value - before.get(name, 0) for name, value in vars(traffic).items()}
+    assert counted == {"messages_sent": 3, "messages_received": 3, "bad_frames": 1}
+
+
+def test_a_queue_with_a_limit(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+    """While nobody is there, the newest messages are dropped."""
+    client = connect(context, zmq.PUSH, f"ipc://{tmp_path}/a", max_queue=1)
+    assert [client.send(Heartbeat(str(number))) for number in range(3)] == [True, False, False]
+    server = bind(context, zmq.PULL, f"ipc://{tmp_path}/a", Heartbeat | Goodbye)
+    assert server.socket.poll(5000)
+    assert [message for _, message in server.receive()] == [Heartbeat("0")]
 
 
 def test_no_flood_keeps_the_receiver_from_other_things(

@@ -1,14 +1,21 @@
 """Text is a pure function of token ids: characters over token borders, stop strings, moves."""
 
+from array import array
+from typing import Any
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from penstock.protocol.config import Config
+from penstock.protocol.logprobs import PackedLogprobs, TokenLogprobs
 from penstock.protocol.messages import StopFound, StreamOpened, TokenDelta
 from penstock.protocol.plan import pack
-from penstock.services.detokenizer import Detokenizer, TextStream, token_bytes
+from penstock.services.detokenizer.process import Detokenizer
+from penstock.services.detokenizer.text_stream import TextStream
+from penstock.services.detokenizer.token_bytes import token_bytes
 
 DEMO = Config().model_folder
 TABLE = token_bytes(DEMO)
@@ -21,7 +28,9 @@ def ids(text: str) -> list[int]:
     return list(text.encode())
 
 
-def opened(prompt: str = "", output: str = "", stop: list[str] | None = None) -> StreamOpened:
+def opened(
+    prompt: str = "", output: str = "", stop: list[str] | None = None, **options: Any
+) -> StreamOpened:
     return StreamOpened(
         stream_id=1,
         request_id="r",
@@ -29,12 +38,13 @@ def opened(prompt: str = "", output: str = "", stop: list[str] | None = None) ->
         prompt_tail=pack(ids(prompt)[-4:]),
         output_token_ids=pack(ids(output)),
         stop=stop or [],
+        **options,
     )
 
 
-def text_of(token_ids: list[int], stop: list[str] | None = None) -> str:
+def text_of(token_ids: list[int], stop: list[str] | None = None, **options: Any) -> str:
     """The text of tokens that come one by one."""
-    stream = TextStream(opened(stop=stop), TABLE)
+    stream = TextStream(opened(stop=stop, **options), TABLE)
     text = ""
     for token_id in token_ids:
         text += stream.feed([token_id]).text
@@ -43,14 +53,28 @@ def text_of(token_ids: list[int], stop: list[str] | None = None) -> str:
     return text + stream.end("length").text
 
 
+def test_a_token_that_ends_the_output_has_no_text() -> None:
+    end = ord("5")
+    assert text_of(ids("345"), stop_token_ids=[end]) == "34"
+    assert (
+        text_of(ids("345"), stop_token_ids=[end], include_stop_str_in_output=True)
+        == text_of(ids("345"))
+        == "345"
+    )
+    assert text_of([52, 258], skip_special_tokens=False) == "4<|im_end|>"
+    assert text_of([52, 258], skip_special_tokens=False, stop_token_ids=[258]) == "4"
+
+
 @given(TEXTS)
 def test_text_survives(text: str) -> None:
     assert text_of(ids(text)) == text
 
 
-@given(st.lists(st.integers(0, 255), max_size=40))
-def test_any_bytes_are_decoded_as_by_transformers(token_ids: list[int]) -> None:
-    assert text_of(token_ids) == TOKENIZER.decode(token_ids, clean_up_tokenization_spaces=False)
+@given(st.lists(st.integers(0, 255) | st.integers(250, 261), max_size=40), st.booleans())
+def test_any_tokens_are_decoded_as_by_transformers(token_ids: list[int], skips: bool) -> None:
+    assert text_of(token_ids, skip_special_tokens=skips) == TOKENIZER.decode(
+        token_ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False
+    )
 
 
 def test_half_a_character_is_held_back() -> None:
@@ -76,16 +100,24 @@ def test_special_tokens_have_no_text() -> None:
     assert text_of([*ids("a"), TOKENIZER.convert_tokens_to_ids("<|im_end|>"), *ids("b")]) == "ab"
 
 
-@given(TEXTS, st.lists(st.sampled_from(["ab", "ba", "b你", "aaa", "🙂", "x"]), min_size=1))
-def test_stop_strings(text: str, stop: list[str]) -> None:
-    """Against a slow reference: the shortest prefix of the text that has a stop string in it."""
+@given(
+    TEXTS | st.text("ab"),
+    st.lists(st.sampled_from(["a", "ab", "ba", "b你", "aaa", "abab", "🙂", "x"]), min_size=1),
+    st.booleans(),
+    st.integers(0, 6),
+)
+def test_stop_strings(text: str, stop: list[str], keeps_stop: bool, min_tokens: int) -> None:
+    """Against a slow reference: the shortest prefix, of more than `min_tokens` tokens, that ends
+    with a stop string; the longest of those that it ends with."""
     expected = text
     for end in range(len(text) + 1):
-        found = [at for at in (text[:end].find(s) for s in stop) if at >= 0]
+        prefix = text[:end]
+        found = [s for s in stop if prefix.endswith(s) and len(ids(prefix)) > min_tokens]
         if found:
-            expected = text[: min(found)]
+            expected = prefix if keeps_stop else prefix[: -max(map(len, found))]
             break
-    assert text_of(ids(text), stop) == expected
+    options = {"include_stop_str_in_output": keeps_stop, "min_tokens": min_tokens}
+    assert text_of(ids(text), stop, **options) == expected
 
 
 def test_tokens_behind_a_stop_string_are_dropped() -> None:
@@ -130,3 +162,71 @@ def test_messages_of_an_older_scheduler_are_dropped() -> None:
     detokenizer.handle(TokenDelta(2, [opened()]))
     assert detokenizer.handle(TokenDelta(1, [], pack([1]), pack([65]))) == ([], [])
     assert detokenizer.handle(TokenDelta(3, [], pack([1]), pack([65]))) == ([], [])
+
+
+# ---- logprobs --------------------------------------------------------------------------------
+
+
+def packed(*token_ids: int) -> PackedLogprobs:
+    """The token that stands there and others; the n-th has a logprob of -n / 2."""
+    values = array("f", [-number / 2 for number in range(len(token_ids))])
+    return PackedLogprobs(pack(token_ids), values.tobytes())
+
+
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+
+
+def test_logprobs_have_text_and_bytes_of_each_token() -> None:
+    """Special tokens have their names, whether the text has them or not."""
+    (first, *_), unknown = ids("🙂"), 10_000
+    stream = TextStream(opened(logprobs=[]), TABLE)
+    (told,) = stream.feed([65], [packed(65, first, END, unknown)]).logprobs or []
+    assert msgspec.to_builtins(told) == {
+        "token_id": 65,
+        "logprob": 0.0,
+        "token": "A",
+        "bytes": [65],
+        "top": [
+            {"token_id": first, "logprob": -0.5, "token": "\ufffd", "bytes": [first]},
+            {"token_id": END, "logprob": -1.0, "token": "<|im_end|>", "bytes": [*b"<|im_end|>"]},
+            {"token_id": unknown, "logprob": -1.5, "token": "", "bytes": []},
+        ],
+    }
+
+
+def token_ids_of(logprobs: list[TokenLogprobs | None] | None) -> list[int | None]:
+    assert logprobs is not None
+    return [one and one.token_id for one in logprobs]
+
+
+def test_logprobs_come_with_their_tokens() -> None:
+    """Of the streams that asked; None where an earlier attempt had them."""
+    asked = opened(output="ab", logprobs=[None, packed(98)], prompt_logprobs=[packed(49)])
+    silent = opened()
+    silent.stream_id = 2
+    message = TokenDelta(1, [asked, silent], pack([2, 1]), pack([66, 67]))
+    message.logprobs = [(1, packed(67))]
+    deltas, _ = Detokenizer(TABLE).handle(message)
+    assert [delta.token_ids for delta in deltas] == [[97, 98], [], [66], [67]]
+    assert token_ids_of(deltas[0].logprobs) == [None, 98]
+    assert token_ids_of(deltas[0].prompt_logprobs) == [None, 49]
+    assert (deltas[1].logprobs, deltas[2].logprobs) == (None, None)
+    assert token_ids_of(deltas[3].logprobs) == [67]
+    assert [delta.prompt_logprobs for delta in deltas[1:]] == [None] * 3
+
+
+def test_logprobs_of_a_prompt_of_one_token() -> None:
+    deltas, _ = Detokenizer(TABLE).handle(TokenDelta(1, [opened(prompt_logprobs=[])]))
+    assert [delta.prompt_logprobs for delta in deltas] == [[None]]
+
+
+def test_logprobs_behind_a_stop_string_are_dropped() -> None:
+    message = opened(output="axbc", stop=["x"], logprobs=[packed(token) for token in b"axbc"])
+    deltas, _ = Detokenizer(TABLE).handle(TokenDelta(1, [message]))
+    assert [delta.token_ids for delta in deltas] == [ids("ax")]
+    assert token_ids_of(deltas[0].logprobs) == ids("ax")
+
+
+def test_as_many_logprobs_as_tokens_or_the_frame_is_none() -> None:
+    with pytest.raises(ValueError, match="1 logprobs of 2 tokens"):
+        opened(output="ab", logprobs=[None])

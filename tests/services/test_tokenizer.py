@@ -1,23 +1,41 @@
 """Prompts, conversations and token ids become token ids, or a sentence says why not."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zmq
 
-from penstock.protocol.client import ChatMessage
+from penstock.protocol.client import (
+    ChatMessage,
+    DetokenizeReply,
+    DetokenizeRequest,
+    TokenizePromptRequest,
+    TokenizeReply,
+)
 from penstock.protocol.config import Config
 from penstock.protocol.endpoints import Endpoints
-from penstock.protocol.messages import Tokenized, TokenizeRequest
+from penstock.protocol.messages import (
+    FromTokenizer,
+    Question,
+    RequestFailed,
+    Tokenized,
+    TokenizeRequest,
+    ToScheduler,
+)
 from penstock.protocol.sampling import SamplingParams
-from penstock.services.tokenizer import PromptError, Tokenizer, TokenizerProcess
+from penstock.protocol.sockets import bind
+from penstock.protocol.structured import StructuredOutputs
+from penstock.services.tokenizer.process import TokenizerProcess
+from penstock.services.tokenizer.prompts import PromptError, Tokenizer
 
 TOKENIZER = Tokenizer(Config().model_folder, max_model_len=64)
 
 
-def request(**fields: object) -> TokenizeRequest:
-    return TokenizeRequest("r", 0, SamplingParams(), **fields)  # type: ignore[arg-type]
+def request(request_id: str = "r", **fields: Any) -> TokenizeRequest:
+    return TokenizeRequest(request_id, 0, SamplingParams(), **fields)
 
 
 def test_text() -> None:
@@ -29,9 +47,24 @@ def test_token_ids_are_taken_as_they_are() -> None:
 
 
 def test_messages_go_through_the_chat_template() -> None:
+    """With the template's own arguments; it knows no tools and leaves them out."""
     messages = [ChatMessage(role="user", content="hi")]
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert TOKENIZER.encode(request(messages=messages)) == TOKENIZER.encode(request(prompt=text))
+    asked = request(
+        messages=messages,
+        tools=[{"type": "function", "function": {"name": "f"}}],
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    silent = request(prompt=text + "<think>\n\n</think>\n\n")
+    assert TOKENIZER.encode(asked) == TOKENIZER.encode(silent)
+
+
+def test_what_a_client_can_not_give_to_the_template() -> None:
+    messages = [ChatMessage(role="user", content="hi")]
+    with pytest.raises(PromptError, match="has messages, which it can't set") as caught:
+        TOKENIZER.encode(request(messages=messages, chat_template_kwargs={"messages": []}))
+    assert caught.value.field == "chat_template_kwargs"
 
 
 def test_the_context_limit_and_one_more() -> None:
@@ -41,13 +74,119 @@ def test_the_context_limit_and_one_more() -> None:
     assert caught.value.field == "prompt"
 
 
-def test_the_gateway_is_told_how_long_a_prompt_is(tmp_path: Path) -> None:
-    with zmq.Context() as context:
-        at = Endpoints(*(f"ipc://{tmp_path}/{name}" for name in Endpoints._fields))
+class Pipeline:
+    """A tokenizer process with its gateway and scheduler."""
+
+    def __init__(self, folder: Path, context: "zmq.Context[Any]") -> None:
+        at = Endpoints(*(f"ipc://{folder}/{name}" for name in Endpoints._fields))
+        self.gateway = bind(context, zmq.ROUTER, at.tokenizers, FromTokenizer)
+        self.scheduler = bind(context, zmq.PULL, at.requests, ToScheduler)
         own = SimpleNamespace(
             config=Config(), context=context, endpoints=at, name="tokenizer.1", identity=b"t"
         )
-        process = TokenizerProcess(own)  # type: ignore[arg-type]
-        assert process.handle(request(prompt="née")) == Tokenized("r", 0, 4)
-        for channel in (process.gateway, process.scheduler):
-            channel.socket.close(linger=0)
+        self.process = TokenizerProcess(own)  # type: ignore[arg-type]
+        self.answers: list[Any] = []
+
+    def ask(self, request_id: str, **wanted: Any) -> None:
+        sampling = SamplingParams(structured_outputs=StructuredOutputs(**wanted))
+        self.process.handle(TokenizeRequest(request_id, 0, sampling, prompt="né"))
+
+    def wait_for(self, num_answers: int) -> list[Any]:
+        """Runs the process's loop until the gateway has so many answers."""
+        self.process.loop.add(self.gateway, lambda: self._receive(num_answers))
+        self.process.loop.run()
+        return self.answers
+
+    def _receive(self, num_answers: int) -> None:
+        answers = (message for _, message in self.gateway.receive())
+        self.answers += [m for m in answers if isinstance(m, Tokenized | RequestFailed)]
+        if len(self.answers) >= num_answers:
+            self.process.loop._stop()  # as a signal does
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Iterator[Pipeline]:
+    with zmq.Context() as context:
+        made = Pipeline(tmp_path, context)
+        yield made
+        context.destroy(linger=0)
+
+
+def test_the_gateway_is_told_how_long_a_prompt_is(pipeline: Pipeline) -> None:
+    pipeline.process.handle(request(prompt="née"))
+    assert pipeline.wait_for(1) == [Tokenized("r", 0, 4)]
+    pipeline.scheduler.socket.poll(10_000)
+    ((_, passed_on),) = pipeline.scheduler.receive()
+    assert passed_on.request_id == "r"
+
+
+def test_a_grammar_that_compiles(pipeline: Pipeline) -> None:
+    """The second time it is known, and the answer there at once."""
+    pipeline.ask("r", json_object=True)
+    assert pipeline.wait_for(1) == [Tokenized("r", 0, 3)]
+    reasons: list[str] = []
+    pipeline.process.grammars.check(
+        StructuredOutputs(json_object=True).to_llguidance(), reasons.append
+    )
+    assert reasons == [""]
+
+
+SLOW: dict[str, Any] = {
+    "json": {"allOf": [{"type": "string", "pattern": f".*a.{{{i}}}b"} for i in range(15)]}
+}
+"""two minutes within llguidance's limits"""
+DEEP: dict[str, Any] = {
+    "grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "x"'
+}
+"""overflows the stack"""
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [
+        ({"json": {"uniqueItems": True}}, 'Unimplemented keys: ["uniqueItems"]'),
+        ({"json": {"type": "integer", "minimum": 3, "maximum": 2}}, "Unsatisfiable schema"),
+        ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "no text matches"),
+        ({"regex": "(?=a)"}, "look-ahead"),
+        ({"grammar": "start: <|nothing|>"}, "unknown special token"),
+        (SLOW, "compiling it takes more than 0.5 s, which is the limit"),
+        (DEEP, "it is nested too deep to be compiled"),
+    ],
+)
+def test_a_grammar_that_does_not_compile(
+    pipeline: Pipeline, wanted: dict[str, Any], reason: str
+) -> None:
+    pipeline.ask("r", **wanted)
+    (failed,) = pipeline.wait_for(1)
+    assert (failed.error.code, failed.error.field) == ("invalid", "structured_outputs")
+    assert failed.error.message.startswith("structured_outputs can't be served: ")
+    assert reason in failed.error.message
+    assert not pipeline.scheduler.socket.poll(0)
+
+
+def test_slow_grammars_delay_no_other_request(pipeline: Pipeline) -> None:
+    for number in range(3):
+        pipeline.ask(f"slow{number}", **SLOW)
+    pipeline.process.handle(request(prompt="x"))
+    answers = pipeline.wait_for(4)
+    assert answers[0] == Tokenized("r", 0, 1)
+    assert {answer.request_id for answer in answers[1:]} == {f"slow{number}" for number in range(3)}
+
+
+def test_questions(pipeline: Pipeline) -> None:
+    """A prompt may be longer than the context; special tokens have a text."""
+
+    def answer(question: TokenizePromptRequest | DetokenizeRequest) -> Any:
+        answered = pipeline.process.answer(Question(7, question))
+        assert answered.number == 7
+        return answered.reply
+
+    long = TokenizeReply(token_ids=[97] * 5000, max_model_len=4096)
+    assert answer(TokenizePromptRequest(prompt="a" * 5000)) == long
+    messages = [ChatMessage(role="user", content="hi")]
+    token_ids = answer(TokenizePromptRequest(messages=messages)).token_ids
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert answer(DetokenizeRequest(token_ids=token_ids)) == DetokenizeReply(text=text)
+    kwargs = {"tokenize": False}
+    refused = answer(TokenizePromptRequest(messages=messages, chat_template_kwargs=kwargs))
+    assert (refused.code, refused.field) == ("invalid", "chat_template_kwargs")

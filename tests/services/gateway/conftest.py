@@ -47,7 +47,11 @@ class Stage:
         self.context = context
         at = Endpoints(config.endpoint, *(f"ipc://{folder}/{n}" for n in Endpoints._fields[1:]))
         process = SimpleNamespace(
-            config=config, log=logging.getLogger("gateway"), context=context, endpoints=at
+            name="gateway.1",
+            config=config,
+            log=logging.getLogger("gateway"),
+            context=context,
+            endpoints=at,
         )
         self.timers: list[Timer] = []
         self.scheduler = bind(context, zmq.PULL, at.requests, ToScheduler)
@@ -111,13 +115,17 @@ class Stage:
         self.detokenizer.send(TextDeltas([delta]))
         self.work_until(lambda: entry.answer or len(entry.token_ids) >= end)
 
-    def tokenize(self) -> Any:
-        """The tokenizer's next request, which it passes on."""
+    def ask_tokenizer(self) -> Any:
+        """What the tokenizer is given next."""
         if not len(self.gateway.tokenizers.peers):
             self.tokenizer.send(Heartbeat("tokenizer.1"))
             self.work_until(lambda: len(self.gateway.tokenizers.peers))
         assert self.tokenizer.socket.poll(TIMEOUT)
-        task = self.tokenizer.decode([self.tokenizer.socket.recv()])
+        return self.tokenizer.decode([self.tokenizer.socket.recv()])
+
+    def tokenize(self) -> Any:
+        """The tokenizer's next request, which it passes on."""
+        task = self.ask_tokenizer()
         self.tokenizer.send(Tokenized(task.request_id, task.attempt, 7))
         peer = self.gateway.tokenizers.peers.get(b"t")
         assert peer
@@ -149,7 +157,8 @@ class Stage:
         held = [one.request_ids or one.is_full for one in connections._by_fd.values()]
         work = [peer.work for peer in tokenizers.peers]
         lost = connections._lost or connections._lost_before or connections._nobody.request_ids
-        empty = not (len(ledger) or tokenizers.unassigned or lost or self.timers)
+        questions = len(self.gateway.questions) or self.gateway.questions.num_bytes
+        empty = not (len(ledger) or questions or tokenizers.unassigned or lost or self.timers)
         return empty and not any([*counts, *held, *work])
 
 

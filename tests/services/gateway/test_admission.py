@@ -1,14 +1,29 @@
 """Every refusal names the field, the value and the limit."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from penstock.protocol.checkpoint import read_model_config
-from penstock.protocol.client import JSON, MSGPACK, GenerateRequest
+from penstock.protocol.client import (
+    JSON,
+    MSGPACK,
+    ChatMessage,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizePromptRequest,
+)
 from penstock.protocol.config import Config
 from penstock.services.gateway.admission import Admission, RefusedError, decode_request
 
 MAX_BYTES = 100_000
+
+
+def admission() -> Admission:
+    """Of the demo model."""
+    config = Config()
+    return Admission(config, read_model_config(config.model_folder))
 
 
 def refusal(frame: bytes) -> RefusedError:
@@ -31,6 +46,10 @@ def refusal(frame: bytes) -> RefusedError:
         ({"stop": ["a", ""]}, "stop", "''", ">= 1"),
         ({"messages": [{"role": "cook", "content": "x"}]}, "messages", "'cook'", "enum"),
         ({"colour": "red"}, "colour", "colour", "max_tokens"),
+        ({"type": "tokenize", "stream": True}, "stream", "stream", "are prompt, messages, tools,"),
+        ({"structured_outputs": {"xml": 1}}, "structured_outputs", "xml", "of structured_outputs"),
+        ({"logit_bias": {5: 900.0}}, "logit_bias", ": 900.0}", "<= 100"),
+        ({"logit_bias": {"five": 1.0}}, "logit_bias", "'five'", "a key: expected `int`"),
         ({"type": "steal"}, "type", "'steal'", "enum"),
     ],
 )
@@ -105,10 +124,52 @@ def test_tokens_that_the_client_has_got_are_not_too_many_bytes() -> None:
         (GenerateRequest(prompt="a", max_tokens=4097), "4097; the limit is the context of 4096"),
         (GenerateRequest(prompt=[1, 264]), r"prompt\[1\] is 264; token ids go up to 263"),
         (GenerateRequest(prompt="a", output_token_ids=[264]), r"output_token_ids\[0\] is 264"),
+        (GenerateRequest(prompt="a", stop_token_ids=[1, 264]), r"stop_token_ids\[1\] is 264"),
+        (GenerateRequest(prompt="a", logit_bias={264: 1.0, 3: 1.0}), r"logit_bias\[0\] is 264"),
+        (
+            GenerateRequest(prompt="a", max_tokens=5, min_tokens=6),
+            "min_tokens is 6; the limit is max_tokens, 5",
+        ),
+        (GenerateRequest(prompt="a", tools=[{}, {}]), "tools has 2 functions, but no messages"),
     ],
 )
 def test_what_the_model_can_not_do(request_: GenerateRequest, sentence: str) -> None:
-    config = Config()
-    admission = Admission(config, read_model_config(config.model_folder))
     with pytest.raises(RefusedError, match=sentence):
-        admission.check(request_, is_req_socket=True)
+        admission().check(request_, is_req_socket=True)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 6, "min_tokens": 6},
+        {"min_tokens": 9000},
+        {"stop_token_ids": [263], "logit_bias": {263: 1.0}},
+    ],
+)
+def test_what_the_model_can_do(fields: dict[str, Any]) -> None:
+    admission().check(GenerateRequest(prompt="a", **fields), is_req_socket=False)
+
+
+MESSAGES = [ChatMessage(role="user", content="x")]
+
+
+@pytest.mark.parametrize(
+    ("question", "sentence"),
+    [
+        (TokenizePromptRequest(), "neither is given"),
+        (TokenizePromptRequest(prompt="a", messages=MESSAGES), "both is given"),
+        (TokenizePromptRequest(prompt=[264]), r"prompt\[0\] is 264"),
+        (TokenizePromptRequest(prompt="a", tools=[{}]), "tools has 1 functions"),
+        (DetokenizeRequest(token_ids=[5, 264]), r"token_ids\[1\] is 264; token ids go up to 263"),
+    ],
+)
+def test_what_a_tokenizer_can_not_answer(
+    question: TokenizePromptRequest | DetokenizeRequest, sentence: str
+) -> None:
+    with pytest.raises(RefusedError, match=sentence):
+        admission().check_question(question)
+
+
+def test_what_a_tokenizer_can_answer() -> None:
+    admission().check_question(TokenizePromptRequest(messages=MESSAGES, tools=[{}]))
+    admission().check_question(DetokenizeRequest(token_ids=[]))

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.protocol.client import JSON, ChatMessage, GenerateRequest, TextDelta
+from penstock.protocol.logprobs import TokenLogprobs
 from penstock.services.gateway.connections import Client, Connection
 from penstock.services.gateway.ledger import Entry, GapError, Ledger, estimated_tokens
 
@@ -18,7 +19,15 @@ def entry(request_id: str = "a", num_bytes: int = 0, **fields: Any) -> Entry:
     return Entry(request, request_id, Client((b"c",), JSON, Connection()), num_bytes)
 
 
-def delta(begin: int, end: int, attempt: int = 0) -> TextDelta:
+def logprobs(begin: int, end: int) -> list[TokenLogprobs | None]:
+    """Of tokens `begin` to `end`, with nothing beside them."""
+    return [
+        TokenLogprobs(token_id=token_id, logprob=-1.0, token="", bytes=[], top=[])
+        for token_id in range(begin, end)
+    ]
+
+
+def delta(begin: int, end: int, attempt: int = 0, **fields: Any) -> TextDelta:
     """Tokens `begin` to `end`, where each token is one character."""
     return TextDelta(
         request_id="a",
@@ -27,6 +36,7 @@ def delta(begin: int, end: int, attempt: int = 0) -> TextDelta:
         token_ids=list(range(begin, end)),
         text=TEXT[begin:end],
         attempt=attempt,
+        **fields,
     )
 
 
@@ -71,6 +81,67 @@ def test_who_wants_no_stream_is_told_nothing_before_the_end() -> None:
     assert open_.num_unread_bytes == 0
     open_.answer = open_.reply("stop")
     assert open_.num_unread_bytes == 3 * 9
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans())))
+def test_every_token_keeps_its_logprobs(steps: list[tuple[int, int, bool]]) -> None:
+    """As the tokens: each is told once. Those that the client brought have none; whoever asked for
+    none is not told any."""
+    open_, other = entry(logprobs=0, output_token_ids=[0, 1]), entry(output_token_ids=[0, 1])
+    known = 0
+    heard: list[TokenLogprobs | None] = []
+    for back, length, has_room in [*steps, (0, 2, False), (9, len(TEXT), True)]:
+        begin = max(0, known - back)
+        end = min(begin + length, len(TEXT))
+        known = max(known, end)
+        for one in (open_, other):
+            one.append(delta(begin, end, logprobs=logprobs(begin, end)))
+        new = open_.untold()
+        if new and has_room:
+            assert new.logprobs is not None
+            assert len(new.logprobs) == len(new.token_ids)
+            heard += new.logprobs
+            open_.told()
+    expected = [None, None, *logprobs(2, len(TEXT))]
+    assert heard == open_.reply("stop").logprobs == expected
+    assert (other.untold() or delta(0, 0)).logprobs is other.reply("stop").logprobs is None
+
+
+def test_logprobs_that_nobody_knows() -> None:
+    """After a restart of all that is behind the gateway, its own tokens keep what is known."""
+    ledger, open_ = Ledger(), entry(logprobs=0)
+    ledger.add(open_)
+    ledger.append(open_, delta(0, 2, logprobs=logprobs(0, 2)))
+    ledger.begin_again()
+    late = [None, None, *logprobs(2, 3)]
+    ledger.append(open_, delta(0, 3, open_.attempt, logprobs=late))
+    ledger.append(open_, delta(3, 4, open_.attempt))
+    assert open_.reply("stop").logprobs == [*logprobs(0, 3), None]
+
+
+def test_logprobs_of_the_prompt_come_once_and_go_with_the_reply() -> None:
+    ledger, open_ = Ledger(), entry(prompt_logprobs=3)
+    ledger.add(open_)
+    of_prompt = [None, *logprobs(1, 4)]
+    assert not ledger.append(open_, delta(0, 0, prompt_logprobs=of_prompt))
+    assert ledger.append(open_, delta(0, 2, prompt_logprobs=[None]))
+    assert (open_.untold() or delta(0, 0)).prompt_logprobs is None
+    assert open_.reply("stop").prompt_logprobs == of_prompt
+
+
+def test_logprobs_count_as_bytes() -> None:
+    ledger, open_ = Ledger(), entry(logprobs=2, prompt_logprobs=1)
+    ledger.add(open_)
+    ledger.append(open_, delta(0, 3, logprobs=logprobs(0, 3), prompt_logprobs=logprobs(0, 5)))
+    of_tokens, of_prompt = 3 * (9 + 3 * 256), 5 * 2 * 256
+    assert ledger.num_bytes == of_tokens + of_prompt
+    assert open_.num_unread_bytes == of_tokens
+    open_.told()
+    assert open_.num_unread_bytes == 0
+    ledger.answer(open_, open_.reply("stop"))
+    assert open_.num_unread_bytes == of_tokens + of_prompt
+    ledger.close(open_)
+    assert ledger.num_bytes == 0
 
 
 def test_a_gap_is_an_error() -> None:

@@ -8,6 +8,9 @@ from penstock.services.gateway.admission import RefusedError
 from penstock.services.gateway.connections import Client, Connection
 from penstock.services.gateway.ledger import Entry, Ledger
 from penstock.services.gateway.overload import NUM_SAMPLES, Overload
+from penstock.services.gateway.questions import Questions
+
+NO_QUESTIONS = Questions(0, outbox=None, tokenizers=None)  # type: ignore[arg-type]
 
 
 def fill(ledger: Ledger, number: int, num_tokens: int = 1, num_bytes: int = 0) -> list[Entry]:
@@ -46,7 +49,7 @@ def refusal(overload: Overload, num_bytes: int = 0, num_tokens: int = 1) -> Refu
 
 def test_requests() -> None:
     ledger = Ledger()
-    overload = Overload(Config(max_num_seqs=2, max_waiting_requests=3), ledger)
+    overload = Overload(Config(max_num_seqs=2, max_waiting_requests=3), ledger, NO_QUESTIONS)
     fill(ledger, 4)
     overload.check(0, 1)
     (last,) = fill(ledger, 1)
@@ -57,7 +60,7 @@ def test_requests() -> None:
 
 def test_prompt_tokens_that_wait() -> None:
     ledger = Ledger()
-    overload = Overload(Config(max_waiting_tokens=100), ledger)
+    overload = Overload(Config(max_waiting_tokens=100), ledger, NO_QUESTIONS)
     overload.check(0, 5000)  # nothing waits
     entries = fill(ledger, 2, num_tokens=40)
     overload.check(0, 20)
@@ -74,7 +77,7 @@ def test_prompt_tokens_that_wait() -> None:
 
 def test_bytes() -> None:
     ledger = Ledger()
-    overload = Overload(Config(max_open_bytes=1000), ledger)
+    overload = Overload(Config(max_open_bytes=1000), ledger, NO_QUESTIONS)
     entries = fill(ledger, 3, num_bytes=300)
     overload.check(100, 1)
     start(ledger, entries[:1])  # 8 bytes for its token
@@ -93,7 +96,7 @@ def retry_after(overload: Overload) -> float | None:
 def test_when_to_come_again() -> None:
     """30 wait, and 2 a second were started: in 15 seconds."""
     ledger = Ledger()
-    overload = Overload(Config(max_num_seqs=1, max_waiting_requests=0), ledger)
+    overload = Overload(Config(max_num_seqs=1, max_waiting_requests=0), ledger, NO_QUESTIONS)
     entries = fill(ledger, 40)
     assert retry_after(overload) == 1.0  # nothing is known
     overload.sample(100.0)

@@ -116,12 +116,13 @@ def test_what_a_lost_tokenizer_had_goes_to_the_next(stage: Start) -> None:
     first = one.tokenize()
     assert first.request_id == "a"
     one.gateway.tokenizers.submit(one.gateway.ledger.begin_again()[0])
-    one.gateway.tokenizers.done(b"t", "a", first.attempt)
+    one.gateway.tokenizers.done(b"t", ("a", first.attempt))
     one.ask(client, AbortRequest(request_id="ended"))
     assert one.hear(client).request_id == "ended"
     one.tokenizer.send(Goodbye())
     one.work_until(lambda: not len(one.gateway.tokenizers.peers))
-    assert list(one.gateway.tokenizers.unassigned) == ["a"]
+    entry = one.gateway.ledger.get("a")
+    assert list(one.gateway.tokenizers.unassigned) == [entry]
 
 
 def test_nothing_is_left_of_ten_thousand_requests(stage: Start) -> None:

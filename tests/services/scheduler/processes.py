@@ -13,7 +13,7 @@ from penstock.protocol.messages import (
     TokenizedRequest,
     ToScheduler,
 )
-from penstock.protocol.plan import pack
+from penstock.protocol.plan import SampledTokens, pack
 from penstock.protocol.sampling import SamplingParams
 from penstock.protocol.sockets import Channel, bind, connect
 from penstock.services.scheduler.process import SchedulerProcess
@@ -72,4 +72,5 @@ def step(process: SchedulerProcess, token_id: int = 5) -> None:
     assert process.scheduler
     process.scheduler.schedule()
     oldest = process.scheduler.in_flight[0]
-    process.streams.put(process.scheduler.update(oldest.number, [token_id] * len(oldest.sampled)))
+    token_ids = pack([token_id] * len(oldest.sampled))
+    process.streams.put(process.scheduler.update(SampledTokens(0, oldest.number, token_ids)))

@@ -1,12 +1,12 @@
 """What the scheduler is held against: a worker and a model that are slow, plain and strict."""
 
-from collections import Counter
 from collections.abc import Sequence as SequenceOf
 
 import msgspec
 
 from penstock.protocol.client import FinishReason
 from penstock.protocol.config import Config
+from penstock.protocol.logprobs import PackedLogprobs
 from penstock.protocol.plan import (
     BLOCK_BITS,
     MAX_BLOCKS,
@@ -22,6 +22,9 @@ EOS = 0
 NUM_TOKEN_IDS = 4
 POISON = 1_000_000
 """the token id that a worker dies of"""
+DEAD_END = 3
+"""the token id that a row with a grammar fails at"""
+VOID = -1
 
 
 class WorkerDiedError(Exception):
@@ -38,7 +41,8 @@ def expected_output(
     prompt: SequenceOf[int], sampling: SamplingParams, limit: int
 ) -> tuple[list[int], FinishReason]:
     """What must come of a prompt where at most `limit` tokens fit."""
-    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
+    goes_on = sampling.ignore_eos and not sampling.structured_outputs
+    stops = set(sampling.stop_token_ids) | (set() if goes_on else {EOS})
     end = min(limit, len(prompt) + (sampling.max_tokens or limit))
     token_ids = list(prompt)
     while True:
@@ -47,6 +51,11 @@ def expected_output(
             return token_ids[len(prompt) :], "stop"
         if len(token_ids) == end:
             return token_ids[len(prompt) :], "length"
+
+
+def logprobs_at(token_ids: SequenceOf[int], position: int) -> PackedLogprobs:
+    """Those of one token; its position stands beside it, so that none can be taken for another."""
+    return PackedLogprobs(pack([token_ids[position], position]), bytes(8))
 
 
 class Row:
@@ -58,6 +67,14 @@ class Row:
         self.num_given = len(self.token_ids)
         self.num_computed = added.num_computed_tokens
         self.seed = added.seed
+        extras = added.extras
+        self.tells_logprobs = extras is not None and extras.num_logprobs >= 0
+        self.num_prompt_logprobs = 0
+        """the prompt's tokens behind the first, where they are asked for"""
+        if extras and extras.num_prompt_logprobs >= 0:
+            assert not self.num_computed, "these logprobs come of computing the whole prompt"
+            self.num_prompt_logprobs = extras.num_prompt_tokens - 1
+        self.has_grammar = extras is not None and extras.structured_outputs is not None
         self.prefixes: list[int] = []
         """for each token, the number of the prefix that ends with it"""
 
@@ -66,11 +83,18 @@ class ReferenceWorker:
     """Runs encoded plans as `protocol/plan.py` says, and asserts what a real worker relies on.
 
     A cell of the KV memory holds the number of the exact prefix that it was computed from, so a
-    wrong block, a lost write or a false prefix hit is seen by the next step that reads it.
+    wrong block, a lost write or a false prefix hit is seen by the next step that reads it. What a
+    step computes is written before it is read.
+
+    `computes_once`: no block is computed whose prefix another row has computed. So it must be where
+    nothing is evicted.
     """
 
-    def __init__(self, config: Config, num_blocks: int, epoch: int) -> None:
+    def __init__(self, config: Config, num_blocks: int, epoch: int, computes_once: bool) -> None:
         self.config = config
+        self.computes_once = computes_once
+        self.known_blocks: set[int] = set()
+        """full blocks of given tokens that were computed, by the number of the prefix"""
         self.epoch = epoch
         self.num_steps = 0
         self.rows: dict[int, Row] = {}
@@ -82,10 +106,30 @@ class ReferenceWorker:
         plan = msgspec.msgpack.decode(frame, type=BatchPlan)
         assert (plan.epoch, plan.step) == (self.epoch, self.num_steps), "a plan is missing"
         self.num_steps += 1
+        self._read()
         self._change_rows(plan)
+        tokens = SampledTokens(plan.epoch, plan.step, b"", [], self._prompt_logprobs(plan), [])
         self._compute(self._work(plan))
-        token_ids = [self._sample(row) for _, row in sorted(self.rows.items()) if is_done(row)]
-        return msgspec.msgpack.encode(SampledTokens(plan.epoch, plan.step, pack(token_ids)))
+        sampled = [row for _, row in sorted(self.rows.items()) if is_done(row)]
+        tokens.token_ids = pack([self._sample(row) for row in sampled])
+        for index, row in enumerate(sampled):
+            if row.tells_logprobs:
+                position = len(row.token_ids) - 1
+                tokens.logprobs.append((index, logprobs_at(row.token_ids, position)))
+            if row.token_ids[-1] == VOID:
+                tokens.failed.append((index, "no way out"))
+        return msgspec.msgpack.encode(tokens)
+
+    def _prompt_logprobs(self, plan: BatchPlan) -> list[tuple[int, list[PackedLogprobs]]]:
+        """Of the chunks of rows that ask; a chunk behind the prompt has none of them."""
+        found = []
+        for slot, num_tokens in pairs(plan.chunks):
+            row = self.rows[slot]
+            if row.num_prompt_logprobs:
+                end = min(row.num_computed + num_tokens, row.num_prompt_logprobs)
+                positions = range(row.num_computed + 1, end + 1)
+                found.append((slot, [logprobs_at(row.token_ids, at) for at in positions]))
+        return found
 
     def _change_rows(self, plan: BatchPlan) -> None:
         for slot in unpack(plan.removed):
@@ -122,17 +166,26 @@ class ReferenceWorker:
         return [(self.rows[slot], num_tokens) for slot, num_tokens in work.items()]
 
     def _compute(self, work: list[tuple[Row, int]]) -> None:
-        self._read()
-        num_holders = Counter(block for row in self.rows.values() for block in row.block_table)
+        written: set[int] = set()
         for row, num_tokens in work:
             cells = self._cells(row)
             for position in range(row.num_computed, row.num_computed + num_tokens):
                 assert position < len(cells), "a token is written that has no block"
-                cell = cells[position]
-                assert num_holders[cell // self.config.block_size] == 1, "a shared block is written"
-                self.memory[cell] = row.prefixes[position]
+                assert cells[position] not in written, "two rows write to one block"
+                written.add(cells[position])
+                self.memory[cells[position]] = row.prefixes[position]
+                self._check_once(row, position)
             row.num_computed += num_tokens
         self._read()
+
+    def _check_once(self, row: Row, position: int) -> None:
+        """At the end of a block; the last given token is computed in any case."""
+        if (position + 1) % self.config.block_size or position >= row.num_given:
+            return
+        prefix = row.prefixes[position]
+        if self.computes_once and position + 1 < row.num_given and not row.num_prompt_logprobs:
+            assert prefix not in self.known_blocks, "a block is computed again"
+        self.known_blocks.add(prefix)
 
     def _read(self) -> None:
         """Every computed token of every row is where its block table says."""
@@ -146,6 +199,8 @@ class ReferenceWorker:
 
     def _sample(self, row: Row) -> int:
         token_id = next_token(row.seed, row.token_ids)
+        if row.has_grammar and (token_id == DEAD_END or row.token_ids[-1] == VOID):
+            token_id = VOID
         row.token_ids.append(token_id)
         self._number(row, token_id)
         return token_id

@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.protocol.client import FinishReason
 from penstock.protocol.config import Config
-from penstock.protocol.plan import BatchPlan, SampledTokens, unpack
+from penstock.protocol.plan import BatchPlan, SampledTokens
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool, hash_block
 from penstock.services.scheduler.scheduler import Scheduler
@@ -17,9 +17,11 @@ from penstock.services.scheduler.step import StepOutput
 from tests.services.scheduler.builders import make_sequence
 from tests.services.scheduler.invariants import check_blocks, check_slots
 from tests.services.scheduler.reference import (
+    DEAD_END,
     ReferenceWorker,
     WorkerDiedError,
     expected_output,
+    logprobs_at,
 )
 
 
@@ -38,6 +40,7 @@ class Simulation:
         num_watermark_blocks: int = 0,
         hash_block: Callable[[bytes, bytes], bytes] = hash_block,
         num_ahead: int = 0,
+        computes_once: bool = False,
         **options: object,
     ) -> None:
         defaults = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
@@ -49,13 +52,18 @@ class Simulation:
         self.limit = min(max_model_len, num_blocks * block_size)
         self.num_blocks = num_blocks
         self.num_ahead = num_ahead
+        self.computes_once = computes_once
         self.scheduler = Scheduler(self.config, max_model_len, blocks, epoch=1)
-        self.worker = ReferenceWorker(self.config, num_blocks, epoch=1)
+        self.worker = self._new_worker(epoch=1)
         self.plans: list[BatchPlan] = []
         self.results: deque[bytes] = deque()
         self.sequences: list[Sequence] = []
         self.received: dict[Sequence, list[int]] = {}
         """every token that came out, behind those that an earlier attempt had"""
+        self.num_old: dict[Sequence, int] = {}
+        """how many that were"""
+        self.failed: set[Sequence] = set()
+        """their grammar left no way out"""
         self.num_wasted: Counter[Sequence] = Counter()
         """rows of a sequence that ran behind its end"""
         self.num_ends: Counter[Sequence] = Counter()
@@ -64,6 +72,9 @@ class Simulation:
         """ended from outside, or given up"""
         self.num_deaths: Counter[Sequence] = Counter()
         """of workers while a sequence was at risk, since its last token"""
+
+    def _new_worker(self, epoch: int) -> ReferenceWorker:
+        return ReferenceWorker(self.config, self.num_blocks, epoch, self.computes_once)
 
     @property
     def pool(self) -> BlockPool:
@@ -80,6 +91,7 @@ class Simulation:
         self.scheduler.add(sequence)
         self.sequences.append(sequence)
         self.received[sequence] = list(output)
+        self.num_old[sequence] = len(output)
         self.num_ends[sequence] = sequence.status is Status.FINISHED
         self.check()
         return sequence
@@ -105,9 +117,13 @@ class Simulation:
         """The tokens of the oldest step."""
         result = msgspec.msgpack.decode(self.results.popleft(), type=SampledTokens)
         rows = self.scheduler.in_flight[0].sampled
-        output = self.scheduler.update(result.step, unpack(result.token_ids))
+        output = self.scheduler.update(result)
         self.num_wasted.update(set(rows) - set(output.sequences))
         self.num_ends.update(output.finished)
+        for sequence, reason in output.failed:
+            assert (sequence.finish_reason, reason) == ("abort", "no way out")
+            assert sequence not in self.failed
+            self.failed.add(sequence)
         for sequence, token_id in zip(output.sequences, output.token_ids, strict=True):
             self.received[sequence].append(token_id)
             self.num_deaths[sequence] = 0
@@ -148,7 +164,7 @@ class Simulation:
         at_risk = [sequence for sequence in self.in_flight if sequence.finish_reason is None]
         self.num_deaths.update(at_risk)
         epoch = self.scheduler.epoch + 1
-        self.worker = ReferenceWorker(self.config, self.num_blocks, epoch)
+        self.worker = self._new_worker(epoch)
         self.results.clear()
         given_up = self.scheduler.restart(epoch)
         assert given_up == [sequence for sequence in at_risk if self.num_deaths[sequence] == 3]
@@ -158,10 +174,7 @@ class Simulation:
     @property
     def in_flight(self) -> set[Sequence]:
         """All that the worker may be at."""
-        found: set[Sequence] = set()
-        for step in self.scheduler.in_flight:
-            found.update(step.sampled, (sequence for sequence, _ in step.chunks))
-        return found
+        return set().union(*(step.sequences for step in self.scheduler.in_flight))
 
     # ---- what must hold ----------------------------------------------------------------------
 
@@ -172,9 +185,24 @@ class Simulation:
         check_slots(self.scheduler, self.config)
         for sequence in self.sequences:
             assert self.received[sequence] == sequence.output_token_ids
+            self.check_logprobs(sequence)
         at_risk = self.in_flight.union(self.scheduler.running)
         num_suspects = sum(self.num_deaths[sequence] >= 2 for sequence in at_risk)
         assert num_suspects <= 1, "at the next death, two would be given up"
+
+    def check_logprobs(self, sequence: Sequence) -> None:
+        """One for each token of this attempt; those of the prompt with the first token."""
+        token_ids, num_old = sequence.token_ids, self.num_old[sequence]
+        begin = sequence.num_prompt_tokens + num_old
+        told = [logprobs_at(token_ids, position) for position in range(begin, len(token_ids))]
+        asked = sequence.sampling.logprobs is not None
+        assert sequence.logprobs == ([None] * num_old + told if asked else None)
+        known = sequence.prompt_logprobs
+        assert (known is None) == (sequence.sampling.prompt_logprobs is None)
+        if known is not None:
+            positions = range(1, 1 + len(known))
+            assert known == [logprobs_at(token_ids, position) for position in positions]
+            assert not (told and sequence.needs_prompt_logprobs)
 
     def check_end(self) -> None:
         """When nothing is left to do."""
@@ -191,8 +219,13 @@ class Simulation:
         tokens, reason = expected_output(prompt, sequence.sampling, self.limit)
         received, num_wasted = self.received[sequence], self.num_wasted[sequence]
         num_plans = self.config.num_plans_in_flight
-        assert self.num_ends[sequence] == (sequence not in self.cut)
-        if sequence in self.cut:
+        cut = self.cut | self.failed
+        assert self.num_ends[sequence] == (sequence not in cut)
+        if sequence.sampling.structured_outputs and DEAD_END in tokens[self.num_old[sequence] :]:
+            assert sequence in cut
+        if sequence in self.failed:
+            assert tokens[len(received)] == DEAD_END
+        if sequence in cut:
             assert received == tokens[: len(received)]
             assert num_wasted <= num_plans
         else:

@@ -65,9 +65,9 @@ def chunks_of(sim: Simulation) -> list[int]:
 
 
 def test_chunk_border_is_no_block_border() -> None:
-    sim = Simulation(max_num_batched_tokens=5)
+    sim = Simulation(max_num_batched_tokens=5, num_plans_in_flight=3)
     sim.add(long_prompt(13), max_tokens=1)
-    assert [(sim.step(), num_cached_blocks(sim))[1] for _ in range(3)] == [1, 2, 3]
+    assert [(sim.send(), num_cached_blocks(sim))[1] for _ in range(3)] == [1, 2, 3]
     assert chunks_of(sim.run()) == [5, 5, 3]
 
 
@@ -92,31 +92,56 @@ def test_full_prompt_cache_hit_computes_at_least_one_token(length: int, num_cach
     assert chunks_of(sim) == [length, length - num_cached]
 
 
-def test_two_equal_prompts_in_one_step_share_nothing() -> None:
-    sim = Simulation()
-    pair = [sim.add(long_prompt(9), max_tokens=3, seed=seed) for seed in (1, 2)]
+def test_equal_prompts_in_one_step_are_computed_once() -> None:
+    """The rows behind the first read in the very step that writes."""
+    sim = Simulation(computes_once=True)
+    for seed in range(4):
+        sim.add(long_prompt(9), max_tokens=3, seed=seed)
     plan = sim.send()
-    assert plan and [row.num_computed_tokens for row in plan.added] == [0, 0]
-    assert not set(pair[0].block_table) & set(pair[1].block_table)
-    sim.receive()
-    assert num_cached_blocks(sim) == 2
-    third = sim.add(long_prompt(9), max_tokens=1)
-    sim.step()
-    assert third.num_cached_tokens == 8
+    assert plan and [row.num_computed_tokens for row in plan.added] == [0, 8, 8, 8]
+    assert [num_tokens for _, num_tokens in pairs(plan.chunks)] == [9, 1, 1, 1]
+    assert [s.num_cached_tokens for s in sim.sequences] == [0, 8, 8, 8]
     sim.run()
 
 
-def test_no_hit_on_a_block_still_in_flight() -> None:
-    sim = Simulation()
-    first, second, third = [
-        (sim.add(long_prompt(9), max_tokens=2), sim.send())[0] for _ in range(3)
+def test_equal_prompts_longer_than_a_step_are_computed_once() -> None:
+    """The others come when the first is through, for it has had the whole budget until then."""
+    sim = Simulation(max_num_batched_tokens=6, num_plans_in_flight=4, computes_once=True)
+    first, *others = [sim.add(long_prompt(14), max_tokens=1, seed=seed) for seed in range(3)]
+    assert [pairs(plan.chunks) for plan in (sim.send(), sim.send(), sim.send()) if plan] == [
+        [(0, 6)],
+        [(0, 6)],
+        [(0, 2), (1, 2), (2, 2)],
     ]
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 0)
-    assert third.status is Status.WAITING
-    sim.receive()
-    sim.send()
-    assert third.num_cached_tokens == 8
+    assert [s.num_cached_tokens for s in others] == [12, 12]
+    assert set(first.block_table) & set(others[0].block_table)
     sim.run()
+
+
+def test_a_prefix_outlives_the_row_that_computes_it() -> None:
+    """It was aborted with its first chunk in flight, which will have run by then."""
+    sim = Simulation(max_num_batched_tokens=6, computes_once=True)
+    first = in_prefill(sim)
+    sim.finish(first, "abort")
+    second = sim.add(long_prompt(9), max_tokens=1)
+    sim.send()
+    assert second.num_cached_tokens == 4
+    sim.run()
+
+
+def test_blocks_of_generated_tokens_are_shared_when_the_tokens_are_known() -> None:
+    sim = Simulation(num_plans_in_flight=4)
+    first = sim.add(long_prompt(6), max_tokens=5, ignore_eos=True)
+    for _ in range(4):
+        sim.send()
+    assert num_cached_blocks(sim) == 1
+    for _ in range(3):
+        sim.receive()
+    assert num_cached_blocks(sim) == 2
+    sim.finish(first, "stop")
+    turn = sim.add([*first.token_ids, 1], max_tokens=1)
+    sim.run()
+    assert turn.num_cached_tokens == 8
 
 
 def two_free_prefixes(num_blocks: int) -> tuple[Simulation, list[int], int]:

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 )
 
 from penstock.protocol.client import FinishReason
+from penstock.protocol.structured import StructuredOutputs
 from penstock.services.scheduler.block_pool import hash_block
 from penstock.services.scheduler.scheduler import CannotFitError
 from penstock.services.scheduler.sequence import Sequence
@@ -60,6 +61,9 @@ samplings = st.fixed_dictionaries(
         "max_tokens": st.none() | st.integers(1, 12),
         "ignore_eos": st.booleans(),
         "stop_token_ids": st.sampled_from([[], [], [], [3]]),
+        "logprobs": st.sampled_from([None, None, 0, 2]),
+        "prompt_logprobs": st.sampled_from([None, None, None, 0, 2]),
+        "structured_outputs": st.sampled_from([None] * 7 + [StructuredOutputs(json_object=True)]),
     }
 )
 suffixes = st.lists(st.integers(0, 3), max_size=3)
@@ -161,6 +165,29 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "sim"):
             self.sim.run()
+
+
+class AmpleMachine(SchedulerMachine):
+    """Nothing is evicted: the worker asserts that no block is computed twice."""
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        num_plans = data.draw(st.sampled_from([1, 2, 4]))
+        self.num_plans = num_plans
+        self.sim = Simulation(
+            num_blocks=1200,
+            max_model_len=40,
+            computes_once=True,
+            max_num_seqs=data.draw(st.integers(1, 6)),
+            max_num_batched_tokens=data.draw(st.integers(1, 32)),
+            num_plans_in_flight=num_plans,
+        )
+
+
+@pytest.mark.timeout(3600)
+def test_every_block_is_computed_once() -> None:
+    profile = settings(settings.get_profile("scheduler"), stateful_step_count=20)
+    run_state_machine_as_test(AmpleMachine, settings=profile)
 
 
 @pytest.mark.timeout(3600)

@@ -7,8 +7,9 @@ from penstock.protocol.messages import (
     TokenizedRequest,
     WorkerHello,
 )
-from penstock.protocol.plan import pack
+from penstock.protocol.plan import SampledTokens, pack
 from penstock.protocol.sampling import SamplingParams
+from penstock.services.scheduler import checks
 from penstock.services.scheduler.process import SchedulerProcess
 from penstock.services.scheduler.sequence import Status
 from tests.services.scheduler.processes import (
@@ -135,6 +136,25 @@ def test_a_request_that_kills_workers_is_answered_with_an_error(
     assert set(process.requests) == {"late"}
 
 
+def test_a_row_that_fails_is_answered_with_an_error(
+    process: SchedulerProcess, gateway: Gateway
+) -> None:
+    """Once, whatever is in flight of it; the other row goes on."""
+    assert process.scheduler
+    for name in ("stuck", "other"):
+        process.accept(request(3, name))
+    for _ in range(2):
+        process.scheduler.schedule()
+    for number, failed in enumerate([[(0, "no way out")], [(0, "still none")]]):
+        process.on_tokens(SampledTokens(0, number, pack([5, 6]), failed=failed))
+    (told,) = gateway.failures(process)
+    assert (told.request_id, told.attempt, told.error.code) == ("stuck", 3, "failed")
+    assert told.error.message == "no way out"
+    assert set(process.requests) == {"other"}
+    assert process.requests["other"].output_token_ids == [6, 6]
+    assert [one.request_id for one in opened(process)] == ["other"]
+
+
 def test_a_worker_that_can_t_be_reached_has_lost_its_place(
     process: SchedulerProcess,
 ) -> None:
@@ -145,10 +165,27 @@ def test_a_worker_that_can_t_be_reached_has_lost_its_place(
     assert (process.group.members, process.ready) == ([], False)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "prompt_logprobs", "message"),
+    [
+        ((1,) * 64, None, "prompt has 64 tokens; at most 63 fit"),
+        ((1, 99_999), None, "prompt has token id 99999; ids go up to"),
+        ((1,) * 50, 20, "prompt_logprobs is 20 and the prompt has 50 tokens; at most 1000"),
+    ],
+)
 def test_a_request_that_can_t_fit_is_answered_with_its_attempt(
-    process: SchedulerProcess, gateway: Gateway
+    process: SchedulerProcess,
+    gateway: Gateway,
+    monkeypatch: pytest.MonkeyPatch,
+    prompt: tuple[int, ...],
+    prompt_logprobs: int | None,
+    message: str,
 ) -> None:
-    process.accept(request(3, prompt=(1,) * 64))
+    monkeypatch.setattr(checks, "MAX_PROMPT_LOGPROBS", 1000)
+    process.accept(request(2, "fits", prompt[:1] * 50, sampling=SamplingParams(prompt_logprobs=19)))
+    sampling = SamplingParams(prompt_logprobs=prompt_logprobs)
+    process.accept(request(3, prompt=prompt, sampling=sampling))
     (failed,) = gateway.failures(process)
+    assert message in failed.error.message
     assert (failed.request_id, failed.attempt, failed.error.code) == ("r", 3, "invalid")
-    assert process.requests == {}
+    assert set(process.requests) == {"fits"}

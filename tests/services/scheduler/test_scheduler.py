@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from penstock.protocol.config import Config
-from penstock.protocol.plan import pack, unpack
+from penstock.protocol.plan import SampledTokens, pack, unpack
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.scheduler import Scheduler
@@ -230,12 +230,12 @@ def test_tokens_of_another_step_are_an_error(step: int, num_tokens: int) -> None
     sim.add(max_tokens=3)
     sim.send()
     with pytest.raises(ValueError, match=f"{num_tokens} tokens of step {step}"):
-        sim.scheduler.update(step, [1] * num_tokens)
+        sim.scheduler.update(SampledTokens(1, step, pack([1] * num_tokens)))
 
 
 def test_tokens_without_a_plan_are_an_error() -> None:
     with pytest.raises(ValueError, match="0 tokens of step 0"):
-        Simulation().scheduler.update(0, [])
+        Simulation().scheduler.update(SampledTokens(1, 0, b""))
 
 
 @pytest.mark.parametrize("num_plans", [1, 2, 3])
@@ -280,6 +280,6 @@ def test_a_steady_decode_plan_is_under_100_bytes() -> None:
         if len(scheduler.in_flight[-1].sampled) == 256 and not plan.added:
             sizes.append(len(msgspec.msgpack.encode(plan)))
         step = scheduler.in_flight[0]
-        scheduler.update(step.number, [1] * len(step.sampled))
+        scheduler.update(SampledTokens(0, step.number, pack([1] * len(step.sampled))))
     assert len(sizes) > 250
     assert statistics.median(sizes) < 100

@@ -2,73 +2,9 @@
 
 import pytest
 
-from penstock.protocol.messages import StreamOpened, TokenDelta
 from penstock.protocol.plan import unpack
-from penstock.services.scheduler.sequence import Sequence
-from penstock.services.scheduler.step import StepOutput
-from penstock.services.scheduler.streams import Streams
 from tests.services.scheduler.builders import make_sequence
-
-
-class Reader:
-    """What a detokenizer knows."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[int, list[int]] = {}
-        self.opened: list[StreamOpened] = []
-        self.finished: dict[int, str] = {}
-
-    def read(self, delta: TokenDelta) -> None:
-        for stream_id in delta.closed:
-            del self.tokens[stream_id]
-        for opened in delta.opened:
-            self.opened.append(opened)
-            self.tokens[opened.stream_id] = list(unpack(opened.output_token_ids))
-            if opened.finish_reason:
-                self.finished[opened.stream_id] = opened.finish_reason
-        stream_ids, token_ids = unpack(delta.stream_ids), unpack(delta.token_ids)
-        for stream_id, token_id in zip(stream_ids, token_ids, strict=True):
-            if stream_id in self.tokens:  # else it was closed in this very message
-                self.tokens[stream_id].append(token_id)
-        self.finished |= dict(delta.finished)
-
-
-class Desk:
-    """`Streams` and its readers; messages arrive when `deliver` is called."""
-
-    def __init__(self, *readers: str) -> None:
-        self.streams = Streams(epoch=7)
-        self.readers: dict[bytes, Reader] = {}
-        for name in readers:
-            self.come(name)
-
-    def come(self, name: str) -> Reader:
-        self.streams.alive(name.encode(), name)
-        return self.readers.setdefault(name.encode(), Reader())
-
-    def open(self, num_sequences: int = 1) -> list[Sequence]:
-        """New requests, which the scheduler then admits."""
-        sequences = [make_sequence() for _ in range(num_sequences)]
-        for sequence in sequences:
-            self.streams.open(sequence)
-            sequence.num_given_tokens = sequence.num_prompt_tokens
-        return sequences
-
-    def step(self, sequences: list[Sequence], token_id: int) -> None:
-        """Each of them gets a token."""
-        for sequence in sequences:
-            sequence.token_ids.append(token_id)
-        ended = [sequence for sequence in sequences if sequence.finish_reason]
-        self.streams.put(StepOutput(sequences, [token_id] * len(sequences), ended))
-
-    def deliver(self) -> None:
-        for identity, delta in self.streams.take_deltas():
-            assert delta.epoch == 7
-            self.readers[identity].read(delta)
-
-    @property
-    def loads(self) -> list[int]:
-        return [len(reader.tokens) for reader in self.readers.values()]
+from tests.services.scheduler.desk import Desk, packed
 
 
 def test_least_loaded_gets_the_next() -> None:
@@ -238,3 +174,71 @@ def test_what_an_earlier_attempt_ended_is_told_at_once() -> None:
     desk.deliver()
     assert desk.readers[b"a"].finished == {sequence.stream_id: "length"}
     assert desk.readers[b"a"].opened[0].stop == ["x"]
+
+
+# ---- logprobs --------------------------------------------------------------------------------
+
+
+def test_logprobs_reach_their_reader_with_the_tokens() -> None:
+    """Of those who asked, at the place of their token; a stream that is opened brings its own."""
+    desk = Desk("a")
+    (silent,), (early,) = desk.open(), desk.open(logprobs=1)
+    desk.step([silent, early], 5)
+    late = desk.open(logprobs=0)
+    desk.step([silent, late[0], early], 6)
+    desk.deliver()
+    desk.step([silent, *late, early], 7)
+    desk.deliver()
+    assert desk.readers[b"a"].logprobs == {
+        early.stream_id: [packed(5), packed(6), packed(7)],
+        late[0].stream_id: [packed(6), packed(7)],
+    }
+
+
+def test_reopened_stream_is_told_all_logprobs() -> None:
+    desk = Desk("a")
+    sequence = make_sequence((1, 2), (3, 4), logprobs=1, prompt_logprobs=0)
+    sequence.take_prompt_logprobs([packed(2)])
+    desk.streams.open(sequence)
+    desk.step([sequence], 5)
+    desk.deliver()
+    desk.streams.reopen(sequence)
+    desk.step([sequence], 6)
+    desk.deliver()
+    assert desk.readers[b"a"].logprobs[sequence.stream_id] == [None, None, packed(5), packed(6)]
+    assert [one.prompt_logprobs for one in desk.readers[b"a"].opened] == [[packed(2)]] * 2
+
+
+def test_stream_waits_for_the_logprobs_of_its_prompt() -> None:
+    """Also when it moves while the prompt is being computed: they are told when it is opened."""
+    desk = Desk("a", "b")
+    [sequence] = desk.open(prompt_logprobs=0)
+    sequence.take_prompt_logprobs([packed(2)])
+    desk.streams.lost(b"a")
+    desk.deliver()
+    assert not desk.readers[b"b"].opened
+    sequence.take_prompt_logprobs([packed(3)])
+    desk.step([sequence], 5)
+    desk.deliver()
+    [opened] = desk.readers[b"b"].opened
+    assert opened.prompt_logprobs == [packed(2), packed(3)]
+
+
+def test_what_an_earlier_attempt_ended_has_no_logprobs_of_its_prompt() -> None:
+    desk = Desk("a")
+    sequence = make_sequence((1, 2), (5,), logprobs=1, prompt_logprobs=0)
+    sequence.finish_reason = "length"
+    desk.streams.open(sequence)
+    desk.deliver()
+    [opened] = desk.readers[b"a"].opened
+    assert (opened.logprobs, opened.prompt_logprobs) == ([None], None)
+
+
+def test_a_stream_is_told_how_its_text_is_made() -> None:
+    desk = Desk("a")
+    [sequence] = desk.open(include_stop_str_in_output=True, skip_special_tokens=False, min_tokens=3)
+    desk.step([sequence], 5)
+    desk.deliver()
+    [opened] = desk.readers[b"a"].opened
+    assert (opened.include_stop_str_in_output, opened.skip_special_tokens) == (True, False)
+    assert (opened.min_tokens, opened.logprobs, opened.prompt_logprobs) == (3, None, None)

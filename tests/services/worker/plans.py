@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from itertools import chain
 
-from penstock.protocol.plan import BLOCK_BITS, BatchPlan, RowAdded, pack
+from penstock.protocol.plan import BLOCK_BITS, BatchPlan, RowAdded, RowExtras, pack
 
 Pairs = Iterable[tuple[int, int]]
 
@@ -34,6 +34,7 @@ def row(
     top_p: float = 1.0,
     min_p: float = 0.0,
     seed: int = 0,
+    extras: RowExtras | None = None,
 ) -> RowAdded:
     """A row; greedy if nothing else is said."""
     return RowAdded(
@@ -46,4 +47,5 @@ def row(
         top_p,
         min_p,
         seed,
+        extras,
     )

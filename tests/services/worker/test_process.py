@@ -11,14 +11,20 @@ import pytest
 import zmq
 
 from penstock.protocol.config import Config
+from penstock.protocol.logprobs import PackedLogprobs
 from penstock.protocol.messages import FromWorker, WorkerAssignment, WorkerExit, WorkerHello
 from penstock.protocol.plan import BatchPlan, SampledTokens, pack
 from penstock.protocol.sockets import bind
 from penstock.services.worker.process import Worker, WorkerError
+from penstock.services.worker.told import Told
 from tests.services.worker.plans import plan
 
 TIMEOUT = 10_000
 """milliseconds that a message may take"""
+
+
+LOGPROBS = PackedLogprobs(pack([5]), b"1234")
+TOLD = Told([(1, LOGPROBS)], [(3, [LOGPROBS, LOGPROBS])], [(0, "too long")])
 
 
 class FakeStep:
@@ -36,6 +42,9 @@ class FakeStep:
         self._done = True
         self._on_wait(self._token_ids[1])
         return self._token_ids
+
+    def told(self) -> Told:
+        return TOLD
 
 
 class FakeRunner:
@@ -135,7 +144,7 @@ def assignment(epoch: int = 1, group: str = "g", rank: int = 0) -> WorkerAssignm
 
 def tokens_of(epoch: int, step: int) -> SampledTokens:
     """What the worker sends when its runner has done a step."""
-    return SampledTokens(epoch, step, pack([epoch, step]))
+    return SampledTokens(epoch, step, pack([epoch, step]), *TOLD)
 
 
 @pytest.fixture

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import zmq
 
 from penstock.protocol.config import CONFIG_VARIABLE, Config, write_config
 from penstock.protocol.endpoints import endpoints
 from penstock.protocol.messages import FromWorker, WorkerAssignment, WorkerHello
-from penstock.protocol.plan import BatchPlan, SampledTokens, unpack
+from penstock.protocol.plan import BatchPlan, RowExtras, SampledTokens, unpack
 from penstock.protocol.process import PROCESS_VARIABLE
 from penstock.protocol.sockets import bind
 from tests.models.forward import load_model, prefill_logits, random_prompts
@@ -44,6 +45,8 @@ class Workers:
             )
             for number in range(1, config.tp + 1)
         }
+        self.sampled: list[SampledTokens] = []
+        """what they have sent"""
         self.members: dict[bytes, str] = {}
         """identity → name, in order of rank"""
         self._messages: deque[tuple[bytes, WorkerHello | SampledTokens]] = deque()
@@ -85,6 +88,7 @@ class Workers:
             if isinstance(message, SampledTokens):
                 assert identity == next(iter(self.members))
                 assert (message.epoch, message.step) == (step_plan.epoch, step_plan.step)
+                self.sampled.append(message)
                 return list(unpack(message.token_ids))
 
     def end(self) -> None:
@@ -151,6 +155,31 @@ def test_two_ranks_run_plans_and_end_together(start: Start, folder: Path) -> Non
     assert rank_0.returncode == 1
     assert log.splitlines()[-1].startswith("E rank 0 of 2 lost its group: ")
     assert "Traceback" not in log
+
+
+def test_every_rank_decodes_the_tokens_of_rows_that_ask(start: Start, folder: Path) -> None:
+    """Of two ranks: bias makes the row say 7, which the next step must know on both."""
+    workers = start(tp=2)
+    workers.gather()
+    workers.seat(1, free_rendezvous())
+    prompt = PROMPTS[1]
+    extras = RowExtras(20, logit_bias={7: 100.0}, num_logprobs=0, num_prompt_logprobs=0)
+    added = [row(0, PROMPTS[0], range(10)), row(3, prompt, range(10, 20), extras=extras)]
+    tokens = [workers.run(plan(0, added=added, chunks=[(0, 37), (3, 12)]))]
+    tokens.append(workers.run(plan(1, chunks=[(3, 8)])))
+    tokens += [workers.run(plan(number)) for number in (2, 3)]
+    assert [ids[0] for ids in tokens] == greedy(folder, PROMPTS[0], 4)
+    assert [ids[1:] for ids in tokens] == [[], [7], [7], [7]]
+    logits = prefill_logits(load_model(folder), [[*prompt, 7, 7]])
+    assert logits is not None
+    logprobs = [
+        packed for one in workers.sampled for _, some in one.prompt_logprobs for packed in some
+    ] + [packed for one in workers.sampled for _, packed in one.logprobs]
+    told = [pair for packed in logprobs for pair in packed.pairs()]
+    said = [*prompt[1:], 7, 7, 7]
+    assert [token_id for token_id, _ in told] == said
+    expected = logits.log_softmax(-1)[torch.arange(len(said)), said]
+    torch.testing.assert_close(torch.tensor([x for _, x in told]), expected, rtol=0, atol=1e-4)
 
 
 def test_stops_when_told_to(start: Start) -> None:

@@ -1,0 +1,60 @@
+"""What is done to the logits of the few rows that ask, in torch: penalties, bias, restrictions.
+
+Nothing here waits for the device. Logits are float32 [num_rows, vocab_size].
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.checks import check_tensor
+
+
+def penalize(
+    logits: Tensor,
+    counts: Tensor,
+    in_prompt: Tensor,
+    *,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> Tensor:
+    """Logits that make what was said before less likely; the penalties are float32 [num_rows].
+
+    counts int32 [num_rows, vocab_size]: how often the output has each token; in_prompt bool, of the
+    same shape. Of tokens in prompt or output, positive logits are divided by `repetition`, others
+    multiplied (CTRL, Keskar et al. 2019, arXiv:1909.05858). Then `frequency` is taken off once for
+    each time that the output has the token, and `presence` if it has it at all.
+    """
+    check_tensor("logits", logits, (-1, -1), torch.float32)
+    check_tensor("counts", counts, tuple(logits.shape), torch.int32)
+    check_tensor("in_prompt", in_prompt, tuple(logits.shape), torch.bool)
+    in_output = counts > 0
+    factor = torch.where(in_prompt | in_output, repetition[:, None], 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    return logits - frequency[:, None] * counts - presence[:, None] * in_output
+
+
+def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
+    """Logits of the allowed tokens; -inf for the others.
+
+    bitmask int32 [num_rows, ceil(vocab_size / 32)]: bit i of word w allows token 32 w + i.
+    """
+    num_rows, vocab_size = logits.shape
+    check_tensor("bitmask", bitmask, (num_rows, -(-vocab_size // 32)), torch.int32)
+    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+    bits = (bitmask[:, :, None] >> shifts) & 1
+    return logits.masked_fill(bits.flatten(1)[:, :vocab_size] == 0, -math.inf)
+
+
+def logprobs_of(logits: Tensor, token_ids: Tensor, num_likeliest: int) -> tuple[Tensor, Tensor]:
+    """A token of each row and the row's likeliest ones, and the logarithms of their probabilities.
+
+    token_ids int64 [num_rows] → int64 and float32 [num_rows, 1 + num_likeliest], the given token
+    first; there are no more than vocab_size likeliest ones.
+    """
+    check_tensor("token_ids", token_ids, (logits.shape[0],), torch.int64)
+    likeliest = logits.topk(min(num_likeliest, logits.shape[1]))
+    told = torch.cat([token_ids[:, None], likeliest.indices], 1)
+    return told, logits.gather(1, told) - logits.logsumexp(-1, keepdim=True)

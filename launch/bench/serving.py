@@ -1,0 +1,61 @@
+"""What `launch bench serve` makes of its runs, over ZeroMQ and over HTTP."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.launch.bench.measure import Run
+from penstock.launch.bench.streams import Times, as_streaming
+
+Load = tuple[Run, Sequence[Times]]
+"""one run, and its requests in the order of their times; those that failed have none"""
+
+
+def summary(
+    loads: Sequence[Load], times: Sequence[float], goodput: Mapping[str, float]
+) -> dict[str, Any]:
+    """The median of each figure, by vLLM's names, and the runs.
+
+    `times`: when requests should have left; `goodput`: milliseconds that a good one keeps to.
+    """
+    runs = [_figures(run, stamps, times, goodput) for run, stamps in loads]
+    medians = {
+        name: type(runs[0][name])(statistics.median(run[name] for run in runs)) for name in runs[0]
+    }
+    return {**medians, "runs": runs}
+
+
+def _figures(
+    run: Run, stamps: Sequence[Times], times: Sequence[float], goodput: Mapping[str, float]
+) -> dict[str, Any]:
+    num_good = sum(bool(one.times) and one.is_good(goodput) for one in stamps)
+    return {
+        **msgspec.structs.asdict(run),
+        **arrivals([one.start for one in stamps], times),
+        "request_goodput": num_good / run.duration if goodput else math.nan,
+        **msgspec.structs.asdict(as_streaming(stamps)),
+    }
+
+
+def arrivals(starts: Sequence[float], times: Sequence[float]) -> dict[str, float]:
+    """The rate that was achieved (NaN for one request), and by how much the latest request left
+    after its time: a client that is too slow shows there."""
+    sent = [start - starts[0] for start in starts]
+    late = max(s - t for s, t in zip(sent, times, strict=True))
+    rate = (len(sent) - 1) / sent[-1] if len(sent) > 1 else math.nan
+    return {"sent_per_second": rate, "latest_send_ms": late * 1e3}
+
+
+def compare(over_http: dict[str, Any], direct: dict[str, Any], cpu: float) -> dict[str, Any]:
+    """Summaries of the same load; `cpu`: seconds of the HTTP processes in all its runs."""
+    num_tokens = sum(run["total_output_tokens"] for run in over_http["runs"])
+    length = direct["total_output_tokens"] / direct["completed"]
+    return {
+        **over_http,
+        "added_ttft_ms": over_http["median_ttft_ms"] - direct["median_ttft_ms"],
+        "added_us_per_token": (over_http["mean_e2el_ms"] - direct["mean_e2el_ms"]) / length * 1e3,
+        "cpu_us_per_token": cpu / num_tokens * 1e6,
+    }

@@ -1,0 +1,116 @@
+"""Traces of requests in OpenTelemetry, where `--otlp-endpoint` is given.
+
+Every process tells its part of a request's way as a span. The ids of the trace and of its root span
+follow from the request's id, so that no process needs to be told by another one.
+"""
+
+import atexit
+import os
+import time
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+from penstock.protocol.config import Config
+
+TRACES_PATH = "/v1/traces"
+"""of OTLP over HTTP"""
+EXPORT_TIMEOUT = 1.0
+"""seconds that the collector has for a batch of spans; a process that ends waits for four batches
+at most"""
+
+
+class TracingError(ValueError):
+    """Traces are wanted, but can't be made."""
+
+
+def check_tracing(config: Config) -> None:
+    """Raises TracingError for an address that is none, or without the OpenTelemetry SDK."""
+    address = config.otlp_endpoint
+    if not address:
+        return
+    if not address.startswith(("http://", "https://")):
+        raise TracingError(f"--otlp-endpoint is {address!r}; http://HOST:PORT is wanted")
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.sdk.trace.export  # noqa: F401
+    except ImportError as error:
+        raise TracingError(
+            f"--otlp-endpoint is {address}, but {error.name} is not installed: "
+            "pip install 'penstock[otel]'"
+        ) from error
+
+
+class Tracer:
+    """Sends spans to the collector, from a thread of its own; does nothing without one."""
+
+    def __init__(self, config: Config, process: str) -> None:
+        """process: its name. Raises TracingError."""
+        check_tracing(config)
+        self.is_on = bool(config.otlp_endpoint)
+        if not self.is_on:
+            return
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk import trace as sdk
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        self._trace, self._sdk = trace, sdk
+        service = f"penstock-{process.partition('.')[0]}"
+        about = {"service.name": service, "service.instance.id": process}
+        self._resource = Resource.create(about)
+        address = config.otlp_endpoint.rstrip("/").removesuffix(TRACES_PATH) + TRACES_PATH
+        self._processor = BatchSpanProcessor(OTLPSpanExporter(address, timeout=EXPORT_TIMEOUT))
+        atexit.register(self._processor.shutdown)
+
+    def span(
+        self,
+        name: str,
+        request_id: str,
+        begin: float,
+        attributes: Mapping[str, Any] = {},
+        *,
+        end: float | None = None,
+        events: Mapping[str, float] = {},
+        error: str = "",
+        is_root: bool = False,
+    ) -> None:
+        """A stretch of a request's way. Moments are of `time.monotonic`; `end` None: now."""
+        if not self.is_on:
+            return
+        trace = self._trace
+        trace_id, root_id = trace_ids(request_id)
+        sampled = trace.TraceFlags(trace.TraceFlags.SAMPLED)
+        root = trace.SpanContext(trace_id, root_id, not is_root, sampled)
+        own = trace.SpanContext(trace_id, int.from_bytes(os.urandom(8)), False, sampled)
+        status = trace.StatusCode.ERROR if error else trace.StatusCode.UNSET
+        self._processor.on_end(
+            self._sdk.ReadableSpan(
+                name,
+                context=root if is_root else own,
+                parent=None if is_root else root,
+                resource=self._resource,
+                attributes={"gen_ai.request.id": request_id, **attributes},
+                events=[
+                    self._sdk.Event(event, timestamp=_since_1970(moment))
+                    for event, moment in events.items()
+                ],
+                kind=trace.SpanKind.SERVER if is_root else trace.SpanKind.INTERNAL,
+                status=trace.Status(status, error or None),
+                start_time=_since_1970(begin),
+                end_time=_since_1970(time.monotonic() if end is None else end),
+            )
+        )
+
+
+def trace_ids(request_id: str) -> tuple[int, int]:
+    """Of a request's trace, and of its root span."""
+    trace_id = blake2b(request_id.encode()).digest()[:16]
+    root_id = blake2b(f"{request_id}root".encode()).digest()[:8]
+    return int.from_bytes(trace_id), int.from_bytes(root_id)
+
+
+def _since_1970(moment: float) -> int:
+    """Nanoseconds, of a moment of `time.monotonic`."""
+    return time.time_ns() - time.monotonic_ns() + round(moment * 1e9)

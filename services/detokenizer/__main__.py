@@ -1,0 +1,5 @@
+"""`python -P -m penstock.services.detokenizer`."""
+
+from penstock.services.detokenizer.process import main
+
+main()

@@ -1,0 +1,131 @@
+"""The detokenizer's process: the text streams, and sockets around them."""
+
+from collections.abc import Sequence
+from time import monotonic
+
+import zmq
+
+from penstock.protocol.client import FinishReason, TextDelta
+from penstock.protocol.logprobs import PackedLogprobs
+from penstock.protocol.messages import (
+    Goodbye,
+    Heartbeat,
+    Refused,
+    StopFound,
+    TextDeltas,
+    ToDetokenizer,
+    TokenDelta,
+)
+from penstock.protocol.plan import unpack
+from penstock.protocol.process import Loop, Process, PulseSender
+from penstock.protocol.sockets import connect
+from penstock.protocol.tracing import Tracer
+from penstock.services.detokenizer.text_stream import TextStream
+from penstock.services.detokenizer.token_bytes import TokenBytes, token_bytes
+
+
+class Detokenizer:
+    """All streams of one detokenizer; no sockets."""
+
+    def __init__(self, table: TokenBytes) -> None:
+        self._table = table
+        self._streams: dict[int, TextStream] = {}
+        self._epoch = 0
+
+    def handle(self, message: TokenDelta) -> tuple[list[TextDelta], list[StopFound]]:
+        """The texts that a step brings, and the requests that a stop string ended."""
+        if message.epoch > self._epoch:  # another scheduler: it opens its streams anew
+            self._epoch = message.epoch
+            self._streams.clear()
+        if message.epoch < self._epoch:
+            return [], []
+        for stream_id in message.closed:
+            self._streams.pop(stream_id, None)
+        deltas: list[TextDelta] = []
+        stops: list[StopFound] = []
+        for opened in message.opened:
+            self._streams[opened.stream_id] = TextStream(opened, self._table)
+            known = list(unpack(opened.output_token_ids))
+            self._feed(opened.stream_id, known, opened.logprobs or (), deltas, stops)
+            if opened.finish_reason:
+                self._end(opened.stream_id, opened.finish_reason, deltas)
+        stream_ids, token_ids = unpack(message.stream_ids), unpack(message.token_ids)
+        logprobs = dict(message.logprobs)
+        for index, (stream_id, token_id) in enumerate(zip(stream_ids, token_ids, strict=True)):
+            self._feed(stream_id, [token_id], (logprobs.get(index),), deltas, stops)
+        for stream_id, reason in message.finished:
+            self._end(stream_id, reason, deltas)
+        return deltas, stops
+
+    def _feed(
+        self,
+        stream_id: int,
+        token_ids: list[int],
+        logprobs: Sequence[PackedLogprobs | None],
+        deltas: list[TextDelta],
+        stops: list[StopFound],
+    ) -> None:
+        stream = self._streams.get(stream_id)
+        if stream is None:  # ended by a stop string; the scheduler does not know yet
+            return
+        deltas.append(stream.feed(token_ids, logprobs))
+        if stream.stopped:
+            stops.append(StopFound(stream.request_id, stream.attempt))
+            del self._streams[stream_id]
+
+    def _end(self, stream_id: int, reason: FinishReason, deltas: list[TextDelta]) -> None:
+        stream = self._streams.pop(stream_id, None)
+        if stream is not None:
+            deltas.append(stream.end(reason))
+
+
+class DetokenizerProcess:
+    """Sockets around `Detokenizer`."""
+
+    def __init__(self, process: Process) -> None:
+        self.name = process.name
+        self.detokenizer = Detokenizer(token_bytes(process.config.model_folder))
+        self.tracer = Tracer(process.config, process.name)
+        self.began: dict[str, float] = {}
+        """when each stream was opened, for traces"""
+        context, at = process.context, process.endpoints
+        self.tokens = connect(context, zmq.DEALER, at.detokenizers, ToDetokenizer, process.identity)
+        self.scheduler = connect(context, zmq.PUSH, at.requests)
+        self.gateway = connect(context, zmq.PUSH, at.results)
+        self.loop = Loop(self.on_heartbeat, PulseSender(process))
+        self.loop.add(self.tokens, self.on_tokens)
+        self.loop.add_connection(self.tokens, self.on_heartbeat)
+
+    def on_tokens(self) -> None:
+        """New tokens of any number of streams."""
+        for _, message in self.tokens.receive():
+            if isinstance(message, Refused):
+                raise SystemExit(message.reason)
+            deltas, stops = self.detokenizer.handle(message)
+            if deltas:
+                self.gateway.send(TextDeltas(deltas))
+            for stop in stops:
+                self.scheduler.send(stop)
+            if self.tracer.is_on:
+                self.trace(message, deltas)
+
+    def trace(self, message: TokenDelta, deltas: list[TextDelta]) -> None:
+        """The time from a stream's first token to its end."""
+        for opened in message.opened:
+            self.began[opened.request_id] = monotonic()
+        for delta in deltas:
+            if delta.finish_reason and (begin := self.began.pop(delta.request_id, None)):
+                self.tracer.span("detokenize", delta.request_id, begin)
+
+    def on_heartbeat(self) -> None:
+        """Registers this process with the scheduler, and keeps it registered."""
+        self.tokens.send(Heartbeat(self.name))
+
+
+def main() -> None:
+    """Runs until SIGTERM; then another detokenizer takes its streams."""
+    process = Process("detokenizer")
+    detokenizer = DetokenizerProcess(process)
+    detokenizer.loop.run()
+    detokenizer.tokens.send(Goodbye())
+    process.context.destroy()

@@ -1,0 +1,121 @@
+"""The text of one request."""
+
+from codecs import getincrementaldecoder
+from collections.abc import Sequence
+
+from penstock.protocol.client import FinishReason, TextDelta
+from penstock.protocol.logprobs import PackedLogprobs
+from penstock.protocol.messages import StreamOpened
+from penstock.protocol.plan import unpack
+from penstock.services.detokenizer.token_bytes import TokenBytes
+
+Utf8Decoder = getincrementaldecoder("utf-8")
+
+
+class TextStream:
+    """The text of one request, held back while it may be half a character or a stop string."""
+
+    def __init__(self, opened: StreamOpened, table: TokenBytes) -> None:
+        self.request_id = opened.request_id
+        self.attempt = opened.attempt
+        self._prompt_tokens = opened.prompt_tokens
+        self._cached_tokens = opened.cached_tokens
+        self._table = table
+        self._text = table.text
+        self._special = {} if opened.skip_special_tokens else table.special
+        self._stop = opened.stop
+        self._keeps_stop = opened.include_stop_str_in_output
+        self._min_tokens = opened.min_tokens
+        self._max_held = max((len(stop) - 1 for stop in opened.stop), default=0)
+        self._has_logprobs = opened.logprobs is not None
+        self._prompt_logprobs = opened.prompt_logprobs
+        """not told yet"""
+        self._decoder = Utf8Decoder("replace")
+        for token_id in unpack(opened.prompt_tail):  # may end within a character
+            self._decoder.decode(self._text.get(token_id, b""))
+        self._silent = () if self._keeps_stop else frozenset(opened.stop_token_ids)
+        self._num_tokens = 0
+        self._num_chars = 0
+        self._held = ""
+        self.stopped = False
+        """a stop string was found: the text is complete"""
+
+    def feed(
+        self, token_ids: list[int], logprobs: Sequence[PackedLogprobs | None] = ()
+    ) -> TextDelta:
+        """The text that these tokens add; those behind a stop string are dropped.
+
+        One token after the other, so that the text does not depend on how they came.
+        logprobs: one for each of them, if they were asked for.
+        """
+        offset, text = self._num_tokens, ""
+        for token_id in token_ids:
+            self._num_tokens += 1
+            text += self._release(self._decoder.decode(self._bytes(token_id)))
+            if self.stopped:
+                break
+        num_fed = self._num_tokens - offset
+        delta = self._delta(offset, token_ids[:num_fed], text)
+        if self._has_logprobs:
+            delta.logprobs = [self._table.logprobs(packed) for packed in logprobs[:num_fed]]
+        if self._prompt_logprobs is not None:
+            delta.prompt_logprobs = [None, *map(self._table.logprobs, self._prompt_logprobs)]
+            self._prompt_logprobs = None
+        return delta
+
+    def end(self, reason: FinishReason) -> TextDelta:
+        """What was held back comes out."""
+        text = self._held + self._decoder.decode(b"", final=True)
+        return self._delta(self._num_tokens, [], text, reason)
+
+    def _bytes(self, token_id: int) -> bytes:
+        if token_id in self._silent:
+            return b""
+        return self._text.get(token_id) or self._special.get(token_id, b"")
+
+    def _delta(
+        self, offset: int, token_ids: list[int], text: str, reason: FinishReason | None = None
+    ) -> TextDelta:
+        delta = TextDelta(
+            request_id=self.request_id,
+            token_offset=offset,
+            char_offset=self._num_chars,
+            token_ids=token_ids,
+            text=text,
+            finish_reason="stop" if self.stopped else reason,
+            attempt=self.attempt,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+        )
+        self._num_chars += len(text)
+        return delta
+
+    def _release(self, text: str) -> str:
+        """`text` and what was held, less what may become a stop string.
+
+        One that ends in what was held came before `min_tokens`, and is none.
+        """
+        if not self._stop:
+            return text
+        num_held = len(self._held)
+        text = self._held + text
+        if self._num_tokens > self._min_tokens:
+            found = [
+                (at, at + len(stop))
+                for stop in self._stop
+                if (at := text.find(stop, max(0, num_held - len(stop) + 1))) >= 0
+            ]
+            if found:
+                self.stopped = True
+                begin, end = min(found)
+                return text[: end if self._keeps_stop else begin]
+        keep = self._num_held(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _num_held(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        for length in range(min(self._max_held, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stop):
+                return length
+        return 0

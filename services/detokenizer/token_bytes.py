@@ -1,0 +1,85 @@
+"""The bytes of every token, from a checkpoint's `tokenizer.json`."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import asdict
+
+from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.logprobs import Logprob, PackedLogprobs, TokenLogprobs
+
+
+class _AddedToken(Struct):
+    id: int
+    content: str
+    special: bool
+
+
+class _Bpe(Struct):
+    vocab: dict[str, int]
+
+
+class _TokenizerFile(Struct):
+    """The parts of a `tokenizer.json` that tell the bytes of every token."""
+
+    decoder: dict[str, Any]
+    model: _Bpe
+    added_tokens: list[_AddedToken] = []
+
+
+class TokenBytes(Struct, frozen=True):
+    """The bytes of every token by id; ids that no token has are in neither."""
+
+    text: dict[int, bytes]
+    """special tokens have none"""
+    special: dict[int, bytes]
+    """the special tokens' names"""
+
+    def logprobs(self, packed: PackedLogprobs | None) -> TokenLogprobs | None:
+        """As a client sees them."""
+        if packed is None:
+            return None
+        first, *top = [self._logprob(*pair) for pair in packed.pairs()]
+        return TokenLogprobs(**asdict(first), top=top)
+
+    def _logprob(self, token_id: int, logprob: float) -> Logprob:
+        data = self.text.get(token_id) or self.special.get(token_id, b"")
+        text = data.decode(errors="replace")
+        return Logprob(token_id=token_id, logprob=logprob, token=text, bytes=list(data))
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that byte-level BPE writes for each byte (GPT-2, encoder.py)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+def token_bytes(folder: Path) -> TokenBytes:
+    """Of the checkpoint in `folder`.
+
+    Raises ModelError if the tokenizer is not a byte-level one.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        file = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ModelError(f"{path} can't be read: {error}") from error
+    kinds = [part["type"] for part in file.decoder.get("decoders", [file.decoder])]
+    if "ByteLevel" not in kinds:
+        raise ModelError(f"{path} has decoder {kinds}; ByteLevel is served")
+    alphabet = _byte_alphabet()
+    text = {
+        token_id: bytes(alphabet[character] for character in token)
+        for token, token_id in file.model.vocab.items()
+        if alphabet.keys() >= set(token)
+    }
+    special: dict[int, bytes] = {}
+    for token in file.added_tokens:
+        text[token.id] = b"" if token.special else token.content.encode()
+        if token.special:
+            special[token.id] = token.content.encode()
+    return TokenBytes(text, special)

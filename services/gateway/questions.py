@@ -1,0 +1,72 @@
+"""Questions that a tokenizer answers alone: the token ids of a prompt, the text of token ids."""
+
+from itertools import count
+
+from penstock.protocol.client import DetokenizeRequest, TokenizePromptRequest
+from penstock.protocol.messages import Answered, Question
+from penstock.services.gateway.connections import Client
+from penstock.services.gateway.outbox import Outbox
+from penstock.services.gateway.tokenizers import Tokenizers
+
+AskedTokenizer = TokenizePromptRequest | DetokenizeRequest
+
+
+class OpenQuestion:
+    """One question that is not answered, and whose it is."""
+
+    def __init__(
+        self, number: int, client: Client, question: AskedTokenizer, num_bytes: int
+    ) -> None:
+        self.key = number
+        self.client = client
+        self.num_bytes = num_bytes
+        self._question = question
+
+    @property
+    def is_open(self) -> bool:
+        """Somebody waits for the answer."""
+        return not self.client.connection.is_gone
+
+    def submission(self) -> Question:
+        """For a tokenizer."""
+        return Question(self.key, self._question)
+
+
+class Questions:
+    """All open questions by number. No two have the same one, whichever gateway they are of: a
+    tokenizer may answer its predecessor's to this one."""
+
+    def __init__(self, first_number: int, outbox: Outbox, tokenizers: Tokenizers) -> None:
+        self.num_bytes = 0
+        """of their frames"""
+        self._numbers = count(first_number)
+        self._open: dict[int, OpenQuestion] = {}
+        self._outbox = outbox
+        self._tokenizers = tokenizers
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def ask(self, client: Client, question: AskedTokenizer, num_bytes: int) -> None:
+        """A client asks, with a frame of so many bytes."""
+        one = OpenQuestion(next(self._numbers), client, question, num_bytes)
+        self._open[one.key] = one
+        self.num_bytes += num_bytes
+        self._tokenizers.submit(one)
+
+    def answer(self, message: Answered) -> None:
+        """A tokenizer has answered, perhaps as the second one."""
+        if one := self._forget(message.number):
+            self._outbox.reply(one.client, message.reply)
+
+    def on_heartbeat(self) -> None:
+        """Gives up what nobody waits for."""
+        for one in [one for one in self._open.values() if not one.is_open]:
+            self._tokenizers.forget(one)
+            self._forget(one.key)
+
+    def _forget(self, number: int) -> OpenQuestion | None:
+        one = self._open.pop(number, None)
+        if one:
+            self.num_bytes -= one.num_bytes
+        return one

@@ -1,0 +1,5 @@
+"""`python -P -m penstock.services.http`: HTTP on uvloop."""
+
+from penstock.services.http.process import main
+
+main()

@@ -1,0 +1,65 @@
+"""The application: routes, the key, errors."""
+
+import hmac
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock.launch.errors import RequestError
+from penstock.services.http.body import decode_body, read_body
+from penstock.services.http.errors import ApiError, answer_error
+from penstock.services.http.openapi import describe
+from penstock.services.http.page import Page
+from penstock.services.http.routes import Operation, Routes
+from penstock.services.http.service import Service
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+_HANDLED = (ApiError, RequestError, HTTPException, ClientDisconnect, Exception)
+
+
+def make_app(service: Service) -> Starlette:
+    """The ASGI application."""
+    operations = Routes(service).table()
+    openapi = describe(operations, version("penstock"))
+    page = Page()
+
+    async def describe_all(_: Request) -> Response:
+        return Response(openapi, media_type="application/json")
+
+    routes = [_route(operation, service) for operation in operations]
+    routes += [
+        Route("/openapi.json", describe_all),
+        Route("/", page.answer),
+        Route("/page/{name}", page.answer),
+    ]
+    return Starlette(routes=routes, exception_handlers=dict.fromkeys(_HANDLED, answer_error))
+
+
+def _route(operation: Operation, service: Service) -> Route:
+    config = service.config
+    key = f"Bearer {config.api_key}".encode() if config.api_key else b""
+
+    async def endpoint(request: Request) -> Response:
+        if key and not operation.is_open:
+            _check_key(request, key)
+        given: object = request.path_params
+        if operation.body:
+            body = await read_body(request, config.max_request_bytes)
+            given = decode_body(body, operation.body)
+        return await operation.run(given, request.receive)
+
+    path = operation.path.replace("{model}", "{model:path}")
+    return Route(path, endpoint, methods=[operation.method])
+
+
+def _check_key(request: Request, key: bytes) -> None:
+    given = request.headers.get("authorization", "").encode("latin-1")
+    if not hmac.compare_digest(given, key):
+        headers = {"WWW-Authenticate": "Bearer"}
+        sentence = "the key is wrong, or missing: `Authorization: Bearer KEY`"
+        raise ApiError(401, sentence, None, "invalid_api_key", headers)

@@ -1,0 +1,147 @@
+"""`/v1/chat/completions`."""
+
+from collections.abc import Iterator
+
+from msgspec import UNSET
+from starlette.responses import Response
+from starlette.types import Receive
+
+from penstock.protocol.client import GenerateReply, TextDelta
+from penstock.services.http.convert import chat_fields
+from penstock.services.http.generation import Generation
+from penstock.services.http.logprobs import chat_logprobs, prompt_logprobs
+from penstock.services.http.reasoning import ReasoningSplitter
+from penstock.services.http.replies import (
+    CalledFunction,
+    CalledTool,
+    ChatChoiceReply,
+    ChatChunk,
+    ChatReply,
+    Delta,
+    ReplyMessage,
+    json_response,
+)
+from penstock.services.http.schema import ChatRequest
+from penstock.services.http.service import Service
+from penstock.services.http.tool_calls import ContentPiece, Piece, ToolCallDelta, ToolCallParser
+
+
+async def chat(service: Service, request: ChatRequest, receive: Receive) -> Response:
+    """Answers a conversation. Raises ApiError, RequestError, ClientDisconnect."""
+    question = chat_fields(request, service.tags_are_tokens)
+    generation = Generation(service, "chatcmpl", request, [question])
+    choices = [ChatChoice(index, request, service.starts_thinking) for index in range(request.n)]
+    if request.stream:
+        return generation.stream("chat.completion.chunk", choices)
+    replies = await generation.replies(receive)
+    of_prompt = replies[0].prompt_logprobs
+    return json_response(
+        ChatReply(
+            id=generation.id,
+            object="chat.completion",
+            created=generation.created,
+            model=generation.model,
+            choices=[one.whole(reply) for one, reply in zip(choices, replies, strict=True)],
+            usage=generation.usage(replies),
+            prompt_logprobs=UNSET if of_prompt is None else prompt_logprobs(of_prompt),
+        )
+    )
+
+
+class ChatChoice:
+    """One answer: thinking, content and tool calls, told from its text."""
+
+    def __init__(self, index: int, request: ChatRequest, starts_thinking: bool) -> None:
+        self._index = index
+        self._splitter = ReasoningSplitter(starts_thinking)
+        has_tools = bool(request.tools) and request.tool_choice != "none"
+        self._parser = ToolCallParser() if has_tools else None
+        self._may_call_twice = request.parallel_tool_calls
+        self._has_begun = self._has_calls = False
+
+    def grow(self, delta: TextDelta) -> Iterator[ChatChunk]:
+        """The role first; logprobs with the first piece of each delta, or an empty one."""
+        if not self._has_begun:
+            self._has_begun = True
+            yield ChatChunk(index=self._index, delta=Delta(role="assistant", content=""))
+        deltas = list(self._deltas(*self._splitter.feed(delta.text)))
+        logprobs = chat_logprobs(delta.logprobs)
+        if logprobs and not deltas:
+            deltas = [Delta(content="")]
+        for one in deltas:
+            yield ChatChunk(index=self._index, delta=one, logprobs=logprobs)
+            logprobs = None
+
+    def end(self, reply: GenerateReply) -> Iterator[ChatChunk]:
+        """What was held back, and why it ends."""
+        for one in self._finish():
+            yield ChatChunk(index=self._index, delta=one)
+        yield ChatChunk(index=self._index, delta=Delta(), finish_reason=self._finish_reason(reply))
+
+    def whole(self, reply: GenerateReply) -> ChatChoiceReply:
+        """The same from a whole answer."""
+        deltas = [*self._deltas(*self._splitter.feed(reply.text)), *self._finish()]
+        content = "".join(one.content or "" for one in deltas)
+        reasoning = "".join(one.reasoning_content or "" for one in deltas)
+        calls = _join_calls([call for one in deltas for call in one.tool_calls or []])
+        return ChatChoiceReply(
+            index=self._index,
+            message=ReplyMessage(
+                role="assistant",
+                content=content if content or not calls else None,
+                reasoning_content=reasoning or UNSET,
+                tool_calls=calls or UNSET,
+            ),
+            logprobs=chat_logprobs(reply.logprobs),
+            finish_reason=self._finish_reason(reply),
+        )
+
+    def _deltas(self, reasoning: str, content: str) -> Iterator[Delta]:
+        if reasoning:
+            yield Delta(reasoning_content=reasoning)
+        if self._parser:
+            yield from map(self._delta, self._wanted(self._parser.feed(content)))
+        elif content:
+            yield Delta(content=content)
+
+    def _finish(self) -> Iterator[Delta]:
+        yield from self._deltas(*self._splitter.finish())
+        if self._parser:
+            yield from map(self._delta, self._wanted(self._parser.finish()))
+
+    def _wanted(self, pieces: list[Piece]) -> Iterator[Piece]:
+        """All but calls behind the first where they are not to be parallel."""
+        for piece in pieces:
+            if self._may_call_twice or isinstance(piece, ContentPiece) or piece.index == 0:
+                yield piece
+
+    def _delta(self, piece: Piece) -> Delta:
+        if isinstance(piece, ContentPiece):
+            return Delta(content=piece.text)
+        self._has_calls = True
+        return Delta(tool_calls=[_called(piece)])
+
+    def _finish_reason(self, reply: GenerateReply) -> str:
+        is_call = self._has_calls and reply.finish_reason == "stop"
+        return "tool_calls" if is_call else reply.finish_reason
+
+
+def _called(piece: ToolCallDelta) -> CalledTool:
+    return CalledTool(
+        index=piece.index,
+        id=piece.id,
+        type="function" if piece.id else None,
+        function=CalledFunction(name=piece.name, arguments=piece.arguments),
+    )
+
+
+def _join_calls(pieces: list[CalledTool]) -> list[CalledTool]:
+    """The calls that a stream's pieces add up to."""
+    calls: list[CalledTool] = []
+    for piece in pieces:
+        if piece.id:
+            piece.index = UNSET
+            calls.append(piece)
+        else:
+            calls[-1].function.arguments += piece.function.arguments
+    return calls

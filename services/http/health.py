@@ -1,0 +1,77 @@
+"""Whether the pipeline works: told from what its processes do, not from what they said once."""
+
+import asyncio
+import time
+
+from penstock.launch.client import AsyncClient
+from penstock.protocol.status import SchedulerStatus, StatusReply
+from penstock.services.http.errors import ApiError
+
+LOOK_TIMEOUT = 2.0
+"""seconds for a new report of the scheduler, which it sends every half second"""
+
+
+class Watch:
+    """Looks at the pipeline when somebody asks, and remembers the look before."""
+
+    def __init__(self, client: AsyncClient, step_timeout: float) -> None:
+        self._client = client
+        self._step_timeout = step_timeout
+        self._same_since = time.monotonic()
+        """when the step that runs now was first seen"""
+        self._step: tuple[int, int] | None = None
+        """epoch of the scheduler and its number; None: nothing ran"""
+
+    async def check(self) -> None:
+        """Raises ApiError (503), with what is missing."""
+        try:
+            status = await asyncio.wait_for(self._client.status(fresh=True), LOOK_TIMEOUT)
+        except TimeoutError:
+            raise _unavailable(await self._who_is_silent()) from None
+        if not status.ready:
+            raise _unavailable(missing(status))
+        assert status.scheduler  # noqa: S101  there is one in a pipeline that is ready
+        seconds = self._seconds_at_step(status.scheduler)
+        if seconds > self._step_timeout:
+            raise _unavailable(f"no step has ended for {seconds:.0f} s")
+
+    async def check_ready(self) -> None:
+        """The same, as the gateway has heard it last."""
+        try:
+            status = await asyncio.wait_for(self._client.status(), LOOK_TIMEOUT)
+        except TimeoutError:
+            raise _unavailable("the gateway does not answer") from None
+        if not status.ready:
+            raise _unavailable(missing(status))
+
+    def _seconds_at_step(self, scheduler: SchedulerStatus) -> float:
+        """A step that was there at the look before, too, has lasted since at least then."""
+        step = (scheduler.epoch, scheduler.num_steps) if scheduler.num_running else None
+        if step is None or step != self._step:
+            self._same_since = time.monotonic()
+        self._step = step
+        return time.monotonic() - self._same_since
+
+    async def _who_is_silent(self) -> str:
+        try:
+            status = await asyncio.wait_for(self._client.status(), LOOK_TIMEOUT)
+        except TimeoutError:
+            return "the gateway does not answer"
+        return "the scheduler does not report" if status.ready else missing(status)
+
+
+def missing(status: StatusReply) -> str:
+    """Which stages a pipeline lacks that is not ready."""
+    scheduler = status.scheduler
+    stages = {
+        "scheduler": scheduler is not None,
+        "tokenizer": bool(status.tokenizers),
+        "detokenizer": bool(scheduler and scheduler.detokenizers),
+        "worker": bool(scheduler and scheduler.workers),
+    }
+    names = [name for name, is_there in stages.items() if not is_there]
+    return f"no {', no '.join(names)}" if names else "not all workers are there"
+
+
+def _unavailable(reason: str) -> ApiError:
+    return ApiError(503, reason, headers={"Retry-After": "1"})

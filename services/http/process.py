@@ -1,0 +1,92 @@
+"""The process: uvicorn on a port that others of its kind share."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+
+import uvicorn
+import uvloop
+
+from penstock.launch.client import AsyncClient
+from penstock.launch.errors import ClientError
+from penstock.protocol.config import Config
+from penstock.protocol.process import Process, PulseSender
+from penstock.protocol.sockets import HEARTBEAT_INTERVAL
+from penstock.services.http.app import make_app
+from penstock.services.http.service import Service
+
+MAX_GRACE = 4
+"""seconds that running answers have behind SIGTERM, if --drain-timeout is not less: SIGKILL comes
+after 5"""
+KEEP_ALIVE = 75
+"""seconds for which a connection may be idle: longer than clients keep theirs, so that none is
+closed while a request is on its way"""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn would end the process by the signal it got, with nothing behind it."""
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+    def stop(self) -> None:
+        """Lets what runs be finished, for a while."""
+        self.should_exit = True
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that shares its port: the kernel gives each connection to one of them."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener.bind((host, port))
+    return listener
+
+
+async def serve(process: Process) -> None:
+    """Until SIGTERM or SIGINT. Raises ClientError for keys that can't be read, and OSError."""
+    config, loop = process.config, asyncio.get_running_loop()
+    listener = listen(config.http_host, config.http_port)
+    pulse = PulseSender(process)
+
+    def heartbeat() -> None:
+        loop.call_later(HEARTBEAT_INTERVAL, heartbeat)
+        pulse.send()
+
+    async with AsyncClient(config.endpoint, keys=config.keys) as client:
+        service = Service(config, client)
+        server = _Server(_uvicorn_config(config, service))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.stop)
+        heartbeat()
+        process.log.info("listens on http://%s:%d", config.http_host, config.http_port)
+        start = asyncio.create_task(service.start())
+        await server.serve([listener])
+        start.cancel()
+
+
+def _uvicorn_config(config: Config, service: Service) -> uvicorn.Config:
+    return uvicorn.Config(
+        make_app(service),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=int(min(config.drain_timeout, MAX_GRACE)),
+    )
+
+
+def main() -> None:
+    """Runs until SIGTERM."""
+    process = Process("http")
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(process))
+    except (OSError, ClientError) as error:
+        raise SystemExit(f"http can't run: {error}") from error
+    process.context.destroy()

@@ -1,0 +1,26 @@
+"""What is refused of a request that gateway and tokenizer have let through."""
+
+from penstock.services.scheduler.scheduler import CannotFitError
+from penstock.services.scheduler.sequence import Sequence
+
+MAX_PROMPT_LOGPROBS = 1 << 19
+"""of one prompt. They are told at once: for so many a detokenizer takes a second, in which it says
+nothing else; after five it would be given up, and the next one too"""
+
+
+def check_request(sequence: Sequence, vocab_size: int) -> None:
+    """Raises CannotFitError."""
+    for extreme in (min(sequence.token_ids), max(sequence.token_ids)):
+        if not 0 <= extreme < vocab_size:  # every worker, and the next one, would end
+            raise CannotFitError(f"prompt has token id {extreme}; ids go up to {vocab_size - 1}")
+    for token_id in sequence.sampling.logit_bias:
+        if token_id >= vocab_size:
+            raise CannotFitError(
+                f"logit_bias has token id {token_id}; ids go up to {vocab_size - 1}"
+            )
+    num_top = sequence.sampling.prompt_logprobs
+    if num_top is not None and (1 + num_top) * sequence.num_prompt_tokens > MAX_PROMPT_LOGPROBS:
+        raise CannotFitError(
+            f"prompt_logprobs is {num_top} and the prompt has {sequence.num_prompt_tokens} tokens; "
+            f"at most {MAX_PROMPT_LOGPROBS} logprobs of a prompt are told"
+        )

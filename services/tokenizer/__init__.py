@@ -1,0 +1,1 @@
+"""The tokenizer: prompts and conversations to token ids."""

@@ -1,0 +1,115 @@
+"""Grammars on their way in: one that can't be served is refused before it reaches a worker.
+
+Compiling runs in llguidance, which can't be interrupted, which some schemas keep busy for minutes
+within all its limits, and whose stack some grammars overflow. So each grammar is compiled in a
+child process, forked for it, that the kernel ends when its time is over; meanwhile this process
+goes on. What compiles there compiles in the worker, which has the same limits and a larger stack.
+"""
+
+import faulthandler
+import os
+import resource
+import signal
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from penstock.protocol.process import Loop
+from penstock.protocol.structured import GRAMMAR_LIMITS
+
+MAX_COMPILE_SECONDS = 0.5
+"""of CPU time: so long may a worker's other rows have to wait for one that is compiled"""
+MAX_STACK_BYTES = 1 << 20
+MAX_CHILDREN = 2
+MAX_KNOWN = 256
+"""grammars that compiled, to be asked for again"""
+MAX_REASON_BYTES = 2048
+
+OnChecked = Callable[[str], None]
+"""is told why the grammar can't be served, or nothing"""
+
+
+class GrammarChecker:
+    """Compiles grammars to see whether it can be done."""
+
+    def __init__(self, folder: Path, loop: Loop) -> None:
+        self._tokenizer = LLTokenizer(str(folder / "tokenizer.json"))
+        """loaded here: the children have it without loading it"""
+        self._loop = loop
+        self._known: dict[str, None] = {}
+        self._waiting: deque[tuple[str, OnChecked]] = deque()
+        self._num_children = 0
+
+    def check(self, grammar: str, on_checked: OnChecked) -> None:
+        """Calls `on_checked` once, now or later; `grammar` is in llguidance's format."""
+        if grammar in self._known:
+            on_checked("")
+        else:
+            self._waiting.append((grammar, on_checked))
+            self._fork()
+
+    def _fork(self) -> None:
+        if not self._waiting or self._num_children == MAX_CHILDREN:
+            return
+        grammar, on_checked = self._waiting.popleft()
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _compile_and_exit(self._tokenizer, grammar, writer)
+        os.close(writer)
+        self._num_children += 1
+
+        def on_end() -> None:
+            reason = _reason(pid, reader)
+            self._num_children -= 1
+            if not reason:
+                self._remember(grammar)
+            on_checked(reason)
+            self._fork()
+
+        self._loop.add_file(reader, on_end)
+
+    def _remember(self, grammar: str) -> None:
+        self._known[grammar] = None
+        if len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+
+
+def _reason(pid: int, reader: int) -> str:
+    """What the child said, or how it ended."""
+    with os.fdopen(reader, "rb") as file:
+        said = file.read()
+    signal_number = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if signal_number == -signal.SIGPROF:
+        return f"compiling it takes more than {MAX_COMPILE_SECONDS} s, which is the limit"
+    if signal_number:
+        return "it is nested too deep to be compiled"
+    return said.decode(errors="replace")
+
+
+def _compile_and_exit(tokenizer: LLTokenizer, grammar: str, writer: int) -> NoReturn:
+    """In the child: says at `writer` what is wrong with `grammar`."""
+    status = 1
+    try:
+        faulthandler.disable()  # an overflow of the stack is expected
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _, hard = resource.getrlimit(resource.RLIMIT_STACK)
+        resource.setrlimit(resource.RLIMIT_STACK, (MAX_STACK_BYTES, hard))
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_SECONDS)
+        os.write(writer, _compile(tokenizer, grammar).encode()[:MAX_REASON_BYTES])
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _compile(tokenizer: LLTokenizer, grammar: str) -> str:
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            return "no text matches it, or its beginning is too complex"
+    return matcher.get_error()

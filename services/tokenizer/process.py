@@ -1,0 +1,120 @@
+"""The tokenizer process: its sockets."""
+
+from time import monotonic
+
+import zmq
+
+from penstock.protocol.checkpoint import read_model_config
+from penstock.protocol.client import ErrorReply
+from penstock.protocol.messages import (
+    Answered,
+    Goodbye,
+    Heartbeat,
+    Question,
+    Refused,
+    RequestFailed,
+    Tokenized,
+    TokenizedRequest,
+    TokenizeRequest,
+    ToTokenizer,
+)
+from penstock.protocol.plan import pack
+from penstock.protocol.process import Loop, Process, PulseSender
+from penstock.protocol.sockets import connect
+from penstock.protocol.tracing import Tracer
+from penstock.services.tokenizer.grammar_check import GrammarChecker
+from penstock.services.tokenizer.prompts import PromptError, Tokenizer
+
+
+class TokenizerProcess:
+    """Sockets around `Tokenizer` and `GrammarChecker`."""
+
+    def __init__(self, process: Process) -> None:
+        self.name = process.name
+        config = process.config
+        model = read_model_config(config.model_folder)
+        max_model_len = config.max_model_len or model.max_position_embeddings
+        self.tokenizer = Tokenizer(config.model_folder, max_model_len)
+        context, at = process.context, process.endpoints
+        self.gateway = connect(context, zmq.DEALER, at.tokenizers, ToTokenizer, process.identity)
+        self.scheduler = connect(context, zmq.PUSH, at.requests)
+        self.tracer = Tracer(config, process.name)
+        self.loop = Loop(self.on_heartbeat, PulseSender(process))
+        self.loop.add(self.gateway, self.on_requests)
+        self.loop.add_connection(self.gateway, self.on_heartbeat)
+        self.grammars = GrammarChecker(config.model_folder, self.loop)
+
+    def on_requests(self) -> None:
+        """Passes requests on and answers questions."""
+        for _, message in self.gateway.receive():
+            match message:
+                case TokenizeRequest():
+                    self.handle(message)
+                case Question():
+                    self.gateway.send(self.answer(message))
+                case Refused():
+                    raise SystemExit(message.reason)
+
+    def handle(self, request: TokenizeRequest) -> None:
+        """Passes one request on to the scheduler, or says why not; one with a grammar later."""
+        begin = monotonic()
+        try:
+            token_ids = self.tokenizer.encode(request)
+        except PromptError as error:
+            self._refuse(request, error)
+            return
+        wanted = request.sampling.structured_outputs
+        if wanted is None:
+            self._pass_on(request, token_ids, begin)
+            return
+
+        def on_checked(reason: str) -> None:
+            if reason:
+                message = f"structured_outputs can't be served: {reason}"
+                self._refuse(request, PromptError("structured_outputs", message))
+            else:
+                self._pass_on(request, token_ids, begin)
+
+        self.grammars.check(wanted.to_llguidance(), on_checked)
+
+    def answer(self, message: Question) -> Answered:
+        """Token ids of a prompt, or the text of token ids."""
+        try:
+            return Answered(message.number, self.tokenizer.answer(message.question))
+        except PromptError as error:
+            return Answered(message.number, _error_reply(error))
+
+    def _pass_on(self, request: TokenizeRequest, token_ids: list[int], begin: float) -> None:
+        self.scheduler.send(
+            TokenizedRequest(
+                request.request_id,
+                request.attempt,
+                request.sampling,
+                pack(token_ids),
+                pack(request.output_token_ids),
+            )
+        )
+        self.gateway.send(Tokenized(request.request_id, request.attempt, len(token_ids)))
+        attributes = {"gen_ai.usage.input_tokens": len(token_ids)}
+        self.tracer.span("tokenize", request.request_id, begin, attributes)
+
+    def _refuse(self, request: TokenizeRequest, error: PromptError) -> None:
+        failed = RequestFailed(request.request_id, request.attempt, _error_reply(error))
+        self.gateway.send(failed)
+
+    def on_heartbeat(self) -> None:
+        """Registers this process with the gateway, and keeps it registered."""
+        self.gateway.send(Heartbeat(self.name))
+
+
+def _error_reply(error: PromptError) -> ErrorReply:
+    return ErrorReply(code="invalid", message=str(error), field=error.field)
+
+
+def main() -> None:
+    """Runs until SIGTERM; then another tokenizer takes what is unanswered."""
+    process = Process("tokenizer")
+    tokenizer = TokenizerProcess(process)
+    tokenizer.loop.run()
+    tokenizer.gateway.send(Goodbye())
+    process.context.destroy()

@@ -1,0 +1,83 @@
+"""Prompts and conversations to token ids."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.client import (
+    DetokenizeReply,
+    DetokenizeRequest,
+    TokenizePromptRequest,
+    TokenizeReply,
+)
+from penstock.protocol.messages import TokenizeRequest
+from penstock.services.tokenizer.chat_template import (
+    NOT_FOR_CLIENTS,
+    ChatTemplate,
+    ChatTemplateError,
+)
+
+
+class PromptError(ValueError):
+    """A prompt that can't be served: which field, and why."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template."""
+
+    def __init__(self, folder: Path, max_model_len: int) -> None:
+        path = folder / "tokenizer.json"
+        try:
+            self._tokenizer = HuggingFaceTokenizer.from_file(str(path))
+        except Exception as error:  # it raises nothing more exact
+            raise ModelError(f"{path} can't be read: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._chat_template = ChatTemplate(folder)
+        self._max_model_len = max_model_len
+
+    def encode(self, request: TokenizeRequest) -> list[int]:
+        """The prompt's token ids. Raises PromptError."""
+        token_ids = self._encode(request)
+        field = "messages" if request.messages else "prompt"
+        if not token_ids:
+            raise PromptError(field, f"{field} has no token")
+        if len(token_ids) >= self._max_model_len:
+            raise PromptError(
+                field,
+                f"{field} has {len(token_ids)} tokens; at most {self._max_model_len - 1} leave "
+                f"room for an answer in the context of {self._max_model_len}",
+            )
+        return token_ids
+
+    def answer(
+        self, question: TokenizePromptRequest | DetokenizeRequest
+    ) -> TokenizeReply | DetokenizeReply:
+        """What a client wants to know. A prompt may be longer than the context here. Raises
+        PromptError."""
+        if isinstance(question, TokenizePromptRequest):
+            token_ids = self._encode(question)
+            return TokenizeReply(token_ids=token_ids, max_model_len=self._max_model_len)
+        text = self._tokenizer.decode(question.token_ids, skip_special_tokens=False)
+        return DetokenizeReply(text=text)
+
+    def _encode(self, request: TokenizeRequest | TokenizePromptRequest) -> list[int]:
+        if isinstance(request.prompt, list):
+            return request.prompt
+        if request.prompt is not None:
+            return list(self._tokenizer.encode(request.prompt).ids)
+        kwargs = request.chat_template_kwargs
+        if taken := sorted(NOT_FOR_CLIENTS & kwargs.keys()):
+            raise PromptError(
+                "chat_template_kwargs", f"chat_template_kwargs has {taken[0]}, which it can't set"
+            )
+        try:
+            text = self._chat_template.render(request.messages or [], request.tools, kwargs)
+        except ChatTemplateError as error:
+            raise PromptError("messages", str(error)) from error
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

@@ -1,0 +1,247 @@
+"""The second pass of a step: for the rows that ask for more than a token (`RowExtras`).
+
+A step samples every row, in a CUDA graph where there is one. Behind it this pass takes the logits
+of the rows that ask, changes them, samples these rows again, and overwrites their tokens; it tells
+logprobs, those of prompts too. Nothing here waits for the device but rows with a grammar: which
+tokens it allows is known when the token before is on the host. By then the GPU computes the step.
+
+Rank 0 has the logits; the other ranks take part in its collectives, so that they, too, must know
+which rows ask.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.kernels.logits import apply_bitmask
+from penstock.kernels.plan import Slots, StepBuffers
+from penstock.kernels.sampling import sample
+from penstock.models.qwen3 import Qwen3
+from penstock.protocol.plan import BatchPlan, RowAdded, unpack
+from penstock.services.worker.cuda_graphs import Computed
+from penstock.services.worker.grammars import Grammars
+from penstock.services.worker.penalties import Penalties
+from penstock.services.worker.persistent_batch import Integers, Record, Rows
+from penstock.services.worker.told import OnItsWay, pack_logprobs
+from penstock.services.worker.transfers import integers_to_device, to_device, to_host
+
+MAX_ROWS = 64
+"""whose logits are worked on at a time: it bounds the memory"""
+MAX_PROMPT_TOKENS = 256
+"""likewise, of a prompt"""
+NEVER = -1e30
+"""added to the logit of what may not be drawn: finite, so that it can be drawn where a grammar
+allows nothing else"""
+
+
+class ExtraRow:
+    """A row that asks, as far as the host must know it."""
+
+    def __init__(self, row: RowAdded, vocab_size: int) -> None:
+        """Raises ValueError for a bias of a token that the model does not have."""
+        assert row.extras  # noqa: S101  for mypy
+        self.extras = extras = row.extras
+        self.token_ids = np.frombuffer(row.token_ids, "<i4").astype(np.int64)
+        self.place = -1
+        """in `Penalties`, if it has any"""
+        self._min_length = extras.num_prompt_tokens + extras.min_tokens
+        self._bias = _entries(extras.logit_bias)
+        wrong = [token_id for token_id in extras.logit_bias if not 0 <= token_id < vocab_size]
+        if wrong:
+            raise ValueError(f"bias of token {wrong[0]}; ids go up to {vocab_size - 1}")
+        never = {token_id: NEVER for token_id in extras.end_token_ids if token_id < vocab_size}
+        self._long_bias = np.concatenate([self._bias, _entries(never)], 1)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether its logits depend on what it has said."""
+        extras = self.extras
+        penalties = extras.repetition_penalty, extras.frequency_penalty, extras.presence_penalty
+        return penalties != (1.0, 0.0, 0.0)
+
+    def bias(self, position: int) -> NDArray[np.float64]:
+        """Token ids and what is added to their logits, [2, n], for the token at `position`."""
+        return self._long_bias if position < self._min_length else self._bias
+
+
+class SecondPass:
+    """The rows that ask, by slot. Changed by plans."""
+
+    def __init__(
+        self,
+        model: Qwen3,
+        slots: Slots,
+        buffers: StepBuffers,
+        vocab_size: int,
+        grammars: Grammars | None,
+    ) -> None:
+        """grammars: on rank 0; None on the others."""
+        self.rows: dict[int, ExtraRow] = {}
+        """of the persistent batch, by slot"""
+        self._model = model
+        self._slots = slots
+        self._buffers = buffers
+        self._device = device = slots.last_token.device
+        self._vocab_size = vocab_size
+        self._asks = np.zeros(len(slots.seeds), np.bool_)
+        self._penalties = Penalties(vocab_size, device)
+        self._grammars = grammars
+        self._awaited: dict[int, int] = {}
+        """slot of a row with a grammar → which of the tokens sampled last is its own"""
+        self._last_tokens: Callable[[], list[int]] = list
+        """waits for the tokens sampled last"""
+
+    def clear(self) -> None:
+        """Removes every row."""
+        for slot in list(self.rows):
+            self._remove(slot)
+
+    def apply(self, plan: BatchPlan) -> None:
+        """Rows leave and enter. Raises ValueError for what can't be."""
+        if self.rows:
+            for slot in unpack(plan.removed):
+                if slot in self.rows:
+                    self._remove(slot)
+        for row in plan.added:
+            if row.extras:
+                self._add(row)
+
+    def follows(self, tokens: Callable[[], list[int]]) -> None:
+        """The step that `run` was part of is launched; `tokens` waits for its tokens."""
+        self._last_tokens = tokens
+
+    def _add(self, row: RowAdded) -> None:
+        extra = self.rows[row.slot] = ExtraRow(row, self._vocab_size)
+        self._asks[row.slot] = True
+        if self._model.tp.rank:
+            return
+        extras = extra.extras
+        prompt, output = np.split(extra.token_ids, [extras.num_prompt_tokens])
+        if extra.has_penalties:
+            extra.place = self._penalties.add(extras, *self._to_device(prompt, output))
+        if extras.structured_outputs and self._grammars:
+            given = output.tolist(), extras.end_token_ids
+            self._grammars.add(row.slot, extras.structured_outputs, *given)
+
+    def _remove(self, slot: int) -> None:
+        extra = self.rows.pop(slot)
+        self._asks[slot] = False
+        self._awaited.pop(slot, None)
+        if extra.place >= 0:
+            self._penalties.remove(extra.place)
+        if extra.extras.structured_outputs and self._grammars:
+            self._grammars.remove(slot)
+
+    def run(self, rows: Rows, computed: Computed) -> OnItsWay:
+        """Overwrites the tokens of the rows that ask, in `computed` and in the persistent batch."""
+        way = OnItsWay([], {}, [])
+        asking = self._asks[rows.table[:, 0]]
+        for row in rows.table[asking].tolist():
+            self._tell_prompt(row, computed.hidden_states, way)
+        self._accept()
+        which = np.flatnonzero(asking[rows.sampled])
+        if computed.logits is not None:
+            for begin in range(0, len(which), MAX_ROWS):
+                part = which[begin : begin + MAX_ROWS]
+                self._sample(part, rows, computed.logits, computed.tokens, way)
+        return way
+
+    def _tell_prompt(self, row: list[int], hidden_states: Tensor, way: OnItsWay) -> None:
+        """Logprobs of the prompt tokens that a chunk predicts; row: as in the record."""
+        slot, start, count, first = row[:4]
+        extra = self.rows[slot]
+        if extra.extras.num_prompt_logprobs < 0:
+            return
+        end = min(start + count, extra.extras.num_prompt_tokens - 1)
+        for begin in range(start, end, MAX_PROMPT_TOKENS):
+            stop = min(begin + MAX_PROMPT_TOKENS, end)
+            some = slice(first + begin - start, first + stop - start)
+            logits = self._model.compute_logits(hidden_states[some])
+            if logits is not None:
+                token_ids = to_device(extra.token_ids[begin + 1 : stop + 1], self._device)
+                packed = pack_logprobs(logits, token_ids, extra.extras.num_prompt_logprobs)
+                way.prompt_logprobs.setdefault(slot, []).append(to_host(packed))
+
+    def _accept(self) -> None:
+        """The matchers of grammars take the tokens drawn last."""
+        if self._awaited and self._grammars:
+            token_ids = self._last_tokens()
+            for slot, index in self._awaited.items():
+                self._grammars.accept(slot, token_ids[index])
+            self._awaited.clear()
+
+    def _sample(
+        self, which: Integers, rows: Rows, all_logits: Tensor, all_tokens: Tensor, way: OnItsWay
+    ) -> None:
+        """Draws for some of the sampled rows, at most MAX_ROWS; which: indices among these."""
+        at = rows.sampled[which]
+        table = rows.table[at]
+        extras = [self.rows[slot] for slot in table[:, 0].tolist()]
+        penalized = [n for n, row in enumerate(extras) if row.place >= 0]
+        telling = [n for n, row in enumerate(extras) if row.extras.num_logprobs >= 0]
+        index, on_penalized, places, on_telling, told_from = self._to_device(
+            at, penalized, [extras[n].place for n in penalized], telling, at[telling]
+        )
+        logits = all_logits[index]
+        if penalized:
+            logits[on_penalized] = self._penalties.apply(logits[on_penalized], places)
+        self._add_bias(logits, extras, table)
+        self._restrict(logits, extras, which, table, way)
+        slots, positions = self._buffers.slots[index], self._buffers.next_positions[index]
+        tokens = draw(logits, self._slots, slots, positions)
+        all_tokens[index] = tokens
+        if penalized:
+            self._penalties.count(places, tokens[on_penalized])
+        if telling:
+            numbers = [extras[n].extras.num_logprobs for n in telling]
+            packed = pack_logprobs(all_logits[told_from], tokens[on_telling], max(numbers))
+            way.logprobs.append((which[telling].tolist(), numbers, to_host(packed)))
+
+    def _add_bias(self, logits: Tensor, extras: list[ExtraRow], table: Record) -> None:
+        positions = (table[:, 1] + table[:, 2]).tolist()
+        biases = [row.bias(position) for row, position in zip(extras, positions, strict=True)]
+        token_ids, values = np.concatenate(biases, 1)
+        if not values.size:
+            return
+        in_row = np.repeat(np.arange(len(extras)), [bias.shape[1] for bias in biases])
+        (flat,) = self._to_device(in_row * self._vocab_size + token_ids.astype(np.int64))
+        logits.view(-1).index_add_(0, flat, to_device(values.astype(np.float32), self._device))
+
+    def _restrict(
+        self, logits: Tensor, extras: list[ExtraRow], which: Integers, table: Record, way: OnItsWay
+    ) -> None:
+        """Leaves what grammars allow."""
+        restricted = [n for n, row in enumerate(extras) if row.extras.structured_outputs]
+        if not restricted or not self._grammars:
+            return
+        slots = table[restricted, 0].tolist()
+        bitmask, failed = self._grammars.bitmask(slots)
+        self._awaited |= zip(slots, which[restricted].tolist(), strict=True)
+        way.failed.extend((self._awaited[slot], reason) for slot, reason in failed.items())
+        (index,) = self._to_device(restricted)
+        logits[index] = apply_bitmask(logits[index], to_device(bitmask, self._device))
+
+    def _to_device(self, *lists: Integers | list[int]) -> tuple[Tensor, ...]:
+        return integers_to_device(lists, self._device)
+
+
+def draw(logits: Tensor, batch: Slots, slots: Tensor, positions: Tensor) -> Tensor:
+    """`sample` with the parameters of the persistent batch."""
+    return sample(
+        logits,
+        slots=slots,
+        positions=positions,
+        seeds=batch.seeds,
+        temperature=batch.temperature,
+        top_k=batch.top_k,
+        top_p=batch.top_p,
+        min_p=batch.min_p,
+        last_token=batch.last_token[:-1],
+    )
+
+
+def _entries(bias: dict[int, float]) -> NDArray[np.float64]:
+    """Token ids and values, [2, n]."""
+    return np.array([list(bias), list(bias.values())], np.float64).reshape(2, -1)

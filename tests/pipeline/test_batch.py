@@ -1,0 +1,149 @@
+"""`launch batch`, with a real pipeline and its HTTP process."""
+
+import json
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.launch.private import free_port
+from tests.pipeline.conftest import LAUNCH, START_TIMEOUT, Pipeline
+
+pytestmark = pytest.mark.pipeline
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def main(pipeline: Callable[..., Pipeline]) -> Pipeline:
+    """A pipeline with a key."""
+    return pipeline("--http", "1", "--http-port", str(free_port()), "--api-key", "secret")
+
+
+def chat(number: int, **body: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"{number}+1="}]
+    body = {"messages": messages, **body}
+    return {"custom_id": f"chat-{number}", "method": "POST", "url": CHAT, "body": body}
+
+
+def text(number: int, prompt: str, **body: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": 3000, **body}
+    return {"custom_id": f"text-{number}", "method": "POST", "url": TEXT, "body": body}
+
+
+def write(path: Path, *lines: dict[str, Any] | str) -> Path:
+    path.write_text(
+        "".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in lines)
+    )
+    return path
+
+
+def batch(main: Pipeline, source: Path, target: Path, *flags: str) -> tuple[int, str]:
+    """Its exit code and what it says last."""
+    ended = main.run("batch", str(source), str(target), *flags)
+    assert "Traceback" not in ended.stderr, ended.stderr
+    return ended.returncode, ended.stderr.splitlines()[-1]
+
+
+def results(path: Path) -> dict[str, dict[str, Any]]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    by_name = {one["custom_id"] or one["id"]: one for one in found}
+    assert len(by_name) == len(found)
+    return by_name
+
+
+def test_every_line_has_its_result(main: Pipeline, tmp_path: Path) -> None:
+    lines = [
+        *(chat(number) for number in range(20)),
+        text(1, "count from 3 to 9"),
+        chat(98, temperature=9),
+        "",
+        "no JSON",
+        {"custom_id": "elsewhere", "method": "POST", "url": "/v1/embeddings", "body": {}},
+        text(2, "x", stream=True),
+    ]
+    source, target = write(tmp_path / "in", *lines), tmp_path / "out"
+    code, said = batch(main, source, target, "--concurrency", "4")
+    assert (code, said) == (1, f"{target}: 3 bad, 21 done, 1 refused")
+    found = results(target)
+    for number in range(20):
+        response = found[f"chat-{number}"]["response"]
+        assert response["status_code"] == 200
+        assert response["body"]["choices"][0]["message"]["content"] == str(number + 1)
+    assert found["text-1"]["response"]["body"]["choices"][0]["text"] == "3 4 5 6 7 8 9"
+    refused = found["chat-98"]
+    assert (refused["response"]["status_code"], refused["error"]) == (400, None)
+    assert "temperature" in refused["response"]["body"]["error"]["message"]
+    for name, reason in (
+        ("batch_req_24", "malformed"),
+        ("elsewhere", "Invalid enum value '/v1/embeddings'"),
+        ("text-2", "no streams"),
+    ):
+        assert found[name]["response"] is None
+        assert found[name]["error"]["code"] == "invalid_line"
+        assert reason in found[name]["error"]["message"]
+    before = target.read_text()
+    code, said = batch(main, source, target)
+    assert (code, said) == (0, f"{target}: 22 skipped")
+    assert target.read_text() == before
+
+
+def test_it_goes_on_where_it_was_stopped(main: Pipeline, tmp_path: Path) -> None:
+    lines = [text(1, "count from 0 to 150"), *(chat(number) for number in range(6))]
+    source, target = write(tmp_path / "in", *lines), tmp_path / "out"
+    with subprocess.Popen(
+        [*LAUNCH, "batch", "--name", main.name, str(source), str(target), "--concurrency", "2"],
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        with main.client() as client:
+            while not (target.exists() and target.read_text().count("\n") == 6):
+                client.status(fresh=True)  # half a second
+        process.send_signal(signal.SIGINT)
+        assert process.wait(START_TIMEOUT) == 130
+    whole = target.read_text()
+    assert "text-1" not in whole
+    with target.open("a") as half:
+        half.write('{"id":"batch_req_1","custom_id":"text-1","resp')
+    code, said = batch(main, source, target)
+    assert (code, said) == (0, f"{target}: 1 done, 6 skipped")
+    assert target.read_text().startswith(whole)
+    content = results(target)["text-1"]["response"]["body"]["choices"][0]["text"]
+    assert content == " ".join(map(str, range(151)))
+
+
+def test_another_file_is_left_alone(main: Pipeline, tmp_path: Path) -> None:
+    source = write(tmp_path / "in", chat(1))
+    code, said = batch(main, source, source)
+    assert code == 2
+    assert f"{source}:1 is no result of a batch" in said
+    assert source.read_text() == json.dumps(chat(1)) + "\n"
+    code, said = batch(main, tmp_path / "none", tmp_path / "out")
+    assert (code, said) == (2, f"launch: {tmp_path}/none: No such file or directory")
+
+
+def test_a_pipeline_of_its_own(main: Pipeline, tmp_path: Path) -> None:
+    source, target = write(tmp_path / "in", chat(1)), tmp_path / "out"
+    model = Path(__file__).parents[2] / "models" / "demo" / "checkpoint"
+    flags = (
+        "--model",
+        str(model),
+        "--device",
+        "cpu",
+        "--num-threads",
+        "1",
+        "--kv-cache-gib",
+        "0.1",
+    )
+    code, said = batch(main, source, target, *flags)
+    assert (code, said) == (0, f"{target}: 1 done")
+    code, said = batch(main, source, target, "--tp", "2")
+    assert (code, said) == (2, "launch: --tp is for a pipeline of --model")
+
+
+def test_no_http_process(pipeline: Callable[..., Pipeline], tmp_path: Path) -> None:
+    other = pipeline("--http-port", str(free_port()))
+    code, said = batch(other, write(tmp_path / "in", chat(1)), tmp_path / "out")
+    assert code == 1
+    assert "can't be reached" in said

@@ -1,0 +1,160 @@
+"""Over HTTP: what is refused, and how; metrics; LangChain and curl."""
+
+import json
+import subprocess
+
+import httpx
+import openai
+import pytest
+from langchain_openai import ChatOpenAI
+
+from tests.pipeline.http_api import COUNT, COUNT_MESSAGES, COUNTED, KEY, MODEL, Api, api, http, url
+
+__all__ = ["api", "http", "url"]
+"""fixtures"""
+pytestmark = pytest.mark.pipeline
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_fields(api: Api, stream: bool) -> None:
+    for fields, param in (
+        ({"temperature": 3}, "temperature"),
+        ({"max_tokens": 1_000_000}, "max_tokens"),
+        ({"extra_body": {"foo": 1}}, "foo"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            api.chat(**fields, stream=stream)  # type: ignore[arg-type]
+        assert caught.value.param == param
+        assert caught.value.type == "invalid_request_error"
+
+
+def test_another_model(api: Api) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        api.chat(model="gpt-4")
+    assert caught.value.code == "model_not_found"
+
+
+def test_a_wrong_key(api: Api) -> None:
+    api.fields["api_key"] = "another"
+    with pytest.raises(openai.AuthenticationError):
+        api.chat()
+
+
+def test_what_is_open_without_a_key(url: str) -> None:
+    for path in ("/health", "/ready", "/version", "/", "/openapi.json"):
+        assert httpx.get(url + path).status_code == 200
+    for path in ("/v1/models", "/metrics", "/status"):
+        assert httpx.get(url + path).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "/v1/chat/completions", b"{", 400),
+        ("POST", "/v1/chat/completions", b'{"messages": []}', 400),
+        ("POST", "/v1/completions", b'{"prompt": []}', 400),
+        ("POST", "/v1/completions", b"[" * 90_000, 400),
+        ("POST", "/v1/completions", b'{"prompt": "' + b"x" * 100_000 + b'"}', 413),
+        ("POST", "/tokenize", b"{}", 400),
+        ("POST", "/tokenize", b'{"prompt": "\xff"}', 400),
+        ("POST", "/detokenize", b'{"tokens": [999999]}', 400),
+        ("GET", "/v1/completions", b"", 405),
+        ("GET", "/v2", b"", 404),
+        ("GET", "/v1/models/gpt-4", b"", 404),
+        ("GET", "/page/..%2fapp.py", b"", 404),
+    ],
+)
+def test_statuses(http: httpx.Client, method: str, path: str, body: bytes, status: int) -> None:
+    answer = http.request(method, path, content=body)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_a_disconnect_aborts(http: httpx.Client) -> None:
+    def aborted() -> int:
+        metrics = http.get("/status").json()["metrics"]
+        return int(metrics["request_success"].get("abort", 0))
+
+    before = aborted()
+    body = {"prompt": COUNT, "max_tokens": 4000, "ignore_eos": True}
+    with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
+        next(stream.iter_bytes())
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json=body, timeout=1)
+    for _ in range(20):
+        if aborted() == before + 2:
+            break
+        http.get("/health")  # comes with the scheduler's next report
+    assert aborted() == before + 2
+
+
+def test_models(url: str) -> None:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
+        assert [model.id for model in client.models.list()] == [MODEL]
+        assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_tokenize(http: httpx.Client) -> None:
+    tokens = http.post("/tokenize", json={"prompt": "née"}).json()
+    assert tokens == {"count": 4, "max_model_len": 4096, "tokens": list("née".encode())}
+    text = http.post("/detokenize", json={"tokens": tokens["tokens"]}).json()
+    assert text == {"prompt": "née"}
+    of_chat = http.post("/tokenize", json={"messages": COUNT_MESSAGES}).json()
+    assert of_chat["count"] > len(COUNT)
+
+
+def test_metrics_add_up(http: httpx.Client) -> None:
+    def counted() -> dict[str, float]:
+        lines = http.get("/metrics").text.splitlines()
+        pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+        return {name.partition("{")[0]: float(value) for name, value in pairs}
+
+    before = counted()
+    usage = http.post("/v1/completions", json={"prompt": COUNT, "n": 3}).json()["usage"]
+    after = counted()
+    grown = {
+        name: after[f"penstock:{name}"] - before[f"penstock:{name}"]
+        for name in (
+            "generation_tokens_total",
+            "prompt_tokens_total",
+            "e2e_request_latency_seconds_count",
+        )
+    }
+    assert grown == {
+        "generation_tokens_total": usage["completion_tokens"],
+        "prompt_tokens_total": 3 * usage["prompt_tokens"],
+        "e2e_request_latency_seconds_count": 3,
+    }
+
+
+def test_the_page_asks_nothing_of_others(http: httpx.Client) -> None:
+    page = http.get("/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+
+
+def test_langchain(url: str) -> None:
+    model = ChatOpenAI(
+        base_url=f"{url}/v1",
+        api_key=KEY,
+        model=MODEL,
+        temperature=0,
+        max_retries=0,  # type: ignore[arg-type]
+    )
+    assert model.invoke(COUNT).content == COUNTED
+    assert "".join(str(chunk.content) for chunk in model.stream(COUNT)) == COUNTED
+
+
+def test_curl(url: str) -> None:
+    def curl(*arguments: str) -> str:
+        command = ["curl", "-sS", "--max-time", "60", "-H", f"Authorization: Bearer {KEY}"]
+        return subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, check=True
+        ).stdout
+
+    body = json.dumps({"messages": COUNT_MESSAGES})
+    reply = json.loads(curl(f"{url}/v1/chat/completions", "-d", body))
+    assert reply["choices"][0]["message"]["content"] == COUNTED
+    lines = curl("-N", f"{url}/v1/completions", "-d", '{"prompt": "17+25=", "stream": true}')
+    assert lines.endswith("data: [DONE]\n\n")

@@ -1,0 +1,52 @@
+"""Requests made from `/openapi.json`, good and bad: no answer is a 500, and nobody dies.
+
+`PENSTOCK_EXAMPLES=500 pytest --timeout 3000 tests/pipeline/test_http_fuzz.py` sends more.
+"""
+
+import os
+from collections.abc import Callable
+
+import hypothesis
+import pytest
+import schemathesis
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+
+from tests.pipeline.conftest import Pipeline
+from tests.pipeline.ports import free_port
+
+pytestmark = pytest.mark.pipeline
+NUM_EXAMPLES = int(os.environ.get("PENSTOCK_EXAMPLES", "5"))
+SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def served(pipeline: Callable[..., Pipeline]) -> tuple[Pipeline, str]:
+    """With limits that let no answer take long."""
+    port = free_port()
+    limits = ("--max-model-len", "128", "--max-num-seqs", "4", "--max-waiting-requests", "4")
+    one = pipeline("--http", "1", "--http-port", str(port), *limits)
+    return one, f"http://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_no_request_is_a_server_error(served: tuple[Pipeline, str], mode: GenerationMode) -> None:
+    pipeline, url = served
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        if mode is GenerationMode.NEGATIVE and not operation.body:
+            continue  # nothing can be wrong with it
+
+        @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+        @hypothesis.settings(
+            max_examples=NUM_EXAMPLES,
+            deadline=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+            database=None,
+        )
+        def ask(case: schemathesis.Case) -> None:
+            case.call_and_validate(checks=[not_a_server_error], timeout=SECONDS)
+
+        ask()
+    assert not any(pipeline.restarts().values())

@@ -1,0 +1,91 @@
+"""Over HTTP: thinking, tool calls, answers that must match something."""
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.pipeline.http_api import COUNTED, SCHEMA, TOOL, Api, api, content_of, url
+
+__all__ = ["api", "url"]
+"""fixtures"""
+pytestmark = pytest.mark.pipeline
+
+
+def test_thinking(api: Api) -> None:
+    extra = {"guided_grammar": r'start: <think> "\nwell\n" </think> "\n\nyes"'}
+    message = api.chat(extra_body=extra).choices[0].message
+    assert (message.reasoning_content, message.content) == ("well", "yes")
+    chunks = api.chat(extra_body=extra, stream=True)
+    assert content_of(chunks, "reasoning_content") == "well"
+    assert content_of(chunks) == "yes"
+
+
+def test_enable_thinking(api: Api) -> None:
+    """The template puts an empty thought into the prompt."""
+    with_thought = {"chat_template_kwargs": {"enable_thinking": False}}
+    longer = api.chat(extra_body=with_thought, max_tokens=1).usage.prompt_tokens
+    assert longer > api.chat(max_tokens=1).usage.prompt_tokens
+    assert longer == api.chat(reasoning_effort="none", max_tokens=1).usage.prompt_tokens
+
+
+REPEATED_CALL: list[Any] = [
+    {
+        "role": "user",
+        "content": 'repeat: <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>',
+    }
+]
+
+
+def test_tool_calls(api: Api) -> None:
+    choice = api.chat(REPEATED_CALL, tools=[TOOL]).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "f"
+    assert json.loads(call.function.arguments) == {"x": 1}
+    assert api.text(REPEATED_CALL).startswith("<tool_call>")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_forced_tools(api: Api, choice: Any) -> None:
+    fields = {"tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False}
+    (call,) = api.chat(**fields).choices[0].message.tool_calls
+    assert call.function.name == "add"
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMA)  # type: ignore[arg-type]
+    deltas = [chunk.choices[0].delta for chunk in api.chat(**fields, stream=True)]
+    pieces = [piece for delta in deltas for piece in delta.tool_calls or []]
+    assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments
+
+
+def test_no_tools(api: Api) -> None:
+    choice = api.chat(tools=[TOOL], tool_choice="none").choices[0]
+    assert choice.message.tool_calls is None
+
+
+def test_response_format(api: Api) -> None:
+    given = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+    jsonschema.validate(json.loads(api.text(response_format=given)), SCHEMA)  # type: ignore[arg-type]
+    bias = {str(ord("}")): 100}
+    text = api.text(response_format={"type": "json_object"}, logit_bias=bias)
+    assert isinstance(json.loads(text), dict)
+    assert api.text(response_format={"type": "text"}) == COUNTED
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"guided_choice": ["yes", "no"]},
+        {"guided_regex": "yes|no"},
+        {"guided_grammar": 'start: "yes" | "no"'},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+    ],
+)
+def test_guided(api: Api, extra: dict[str, Any]) -> None:
+    assert api.text(extra_body=extra) in ("yes", "no")
+    assert api.complete(extra_body=extra).choices[0].text in ("yes", "no")
+
+
+def test_guided_json(api: Api) -> None:
+    assert json.loads(api.text(extra_body={"guided_json": {"const": 5}})) == 5

@@ -1,0 +1,103 @@
+"""Several HTTP processes on one port: what each does, and what the death of one breaks."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from tests.pipeline.conftest import START_TIMEOUT, Pipeline
+from tests.pipeline.ports import free_port
+
+pytestmark = pytest.mark.pipeline
+LONG = {"prompt": "count from 1 to 100", "max_tokens": 120, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def served(pipeline: Callable[..., Pipeline]) -> tuple[Pipeline, str]:
+    port = free_port()
+    return pipeline("--http", "1", "--http-port", str(port)), f"http://127.0.0.1:{port}"
+
+
+def metric(url: str, name: str) -> float:
+    lines = httpx.get(f"{url}/metrics", timeout=START_TIMEOUT).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+async def stream(url: str, started: asyncio.Event) -> str:
+    """The text of a stream, each on a connection of its own. Raises httpx.TransportError."""
+    text = ""
+    async with (
+        httpx.AsyncClient(timeout=START_TIMEOUT) as client,
+        client.stream("POST", f"{url}/v1/completions", json=LONG) as answer,
+    ):
+        async for line in answer.aiter_lines():
+            started.set()
+            if line.startswith("data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+    return text
+
+
+async def streams(url: str, number: int, then: Callable[[], object]) -> list[str | BaseException]:
+    """So many at once; `then` is called in the middle of them."""
+    started = [asyncio.Event() for _ in range(number)]
+    tasks = [asyncio.create_task(stream(url, one)) for one in started]
+    await asyncio.gather(*(one.wait() for one in started))
+    await asyncio.to_thread(then)
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_two_processes_share_the_work(served: tuple[Pipeline, str]) -> None:
+    """Then one dies: only its connections break, and the sums are right."""
+    pipeline, url = served
+    assert pipeline.run("scale", "http", "2").returncode == 0
+    pipeline.wait_for(r"http\.2 +\| I listens")
+    tokens = "penstock:generation_tokens_total"
+    before = metric(url, tokens)
+    whole = asyncio.run(streams(url, 4, lambda: None))
+    assert len(set(whole)) == 1, whole
+    assert metric(url, tokens) - before == 4 * LONG["max_tokens"]  # type: ignore[operator]
+    ends = asyncio.run(streams(url, 8, lambda: pipeline.kill("http.1")))
+    broken = [end for end in ends if isinstance(end, httpx.TransportError)]
+    assert 0 < len(broken) < 8
+    assert {end for end in ends if end not in broken} == set(whole)
+    assert pipeline.restarts()["gateway.1"] == 0
+
+
+def test_sigterm_lets_answers_be_finished(served: tuple[Pipeline, str]) -> None:
+    pipeline, url = served
+    short = {"prompt": "count from 3 to 9", "max_tokens": 50}
+    with httpx.Client(timeout=START_TIMEOUT) as client:
+        with client.stream("POST", f"{url}/v1/completions", json=short | {"stream": True}) as one:
+            lines = one.iter_lines()
+            next(lines)
+            for name in ("http.1", "http.2"):
+                if name in pipeline.processes():
+                    pipeline.kill(name, signal.SIGTERM)
+            assert list(lines)[-2:] == ["data: [DONE]", ""]
+        reply = client.post(f"{url}/v1/completions", json=short)
+    assert reply.json()["choices"][0]["text"] == "3 4 5 6 7 8 9"
+
+
+def test_an_answer_goes_on_where_the_gateway_dies(served: tuple[Pipeline, str]) -> None:
+    pipeline, url = served
+    text, *_ = asyncio.run(streams(url, 1, lambda: pipeline.kill("gateway.1")))
+    assert isinstance(text, str), text
+    assert text.startswith("1 2 3 4 5")
+    assert httpx.get(f"{url}/health", timeout=START_TIMEOUT).status_code == 200
+
+
+def test_health_names_the_stage_that_is_missing(served: tuple[Pipeline, str]) -> None:
+    pipeline, url = served
+    pid = pipeline.processes()["scheduler.1"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        answer = httpx.get(f"{url}/health", timeout=START_TIMEOUT)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert answer.status_code == 503
+    assert "scheduler" in answer.json()["error"]["message"]
+    assert answer.headers["retry-after"] == "1"

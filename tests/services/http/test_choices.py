@@ -1,0 +1,193 @@
+"""Answers in the shapes of chats and completions, whole and in pieces."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.protocol.client import FinishReason, GenerateReply, TextDelta, Usage
+from penstock.protocol.logprobs import Logprob, TokenLogprobs
+from penstock.services.http.chat import ChatChoice
+from penstock.services.http.completions import CompletionChoice
+from penstock.services.http.logprobs import completion_logprobs, first_token, prompt_logprobs
+from penstock.services.http.replies import ENCODER, ChatChoiceReply
+from penstock.services.http.schema import ChatRequest, Function, Message, Tool
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def request(has_tools: bool = False, **fields: Any) -> ChatRequest:
+    tools = [Tool(type="function", function=Function(name="f"))] if has_tools else []
+    return ChatRequest(messages=[Message(role="user")], tools=tools, **fields)
+
+
+def reply(text: str, finish_reason: FinishReason = "stop", **fields: Any) -> GenerateReply:
+    usage = Usage(prompt_tokens=1, cached_tokens=0, output_tokens=1)
+    return GenerateReply(
+        request_id="r", text=text, token_ids=[], finish_reason=finish_reason, usage=usage, **fields
+    )
+
+
+def delta(text: str, **fields: Any) -> TextDelta:
+    return TextDelta(
+        request_id="r", token_offset=0, char_offset=0, token_ids=[1], text=text, **fields
+    )
+
+
+def logprob(token: str, value: float = -1.0, *top: Logprob) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=ord(token), token=token, logprob=value, bytes=list(token.encode()), top=list(top)
+    )
+
+
+def streamed(text: str, asked: ChatRequest, size: int = 1) -> list[dict[str, Any]]:
+    choice = ChatChoice(0, asked, starts_thinking=False)
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    chunks = [chunk for piece in pieces for chunk in choice.grow(delta(piece))]
+    chunks += choice.end(reply(text))
+    return [msgspec.json.decode(ENCODER.encode(chunk)) for chunk in chunks]
+
+
+def whole(text: str, asked: ChatRequest, *args: Any) -> ChatChoiceReply:
+    return ChatChoice(0, asked, starts_thinking=False).whole(reply(text, *args))
+
+
+def joined(chunks: list[dict[str, Any]], field: str) -> str:
+    return "".join(chunk["delta"].get(field, "") for chunk in chunks)
+
+
+def test_the_role_comes_first_and_the_reason_last() -> None:
+    first, *middle, last = streamed("hello", request(), 2)
+    assert first == {
+        "index": 0,
+        "delta": {"role": "assistant", "content": ""},
+        "logprobs": None,
+        "finish_reason": None,
+    }
+    assert [chunk["delta"] for chunk in middle] == [{"content": t} for t in ("he", "ll", "o")]
+    assert (last["delta"], last["finish_reason"]) == ({}, "stop")
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_thinking(size: int) -> None:
+    text = "<think>\nhm\n</think>\n\nanswer"
+    chunks = streamed(text, request(), size)
+    assert joined(chunks, "reasoning_content") == "hm"
+    assert joined(chunks, "content") == "answer"
+    message = whole(text, request()).message
+    assert (message.reasoning_content, message.content) == ("hm", "answer")
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_tool_calls(size: int) -> None:
+    chunks = streamed(f"so\n{CALL}", request(has_tools=True), size)
+    assert joined(chunks, "content") == "so"
+    calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
+    assert calls[0]["id"]
+    assert calls[0] | {"id": ""} == {
+        "index": 0,
+        "id": "",
+        "type": "function",
+        "function": {"name": "f", "arguments": ""},
+    }
+    arguments = "".join(call["function"]["arguments"] for call in calls)
+    assert msgspec.json.decode(arguments) == {"a": 1}
+    assert chunks[-1]["finish_reason"] == "tool_calls"
+
+
+def test_tool_calls_of_a_whole_answer() -> None:
+    choice = whole(CALL, request(has_tools=True))
+    encoded = msgspec.json.decode(ENCODER.encode(choice))
+    assert encoded["finish_reason"] == "tool_calls"
+    assert encoded["message"]["content"] is None
+    (call,) = encoded["message"]["tool_calls"]
+    assert set(call) == {"id", "type", "function"}
+    assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+
+
+def test_one_call_where_they_are_not_parallel() -> None:
+    asked = request(has_tools=True, parallel_tool_calls=False)
+    assert len(whole(f"{CALL}\n{CALL}", asked).message.tool_calls) == 1  # type: ignore[arg-type]
+    both = whole(f"{CALL}\n{CALL}", request(has_tools=True)).message
+    assert len(both.tool_calls) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("asked", [request(), request(has_tools=True, tool_choice="none")])
+def test_without_tools_calls_are_text(asked: ChatRequest) -> None:
+    assert whole(CALL, asked).message.content == CALL
+
+
+def test_an_answer_cut_short_is_no_call() -> None:
+    assert whole(CALL, request(has_tools=True), "length").finish_reason == "length"
+
+
+def test_logprobs_of_a_chat() -> None:
+    other = Logprob(token_id=1, token="b", logprob=-2.0, bytes=[98])  # noqa: S106
+    choice = ChatChoice(0, request(), starts_thinking=False)
+    chunks = list(choice.grow(delta("a", logprobs=[logprob("a", -1.0, other)])))
+    content = msgspec.json.decode(ENCODER.encode(chunks[1]))["logprobs"]["content"]
+    assert content == [
+        {
+            "token": "a",
+            "logprob": -1.0,
+            "bytes": [97],
+            "top_logprobs": [{"token": "b", "logprob": -2.0, "bytes": [98]}],
+        }
+    ]
+
+
+def test_logprobs_are_told_where_the_text_is_held_back() -> None:
+    choice = ChatChoice(0, request(), starts_thinking=False)
+    chunks = list(choice.grow(delta("<", logprobs=[logprob("<")])))
+    assert [chunk.logprobs is None for chunk in chunks] == [True, False]
+    assert chunks[1].delta.content == ""
+
+
+def test_an_echo_comes_with_the_first_piece() -> None:
+    choice = CompletionChoice(3, "2+2=")
+    assert [one.text for one in choice.grow(delta("4"))] == ["2+2=4"]
+    assert [one.text for one in choice.grow(delta("!"))] == ["!"]
+    (last,) = choice.end(reply("4!"))
+    assert (last.index, last.text, last.finish_reason) == (3, "", "stop")
+
+
+def test_logprobs_of_an_echo() -> None:
+    of_prompt = [None, logprob("b", -0.5)]
+    whole = CompletionChoice(0, "ab").whole(
+        reply("c", logprobs=[logprob("c")], prompt_logprobs=of_prompt), tells_prompt=False
+    )
+    assert whole.text == "abc"
+    assert whole.logprobs
+    assert whole.logprobs.tokens == ["a", "b", "c"]
+    assert whole.logprobs.token_logprobs == [None, -0.5, -1.0]
+    assert whole.logprobs.text_offset == [0, 1, 2]
+    assert whole.logprobs.top_logprobs == [None, {"b": -0.5}, {"c": -1.0}]
+
+
+def test_offsets_go_on_behind_what_was_sent() -> None:
+    choice = CompletionChoice(0, "")
+    for text, offset in (("ab", 0), ("c", 2)):
+        (piece,) = choice.grow(delta(text, logprobs=[logprob(text[0])]))
+        assert piece.logprobs
+        assert piece.logprobs.text_offset == [offset]
+
+
+def test_tokens_of_which_nothing_is_known() -> None:
+    logprobs = completion_logprobs([None, logprob("a")], 0)
+    assert logprobs
+    assert logprobs.token_logprobs == [None, -1.0]
+
+
+def test_the_first_token_of_a_prompt() -> None:
+    assert first_token("né", [None, *[logprob("x")] * 2]) == "n"
+    assert first_token("ab", [None, logprob("b")]) == "a"
+
+
+def test_prompt_logprobs_have_ranks() -> None:
+    other = Logprob(token_id=1, token="x", logprob=-0.1, bytes=[120])  # noqa: S106
+    first, second = prompt_logprobs([None, logprob("b", -3.0, other)])
+    assert first is None
+    assert second
+    assert second["1"].rank == 1
+    assert second["98"].rank is None
+    assert second["98"].decoded_token == "b"  # noqa: S105

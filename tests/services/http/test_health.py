@@ -1,0 +1,62 @@
+"""What is missing where a pipeline does not work. (The pipeline's own tests ask a real one.)"""
+
+import pytest
+
+from penstock.launch.client import AsyncClient
+from penstock.protocol.status import SchedulerStatus, StatusReply
+from penstock.services.http import health
+from penstock.services.http.health import Watch, missing
+
+
+def status(tokenizers: dict[str, int], scheduler: SchedulerStatus | None) -> StatusReply:
+    return StatusReply(
+        ready=False,
+        model="m",
+        num_requests=0,
+        tokenizers=tokenizers,
+        scheduler=scheduler,
+        num_bad_frames=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (status({}, None), "no scheduler, no tokenizer, no detokenizer, no worker"),
+        (
+            status({"t": 0}, SchedulerStatus(epoch=1, ready=False, workers=["w"])),
+            "no detokenizer",
+        ),
+        (
+            status(
+                {"t": 0},
+                SchedulerStatus(epoch=1, ready=False, workers=["w"], detokenizers={"d": 0}),
+            ),
+            "not all workers are there",
+        ),
+    ],
+)
+def test_the_missing_stage(found: StatusReply, sentence: str) -> None:
+    assert missing(found) == sentence
+
+
+def test_time_at_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(health.time, "monotonic", lambda: now)
+    watch = Watch(AsyncClient(), step_timeout=60.0)
+
+    def look(num_steps: int, num_running: int, epoch: int = 1) -> float:
+        return watch._seconds_at_step(
+            SchedulerStatus(epoch=epoch, ready=True, num_steps=num_steps, num_running=num_running)
+        )
+
+    assert look(5, 0) == 0
+    now += 500
+    assert look(5, 1) == 0, "nothing ran at the look before"
+    now += 70
+    assert look(5, 1) == 70
+    assert look(5, 1, epoch=2) == 0, "another scheduler"
+    now += 70
+    assert look(6, 1, epoch=2) == 0
+    now += 70
+    assert look(6, 0, epoch=2) == 0

@@ -1,0 +1,138 @@
+"""Calls and text are the same however the answer is cut into pieces."""
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.services.http.tool_calls import ContentPiece, Piece, ToolCallParser
+
+WEATHER = (
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": [1,  2]}}\n</tool_call>'
+)
+TIME = '<tool_call>{"arguments": {} , "name": "time"}</tool_call>'
+BROKEN = '<tool_call>\n{"name": "weather", "arguments": {"city": }}\n</tool_call>'
+
+JSON_VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.characters(codec="utf-8")),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner),
+    max_leaves=5,
+)
+ARGUMENTS = st.dictionaries(st.text(max_size=3), JSON_VALUES, max_size=3)
+
+
+class Answer:
+    """What a client puts together from the pieces, as OpenAI's client does."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self.text = ""
+        self.calls: list[tuple[str | None, str]] = []
+        for piece in pieces:
+            if isinstance(piece, ContentPiece):
+                assert piece.text
+                self.text += piece.text
+            elif piece.name is not None:
+                assert piece.id is not None
+                assert piece.index == len(self.calls)
+                self.calls.append((piece.name, piece.arguments))
+            else:
+                name, arguments = self.calls[piece.index]
+                self.calls[piece.index] = (name, arguments + piece.arguments)
+
+
+def parse(*pieces: str) -> Answer:
+    parser = ToolCallParser()
+    return Answer([p for text in pieces for p in parser.feed(text)] + parser.finish())
+
+
+def cut(text: str, cuts: set[int]) -> list[str]:
+    ends = [0, *sorted(cuts), len(text)]
+    return [text[start:end] for start, end in pairwise(ends)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "names"),
+    [
+        (WEATHER, "", ["weather"]),
+        (f"\n\n{WEATHER}\n{TIME}\n", "", ["weather", "time"]),
+        (f"I look.\n\n{WEATHER}\n\nThen\n\n{TIME}", "I look.Then", ["weather", "time"]),
+        (f"{BROKEN}\n{TIME}", BROKEN, ["time"]),
+        (f"{TIME}\n{BROKEN}\n", f"{BROKEN}\n", ["time"]),
+        (f"a\n{BROKEN}\n", f"a\n{BROKEN}\n", []),
+        ("a\n<tool_call>\n{", "a\n<tool_call>\n{", []),
+        ("3 < 4\n\n", "3 < 4\n\n", []),
+        ("a\n<tool_c", "a\n<tool_c", []),
+        ("</tool_call>", "</tool_call>", []),
+    ],
+)
+def test_parses(answer: str, text: str, names: list[str]) -> None:
+    for parsed in (parse(answer), parse(*answer)):
+        assert parsed.text == text
+        assert [name for name, _ in parsed.calls] == names
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "[]",
+        '{"arguments": {}}',
+        '{"name": 3, "arguments": {}}',
+        '{"name": "f", "arguments": []}',
+        '{"name": "f", "arguments": "{}"}',
+        '{"name": "f", "arguments": {}} {}',
+        '{"name": "f", "arguments": {"a": NaN}}',
+        '{"name": "f", "arguments": {"a": ' + "[" * 9999 + "]" * 9999 + "}}",
+    ],
+)
+def test_what_is_no_call_is_text(body: str) -> None:
+    parsed = parse(f"<tool_call>{body}</tool_call>")
+    assert parsed.text == f"<tool_call>{body}</tool_call>"
+    assert not parsed.calls
+
+
+def test_arguments_are_as_written() -> None:
+    assert parse(*WEATHER).calls == [("weather", '{"city": "Köln", "days": [1,  2]}')]
+
+
+def test_call_without_arguments() -> None:
+    assert parse('<tool_call>{"name": "time"}</tool_call>').calls == [("time", "{}")]
+
+
+def test_each_call_has_its_id() -> None:
+    pieces = ToolCallParser().feed(WEATHER + TIME)
+    ids = [piece.id for piece in pieces if not isinstance(piece, ContentPiece) and piece.id]
+    assert len(set(ids)) == len(ids) == 2
+
+
+@given(
+    answer=st.lists(
+        st.sampled_from(
+            [WEATHER, TIME, BROKEN, "<tool_call>", "</tool_call>", "<", "<tool", "\n", "a"]
+        )
+    ).map("".join),
+    cuts=st.sets(st.integers(1, 200)),
+)
+def test_pieces_do_not_matter(answer: str, cuts: set[int]) -> None:
+    pieces, whole = parse(*cut(answer, cuts)), parse(answer)
+    assert (pieces.text, pieces.calls) == (whole.text, whole.calls)
+
+
+@given(arguments=ARGUMENTS, ascii_only=st.booleans(), cuts=st.sets(st.integers(1, 200)))
+def test_any_arguments_come_through(
+    arguments: dict[str, Any], ascii_only: bool, cuts: set[int]
+) -> None:
+    written = json.dumps(arguments, ensure_ascii=ascii_only, indent=1)
+    body = f'<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>'
+    assert parse(*cut(body, cuts)).calls == [("f", written)]
+
+
+@given(answer=st.lists(st.sampled_from(["<", "<tool", "_call", "\n", "a", " "])).map("".join))
+def test_holds_back_only_newlines_and_half_a_tag(answer: str) -> None:
+    parser = ToolCallParser()
+    for character in answer:
+        parser.feed(character)
+    assert "<tool_call>".startswith(Answer(parser.finish()).text.strip("\n"))

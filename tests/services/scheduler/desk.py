@@ -1,0 +1,80 @@
+"""`Streams` with detokenizers that only note what they are told."""
+
+from penstock.protocol.logprobs import PackedLogprobs
+from penstock.protocol.messages import StreamOpened, TokenDelta
+from penstock.protocol.plan import pack, unpack
+from penstock.services.scheduler.sequence import Sequence
+from penstock.services.scheduler.step import StepOutput
+from penstock.services.scheduler.streams import Streams
+from tests.services.scheduler.builders import make_sequence
+
+
+class Reader:
+    """What a detokenizer knows."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[PackedLogprobs | None]] = {}
+        self.opened: list[StreamOpened] = []
+        self.finished: dict[int, str] = {}
+
+    def read(self, delta: TokenDelta) -> None:
+        for stream_id in delta.closed:
+            del self.tokens[stream_id]
+        for opened in delta.opened:
+            self.opened.append(opened)
+            self.tokens[opened.stream_id] = list(unpack(opened.output_token_ids))
+            if opened.logprobs is not None:
+                self.logprobs[opened.stream_id] = opened.logprobs
+            if opened.finish_reason:
+                self.finished[opened.stream_id] = opened.finish_reason
+        stream_ids, token_ids = unpack(delta.stream_ids), unpack(delta.token_ids)
+        for stream_id, token_id in zip(stream_ids, token_ids, strict=True):
+            if stream_id in self.tokens:  # else it was closed in this very message
+                self.tokens[stream_id].append(token_id)
+        for index, packed in delta.logprobs:
+            self.logprobs[stream_ids[index]].append(packed)
+        self.finished |= dict(delta.finished)
+
+
+def packed(token_id: int) -> PackedLogprobs:
+    return PackedLogprobs(pack([token_id]), bytes(4))
+
+
+class Desk:
+    """`Streams` and its readers; messages arrive when `deliver` is called."""
+
+    def __init__(self, *readers: str) -> None:
+        self.streams = Streams(epoch=7)
+        self.readers: dict[bytes, Reader] = {}
+        for name in readers:
+            self.come(name)
+
+    def come(self, name: str) -> Reader:
+        self.streams.alive(name.encode(), name)
+        return self.readers.setdefault(name.encode(), Reader())
+
+    def open(self, num_sequences: int = 1, **sampling: object) -> list[Sequence]:
+        """New requests, which the scheduler then admits."""
+        sequences = [make_sequence(**sampling) for _ in range(num_sequences)]  # type: ignore
+        for sequence in sequences:
+            self.streams.open(sequence)
+            sequence.num_given_tokens = sequence.num_prompt_tokens
+        return sequences
+
+    def step(self, sequences: list[Sequence], token_id: int) -> None:
+        """Each of them gets a token."""
+        for sequence in sequences:
+            sequence.take_logprobs(packed(token_id))
+            sequence.token_ids.append(token_id)
+        ended = [sequence for sequence in sequences if sequence.finish_reason]
+        self.streams.put(StepOutput(sequences, [token_id] * len(sequences), ended, []))
+
+    def deliver(self) -> None:
+        for identity, delta in self.streams.take_deltas():
+            assert delta.epoch == 7
+            self.readers[identity].read(delta)
+
+    @property
+    def loads(self) -> list[int]:
+        return [len(reader.tokens) for reader in self.readers.values()]

@@ -1,0 +1,141 @@
+"""Chat templates render as in transformers, and what they can't render is an error."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.client import ChatMessage
+from penstock.protocol.config import Config
+from penstock.services.tokenizer.chat_template import ChatTemplate, ChatTemplateError
+
+FOLDER = Config().model_folder
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"é": [1, 2], "<b>": None}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+MESSAGES = [
+    ChatMessage(role="system", content="Be brief. <&>'"),
+    ChatMessage(role="user", content="2 + 3?\n", name="Ann"),
+    ChatMessage(
+        role="assistant", content="", tool_calls=[CALL], reasoning_content="\nI must add.\n"
+    ),
+    ChatMessage(role="tool", content="5", tool_call_id="c1"),
+    ChatMessage(role="assistant", content="<think>\nWell\n</think>\n\nIt is 5."),
+    ChatMessage(role="user", content="<tool_response>6</tool_response>"),
+]
+TEMPLATES = {
+    "of the demo model": None,
+    "tools": """
+{%- if tools %}
+    {%- for tool in tools %}
+        {{- loop.index0 ~ ": " ~ (tool | tojson) + "\\n" }}
+    {%- endfor %}
+{%- endif %}
+{%- for message in messages %}
+    {% for call in message.tool_calls or [] %}
+      {%- set call = call.function if call.function else call %}
+{{ call.name }}({{ call.arguments if call.arguments is string else call.arguments | tojson }})
+    {% endfor %}
+[{{ message.role | upper }}{{ "/" + message.name if message.name is defined else "" }}]
+{%- endfor %}""",
+    "a namespace, backwards": """
+{%- set seen = namespace(searching=true, last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if seen.searching and message.role == "user" and message.content is string
+        and not (message.content.startswith('<tool_response>')
+                 and message.content.endswith('</tool_response>')) %}
+        {%- set seen.searching = false %}
+        {%- set seen.last = index %}
+    {%- endif %}
+{%- endfor %}
+{{- seen.last }} {{ messages[0].content.split("e", 1)[1].lstrip(" ").rstrip("'") }}
+{%- for message in messages if message.role == "assistant" %}
+    {%- set thought = message.reasoning_content | default("") | trim("\\n") %}
+    {%- if '</think>' in message.content %}
+        {%- set thought = message.content.split('</think>')[0].split('<think>')[-1].strip("\\n") %}
+    {%- endif %}
+    {{- "|" + thought + "|" + message.content }}
+{%- endfor %}""",
+    "break, continue and macros": """
+{%- macro show(message, tag="m") %}<{{ tag }}>{{ message.content | trim }}</{{ tag }}>{% endmacro %}
+{%- for message in messages %}
+    {%- if message.role == "system" %}{% continue %}{% endif %}
+    {%- if message.role == "tool" %}{% break %}{% endif %}
+    {{- show(message, tag=message.role) }}
+{%- endfor %}
+{% generation %}{% set inner = 1 %}kept{% endgeneration %}{{ inner is defined }}
+{{ dict(a=1)["a"] }} {{ range(3) | list }} {{ {"b": 1, "a": "é"} | tojson(indent=2) }}""",
+    "tokens and arguments": """{{ bos_token }}{{ eos_token }}{{ pad_token }}
+{{- enable_thinking is defined and enable_thinking is false }}{{ documents }}
+{{- strftime_now("%Y") }}{% if add_generation_prompt %}>>{% endif %}{{ unknown }}""",
+}
+
+
+def template(folder: Path, source: str | None) -> ChatTemplate:
+    shutil.copy(FOLDER / "tokenizer_config.json", folder)
+    if source is not None:
+        (folder / "chat_template.jinja").write_text(source)
+    return ChatTemplate(folder)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False, "pad_token": "own"}])
+@pytest.mark.parametrize("tools", [None, [TOOL, TOOL]])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_equals_transformers(
+    tmp_path: Path, name: str, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]
+) -> None:
+    maps = [
+        {"role": m.role, "content": m.content}
+        | {f: v for f in ("name", "reasoning_content", "tool_calls") if (v := getattr(m, f))}
+        for m in MESSAGES
+    ]
+    theirs = PreTrainedTokenizerFast.from_pretrained(FOLDER).apply_chat_template(
+        maps,
+        tools=tools,
+        chat_template=TEMPLATES[name],
+        tokenize=False,
+        add_generation_prompt=True,
+        **kwargs,
+    )
+    ours = template(tmp_path, TEMPLATES[name]).render(MESSAGES, tools, kwargs)
+    assert ours == theirs
+    assert ours
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ raise_exception('no system') }}", "no system"),
+        ("{{ messages[0].a.b }}", "has no attribute"),
+        ("{{ 'a' + 1 }}", "can only concatenate str"),
+        ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
+        ("{% for m in messages %}{% set _ = messages.append(1) %}{% endfor %}", "unsafe"),
+        ("{{ level * 1 / 0 }}", "division by zero"),
+    ],
+)
+def test_what_a_template_refuses(tmp_path: Path, source: str, reason: str) -> None:
+    with pytest.raises(ChatTemplateError, match="the chat template refused messages: ") as caught:
+        template(tmp_path, source).render(MESSAGES, None, {"level": 2})
+    assert reason in str(caught.value)
+
+
+def test_arguments_do_not_replace_the_requests_own(tmp_path: Path) -> None:
+    """The client may not name them; here they don't matter."""
+    made = template(tmp_path, "{{ messages | length }}{{ self is defined }}")
+    assert made.render(MESSAGES, None, {"messages": [], "self": 1}).startswith("6")
+
+
+def test_a_model_without_a_template(tmp_path: Path) -> None:
+    with pytest.raises(ChatTemplateError, match="the model has no chat template"):
+        ChatTemplate(tmp_path).render(MESSAGES, None, {})
+
+
+@pytest.mark.parametrize("config", [{"chat_template": "{% if %}"}, {"chat_template": [1]}, []])
+def test_files_that_are_none(tmp_path: Path, config: object) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"the chat template of .* can't be read"):
+        ChatTemplate(tmp_path)

@@ -1,0 +1,186 @@
+"""Masks let through exactly what a grammar matches, and a failed row harms no other."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.protocol.config import Config
+from penstock.protocol.structured import StructuredOutputs
+from penstock.services.worker.grammars import Grammars
+
+FOLDER = Config().model_folder
+VOCAB_SIZE = 264
+"""of the demo model; its tokenizer has 262, the bytes first"""
+END_OF_TEXT, IM_START, IM_END, THINK = 256, 257, 258, 259
+ENDS = [IM_END, END_OF_TEXT]
+
+
+@pytest.fixture
+def grammars() -> Iterator[Grammars]:
+    made = Grammars(FOLDER, VOCAB_SIZE)
+    yield made
+    made.clear()
+
+
+def ids(mask: "np.ndarray[Any, Any]") -> set[int]:
+    return set(np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist())
+
+
+def allowed(grammars: Grammars, slot: int = 0) -> set[int]:
+    masks, failed = grammars.bitmask([slot])
+    assert masks.dtype == np.int32
+    assert masks.shape == (1, 9)
+    assert failed == {}
+    return ids(masks[0])
+
+
+def add(grammars: Grammars, slot: int = 0, said: bytes = b"", **fields: Any) -> None:
+    grammars.add(slot, StructuredOutputs(**fields), list(said), ENDS)
+
+
+def say(grammars: Grammars, text: str, slot: int = 0) -> None:
+    """Each byte must be allowed."""
+    for byte in text.encode():
+        assert byte in allowed(grammars, slot), text
+        grammars.accept(slot, byte)
+
+
+def matches(grammars: Grammars, text: str, **fields: Any) -> bool:
+    add(grammars, **fields)
+    for byte in text.encode():
+        if byte not in allowed(grammars):
+            return False
+        grammars.accept(0, byte)
+    return IM_END in allowed(grammars)
+
+
+def test_ends_are_allowed_exactly_where_the_grammar_may_end(grammars: Grammars) -> None:
+    add(grammars, regex="ab*c?")
+    assert allowed(grammars) == {ord("a")}
+    say(grammars, "a")
+    assert allowed(grammars) == {ord("b"), ord("c"), *ENDS}
+    say(grammars, "bbc")
+    assert allowed(grammars) == set(ENDS)
+    grammars.accept(0, IM_END)
+    assert allowed(grammars) == set(ENDS)
+
+
+def test_after_an_end_there_are_only_ends(grammars: Grammars) -> None:
+    add(grammars, regex="a+")
+    say(grammars, "aa")
+    grammars.accept(0, END_OF_TEXT)
+    assert allowed(grammars) == set(ENDS)
+
+
+def test_the_end_tokens_are_the_rows_own(grammars: Grammars) -> None:
+    """A stop token that is text, too; ids that no model has; what llguidance takes for EOS."""
+    grammars.add(0, StructuredOutputs(regex="a[;,]b;?"), [], [ord(";"), 2**31 - 1])
+    for byte, ends in zip(b"a,b;", ([], [], [], [ord(";")]), strict=True):
+        assert allowed(grammars) == {byte, *ends}
+        grammars.accept(0, byte)
+    assert allowed(grammars) == {ord(";")}
+
+
+def test_the_output_so_far_is_replayed(grammars: Grammars) -> None:
+    add(grammars, said=b'{"a": [1', json={"properties": {"a": {"items": {"type": "integer"}}}})
+    assert ord("]") in allowed(grammars)
+    assert ord("}") not in allowed(grammars)
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        ({"regex": "^a|b/c$"}, ["a", "b/c"], ["b", "ac", "ab/c"]),
+        ({"regex": r"\d{2}\n."}, ["12\né"], ["1\n2", "12\n\n"]),
+        ({"regex": "a\nb"}, ["a\nb"], ["ab", "a b"]),
+        ({"choice": ["a", "ab", 'q"/\\\n', "é😀"]}, ["a", "ab", 'q"/\\\n', "é😀"], ["b", "abc"]),
+        ({"json_object": True}, ["{}", '{"a":1}', '{"a": [{}, "é"], "b": null}'], ["[]", "1"]),
+        ({"json_object": True}, [], [' {"a":1}', '{ "a":1}', '{"a":  1}', '{"a":1,\n"b":2}']),
+        ({"json": '{"type": "integer"}'}, ["7", "-12"], ["1.5", "01", '"7"']),
+        ({"json": {"enum": ["a", 1, [2]]}}, ['"a"', "1", "[2]"], ["a", "2"]),
+        ({"grammar": 'start: "x" %json {"type": "boolean"} | "{}"'}, ["xtrue", "{}"], ["true"]),
+    ],
+)
+def test_kinds(grammars: Grammars, fields: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    for text in good:
+        assert matches(grammars, text, **fields), text
+    for text in bad:
+        assert not matches(grammars, text, **fields), text
+
+
+def test_special_tokens_are_no_text(grammars: Grammars) -> None:
+    """Nor is what only looks like one, `<think>`; ids without a token are forbidden."""
+    add(grammars, json={"type": "string"})
+    say(grammars, '"<|im_end|')
+    assert allowed(grammars) <= set(range(256))
+    add(grammars, slot=1, grammar='start: <think> "a"')
+    assert allowed(grammars, 1) == {THINK}
+    grammars.accept(1, THINK)
+    assert allowed(grammars, 1) == {ord("a")}
+
+
+def test_rows_go_on_side_by_side(grammars: Grammars) -> None:
+    for slot, text in ((5, "no"), (2, "yes")):
+        add(grammars, slot, choice=[text])
+    add(grammars, 9, choice=["x"])
+    grammars.remove(9)
+    grammars.remove(7)
+    masks, failed = grammars.bitmask([2, 5])
+    assert [ids(mask) for mask in masks] == [{ord("y")}, {ord("n")}]
+    assert failed == {}
+    grammars.clear()
+    assert grammars.bitmask([])[0].shape == (0, 9)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"json": {"uniqueItems": True}}, 'Unimplemented keys: \\["uniqueItems"\\]'),
+        ({"regex": "(?=a)a"}, "look-ahead"),
+        ({"grammar": '{"grammars": [{"lark_grammar": "start: /a/"}]}'}, "expecting rule"),
+        ({"grammar": "start: a"}, 'unknown name: "a"'),
+        ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "NoExtension"),
+        ({"regex": "(a{1000}){1000}"}, "too many expressions"),
+    ],
+)
+def test_a_failed_row_fails_alone(grammars: Grammars, fields: dict[str, Any], reason: str) -> None:
+    add(grammars, 0, regex="a")
+    add(grammars, 1, **fields)
+    masks, failed = grammars.bitmask([1, 0])
+    for _ in range(20):
+        if failed:
+            break
+        grammars.accept(1, ord("a"))
+        masks, failed = grammars.bitmask([1, 0])
+    assert failed.keys() == {1}
+    assert re.match(f"structured_outputs can't be followed: .*{reason}", failed[1], re.DOTALL)
+    assert (masks[0] == -1).all()
+    assert ids(masks[1]) == {ord("a")}
+    grammars.accept(1, 3)
+    assert grammars.bitmask([1])[1] == failed
+
+
+def test_a_token_that_does_not_match_fails_the_row(grammars: Grammars) -> None:
+    add(grammars, 0, regex="ab")
+    allowed(grammars)
+    grammars.accept(0, ord("b"))
+    assert "can't be followed" in grammars.bitmask([0])[1][0]
+
+
+def test_a_dead_end_fails_the_row(grammars: Grammars) -> None:
+    """The grammar has come to its end, but the row has no end token (`ignore_eos`)."""
+    grammars.add(0, StructuredOutputs(regex="a"), [], [])
+    grammars.accept(0, ord("a"))
+    assert "dead end" in grammars.bitmask([0])[1][0]
+
+
+def test_a_larger_vocabulary() -> None:
+    """What lies behind the tokenizer's is forbidden."""
+    grammars = Grammars(FOLDER, 1000)
+    add(grammars, grammar="start: <[*]>")
+    masks, _ = grammars.bitmask([0])
+    assert masks.shape == (1, 32)
+    assert max(ids(masks[0])) == 261
