@@ -158,7 +158,9 @@ def _scale(arguments: argparse.Namespace) -> int:
     from penstock.launch.control import scale
 
     if arguments.kind not in SCALABLE:
-        raise LaunchError(f"{arguments.kind!r} can't be scaled; {', '.join(SCALABLE)} can")
+        *others, last = SCALABLE
+        known = f"{', '.join(others)} and {last}"
+        raise LaunchError(f"{arguments.kind!r} can't be scaled; {known} can")
     if arguments.number < (least := SCALABLE[arguments.kind]):
         number = arguments.number
         raise LaunchError(f"number is {number}: a pipeline needs {least} {arguments.kind}")

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from pathlib import Path
 
 import httpx
 import openai
@@ -9,6 +10,8 @@ import pytest
 from langchain_openai import ChatOpenAI
 
 from tests.pipeline.http_api import COUNT, COUNT_MESSAGES, COUNTED, KEY, MODEL, Api, api, http, url
+
+README = Path(__file__).parents[2] / "README.md"
 
 __all__ = ["api", "http", "url"]
 """fixtures"""
@@ -146,15 +149,23 @@ def test_langchain(url: str) -> None:
     assert "".join(str(chunk.content) for chunk in model.stream(COUNT)) == COUNTED
 
 
-def test_curl(url: str) -> None:
-    def curl(*arguments: str) -> str:
-        command = ["curl", "-sS", "--max-time", "60", "-H", f"Authorization: Bearer {KEY}"]
-        return subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, check=True
+def test_the_curl_lines_of_the_readme(url: str) -> None:
+    block = README.read_text().partition("<!-- curl -->\n```sh\n")[2].partition("```")[0]
+    block = block.replace("http://127.0.0.1:8000", url)
+    key = f"curl -H 'Authorization: Bearer {KEY}' -S --max-time 60 -s"
+    chat, stream, choice, health = (
+        subprocess.run(
+            ["bash", "-c", line.replace("curl -s", key)], capture_output=True, text=True, check=True
         ).stdout
-
-    body = json.dumps({"messages": COUNT_MESSAGES})
-    reply = json.loads(curl(f"{url}/v1/chat/completions", "-d", body))
-    assert reply["choices"][0]["message"]["content"] == COUNTED
-    lines = curl("-N", f"{url}/v1/completions", "-d", '{"prompt": "17+25=", "stream": true}')
-    assert lines.endswith("data: [DONE]\n\n")
+        for line in block.strip().split("\n\n")
+    )
+    assert json.loads(chat)["choices"][0]["message"]["content"] == "42"
+    *events, usage, done = stream.strip().split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == COUNTED
+    assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] > len(COUNTED)
+    assert done == "data: [DONE]"
+    (chosen,) = json.loads(choice)["choices"]
+    assert chosen["text"] in ("red", "blue")
+    assert len(chosen["logprobs"]["tokens"]) >= len(chosen["text"])
+    assert json.loads(health) == {"status": "ok"}

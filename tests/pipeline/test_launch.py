@@ -131,7 +131,9 @@ def test_scale_while_requests_run(main: Pipeline) -> None:
 def test_scale_refuses_what_has_a_fixed_number(main: Pipeline, kind: str, number: str) -> None:
     refused = main.run("scale", kind, number)
     assert refused.returncode == 2
-    assert refused.stderr == f"launch: {kind!r} can't be scaled; tokenizer and detokenizer can\n"
+    assert (
+        refused.stderr == f"launch: {kind!r} can't be scaled; tokenizer, detokenizer and http can\n"
+    )
 
 
 def test_scale_keeps_one(main: Pipeline) -> None:
