@@ -1,6 +1,8 @@
 """What rows may say next where a grammar restricts them: a bitmask of the vocabulary per row."""
 
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +16,37 @@ Bitmask = NDArray[np.int32]
 """int32 [rows, ceil(vocab_size / 32)]: bit i of word w is token 32 w + i"""
 
 
+class _Words:
+    """Some tokens as bits of a mask's words."""
+
+    def __init__(self, token_ids: Iterable[int]) -> None:
+        bits: dict[int, int] = {}
+        for token_id in token_ids:
+            bits[token_id // 32] = bits.get(token_id // 32, 0) | 1 << token_id % 32
+        self._at = np.array(list(bits), np.int64)
+        self._bits = np.array(list(bits.values()), np.uint32).view(np.int32)
+
+    def allow(self, masks: Bitmask) -> None:
+        """In a mask, or in several."""
+        masks[..., self._at] |= self._bits
+
+    def forbid(self, masks: Bitmask) -> None:
+        """Likewise."""
+        masks[..., self._at] &= ~self._bits
+
+
 class _Row:
-    def __init__(self, compiled: "Future[LLMatcher]", end_tokens: Bitmask) -> None:
+    def __init__(self, compiled: "Future[LLMatcher]", end_token_ids: Iterable[int]) -> None:
         self.compiled = compiled
-        self.end_tokens = end_tokens
-        """int32 [words]"""
+        self.end_token_ids = frozenset(end_token_ids)
+        self.end_words = _Words(end_token_ids)
         self.ended = False
         self.failure = ""
+
+    @cached_property
+    def matcher(self) -> LLMatcher:
+        """Waits for it."""
+        return self.compiled.result()
 
 
 class Grammars:
@@ -54,7 +80,8 @@ class Grammars:
     ) -> None:
         """Begins to compile the grammar of a row, which has said `output_token_ids` already."""
         compiled = self._compiler.submit(self._compile, spec, output_token_ids)
-        self._rows[slot] = _Row(compiled, self._bits(end_token_ids))
+        known = [token_id for token_id in end_token_ids if token_id < 32 * self._num_words]
+        self._rows[slot] = _Row(compiled, known)
 
     def remove(self, slot: int) -> None:
         """The row has left; it need not have a grammar."""
@@ -71,10 +98,10 @@ class Grammars:
         row = self._rows[slot]
         if row.failure:
             return
-        if _has(row.end_tokens, token_id):
+        if token_id in row.end_token_ids:
             row.ended = True
         elif not row.ended:
-            row.compiled.result().consume_token(token_id)  # the next mask tells if it was refused
+            row.matcher.consume_token(token_id)  # the next mask tells if it was refused
 
     def bitmask(self, slots: list[int]) -> tuple[Bitmask, dict[int, str]]:
         """The tokens that each of `slots` may draw next, and why rows can't go on.
@@ -84,8 +111,9 @@ class Grammars:
         masks = np.zeros((len(slots), self._num_words), np.int32)
         rows = [self._rows[slot] for slot in slots]
         self._fill(masks, rows)
-        for mask, row in zip(masks, rows, strict=True):
-            if not row.failure and not mask.any():
+        alive = np.asarray(masks.any(axis=1)).tolist()
+        for mask, row, is_alive in zip(masks, rows, alive, strict=True):
+            if not row.failure and not is_alive:
                 row.failure = "no token may follow: the grammar has come to a dead end"
             if row.failure:
                 mask.fill(-1)
@@ -94,18 +122,18 @@ class Grammars:
         }
 
     def _fill(self, masks: Bitmask, rows: list[_Row]) -> None:
-        going = [(matcher, index) for index, row in enumerate(rows) if (matcher := _going(row))]
+        going = [(row.matcher, index) for index, row in enumerate(rows) if _goes_on(row)]
         if going and self._tokenizer:
             # as wide as the tokenizer's vocabulary, which may be smaller than the model's
             width = (self._tokenizer.vocab_size + 31) // 32
-            texts = np.zeros((len(rows), width), np.int32)
+            texts = masks if width == self._num_words else np.zeros((len(rows), width), np.int32)
             fill_next_token_bitmask_par(self._executor, going, texts)
-            masks[:, :width] = texts & ~self._bits(self._tokenizer.eos_tokens)[:width]
+            masks[:, :width] = texts
+            _Words(self._tokenizer.eos_tokens).forbid(masks)
         may_end = {index: matcher.is_accepting() for matcher, index in going}
         for index, row in enumerate(rows):
-            masks[index] &= ~row.end_tokens
-            if may_end.get(index, True):
-                masks[index] |= row.end_tokens
+            change = row.end_words.allow if may_end.get(index, True) else row.end_words.forbid
+            change(masks[index])
         for matcher, index in going:
             rows[index].failure = _failure(matcher)
 
@@ -117,27 +145,18 @@ class Grammars:
         matcher.consume_tokens(output_token_ids)
         return matcher
 
-    def _bits(self, token_ids: list[int]) -> Bitmask:
-        bits = np.zeros(self._num_words * 32, np.uint8)
-        bits[[token_id for token_id in token_ids if token_id < len(bits)]] = 1
-        return np.packbits(bits, bitorder="little").view(np.int32)
 
-
-def _has(words: Bitmask, token_id: int) -> bool:
-    return bool(words[token_id // 32] >> (token_id % 32) & 1)
-
-
-def _going(row: _Row) -> LLMatcher | None:
-    """The row's matcher, if its text goes on; waits for it."""
-    if row.ended or row.failure:
-        return None
-    matcher = row.compiled.result()
-    row.failure = _failure(matcher)
-    row.ended = matcher.is_stopped()
-    return None if row.ended else matcher
+def _goes_on(row: _Row) -> bool:
+    """Whether its text is not at its end; waits for its matcher."""
+    if not row.ended and not row.failure:
+        row.failure = _failure(row.matcher)
+        row.ended = row.matcher.is_stopped()
+    return not row.ended and not row.failure
 
 
 def _failure(matcher: LLMatcher) -> str:
     """Why it can't go on; empty: it can."""
+    if not matcher.is_error():
+        return ""
     reason = matcher.get_error().removesuffix("<non-verbose/>").strip()
-    return f"structured_outputs can't be followed: {reason}" if reason else ""
+    return f"structured_outputs can't be followed: {reason}"
