@@ -37,7 +37,7 @@ def test_it_starts_without_what_it_does_not_need() -> None:
         (["all", "--endpoint", "tcp://*:5555"], "--endpoint tcp://*:5555 may be reached"),
         (["keys", "/none/keys"], "keys can't be made in /none/keys: No such file or directory"),
         (["keys", "/none", "--client", "a/b"], "--client is 'a/b': "),
-        (["scale", "worker", "2"], "'worker' can't be scaled; tokenizer, detokenizer, http can"),
+        (["scale", "worker", "2"], "'worker' can't be scaled; tokenizer, detokenizer and http can"),
         (["scale", "tokenizer", "0"], "number is 0: a pipeline needs 1 tokenizer"),
         (["scale", "http", "-1"], "number is -1: a pipeline needs 0 http"),
         (["scale", "http", "0", "--name", "none"], "no pipeline 'none' runs"),

@@ -31,7 +31,7 @@ def test_both_kinds_in_both_encodings(stage: Start) -> None:
     asked = [one.ask_tokenizer() for _ in range(2)]
     assert [question.question for question in asked] == [PROMPT, TEXT]
     one.tokenizer.send(Answered(asked[1].number, DetokenizeReply(text="é")))
-    one.work_until(lambda: client.poll(0))
+    one.work_until(lambda: len(one.gateway.questions) == 1)
     assert JSON.decode_reply(client.recv()) == DetokenizeReply(text="é")
     reply = TokenizeReply(token_ids=[97, 98], max_model_len=4096)
     one.tokenizer.send(Answered(asked[0].number, reply))
