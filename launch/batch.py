@@ -17,7 +17,7 @@ from msgspec import Struct
 from tqdm import tqdm
 
 from penstock.launch.errors import LaunchError
-from penstock.launch.http_client import Answered, HttpClient, HttpError
+from penstock.launch.http_client import Answered, HttpClient, HttpError, UnreachableError
 from penstock.launch.options import as_flags, flag, given_options
 from penstock.launch.private import free_port, private_pipeline
 from penstock.launch.running import base_url, running_config
@@ -148,6 +148,8 @@ async def _ask(client: HttpClient, line: Line) -> tuple[Answered, Any]:
         body = bytearray()
         try:
             answered = await client.post(line.url, question, body.extend)
+        except UnreachableError:
+            raise
         except HttpError:
             num_lost += 1
             if num_lost == TRIES:

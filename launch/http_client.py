@@ -30,6 +30,10 @@ class Answered(NamedTuple):
     """by their names in lower case"""
 
 
+class UnreachableError(HttpError):
+    """There is no server, and none has come for CONNECT_SECONDS."""
+
+
 class HttpClient(asyncio.Protocol):
     """One request at a time, over a connection that is kept."""
 
@@ -73,7 +77,7 @@ class HttpClient(asyncio.Protocol):
             except OSError as error:
                 if loop.time() > end:
                     where = "http://{}:{}".format(*self._where)
-                    raise HttpError(f"{where} can't be reached: {error.strerror}") from error
+                    raise UnreachableError(f"{where} can't be reached: {error.strerror}") from error
             await asyncio.sleep(CONNECT_INTERVAL)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
