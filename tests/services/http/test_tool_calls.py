@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.services.http.tool_calls import ContentPiece, Piece, ToolCallParser
@@ -126,6 +126,7 @@ def test_any_arguments_come_through(
     arguments: dict[str, Any], ascii_only: bool, cuts: set[int]
 ) -> None:
     written = json.dumps(arguments, ensure_ascii=ascii_only, indent=1)
+    assume("</tool_call>" not in written)  # Hermes's form has no way to say it
     body = f'<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>'
     assert parse(*cut(body, cuts)).calls == [("f", written)]
 
