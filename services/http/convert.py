@@ -21,6 +21,7 @@ from penstock.services.http.schema import (
     ToolCall,
 )
 
+_GUIDED = ("json", "regex", "choice", "grammar")
 _SAME = [
     name
     for name in SamplingParams.__struct_fields__
@@ -45,7 +46,7 @@ def chat_fields(request: ChatRequest, tags_are_tokens: bool = False) -> dict[str
     if grammar := forced_call(request, tags_are_tokens):
         if fields["structured_outputs"]:
             raise ApiError(400, "tool_choice forces a call: the text is given", "tool_choice")
-        fields["structured_outputs"] = StructuredOutputs(grammar=grammar)
+        fields["structured_outputs"] = _checked({"grammar": grammar}, "tools")
     return fields
 
 
@@ -111,10 +112,7 @@ def structured_outputs(request: ApiRequest) -> StructuredOutputs | None:
     given = {
         "structured_outputs": request.structured_outputs,
         "response_format": _response_format(request),
-        "guided_json": _unless_none(json=request.guided_json),
-        "guided_regex": _unless_none(regex=request.guided_regex),
-        "guided_choice": _unless_none(choice=request.guided_choice),
-        "guided_grammar": _unless_none(grammar=request.guided_grammar),
+        **{f"guided_{kind}": _guided(request, kind) for kind in _GUIDED},
     }
     names = [name for name, value in given.items() if value]
     if len(names) > 1:
@@ -122,8 +120,18 @@ def structured_outputs(request: ApiRequest) -> StructuredOutputs | None:
     return given[names[0]] if names else None
 
 
-def _unless_none(**field: Any) -> StructuredOutputs | None:
-    return None if None in field.values() else StructuredOutputs(**field)
+def _guided(request: ApiRequest, kind: str) -> StructuredOutputs | None:
+    field = f"guided_{kind}"
+    value = getattr(request, field)
+    return None if value is None else _checked({kind: value}, field)
+
+
+def _checked(given: dict[str, Any], field: str) -> StructuredOutputs:
+    """Raises ApiError for what `StructuredOutputs` refuses, naming the request's field."""
+    try:
+        return msgspec.convert(given, StructuredOutputs)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, f"{field}: {error}", field) from error
 
 
 def _response_format(request: ApiRequest) -> StructuredOutputs | None:
@@ -134,7 +142,7 @@ def _response_format(request: ApiRequest) -> StructuredOutputs | None:
         return StructuredOutputs(json_object=True)
     if given.json_schema is None or given.json_schema.schema is None:
         raise ApiError(400, "response_format.json_schema.schema is missing", "response_format")
-    return StructuredOutputs(json=given.json_schema.schema)
+    return _checked({"json": given.json_schema.schema}, "response_format")
 
 
 def _text(content: str | list[ContentPart] | None, path: str) -> str:

@@ -20,6 +20,8 @@ from penstock.services.http.schema import ChatRequest, CompletionRequest
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+LARGE = {"title": "a" * 100_000}
+LARGE_TOOL = {"type": "function", "function": {"name": "f", "parameters": LARGE}}
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -153,6 +155,27 @@ def test_images_are_refused() -> None:
 def test_structured_outputs(given: dict[str, Any], expected: StructuredOutputs | None) -> None:
     assert chat_fields(chat(**given))["structured_outputs"] == expected
     assert completion_fields(completion(**given))["structured_outputs"] == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"guided_json": 1.5}, "guided_json: json is '1.5'; a JSON schema is a map"),
+        ({"guided_json": "{"}, "guided_json: json is a text that is no JSON"),
+        ({"guided_regex": ""}, "guided_regex: Expected `str` of length >= 1"),
+        ({"guided_choice": []}, "guided_choice: Expected `array` of length >= 1"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": LARGE}}},
+            "response_format: json has 100012 bytes; the limit is",
+        ),
+        ({"tools": [LARGE_TOOL], "tool_choice": "required"}, "tools: grammar has"),
+    ],
+)
+def test_what_is_no_grammar_is_refused(given: dict[str, Any], sentence: str) -> None:
+    error = refusal(chat_fields, chat(**given))
+    assert error.status == 400
+    assert error.body.error.message.startswith(sentence)
+    assert error.body.error.param == sentence.partition(":")[0]
 
 
 def test_one_structure_is_enough() -> None:
