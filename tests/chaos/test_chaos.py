@@ -7,7 +7,7 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.chaos
-KILLS = 8
+KILLS = 6
 CHAOS = [
     *(sys.executable, "-P", "-m", "penstock.launch", "chaos", "--json"),
     *("--tp", "2", "--device", "cpu", "--num-threads", "1", "--kv-cache-gib", "0.1"),

@@ -58,7 +58,7 @@ def echo(request: Request) -> list[Reply]:
                     model="",
                     num_requests=0,
                     tokenizers={},
-                    scheduler=None,
+                    schedulers=[],
                     num_bad_frames=0,
                 )
             ]
@@ -70,6 +70,7 @@ class Gateway:
 
     def __init__(self, endpoint: str, behaviour: Behaviour) -> None:
         self.heard: list[Request] = []
+        self._news = threading.Condition()
         self._behaviour = behaviour
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -87,6 +88,11 @@ class Gateway:
             self._thread.join()
         self._context.term()
 
+    def wait_for(self, num_requests: int) -> None:
+        """Returns when so many have come."""
+        with self._news:
+            assert self._news.wait_for(lambda: len(self.heard) >= num_requests, timeout=60)
+
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -95,6 +101,8 @@ class Gateway:
             while self._end not in dict(poller.poll()):
                 *envelope, frame = self._socket.recv_multipart()
                 request = MSGPACK.decode_request(frame)
-                self.heard.append(request)
+                with self._news:
+                    self.heard.append(request)
+                    self._news.notify()
                 for one in self._behaviour(request):
                     self._socket.send_multipart([*envelope, MSGPACK.encode(one)])

@@ -295,4 +295,5 @@ def test_a_cancelled_task_aborts_its_request(endpoint: str) -> None:
 
     with gateway(endpoint, begin) as one:
         request_id = asyncio.run(run())
+        one.wait_for(2)
     assert one.heard[1:] == [AbortRequest(request_id=request_id)]

@@ -140,7 +140,8 @@ def test_what_runs_is_finished_and_nothing_begun(pipeline: Start) -> None:
             assert client.status().num_requests == 1
             running.process.terminate()
             running.wait_for(r"launch +\| no new requests")
-            client.status()  # the gateway has heard the signal by the time it answers
+            while not client.status().draining:
+                pass  # the gateway has yet to hear the signal
             with pytest.raises(RequestError, match="the pipeline stops") as refused:
                 client.generate(PROMPT)
             assert refused.value.code == "overloaded"
