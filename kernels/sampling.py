@@ -13,9 +13,14 @@ from torch import Tensor
 from penstock.kernels.checks import check_contiguous, check_tensor
 from penstock.kernels.philox import philox, uniform
 
-_RUN = 4096
+RUN = 4096
 """token ids that share a run of counters; 1024 counters of four words each"""
 _DTYPES = {"seeds": torch.int64, "top_k": torch.int32, "last_token": torch.int64}
+
+
+def shard_size(vocab_size: int, num_ranks: int) -> int:
+    """Token ids of each rank's part of the vocabulary, whole runs; the last ones may have less."""
+    return -(-vocab_size // (RUN * num_ranks)) * RUN
 
 
 def sample(
@@ -93,8 +98,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     takes a run uses every word, for contiguous ids. Key: the seed; second counter: the position.
     """
     token_ids = torch.arange(vocab_size, device=seeds.device)
-    quarter = _RUN // 4
-    counters = token_ids // _RUN * quarter + token_ids % quarter
+    quarter = RUN // 4
+    counters = token_ids // RUN * quarter + token_ids % quarter
     drawn = torch.arange(int(counters.max()) + 1, device=seeds.device)
     zero = torch.zeros_like(drawn)
     words = torch.stack(philox(seeds[:, None], (drawn, positions[:, None], zero, zero)), 1)

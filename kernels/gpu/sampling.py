@@ -3,8 +3,12 @@
 `_scan_runs` has a program for each row and run of 4096 token ids. Where all tokens may be drawn, it
 finds the run's best score. Where top-k, top-p or min-p say which may, it leaves the largest logit
 of every group of 32 ids and the sum of the softmax. `_finish_rows` has a program for each row,
-which picks the best of the runs or draws from the groups with likely tokens.
+which picks the best of the runs or draws from the groups with likely tokens. Where the vocabulary
+is cut (`Shards`), every rank scans its own runs and finishes all rows.
 """
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,10 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.gpu.gumbel import LOG2_E, QUARTER, RUN, best, noise, weight, words
-from penstock.kernels.gpu.likely import GROUP, draw, list_groups
+from penstock.kernels.gpu.likely import GROUP, GROUPS_PER_RUN, draw, list_groups
 from penstock.kernels.gpu.pdl import LAUNCH, launch_dependents, wait
-
-_GROUPS_PER_RUN = tl.constexpr(RUN.value // GROUP.value)
+from penstock.kernels.gpu.shards import Shards, shift
 
 
 def sample(
@@ -31,32 +34,68 @@ def sample(
 ) -> Tensor:
     """As `penstock.kernels.sampling.sample`, which checks the arguments."""
     num_rows, vocab_size = logits.shape
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    if not num_rows:
-        return tokens
     num_runs = triton.cdiv(vocab_size, RUN.value)
-    num_groups = num_runs * _GROUPS_PER_RUN.value
-    run_best = logits.new_empty(num_rows, num_runs)
-    run_sum = logits.new_empty(num_rows, num_runs)
-    run_token = tokens.new_empty((num_rows, num_runs), dtype=torch.int32)
-    group_max = logits.new_empty(num_rows, num_groups)
-    group_list = tokens.new_empty((num_rows, num_groups), dtype=torch.int32)
-    rows = (logits, logits.stride(0), slots, positions)
-    parameters = (seeds, temperature, top_k, top_p, min_p)
-    runs = (run_best, run_sum, run_token, group_max)
-    _scan_runs[(num_runs, num_rows)](
-        *rows, *parameters, *runs, vocab_size=vocab_size, num_runs=num_runs, num_warps=4, **LAUNCH
+    if not num_rows:
+        return slots.new_empty(0)
+    runs = Runs(
+        logits.new_empty(num_rows, num_runs),
+        logits.new_empty(num_rows, num_runs),
+        slots.new_empty((num_rows, num_runs), dtype=torch.int32),
+        logits.new_empty(num_rows, num_runs * GROUPS_PER_RUN.value),
     )
+    rows = (logits, logits.stride(0), slots, positions)
+    arguments = (*rows, seeds, temperature, top_k, top_p, min_p, *runs)
+    scan_runs(arguments, vocab_size, Shards(num_runs))
+    return finish_rows(arguments, last_token, vocab_size, Shards(num_runs))
+
+
+class Runs(NamedTuple):
+    """What the first kernel leaves of each row and run: contiguous arrays."""
+
+    best: Tensor
+    """float32: the best score, or the largest logit"""
+    sum: Tensor
+    """float32: of the softmax's weights, relative to the largest"""
+    token: Tensor
+    """int32: that has the best score"""
+    group_max: Tensor
+    """float32, for each group"""
+
+
+def scan_runs(arguments: Sequence[Any], vocab_size: int, shards: Shards) -> None:
+    """The first launch: this rank's runs."""
+    first_run = shards.rank * shards.runs_per_shard
+    num_runs = min(triton.cdiv(vocab_size, RUN.value) - first_run, shards.runs_per_shard)
+    if num_runs > 0:
+        _scan_runs[(num_runs, len(arguments[2]))](
+            *arguments,
+            vocab_size=vocab_size,
+            first_run=first_run,
+            runs_per_shard=shards.runs_per_shard,
+            num_warps=4,
+            **LAUNCH,
+        )
+
+
+def finish_rows(
+    arguments: Sequence[Any], last_token: Tensor, vocab_size: int, shards: Shards
+) -> Tensor:
+    """The second launch, when the runs of all ranks are scanned; returns the tokens."""
+    slots: Tensor = arguments[2]
+    num_rows, num_runs = len(slots), triton.cdiv(vocab_size, RUN.value)
+    num_groups = num_runs * GROUPS_PER_RUN.value
+    tokens = slots.new_empty(num_rows)
     _finish_rows[(num_rows,)](
-        *rows,
-        *parameters,
-        *runs,
-        group_list,
+        *arguments,
+        slots.new_empty((num_rows, num_groups), dtype=torch.int32),
         tokens,
         last_token,
+        shards.distances,
         vocab_size=vocab_size,
         num_runs=num_runs,
         runs_padded=triton.next_power_of_2(num_runs),
+        runs_per_shard=shards.runs_per_shard,
+        num_shards=shards.num_shards,
         num_warps=8,
         **LAUNCH,
     )
@@ -86,9 +125,10 @@ def _scan_runs(
     run_token_ptr,
     group_max_ptr,
     vocab_size: tl.constexpr,
-    num_runs: tl.constexpr,
+    first_run: tl.constexpr,
+    runs_per_shard: tl.constexpr,
 ):
-    """Grid (num_runs, num_rows)."""
+    """Grid (this rank's runs, num_rows)."""
     launch_dependents()
     wait()
     run, row = tl.program_id(0), tl.program_id(1)
@@ -97,11 +137,12 @@ def _scan_runs(
         temperature = tl.load(temperature_ptr + slot)
         top_k, top_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot)
         min_p = tl.load(min_p_ptr + slot)
-        row_ptr = logits_ptr + row.to(tl.int64) * row_stride
-        at = row * num_runs + run
+        row_ptr = logits_ptr + row.to(tl.int64) * row_stride - first_run * RUN
+        at = row * runs_per_shard + run
+        run += first_run
         if _is_restricted(temperature, top_k, top_p, min_p, vocab_size):
             largest, total = _summarise_run(
-                row_ptr, run, temperature, group_max_ptr + at * _GROUPS_PER_RUN, vocab_size
+                row_ptr, run, temperature, group_max_ptr + at * GROUPS_PER_RUN, vocab_size
             )
             tl.store(run_best_ptr + at, largest)
             tl.store(run_sum_ptr + at, total)
@@ -139,7 +180,7 @@ def _best_of_run(row_ptr, run, temperature, seed, position, vocab_size: tl.const
 @triton.jit
 def _summarise_run(row_ptr, run, temperature, group_max_ptr, vocab_size: tl.constexpr):
     """The run's largest logit and sum of weights relative to it; writes its groups' largest."""
-    groups = tl.arange(0, _GROUPS_PER_RUN)
+    groups = tl.arange(0, GROUPS_PER_RUN)
     ids = run * RUN + groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     logits = tl.load(row_ptr + ids, ids < vocab_size, other=-float("inf"))
     group_max = tl.max(logits, 1)
@@ -153,8 +194,9 @@ def _summarise_run(row_ptr, run, temperature, group_max_ptr, vocab_size: tl.cons
 def _finish_rows(
     logits_ptr, row_stride, slots_ptr, positions_ptr, seeds_ptr, temperature_ptr, top_k_ptr,
     top_p_ptr, min_p_ptr, run_best_ptr, run_sum_ptr, run_token_ptr, group_max_ptr, group_list_ptr,
-    tokens_ptr, last_token_ptr,
+    tokens_ptr, last_token_ptr, distances_ptr,
     vocab_size: tl.constexpr, num_runs: tl.constexpr, runs_padded: tl.constexpr,
+    runs_per_shard: tl.constexpr, num_shards: tl.constexpr,
 ):  # fmt: skip
     """Grid (num_rows,)."""
     launch_dependents()
@@ -168,7 +210,11 @@ def _finish_rows(
         top_k, top_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot)
         min_p = tl.load(min_p_ptr + slot)
         runs = tl.arange(0, runs_padded)
-        at = row * num_runs + runs
+        at = (
+            row * runs_per_shard
+            + runs
+            + shift(runs, (distances_ptr, runs_per_shard, num_shards), 1)
+        )
         run_best = tl.load(run_best_ptr + at, runs < num_runs, other=-float("inf"))
         if _is_restricted(temperature, top_k, top_p, min_p, vocab_size):
             scale = LOG2_E / tl.maximum(temperature, 1e-30)
@@ -176,18 +222,22 @@ def _finish_rows(
             run_sum = tl.load(run_sum_ptr + at, runs < num_runs, other=0.0)
             total = tl.sum(run_sum * weight(run_best, largest, scale))
             top_k = tl.where(top_k < vocab_size, top_k, 0)
-            groups_at = row * num_runs * _GROUPS_PER_RUN
+            list_ptr = group_list_ptr + row * num_runs * GROUPS_PER_RUN
             num_listed = list_groups(
-                group_max_ptr + groups_at,
-                group_list_ptr + groups_at,
+                group_max_ptr + row * runs_per_shard * GROUPS_PER_RUN,
+                list_ptr,
                 (largest, scale, total),
                 (top_k, top_p, min_p),
-                num_runs * _GROUPS_PER_RUN,
-                runs_padded * _GROUPS_PER_RUN,
+                (distances_ptr, runs_per_shard, num_shards),
+                num_runs * GROUPS_PER_RUN,
+                runs_padded * GROUPS_PER_RUN,
             )
             token = draw(
-                logits_ptr + row.to(tl.int64) * row_stride,
-                (group_list_ptr + groups_at, num_listed),
+                (
+                    logits_ptr + row.to(tl.int64) * row_stride,
+                    (distances_ptr, runs_per_shard, num_shards),
+                ),
+                (list_ptr, num_listed),
                 (largest, scale, total),
                 (top_k, top_p, min_p),
                 (tl.load(seeds_ptr + slot), tl.load(positions_ptr + row)),
