@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.checks import check_contiguous, check_tensor
+from penstock.kernels.checks import check_tensor
+from penstock.kernels.kv_cache import KVCache
+from penstock.kernels.quantize import FP8
 
 KEY_TILE = 128
 QUERY_TILE = 64
@@ -26,8 +28,7 @@ MIN_QUERY_ROWS = 8
 
 def attend(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv_cache: KVCache,
     *,
     cu_seqlens_q: Tensor,
     max_seqlen_q: int,
@@ -39,49 +40,46 @@ def attend(
 
     q [num_tokens, num_heads, head_dim]: the tokens of sequence i are cu_seqlens_q[i] to
     cu_seqlens_q[i + 1], the last of the sequence so far (causal, aligned at the bottom right).
-    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim], with this step's tokens
-    stored and every other slot finite; cu_seqlens_q int32 [num_seqs + 1]; max_seqlen_q: most
-    tokens of one sequence in the step; context_lens int32 [num_seqs]: tokens of each sequence,
-    with this step's; block_tables int32 [num_seqs, max_blocks]; scale: factor of the scores.
+    kv_cache: with this step's tokens stored and every other slot finite; cu_seqlens_q int32
+    [num_seqs + 1]; max_seqlen_q: most tokens of one sequence in the step; context_lens int32
+    [num_seqs]: tokens of each sequence, with this step's; block_tables int32 [num_seqs,
+    max_blocks]; scale: factor of the scores.
     """
     num_seqs = context_lens.shape[0]
     check_tensor("q", q, (-1, -1, -1))
     num_tokens, num_heads, head_dim = q.shape
-    check_tensor("k_cache", k_cache, (-1, -1, -1, head_dim), q.dtype)
-    check_tensor("v_cache", v_cache, tuple(k_cache.shape), q.dtype)
-    check_contiguous("k_cache", k_cache)
-    check_contiguous("v_cache", v_cache)
+    kv_cache.check(q.dtype, -1, -1, head_dim)
     check_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32)
     check_tensor("context_lens", context_lens, (num_seqs,), torch.int32)
     check_tensor("block_tables", block_tables, (num_seqs, -1), torch.int32)
-    if num_heads % k_cache.shape[2]:
-        raise ValueError(f"{num_heads} heads do not divide by {k_cache.shape[2]} KV heads")
+    if num_heads % kv_cache.k.shape[2]:
+        raise ValueError(f"{num_heads} heads do not divide by {kv_cache.k.shape[2]} KV heads")
     if num_tokens > num_seqs * max_seqlen_q:
         raise ValueError(
             f"{num_tokens} tokens; {num_seqs} sequences have at most {max_seqlen_q} each"
         )
-    return _attend_reference(q, k_cache, v_cache, cu_seqlens_q, context_lens, block_tables, scale)
+    return _attend_reference(q, kv_cache, cu_seqlens_q, context_lens, block_tables, scale)
 
 
 def _attend_reference(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv_cache: KVCache,
     cu_seqlens_q: Tensor,
     context_lens: Tensor,
     block_tables: Tensor,
     scale: float,
 ) -> Tensor:
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[2]
+    block_size, num_kv_heads = kv_cache.k.shape[1:3]
+    k_scale, v_scale = kv_cache.scales or (None, None)
     grouped = (q * scale).view(num_tokens, num_kv_heads, -1, head_dim).transpose(0, 1).contiguous()
     out = torch.empty_like(grouped)
-    keys, values = _Tiles(k_cache), _Tiles(v_cache)
+    keys, values = _Tiles(kv_cache.k, k_scale, q.dtype), _Tiles(kv_cache.v, v_scale, q.dtype)
     pieces = keys.pieces(block_tables)
     bounds = cu_seqlens_q.tolist()
     for seq, context_len in enumerate(context_lens.tolist()):
         begin, end = bounds[seq], bounds[seq + 1]
-        _check_lengths(seq, end - begin, context_len, block_tables.shape[1] * k_cache.shape[1])
+        _check_lengths(seq, end - begin, context_len, block_tables.shape[1] * block_size)
         tiles = pieces[seq].unbind(0)
         for first in range(begin, end, QUERY_TILE):
             tokens = slice(first, min(first + QUERY_TILE, end))
@@ -104,10 +102,15 @@ class _Tiles:
     A tile is put together from pieces: as many tokens as divide both a block and a tile.
     """
 
-    def __init__(self, cache: Tensor) -> None:
-        block_size, num_kv_heads, head_dim = cache.shape[1:]
+    def __init__(self, cache: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
+        """scale: of a cache in FP8; dtype: of the tiles."""
+        num_blocks, block_size, num_kv_heads, head_dim = cache.shape
         self._piece = math.gcd(block_size, KEY_TILE)
         self._pieces_per_block = block_size // self._piece
+        self._dtype, self._scale = dtype, None
+        if scale is not None:
+            self._scale = scale.view(num_blocks, num_kv_heads, -1, self._piece)
+            cache = cache.view(torch.uint8)  # of which parts can be taken on every device
         self._source = cache.view(-1, self._piece * num_kv_heads * head_dim)
         self._buffer = self._source.new_empty(KEY_TILE // self._piece, self._source.shape[1])
         self._tile = self._buffer.view(KEY_TILE, num_kv_heads, head_dim).transpose(0, 1)
@@ -126,7 +129,11 @@ class _Tiles:
     def read(self, pieces: Tensor) -> Tensor:
         """One tile, valid until the next is read."""
         torch.index_select(self._source, 0, pieces, out=self._buffer)
-        return self._tile
+        if self._scale is None:
+            return self._tile
+        blocks, places = pieces // self._pieces_per_block, pieces % self._pieces_per_block
+        scale = self._scale[blocks, :, places].transpose(0, 1).flatten(1)
+        return (self._tile.view(FP8).float() * scale.unsqueeze(2)).to(self._dtype)
 
 
 def _attend_tile(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import attend
+from penstock.kernels.kv_cache import KVCache
 from penstock.kernels.step import Step
 
 FLASH_BLOCK = 256
@@ -39,12 +40,11 @@ class Attention:
     def begin(self, step: Step) -> None:
         """Called once a step, before the layers."""
 
-    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step) -> Tensor:
+    def __call__(self, q: Tensor, kv_cache: KVCache, step: Step) -> Tensor:
         """Attention of the step's tokens, whose KV is stored: as `attend`."""
         return attend(
             q,
-            k_cache,
-            v_cache,
+            kv_cache,
             cu_seqlens_q=step.cu_seqlens_q,
             max_seqlen_q=step.shape.max_seqlen_q,
             context_lens=step.context_lens,
@@ -70,17 +70,16 @@ class GpuAttention(Attention):
         if step.shape.num_decode:
             self._decode.plan(step.decode_lens)
 
-    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step) -> Tensor:
+    def __call__(self, q: Tensor, kv_cache: KVCache, step: Step) -> Tensor:
         """As `attend`."""
         num_decode = step.shape.num_decode
         out = torch.empty_like(q)
         if step.shape.num_tiles:
-            self._prefill(q, k_cache, v_cache, step, self.scale, out)
+            self._prefill(q, kv_cache, step, self.scale, out)
         if num_decode:
             self._decode(
                 q[:num_decode],
-                k_cache,
-                v_cache,
+                kv_cache,
                 context_lens=step.decode_lens,
                 block_tables=step.block_tables[:num_decode],
                 scale=self.scale,
@@ -98,8 +97,7 @@ class FlashDecode:
     def __call__(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        kv_cache: KVCache,
         *,
         context_lens: Tensor,
         block_tables: Tensor,
@@ -111,8 +109,8 @@ class FlashDecode:
 
         attended = flash_attn_with_kvcache(
             q.unsqueeze(1),
-            k_cache,
-            v_cache,
+            kv_cache.k,
+            kv_cache.v,
             cache_seqlens=context_lens,
             block_table=block_tables,
             softmax_scale=scale,
@@ -121,18 +119,16 @@ class FlashDecode:
         out.copy_(attended.squeeze(1))
 
 
-def flash_prefill(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step, scale: float, out: Tensor
-) -> None:
+def flash_prefill(q: Tensor, kv_cache: KVCache, step: Step, scale: float, out: Tensor) -> None:
     """flash-attn for the rows that prefill, into their part of `out`."""
     from flash_attn import flash_attn_varlen_func
 
     shape, first = step.shape, step.shape.num_decode
-    num_blocks = -(-shape.max_seqlen_k // k_cache.shape[1])
+    num_blocks = -(-shape.max_seqlen_k // kv_cache.k.shape[1])
     attended = flash_attn_varlen_func(
         q[first:],
-        k_cache,
-        v_cache,
+        kv_cache.k,
+        kv_cache.v,
         cu_seqlens_q=step.cu_seqlens_q[first:] - first,
         cu_seqlens_k=step.cu_seqlens_k[first:] - step.cu_seqlens_k[first],
         max_seqlen_q=shape.max_seqlen_q,
@@ -144,16 +140,13 @@ def flash_prefill(
     out[first:].copy_(attended)
 
 
-def triton_prefill(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step, scale: float, out: Tensor
-) -> None:
+def triton_prefill(q: Tensor, kv_cache: KVCache, step: Step, scale: float, out: Tensor) -> None:
     """Our kernel for the rows that prefill, into their part of `out`."""
     from penstock.kernels.gpu.prefill_attention import prefill_attention
 
     prefill_attention(
         q,
-        k_cache,
-        v_cache,
+        kv_cache,
         tiles=step.tiles,
         tile_size=step.shape.tile_size,
         cu_seqlens_q=step.cu_seqlens_q,
@@ -173,10 +166,12 @@ def choose_attention(
     head_dim: int,
     max_rows: int,
     device: torch.device,
+    kv_cache_dtype: str = "auto",
 ) -> Attention:
     """The back end `name` (auto, triton, flash-attn or torch), with blocks of `block_size` tokens.
 
-    0: of as many as the back end likes. Raises ValueError where it can't be had.
+    0: of as many as the back end likes. kv_cache_dtype: auto or fp8. Raises ValueError where it
+    can't be had.
     """
     scale = head_dim**-0.5
     if name == "auto":
@@ -190,8 +185,10 @@ def choose_attention(
 
         block_size = block_size or TRITON_BLOCK
         layout = num_heads, num_kv_heads, head_dim, block_size
-        decode = DecodeAttention(max_rows, *layout, device)
+        decode = DecodeAttention(max_rows, *layout, device, is_fp8=kv_cache_dtype == "fp8")
         return GpuAttention(name, block_size, scale, decode, triton_prefill)
+    if kv_cache_dtype == "fp8":
+        raise ValueError(f"attention {name!r} reads no KV cache in fp8; 'triton' does")
     if find_spec("flash_attn") is None:
         raise ValueError(f"attention {name!r}: flash-attn 2.8 is not installed; 'triton' is")
     if block_size % FLASH_BLOCK:

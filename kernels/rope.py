@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.checks import check_contiguous, check_tensor
+from penstock.kernels.kv_cache import KVCache
 from penstock.kernels.norm import rms_norm
 
 
@@ -33,8 +34,7 @@ def qk_norm_rope_store(
     rope: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv_cache: KVCache,
     eps: float,
 ) -> Tensor:
     """Queries as attention takes them, [num_tokens, num_heads, head_dim]; stores keys and values.
@@ -43,7 +43,7 @@ def qk_norm_rope_store(
     value heads; q_weight, k_weight [head_dim]; rope as `rope_table` makes it; positions int64
     [num_tokens], rows of rope; slot_mapping int64 [num_tokens]: block id * block_size + offset of
     each token's key and value, or -1, which stores nothing (the token is padding; its query has no
-    meaning); k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim].
+    meaning).
     """
     check_tensor("q_weight", q_weight, (-1,), qkv.dtype)
     head_dim = q_weight.shape[0]
@@ -52,19 +52,16 @@ def qk_norm_rope_store(
     check_tensor("rope", rope, (-1, head_dim), torch.float32)
     check_tensor("positions", positions, (qkv.shape[0],), torch.int64)
     check_tensor("slot_mapping", slot_mapping, (qkv.shape[0],), torch.int64)
-    check_tensor("k_cache", k_cache, (-1, -1, num_kv_heads, head_dim), qkv.dtype)
-    check_tensor("v_cache", v_cache, tuple(k_cache.shape), qkv.dtype)
-    for name, tensor in (("qkv", qkv), ("k_cache", k_cache), ("v_cache", v_cache)):
-        check_contiguous(name, tensor)
+    check_contiguous("qkv", qkv)
+    kv_cache.check(qkv.dtype, -1, num_kv_heads, head_dim)
     weights = q_weight, k_weight
-    caches = k_cache, v_cache
     if qkv.is_cuda:
         from penstock.kernels.gpu import rope as gpu
 
         for name, tensor in (("rope", rope), ("q_weight", q_weight), ("k_weight", k_weight)):
             check_contiguous(name, tensor)
-        return gpu.qk_norm_rope_store(qkv, weights, rope, positions, slot_mapping, caches, eps)
-    return _qk_norm_rope_store_reference(qkv, weights, rope, positions, slot_mapping, caches, eps)
+        return gpu.qk_norm_rope_store(qkv, weights, rope, positions, slot_mapping, kv_cache, eps)
+    return _qk_norm_rope_store_reference(qkv, weights, rope, positions, slot_mapping, kv_cache, eps)
 
 
 def _qk_norm_rope_store_reference(
@@ -73,10 +70,10 @@ def _qk_norm_rope_store_reference(
     rope: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
-    caches: tuple[Tensor, Tensor],
+    kv_cache: KVCache,
     eps: float,
 ) -> Tensor:
-    num_kv_heads, head_dim = caches[0].shape[2:]
+    num_kv_heads, head_dim = kv_cache.k.shape[2:]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -84,8 +81,7 @@ def _qk_norm_rope_store_reference(
     q = _rotate(rms_norm(q, weights[0], eps), cos, sin)
     k = _rotate(rms_norm(k, weights[1], eps), cos, sin)
     stored = slot_mapping >= 0
-    for new, cache in zip((k, v), caches, strict=True):
-        cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping[stored], new[stored])
+    kv_cache.store(slot_mapping[stored], k[stored], v[stored])
     return q
 
 

@@ -1,7 +1,8 @@
 """Decode attention against flash-attn 2: `python -m penstock.kernels.bench.attention`.
 
 Prints microseconds per layer, and the share of a device copy's rate at which keys and values are
-read, for head layouts, batches and context lengths; with --sweep, the best tunings of some.
+read, for head layouts, batches and context lengths; with --fp8, also of a cache in 8 bits, and with
+--sweep, the best tunings of some.
 """
 
 import argparse
@@ -10,48 +11,29 @@ import multiprocessing
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from statistics import geometric_mean
 
 import torch
-from flash_attn import flash_attn_with_kvcache
 from torch import Tensor
 
-from penstock.kernels.bench.timing import L2_BYTES, graph_us
-from penstock.kernels.gpu.decode_attention import DecodeAttention
+from penstock.kernels.bench.decode_layers import FLASH_BLOCK_SIZE, Layers, Point, relative_error
+from penstock.kernels.bench.timing import graph_us
 from penstock.kernels.gpu.decode_items import FEW_ROWS, Tuning, default_tuning
 
-HEAD_DIM = 128
 HEADS = ((16, 8), (32, 8), (40, 8), (64, 8), (16, 2))
 BATCHES = (1, 16, 64, 256)
 CONTEXTS = (512, 1024, 4096, 32768)
-FLASH_BLOCK_SIZE = 256
 BLOCK_SIZES = (FLASH_BLOCK_SIZE, 64, 16)
 ALL_BLOCK_SIZES_OF = (32, 8)
 """the layout of heads that is measured with all of them, the others with the first"""
 MAX_KV_BYTES = 60 << 30
 REPEATS, MIN_US = 3, 1000.0
-TOLERANCE = 1e-2
-
-
-@dataclass(frozen=True)
-class Point:
-    """One row of the table."""
-
-    num_heads: int
-    num_kv_heads: int
-    batch: int
-    context: int
-    block_size: int = FLASH_BLOCK_SIZE
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values that a layer reads."""
-        return 2 * self.batch * self.context * self.num_kv_heads * HEAD_DIM * 2
+TOLERANCE, FP8_TOLERANCE = 1e-2, 6e-2
 
 
 SWEPT = [
@@ -81,76 +63,6 @@ def tunings(point: Point) -> Iterator[Tuning]:
         yield Tuning(*tile, programs_per_sm, min_split=tile[0] * min_tiles)
 
 
-class Layers:
-    """Random inputs of as many layers as are needed to get past the L2 cache."""
-
-    def __init__(self, point: Point) -> None:
-        self.point = point
-        num_layers = max(1, -(-2 * L2_BYTES // point.kv_bytes))
-        max_blocks = -(-point.context // point.block_size)
-        num_blocks = point.batch * max_blocks
-        cache_shape = (num_blocks, point.block_size, point.num_kv_heads, HEAD_DIM)
-        self.caches = [(_random(*cache_shape), _random(*cache_shape)) for _ in range(num_layers)]
-        self.q = _random(point.batch, point.num_heads, HEAD_DIM)
-        self.out = torch.empty_like(self.q)
-        order = torch.randperm(num_blocks, device="cuda").int()
-        self.block_tables = order.view(point.batch, max_blocks)
-        self.context_lens = torch.full((point.batch,), point.context, device="cuda").int()
-
-    def flash(self) -> list[Callable[[], Tensor]]:
-        """flash-attn's calls, one a layer; it takes blocks of a multiple of 256 tokens only."""
-        return [self._flash(k, v, self.block_tables) for k, v in self.caches]
-
-    def expected(self) -> Tensor:
-        """flash-attn's result of the first layer, whose blocks are put in order for it."""
-        k_cache, v_cache = (self._in_order(cache) for cache in self.caches[0])
-        table = torch.arange(len(k_cache), device="cuda").int().view(self.point.batch, -1)
-        return self._flash(k_cache, v_cache, table)()
-
-    def _in_order(self, cache: Tensor) -> Tensor:
-        blocks = cache[self.block_tables.flatten()]
-        return blocks.view(-1, FLASH_BLOCK_SIZE, *cache.shape[2:])
-
-    def planned(self, tuning: Tuning | None = None) -> DecodeAttention:
-        """What our calls share, with the plan made."""
-        point = self.point
-        sizes = (point.batch, point.num_heads, point.num_kv_heads, HEAD_DIM, point.block_size)
-        attention = DecodeAttention(*sizes, "cuda", tuning=tuning)
-        attention.plan(self.context_lens)
-        torch.cuda.synchronize()
-        return attention
-
-    def ours(self, attention: DecodeAttention) -> list[Callable[[], Tensor]]:
-        """Our calls, one a layer."""
-        return [self._ours(attention, k_cache, v_cache) for k_cache, v_cache in self.caches]
-
-    def _flash(self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> Callable[[], Tensor]:
-        def call() -> Tensor:
-            out: Tensor = flash_attn_with_kvcache(
-                self.q.unsqueeze(1), k_cache, v_cache, cache_seqlens=self.context_lens,
-                block_table=block_table, causal=True, softmax_scale=HEAD_DIM**-0.5
-            )  # fmt: skip
-            return out.squeeze(1)
-
-        return call
-
-    def _ours(
-        self, attention: DecodeAttention, k_cache: Tensor, v_cache: Tensor
-    ) -> Callable[[], Tensor]:
-        def call() -> Tensor:
-            attention(
-                self.q, k_cache, v_cache, context_lens=self.context_lens,
-                block_tables=self.block_tables, scale=HEAD_DIM**-0.5, out=self.out
-            )  # fmt: skip
-            return self.out
-
-        return call
-
-
-def _random(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-
-
 def copy_rate() -> float:
     """Bytes per microsecond that a kernel which copies reads and writes."""
     source = torch.zeros(1 << 28, dtype=torch.float32, device="cuda")
@@ -159,22 +71,16 @@ def copy_rate() -> float:
     return 2 * source.nbytes / graph_us([lambda: torch.neg(source, out=target)], REPEATS, MIN_US)
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Of the norms, in float32."""
-    difference = (actual.float() - expected.float()).norm()
-    return float(difference / expected.float().norm())
-
-
-def measure(point: Point, rate: float) -> dict[str, float | None]:
+def measure(point: Point, rate: float, fp8: bool) -> dict[str, float | None]:
     """One row of the table, without flash-attn's time where it can't do the block size."""
     layers = Layers(point)
-    ours = layers.ours(layers.planned())
-    error = relative_error(ours[0](), layers.expected())
+    ours, expected = layers.ours(layers.planned()), layers.expected()
+    error = relative_error(ours[0](), expected)
     flash_us = None
     if point.block_size == FLASH_BLOCK_SIZE:
         flash_us = graph_us(layers.flash(), REPEATS, MIN_US)
     ours_us = graph_us(ours, REPEATS, MIN_US)
-    return {
+    row = {
         **asdict(point),
         "flash_us": flash_us,
         "flash_share": point.kv_bytes / flash_us / rate if flash_us else None,
@@ -183,6 +89,16 @@ def measure(point: Point, rate: float) -> dict[str, float | None]:
         "speedup": flash_us / ours_us if flash_us else None,
         "error": error,
     }
+    return {**row, **measure_fp8(layers, expected, ours_us)} if fp8 else row
+
+
+def measure_fp8(layers: Layers, expected: Tensor, bf16_us: float) -> dict[str, float]:
+    """The row's end, of the same keys and values in 8 bits."""
+    layers.quantize()
+    ours = layers.ours(layers.planned())
+    error = relative_error(ours[0](), expected)
+    us = graph_us(ours, REPEATS, MIN_US)
+    return {"fp8_us": us, "fp8_speedup": bf16_us / us, "fp8_error": error}
 
 
 def compile_tile(heads: tuple[int, int], tile: tuple[int, int, int]) -> None:
@@ -277,16 +193,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true", help="try tunings at a few points")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the rows, too")
+    parser.add_argument("--fp8", action="store_true", help="measure a cache in 8 bits, too")
     arguments = parser.parse_args()
     if arguments.sweep:
         rows = report_sweep()
     else:
         rate = copy_rate()
         print(f"a copy reads and writes {rate / 1e6:.2f} TB/s\n", flush=True)
-        rows = report(measure(point, rate) for point in points())
+        rows = report(measure(point, rate, arguments.fp8) for point in points())
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
-    wrong = [row for row in rows if not (row["error"] or 0) <= TOLERANCE]
+    wrong = [
+        row
+        for row in rows
+        if not ((row["error"] or 0) <= TOLERANCE and (row.get("fp8_error") or 0) <= FP8_TOLERANCE)
+    ]
     for row in wrong:
         print(f"differs from flash-attn: {row}")
     return 1 if wrong else 0

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.bench.timing import graph_us
 from penstock.kernels.gpu.prefill_attention import Tuning, default_tuning, prefill_attention
+from penstock.kernels.kv_cache import KVCache
 from penstock.kernels.step import tile_size
 
 try:
@@ -47,7 +48,7 @@ class Batch(NamedTuple):
 
     length: int
     q: Tensor
-    kv_cache: Tensor
+    kv_cache: KVCache
     cu_seqlens: Tensor
     context_lens: Tensor
     block_tables: Tensor
@@ -61,7 +62,7 @@ def random_batch(num_seqs: int, length: int, block_size: int) -> Batch:
     return Batch(
         length,
         torch.randn(num_seqs * length, NUM_HEADS, HEAD_DIM).bfloat16().cuda(),
-        torch.randn(cache_shape).bfloat16().cuda(),
+        KVCache(*torch.randn(cache_shape).bfloat16().cuda()),
         (torch.arange(num_seqs + 1) * length).int().cuda(),
         torch.full((num_seqs,), length).int().cuda(),
         torch.randperm(num_blocks).view(num_seqs, blocks_per_seq).int().cuda(),
@@ -75,7 +76,7 @@ def ours(batch: Batch, size: int, tuning: Tuning) -> Callable[[], object]:
     return partial(
         prefill_attention,
         batch.q,
-        *batch.kv_cache,
+        batch.kv_cache,
         tiles=torch.tensor(pairs).int().cuda(),
         tile_size=size,
         cu_seqlens_q=batch.cu_seqlens,
@@ -92,7 +93,8 @@ def flash(batch: Batch) -> Callable[[], object]:
     return partial(
         flash_attn_varlen_func,
         batch.q,
-        *batch.kv_cache,
+        batch.kv_cache.k,
+        batch.kv_cache.v,
         cu_seqlens_q=batch.cu_seqlens,
         cu_seqlens_k=batch.cu_seqlens,
         max_seqlen_q=batch.length,

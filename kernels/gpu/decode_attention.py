@@ -18,7 +18,9 @@ from torch import Tensor
 
 from penstock.kernels.checks import check_contiguous, check_tensor
 from penstock.kernels.gpu.decode_items import ITEM_INTS, Tuning, default_tuning, plan_kernel
+from penstock.kernels.gpu.decode_keys import attend_keys, slots_from
 from penstock.kernels.gpu.pdl import LAUNCH, wait
+from penstock.kernels.kv_cache import KVCache
 
 MAX_ROWS = 4096
 MAX_GROUP = 16
@@ -42,10 +44,12 @@ class DecodeAttention:
         block_size: int,
         device: torch.device | str,
         *,
+        is_fp8: bool = False,
         tuning: Tuning | None = None,
     ) -> None:
-        """Raises ValueError for sizes that the kernel can't do."""
+        """is_fp8: of the KV cache. Raises ValueError for sizes that the kernel can't do."""
         self._fixed_tuning, self._group = tuning, num_heads // num_kv_heads
+        self._is_fp8 = is_fp8
         _check_sizes(max_rows, num_heads, num_kv_heads, head_dim, block_size, self._tuning(1))
         self._max_rows, self._num_heads, self._num_kv_heads = max_rows, num_heads, num_kv_heads
         self._head_dim, self._block_size = head_dim, block_size
@@ -63,7 +67,7 @@ class DecodeAttention:
         return max(self._target_items(num_rows), num_rows + num_rows // 2)
 
     def _tuning(self, num_rows: int) -> Tuning:
-        return self._fixed_tuning or default_tuning(num_rows, self._group)
+        return self._fixed_tuning or default_tuning(num_rows, self._group, is_fp8=self._is_fp8)
 
     def _target_items(self, num_rows: int) -> int:
         """Enough to fill the GPU."""
@@ -91,8 +95,7 @@ class DecodeAttention:
     def __call__(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        kv_cache: KVCache,
         *,
         context_lens: Tensor,
         block_tables: Tensor,
@@ -101,21 +104,21 @@ class DecodeAttention:
     ) -> None:
         """Writes the attention of every row to `out`; nothing for a padded row.
 
-        q [num_rows, num_heads, head_dim], rows any distance apart; k_cache, v_cache [num_blocks,
-        block_size, num_kv_heads, head_dim], with this step's tokens stored; context_lens as given
-        to `plan`; block_tables int32 [num_rows, max_blocks]; scale: factor of the scores; out like
-        q, contiguous.
+        q [num_rows, num_heads, head_dim], rows any distance apart; kv_cache: with this step's
+        tokens stored; context_lens as given to `plan`; block_tables int32 [num_rows, max_blocks];
+        scale: factor of the scores; out like q, contiguous.
         """
         num_rows = q.shape[0]
         tuning = self._tuning(num_rows)
         self._check_rows(num_rows)
-        self._check_tensors(q, k_cache, v_cache, out)
+        self._check_tensors(q, kv_cache, out)
         check_tensor("context_lens", context_lens, (num_rows,), torch.int32)
         check_tensor("block_tables", block_tables, (num_rows, -1), torch.int32)
         if block_tables.stride(1) != 1:
             raise ValueError(f"block_tables has stride {block_tables.stride(1)} in a row, not 1")
         _decode_kernel[(self._num_kv_heads, self.max_items(num_rows))](
-            q, k_cache, v_cache, block_tables, self.items, out,
+            q, kv_cache.k, kv_cache.v, *(kv_cache.scales or (None, None)),
+            block_tables, self.items, out,
             self._partials, self._lses, self._arrived,
             scale * math.log2(math.e), q.stride(0), block_tables.stride(0),
             self._num_kv_heads, self._group, self._head_dim, self._block_size,
@@ -127,14 +130,11 @@ class DecodeAttention:
         if not 1 <= num_rows <= self._max_rows:
             raise ValueError(f"{num_rows} rows; 1 to {self._max_rows} are possible")
 
-    def _check_tensors(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+    def _check_tensors(self, q: Tensor, kv_cache: KVCache, out: Tensor) -> None:
         check_tensor("q", q, (-1, self._num_heads, self._head_dim))
         if q.stride()[1:] != (self._head_dim, 1):
             raise ValueError(f"q has strides {list(q.stride())}; each row must be contiguous")
-        cache_shape = (-1, self._block_size, self._num_kv_heads, self._head_dim)
-        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-            check_tensor(name, cache, cache_shape, q.dtype)
-            check_contiguous(name, cache)
+        kv_cache.check(q.dtype, self._block_size, self._num_kv_heads, self._head_dim)
         check_tensor("out", out, tuple(q.shape), q.dtype)
         check_contiguous("out", out)
 
@@ -169,10 +169,10 @@ def _check_sizes(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, block_tables_ptr, items_ptr, out_ptr, partials_ptr, lses_ptr, arrived_ptr,
-    scale_log2, q_stride, table_stride, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    MERGED_SPLITS: tl.constexpr
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, block_tables_ptr, items_ptr, out_ptr,
+    partials_ptr, lses_ptr, arrived_ptr, scale_log2, q_stride, table_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MERGED_SPLITS: tl.constexpr
 ):  # fmt: skip
     """One program for each item and KV head; the heads of an item, adjacent in memory, together.
 
@@ -188,16 +188,15 @@ def _decode_kernel(
     begin, end = tl.load(item_ptr + 1), tl.load(item_ptr + 2)
     first, num_splits = tl.load(item_ptr + 3), tl.load(item_ptr + 4)
     table_ptr = block_tables_ptr + row * table_stride
-    slots = _slots(table_ptr, begin, end, BLOCK_SIZE, BLOCK_N)
+    slots = slots_from(table_ptr, begin, end, BLOCK_SIZE, BLOCK_N)
     wait()
     query = tl.arange(0, 16)
     tile = query[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     real = (query < GROUP)[:, None]
     q = tl.load(q_ptr + row * q_stride + head * (GROUP * HEAD_DIM) + tile, real, 0.0)
-    acc, lse = _attend_keys(
-        q, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, table_ptr, slots, begin, end,
-        scale_log2,
-        NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_SIZE, BLOCK_N
+    acc, lse = attend_keys(
+        q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, slots, head, begin, end, scale_log2,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N
     )  # fmt: skip
     out_ptr += (row * NUM_KV_HEADS + head) * (GROUP * HEAD_DIM)
     if num_splits == 1:
@@ -216,49 +215,6 @@ def _decode_kernel(
                 partials_ptr + part * HEAD_DIM, lses_ptr + part, num_splits, out_ptr,
                 NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, MERGED_SPLITS
             )  # fmt: skip
-
-
-@triton.jit
-def _attend_keys(
-    q, k_ptr, v_ptr, block_table_ptr, slots, begin, end, scale_log2, TOKEN_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """Attention of q [16, HEAD_DIM] over keys `begin` to `end` of a sequence.
-
-    slots: where the first tile lies. Gives float32 [16, HEAD_DIM] and the base 2 logarithm of the
-    sum of the weights, [16].
-    """
-    dims = tl.arange(0, HEAD_DIM)
-    top = tl.full([16], float("-inf"), tl.float32)
-    total = tl.zeros([16], tl.float32)
-    acc = tl.zeros([16, HEAD_DIM], tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        there = start + tl.arange(0, BLOCK_N) < end
-        offsets = slots[:, None] * TOKEN_STRIDE + dims[None, :]
-        k = tl.load(k_ptr + offsets, there[:, None], 0.0)
-        v = tl.load(v_ptr + offsets, there[:, None], 0.0)
-        # One tile ahead, or the compiler takes a stage of the pipeline for it.
-        slots = _slots(block_table_ptr, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        scores = tl.where(there[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        fade = tl.exp2(top - new_top)
-        total = total * fade + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-        top = new_top
-    return acc / total[:, None], top + tl.log2(total)
-
-
-@triton.jit
-def _slots(block_table_ptr, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the keys from `start` lie, int64 [BLOCK_N]: block * BLOCK_SIZE + place in the block."""
-    tokens = start + tl.arange(0, BLOCK_N)
-    if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies in one block
-        block = tl.load(block_table_ptr + start // BLOCK_SIZE, start < end, 0).to(tl.int64)
-        return block * BLOCK_SIZE + start % BLOCK_SIZE + tl.arange(0, BLOCK_N)
-    blocks = tl.load(block_table_ptr + tokens // BLOCK_SIZE, tokens < end, 0).to(tl.int64)
-    return blocks * BLOCK_SIZE + tokens % BLOCK_SIZE
 
 
 @triton.jit

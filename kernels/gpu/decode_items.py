@@ -29,10 +29,12 @@ class Tuning(NamedTuple):
     """keys of a split at least, rounded up to tiles"""
 
 
-def default_tuning(num_rows: int, group: int) -> Tuning:
+def default_tuning(num_rows: int, group: int, *, is_fp8: bool = False) -> Tuning:
     """For `group` query heads per KV head; measured on an H200, in layers and alone."""
     if num_rows <= FEW_ROWS:
         return Tuning(128, 4, 3, 1, min_split=128)
+    if is_fp8:
+        return Tuning(128, 4, 3, 2, 128) if num_rows <= 64 else Tuning(64, 2, 2, 2, min_split=64)
     return Tuning(64, 4, 2, 2, min_split=64) if group <= 2 else Tuning(32, 4, 4, 2, min_split=32)
 
 

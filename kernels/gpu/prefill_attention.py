@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.gpu.fp8_cache import scale_places
 from penstock.kernels.gpu.pdl import LAUNCH, launch_dependents, wait
+from penstock.kernels.kv_cache import KVCache
 from penstock.kernels.step import SMALL_TILE
 
 MIN_HEAD_DIM = 16
@@ -36,8 +38,7 @@ def default_tuning(tile_size: int, block_size: int) -> Tuning:
 
 def prefill_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv_cache: KVCache,
     *,
     tiles: Tensor,
     tile_size: int,
@@ -56,7 +57,7 @@ def prefill_attention(
     Raises ValueError if head_dim is no power of two, or below MIN_HEAD_DIM.
     """
     _, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = k_cache.shape[1:3]
+    block_size, num_kv_heads = kv_cache.k.shape[1:3]
     if head_dim < MIN_HEAD_DIM or head_dim & (head_dim - 1):
         raise ValueError(f"head_dim is {head_dim}; a power of 2 from {MIN_HEAD_DIM} on is needed")
     block_n, num_warps, num_stages = tuning or default_tuning(tile_size, block_size)
@@ -64,8 +65,9 @@ def prefill_attention(
         return
     _prefill_attention_kernel[(num_heads, tiles.shape[0])](
         q,
-        k_cache,
-        v_cache,
+        kv_cache.k,
+        kv_cache.v,
+        *(kv_cache.scales or (None, None)),
         out,
         tiles,
         cu_seqlens_q,
@@ -90,6 +92,8 @@ def _prefill_attention_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     out_ptr,
     tiles_ptr,
     cu_seqlens_q_ptr,
@@ -115,30 +119,32 @@ def _prefill_attention_kernel(
     num_queries = tl.load(cu_seqlens_q_ptr + seq + 1) - begin
     context_len = tl.load(context_lens_ptr + seq)
     table = block_tables_ptr + seq.to(tl.int64) * max_blocks
-    head_offset = head // (NUM_HEADS // NUM_KV_HEADS) * HEAD_DIM
-    keys, values = k_cache_ptr + head_offset, v_cache_ptr + head_offset
+    kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+    keys, values = k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM
 
     rows = tl.arange(0, BLOCK_M)
     q_offset = (begin + first).to(tl.int64) * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
     q_offsets = rows[:, None] * (NUM_HEADS * HEAD_DIM) + tl.arange(0, HEAD_DIM)[None, :]
     q_mask = (first + rows < num_queries)[:, None]
     q = tl.load(q_ptr + q_offset + q_offsets, q_mask, 0)
+    if k_scale_ptr is not None:
+        k_scale_ptr += kv_head * BLOCK_SIZE
+        v_scale_ptr += kv_head * BLOCK_SIZE
+        q = q.to(tl.float32 if q.dtype == tl.float32 else tl.float16)  # as for decoding
     position = context_len - num_queries + first  # of the first query
     positions = position + rows
-
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    row_size: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     end = tl.minimum(context_len, position + BLOCK_M)
     full_end = (position + 1) // BLOCK_N * BLOCK_N  # every query sees every key before
     acc, highest, total = _attend_keys(
-        q, keys, values, table, 0, full_end, acc, highest, total, positions, scale,
-        row_size, BLOCK_SIZE, BLOCK_N, False,
+        q, keys, values, k_scale_ptr, v_scale_ptr, table, 0, full_end,
+        acc, highest, total, positions, scale, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, False,
     )  # fmt: skip
     acc, highest, total = _attend_keys(
-        q, keys, values, table, full_end, end, acc, highest, total, positions, scale,
-        row_size, BLOCK_SIZE, BLOCK_N, True,
+        q, keys, values, k_scale_ptr, v_scale_ptr, table, full_end, end,
+        acc, highest, total, positions, scale, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, True,
     )  # fmt: skip
     result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + q_offset + q_offsets, result, q_mask)
@@ -149,6 +155,8 @@ def _attend_keys(
     q,
     k_ptr,
     v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     table,
     begin,
     end,
@@ -157,7 +165,7 @@ def _attend_keys(
     total,
     positions,
     scale,
-    ROW_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
@@ -166,15 +174,24 @@ def _attend_keys(
 
     MASKED: some query is before some key, or `end` within a tile; positions of the queries.
     """
+    row_size: tl.constexpr = NUM_KV_HEADS * q.shape[1]
     slots = _slots(table, begin, end, BLOCK_SIZE, BLOCK_N)
     for key in range(begin, end, BLOCK_N):
-        offsets = _offsets(slots, ROW_SIZE, q.shape[1], BLOCK_N)
+        offsets = _offsets(slots, row_size, q.shape[1], BLOCK_N)
+        if k_scale_ptr is not None:
+            places = scale_places(slots, NUM_KV_HEADS, BLOCK_SIZE)
+            places = _offsets(places, 1, 1, BLOCK_N)
         slots = _slots(table, key + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         key_positions = key + tl.arange(0, BLOCK_N)
         # what lies behind the last key may be NaN, which a weight of 0 would not remove
         stored = (key_positions < end)[:, None] if MASKED else None
         k = tl.load(k_ptr + offsets, stored)
-        v = tl.load(v_ptr + offsets, stored, 0 if MASKED else None)
+        v = tl.load(v_ptr + offsets, stored, 0.0 if MASKED else None)
+        if k_scale_ptr is not None:
+            k_scale = tl.load(k_scale_ptr + places, stored)
+            v_scale = tl.load(v_scale_ptr + places, stored, 0.0 if MASKED else None)
+            k = (k.to(tl.float32) * k_scale).to(q.dtype)
+            v = (v.to(tl.float32) * v_scale).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             seen = key_positions[None, :] <= positions[:, None]

@@ -4,7 +4,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.gpu.fp8_cache import store_scales
 from penstock.kernels.gpu.pdl import LAUNCH, launch_dependents, wait
+from penstock.kernels.kv_cache import KVCache
 
 HEADS = 8
 """heads of one kind that a program takes"""
@@ -17,14 +19,14 @@ def qk_norm_rope_store(
     rope: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
-    caches: tuple[Tensor, Tensor],
+    kv_cache: KVCache,
     eps: float,
 ) -> Tensor:
-    """As in penstock.kernels.rope; weights: of queries and keys; caches: of keys and values.
+    """As in penstock.kernels.rope; weights: of queries and keys.
 
     Raises ValueError if head_dim is no power of two, or below MIN_HEAD_DIM.
     """
-    num_kv_heads, head_dim = caches[0].shape[2:]
+    block_size, num_kv_heads, head_dim = kv_cache.k.shape[1:]
     if head_dim < MIN_HEAD_DIM or head_dim & (head_dim - 1):
         raise ValueError(f"head_dim is {head_dim}; a power of 2 from {MIN_HEAD_DIM} on is needed")
     num_tokens = qkv.shape[0]
@@ -35,7 +37,9 @@ def qk_norm_rope_store(
         _qk_norm_rope_store_kernel[(num_tokens * groups,)](
             qkv,
             q,
-            *caches,
+            kv_cache.k,
+            kv_cache.v,
+            *(kv_cache.scales or (None, None)),
             *weights,
             rope,
             positions,
@@ -44,6 +48,7 @@ def qk_norm_rope_store(
             num_heads,
             num_kv_heads,
             head_dim,
+            block_size,
             HEADS,
             num_warps=max(1, HEADS * head_dim // 512),  # 16 bytes of each half for a thread
             **LAUNCH,
@@ -57,6 +62,8 @@ def _qk_norm_rope_store_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     q_weight_ptr,
     k_weight_ptr,
     rope_ptr,
@@ -66,6 +73,7 @@ def _qk_norm_rope_store_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     """One program: HEADS heads of one token, all of them queries, keys or values."""
@@ -86,25 +94,34 @@ def _qk_norm_rope_store_kernel(
         heads = group * HEADS + tl.arange(0, HEADS)[:, None]
         out_row = q_ptr + token * NUM_HEADS * HEAD_DIM
         stored = heads < NUM_HEADS
-        _norm_and_rotate(q_row, out_row, q_weight_ptr, rope_row, eps, heads, stored, HEAD_DIM)
+        a, b = _norm_and_rotate(q_row, q_weight_ptr, rope_row, eps, heads, stored, HEAD_DIM)
+        _store_halves(out_row, a, b, heads, stored, HEAD_DIM)
     elif group < q_groups + kv_groups:
         heads = (group - q_groups) * HEADS + tl.arange(0, HEADS)[:, None]
         out_row = k_cache_ptr + slot_offset
         stored = heads < num_stored
-        _norm_and_rotate(k_row, out_row, k_weight_ptr, rope_row, eps, heads, stored, HEAD_DIM)
+        a, b = _norm_and_rotate(k_row, k_weight_ptr, rope_row, eps, heads, stored, HEAD_DIM)
+        if k_scale_ptr is not None:
+            top = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 1, keep_dims=True)
+            inverse = store_scales(k_scale_ptr, top, slot, heads, stored, NUM_KV_HEADS, BLOCK_SIZE)
+            a, b = a * inverse, b * inverse
+        _store_halves(out_row, a, b, heads, stored, HEAD_DIM)
     else:
         heads = (group - q_groups - kv_groups) * HEADS + tl.arange(0, HEADS)[:, None]
         offsets = heads * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
         wait()
-        v = tl.load(v_row + offsets, heads < num_stored)
-        tl.store(v_cache_ptr + slot_offset + offsets, v, heads < num_stored)
+        stored = heads < num_stored
+        v = tl.load(v_row + offsets, stored)
+        if v_scale_ptr is not None:
+            v = v.to(tl.float32)
+            top = tl.max(tl.abs(v), 1, keep_dims=True)
+            v *= store_scales(v_scale_ptr, top, slot, heads, stored, NUM_KV_HEADS, BLOCK_SIZE)
+        tl.store(v_cache_ptr + slot_offset + offsets, v.to(v_cache_ptr.dtype.element_ty), stored)
 
 
 @triton.jit
-def _norm_and_rotate(
-    in_row, out_row, weight_ptr, rope_row, eps, heads, stored, HEAD_DIM: tl.constexpr
-):
-    """Some heads of one token, from in_row to out_row; heads, stored [number, 1]."""
+def _norm_and_rotate(in_row, weight_ptr, rope_row, eps, heads, stored, HEAD_DIM: tl.constexpr):
+    """The halves of some heads of one token, float32; heads, stored [number, 1]."""
     half: tl.constexpr = HEAD_DIM // 2
     columns = tl.arange(0, half)[None, :]
     offsets = heads * HEAD_DIM + columns
@@ -119,9 +136,16 @@ def _norm_and_rotate(
     square = tl.sum(first * first + second * second, 1, keep_dims=True)
     scale = tl.rsqrt(square / HEAD_DIM + eps)
     first, second = _scaled(first, scale, first_weight), _scaled(second, scale, second_weight)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _store_halves(out_row, first, second, heads, stored, HEAD_DIM: tl.constexpr):
+    half: tl.constexpr = HEAD_DIM // 2
+    offsets = heads * HEAD_DIM + tl.arange(0, half)[None, :]
     dtype: tl.constexpr = out_row.dtype.element_ty
-    tl.store(out_row + offsets, (first * cos - second * sin).to(dtype), stored)
-    tl.store(out_row + half + offsets, (second * cos + first * sin).to(dtype), stored)
+    tl.store(out_row + offsets, first.to(dtype), stored)
+    tl.store(out_row + half + offsets, second.to(dtype), stored)
 
 
 @triton.jit

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.kernels.kv_cache import KVCache
+from penstock.kernels.quantize import FP8
 from penstock.protocol.checkpoint import ModelConfig, ModelError
 from penstock.protocol.plan import MAX_BLOCKS
 
@@ -15,7 +17,7 @@ log = logging.getLogger(__name__)
 
 def kv_block_shape(model: ModelConfig, tp_size: int, block_size: int) -> tuple[int, int, int]:
     """Keys (or values) of one block in one layer: (block_size, KV heads of a rank, head_dim)."""
-    return block_size, model.num_key_value_heads // tp_size, model.head_dim
+    return block_size, max(1, model.num_key_value_heads // tp_size), model.head_dim
 
 
 def num_fitting_blocks(
@@ -23,7 +25,7 @@ def num_fitting_blocks(
 ) -> int:
     """How many blocks fit into `num_bytes`. Raises ModelError if none does."""
     shape = kv_block_shape(model, tp_size, block_size)
-    block_bytes = 2 * model.num_hidden_layers * torch.Size(shape).numel() * dtype.itemsize
+    block_bytes = 2 * model.num_hidden_layers * _num_bytes(shape, dtype)
     if num_bytes < block_bytes:
         raise ModelError(
             f"{num_bytes / 2**30:.2f} GiB are left for the KV cache; one block takes "
@@ -39,20 +41,36 @@ def allocate_kv_cache(
     num_blocks: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> Tensor:
-    """One rank's KV cache: zeros, [num_layers, 2, num_blocks, block_size, KV heads, head_dim]."""
+) -> list[KVCache]:
+    """One rank's KV cache, of each layer: zeros."""
     shape = kv_block_shape(model, tp_size, block_size)
-    size = (model.num_hidden_layers, 2, num_blocks, *shape)
+    size = (model.num_hidden_layers, 2, num_blocks)
     log.info(
         "KV cache: %d blocks of %d tokens, %.2f GiB",
         num_blocks,
         block_size,
-        torch.Size(size).numel() * dtype.itemsize / 2**30,
+        torch.Size(size).numel() * _num_bytes(shape, dtype) / 2**30,
     )
-    if device.type == "cpu" and dtype == torch.float32:
+    kv = _zeros((*size, *shape), dtype, device)
+    if dtype != FP8:
+        return [KVCache(*layer) for layer in kv]
+    scales = _zeros((*size, shape[1], shape[0]), torch.float32, device)
+    return [KVCache(k, v, (ks, vs)) for (k, v), (ks, vs) in zip(kv, scales, strict=True)]
+
+
+def _num_bytes(shape: tuple[int, int, int], dtype: torch.dtype) -> int:
+    """Of the keys (or values) of a block in one layer, with the scales of those in 8 bits."""
+    block_size, num_kv_heads, head_dim = shape
+    head_bytes = head_dim * dtype.itemsize + (torch.float32.itemsize if dtype == FP8 else 0)
+    return block_size * num_kv_heads * head_bytes
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    if device.type == "cpu":
         # numpy's zeros are pages that the kernel makes when they are written to: a start is free
-        return torch.from_numpy(np.zeros(size, "f4"))
-    return torch.zeros(size, dtype=dtype, device=device)
+        return torch.from_numpy(np.zeros(num_bytes, "u1")).view(dtype).view(shape)
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device).view(dtype).view(shape)
 
 
 def free_gpu_bytes(

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import attend
+from penstock.kernels.kv_cache import KVCache
+from penstock.kernels.quantize import FP8
 
 HEADS = [(4, 4), (8, 4), (8, 2), (8, 1)]
 """(query heads, KV heads): groups of 1, 2, 4 and 8"""
@@ -25,12 +27,14 @@ class Sequence(NamedTuple):
 class Cache:
     """A paged cache that holds old numbers, and hands out its blocks in a random order."""
 
-    def __init__(self, block_size: int, sequences: list[Sequence]) -> None:
+    def __init__(self, block_size: int, sequences: list[Sequence], *, fp8: bool = False) -> None:
         num_kv_heads, head_dim = sequences[0].k.shape[1:]
         max_blocks = max(-(-len(s.k) // block_size) for s in sequences)
         shape = (len(sequences) * max_blocks + 3, block_size, num_kv_heads, head_dim)
         self.block_size = block_size
-        self.k, self.v = torch.randn(shape) * 100, torch.randn(shape) * 100
+        numbers = torch.randn(2, *shape) * 100
+        scales = torch.rand(2, shape[0], num_kv_heads, block_size)
+        self.kv = KVCache(*numbers.to(FP8), tuple(scales)) if fp8 else KVCache(*numbers)
         order = torch.randperm(shape[0])[: len(sequences) * max_blocks]
         self.block_tables = order.view(len(sequences), max_blocks).int()
         self.sequences = sequences
@@ -49,12 +53,10 @@ class Cache:
             torch.cat([sequence[i][tokens.start : tokens.stop] for sequence, tokens in rows])
             for i in range(3)
         )
-        for new, cache in ((k, self.k), (v, self.v)):
-            cache.view(-1, *cache.shape[2:])[torch.tensor(slots)] = new
+        self.kv.store(torch.tensor(slots), k, v)
         out = attend(
             q,
-            self.k,
-            self.v,
+            self.kv,
             cu_seqlens_q=torch.tensor([0, *lengths]).cumsum(0).int(),
             max_seqlen_q=max(lengths),
             context_lens=torch.tensor([end for _, _, end in parts]).int(),
@@ -144,12 +146,29 @@ def test_other_sequences_change_no_bit() -> None:
         assert torch.equal(one[-1:], last)
 
 
+def in_8_bits(x: Tensor) -> Tensor:
+    """Each head of a token [num_tokens, num_heads, head_dim] rounded, by its largest number."""
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    return (x / scale).to(FP8).float() * scale
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+def test_8_bits_are_multiplied_with_their_scales(block_size: int) -> None:
+    sequences = [random_sequence(n) for n in (300, 77)]
+    cache = Cache(block_size, sequences, fp8=True)
+    results = [in_chunks(cache, 0, [0, 130, 299, 300]), in_chunks(cache, 1, [0, 77])]
+    for (q, k, v), result in zip(sequences, results, strict=True):
+        expected = dense_attention(Sequence(q, in_8_bits(k), in_8_bits(v)))
+        torch.testing.assert_close(result, expected, atol=2e-5, rtol=1e-4)
+        exact = dense_attention(Sequence(q, k, v))
+        assert (result - exact).norm() < 0.05 * exact.norm()
+
+
 def refusal(**changed: object) -> str:
     """What `attend` says to arguments of which some are changed."""
     arguments = {
         "q": torch.zeros(2, 4, 8),
-        "k_cache": torch.zeros(3, 16, 2, 8),
-        "v_cache": torch.zeros(3, 16, 2, 8),
+        "kv_cache": KVCache(*torch.zeros(2, 3, 16, 2, 8)),
         "cu_seqlens_q": torch.tensor([0, 2]).int(),
         "max_seqlen_q": 2,
         "context_lens": torch.tensor([5]).int(),
@@ -164,11 +183,10 @@ def refusal(**changed: object) -> str:
 def test_refuses_what_does_not_fit() -> None:
     assert "[any, any, any] is needed" in refusal(q=torch.zeros(2, 32))
     assert "[any, any, any, 4] is needed" in refusal(q=torch.zeros(2, 4, 4))
-    assert "4 heads do not divide by 3" in refusal(
-        k_cache=torch.zeros(3, 16, 3, 8), v_cache=torch.zeros(3, 16, 3, 8)
-    )
-    assert "v_cache has shape [2, 16, 2, 8]" in refusal(v_cache=torch.zeros(2, 16, 2, 8))
-    assert "k_cache has strides" in refusal(k_cache=torch.zeros(16, 3, 2, 8).transpose(0, 1))
+    assert "4 heads do not divide by 3" in refusal(kv_cache=KVCache(*torch.zeros(2, 3, 16, 3, 8)))
+    k_cache, turned = torch.zeros(3, 16, 2, 8), torch.zeros(2, 16, 3, 2, 8).transpose(1, 2)
+    assert "v_cache has shape [2, 16, 2, 8]" in refusal(kv_cache=KVCache(k_cache, k_cache[:2]))
+    assert "k_cache has strides" in refusal(kv_cache=KVCache(*turned))
     assert "cu_seqlens_q has shape [1]; [2]" in refusal(cu_seqlens_q=torch.tensor([0]).int())
     assert "context_lens has dtype torch.int64" in refusal(context_lens=torch.tensor([5]))
     assert "block_tables has shape [2]" in refusal(block_tables=torch.zeros(2).int())

@@ -34,6 +34,13 @@ def test_flash_attn_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
         choose("flash-attn", device=torch.device("cuda"))
 
 
+def test_flash_attn_reads_no_8_bits() -> None:
+    with pytest.raises(ValueError, match="attention 'flash-attn' reads no KV cache in fp8; 'tri"):
+        choose_attention(
+            "flash-attn", 0, **SIZES, device=torch.device("cuda"), kv_cache_dtype="fp8"
+        )
+
+
 def test_flash_attn_takes_blocks_of_256_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.kernels.backends.find_spec", lambda _: object())
     with pytest.raises(ValueError, match="block_size 128; flash-attn takes multiples of 256"):

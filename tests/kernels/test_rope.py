@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.kernels.kv_cache import KVCache
 from penstock.kernels.norm import rms_norm
+from penstock.kernels.quantize import FP8
 from penstock.kernels.rope import qk_norm_rope_store, rope_table
 
 EPS = 1e-6
@@ -33,8 +35,7 @@ class Case:
             "rope": ROPE,
             "positions": self.positions[rows],
             "slot_mapping": torch.tensor(slots),
-            "k_cache": self.k_cache,
-            "v_cache": self.v_cache,
+            "kv_cache": KVCache(self.k_cache, self.v_cache),
             "eps": EPS,
         }
         return qk_norm_rope_store(**{**arguments, **changed})  # type: ignore[arg-type]
@@ -91,6 +92,24 @@ def test_a_token_does_not_depend_on_the_others() -> None:
         assert torch.equal(case.k_cache.flatten(0, 1)[first:last], k.flatten(0, 1)[first:last])
 
 
+def test_stores_8_bits_near_what_it_stores_otherwise() -> None:
+    case = Case(4)
+    case.v[1, 0] = 0.0
+    slots = [9, -1, 6, 0]
+    case.run(slots)
+    scales = torch.zeros(2, 3, NUM_KV_HEADS, 4)
+    kv_cache = KVCache(*torch.zeros(2, 3, 4, NUM_KV_HEADS, HEAD_DIM).to(FP8), tuple(scales))
+    case.run(slots, kv_cache=kv_cache)
+    for n, exact in enumerate((case.k_cache, case.v_cache)):
+        scale = scales[n].transpose(1, 2).unsqueeze(3)
+        absmax = exact.abs().amax(3, keepdim=True)
+        torch.testing.assert_close(scale * 448, absmax, rtol=1e-6, atol=1e-9)
+        error = (kv_cache[n].float() * scale - exact).abs()
+        # half of the last of 3 bits, or of the smallest number
+        assert (error <= torch.maximum(exact.abs() / 16, scale / 1024) * (1 + 1e-5)).all()
+        assert error.any()
+
+
 def refusal(**changed: object) -> str:
     """What the function says to the arguments of 2 tokens of which some are changed."""
     with pytest.raises(ValueError) as caught:
@@ -108,5 +127,17 @@ def test_refuses_what_does_not_fit() -> None:
     assert "rope has dtype torch.float64" in refusal(rope=ROPE.double())
     assert "positions has shape [1]; [2]" in refusal(positions=torch.tensor([0]))
     assert "slot_mapping has dtype" in refusal(slot_mapping=torch.tensor([0, 1]).int())
-    assert "v_cache has shape [4, 3, 2, 16]; [3, 4, 2, 16]" in refusal(v_cache=cache)
-    assert "k_cache has strides" in refusal(k_cache=cache.transpose(0, 1))
+    assert "v_cache has shape [4, 3, 2, 16]; [3, 4, 2, 16]" in refusal(
+        kv_cache=KVCache(Case(2).k_cache, cache)
+    )
+    turned = cache.transpose(0, 1)
+    assert "k_cache has strides" in refusal(kv_cache=KVCache(turned, torch.zeros_like(turned)))
+    scales = torch.zeros(4, NUM_KV_HEADS, 3), torch.zeros(4, 3, NUM_KV_HEADS)
+    assert "k_cache has dtype torch.float32; [torch.float8" in refusal(
+        kv_cache=KVCache(cache, cache, scales)
+    )
+    cache = cache.to(FP8)
+    assert "k_cache has dtype torch.float8" in refusal(kv_cache=KVCache(cache, cache))
+    assert "v_scale has shape [4, 3, 2]; [4, 2, 3]" in refusal(
+        kv_cache=KVCache(cache, cache, scales)
+    )

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import attend
+from penstock.kernels.kv_cache import KVCache
 
 pytest.importorskip("triton")
 from penstock.kernels.gpu.decode_attention import DecodeAttention, merged_splits
 from penstock.kernels.gpu.decode_items import Tuning
-from tests.kernels.gpu.conftest import on_gpu
+from tests.kernels.gpu.conftest import in_8_bits, numbers_of, on_gpu
 
 LENGTHS = [200, 1, 0, 65, 15, 16, 0, 63, 17, 64, 0]
 """with padded rows in the middle and at the end"""
@@ -35,7 +36,14 @@ class Step:
     """
 
     def __init__(
-        self, layout: Layout, lengths: list[int], device: str, dtype: torch.dtype, gap: int = 0
+        self,
+        layout: Layout,
+        lengths: list[int],
+        device: str,
+        dtype: torch.dtype,
+        gap: int = 0,
+        *,
+        fp8: bool = False,
     ) -> None:
         num_heads, num_kv_heads, head_dim, block_size = layout
         max_blocks = -(-max(*lengths, 1) // block_size) + 1
@@ -49,6 +57,7 @@ class Step:
         wide = torch.randn(len(lengths), num_heads * head_dim + gap).to(device, dtype)
         self.q = wide[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
         self.k_cache, self.v_cache = keys.to(device, dtype), values.to(device, dtype)
+        self.fp8 = fp8
         self.block_tables = table.to(device)
         self.context_lens = torch.tensor(lengths).int().to(device)
         self.scale = head_dim**-0.5
@@ -61,11 +70,15 @@ class Step:
         self.call(attention, out)
         return out
 
+    @property
+    def kv_cache(self) -> KVCache:
+        kv_cache = KVCache(self.k_cache, self.v_cache)
+        return in_8_bits(kv_cache) if self.fp8 else kv_cache
+
     def call(self, attention: DecodeAttention, out: Tensor) -> None:
         attention(
             self.q,
-            self.k_cache,
-            self.v_cache,
+            self.kv_cache,
             context_lens=self.context_lens,
             block_tables=self.block_tables,
             scale=self.scale,
@@ -77,8 +90,7 @@ class Step:
         rows = self.context_lens.cpu().nonzero()[:, 0]
         return attend(
             self.q.cpu().float()[rows],
-            self.k_cache.cpu().float(),
-            self.v_cache.cpu().float(),
+            numbers_of(self.kv_cache),
             cu_seqlens_q=torch.arange(len(rows) + 1).int(),
             max_seqlen_q=1,
             context_lens=self.context_lens.cpu()[rows],
@@ -127,6 +139,24 @@ def test_block_sizes_and_lengths(
     layout = Layout(block_size=block_size)
     step = Step(layout, LENGTHS, device, dtype)
     step.check(step.run(attention_for(layout, device, tuning)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "tuning"),
+    [
+        (Layout(4, 2, 32, 64), MANY_SPLITS),
+        (Layout(10, 2, 64, 48), MANY_SPLITS),
+        (Layout(2, 2, 16, 16), FEW_SPLITS),
+        on_gpu(Layout(16, 8, 128, 128), None),
+        on_gpu(Layout(32, 8, 128, 128), None),
+        on_gpu(Layout(16, 2, 128, 16), None),
+        on_gpu(Layout(16, 8, 128, 128), MANY_SPLITS),
+    ],
+)
+def test_8_bits(layout: Layout, tuning: Tuning | None, device: str, dtype: torch.dtype) -> None:
+    lengths = LENGTHS if device == "cpu" else [700, 1400, *LENGTHS] * 20
+    step = Step(layout, lengths, device, dtype, fp8=True)
+    step.check(step.run(attention_for(layout, device, tuning, max_rows=len(lengths))))
 
 
 @pytest.mark.parametrize("tuning", [FEW_SPLITS, MANY_SPLITS])

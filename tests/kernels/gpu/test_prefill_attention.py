@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import attend
-from tests.kernels.gpu.conftest import on_gpu
+from penstock.kernels.kv_cache import KVCache
+from tests.kernels.gpu.conftest import in_8_bits, numbers_of, on, on_gpu
 
 gpu = pytest.importorskip("penstock.kernels.gpu.prefill_attention")
 
@@ -21,8 +22,7 @@ class Case(NamedTuple):
     """A step with decode rows in front; NaN wherever no token of a sequence lies."""
 
     q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
+    kv_cache: KVCache
     cu_seqlens_q: Tensor
     context_lens: Tensor
     block_tables: Tensor
@@ -30,18 +30,14 @@ class Case(NamedTuple):
     def run(self, device: str, tile_size: int = 64, tuning: object = None) -> Tensor:
         """What the kernel makes of it: out, which was NaN before."""
         out = torch.full_like(self.q, torch.nan, device=device)
-        q, k_cache, v_cache, cu_seqlens_q, context_lens, block_tables = (
-            tensor.to(device) for tensor in self
-        )
         gpu.prefill_attention(
-            q,
-            k_cache,
-            v_cache,
+            self.q.to(device),
+            on(device, self.kv_cache),
             tiles=self.tiles(tile_size).to(device),
             tile_size=tile_size,
-            cu_seqlens_q=cu_seqlens_q,
-            context_lens=context_lens,
-            block_tables=block_tables,
+            cu_seqlens_q=self.cu_seqlens_q.to(device),
+            context_lens=self.context_lens.to(device),
+            block_tables=self.block_tables.to(device),
             scale=self.scale,
             out=out,
             tuning=tuning,
@@ -61,8 +57,7 @@ class Case(NamedTuple):
         """The reference's rows behind the decode rows."""
         return attend(
             self.q[NUM_DECODE_ROWS:].float(),
-            self.k_cache.float().nan_to_num(),
-            self.v_cache.float().nan_to_num(),
+            numbers_of(self.kv_cache),
             cu_seqlens_q=self.cu_seqlens_q - NUM_DECODE_ROWS,
             max_seqlen_q=int(self.cu_seqlens_q.diff().max()),
             context_lens=self.context_lens,
@@ -99,8 +94,7 @@ def random_case(
     q = torch.randn(NUM_DECODE_ROWS + sum(lengths), num_heads, head_dim) * 2
     return Case(
         q.to(dtype),
-        k_cache.to(dtype),
-        v_cache.to(dtype),
+        KVCache(k_cache.to(dtype), v_cache.to(dtype)),
         torch.tensor([NUM_DECODE_ROWS, *lengths]).cumsum(0).int(),
         torch.tensor([context_len for _, context_len in parts]).int(),
         blocks.int(),
@@ -139,6 +133,32 @@ def test_equals_the_reference(
 ) -> None:
     case = random_case(parts, heads, head_dim, block_size, dtype)
     assert_right(case, case.run(device))
+
+
+@pytest.mark.parametrize(
+    ("parts", "heads", "head_dim", "block_size", "tile_size"),
+    [
+        (SHORT, (4, 2), 64, 64, 64),
+        (SHORT, (4, 1), 32, 48, 64),
+        ([(40, 290), (130, 131)], (2, 2), 16, 16, 128),
+        on_gpu(MIXED, (16, 8), 128, 128, 64),
+        on_gpu(MIXED, (32, 8), 128, 128, 128),
+        on_gpu([(1300, 2700), (2000, 2000)], (16, 8), 128, 128, 128),
+        on_gpu(MIXED, (16, 8), 128, 48, 128),
+    ],
+)
+def test_8_bits(
+    parts: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    tile_size: int,
+    device: str,
+    dtype: torch.dtype,
+) -> None:
+    case = random_case(parts, heads, head_dim, block_size, dtype)
+    case = case._replace(kv_cache=in_8_bits(case.kv_cache))
+    assert_right(case, case.run(device, tile_size))
 
 
 @pytest.mark.parametrize(
