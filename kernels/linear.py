@@ -8,6 +8,9 @@ the rows are padded to 16, and the cutting is done here.
 
 On a GPU all tensors must be contiguous; up to 64 rows of bfloat16 are multiplied by one kernel of
 `penstock.kernels.gpu.skinny` where it is faster than cuBLAS and separate kernels.
+
+A weight may be `Quantized`. On a CPU, and in that kernel, x is multiplied with what it stands for;
+where cuBLAS multiplies, x is quantised as well, each row by itself, and tensor cores take 8 bits.
 """
 
 import torch
@@ -17,51 +20,66 @@ from torch.nn import functional
 from penstock.kernels.activation import silu_and_mul
 from penstock.kernels.checks import check_contiguous, check_tensor
 from penstock.kernels.norm import rms_norm
+from penstock.kernels.quantize import FP8, Matrix, Quantized, parts, quantize
 
 MIN_ROWS = 16
 INNER_PIECE = 512
+MAX_FUSED_ROWS = 64
+"""of a product by one kernel"""
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T`; x [num_rows, in_features], weight [out_features, in_features]."""
+def linear(x: Matrix, weight: Matrix, out: Tensor | None = None) -> Tensor:
+    """`x @ weight.T`; x [num_rows, in_features], weight [out_features, in_features].
+
+    out: where it goes, contiguous.
+    """
     _check(x, weight)
-    fused = _fused("add", x, weight)
-    return _product(x, weight) if fused is None else fused
+    _check_out(x, weight, out)
+    fused = _fused("add", x, weight, out=out)
+    return _product(x, weight, out) if fused is None else fused
 
 
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    """`residual + x @ weight.T`; residual [num_rows, out_features], which may be overwritten."""
+def linear_add(x: Matrix, weight: Matrix, residual: Tensor, out: Tensor | None = None) -> Tensor:
+    """`residual + x @ weight.T`; residual [num_rows, out_features].
+
+    out: where it goes, contiguous; without it, `residual` may be overwritten.
+    """
     _check(x, weight)
-    check_tensor("residual", residual, (x.shape[0], weight.shape[0]), x.dtype)
-    fused = _fused("add", x, weight, residual=residual)
-    return add_separately(x, weight, residual) if fused is None else fused
+    check_tensor("residual", residual, (x.shape[0], weight.shape[0]), _dtype(x))
+    _check_out(x, weight, out)
+    fused = _fused("add", x, weight, residual=residual, out=out)
+    return add_separately(x, weight, residual, out) if fused is None else fused
 
 
 def norm_linear(
     x: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Matrix,
     out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`rms_norm(x) @ weight.T`; norm_weight [in_features].
 
-    out_dtype: x's, the default, or torch.float32; other dtypes raise ValueError.
+    out_dtype: x's, the default, or torch.float32; other dtypes raise ValueError. out: where it
+    goes, contiguous.
     """
     _check(x, weight)
     check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype)
     if out_dtype not in (None, x.dtype, torch.float32):
         raise ValueError(f"out_dtype is {out_dtype}; {x.dtype} or torch.float32 is needed")
     out_dtype = out_dtype or x.dtype
+    _check_out(x, weight, out, out_dtype)
     kind = "norm" if out_dtype == x.dtype else "logits"
-    fused = _fused(kind, x, weight, norm_weight, eps)
-    return norm_separately(x, norm_weight, eps, weight, out_dtype) if fused is None else fused
+    fused = _fused(kind, x, weight, norm_weight, eps, out=out)
+    return norm_separately(x, norm_weight, eps, weight, out_dtype, out) if fused is None else fused
 
 
-def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
+def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix) -> Matrix:
     """`silu_and_mul(rms_norm(x) @ weight.T)`, [num_rows, intermediate_size].
 
-    weight: [2 * intermediate_size, in_features], the gate's rows, then up's.
+    weight: [2 * intermediate_size, in_features], the gate's rows, then up's. The result is for
+    another product: where cuBLAS will multiply it with a weight that is `Quantized`, it is, too.
     """
     _check(x, weight)
     check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype)
@@ -71,65 +89,123 @@ def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> T
     return swiglu_separately(x, norm_weight, eps, weight) if fused is None else fused
 
 
-def add_separately(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+def add_separately(
+    x: Matrix, weight: Matrix, residual: Tensor, out: Tensor | None = None
+) -> Tensor:
     """As `linear_add`, without our own product; on a GPU in place: a copy would show."""
-    if x.is_cuda:
-        return residual.addmm_(x, weight.t())
-    return residual + _product(x, weight)
+    if x.is_cuda and out is None:
+        out = residual
+    if isinstance(x, Tensor) and isinstance(weight, Tensor) and x.is_cuda:
+        return torch.addmm(residual, x, weight.t(), out=out)
+    return torch.add(residual, _product(x, weight), out=out)
 
 
 def norm_separately(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, out_dtype: torch.dtype
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Matrix,
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
     """As `norm_linear`, in separate kernels."""
-    normed = rms_norm(x, norm_weight, eps)
-    if x.is_cuda and out_dtype != x.dtype:
-        return torch.mm(normed, weight.t(), out_dtype=out_dtype)
-    return _product(normed, weight).to(out_dtype)
+    if isinstance(weight, Tensor) and x.is_cuda and out_dtype != x.dtype:
+        normed = rms_norm(x, norm_weight, eps)
+        return torch.mm(normed, weight.t(), out_dtype=out_dtype, out=out)
+    return _norm_product(x, norm_weight, eps, weight, out).to(out_dtype)
 
 
-def swiglu_separately(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
+def swiglu_separately(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix) -> Matrix:
     """As `norm_swiglu`, in separate kernels."""
-    return silu_and_mul(_product(rms_norm(x, norm_weight, eps), weight))
+    gate_up = _norm_product(x, norm_weight, eps, weight)
+    if isinstance(weight, Quantized) and x.is_cuda and len(x) > MAX_FUSED_ROWS:
+        return quantize(gate_up, swiglu=True)
+    return silu_and_mul(gate_up)
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
-    check_tensor("x", x, (-1, -1))
-    check_tensor("weight", weight, (-1, x.shape[1]), x.dtype)
+def _norm_product(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix, out: Tensor | None = None
+) -> Tensor:
+    if isinstance(weight, Quantized) and x.is_cuda:
+        return _product(quantize(x, norm_weight, eps), weight, out)
+    return _product(rms_norm(x, norm_weight, eps), weight, out)
+
+
+def _check(x: Matrix, weight: Matrix) -> None:
+    values, scale = parts(weight)
+    check_tensor("x", parts(x)[0], (-1, -1))
+    check_tensor("weight", values, (-1, x.shape[1]), FP8 if scale is not None else _dtype(x))
+    if scale is not None:
+        check_tensor("weight's scale", scale, (len(values),), torch.float32)
+
+
+def _check_out(
+    x: Matrix, weight: Matrix, out: Tensor | None, dtype: torch.dtype | None = None
+) -> None:
+    if out is not None:
+        check_tensor("out", out, (x.shape[0], weight.shape[0]), dtype or _dtype(x))
+        check_contiguous("out", out)
+
+
+def _dtype(x: Matrix) -> torch.dtype:
+    """Of a product with x."""
+    return torch.bfloat16 if isinstance(x, Quantized) else x.dtype
 
 
 def _fused(
     kind: str,
-    x: Tensor,
-    weight: Tensor,
+    x: Matrix,
+    weight: Matrix,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | None:
     """By one kernel of ours, where that is faster; else None."""
-    if not x.is_cuda:
+    if isinstance(x, Quantized) or not x.is_cuda:
         return None
     from penstock.kernels.gpu.skinny import multiply
 
     check_contiguous("x", x)
-    check_contiguous("weight", weight)
+    check_contiguous("weight", parts(weight)[0])
     if norm_weight is not None:
         check_contiguous("norm_weight", norm_weight)
     if residual is not None:
         check_contiguous("residual", residual)
-    return multiply(kind, x, weight, norm_weight, eps, residual)
+    return multiply(kind, x, weight, norm_weight, eps, residual, out)
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    return functional.linear(x, weight) if x.is_cuda else _linear_reference(x, weight)
+def _product(x: Matrix, weight: Matrix, out: Tensor | None = None) -> Tensor:
+    if isinstance(weight, Quantized) and x.is_cuda:
+        return _scaled_product(x if isinstance(x, Quantized) else quantize(x), weight, out)
+    if isinstance(x, Quantized):
+        raise ValueError("x is quantised: on a GPU only, and with such a weight")
+    if isinstance(weight, Tensor) and x.is_cuda:
+        return torch.mm(x, weight.t(), out=out)
+    product = _linear_reference(x, weight)
+    return product if out is None else out.copy_(product)
 
 
-def _linear_reference(x: Tensor, weight: Tensor) -> Tensor:
+def _scaled_product(x: Quantized, weight: Quantized, out: Tensor | None) -> Tensor:
+    """By cuBLAS, in bfloat16; in_features and out_features are multiples of 16."""
+    return torch._scaled_mm(
+        x.values,
+        weight.values.t(),
+        x.scale[:, None],
+        weight.scale[None],
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+        out=out,
+    )
+
+
+def _linear_reference(x: Tensor, weight: Matrix) -> Tensor:
+    values, scale = parts(weight)
     num_rows, inner = x.shape
     if num_rows < MIN_ROWS:
         x = functional.pad(x, (0, 0, 0, MIN_ROWS - num_rows))
-    out = functional.linear(x[:, :INNER_PIECE], weight[:, :INNER_PIECE])
+    out = functional.linear(x[:, :INNER_PIECE], values[:, :INNER_PIECE].to(x.dtype))
     for begin in range(INNER_PIECE, inner, INNER_PIECE):
         piece = slice(begin, begin + INNER_PIECE)
-        out.addmm_(x[:, piece], weight[:, piece].t())
-    return out[:num_rows]
+        out.addmm_(x[:, piece], values[:, piece].to(x.dtype).t())
+    return out[:num_rows] if scale is None else out[:num_rows] * scale

@@ -4,8 +4,9 @@ import itertools
 from typing import NamedTuple
 
 from penstock.kernels.gpu.skinny import MAX_PARTIALS, NUM_SMS, Config, row_block
+from penstock.kernels.sampling import shard_size
 
-SIZES = {
+PUBLISHED = {
     "0.6B": (1024, 3072, 16, 8),
     "1.7B": (2048, 6144, 16, 8),
     "4B": (2560, 9728, 32, 8),
@@ -14,6 +15,13 @@ SIZES = {
     "32B": (5120, 25600, 64, 8),
 }
 """hidden size, intermediate size, heads, key-value heads of the published Qwen3"""
+SIZES = PUBLISHED | {
+    f"{name}/{tp}": (hidden, intermediate // tp, heads // tp, max(1, kv_heads // tp))
+    for name, (hidden, intermediate, heads, kv_heads) in PUBLISHED.items()
+    for tp in (2, 4, 8)
+    if heads % tp == 0
+}
+"""likewise, and "8B/2", which is a rank's part of 8B at TP 2"""
 HEAD_DIM = 128
 VOCAB_SIZE = 151936
 SHARED_BYTES = 220 << 10
@@ -38,24 +46,26 @@ class Shape(NamedTuple):
 def shapes(size: str) -> list[Shape]:
     """The four products of a layer, and the logits."""
     hidden, intermediate, heads, kv_heads = SIZES[size]
+    tp = int(size.partition("/")[2] or 1)
+    vocab_size = VOCAB_SIZE if tp == 1 else shard_size(VOCAB_SIZE, tp)
     return [
         Shape("norm", (heads + 2 * kv_heads) * HEAD_DIM, hidden),
         Shape("add", hidden, heads * HEAD_DIM),
         Shape("swiglu", 2 * intermediate, hidden),
         Shape("add", hidden, intermediate),
-        Shape("logits", VOCAB_SIZE, hidden),
+        Shape("logits", vocab_size, hidden),
     ]
 
 
-def candidates(shape: Shape, rows: int) -> list[Config]:
+def candidates(shape: Shape, rows: int, weight_bytes: int = 2) -> list[Config]:
     """Worth measuring: enough programs for all SMs, enough bytes in flight, and they fit."""
-    ways = _tensor_cores(shape, rows)
-    if rows == 1:
-        slices = [one for one in ways if one.kernel == "slices" and _fits(shape, rows, one)]
-        return _gemvs(shape) + slices
-    inside = [one._replace(norm_inside=True) for one in ways if _may_norm(shape, one)]
+    ways = [one for one in _tensor_cores(shape, rows) if _fits(shape, rows, one, weight_bytes)]
     outside = [one for one in ways if one.num_warps > 2]
-    return [one for one in outside + inside if _fits(shape, rows, one)]
+    if weight_bytes == 1:  # a norm is outside: see `penstock.kernels.gpu.skinny.choose`
+        return (_gemvs(shape, 256) if rows == 1 else []) + outside
+    if rows == 1:
+        return _gemvs(shape, 128) + [one for one in ways if one.kernel == "slices"]
+    return outside + [one._replace(norm_inside=True) for one in ways if _may_norm(shape, one)]
 
 
 def _may_norm(shape: Shape, config: Config) -> bool:
@@ -98,7 +108,7 @@ def _whole(shape: Shape, rows: int) -> list[Config]:
     return configs
 
 
-def _fits(shape: Shape, rows: int, config: Config) -> bool:
+def _fits(shape: Shape, rows: int, config: Config, weight_bytes: int) -> bool:
     programs = -(-shape.num_columns // config.bn) * config.split_k
     if shape.inner % config.bk or config.bk * config.split_k > shape.inner:
         return False
@@ -112,24 +122,22 @@ def _fits(shape: Shape, rows: int, config: Config) -> bool:
     steps = shape.inner // config.bk // config.split_k
     if (config.num_stages == 5 and steps < 4) or config.bn * 4 < row_block(rows):
         return False
-    weights = config.bn * shape.weights_per_column
-    tile = config.bk * 2 * (row_block(rows) + weights)
+    weights = config.bn * shape.weights_per_column * weight_bytes
+    tile = config.bk * (2 * row_block(rows) + weights)
     # At most this many programs have their tiles on one SM at once.
     resident = min(-(-programs // NUM_SMS), SHARED_BYTES // (tile * config.num_stages))
-    in_flight = resident * config.bk * 2 * weights * min(config.num_stages - 1, steps)
-    return resident > 0 and in_flight >= min(24 << 10, _share_of_sm(shape) // 2)
+    in_flight = resident * config.bk * weights * min(config.num_stages - 1, steps)
+    share_of_sm = shape.num_weights * shape.inner * weight_bytes // NUM_SMS
+    return resident > 0 and in_flight >= min(24 << 10, share_of_sm // 2)
 
 
-def _share_of_sm(shape: Shape) -> int:
-    return 2 * shape.num_weights * shape.inner // NUM_SMS
-
-
-def _gemvs(shape: Shape) -> list[Config]:
+def _gemvs(shape: Shape, most: int) -> list[Config]:
+    """most: elements that a thread holds."""
     whole = 1 << (shape.inner - 1).bit_length()
     configs = []
     for bn, num_warps in itertools.product((1, 2, 4, 8, 16), (2, 4, 8)):
         per_thread = bn * whole * shape.weights_per_column // (32 * num_warps)
-        if 16 <= per_thread <= 128 and whole >= num_warps * 256:
+        if 16 <= per_thread <= most and whole >= num_warps * 256:
             configs.append(Config("gemv", bn, whole, 1, num_warps, 1, 0))
     for bn, bk, num_stages, prefetch in itertools.product((4, 8), (512, 1024), (3, 5), (0, 512)):
         if shape.inner > bk:

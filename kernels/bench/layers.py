@@ -12,6 +12,8 @@ from penstock.kernels.bench.candidates import HEAD_DIM, SIZES, Shape, shapes
 from penstock.kernels.bench.timing import L2_BYTES, graph_us
 from penstock.kernels.gpu.decode_attention import DecodeAttention
 from penstock.kernels.gpu.skinny import Config, Product, empty_product, launch
+from penstock.kernels.kv_cache import KVCache
+from penstock.kernels.quantize import FP8, Matrix, Quantized, parts
 from penstock.kernels.rope import qk_norm_rope_store, rope_table
 
 CONTEXT = 384
@@ -21,7 +23,7 @@ EPS = 1e-6
 Configs = dict[Shape, Config | None]
 
 
-def separately(product: Product, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def separately(product: Product, dtype: torch.dtype = torch.bfloat16) -> Matrix:
     """By cuBLAS, with kernels of their own for what stands around it."""
     if product.norm_weight is None:
         if product.residual is None:
@@ -32,19 +34,27 @@ def separately(product: Product, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return linear.norm_separately(product.x, product.norm_weight, EPS, product.weight, dtype)
 
 
+def cut(pool: Tensor, shape: Shape, begin: int = 0) -> Matrix:
+    """A weight of the pool's elements from `begin` on, Quantized if they are of 8 bits."""
+    values = pool[begin : begin + shape.num_weights * shape.inner].view(-1, shape.inner)
+    if pool.dtype != FP8:
+        return values
+    return Quantized(values, torch.full((len(values),), 0.02, device=pool.device))
+
+
 class Layers:
     """Layers of one published size that decode `rows` rows; weights past the L2 cache."""
 
     def __init__(self, size: str, rows: int, pool: Tensor) -> None:
-        """pool: random bfloat16 that weights are cut from."""
+        """pool: random numbers that weights are cut from, of bfloat16 or 8 bits."""
         hidden, _, self.heads, self.kv_heads = SIZES[size]
         self.shapes = shapes(size)[:4]
         num_weights = sum(shape.num_weights * shape.inner for shape in self.shapes)
-        self.num_layers = max(2, -(-2 * L2_BYTES // num_weights))
-        self.weights = list(_cut(pool, self.shapes * self.num_layers))
-        self.x = torch.randn(rows, hidden).to(pool)
-        self.norm_weight = torch.ones(hidden).to(pool)
-        self.head_norm = torch.ones(HEAD_DIM).to(pool)
+        self.num_layers = max(2, -(-4 * L2_BYTES // (num_weights * pool.itemsize)))
+        self.weights = _cut_all(pool, self.shapes * self.num_layers)
+        self.x = torch.randn(rows, hidden, dtype=torch.bfloat16, device="cuda")
+        self.norm_weight = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")
+        self.head_norm = torch.ones(HEAD_DIM, dtype=torch.bfloat16, device="cuda")
         self.rope = rope_table(HEAD_DIM, CONTEXT, 1e6).cuda()
         blocks = -(-CONTEXT // BLOCK_SIZE)
         shape = (self.num_layers, 2, rows * blocks, BLOCK_SIZE, self.kv_heads, HEAD_DIM)
@@ -80,18 +90,18 @@ class Layers:
         config: Config | None,
         kind: str,
         x: Tensor,
-        weight: Tensor,
+        weight: Matrix,
         residual: Tensor | None = None,
     ) -> Tensor:
         norm_weight = self.norm_weight if residual is None else None
         product = empty_product(kind, x, weight, norm_weight, EPS, residual)
         if config is None:
-            return separately(product)
+            return parts(separately(product))[0]
         launch(product, config)
         return product.out
 
     def _attend(self, qkv: Tensor, layer: int) -> Tensor:
-        k_cache, v_cache = self.kv_cache[layer].unbind(0)
+        kv_cache = KVCache(*self.kv_cache[layer])
         q = qk_norm_rope_store(
             qkv,
             num_heads=self.heads,
@@ -101,22 +111,21 @@ class Layers:
             rope=self.rope,
             positions=self.positions,
             slot_mapping=self.slots,
-            k_cache=k_cache,
-            v_cache=v_cache,
+            kv_cache=kv_cache,
             eps=EPS,
         )
         out = torch.empty_like(q)
         lengths = {"context_lens": self.context_lens, "block_tables": self.tables}
-        self.attention(q, k_cache, v_cache, **lengths, scale=HEAD_DIM**-0.5, out=out)
+        self.attention(q, kv_cache, **lengths, scale=HEAD_DIM**-0.5, out=out)
         return out.flatten(1)
 
 
-def _cut(pool: Tensor, wanted: list[Shape]) -> list[Tensor]:
+def _cut_all(pool: Tensor, wanted: list[Shape]) -> list[Matrix]:
     """Weights side by side, from the front of the pool again where it ends."""
     begin, weights = 0, []
     for shape in wanted:
         size = shape.num_weights * shape.inner
         begin = begin if begin + size <= len(pool) else 0
-        weights.append(pool[begin : begin + size].view(-1, shape.inner))
+        weights.append(cut(pool, shape, begin))
         begin += size
     return weights

@@ -1,10 +1,11 @@
 """Products of few rows against cuBLAS with separate kernels; writes the table of the fastest ones.
 
     python -m penstock.kernels.bench.linear [--sizes 0.6B 8B] [--rows 1 16] [--write FILE]
+        [--dtype fp8]
 
 The four products of a layer are timed in a layer, one after the other tuned; the figures are those
 of the whole layer. Sizes and rows that were not measured keep their entries in FILE, as far as it
-is the table in use.
+is the table in use. With fp8 the table is that of weights in 8 bits, and cuBLAS multiplies 8 bits.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from penstock.kernels.bench.candidates import SIZES, Shape, candidates, shapes
-from penstock.kernels.bench.layers import EPS, Configs, Layers, separately
+from penstock.kernels.bench.layers import EPS, Configs, Layers, cut, separately
 from penstock.kernels.bench.timing import graph_us
 from penstock.kernels.gpu import skinny_table
 from penstock.kernels.gpu.skinny import (
@@ -34,7 +35,9 @@ from penstock.kernels.gpu.skinny import (
     row_block,
     workspace,
 )
+from penstock.kernels.quantize import FP8, Matrix, parts
 
+Table = dict[skinny_table.Key, skinny_table.Entry | None]
 ROWS = (1, 16, 32, 64)
 MAX_ERROR = 1e-2
 FINALISTS = 3
@@ -44,11 +47,16 @@ POOL = 1 << 30
 """random weights that all shapes are cut from, more than the largest has"""
 
 
-def operands(shape: Shape, rows: int, weight: Tensor) -> Product:
+def operands(shape: Shape, rows: int, weight: Matrix) -> Product:
     """Random x, norm weight and residual for this weight."""
-    x = torch.randn(rows, shape.inner).to(weight)
-    norm_weight = (torch.rand(shape.inner) + 0.5).to(weight)
-    residual = torch.randn(rows, shape.num_columns).to(weight)
+    x, norm_weight, residual = (
+        numbers.to("cuda", torch.bfloat16)
+        for numbers in (
+            torch.randn(rows, shape.inner),
+            torch.rand(shape.inner) + 0.5,
+            torch.randn(rows, shape.num_columns),
+        )
+    )
     if shape.kind == "add":
         return empty_product(shape.kind, x, weight, residual=residual)
     return empty_product(shape.kind, x, weight, norm_weight, EPS)
@@ -59,33 +67,35 @@ def expected(product: Product) -> Tensor:
     x = product.x.float()
     if product.norm_weight is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * product.norm_weight.float()
-    parts = range(0, len(product.weight), 1 << 14)
-    out = torch.cat([x @ product.weight[i : i + (1 << 14)].float().T for i in parts], -1)
+    weight, scale = parts(product.weight)
+    out = torch.cat([x @ some.float().T for some in torch.split(weight, 1 << 14)], -1)
+    if scale is not None:
+        out *= scale
     if product.swiglu:
         gate, up = out.chunk(2, -1)
         return torch.nn.functional.silu(gate) * up
     return out if product.residual is None else out + product.residual.float()
 
 
-def compile_some(work: Sequence[tuple[Shape, int, Config]]) -> int:
+def compile_some(dtype: torch.dtype, work: Sequence[tuple[Shape, int, Config]]) -> int:
     """Fills triton's cache on disk, by a run; what can't run is met again when it is measured."""
     failed = 0
     for shape, rows, config in work:
-        weight = torch.zeros(shape.num_weights, shape.inner, dtype=torch.bfloat16, device="cuda")
+        weights = torch.zeros(shape.num_weights * shape.inner, dtype=dtype, device="cuda")
         try:
-            launch(operands(shape, rows, weight), config)
+            launch(operands(shape, rows, cut(weights, shape)), config)
         except TritonError:
             failed += 1
     torch.cuda.synchronize()
     return failed
 
 
-def compile_all(measured: Sequence[tuple[Shape, int]]) -> None:
+def compile_all(measured: Sequence[tuple[Shape, int]], dtype: torch.dtype) -> None:
     """In as many processes as there are cores, every kernel once: N and K are no constants."""
     unique: dict[object, tuple[Shape, int, Config]] = {}
     for shape, rows in measured:
-        for candidate in candidates(shape, rows):
-            small = _small(shape, candidate)
+        for candidate in candidates(shape, rows, dtype.itemsize):
+            small = _small(shape, candidate, dtype)
             config = candidate._replace(split_k=min(candidate.split_k, 2))  # no constant either
             small = small._replace(inner=small.inner // candidate.split_k * config.split_k)
             block = row_block(rows)
@@ -93,23 +103,24 @@ def compile_all(measured: Sequence[tuple[Shape, int]]) -> None:
             unique.setdefault((small, block, config), (small, fewest, config))
     work = list(unique.values())
     begin = time.monotonic()
-    parts = [work[first::NUM_PROCESSES] for first in range(NUM_PROCESSES)]
+    shares = [work[first::NUM_PROCESSES] for first in range(NUM_PROCESSES)]
     with ProcessPoolExecutor(NUM_PROCESSES, get_context("spawn")) as pool:
-        failed = sum(pool.map(compile_some, parts))
+        failed = sum(pool.map(partial(compile_some, dtype), shares))
     print(
         f"{len(work)} kernels compiled in {time.monotonic() - begin:.0f} s, {failed} need too much",
         flush=True,
     )
 
 
-def _small(shape: Shape, config: Config) -> Shape:
+def _small(shape: Shape, config: Config, dtype: torch.dtype) -> Shape:
     """Compiles to the same kernel."""
     inner = config.bk if shape.inner % config.bk == 0 else config.bk - 16
     if -(-shape.inner // config.bk) > config.split_k:  # else one tile is all
         inner += config.bk
     inner *= config.split_k
-    is_large = shape.num_weights * shape.inner > EARLY
-    return Shape(shape.kind, 256 * (1 + is_large * EARLY // (256 * inner)), inner)
+    most = EARLY // dtype.itemsize
+    is_large = shape.num_weights * shape.inner > most
+    return Shape(shape.kind, 256 * (1 + is_large * most // (256 * inner)), inner)
 
 
 def is_right(first: Product, config: Config, wanted: Tensor) -> bool:
@@ -128,10 +139,10 @@ def is_right(first: Product, config: Config, wanted: Tensor) -> bool:
 
 def right_candidates(shape: Shape, rows: int, pool: Tensor) -> list[Config]:
     """Those that compute what they should."""
-    weight = pool[: shape.num_weights * shape.inner].view(-1, shape.inner)
-    first = operands(shape, rows, weight)
+    first = operands(shape, rows, cut(pool, shape))
     wanted = expected(first)
-    return [one for one in candidates(shape, rows) if is_right(first, one, wanted)]
+    ways = candidates(shape, rows, pool.itemsize)
+    return [one for one in ways if is_right(first, one, wanted)]
 
 
 def tune_layers(size: str, rows: int, pool: Tensor) -> Configs:
@@ -155,8 +166,7 @@ def tune_layers(size: str, rows: int, pool: Tensor) -> Configs:
 
 def tune_logits(shape: Shape, rows: int, pool: Tensor) -> Config | None:
     """None if cuBLAS is faster."""
-    weight = pool[: shape.num_weights * shape.inner].view(-1, shape.inner)
-    product = operands(shape, rows, weight)
+    product = operands(shape, rows, cut(pool, shape))
     times = {
         config: graph_us([partial(launch, product, config)], 3, 1000)
         for config in right_candidates(shape, rows, pool)
@@ -179,37 +189,46 @@ def _readable(config: Config | None) -> str:
     return "cuBLAS" if config is None else " ".join(map(str, config))
 
 
-def write(path: Path, table: dict[skinny_table.Key, skinny_table.Entry | None]) -> None:
-    """The module `penstock.kernels.gpu.skinny_table` with this table."""
+def write(path: Path, tables: dict[str, Table]) -> None:
+    """The module `penstock.kernels.gpu.skinny_table` with these tables."""
     source = Path(skinny_table.__file__).read_text()
-    head = source[: source.index("\nTABLE") + 1]
-    lines = [f"    {key!r}: {table[key]!r},".replace("'", '"') for key in sorted(table)]
-    text = "\n".join(["TABLE: dict[Key, Entry | None] = {", *lines, "}", ""])
-    path.write_text(head + text)
+    text = source[: source.index("\nTABLE")]
+    for name, table in tables.items():
+        lines = [f"    {key!r}: {table[key]!r},".replace("'", '"') for key in sorted(table)]
+        text += "\n".join([f"\n{name}: dict[Key, Entry | None] = {{", *lines, "}", ""])
+    path.write_text(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=list(ROWS))
-    parser.add_argument("--write", type=Path, metavar="FILE", help="the table's module")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="the tables' module")
+    parser.add_argument("--dtype", choices=["bfloat16", "fp8"], default="bfloat16")
     arguments = parser.parse_args()
-    unique = dict.fromkeys(shape for size in arguments.sizes for shape in shapes(size))
-    measured = list(itertools.product(unique, arguments.rows))
-    compile_all(measured)
-    workspace(torch.device("cuda", torch.cuda.current_device()))
+    is_fp8 = arguments.dtype == "fp8"
     pool = torch.empty(POOL, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
-    table = dict(skinny_table.TABLE)
+    if is_fp8:
+        pool = pool.mul_(50).to(FP8)
+    unique = dict.fromkeys(
+        shape for size in arguments.sizes for shape in shapes(size)[: 4 if is_fp8 else 5]
+    )
+    measured = list(itertools.product(unique, arguments.rows))
+    compile_all(measured, pool.dtype)
+    workspace(torch.device("cuda", torch.cuda.current_device()))
+    tables = {"TABLE": dict(skinny_table.TABLE), "FP8_TABLE": dict(skinny_table.FP8_TABLE)}
+    table = tables["FP8_TABLE" if is_fp8 else "TABLE"]
     print("| product | rows | cuBLAS µs | ours µs | config |")
     print("| --- | --: | --: | --: | --- |", flush=True)
     for size, rows in itertools.product(arguments.sizes, arguments.rows):
         found = tune_layers(size, rows, pool)
-        logits = shapes(size)[-1]
-        found[logits] = tune_logits(logits, rows, pool)
+        if not is_fp8:
+            logits = shapes(size)[-1]
+            found[logits] = tune_logits(logits, rows, pool)
         for shape, config in found.items():
             table[(*shape, rows)] = None if config is None else (*config,)
         if arguments.write:
-            write(arguments.write, table)
+            write(arguments.write, tables)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from penstock.kernels.gpu.pdl import launch_dependents, wait
 from penstock.kernels.gpu.skinny_kernels import (
     load,
     load_residual,
+    load_scales,
     norm_factor,
     prefetch_rows,
     store_result,
@@ -47,7 +48,7 @@ def _row_products(
 
 @triton.jit
 def gemv(
-    x, norm_weight, weight, residual, out, N, K, eps,
+    x, norm_weight, weight, scale, residual, out, N, K, eps,
     NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -59,6 +60,7 @@ def gemv(
     launch_dependents()
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.minimum(column, N - 1).to(tl.int64)
+    gate_scale, up_scale = load_scales(scale, column, N, SWIGLU)
     if WHOLE:
         k = tl.arange(0, BK)
         inside = k < K
@@ -66,14 +68,14 @@ def gemv(
         up = tile
         if SWIGLU:
             up = load(weight + (rows + N)[:, None] * K + k[None, :], inside[None, :], EVEN)
-        scale = 1.0
+        factor = 1.0
         if NORM:
-            scale = load(norm_weight + k, inside, EVEN).to(tl.float32)
+            factor = load(norm_weight + k, inside, EVEN).to(tl.float32)
         wait()
         row = load(x + k, inside, EVEN).to(tl.float32)
         more = load_residual(residual, column, column < N, ADD)
         squares = row * row
-        row *= scale
+        row *= factor
         acc, acc_up = tile.to(tl.float32) * row[None, :], up.to(tl.float32) * row[None, :]
     else:
         if PREFETCH:
@@ -87,4 +89,5 @@ def gemv(
         )
     acc, acc_up = tl.sum(acc, 1), tl.sum(acc_up, 1)
     norm = norm_factor(tl.sum(squares, 0), K, eps, NORM)
-    store_result(acc, acc_up, norm, more, out, column, column < N, SWIGLU)
+    at, exists = column, column < N
+    store_result(acc, acc_up, norm, gate_scale, up_scale, more, out, at, exists, SWIGLU)

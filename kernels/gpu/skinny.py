@@ -15,7 +15,8 @@ from penstock.kernels.gpu.gemv import gemv
 from penstock.kernels.gpu.norm import rms_norm
 from penstock.kernels.gpu.pdl import LAUNCH
 from penstock.kernels.gpu.skinny_kernels import MAX_SPLIT_K, skinny
-from penstock.kernels.gpu.skinny_table import TABLE
+from penstock.kernels.gpu.skinny_table import FP8_TABLE, TABLE
+from penstock.kernels.quantize import Matrix, Quantized, parts
 
 MAX_ROWS = 64
 MAX_PARTIALS = 8 << 20
@@ -24,8 +25,8 @@ MAX_TILES = 8192
 """of a product with split-K"""
 NUM_SMS = 132
 """of an H100 or H200"""
-EARLY = 12 << 20
-"""weights up to which the next kernel may start beside a product of several rows"""
+EARLY = 24 << 20
+"""bytes of weights up to which the next kernel may start beside a product of several rows"""
 
 
 class Config(NamedTuple):
@@ -55,7 +56,7 @@ class Product(NamedTuple):
 
     x: Tensor
     """[num_rows, K], num_rows <= MAX_ROWS"""
-    weight: Tensor
+    weight: Matrix
     """[N, K], with swiglu [2 * N, K]: gate, then up"""
     out: Tensor
     """[num_rows, N]"""
@@ -84,21 +85,29 @@ def row_block(num_rows: int) -> int:
     return max(16, 1 << (num_rows - 1).bit_length())
 
 
-def choose(kind: str, num_rows: int, num_weights: int, inner: int) -> Config | None:
+def choose(
+    kind: str, num_rows: int, num_weights: int, inner: int, is_fp8: bool = False
+) -> Config | None:
     """How to multiply with a weight [num_weights, inner], or None: cuBLAS is faster.
 
-    What was not measured is for cuBLAS, but for one row, where the guess is safe.
+    What was not measured is for cuBLAS, but for one row, where the guess is safe. Weights of 8 bits
+    that were not measured are cut up as others are, but with the norm in front: Triton does not
+    read x ahead where it is multiplied with numbers of 8 and of 16 bits.
     kind: add (also without a residual), norm, swiglu or logits (a norm, float32 out).
     """
     if not 1 <= num_rows <= MAX_ROWS or inner % 16:
         return None
     rows = 1 if num_rows == 1 else row_block(num_rows)
     key = (kind, num_weights, inner, rows)
-    if key not in TABLE and rows == 1:
+    table = FP8_TABLE if is_fp8 and key in FP8_TABLE else TABLE
+    if key not in table and rows == 1:
         weights_per_column = 2 if kind == "swiglu" else 1
         return _guess_gemv(num_weights // weights_per_column, inner, weights_per_column)
-    entry = TABLE.get(key)
-    return None if entry is None else Config(*entry)
+    entry = table.get(key)
+    if entry is None:
+        return None
+    config = Config(*entry)
+    return config._replace(norm_inside=False) if is_fp8 else config
 
 
 def _guess_gemv(num_columns: int, inner: int, weights_per_column: int) -> Config:
@@ -120,18 +129,23 @@ def _floor_power(number: int) -> int:
 def multiply(
     kind: str,
     x: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | None:
-    """The result, bfloat16 or for logits float32; None where cuBLAS should do it."""
+    """The result, bfloat16 or for logits float32; None where cuBLAS should do it.
+
+    out: where it goes.
+    """
     if x.dtype != torch.bfloat16:
         return None
-    config = choose(kind, x.shape[0], *weight.shape)
+    num_weights, inner = weight.shape
+    config = choose(kind, x.shape[0], num_weights, inner, isinstance(weight, Quantized))
     if config is None:
         return None
-    product = empty_product(kind, x, weight, norm_weight, eps, residual)
+    product = empty_product(kind, x, weight, norm_weight, eps, residual, out)
     launch(product, config)
     return product.out
 
@@ -139,15 +153,17 @@ def multiply(
 def empty_product(
     kind: str,
     x: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Product:
-    """With memory for the result."""
+    """With memory for the result, unless `out` is that."""
     swiglu = kind == "swiglu"
     dtype = torch.float32 if kind == "logits" else x.dtype
-    out = x.new_empty(x.shape[0], weight.shape[0] // (2 if swiglu else 1), dtype=dtype)
+    if out is None:
+        out = x.new_empty(x.shape[0], weight.shape[0] // (2 if swiglu else 1), dtype=dtype)
     return Product(x, weight, out, norm_weight, eps, residual, swiglu)
 
 
@@ -168,6 +184,7 @@ def _check_workspace(product: Product, config: Config, tiles: int) -> None:
 def launch(product: Product, config: Config) -> None:
     """Writes `product.out`; all tensors are contiguous."""
     x, weight, out, norm_weight, eps, residual, _ = product
+    values, scale = parts(weight)
     num_rows, inner = x.shape
     num_columns = out.shape[1]
     if norm_weight is not None and not config.norm_inside and config.kernel != "gemv":
@@ -185,7 +202,7 @@ def launch(product: Product, config: Config) -> None:
     }
     if config.kernel == "gemv":
         gemv[(tiles,)](
-            x, norm_weight, weight, residual, out, num_columns, inner, eps,
+            x, norm_weight, values, scale, residual, out, num_columns, inner, eps,
             BK=config.bk, WHOLE=inner <= config.bk, STAGES=config.num_stages, **flags,
         )  # fmt: skip
         return
@@ -193,9 +210,9 @@ def launch(product: Product, config: Config) -> None:
     slices = config.num_warps if config.kernel == "slices" else 1
     partials, counters = workspace(x.device) if config.split_k > 1 else (None, None)
     skinny[(tiles, config.split_k)](
-        x, norm_weight, weight, residual, out, partials, counters,
+        x, norm_weight, values, scale, residual, out, partials, counters,
         num_rows, num_columns, inner, eps,
         BM=row_block(num_rows), BK=config.bk // slices, SLICES=slices, SPLIT=config.split_k > 1,
         WHOLE=triton.cdiv(inner, config.bk) == config.split_k, num_stages=config.num_stages,
-        EARLY=weight.numel() <= EARLY, **flags,
+        EARLY=values.nbytes <= EARLY, **flags,
     )  # fmt: skip

@@ -7,6 +7,9 @@ https://arxiv.org/abs/2301.03598). A norm in front needs no kernel of its own:
 `rms_norm(x) @ w.T = (x * norm_weight) @ w.T / rms(x)`, and the root mean square is known when the
 inner dimension has been read. Of several rows, every program needs all squares, which may take
 longer than a kernel of its own.
+
+Weights of 8 bits become x's type in registers, and the sums of a column are multiplied by its
+scale.
 """
 
 import triton
@@ -24,7 +27,8 @@ def prefetch_rows(weight, rows, begin, end, K, COUNT: tl.constexpr):
     """`COUNT` elements of each row from `begin` on come into the L2."""
     if PDL:
         PER_LINE: tl.constexpr = LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)
-        k = tl.minimum(begin + tl.arange(0, COUNT // PER_LINE) * PER_LINE, end - 1)
+        LINES: tl.constexpr = (COUNT + PER_LINE - 1) // PER_LINE
+        k = tl.minimum(begin + tl.arange(0, LINES) * PER_LINE, end - 1)
         address = (weight + rows[:, None] * K + k[None, :]).to(tl.int64)
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address],
@@ -55,6 +59,8 @@ def load(at, inside, EVEN: tl.constexpr):
 @triton.jit
 def _dot(x, weight, acc, SLICES: tl.constexpr):
     weight = tl.permute(weight, (1, 0)) if SLICES == 1 else tl.permute(weight, (0, 2, 1))
+    if weight.dtype != x.dtype:  # by float32: 8 bits to bfloat16 at once is a slow instruction
+        weight = weight.to(tl.float32).to(x.dtype)
     return tl.dot(x, weight, acc, input_precision="ieee")
 
 
@@ -149,11 +155,23 @@ def norm_factor(squares, K, eps, NORM: tl.constexpr):
 
 
 @triton.jit
-def store_result(acc, acc_up, norm, more, out, at, exists, SWIGLU: tl.constexpr):
-    """Stores `more + act(norm * acc)`; SWIGLU: acc is the gate's sums, acc_up those of up."""
-    acc *= norm
+def load_scales(scale, column, N, SWIGLU: tl.constexpr):
+    """What the sums of columns are multiplied with, those of gate (or all) and of up."""
+    if scale is None:
+        return 1.0, 1.0
+    else:
+        gate = tl.load(scale + column, column < N, 0.0)
+        return gate, tl.load(scale + N + column, column < N, 0.0) if SWIGLU else gate
+
+
+@triton.jit
+def store_result(
+    acc, acc_up, norm, scale, up_scale, more, out, at, exists, SWIGLU: tl.constexpr
+):  # fmt: skip
+    """Stores `more + act(norm * scale * acc)`; SWIGLU: acc is the gate's sums, acc_up up's."""
+    acc = acc * norm * scale
     if SWIGLU:
-        acc = acc / (1 + tl.exp(-acc)) * (acc_up * norm)
+        acc = acc / (1 + tl.exp(-acc)) * (acc_up * norm * up_scale)
     acc += more
     tl.store(out + at, acc.to(out.dtype.element_ty), exists)
 
@@ -171,7 +189,7 @@ def _total(partials, at, exists, size):
 
 @triton.jit
 def _merge(
-    acc, acc_up, squares, partials, counters, residual, out,
+    acc, acc_up, squares, scale, up_scale, partials, counters, residual, out,
     at, row, exists, size, num_rows, K, eps,
     NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -194,13 +212,13 @@ def _merge(
         if NORM:
             squares = _total(row_squares, row, row < num_rows, num_rows)
         norm = norm_factor(squares, K, eps, NORM)
-        store_result(acc, acc_up, norm, more, out, at, exists, SWIGLU)
+        store_result(acc, acc_up, norm, scale, up_scale, more, out, at, exists, SWIGLU)
         tl.store(counter, 0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def skinny(
-    x, norm_weight, weight, residual, out, partials, counters, num_rows, N, K, eps,
+    x, norm_weight, weight, scale, residual, out, partials, counters, num_rows, N, K, eps,
     NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
     EVEN: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
@@ -225,6 +243,7 @@ def skinny(
         prefetch_rows(weight, weight_rows, begin, end, K, PREFETCH)
         if SWIGLU:
             prefetch_rows(weight, weight_rows + N, begin, end, K, PREFETCH)
+    gate_scale, up_scale = load_scales(scale, column[None, :], N, SWIGLU)
     if WHOLE:
         acc, acc_up, squares = _whole_products(
             x, norm_weight, weight, weight_rows, num_rows, begin, end, N, K,
@@ -240,10 +259,10 @@ def skinny(
     at = row.to(tl.int64) * N + column[None, :]
     if SPLIT:
         _merge(
-            acc, acc_up, squares, partials, counters, residual, out, at, row, exists,
-            num_rows.to(tl.int64) * N, num_rows, K, eps, NORM, SWIGLU, ADD,
+            acc, acc_up, squares, gate_scale, up_scale, partials, counters, residual, out,
+            at, row, exists, num_rows.to(tl.int64) * N, num_rows, K, eps, NORM, SWIGLU, ADD,
         )  # fmt: skip
     else:
         more = load_residual(residual, at, exists, ADD)
         norm = norm_factor(squares, K, eps, NORM)
-        store_result(acc, acc_up, norm, more, out, at, exists, SWIGLU)
+        store_result(acc, acc_up, norm, gate_scale, up_scale, more, out, at, exists, SWIGLU)

@@ -117,6 +117,14 @@ def test_options_change_no_answer(
     assert answers == expected
 
 
+@pytest.mark.parametrize("options", [{}, {"block_size": 48, "enable_cuda_graphs": False}], ids=str)
+def test_8_bits_of_keys_and_values_answer_nearly_all(
+    tokenizer: PreTrainedTokenizerFast, examples: list[Example], options: dict[str, object]
+) -> None:
+    answers = answer(tokenizer, examples, kv_cache_dtype="fp8", **options)  # type: ignore[arg-type]
+    assert num_wrong(tokenizer, examples, answers) <= len(examples) // 50
+
+
 def test_graphs_and_eager_steps_sample_the_same(
     tokenizer: PreTrainedTokenizerFast, examples: list[Example]
 ) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.linear import linear, linear_add, norm_linear, norm_swiglu
+from penstock.kernels.quantize import quantize
 
 SHAPES = [(5, 7), (64, 333), (256, 1024), (768, 256), (1024, 300), (1500, 64)]
 NUM_ROWS = [1, 2, 3, 7, 8, 15, 16, 17, 31, 64, 100, 129, 200]
@@ -89,6 +90,22 @@ def same_rows(product: Callable[[slice], Tensor]) -> None:
         for begin in (0, 13, 400 - num_rows):
             some = slice(begin, begin + num_rows)
             assert torch.equal(product(some), together[some]), f"{num_rows} rows"
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(64, 332), (1024, 300)])
+def test_a_quantised_weight_is_what_it_stands_for(inner: int, outer: int) -> None:
+    x, weight, norm_weight = torch.randn(20, inner), torch.randn(outer, inner), torch.rand(inner)
+    residual, quantized = torch.randn(20, outer), quantize(weight)
+    wide = quantized.values.double() * quantized.scale.double()[:, None]
+    assert 0.01 < (wide - weight).norm() / weight.norm() < 0.04
+    expected = residual.double() + x.double() @ wide.T
+    out = linear_add(x, quantized, residual, torch.empty(20, outer))
+    torch.testing.assert_close(out.double(), expected, atol=2e-4, rtol=1e-5)
+    gate, up = (normed(x, norm_weight) @ wide.T).chunk(2, -1)
+    activated = norm_swiglu(x, norm_weight, EPS, quantized)
+    assert isinstance(activated, Tensor)
+    expected = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(activated.double(), expected, atol=2e-3, rtol=1e-5)
 
 
 def test_refuses_a_weight_for_other_features() -> None:

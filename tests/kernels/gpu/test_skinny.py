@@ -6,6 +6,8 @@ from torch import Tensor
 
 from penstock.kernels.gpu import skinny
 from penstock.kernels.gpu.skinny import Config, Product, choose, launch, multiply
+from penstock.kernels.gpu.skinny_table import FP8_TABLE, TABLE
+from penstock.kernels.quantize import Quantized, parts, quantize
 from tests.kernels.gpu.conftest import on_gpu
 
 EPS = 1e-6
@@ -47,14 +49,20 @@ def product(kind: str, rows: int, inner: int, columns: int, dtype: torch.dtype) 
 
 
 def to(operands: Product, device: str) -> Product:
-    return Product(*(one.to(device) if isinstance(one, Tensor) else one for one in operands))
+    def move(one: object) -> object:
+        if isinstance(one, Quantized):
+            return Quantized(one.values.to(device), one.scale.to(device))
+        return one.to(device) if isinstance(one, Tensor) else one
+
+    return Product(*map(move, operands))  # type: ignore[arg-type]
 
 
 def expected(operands: Product) -> Tensor:
     x = operands.x.double()
     if operands.norm_weight is not None:
         x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * operands.norm_weight.double()
-    out = x @ operands.weight.double().T
+    weight, scale = parts(operands.weight)
+    out = x @ weight.double().T * (1 if scale is None else scale.double())
     if operands.swiglu:
         gate, up = out.chunk(2, -1)
         return torch.nn.functional.silu(gate) * up
@@ -153,6 +161,26 @@ def test_one_row(
     check(product(kind, 1, *sizes, dtype), config, device)
 
 
+@pytest.mark.parametrize(
+    ("kind", "rows", "config"),
+    [
+        *(("norm", 1, GEMVS["whole"]), ("swiglu", 1, GEMVS["in turn"])),
+        *(("add", 3, CONFIGS["mma"]), ("swiglu", 17, CONFIGS["slices"])),
+        *(("swiglu", 3, SPLITS["mma by 2"]), ("add", 3, SPLITS["whole by 2"])),
+        *(on_gpu("swiglu", 17, CONFIGS["wide"]), on_gpu("norm", 64, CONFIGS["wide"])),
+        *(on_gpu("add", 31, SPLITS["slices by 3"]), on_gpu("swiglu", 1, GEMVS["whole"])),
+        on_gpu("swiglu", 33, SPLITS["mma by 3"]),
+    ],
+)
+def test_weights_of_8_bits(
+    kind: str, rows: int, config: Config, device: str, dtype: torch.dtype
+) -> None:
+    operands = product(kind, rows, 160, 48, dtype)
+    # scales that differ from column to column
+    weight = operands.weight.float() * torch.linspace(0.1, 5, len(operands.weight))[:, None]
+    check(operands._replace(weight=quantize(weight)), config, device)
+
+
 @pytest.mark.parametrize("kind", ["add", "norm", "logits", "swiglu"])
 def test_what_is_guessed_for_sizes_not_measured(
     kind: str, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -173,6 +201,17 @@ def test_the_table_decides_by_the_rows_rounded_up(monkeypatch: pytest.MonkeyPatc
     assert choose("add", 33, 48, 64) is None
 
 
+def test_weights_of_8_bits_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config("mma", 16, 32, 1, 4, 3, 0, norm_inside=True)
+    other = Config("mma", 32, 32, 1, 4, 3, 0)
+    table = {("norm", 48, 64, rows): tuple(config) for rows in (16, 32)}
+    monkeypatch.setattr(skinny, "TABLE", table)
+    monkeypatch.setattr(skinny, "FP8_TABLE", {("norm", 48, 64, 32): tuple(other)})
+    assert choose("norm", 9, 48, 64, is_fp8=True) == config._replace(norm_inside=False)
+    assert choose("norm", 32, 48, 64, is_fp8=True) == other
+    assert choose("norm", 32, 48, 64) == config
+
+
 @pytest.mark.parametrize(("rows", "inner"), [(0, 64), (65, 64), (1, 72)])
 def test_chooses_nothing_for_what_no_kernel_takes(
     rows: int, inner: int, monkeypatch: pytest.MonkeyPatch
@@ -187,8 +226,8 @@ def test_only_bfloat16_is_multiplied_here() -> None:
 
 
 def test_what_was_measured_fits_the_workspace() -> None:
-    assert skinny.TABLE
-    for (kind, num_weights, _, rows), entry in skinny.TABLE.items():
+    assert TABLE
+    for (kind, num_weights, _, rows), entry in (*TABLE.items(), *FP8_TABLE.items()):
         if entry and rows > 1:
             config = Config(*entry)
             columns = num_weights // (2 if kind == "swiglu" else 1)

@@ -1,0 +1,127 @@
+"""Weights in 8 bits: quantised when they are loaded, from 16 bits or from 8 with other scales."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from penstock.kernels.quantize import FP8, Quantized
+from penstock.models.parallel import Layer
+from penstock.models.qwen3 import Qwen3
+from penstock.models.tensor_parallel import TensorParallel
+from penstock.models.weights import BLOCK, INDEX_FILE, SCALES, SINGLE_FILE
+from penstock.protocol.checkpoint import FP8_BLOCKS, ModelError
+from penstock.protocol.config import Config
+from tests.gpu.accuracy import measure, num_right, tasks
+from tests.models.checkpoints import save_checkpoint
+from tests.models.forward import load_model, prefill_logits, random_prompts
+
+SHAPE = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 40}
+"""parts of two ranks that begin within a block"""
+WHOLE_AND_PARTS = [TensorParallel(), TensorParallel(0, 2), TensorParallel(1, 2)]
+
+
+def weights(model: Qwen3) -> dict[str, Tensor | Quantized]:
+    """Of every layer."""
+    return {name: one.weight for name, one in model.named_modules() if isinstance(one, Layer)}
+
+
+def assert_same(found: Qwen3, wanted: Qwen3) -> None:
+    for name, weight in weights(wanted).items():
+        other = weights(found)[name]
+        if isinstance(weight, Quantized):
+            assert isinstance(other, Quantized)
+            assert torch.equal(other.scale, weight.scale)
+            assert torch.equal(other.values.float(), weight.values.float())
+        else:
+            assert isinstance(other, Tensor)
+            assert torch.equal(other, weight)
+
+
+@pytest.mark.parametrize("tp", WHOLE_AND_PARTS, ids=["whole", "first", "second"])
+def test_each_row_of_a_ranks_part_is_quantised(tmp_path: Path, tp: TensorParallel) -> None:
+    save_checkpoint(tmp_path, **SHAPE)
+    plain, found = load_model(tmp_path, tp), load_model(tmp_path, tp, quantization="fp8")
+    num_quantized = 0
+    for name, weight in weights(plain).items():
+        other = weights(found)[name]
+        assert isinstance(weight, Tensor)
+        if "proj" not in name:
+            assert isinstance(other, Tensor)
+            assert torch.equal(other, weight)
+            continue
+        assert isinstance(other, Quantized)
+        error = (other.values.float() * other.scale[:, None] - weight).abs()
+        step = torch.maximum(weight.abs() / 8, other.scale[:, None] * 2**-9)
+        assert (error <= 0.501 * step).all()
+        torch.testing.assert_close(other.scale, weight.abs().amax(1) / 448)
+        num_quantized += 1
+    assert num_quantized == 2 * 4
+
+
+def test_its_logits_are_those_of_what_it_stands_for(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, **SHAPE)
+    model, other = load_model(tmp_path, quantization="fp8"), load_model(tmp_path)
+    prompts = random_prompts(264, 1, 30)
+    exact = prefill_logits(other, prompts)
+    for name, weight in weights(model).items():
+        if isinstance(weight, Quantized):
+            its = other.get_submodule(name).weight
+            its.copy_(weight.values.float() * weight.scale[:, None])
+    found, wanted = prefill_logits(model, prompts), prefill_logits(other, prompts)
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=0.0)
+    assert isinstance(exact, Tensor)
+    assert isinstance(found, Tensor)
+    assert 0.005 < (found - exact).norm() / exact.norm() < 0.2
+
+
+def save_in_blocks(folder: Path, wide: Path) -> dict[str, Tensor]:
+    """A checkpoint in blocks, its scales in a file of their own, and in `wide` what it stands for.
+
+    Returns the scales.
+    """
+    save_checkpoint(folder, **SHAPE)
+    tensors, scales, plain = load_file(folder / SINGLE_FILE), {}, {}
+    for name, weight in tensors.items():
+        plain[name] = weight
+        if "proj" in name:
+            rows, columns = (torch.arange(size) // BLOCK for size in weight.shape)
+            scale = torch.rand(int(rows[-1]) + 1, int(columns[-1]) + 1) / 1000 + 1e-4
+            at_each = scale[rows][:, columns]
+            tensors[name] = (weight / at_each).clamp(-448, 448).to(FP8)
+            plain[name] = tensors[name].float() * at_each
+            scales[f"{name}{SCALES}"] = scale
+    save_checkpoint(wide, **SHAPE)
+    save_file(plain, wide / SINGLE_FILE)
+    save_file(tensors, folder / SINGLE_FILE)
+    save_file(scales, folder / "scales.safetensors")
+    files = dict.fromkeys(tensors, SINGLE_FILE) | dict.fromkeys(scales, "scales.safetensors")
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": files}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": FP8_BLOCKS}))
+    return scales
+
+
+def test_a_checkpoint_in_blocks_is_quantised_anew(tmp_path: Path) -> None:
+    folder, wide = tmp_path / "blocks", tmp_path / "wide"
+    scales = save_in_blocks(folder, wide)
+    for tp in WHOLE_AND_PARTS:
+        assert_same(load_model(folder, tp), load_model(wide, tp, quantization="fp8"))
+    name = min(scales)
+    save_file(scales | {name: torch.ones(1, 1)}, folder / "scales.safetensors")
+    with pytest.raises(ModelError, match=r"has scales of shape \[1, 1\]; \[\d, \d\] is needed"):
+        load_model(folder)
+    index = json.loads((folder / INDEX_FILE).read_text())
+    del index["weight_map"][name]
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=f"{name.removesuffix(SCALES)} in .* has no scales"):
+        load_model(folder)
+
+
+def test_the_demo_model_answers_in_8_bits() -> None:
+    items = tasks()[:12]
+    options = {"device": "cpu", "num_threads": 1, "kv_cache_gib": 0.1, "quantization": "fp8"}
+    assert num_right(items, measure(Config(**options), items)) >= 11  # type: ignore[arg-type]
