@@ -44,7 +44,7 @@ def padded(shape: Shape, random: np.random.Generator) -> Shape:
 
 @pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.gpu)])
 def test_makes_what_the_reference_makes(device: str, seed: int) -> None:
-    """Rows come with chunks, decode, get blocks and leave; some steps are padded."""
+    """Rows come with chunks, decode, get blocks, are drafted and leave; some steps are padded."""
     random = np.random.default_rng(seed)
     batch = PersistentBatch(NUM_SLOTS, MAX_BLOCKS, BLOCK_SIZE, 500, 1000)
     slots, buffers = poisoned("cpu")
@@ -69,9 +69,13 @@ def test_makes_what_the_reference_makes(device: str, seed: int) -> None:
                 added.append(row(slot, ids, blocks, **params, seed=seed_of_row))  # type: ignore[arg-type]
                 chunks.append((slot, length))
                 lengths[slot] = length
-        step_plan = plan(removed=removed, added=added, appended=appended, chunks=chunks)
+        behind = [slot for slot in lengths if slot not in dict(chunks)][:3]
+        drafts = [(slot, lengths[slot] - 1, [int(random.integers(1000))]) for slot in behind]
+        step_plan = plan(
+            removed=removed, added=added, appended=appended, chunks=chunks, drafts=drafts
+        )
         batch.apply(step_plan)
-        rows = batch.advance(step_plan.chunks)
+        rows = batch.advance(step_plan.chunks, step_plan.drafts)
         if rows is None:
             continue
         shape = padded(rows.shape, random)

@@ -1,0 +1,119 @@
+"""Qwen3's mixture of experts, in place of the MLP of some layers or of all.
+
+The ranks of a group share either every expert's inner features (tensor parallelism) or the experts
+themselves (expert parallelism). Each routes all tokens, adds up what its share of the experts
+gives, and the sums are reduced as behind any other layer.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from penstock.kernels.moe import norm_moe
+from penstock.models.parallel import Layer, RMSNorm, Slice
+from penstock.models.tensor_parallel import TensorParallel
+from penstock.protocol.checkpoint import ModelConfig
+
+
+class Router(Layer):
+    """Scores the experts for a token; whole on every rank."""
+
+    weight: nn.Parameter
+
+    def __init__(self, hidden_size: int, num_experts: int) -> None:
+        super().__init__()
+        self.weight = _parameter(num_experts, hidden_size)
+
+    def slices(self, name: str) -> Iterator[Slice]:
+        """All of it."""
+        num_experts, hidden_size = self.weight.shape
+        yield Slice(f"{name}.weight", (num_experts, hidden_size), 0, 0, num_experts, self.weight)
+
+
+class Experts(Layer):
+    """Linear layers of each expert, side by side: [experts here, out_features, in_features]."""
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        shape: tuple[int, int],
+        dim: int,
+        num_parts: int,
+        part: int,
+        experts: range,
+        num_experts: int,
+    ) -> None:
+        """names: of an expert's layers in the checkpoint; shape: each one's, of which `dim` is cut
+        into `num_parts`, one of them for this rank; experts: those of this rank."""
+        super().__init__()
+        self.names, self.shape, self.dim, self.part = names, shape, dim, part
+        self.experts, self.num_experts = experts, num_experts
+        sizes = list(shape)
+        sizes[dim] //= num_parts
+        self.size = sizes[dim]
+        self.weight = _parameter(len(experts), len(names) * sizes[0], sizes[1])
+
+    def slices(self, name: str) -> Iterator[Slice]:
+        """Of an expert that is elsewhere nothing is taken."""
+        parent = name.rpartition(".")[0]
+        start = self.part * self.size
+        for expert in range(self.num_experts):
+            is_here = expert in self.experts
+            weight = self.weight[expert - self.experts.start if is_here else 0]
+            for layer, target in zip(self.names, weight.chunk(len(self.names)), strict=True):
+                tensor = f"{parent}.experts.{expert}.{layer}.weight"
+                if is_here:
+                    yield Slice(tensor, self.shape, self.dim, start, start + self.size, target)
+                else:
+                    yield Slice(tensor, self.shape, 0, 0, 0, target[:0])
+
+
+class MoE(nn.Module):
+    """Each token goes through the experts that the router chooses for it."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, expert_parallel: bool) -> None:
+        """expert_parallel: each rank has whole experts, not a part of every one."""
+        super().__init__()
+        self.tp = tp
+        self.top_k = config.num_experts_per_tok
+        self.normalize = config.norm_topk_prob
+        num_experts = config.expert_count
+        num_here = num_experts // tp.size if expert_parallel else num_experts
+        self.first = tp.rank * num_here if expert_parallel else 0
+        parts = (1, 0) if expert_parallel else (tp.size, tp.rank)
+        here = (*parts, range(self.first, self.first + num_here), num_experts)
+        hidden, inner = config.hidden_size, config.moe_intermediate_size
+        self.gate = Router(hidden, num_experts)
+        self.gate_up_proj = Experts(("gate_proj", "up_proj"), (inner, hidden), 0, *here)
+        self.down_proj = Experts(("down_proj",), (hidden, inner), 1, *here)
+
+    def forward(self, residual: Tensor, norm: RMSNorm) -> Tensor:
+        """residual [num_tokens, hidden_size] plus the experts of its norm."""
+        num_tokens, hidden_size = residual.shape
+        part = norm_moe(
+            residual,
+            norm.weight,
+            norm.eps,
+            self.gate.weight,
+            self.gate_up_proj.weight,
+            self.down_proj.weight,
+            top_k=self.top_k,
+            normalize=self.normalize,
+            first_expert=self.first,
+            add=self.tp.rank == 0,
+            out=self.tp.empty(num_tokens, hidden_size, residual.dtype),
+        )
+        return self.tp.all_reduce(part)
+
+    @property
+    def num_resting(self) -> int:
+        """This rank's weights that a token is not multiplied with, on average."""
+        num_weights = self.gate_up_proj.weight.numel() + self.down_proj.weight.numel()
+        return num_weights - num_weights * self.top_k // len(self.gate.weight)
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape), requires_grad=False)
