@@ -1,22 +1,27 @@
 """Qwen3 (Yang et al. 2025, https://arxiv.org/abs/2505.09388), top to bottom.
 
 A decoder of Llama's kind: RMSNorm before each half of a layer, grouped-query attention with RoPE,
-SwiGLU; what is Qwen3's own is the RMSNorm of each query and key head.
+SwiGLU, or in Qwen3-MoE experts of which each is one; what is Qwen3's own is the RMSNorm of each
+query and key head.
 """
+
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from penstock.kernels.backends import Attention as AttentionBackend
+from penstock.kernels.kv_cache import KVCache
 from penstock.kernels.linear import norm_swiglu
 from penstock.kernels.rope import qk_norm_rope_store, rope_table
 from penstock.kernels.step import Step
+from penstock.models.moe import MoE
 from penstock.models.parallel import (
     ColumnParallelLinear,
     RMSNorm,
     RowParallelLinear,
-    TensorParallel,
     VocabParallelEmbedding,
 )
+from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.checkpoint import ModelConfig
 
 
@@ -26,24 +31,22 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel, attend: AttentionBackend) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads // tp.size
-        self.num_kv_heads = config.num_key_value_heads // tp.size
+        num_parts = min(tp.size, config.num_key_value_heads)
+        self.num_kv_heads = config.num_key_value_heads // num_parts
         self.attend = attend
         size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
         outputs = {"q_proj": size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = ColumnParallelLinear(tp, config.hidden_size, outputs)
+        shared = {"k_proj": num_parts, "v_proj": num_parts}
+        self.qkv_proj = ColumnParallelLinear(tp, config.hidden_size, outputs, shared, config.is_fp8)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.o_proj = RowParallelLinear(tp, size, config.hidden_size)
+        self.o_proj = RowParallelLinear(tp, size, config.hidden_size, config.is_fp8)
 
     def forward(
-        self, residual: Tensor, norm: RMSNorm, step: Step, rope: Tensor, kv_cache: Tensor
+        self, residual: Tensor, norm: RMSNorm, step: Step, rope: Tensor, kv_cache: KVCache
     ) -> Tensor:
-        """residual [num_tokens, hidden_size] plus the attention of its norm.
-
-        kv_cache [2, num_blocks, block_size, KV heads, head_dim].
-        """
-        k_cache, v_cache = kv_cache.unbind(0)
+        """residual [num_tokens, hidden_size] plus the attention of its norm."""
         q = qk_norm_rope_store(
             self.qkv_proj(residual, norm),
             num_heads=self.num_heads,
@@ -53,11 +56,10 @@ class Attention(nn.Module):
             rope=rope,
             positions=step.positions,
             slot_mapping=step.slot_mapping,
-            k_cache=k_cache,
-            v_cache=v_cache,
+            kv_cache=kv_cache,
             eps=self.q_norm.eps,
         )
-        out = self.attend(q, k_cache, v_cache, step)
+        out = self.attend(q, kv_cache, step)
         return self.o_proj(out.flatten(1), residual)  # type: ignore[no-any-return]
 
 
@@ -67,8 +69,12 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         outputs = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-        self.gate_up_proj = ColumnParallelLinear(tp, config.hidden_size, outputs)
-        self.down_proj = RowParallelLinear(tp, config.intermediate_size, config.hidden_size)
+        self.gate_up_proj = ColumnParallelLinear(
+            tp, config.hidden_size, outputs, is_fp8=config.is_fp8
+        )
+        self.down_proj = RowParallelLinear(
+            tp, config.intermediate_size, config.hidden_size, config.is_fp8
+        )
 
     def forward(self, residual: Tensor, norm: RMSNorm) -> Tensor:
         """residual [num_tokens, hidden_size] plus the MLP of its norm."""
@@ -79,14 +85,22 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each with a norm before it and the residual stream around it."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, attend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        attend: AttentionBackend,
+        expert_parallel: bool,
+        index: int,
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, tp, attend)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config, tp)
+        is_sparse = config.is_sparse(index)
+        self.mlp = MoE(config, tp, expert_parallel) if is_sparse else MLP(config, tp)
 
-    def forward(self, residual: Tensor, step: Step, rope: Tensor, kv_cache: Tensor) -> Tensor:
+    def forward(self, residual: Tensor, step: Step, rope: Tensor, kv_cache: KVCache) -> Tensor:
         """The residual stream behind this layer, [num_tokens, hidden_size]."""
         residual = self.self_attn(residual, self.input_layernorm, step, rope, kv_cache)
         return self.mlp(residual, self.post_attention_layernorm)  # type: ignore[no-any-return]
@@ -95,19 +109,26 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """The layers between token ids and hidden states."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, attend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        attend: AttentionBackend,
+        expert_parallel: bool,
+    ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(tp, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, tp, attend) for _ in range(config.num_hidden_layers)
+            DecoderLayer(config, tp, attend, expert_parallel, index)
+            for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, step: Step, rope: Tensor, kv_cache: Tensor) -> Tensor:
-        """kv_cache [num_layers, 2, …] → the residual stream behind the last layer."""
+    def forward(self, step: Step, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:
+        """kv_caches: of each layer → the residual stream behind the last one."""
         residual = self.embed_tokens(step.input_ids)
-        for layer, layer_cache in zip(self.layers, kv_cache.unbind(0), strict=True):
-            residual = layer(residual, step, rope, layer_cache)
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            residual = layer(residual, step, rope, kv_cache)
         return residual  # type: ignore[no-any-return]
 
 
@@ -120,25 +141,30 @@ class Qwen3(nn.Module):
         tp: TensorParallel,
         attention: AttentionBackend,
         num_positions: int,
+        expert_parallel: bool = False,
     ) -> None:
-        """num_positions: most tokens of a sequence."""
+        """num_positions: most tokens of a sequence; expert_parallel: see `MoE`."""
         super().__init__()
         self.tp = tp
         self.attention = attention
-        self.model = Decoder(config, tp, attention)
+        self.model = Decoder(config, tp, attention, expert_parallel)
         if not config.tie_word_embeddings:
             self.lm_head = VocabParallelEmbedding(tp, config.vocab_size, config.hidden_size)
         self.rope = rope_table(config.head_dim, num_positions, config.rope_base)
 
-    def forward(self, step: Step, kv_cache: Tensor) -> Tensor:
+    def forward(self, step: Step, kv_caches: Sequence[KVCache]) -> Tensor:
         """What `compute_logits` takes, for each token of the step: [num_tokens, hidden_size].
 
-        kv_cache [num_layers, 2, num_blocks, block_size, KV heads of this rank, head_dim].
+        kv_caches: of each layer, with the KV heads of this rank.
         """
         self.attention.begin(step)
-        return self.model(step, self.rope, kv_cache)  # type: ignore[no-any-return]
+        return self.model(step, self.rope, kv_caches)  # type: ignore[no-any-return]
 
-    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """[num_rows, hidden_size] → on rank 0 float32 [num_rows, vocab_size]; else None."""
-        head = getattr(self, "lm_head", self.model.embed_tokens)
-        return head.logits(hidden_states, self.model.norm)
+    @property
+    def head(self) -> VocabParallelEmbedding:
+        """What scores tokens."""
+        return getattr(self, "lm_head", self.model.embed_tokens)
+
+    def compute_logits(self, hidden_states: Tensor, out: Tensor | None = None) -> Tensor:
+        """This rank's share, float32: see `VocabParallelEmbedding.logits`."""
+        return self.head.logits(hidden_states, self.model.norm, out)

@@ -1,6 +1,7 @@
 """Loading a Hugging Face checkpoint: safetensors, in one file or sharded.
 
-Of every tensor only this rank's slice is read.
+Of every tensor only this rank's slice is read. A weight in 8 bits has a scale for each block of
+128 by 128 (Qwen3-*-FP8); what is served in 8 bits has one for each row of the slice.
 """
 
 from collections import defaultdict
@@ -8,9 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
+from penstock.kernels.quantize import FP8
 from penstock.models.parallel import Layer, Slice
 from penstock.protocol.checkpoint import ModelError
 
@@ -18,6 +21,9 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 TIED = "lm_head.weight"
 """written by some although the embedding is used in its place"""
+SCALES = "_scale_inv"
+"""behind a weight's name: its blocks' scales"""
+BLOCK = 128
 
 
 class _Index(msgspec.Struct):
@@ -33,12 +39,14 @@ def load_weights(model: nn.Module, folder: Path, on_progress: Callable[[], None]
     """
     slices = list(_slices(model))
     files = _tensor_files(folder)
+    scale_files = {name: files.pop(name) for name in list(files) if name.endswith(SCALES)}
     _check_names(folder, {part.name for part in slices}, set(files))
+    scales = _read_scales(scale_files)
     by_file = defaultdict(list)
     for part in slices:
         by_file[files[part.name]].append(part)
     for path, parts in by_file.items():
-        for _ in _read(path, parts):
+        for _ in _read(path, parts, scales):
             on_progress()
 
 
@@ -69,7 +77,20 @@ def _check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
         raise ModelError(f"{folder} has {len(unknown)} unknown tensors, such as {min(unknown)}")
 
 
-def _read(path: Path, parts: list[Slice]) -> Iterator[str]:
+def _read_scales(files: dict[str, Path]) -> dict[str, Tensor]:
+    """All of them, by their names: one in 16,384 of a weight's numbers; they may be in any file."""
+    scales = {}
+    try:
+        for path in set(files.values()):
+            with safe_open(path, framework="pt") as file:
+                for name in (name for name, its in files.items() if its == path):
+                    scales[name] = file.get_tensor(name).float()
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} can't be read: {error}") from error
+    return scales
+
+
+def _read(path: Path, parts: list[Slice], scales: dict[str, Tensor]) -> Iterator[str]:
     """Reads slices of one file into their targets and yields the names of the tensors."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -82,7 +103,28 @@ def _read(path: Path, parts: list[Slice]) -> Iterator[str]:
                         f"config.json makes it {list(part.shape)}"
                     )
                 cut = slice(part.start, part.stop)
-                part.target.copy_(source[cut] if part.dim == 0 else source[:, cut])
+                tensor = source[cut] if part.dim == 0 else source[:, cut]
+                if tensor.dtype == FP8:
+                    tensor = _dequantized(tensor, part, scales, path)
+                part.target.copy_(tensor)
                 yield part.name
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} can't be read: {error}") from error
+
+
+def _dequantized(tensor: Tensor, part: Slice, scales: dict[str, Tensor], path: Path) -> Tensor:
+    """The slice of a weight in float32, where it goes; it may begin within a block."""
+    scale = scales.get(f"{part.name}{SCALES}")
+    num_blocks = [-(-size // BLOCK) for size in part.shape]
+    if scale is None or list(scale.shape) != num_blocks:
+        found = "no scales" if scale is None else f"scales of shape {list(scale.shape)}"
+        raise ModelError(f"{part.name} in {path} has {found}; {num_blocks} is needed")
+    begin = [0, 0]
+    begin[part.dim] = part.start
+    rows, columns = (
+        torch.arange(first, first + size) // BLOCK
+        for first, size in zip(begin, tensor.shape, strict=True)
+    )
+    device = part.target.device
+    wide = scale[rows].to(device)[:, columns.to(device)]
+    return wide.mul_(tensor.to(device).float())

@@ -31,8 +31,8 @@ class Computed(NamedTuple):
 
     tokens: Tensor
     """int64 [num_rows]; that of a row that does not sample is void"""
-    logits: Tensor | None
-    """on rank 0 float32 [num_rows, vocab_size]"""
+    logits: Tensor
+    """this rank's share, float32: see `VocabParallelEmbedding.logits`"""
     hidden_states: Tensor
     """[num_tokens, hidden_size]"""
 
@@ -105,9 +105,8 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             computed = self._compute(self._record, shape)
-        logits = None if computed.logits is None else _borrowed(computed.logits)
-        hidden_states = _borrowed(computed.hidden_states)
-        self._computed[shape] = Computed(computed.tokens, logits, hidden_states)
+        borrowed = _borrowed(computed.logits), _borrowed(computed.hidden_states)
+        self._computed[shape] = Computed(computed.tokens, *borrowed)
         self._graphs[shape] = graph
 
     def replay(self, record: Any, shape: Shape) -> Computed | None:

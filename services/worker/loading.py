@@ -9,11 +9,19 @@ from os import cpu_count
 import torch
 
 from penstock.kernels.backends import Attention, choose_attention
+from penstock.kernels.quantize import FP8
 from penstock.kernels.step import Shape
-from penstock.models.parallel import TensorParallel
+from penstock.models.moe import MoE
 from penstock.models.qwen3 import Qwen3
+from penstock.models.tensor_parallel import TensorParallel
 from penstock.models.weights import load_weights
-from penstock.protocol.checkpoint import ModelConfig, ModelError, check_tp, read_model_config
+from penstock.protocol.checkpoint import (
+    ModelConfig,
+    ModelError,
+    check_tp,
+    quantized,
+    read_model_config,
+)
 from penstock.protocol.config import Config, make_run_folder
 from penstock.protocol.messages import WorkerAssignment
 from penstock.protocol.plan import BatchPlan, RowAdded, pack
@@ -46,19 +54,24 @@ def load(
     times = StartTimes()
     times.end("imports", IMPORTED)
     times.end("place")
-    device = choose_device(config.device, assignment.rank, config.tp)
+    index = assignment.replica * config.tp + assignment.rank
+    device = choose_device(config.device, index, config.tp, config.dp)
     # One core is for the other processes: threads that wait for one that has no core are dear.
-    torch.set_num_threads(config.num_threads or max(1, ((cpu_count() or 1) - 1) // config.tp))
-    model_config = read_model_config(config.model_folder)
-    check_tp(model_config, assignment.tp_size)
+    num_cores = ((cpu_count() or 1) - 1) // (config.tp * config.dp)
+    torch.set_num_threads(config.num_threads or max(1, num_cores))
+    model_config = quantized(read_model_config(config.model_folder), config.quantization)
+    check_tp(model_config, assignment.tp_size, config.enable_expert_parallel)
     tp = TensorParallel.join(assignment.rendezvous, assignment.rank, assignment.tp_size, device)
     attention = _attention(config, model_config, assignment.tp_size, device)
     log.info("%s, attention: %s, blocks of %d", device, attention.name, attention.block_size)
     times.end("group")
     max_model_len = config.max_model_len or model_config.max_position_embeddings
     max_blocks = -(-max_model_len // attention.block_size)
+    num_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+    tp.reserve(num_tokens * model_config.hidden_size, DTYPES[device.type])
     with torch.device(device), default_dtype(DTYPES[device.type]):
-        model = Qwen3(model_config, tp, attention, max_blocks * attention.block_size)
+        num_positions = max_blocks * attention.block_size
+        model = Qwen3(model_config, tp, attention, num_positions, config.enable_expert_parallel)
     load_weights(model, config.model_folder, on_progress)
     times.end("weights")
     runner = _make_runner(config, model_config, model, max_blocks, assignment.num_blocks)
@@ -70,22 +83,26 @@ def load(
             runner.capture_graphs(on_progress)
         times.end("CUDA graphs")
     if config.profile:
-        path = make_run_folder(config) / f"trace-{assignment.rank}.json"
+        path = make_run_folder(config) / f"trace-{index}.json"
         runner.profile(step_profiler(config.profile, path))
     log.info("ready after %s", times)
     return runner
 
 
-def choose_device(wanted: str, rank: int, tp_size: int) -> torch.device:
-    """The rank's GPU, or the CPU. Raises ModelError where there are too few GPUs."""
+def choose_device(wanted: str, index: int, tp_size: int, num_replicas: int = 1) -> torch.device:
+    """The GPU of the worker `index` of all replicas' ones, or the CPU. Raises ModelError where
+    there are too few GPUs."""
     num_gpus = torch.cuda.device_count()
-    # Several GPUs have not been tried yet: they are for those who ask.
-    if wanted == "cpu" or (wanted == "auto" and (not num_gpus or tp_size > 1)):
+    if wanted == "cpu" or (wanted == "auto" and not num_gpus):
         return torch.device("cpu")
-    if num_gpus < tp_size:
-        raise ModelError(f"--tp {tp_size} needs as many GPUs; this machine has {num_gpus}")
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
+    if num_gpus < tp_size * num_replicas:
+        of_replicas = f" with --dp {num_replicas}" if num_replicas > 1 else ""
+        raise ModelError(
+            f"--tp {tp_size}{of_replicas} needs {tp_size * num_replicas} GPUs; "
+            f"this machine has {num_gpus}"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def _attention(config: Config, model: ModelConfig, tp_size: int, device: torch.device) -> Attention:
@@ -94,10 +111,11 @@ def _attention(config: Config, model: ModelConfig, tp_size: int, device: torch.d
             config.attention,
             config.block_size,
             num_heads=model.num_attention_heads // tp_size,
-            num_kv_heads=model.num_key_value_heads // tp_size,
+            num_kv_heads=max(1, model.num_key_value_heads // tp_size),
             head_dim=model.head_dim,
             max_rows=config.max_num_seqs,
             device=device,
+            kv_cache_dtype=config.kv_cache_dtype,
         )
     except ValueError as error:
         raise ModelError(str(error)) from error
@@ -122,13 +140,14 @@ def _make_runner(
     vocab_size = model_config.vocab_size
     grammars = None if model.tp.rank else Grammars(config.model_folder, vocab_size)
     shape = (model_config, model.tp.size, block_size)
+    kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else weight.dtype
 
     def make(num_blocks: int) -> ModelRunner:
         num_slots = config.max_num_seqs
         batch = PersistentBatch(num_slots, max_blocks, block_size, num_blocks, vocab_size)
-        kv_cache = allocate_kv_cache(*shape, num_blocks, weight.dtype, weight.device)
+        kv_caches = allocate_kv_cache(*shape, num_blocks, kv_dtype, weight.device)
         sizes = num_slots, config.max_num_batched_tokens
-        return ModelRunner(model, batch, kv_cache, *sizes, grammars)
+        return ModelRunner(model, batch, kv_caches, *sizes, grammars)
 
     num_blocks = num_blocks or config.num_blocks
     if not num_blocks:
@@ -140,7 +159,7 @@ def _make_runner(
                 lambda: trial.launch(plan).token_ids(), config.gpu_memory_utilization, weight.device
             )
             del trial
-        num_blocks = num_fitting_blocks(num_bytes or CPU_KV_BYTES, *shape, weight.dtype)
+        num_blocks = num_fitting_blocks(num_bytes or CPU_KV_BYTES, *shape, kv_dtype)
     return make(num_blocks)
 
 
@@ -148,6 +167,7 @@ def _graph_shapes(config: Config, model: Qwen3, max_model_len: int) -> list[Shap
     shapes = decode_shapes(config.max_num_seqs, max_model_len)
     if model.attention.can_capture_prefill:
         num_weights = sum(parameter.numel() for parameter in model.parameters())
+        num_weights -= sum(moe.num_resting for moe in model.modules() if isinstance(moe, MoE))
         sizes = config.max_num_seqs, config.max_num_batched_tokens
         shapes += prefill_shapes(*sizes, num_weights, max_model_len)
     return shapes

@@ -5,8 +5,8 @@ of the rows that ask, changes them, samples these rows again, and overwrites the
 logprobs, those of prompts too. Nothing here waits for the device but rows with a grammar: which
 tokens it allows is known when the token before is on the host. By then the GPU computes the step.
 
-Rank 0 has the logits; the other ranks take part in its collectives, so that they, too, must know
-which rows ask.
+Rank 0 gets the logits of the rows that ask; the other ranks take part in its collectives, so that
+they, too, must know which rows ask.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from penstock.kernels.logits import apply_bitmask
 from penstock.kernels.plan import Slots, StepBuffers
-from penstock.kernels.sampling import sample
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.plan import BatchPlan, RowAdded, unpack
 from penstock.services.worker.cuda_graphs import Computed
 from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.penalties import Penalties
 from penstock.services.worker.persistent_batch import Integers, Record, Rows
+from penstock.services.worker.sampler import draw
 from penstock.services.worker.told import OnItsWay, pack_logprobs
 from penstock.services.worker.transfers import integers_to_device, to_device, to_host
 
@@ -142,10 +142,12 @@ class SecondPass:
             self._tell_prompt(row, computed.hidden_states, way)
         self._accept()
         which = np.flatnonzero(asking[rows.sampled])
-        if computed.logits is not None:
-            for begin in range(0, len(which), MAX_ROWS):
-                part = which[begin : begin + MAX_ROWS]
-                self._sample(part, rows, computed.logits, computed.tokens, way)
+        for begin in range(0, len(which), MAX_ROWS):
+            part = which[begin : begin + MAX_ROWS]
+            (index,) = self._to_device(rows.sampled[part])
+            logits = self._model.head.join(computed.logits[index])
+            if logits is not None:
+                computed.tokens[index] = self._sample(part, rows, logits, index, way)
         return way
 
     def _tell_prompt(self, row: list[int], hidden_states: Tensor, way: OnItsWay) -> None:
@@ -158,7 +160,7 @@ class SecondPass:
         for begin in range(start, end, MAX_PROMPT_TOKENS):
             stop = min(begin + MAX_PROMPT_TOKENS, end)
             some = slice(first + begin - start, first + stop - start)
-            logits = self._model.compute_logits(hidden_states[some])
+            logits = self._model.head.join(self._model.compute_logits(hidden_states[some]))
             if logits is not None:
                 token_ids = to_device(extra.token_ids[begin + 1 : stop + 1], self._device)
                 packed = pack_logprobs(logits, token_ids, extra.extras.num_prompt_logprobs)
@@ -173,31 +175,31 @@ class SecondPass:
             self._awaited.clear()
 
     def _sample(
-        self, which: Integers, rows: Rows, all_logits: Tensor, all_tokens: Tensor, way: OnItsWay
-    ) -> None:
-        """Draws for some of the sampled rows, at most MAX_ROWS; which: indices among these."""
-        at = rows.sampled[which]
-        table = rows.table[at]
+        self, which: Integers, rows: Rows, logits: Tensor, index: Tensor, way: OnItsWay
+    ) -> Tensor:
+        """Draws for some of the sampled rows, at most MAX_ROWS; which: indices among these;
+        index: among all rows; logits: theirs, which are overwritten."""
+        table = rows.table[rows.sampled[which]]
         extras = [self.rows[slot] for slot in table[:, 0].tolist()]
         penalized = [n for n, row in enumerate(extras) if row.place >= 0]
         telling = [n for n, row in enumerate(extras) if row.extras.num_logprobs >= 0]
-        index, on_penalized, places, on_telling, told_from = self._to_device(
-            at, penalized, [extras[n].place for n in penalized], telling, at[telling]
+        on_penalized, places, on_telling = self._to_device(
+            penalized, [extras[n].place for n in penalized], telling
         )
-        logits = all_logits[index]
+        plain_logits = logits[on_telling]
         if penalized:
             logits[on_penalized] = self._penalties.apply(logits[on_penalized], places)
         self._add_bias(logits, extras, table)
         self._restrict(logits, extras, which, table, way)
         slots, positions = self._buffers.slots[index], self._buffers.next_positions[index]
         tokens = draw(logits, self._slots, slots, positions)
-        all_tokens[index] = tokens
         if penalized:
             self._penalties.count(places, tokens[on_penalized])
         if telling:
             numbers = [extras[n].extras.num_logprobs for n in telling]
-            packed = pack_logprobs(all_logits[told_from], tokens[on_telling], max(numbers))
+            packed = pack_logprobs(plain_logits, tokens[on_telling], max(numbers))
             way.logprobs.append((which[telling].tolist(), numbers, to_host(packed)))
+        return tokens
 
     def _add_bias(self, logits: Tensor, extras: list[ExtraRow], table: Record) -> None:
         positions = (table[:, 1] + table[:, 2]).tolist()
@@ -225,21 +227,6 @@ class SecondPass:
 
     def _to_device(self, *lists: Integers | list[int]) -> tuple[Tensor, ...]:
         return integers_to_device(lists, self._device)
-
-
-def draw(logits: Tensor, batch: Slots, slots: Tensor, positions: Tensor) -> Tensor:
-    """`sample` with the parameters of the persistent batch."""
-    return sample(
-        logits,
-        slots=slots,
-        positions=positions,
-        seeds=batch.seeds,
-        temperature=batch.temperature,
-        top_k=batch.top_k,
-        top_p=batch.top_p,
-        min_p=batch.min_p,
-        last_token=batch.last_token[:-1],
-    )
 
 
 def _entries(bias: dict[int, float]) -> NDArray[np.float64]:

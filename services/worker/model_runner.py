@@ -1,11 +1,12 @@
 """One rank of the model: weights, KV cache and persistent batch, and the step that joins them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.kernels.kv_cache import KVCache
 from penstock.kernels.plan import StepBuffers, apply_plan, make_slots, make_step_buffers
 from penstock.kernels.step import Shape
 from penstock.models.qwen3 import Qwen3
@@ -13,8 +14,9 @@ from penstock.protocol.plan import BatchPlan
 from penstock.services.worker.cuda_graphs import Computed, CudaGraphs
 from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.idle_times import IdleTimes
-from penstock.services.worker.logits import SecondPass, draw
+from penstock.services.worker.logits import SecondPass
 from penstock.services.worker.persistent_batch import NONE, Integers, PersistentBatch
+from penstock.services.worker.sampler import Sampler
 from penstock.services.worker.told import OnItsWay, Told
 from penstock.services.worker.transfers import to_device, to_host
 
@@ -66,23 +68,27 @@ class ModelRunner:
         self,
         model: Qwen3,
         batch: PersistentBatch,
-        kv_cache: Tensor,
+        kv_caches: Sequence[KVCache],
         num_slots: int,
         max_tokens: int,
         grammars: Grammars | None = None,
     ) -> None:
-        """max_tokens: most tokens of a step; grammars: on rank 0, for rows that have one."""
+        """max_tokens: most tokens of a step; grammars: on rank 0, for rows that have one.
+
+        Raises GroupError.
+        """
         self.num_blocks = batch.num_blocks
         self.block_size = batch.block_size
         self._model = model
         self._batch = batch
-        self._kv_cache = kv_cache
-        self._device = device = kv_cache.device
+        self._kv_caches = kv_caches
+        self._device = device = kv_caches[0].k.device
         self._is_cuda = device.type == "cuda"
         self._slots = make_slots(num_slots, batch.max_blocks, device)
         self._buffers: StepBuffers = make_step_buffers(
             num_slots, batch.max_blocks, max(max_tokens, num_slots), device
         )
+        self._sampler = Sampler(model, self._slots, num_slots, batch.vocab_size)
         self._second = SecondPass(model, self._slots, self._buffers, batch.vocab_size, grammars)
         self._graphs: CudaGraphs | None = None
         self._profiler: Any = None
@@ -116,7 +122,7 @@ class ModelRunner:
         """Starts a step. Raises ValueError for a plan that can't be, GroupError."""
         self._batch.apply(plan)
         self._second.apply(plan)
-        rows = self._batch.advance(plan.chunks)
+        rows = self._batch.advance(plan.chunks, plan.drafts)
         if rows is None:
             return LaunchedStep(torch.empty(0, dtype=torch.int64), NONE)
         if self._profiler:
@@ -129,7 +135,7 @@ class ModelRunner:
         if not self._second.rows:
             return self._on_its_way(computed.tokens, rows.sampled)
         way = self._second.run(rows, computed)
-        self._share(computed.tokens)
+        self._sampler.share(computed.tokens, self._buffers.slots[: len(computed.tokens)])
         launched = self._on_its_way(computed.tokens, rows.sampled, way)
         self._second.follows(launched.token_ids)
         return launched
@@ -137,29 +143,16 @@ class ModelRunner:
     def _compute(self, record: Tensor, shape: Shape) -> Computed:
         """A whole step."""
         apply_plan(record, self._slots, self._buffers, shape, self.block_size)
-        hidden_states = self._model(self._buffers.step(shape), self._kv_cache)
+        hidden_states = self._model(self._buffers.step(shape), self._kv_caches)
         last = hidden_states
         if shape.num_tiles:
             last = hidden_states[self._buffers.last_tokens[: shape.num_rows]]
         return Computed(*self._sample(last), hidden_states)
 
-    def _sample(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rank 0 samples; every rank gets the tokens, and decodes them in the next step."""
+    def _sample(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         num_rows = len(hidden_states)
         slots, positions = self._buffers.slots[:num_rows], self._buffers.next_positions[:num_rows]
-        logits = self._model.compute_logits(hidden_states)
-        tokens = torch.empty_like(slots)
-        if logits is not None:
-            tokens = draw(logits, self._slots, slots, positions)
-        self._share(tokens)
-        return tokens, logits
-
-    def _share(self, tokens: Tensor) -> None:
-        """Brings rank 0's tokens, one for each row, to all ranks."""
-        tp, last_token = self._model.tp, self._slots.last_token
-        if tp.size > 1:
-            # the last element takes the tokens of the rows that do not sample: their slot is -1
-            last_token[self._buffers.slots[: len(tokens)]] = tp.broadcast(tokens)
+        return self._sampler(hidden_states, slots, positions)
 
     def _on_its_way(
         self, tokens: Tensor, sampled: Integers, way: OnItsWay | None = None

@@ -5,6 +5,7 @@ to a row. What the model and the sampler read lies on the device; each step brin
 that `penstock.kernels.plan` describes.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,16 @@ class Rows(NamedTuple):
     """the rows in it, [num_rows, 8]"""
     shape: Shape
     sampled: Integers
-    """indices of the rows that sample, in ascending order of slot"""
+    """indices of the rows that sample, in ascending order of slot, then position"""
+
+
+class _Decoding(NamedTuple):
+    """The rows of a step that decode, one token each, by slot, then position."""
+
+    slots: Integers
+    positions: Integers
+    token_ids: Integers
+    """-1: the one sampled last"""
 
 
 class PersistentBatch:
@@ -45,6 +55,8 @@ class PersistentBatch:
         self._num_row_blocks = np.zeros(num_slots, np.int64)
         self._num_given = np.zeros(num_slots, np.int64)
         self._num_computed = np.zeros(num_slots, np.int64)
+        self._rests = np.zeros(num_slots, np.bool_)
+        """computes nothing until a draft names it"""
         self._given: dict[int, Record] = {}
         """given tokens of the rows that have not computed them all"""
         self._appended: list[Record] = []
@@ -72,24 +84,57 @@ class PersistentBatch:
             appended = _integers(plan.appended)
             self._append(appended >> BLOCK_BITS, appended & (MAX_BLOCKS - 1))
 
-    def advance(self, chunks: bytes) -> Rows | None:
+    def advance(self, chunks: bytes, drafts: bytes = b"") -> Rows | None:
         """The next step, None if no row has anything to compute; the rows count as computed.
 
-        chunks: as in `BatchPlan`.
+        chunks, drafts: as in `BatchPlan`; each token of a draft becomes a row. Raises ValueError
+        for what can't be.
         """
         prefilling, lengths = _pairs(chunks)
         self._check_chunks(prefilling, lengths)
-        decoding = np.flatnonzero(self._active & (self._num_computed >= self._num_given))
+        decoding = self._decoding(drafts)
         order = np.argsort(prefilling)
-        slots = np.concatenate([decoding, prefilling[order]])
+        slots = np.concatenate([decoding.slots, prefilling[order]])
         if not slots.size:
             return None
-        counts = np.concatenate([np.ones_like(decoding), lengths[order]])
-        ends = self._num_computed[slots] + counts
+        if len(slots) > len(self._active):
+            raise ValueError(f"{len(slots)} rows in a step; {len(self._active)} fit")
+        counts = np.concatenate([np.ones_like(decoding.slots), lengths[order]])
+        begins = np.concatenate([decoding.positions, self._num_computed[prefilling[order]]])
+        ends = begins + counts
         self._check_room(slots, ends)
-        rows = self._rows(slots, counts, ends, len(decoding))
-        self._num_computed[slots] = ends
+        rows = self._rows(slots, counts, ends, decoding.token_ids)
+        self._num_computed[slots] = ends  # of equal slots the last counts
         return rows
+
+    def _decoding(self, drafts: bytes) -> _Decoding:
+        decodes = self._active & (self._num_computed >= self._num_given)
+        drafted = []
+        for slot, position, token_ids in _split(drafts):
+            self._check_draft(slot, position, token_ids, decodes)
+            decodes[slot] = False
+            self._rests[slot] = len(token_ids) > 1
+            positions = position + np.arange(len(token_ids))
+            drafted.append(_Decoding(np.full_like(positions, slot), positions, token_ids))
+        slots = np.flatnonzero(decodes & ~self._rests)
+        plain = _Decoding(slots, self._num_computed[slots], np.full_like(slots, -1))
+        if not drafted:
+            return plain
+        rows = [np.concatenate(columns) for columns in zip(plain, *drafted, strict=True)]
+        order = np.argsort(rows[0], kind="stable")
+        return _Decoding(*(column[order] for column in rows))
+
+    def _check_draft(
+        self, slot: int, position: int, token_ids: Integers, decodes: NDArray[np.bool_]
+    ) -> None:
+        if not (0 <= slot < len(decodes) and decodes[slot]):
+            raise ValueError(f"slot {slot} is drafted twice, or holds no row that decodes")
+        least, most = self._num_given[slot], self._num_computed[slot]
+        if not least <= position <= most:
+            raise ValueError(f"slot {slot}: draft at {position}, not between {least} and {most}")
+        has_token = position == most and not self._rests[slot]
+        explicit = token_ids[1:] if has_token and token_ids[0] == -1 else token_ids
+        _check_range(f"drafted token of slot {slot}", explicit, self.vocab_size)
 
     def _forget(self, slots: Integers) -> None:
         """What the device was to learn of rows that have left."""
@@ -110,6 +155,7 @@ class PersistentBatch:
         self._active[slot] = True
         self._num_given[slot] = len(token_ids)
         self._num_computed[slot] = row.num_computed_tokens
+        self._rests[slot] = False
         self._num_row_blocks[slot] = 0
         self._given[slot] = token_ids.astype(np.int32)
         self._append(np.full(len(block_ids), slot), block_ids)
@@ -127,8 +173,10 @@ class PersistentBatch:
         np.add.at(self._num_row_blocks, slots, 1)
         self._appended.append(np.stack([slots, columns, block_ids], 1).astype(np.int32).ravel())
 
-    def _rows(self, slots: Integers, counts: Integers, ends: Integers, num_decode: int) -> Rows:
-        """The step as a record; ends: lengths of the rows behind the step."""
+    def _rows(self, slots: Integers, counts: Integers, ends: Integers, decoded: Integers) -> Rows:
+        """The step as a record; ends: lengths of the rows behind the step; decoded: token ids of
+        the rows that decode, or -1."""
+        num_decode, explicit = len(decoded), decoded >= 0
         bounds = np.concatenate([[0], np.cumsum(counts)])
         key_bounds = np.concatenate([[0], np.cumsum(ends)])
         samples = ends >= self._num_given[slots]
@@ -138,13 +186,15 @@ class PersistentBatch:
         rows[:, 1] = ends - counts
         rows[:, 2] = counts
         rows[:, 3] = bounds[:-1]
-        rows[:num_decode, 4] = -1
-        rows[num_decode:, 4] = offsets
+        rows[:num_decode, 4] = np.where(explicit, -1 - np.cumsum(explicit), -1)
+        rows[num_decode:, 4] = np.count_nonzero(explicit) + offsets
         rows[:, 5] = key_bounds[:-1]
         rows[:, 6] = np.where(samples, slots, -1)
         sampled = np.flatnonzero(samples)
         shape = _shape(counts, num_decode, int(ends.max()))
-        return Rows(self._record(rows, given), rows, shape, sampled[np.argsort(slots[sampled])])
+        record = self._record(rows, [decoded[explicit].astype(np.int32), *given])
+        order = np.argsort(slots[sampled], kind="stable")
+        return Rows(record, rows, shape, sampled[order])
 
     def _record(self, rows: Record, given: list[Record]) -> Record:
         """Everything that the device does not know, behind a header that says where it is."""
@@ -222,6 +272,17 @@ def _pairs(data: bytes) -> tuple[Integers, Integers]:
     """Packed pairs: the first of each, the second of each."""
     first, second = _integers(data).reshape(-1, 2).T
     return first, second
+
+
+def _split(drafts: bytes) -> Iterator[tuple[int, int, Integers]]:
+    """(slot, position, token ids) of each."""
+    left = _integers(drafts)
+    while left.size:
+        count = int(left[2]) if left.size > 2 else 0
+        if not 0 < count <= left.size - 3:
+            raise ValueError(f"draft of {count} tokens in {left.size} integers")
+        yield int(left[0]), int(left[1]), left[3 : 3 + count]
+        left = left[3 + count :]
 
 
 def _check_range(name: str, values: Integers, limit: int) -> None:

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 SHAPE = {
     "vocab_size": 264,
@@ -20,12 +26,25 @@ SHAPE = {
     # large enough that every weight shows in the logits
     "initializer_range": 0.2,
 }
+EXPERTS = {
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [1],
+}
+"""a mixture of experts, in the layers 0 and 2"""
 
 
-def save_checkpoint(folder: Path, max_shard_size: str = "1GB", **shape: object) -> Qwen3ForCausalLM:
+def save_checkpoint(folder: Path, max_shard_size: str = "1GB", **shape: object) -> PreTrainedModel:
     """Writes a random checkpoint of `SHAPE`, changed by `shape`, and returns its model."""
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, **shape})).eval()
+    shape = {**SHAPE, **shape}
+    if "num_experts" in shape:
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).eval()
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape)).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name:
             nn.init.uniform_(parameter, 0.5, 1.5)

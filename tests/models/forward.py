@@ -6,18 +6,25 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.backends import Attention
+from penstock.kernels.kv_cache import KVCache
 from penstock.kernels.step import Shape, Step
-from penstock.models.parallel import TensorParallel
 from penstock.models.qwen3 import Qwen3
+from penstock.models.tensor_parallel import TensorParallel
 from penstock.models.weights import load_weights
-from penstock.protocol.checkpoint import read_model_config
+from penstock.protocol.checkpoint import quantized, read_model_config
 
 
-def load_model(folder: Path, tp: TensorParallel | None = None) -> Qwen3:
+def load_model(
+    folder: Path,
+    tp: TensorParallel | None = None,
+    expert_parallel: bool = False,
+    quantization: str = "none",
+) -> Qwen3:
     """The model of a checkpoint, or one rank's part."""
-    config = read_model_config(folder)
+    config = quantized(read_model_config(folder), quantization)
     attention = Attention(16, config.head_dim**-0.5)
-    model = Qwen3(config, tp or TensorParallel(), attention, config.max_position_embeddings)
+    num_positions = config.max_position_embeddings
+    model = Qwen3(config, tp or TensorParallel(), attention, num_positions, expert_parallel)
     load_weights(model, folder, lambda: None)
     return model
 
@@ -45,7 +52,9 @@ def prefill_logits(model: Qwen3, prompts: list[list[int]], block_size: int = 16)
         tiles=torch.empty(0),
         block_tables=tables.int(),
     )
-    return model.compute_logits(model(step, torch.zeros(*shape, attention.q_norm.weight.shape[0])))
+    kv_cache = torch.zeros(*shape, attention.q_norm.weight.shape[0])
+    hidden_states = model(step, [KVCache(*layer) for layer in kv_cache])
+    return model.head.join(model.compute_logits(hidden_states))
 
 
 def random_prompts(vocab_size: int, *lengths: int) -> list[list[int]]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.models.parallel import TensorParallel
-from tests.models.checkpoints import save_checkpoint
+from penstock.models.tensor_parallel import TensorParallel
+from tests.models.checkpoints import EXPERTS, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -18,6 +18,8 @@ SHAPES = {
     "untied": {"tie_word_embeddings": False},
     "tied": {"tie_word_embeddings": True, "num_key_value_heads": 8},
     "odd": {"vocab_size": 333},
+    "few-kv-heads": {"num_key_value_heads": 2},
+    "experts": EXPERTS,
     "odd-tied": {"vocab_size": 1001, "tie_word_embeddings": True, "head_dim": 32},
 }
 
@@ -44,7 +46,8 @@ def test_logits_are_those_of_one_rank(tmp_path: Path, size: int) -> None:
     for folder, shape in zip(folders, SHAPES.values(), strict=True):
         prompts = random_prompts(shape.get("vocab_size", 264), 1, 30, 140)
         expected = prefill_logits(load_model(Path(folder)), prompts)
-        torch.testing.assert_close(logits[folder], expected, atol=1e-4, rtol=0.0)
+        for name in (folder, f"{folder}-ep") if "num_experts" in shape else (folder,):
+            torch.testing.assert_close(logits[name], expected, atol=1e-4, rtol=0.0)
 
 
 def test_alone_nothing_is_exchanged() -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from penstock.models import weights
-from penstock.models.parallel import TensorParallel
+from penstock.models.tensor_parallel import TensorParallel
 from penstock.models.weights import INDEX_FILE, SINGLE_FILE
 from penstock.protocol.checkpoint import ModelError
 from tests.models.checkpoints import save_checkpoint

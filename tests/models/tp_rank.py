@@ -1,7 +1,8 @@
 """One rank of a tensor-parallel group: `python -m tests.models.tp_rank RANK SIZE …`.
 
 Arguments: rank, size, rendezvous, output file, checkpoint folders. Rank 0 writes the logits of
-every checkpoint to the output file, by folder.
+every checkpoint to the output file, by folder; of one with experts also what they are if each rank
+has whole ones, by folder and "-ep".
 """
 
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from penstock.models.parallel import TensorParallel
+from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.checkpoint import read_model_config
 from tests.models.forward import load_model, prefill_logits, random_prompts
 
@@ -21,9 +22,12 @@ def main() -> None:
     tp = TensorParallel.join(rendezvous, int(rank), int(size))
     logits = {}
     for folder in folders:
-        vocab_size = read_model_config(Path(folder)).vocab_size
-        prompts = random_prompts(vocab_size, 1, 30, 140)
+        config = read_model_config(Path(folder))
+        prompts = random_prompts(config.vocab_size, 1, 30, 140)
         logits[folder] = prefill_logits(load_model(Path(folder), tp), prompts)
+        if config.expert_count:
+            model = load_model(Path(folder), tp, expert_parallel=True)
+            logits[f"{folder}-ep"] = prefill_logits(model, prompts)
     if tp.rank == 0:
         save_file({name: tensor.contiguous() for name, tensor in logits.items()}, out)
 

@@ -16,11 +16,14 @@ def plan(
     added: Iterable[RowAdded] = (),
     appended: Pairs = (),
     chunks: Pairs = (),
+    drafts: Iterable[tuple[int, int, list[int]]] = (),
 ) -> BatchPlan:
-    """A plan; appended: (slot, block id), chunks: (slot, number of tokens)."""
+    """A plan; appended: (slot, block id), chunks: (slot, number of tokens), drafts: (slot,
+    position, tokens)."""
     appended_ids = pack(slot << BLOCK_BITS | block_id for slot, block_id in appended)
     chunk_ids = pack(chain.from_iterable(chunks))
-    return BatchPlan(epoch, step, pack(removed), list(added), appended_ids, chunk_ids)
+    draft_ids = pack(n for slot, at, ids in drafts for n in (slot, at, len(ids), *ids))
+    return BatchPlan(epoch, step, pack(removed), list(added), appended_ids, chunk_ids, draft_ids)
 
 
 def row(

@@ -19,7 +19,7 @@ from penstock.services.worker.persistent_batch import PersistentBatch
     [
         ("auto", 0, 1, "cpu"),
         ("auto", 1, 1, "cuda:0"),
-        ("auto", 2, 2, "cpu"),
+        ("auto", 2, 2, "cuda:1"),
         ("cpu", 8, 1, "cpu"),
         ("cuda", 4, 2, "cuda:1"),
     ],
@@ -34,8 +34,10 @@ def test_the_device_of_the_last_rank(
 
 def test_too_few_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ModelError, match="--tp 2 needs as many GPUs; this machine has 1"):
+    with pytest.raises(ModelError, match="--tp 2 needs 2 GPUs; this machine has 1"):
         choose_device("cuda", 0, 2)
+    with pytest.raises(ModelError, match="--tp 1 with --dp 2 needs 2 GPUs; this machine has 1"):
+        choose_device("cuda", 0, 1, 2)
 
 
 def test_a_back_end_that_can_not_be_had_is_told(folder: Path) -> None:

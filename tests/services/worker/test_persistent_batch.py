@@ -33,8 +33,8 @@ class Batch(PersistentBatch):
     def last_token(self) -> Tensor:
         return self.slots.last_token
 
-    def step(self, chunks: bytes) -> tuple[Step, Sampled] | None:
-        rows = self.advance(chunks)
+    def step(self, chunks: bytes, drafts: bytes = b"") -> tuple[Step, Sampled] | None:
+        rows = self.advance(chunks, drafts)
         if rows is None:
             return None
         record = torch.from_numpy(rows.record)
@@ -53,7 +53,7 @@ def batch() -> Batch:
 def run(batch: Batch, step_plan: BatchPlan) -> tuple[Step, Sampled]:
     """Applies a plan that has something to compute."""
     batch.apply(step_plan)
-    rows = batch.step(step_plan.chunks)
+    rows = batch.step(step_plan.chunks, step_plan.drafts)
     assert rows is not None
     return rows
 
@@ -109,6 +109,58 @@ def test_rows_that_decode_come_first_each_kind_in_ascending_order_of_slot(batch:
     assert step.tiles.tolist() == [[2, 0], [3, 0]]
     assert sampled.slots == [1, 4, 5]
     assert sampled.last_tokens == [0, 6, 1]
+
+
+def test_a_draft_is_a_row_for_each_token_and_rests_until_the_next(batch: Batch) -> None:
+    added = [row(slot, [10 * slot], [slot, 8 + slot]) for slot in (1, 3, 5)]
+    run(batch, plan(added=added, chunks=[(5, 1), (1, 1), (3, 1)]))
+    batch.last_token[:6] = torch.tensor([0, 11, 0, 31, 0, 51])
+    added, chunks = [row(0, [90, 91], [0])], [(0, 2)]
+    drafts = [(5, 1, [61, 62]), (3, 1, [-1, 32, 33, 34])]
+    step, sampled = run(batch, plan(added=added, chunks=chunks, drafts=drafts))
+    assert step.input_ids.tolist() == [11, 31, 32, 33, 34, 61, 62, 90, 91]
+    assert step.positions.tolist() == [1, 1, 2, 3, 4, 1, 2, 0, 1]
+    assert step.slot_mapping.tolist() == [5, 13, 14, 15, 44, 21, 22, 0, 1]
+    assert step.decode_lens.tolist() == step.context_lens.tolist()[:7] == [2, 2, 3, 4, 5, 2, 3]
+    assert step.cu_seqlens_q.tolist() == [*range(8), 9]
+    assert step.block_tables[:, 0].tolist() == [1, 3, 3, 3, 3, 5, 5, 0]
+    assert (step.shape.num_decode, step.shape.num_tiles, step.tiles.tolist()) == (7, 1, [[7, 0]])
+    assert sampled.slots == [0, 1, 3, 3, 3, 3, 5, 5]
+    assert sampled.positions == [2, 2, 2, 3, 4, 5, 2, 3]
+    batch.last_token[:2] = torch.tensor([92, 12])
+    step, _ = run(batch, plan())
+    assert step.input_ids.tolist() == [92, 12]  # the others rest
+    step, _ = run(batch, plan(removed=[0, 1], drafts=[(3, 3, [35]), (5, 3, [63, 64])]))
+    assert step.input_ids.tolist() == [35, 63, 64]
+    assert step.positions.tolist() == [3, 3, 4]
+    batch.last_token[3] = 36
+    step, sampled = run(batch, plan())
+    assert (step.input_ids.tolist(), step.positions.tolist()) == ([36], [4])
+    batch.apply(plan(removed=[3, 5], added=[row(5, [9], [7])]))
+    run(batch, plan(chunks=[(5, 1)]))
+    assert run(batch, plan())[1].slots == [5]
+
+
+def test_refuses_a_draft_that_can_not_be(batch: Batch) -> None:
+    batch.apply(plan(added=[row(0, range(3), [0, 1]), row(1, [1, 2], [2])]))
+    batch.advance(pack([0, 3]))
+    batch.advance(b"", pack([0, 3, 2, 7, 8]))
+    for message, drafts in {
+        "slot 1 is drafted twice, or holds no row that decodes": [1, 0, 1, 5],
+        "slot 8 is drafted twice": [8, 0, 1, 5],
+        "slot 0 is drafted twice": [0, 3, 1, 5, 0, 3, 1, 5],
+        "slot 0: draft at 6, not between 3 and 5": [0, 6, 1, 5],
+        "slot 0: draft at 2, not between 3 and 5": [0, 2, 1, 5],
+        "drafted token of slot 0 -1 is not between 0 and 99": [0, 4, 1, -1],
+        "drafted token of slot 0 100 is not": [0, 5, 2, 1, 100],
+        "slot 0: blocks for 8 tokens of 9": [0, 5, 4, 1, 2, 3, 4],
+        "9 rows in a step; 8 fit": [0, 3, 9, *range(9)],
+        "draft of 3 tokens in 5 integers": [0, 3, 3, 1, 2],
+        "draft of -1 tokens in 3 integers": [0, 3, -1],
+        "draft of 0 tokens in 2 integers": [0, 3],
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            batch.advance(b"", pack(drafts))
 
 
 def test_prefill_begins_behind_the_cached_tokens(batch: Batch) -> None:

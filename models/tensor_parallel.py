@@ -1,0 +1,163 @@
+"""The ranks of a tensor-parallel group, and what they exchange."""
+
+import atexit
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import cycle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TIMEOUT = timedelta(seconds=120)
+"""after which a rank that the others wait for is given up"""
+PUSHED_BYTES = {2: 8 << 20, 4: 512 << 10, 8: 128 << 10}
+"""by the size of a group, of a tensor that each rank pushes to every other. Two ranks push larger
+ones piece by piece, which measured faster than anything else at every size (README, "Measured").
+More ranks would send more than in two-shot's way, in which each adds up its part and reads the
+others'; where that wins is an estimate"""
+
+CPU = torch.device("cpu")
+
+
+class GroupError(ConnectionError):
+    """A rank of the group is gone, so that nothing can be computed any more."""
+
+
+class TensorParallel:
+    """One rank of a tensor-parallel group. Alone (size 1) it exchanges nothing.
+
+    GPUs exchange through symmetric memory (torch.distributed._symmetric_memory): each rank reads
+    and writes the others', peer to peer, in kernels that a CUDA graph can hold.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, device: torch.device = CPU) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self._turns: Iterator[Tensor] = iter(())
+        self._push: Any = None
+
+    @classmethod
+    def join(
+        cls, rendezvous: str, rank: int, size: int, device: torch.device = CPU
+    ) -> "TensorParallel":
+        """Waits for the other ranks at `rendezvous`, tcp://host:port. Raises GroupError."""
+        group = cls(rank, size, device)
+        if size > 1:
+            backend, device_id = ("nccl", device) if group.on_gpus else ("gloo", None)
+            with group._exchange():
+                dist.init_process_group(
+                    backend, rendezvous, TIMEOUT, size, rank, device_id=device_id
+                )
+            # gloo's threads must end before the interpreter does, or they abort it
+            atexit.register(dist.destroy_process_group)
+        return group
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether there are others, on GPUs of their own."""
+        return self.size > 1 and self.device.type == "cuda"
+
+    def reserve(self, num_elements: int, dtype: torch.dtype) -> None:
+        """Makes room for what `empty` gives out, of at most so many elements. Raises GroupError."""
+        if not self.on_gpus:
+            return
+        from penstock.kernels.gpu.all_reduce import PushAllReduce, inbox_size  # Triton: GPUs only
+
+        if self.size > 2:
+            self._turns = cycle([self.symmetric(num_elements, dtype)[0] for _ in range(2)])
+        most = PUSHED_BYTES.get(self.size, 64 << 10) // dtype.itemsize
+        inbox, addresses = self.symmetric(inbox_size(most, self.size), torch.int32)
+        self._push = PushAllReduce(inbox, addresses, self.rank, most)
+        self.barrier()
+
+    def symmetric(self, num_elements: int, dtype: torch.dtype) -> tuple[Tensor, list[int]]:
+        """Memory that every rank can read: this rank's, [num_elements], and where all ranks' are.
+
+        To be called by all ranks alike. Raises GroupError.
+        """
+        import torch.distributed._symmetric_memory as symmetric_memory  # 0.3 s
+
+        with self._exchange():
+            memory = symmetric_memory.empty(num_elements, dtype=dtype, device=self.device)
+            self._handle = symmetric_memory.rendezvous(memory, self._group.group_name)
+        return memory, list(self._handle.buffer_ptrs)
+
+    def barrier(self) -> None:
+        """What any rank's GPU wrote before is there for all behind this; the host does not wait."""
+        self._handle.barrier(channel=1)
+
+    def empty(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor | None:
+        """Memory for a tensor that is to be reduced, where it has to be special; else None.
+
+        It is valid until two more were given out.
+        """
+        num_elements = num_rows * num_columns
+        if not self.on_gpus or self._is_pushed(num_elements):
+            return None
+        buffer = next(self._turns)
+        if buffer.dtype != dtype or num_elements > len(buffer):
+            raise ValueError(f"{num_elements} of {dtype}; {len(buffer)} of {buffer.dtype} can be")
+        return buffer[:num_elements].view(num_rows, num_columns)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, on all of them; `x`, which may be overwritten, is contiguous.
+
+        Between GPUs only what was written where `empty` said can be reduced.
+        """
+        if self.size == 1:
+            return x
+        if self.on_gpus:
+            return self._all_reduce_on_gpus(x)
+        # Added in the order of the ranks: where gloo starts to add depends on the tensor's size.
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        with self._exchange():
+            dist.all_gather(parts, x.contiguous())
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def _is_pushed(self, num_elements: int) -> bool:
+        return self.size == 2 or num_elements <= int(self._push.max_elements)
+
+    def _all_reduce_on_gpus(self, x: Tensor) -> Tensor:
+        if self._is_pushed(x.numel()):
+            for part in torch.split(x.view(-1), self._push.max_elements):
+                self._push(part)
+            return x
+        with self._exchange():
+            return torch.ops.symm_mem.two_shot_all_reduce_(  # type: ignore[no-any-return]
+                x, "sum", self._group.group_name
+            )
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return dist.distributed_c10d._get_default_group()
+
+    def gather(self, x: Tensor) -> Tensor | None:
+        """On rank 0 all ranks' x, joined at the last dimension; None on the others."""
+        if self.size == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
+        with self._exchange():
+            dist.gather(x.contiguous(), parts)
+        return None if parts is None else torch.cat(parts, dim=-1)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's x, on all ranks; those of the others are overwritten."""
+        if self.size > 1:
+            with self._exchange():
+                dist.broadcast(x, src=0)
+        return x
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise GroupError(f"rank {self.rank} of {self.size} lost its group: {reason}") from error

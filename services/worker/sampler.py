@@ -1,0 +1,72 @@
+"""How every rank comes to know the tokens that a step draws."""
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.plan import Slots
+from penstock.kernels.sampling import sample
+from penstock.models.qwen3 import Qwen3
+
+
+class Sampler:
+    """Draws a token for each row. Each rank has the logits of its run of the vocabulary.
+
+    On several GPUs each rank finds the best of its own run, and reads what the others have found
+    (`penstock.kernels.gpu.sharded_sampling`); on CPUs rank 0 draws and tells the others.
+    """
+
+    def __init__(self, model: Qwen3, slots: Slots, max_rows: int, vocab_size: int) -> None:
+        """max_rows: most rows of a step. Raises GroupError."""
+        self._model = model
+        self._slots = slots
+        self._sharded = None
+        if model.tp.on_gpus:
+            from penstock.kernels.gpu.sharded_sampling import ShardedSampler, buffer_size
+
+            size = buffer_size(max_rows, vocab_size, model.tp.size)
+            memory = model.tp.symmetric(size, torch.float32)
+            self._sharded = ShardedSampler(*memory, model.tp.rank, max_rows, vocab_size)
+
+    def __call__(
+        self, hidden_states: Tensor, slots: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens, int64 [num_rows], on every rank, and this rank's logits.
+
+        slots, positions: as for `sample`; the tokens are the rows' last ones from here on.
+        """
+        if self._sharded:
+            logits = self._model.compute_logits(hidden_states, self._sharded.logits(len(slots)))
+            drawn = self._sharded.sample(
+                self._model.tp.barrier, slots, positions, **parameters(self._slots)
+            )
+            return drawn, logits
+        logits = self._model.compute_logits(hidden_states)
+        joined = self._model.head.join(logits)
+        tokens = slots.new_empty(len(slots))
+        if joined is not None:
+            tokens = draw(joined, self._slots, slots, positions)
+        self.share(tokens, slots)
+        return tokens, logits
+
+    def share(self, tokens: Tensor, slots: Tensor) -> None:
+        """Brings rank 0's tokens, one for each row, to all ranks."""
+        if self._model.tp.size > 1:
+            # the last element takes the tokens of the rows that do not sample: their slot is -1
+            self._slots.last_token[slots] = self._model.tp.broadcast(tokens)
+
+
+def draw(logits: Tensor, batch: Slots, slots: Tensor, positions: Tensor) -> Tensor:
+    """`sample` with the parameters of the persistent batch."""
+    return sample(logits, slots=slots, positions=positions, **parameters(batch))
+
+
+def parameters(batch: Slots) -> dict[str, Tensor]:
+    """What `sample` takes by slot."""
+    return {
+        "seeds": batch.seeds,
+        "temperature": batch.temperature,
+        "top_k": batch.top_k,
+        "top_p": batch.top_p,
+        "min_p": batch.min_p,
+        "last_token": batch.last_token[:-1],
+    }
