@@ -6,8 +6,9 @@ What changes from step to step is one record of int32 that the host fills and co
 - header: number of rows, of appended blocks, of parameter sets; where rows, appended blocks,
   parameter sets and given tokens begin;
 - rows [num_rows, 8]: slot, first new position, number of new tokens, where they begin in the step,
-  where they begin among the given tokens (-1: the token sampled last), where the row's context
-  begins in `cu_seqlens_k`, slot again if the row samples (else -1), 0;
+  where they begin among the given tokens, where the row's context begins in `cu_seqlens_k`, slot
+  again if the row samples (else -1), 0. For a row that decodes -1, the token sampled last, stands
+  for the place among the given tokens, or -2 - place;
 - appended [num_appended, 3]: slot, column of its block table, block id;
 - parameters [num_added, 8]: slot, temperature, top_k, top_p, min_p, seed (low, high word), 0; the
   bits of float32 where they are fractions;
@@ -184,10 +185,12 @@ def _make_rows_reference(
         blocks = slots.block_tables[slot, positions // block_size].long()
         buffers.positions[tokens] = positions
         buffers.slot_mapping[tokens] = blocks * block_size + positions % block_size
-        if given < 0:
+        if given == -1:
             buffers.input_ids[tokens] = slots.last_token[slot]
         else:
-            buffers.input_ids[tokens] = record[given_at + given : given_at + given + count].long()
+            at = given_at + (given if given >= 0 else -2 - given)
+            buffers.input_ids[tokens] = record[at : at + count].long()
+        if given >= 0:
             tiles += [(index, token) for token in reversed(range(0, count, shape.tile_size))]
         num_tokens, num_keys = first + count, first_key + start + count
         buffers.decode_lens[index] = start + count if given < 0 else 0

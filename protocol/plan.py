@@ -5,11 +5,16 @@ and last token. A plan carries changes only, applied in this order: rows removed
 blocks appended. Then the step runs:
 
 - every slot named in `chunks` computes that many of its given tokens (prefill);
-- every other slot whose given tokens are all computed computes one token, the one it sampled
-  last (decode).
+- every slot named in `drafts` computes the tokens named there, at the positions named there, and
+  samples one behind each of them: the first is its last token, or -1 for the one that it sampled
+  last, the others are guesses. With one token it decodes from there on; with more it rests until it
+  is named again, for what it sampled tells which guesses were right (speculative decoding,
+  Leviathan et al. 2023, arXiv:2211.17192);
+- every other slot whose given tokens are all computed, and which does not rest, computes one token,
+  the one it sampled last (decode).
 
-A slot that has no given token left to compute after this samples one. `SampledTokens` has these
-tokens in ascending order of slot.
+A slot in `chunks` that has no given token left to compute after this samples one. `SampledTokens`
+has all these tokens in ascending order of slot, those of one slot in the order of their positions.
 
 Lists of integers travel as raw little-endian int32: decoding them costs nothing, whatever their
 length.
@@ -112,8 +117,12 @@ class BatchPlan(Struct, array_like=True, tag="plan"):
     chunks: bytes = b""
     """prefill: int32 [num_chunks, 2] of (slot, number of tokens)"""
 
+    drafts: bytes = b""
+    """int32, for each slot that is named: slot, position of its first token, number of tokens, and
+    these tokens"""
+
     def __post_init__(self) -> None:
-        check_packed(self.removed, self.appended)
+        check_packed(self.removed, self.appended, self.drafts)
         check_packed(self.chunks, per_item=2)
 
 

@@ -83,6 +83,9 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
     prompt_logprobs: Annotated[
         NumLogprobs | None, Meta(description="likewise for the tokens of the prompt")
     ] = None
+    speculative: Annotated[
+        bool, Meta(description="guess tokens ahead, where the pipeline does (--speculative)")
+    ] = True
     structured_outputs: Annotated[
         StructuredOutputs | None, Meta(description="what the text must match")
     ] = None

@@ -72,10 +72,11 @@ def _make_tokens(
         exists = token < count
         position = start + token
         block_id = tl.load(table + position // block_size, exists, 0).to(tl.int64)
-        if given < 0:
+        if given == -1:
             ids = tl.load(last_token + slot + token * 0, exists, 0)
         else:
-            ids = tl.load(record + given_at + given + token, exists, 0).to(tl.int64)
+            at = given_at + tl.where(given < 0, -2 - given, given)
+            ids = tl.load(record + at + token, exists, 0).to(tl.int64)
         tl.store(input_ids + first + token, ids, exists)
         tl.store(positions + first + token, position.to(tl.int64), exists)
         slots = block_id * block_size + position % block_size

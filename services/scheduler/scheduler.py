@@ -1,8 +1,8 @@
 """The policy of the pipeline: which sequences run in which step. No sockets, no clock.
 
 `schedule` makes plans and may run up to `max_plans` plans ahead of `update`, which takes the tokens
-of the oldest plan. A plan is made without knowing the tokens of those before it: only
-their number. `update` is the only place where a sequence grows or ends. Blocks of generated tokens
+of the oldest plan. A plan is made without knowing the tokens of those before it: only their number,
+or guesses. `update` is the only place where a sequence grows or ends. Blocks of generated tokens
 are published there, too; those of given tokens as soon as a plan computes them.
 """
 
@@ -12,8 +12,9 @@ from operator import attrgetter
 
 from penstock.protocol.client import FinishReason
 from penstock.protocol.config import Config
-from penstock.protocol.plan import BLOCK_BITS, BatchPlan, SampledTokens, pack, unpack
+from penstock.protocol.plan import BatchPlan, SampledTokens, unpack
 from penstock.services.scheduler.block_manager import BlockManager
+from penstock.services.scheduler.drafts import Drafter
 from penstock.services.scheduler.sequence import Sequence, Status
 from penstock.services.scheduler.step import Changes, Step, StepOutput
 from penstock.services.scheduler.suspects import count_death, is_suspect
@@ -45,8 +46,10 @@ class Scheduler:
         self._block_size = block_manager.block_size
         self._max_tokens_per_step = config.max_num_batched_tokens
         self._max_length = min(max_model_len, block_manager.num_tokens)
-        self._free_slots = list(range(min(config.max_num_seqs, config.max_num_batched_tokens)))
+        self._max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._free_slots = list(range(self._max_rows))
         heapify(self._free_slots)
+        self.drafter = Drafter(config, block_manager)
         self._removed: list[int] = []
         """slots to leave the persistent batch with the next plan"""
 
@@ -133,22 +136,21 @@ class Scheduler:
         if len(self.in_flight) >= self.max_plans:
             return None
         step = Step(self.num_steps, [], {})
-        changes = Changes([], [], [])
+        changes = Changes([], [], [], [])
         prefilling = self._schedule_decode(step, changes)
-        budget = self._max_tokens_per_step - len(step.sampled)
+        num_decoding = len(step.sampled)
+        budget = self._max_tokens_per_step - num_decoding
         for sequence in prefilling:
             if budget and sequence.status is RUNNING:
                 budget -= self._add_chunk(sequence, step, changes, budget)
-        self._admit(step, changes, budget)
-        if not step.sampled and not step.chunks and not self._needs_flush():
+        budget = self._admit(step, changes, budget)
+        num_rows = self._max_rows - num_decoding - len(step.chunks)
+        self.drafter.add(self.running, step, changes, min(num_rows, budget))
+        if not step.computes and not (self.in_flight and self.in_flight[-1].computes):
             return None
         self._retire_rows(step)
         step.sampled.sort(key=attrgetter("slot"))
         return self._send(step, changes)
-
-    def _needs_flush(self) -> bool:
-        last = self.in_flight[-1] if self.in_flight else None
-        return last is not None and bool(last.sampled or last.chunks)
 
     def _schedule_decode(self, step: Step, changes: Changes) -> list[Sequence]:
         """Plans a token for every row behind its prefill; returns the rows still in it."""
@@ -161,6 +163,8 @@ class Scheduler:
             position = sequence.num_planned_tokens
             if position < sequence.num_given_tokens:
                 prefilling.append(sequence)
+            elif sequence.speculation and sequence.rests and position >= len(sequence.token_ids):
+                pass  # what comes next can only be guessed
             elif position < len(sequence.block_table) * block_size or self._append_block(
                 sequence, changes
             ):
@@ -177,7 +181,7 @@ class Scheduler:
             self.preempt(victim)
             if victim is sequence:
                 return False
-        changes.appended.append(sequence.slot << BLOCK_BITS | self.block_manager.append(sequence))
+        changes.append(sequence.slot, self.block_manager.append(sequence))
         return True
 
     def _add_chunk(self, sequence: Sequence, step: Step, changes: Changes, budget: int) -> int:
@@ -193,19 +197,20 @@ class Scheduler:
             step.sampled.append(sequence)
         return num_tokens
 
-    def _admit(self, step: Step, changes: Changes, budget: int) -> None:
+    def _admit(self, step: Step, changes: Changes, budget: int) -> int:
         while budget and self.waiting and self._free_slots:
             sequence = self.waiting[0]
-            if self._is_in_flight(sequence) or self._waits_for_suspect(sequence):
-                return
-            if not self._allocate(sequence):
-                return
+            held_up = self._is_in_flight(sequence) or self._waits_for_suspect(sequence)
+            if held_up or not self._allocate(sequence):
+                break
             self.waiting.popleft()
             self.running.append(sequence)
             sequence.status = RUNNING
             sequence.slot = heappop(self._free_slots)
             changes.added.append(sequence.as_row())
+            self.drafter.begin(sequence, changes.added[-1])
             budget -= self._add_chunk(sequence, step, changes, budget)
+        return budget
 
     def _allocate(self, sequence: Sequence) -> bool:
         """The watermark is for others: a sequence alone may have the whole pool."""
@@ -230,20 +235,13 @@ class Scheduler:
 
     def _retire_rows(self, step: Step) -> None:
         """Rows whose last token is sampled by this step have no place in the next plan."""
-        ends = [s for s in step.sampled if s.num_planned_tokens + 1 == s.max_length]
-        for sequence in ends:
-            self.running.remove(sequence)
-            sequence.status = DRAINING
+        for sequence in step.sampled:
+            if sequence.num_planned_tokens + 1 == sequence.max_length and not sequence.rests:
+                self.running.remove(sequence)
+                sequence.status = DRAINING
 
     def _send(self, step: Step, changes: Changes) -> BatchPlan:
-        plan = BatchPlan(
-            self.epoch,
-            step.number,
-            pack(self._removed),
-            changes.added,
-            pack(changes.appended),
-            pack(changes.chunks),
-        )
+        plan = changes.plan(self.epoch, step.number, self._removed)
         self._removed.clear()
         for sequence in step.sampled:
             if sequence.status is DRAINING:
@@ -269,6 +267,9 @@ class Scheduler:
         for sequence, token_id in zip(step.sampled, token_ids, strict=True):
             if sequence.finish_reason is not None:
                 continue  # it ended while the plan was in flight
+            speculation = sequence.speculation
+            if speculation and not speculation.takes():
+                continue
             num_computed = len(sequence.token_ids)
             if num_computed // self._block_size > sequence.num_published_blocks:
                 self.block_manager.publish(sequence, num_computed)
@@ -276,6 +277,8 @@ class Scheduler:
             sequence.num_deaths = 0
             output.sequences.append(sequence)
             output.token_ids.append(token_id)
+            if speculation:
+                self.drafter.check(sequence, speculation)
             if token_id in sequence.stop_token_ids or num_computed + 1 >= sequence.max_length:
                 self._end_if_due(sequence)
                 output.finished.append(sequence)

@@ -9,6 +9,7 @@ from penstock.protocol.logprobs import PackedLogprobs
 from penstock.protocol.messages import TokenizedRequest
 from penstock.protocol.plan import RowAdded, RowExtras, pack, unpack
 from penstock.protocol.sampling import SamplingParams
+from penstock.services.scheduler.speculation import Speculation
 
 
 class Status(Enum):
@@ -17,7 +18,7 @@ class Status(Enum):
     WAITING = "waiting"
     """not in the persistent batch; new, or preempted"""
     RUNNING = "running"
-    """has a slot; part of every plan until its end is planned"""
+    """has a slot; part of every plan until its end is planned, unless it waits for its guesses"""
     DRAINING = "draining"
     """its last token is in a plan in flight; it has blocks, but no slot any more"""
     FINISHED = "finished"
@@ -49,6 +50,7 @@ class Sequence:
         "sampling",
         "seed",
         "slot",
+        "speculation",
         "status",
         "stop_token_ids",
         "stream_id",
@@ -89,7 +91,10 @@ class Sequence:
         self.num_given_tokens = 0
         """tokens known when it was last admitted: these are prefilled, the rest is decoded"""
         self.num_planned_tokens = 0
-        """positions whose KV is computed by the plans sent so far, or was found in the cache"""
+        """positions whose KV is computed by the plans sent so far, or was found in the cache; some
+        may be those of guesses"""
+        self.speculation: Speculation | None = None
+        """made when it is admitted, if there is any"""
         self.num_cached_tokens = 0
         """prompt tokens found in the prefix cache when it was first admitted"""
         self.num_preemptions = 0
@@ -109,6 +114,11 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         """Tokens generated and confirmed."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def rests(self) -> bool:
+        """A plan that does not name it in a draft computes nothing of it."""
+        return self.speculation is not None and self.speculation.rests
 
     @property
     def needs_prompt_logprobs(self) -> bool:

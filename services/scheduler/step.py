@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from penstock.protocol.plan import RowAdded, SampledTokens
+from penstock.protocol.plan import BLOCK_BITS, BatchPlan, RowAdded, SampledTokens, pack
 from penstock.services.scheduler.sequence import Sequence
 
 
@@ -12,6 +12,16 @@ class Changes(NamedTuple):
     added: list[RowAdded]
     appended: list[int]
     chunks: list[int]
+    drafts: list[int]
+
+    def append(self, slot: int, block: int) -> None:
+        """A row gets a block."""
+        self.appended.append(slot << BLOCK_BITS | block)
+
+    def plan(self, epoch: int, number: int, removed: list[int]) -> BatchPlan:
+        """As the workers get them."""
+        appended, chunks, drafts = pack(self.appended), pack(self.chunks), pack(self.drafts)
+        return BatchPlan(epoch, number, pack(removed), self.added, appended, chunks, drafts)
 
 
 class Step(NamedTuple):
@@ -19,9 +29,14 @@ class Step(NamedTuple):
 
     number: int
     sampled: list[Sequence]
-    """get one token each, in ascending order of slot"""
+    """get one token each, in ascending order of slot; with guesses, one for each and one more"""
     chunks: dict[int, Sequence]
     """those with a chunk of prefill, by the slot that they had in this plan"""
+
+    @property
+    def computes(self) -> bool:
+        """It is not empty."""
+        return bool(self.sampled or self.chunks)
 
     @property
     def sequences(self) -> set[Sequence]:

@@ -62,6 +62,7 @@ def fresh(
         context=context,
         endpoints=at,
         name="scheduler.1",
+        replica=0,
     )
     process = SchedulerProcess(own)  # type: ignore[arg-type]
     detokenizer.send(Heartbeat("detokenizer.1"))

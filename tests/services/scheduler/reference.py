@@ -25,6 +25,7 @@ POISON = 1_000_000
 DEAD_END = 3
 """the token id that a row with a grammar fails at"""
 VOID = -1
+LOOP = -1
 
 
 class WorkerDiedError(Exception):
@@ -32,8 +33,16 @@ class WorkerDiedError(Exception):
 
 
 def next_token(seed: int, token_ids: SequenceOf[int]) -> int:
-    """The model: a pure function of the whole prefix; EOS one time in eight."""
+    """The model: a pure function of the whole prefix; EOS one time in eight.
+
+    With odd seeds eight tokens in a row follow from the two before each: these can be guessed.
+    With LOOP, it goes on with 1 2 3 for ever.
+    """
+    if seed == LOOP:
+        return 1 + len(token_ids) % 3
     digest = hash((seed, *token_ids))
+    if seed % 2:
+        digest = hash((seed, len(token_ids) // 8, *token_ids[-2:]))
     return EOS if digest % 8 == 0 else 1 + digest // 8 % (NUM_TOKEN_IDS - 1)
 
 
@@ -74,6 +83,9 @@ class Row:
         if extras and extras.num_prompt_logprobs >= 0:
             assert not self.num_computed, "these logprobs come of computing the whole prompt"
             self.num_prompt_logprobs = extras.num_prompt_tokens - 1
+        self.has_extras = extras is not None
+        self.num_drafted = 0
+        """tokens of its draft, if the last plan that it is part of has one"""
         self.has_grammar = extras is not None and extras.structured_outputs is not None
         self.prefixes: list[int] = []
         """for each token, the number of the prefix that ends with it"""
@@ -109,15 +121,18 @@ class ReferenceWorker:
         self._read()
         self._change_rows(plan)
         tokens = SampledTokens(plan.epoch, plan.step, b"", [], self._prompt_logprobs(plan), [])
-        self._compute(self._work(plan))
-        sampled = [row for _, row in sorted(self.rows.items()) if is_done(row)]
-        tokens.token_ids = pack([self._sample(row) for row in sampled])
-        for index, row in enumerate(sampled):
+        work = self._work(plan)
+        self._compute(work)
+        sampled: list[int] = []
+        for row in [row for row, _ in work if is_done(row)]:
+            sampled += self._sample(row)
             if row.tells_logprobs:
                 position = len(row.token_ids) - 1
-                tokens.logprobs.append((index, logprobs_at(row.token_ids, position)))
+                told = logprobs_at(row.token_ids, position)
+                tokens.logprobs.append((len(sampled) - 1, told))
             if row.token_ids[-1] == VOID:
-                tokens.failed.append((index, "no way out"))
+                tokens.failed.append((len(sampled) - 1, "no way out"))
+        tokens.token_ids = pack(sampled)
         return msgspec.msgpack.encode(tokens)
 
     def _prompt_logprobs(self, plan: BatchPlan) -> list[tuple[int, list[PackedLogprobs]]]:
@@ -151,19 +166,37 @@ class ReferenceWorker:
         row.prefixes.append(self._numbers.setdefault(key, len(self._numbers) + 1))
 
     def _work(self, plan: BatchPlan) -> list[tuple[Row, int]]:
-        """Rows that compute, and how many tokens each."""
+        """Rows that compute, and how many tokens each, in ascending order of slot."""
         chunks = dict(pairs(plan.chunks))
         for slot, num_tokens in chunks.items():
             row = self.rows[slot]
             assert 0 < num_tokens <= row.num_given - row.num_computed, "a chunk is prefill"
+        drafted = {slot: self._draft(slot, *draft) for slot, draft in split(plan.drafts)}
         decoding = {
             slot: 1
             for slot, row in self.rows.items()
-            if slot not in chunks and row.num_computed >= row.num_given
+            if slot not in chunks and row.num_computed >= row.num_given and row.num_drafted < 2
         }
-        work = chunks | decoding
+        work = chunks | decoding | drafted
+        num_rows = len(chunks) + sum((decoding | drafted).values())
         assert sum(work.values()) <= self.config.max_num_batched_tokens, "the step is too long"
-        return [(self.rows[slot], num_tokens) for slot, num_tokens in work.items()]
+        assert num_rows <= self.config.max_num_seqs, "the step has too many rows"
+        return [(self.rows[slot], num_tokens) for slot, num_tokens in sorted(work.items())]
+
+    def _draft(self, slot: int, position: int, token_ids: list[int]) -> int:
+        """Forgets the row's tokens from there on and takes others; returns how many."""
+        row = self.rows[slot]
+        assert row.num_given <= position <= row.num_computed, "a token before was not computed"
+        assert not row.has_extras, "what it asks for is made for one token a step"
+        if token_ids[0] == -1:
+            assert row.num_drafted < 2 and position == len(row.token_ids) - 1, "it has no token"
+            token_ids = [row.token_ids[-1], *token_ids[1:]]
+        del row.token_ids[position:], row.prefixes[position:]
+        for token_id in token_ids:
+            row.token_ids.append(token_id)
+            self._number(row, token_id)
+        row.num_computed, row.num_drafted = position, len(token_ids)
+        return len(token_ids)
 
     def _compute(self, work: list[tuple[Row, int]]) -> None:
         written: set[int] = set()
@@ -197,13 +230,16 @@ class ReferenceWorker:
         size = self.config.block_size
         return [cell for b in row.block_table for cell in range(b * size, (b + 1) * size)]
 
-    def _sample(self, row: Row) -> int:
+    def _sample(self, row: Row) -> list[int]:
+        if row.num_drafted > 1:
+            ends = range(len(row.token_ids) - row.num_drafted + 1, len(row.token_ids) + 1)
+            return [next_token(row.seed, row.token_ids[:end]) for end in ends]
         token_id = next_token(row.seed, row.token_ids)
         if row.has_grammar and (token_id == DEAD_END or row.token_ids[-1] == VOID):
             token_id = VOID
         row.token_ids.append(token_id)
         self._number(row, token_id)
-        return token_id
+        return [token_id]
 
 
 def is_done(row: Row) -> bool:
@@ -214,6 +250,18 @@ def is_done(row: Row) -> bool:
 def blocks(data: bytes) -> list[tuple[int, int]]:
     """Appended blocks as (slot, block id)."""
     return [(number >> BLOCK_BITS, number & (MAX_BLOCKS - 1)) for number in unpack(data)]
+
+
+def split(drafts: bytes) -> list[tuple[int, tuple[int, list[int]]]]:
+    """(slot, (position, token ids)) of each."""
+    numbers, found = list(unpack(drafts)), []
+    while numbers:
+        slot, position, count = numbers[:3]
+        assert count > 0
+        assert slot not in dict(found), "two drafts for a row"
+        found.append((slot, (position, numbers[3 : 3 + count])))
+        del numbers[: 3 + count]
+    return found
 
 
 def pairs(data: bytes) -> list[tuple[int, int]]:

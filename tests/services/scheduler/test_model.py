@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 
 from penstock.protocol.client import FinishReason
 from penstock.protocol.structured import StructuredOutputs
+from penstock.services.scheduler import speculation
 from penstock.services.scheduler.block_pool import hash_block
 from penstock.services.scheduler.scheduler import CannotFitError
 from penstock.services.scheduler.sequence import Sequence
@@ -48,9 +49,11 @@ def simulations(draw: st.DrawFn, num_plans: int) -> Simulation:
         hash_block=draw(st.sampled_from([hash_block, weak_hash])),
         num_ahead=draw(st.integers(0, min(1, num_plans - 1))),
         block_size=block_size,
-        max_num_seqs=draw(st.integers(1, 6)),
-        max_num_batched_tokens=draw(st.integers(1, 16)),
+        max_num_seqs=draw(st.integers(1, 6) | st.just(24)),
+        max_num_batched_tokens=draw(st.integers(1, 16) | st.just(64)),
         num_plans_in_flight=num_plans,
+        speculative=draw(st.sampled_from(["none", "ngram"])),
+        num_speculative_tokens=draw(st.integers(1, 6)),
         enable_prefix_caching=draw(st.integers(0, 7)) > 0,
     )
 
@@ -61,6 +64,7 @@ samplings = st.fixed_dictionaries(
         "max_tokens": st.none() | st.integers(1, 12),
         "ignore_eos": st.booleans(),
         "stop_token_ids": st.sampled_from([[], [], [], [3]]),
+        "speculative": st.sampled_from([True, True, True, False]),
         "logprobs": st.sampled_from([None, None, 0, 2]),
         "prompt_logprobs": st.sampled_from([None, None, None, 0, 2]),
         "structured_outputs": st.sampled_from([None] * 7 + [StructuredOutputs(json_object=True)]),
@@ -113,7 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """One, or equal prompts at once."""
         prompt = base[: 1 + length % self.sim.limit] + suffix
         for copy in range(num_copies):
-            self.add(prompt, num_given, sampling | {"seed": copy})
+            self.add(prompt, num_given, sampling | {"seed": sampling["seed"] + copy})
 
     @rule(length=st.integers(0, 8), chance=st.integers(0, 3))
     def poison(self, length: int, chance: int) -> None:
@@ -182,6 +186,13 @@ class AmpleMachine(SchedulerMachine):
             max_num_batched_tokens=data.draw(st.integers(1, 32)),
             num_plans_in_flight=num_plans,
         )
+
+
+@pytest.fixture(autouse=True)
+def _guesses_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one equal token, also where guesses are wrong: most are in a random text."""
+    for name, number in {"SHORT": 1, "LONG": 2, "MOST_REQUIRED": 2}.items():
+        monkeypatch.setattr(speculation, name, number)
 
 
 @pytest.mark.timeout(3600)

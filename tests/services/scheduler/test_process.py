@@ -136,6 +136,27 @@ def test_a_request_that_kills_workers_is_answered_with_an_error(
     assert set(process.requests) == {"late"}
 
 
+def test_deaths_are_counted_over_replicas(process: SchedulerProcess, gateway: Gateway) -> None:
+    """Those elsewhere came with the request; those here are told as soon as the workers are gone,
+    for it may go on in another replica."""
+    process.group.hello(b"w", WorkerHello("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
+    process.start_group()
+    twice = request(3, "twice")
+    twice.num_deaths = 2
+    assert process.scheduler
+    for one in (request(3, "once"), twice):
+        process.accept(one)
+    process.scheduler.schedule()
+    process.accept(request(3, "waits"))
+    process.group.lost(b"w")
+    (failed,) = gateway.failures(process)
+    assert failed.request_id == "twice"
+    process.send_status()
+    assert gateway.results.socket.poll(10_000)
+    ((_, status),) = gateway.results.receive()
+    assert (status.workers_ready, status.num_deaths) == (False, {"once": 1})
+
+
 def test_a_row_that_fails_is_answered_with_an_error(
     process: SchedulerProcess, gateway: Gateway
 ) -> None:
