@@ -10,6 +10,7 @@ from penstock.launch.child import kind_of
 from penstock.launch.errors import LaunchError
 from penstock.launch.running import CONTROL_SOCKET, running_config
 from penstock.protocol.config import run_folder
+from penstock.protocol.replicas import replica_of
 from penstock.protocol.sockets import connect
 
 TIMEOUT = 60
@@ -42,15 +43,23 @@ def scale(pipeline: str, kind: str, number: int) -> int:
 def restart(pipeline: str, target: str) -> Iterator[list[str]]:
     """Restarts what `target` names: a process, a kind, or `all`, one after the other.
 
-    Workers are restarted together: their group can't lose one. Yields the names of those that are
-    back. Raises LaunchError.
+    Workers of a replica are restarted together: their group can't lose one. Yields the names of
+    those that are back. Raises LaunchError.
     """
     names = [one["name"] for one in command(pipeline, "processes")["processes"]]
-    workers = [name for name in names if kind_of(name) == "worker"]
+    config = running_config(pipeline)
+
+    def group(chosen: str) -> tuple[str, ...]:
+        if kind_of(chosen) != "worker":
+            return (chosen,)
+        replica = replica_of(chosen, config)
+        workers = (name for name in names if kind_of(name) == "worker")
+        return tuple(name for name in workers if replica_of(name, config) == replica)
+
     chosen = [name for name in names if target in ("all", name, kind_of(name))]
     if not chosen:
         raise LaunchError(f"there is no process {target!r}; these run: {', '.join(names)}")
-    for group in dict.fromkeys(tuple(workers) if one in workers else (one,) for one in chosen):
-        if not command(pipeline, "restart", RESTART_TIMEOUT, names=list(group))["back"]:
-            raise LaunchError(f"pipeline {pipeline!r} ended before {', '.join(group)} was back")
-        yield list(group)
+    for together in dict.fromkeys(map(group, chosen)):
+        if not command(pipeline, "restart", RESTART_TIMEOUT, names=list(together))["back"]:
+            raise LaunchError(f"pipeline {pipeline!r} ended before {', '.join(together)} was back")
+        yield list(together)

@@ -40,6 +40,7 @@ from penstock.protocol.status import StatusReply
 SILENCE = 10.0
 """seconds without a sign of the pipeline after which a look is taken whether it is still there"""
 OTHER_NAMES = {
+    "data_parallel_size": "dp",
     "kvcache_block_size": "block_size",
     "num_gpu_blocks_override": "num_blocks",
     "tensor_parallel_size": "tp",
@@ -71,9 +72,8 @@ class LLM:
             self._client = stack.enter_context(_Client(endpoint, name))
             self._end = weakref.finalize(self, stack.pop_all().close)
         self._numbers = itertools.count()
-        self._window = self.config.max_num_seqs + min(
-            self.config.max_num_seqs, self.config.max_waiting_requests
-        )
+        num_running = self.config.max_running
+        self._window = num_running + min(num_running, self.config.max_waiting_requests)
 
     def __enter__(self) -> Self:
         return self

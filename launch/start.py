@@ -12,7 +12,7 @@ from penstock.launch.errors import LaunchError
 from penstock.launch.procfile import read_procfile
 from penstock.launch.running import CONTROL_SOCKET, claim
 from penstock.launch.supervisor import Supervisor
-from penstock.protocol.checkpoint import ModelError, check_tp, read_model_config
+from penstock.protocol.checkpoint import ModelError, check_tp, quantized, read_model_config
 from penstock.protocol.config import DEFAULT_CLIENT, Config, write_config
 from penstock.protocol.endpoints import check_reach, stays_on_host
 from penstock.protocol.keys import secure_client, secure_server
@@ -23,7 +23,8 @@ def start(config: Config, procfile: Path, max_deaths: int) -> int:
     """Runs the pipeline to its end and returns the exit code."""
     commands = read_procfile(procfile)
     try:
-        check_tp(read_model_config(config.model_folder), config.tp)
+        model = quantized(read_model_config(config.model_folder), config.quantization)
+        check_tp(model, config.tp, config.enable_expert_parallel)
     except ModelError as error:
         raise LaunchError(f"--model: {error}") from error
     with claim(config) as folder:

@@ -8,7 +8,7 @@ from penstock.launch.client import Client
 from penstock.launch.control import command
 from penstock.launch.errors import NoAnswer
 from penstock.launch.running import model_name, running_config
-from penstock.protocol.status import StatusReply
+from penstock.protocol.status import SchedulerStatus, StatusReply
 
 TIMEOUT = 2.0
 """seconds that the gateway has to answer"""
@@ -50,10 +50,13 @@ def _num_requests(gateway: StatusReply | None) -> dict[str, int]:
     if gateway is None:
         return {}
     scheduler = gateway.scheduler
+    queues = {
+        f"scheduler.{1 + s.replica}": s.num_waiting + s.num_running for s in gateway.schedulers
+    }
     return {
         "gateway.1": gateway.num_requests,
         **gateway.tokenizers,
-        **({"scheduler.1": scheduler.num_waiting + scheduler.num_running} if scheduler else {}),
+        **queues,
         **(scheduler.detokenizers if scheduler else {}),
     }
 
@@ -76,16 +79,28 @@ def _queue_lines(gateway: StatusReply | None) -> list[str]:
     if scheduler is None:
         return [f"requests {gateway.num_requests}; the scheduler has not reported yet"]
     used = scheduler.num_blocks - scheduler.num_free_blocks
-    share = used / scheduler.num_blocks if scheduler.num_blocks else 0.0
     median, p99 = scheduler.gpu_idle_us
     return [
         f"waiting   {scheduler.num_waiting}",
         f"running   {scheduler.num_running}",
-        f"KV blocks {used} of {scheduler.num_blocks} in use ({share:.0%})",
+        f"KV blocks {used} of {scheduler.num_blocks} in use ({scheduler.kv_usage:.0%})",
         f"steps     {scheduler.num_steps}, preemptions {scheduler.num_preemptions}"
         + (f", GPU idle between them {median:.1f} µs (p99 {p99:.1f})" if median else ""),
         f"dropped   {gateway.num_bad_frames + scheduler.num_bad_frames} bad frames",
+        *(_replica_line(one) for one in gateway.schedulers if len(gateway.schedulers) > 1),
     ]
+
+
+def _replica_line(one: SchedulerStatus) -> str:
+    state = "ready" if one.ready else "not ready"
+    parts = [
+        f"waiting {one.num_waiting}",
+        f"running {one.num_running}",
+        f"KV blocks {one.kv_usage:.0%}",
+        f"steps {one.num_steps}",
+        *one.workers,
+    ]
+    return f"replica {one.replica} {state}: {', '.join(parts)}"
 
 
 def _duration(seconds: float) -> str:

@@ -102,7 +102,8 @@ class Supervisor:
     def _make_arbiter(self) -> Any:
         folder = self._config.run_folder
         numbers = {
-            "worker": self._config.tp + self._config.spare_workers,
+            "scheduler": self._config.dp,
+            "worker": (self._config.tp + self._config.spare_workers) * self._config.dp,
             "tokenizer": self._config.tokenizers,
             "detokenizer": self._config.detokenizers,
             "http": self._config.http,
@@ -155,8 +156,9 @@ class Supervisor:
         where = self._config.endpoint
         if self._config.http:
             where += f" and {base_url(self._config)}"
+        size = f"tp {self._config.tp}" + (f", dp {self._config.dp}" * (self._config.dp > 1))
         ready = (
-            f"ready: {model_name(self._config)} on {where} (tp {self._config.tp}, "
+            f"ready: {model_name(self._config)} on {where} ({size}, "
             f"{len(self._children)} processes, {seconds:.1f} s)"
         )
         self._write(self._plain(ready))

@@ -22,7 +22,7 @@ from penstock.launch.client import AsyncClient
 from penstock.launch.running import model_name, running_config
 from penstock.protocol.config import Config
 from penstock.protocol.metrics import Histogram, Metrics
-from penstock.protocol.status import StatusReply
+from penstock.protocol.status import SchedulerStatus, StatusReply
 
 SILENCE = 2.0
 """seconds without a report after which it is said that the gateway does not answer"""
@@ -106,13 +106,9 @@ def view(config: Config, before: Report, now: Report, oldest: Report | None) -> 
 
 
 def _queues(before: Report, now: Report) -> Table:
-    scheduler, seconds = now.status.scheduler, now.moment - before.moment
+    status, seconds = now.status, now.moment - before.moment
     table = Table("requests", "waiting", "running", "KV in use", "prefill tok/s", "decode tok/s")
-    cells = ["-", "-", "-"]
-    if scheduler:
-        used = scheduler.num_blocks - scheduler.num_free_blocks
-        share = used / scheduler.num_blocks if scheduler.num_blocks else 0.0
-        cells = [str(scheduler.num_waiting), str(scheduler.num_running), f"{share:.0%}"]
+    cells = _cells(status.scheduler) if status.scheduler else ["-", "-", "-"]
     rates = ["-", "-"]
     if (new := now.status.metrics) and (old := before.status.metrics) and seconds:
         grown = (
@@ -120,8 +116,14 @@ def _queues(before: Report, now: Report) -> Table:
             new.generation_tokens - old.generation_tokens,
         )
         rates = [f"{max(tokens, 0) / seconds:,.0f}" for tokens in grown]
-    table.add_row(str(now.status.num_requests), *cells, *rates)
+    table.add_row(str(status.num_requests), *cells, *rates)
+    for one in status.schedulers if len(status.schedulers) > 1 else []:
+        table.add_row(f"replica {one.replica}", *_cells(one))
     return table
+
+
+def _cells(scheduler: SchedulerStatus) -> list[str]:
+    return [str(scheduler.num_waiting), str(scheduler.num_running), f"{scheduler.kv_usage:.0%}"]
 
 
 def _times(metrics: Metrics | None, old: Metrics | None, since: str) -> Table:

@@ -59,6 +59,35 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         str, Meta(description="name of the model over HTTP; empty: its folder's")
     ] = ""
     tp: Annotated[Count, Meta(description="tensor-parallel size: number of workers")] = 1
+    dp: Annotated[
+        Count, Meta(description="data-parallel replicas: schedulers, each with --tp workers")
+    ] = 1
+    routing: Annotated[
+        Literal["prefix", "load", "random"],
+        Meta(
+            description="the replica of a request; prefix: one that has the beginning of its "
+            "prompt, unless others have much less to do; load: the one with the fewest"
+        ),
+    ] = "prefix"
+    enable_expert_parallel: Annotated[
+        bool,
+        Meta(description="each worker has whole experts instead of a part of every expert (MoE)"),
+    ] = False
+    quantization: Annotated[
+        Literal["none", "fp8"],
+        Meta(description="weights of the layers in 8 bits; a checkpoint in fp8 is known as such"),
+    ] = "none"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"],
+        Meta(description="keys and values as the model computes them, or in 8 bits (e4m3)"),
+    ] = "auto"
+    speculative: Annotated[
+        Literal["none", "ngram"],
+        Meta(description="ngram: guess tokens that followed the same ones before, check them"),
+    ] = "none"
+    num_speculative_tokens: Annotated[
+        int, Meta(ge=1, le=32, description="most tokens guessed for a row in one step")
+    ] = 5
     spare_workers: Annotated[
         int,
         Meta(
@@ -71,7 +100,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     detokenizers: Annotated[Count, Meta(description="detokenizer processes at start")] = 1
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        Meta(description="where the model runs; auto: on a GPU if there is one and --tp is 1"),
+        Meta(description="where the model runs; auto: on GPUs if there are any"),
     ] = "auto"
     attention: Annotated[
         Literal["auto", "flash-attn", "triton", "torch"],
@@ -104,7 +133,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     ] = 256
     max_num_batched_tokens: Annotated[Count, Meta(description="most tokens in one step")] = 2048
     max_waiting_requests: Annotated[
-        int, Meta(ge=0, description="requests accepted beyond max_num_seqs; more are `overloaded`")
+        int, Meta(ge=0, description="requests accepted beyond what runs; more are `overloaded`")
     ] = 1024
     max_waiting_tokens: Annotated[
         Count, Meta(description="prompt tokens of requests that wait; more are `overloaded`")
@@ -135,7 +164,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         float, Meta(ge=0, lt=1, description="share of blocks kept free when a request is admitted")
     ] = 0.01
     num_threads: Annotated[
-        int, Meta(ge=0, description="CPU threads of each worker; 0: (cores - 1) / tp")
+        int, Meta(ge=0, description="CPU threads of each worker; 0: (cores - 1) / (tp * dp)")
     ] = 0
     hang_timeout: Annotated[
         float,
@@ -170,6 +199,11 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         str,
         Meta(description="where traces of requests go: an OpenTelemetry collector's HTTP address"),
     ] = ""
+
+    @property
+    def max_running(self) -> int:
+        """Most sequences that run at once, in all replicas."""
+        return self.max_num_seqs * self.dp
 
     @property
     def run_folder(self) -> Path:

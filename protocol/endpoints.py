@@ -10,7 +10,8 @@
 | results      | PULL ← PUSH     | gateway   | detokenizers, scheduler             |
 | pulses       | PULL ← PUSH     | launch    | every process (`launch all` binds)  |
 
-All but the first are `ipc://` files in the run folder.
+All but the first are `ipc://` files in the run folder. What a scheduler binds there is once for
+each replica.
 """
 
 from ipaddress import ip_address
@@ -20,7 +21,7 @@ from penstock.protocol.config import Config
 
 
 class Endpoints(NamedTuple):
-    """The address of every socket of one pipeline."""
+    """The address of every socket of one pipeline, as far as one replica uses it."""
 
     clients: str
     tokenizers: str
@@ -31,9 +32,15 @@ class Endpoints(NamedTuple):
     pulses: str
 
 
-def endpoints(config: Config) -> Endpoints:
+_OF_SCHEDULER = ("requests", "workers", "detokenizers")
+
+
+def endpoints(config: Config, replica: int = 0) -> Endpoints:
     """The addresses that follow from the configuration."""
-    inner = (f"ipc://{config.run_folder}/{name}" for name in Endpoints._fields[1:])
+    inner = (
+        f"ipc://{config.run_folder}/{name}{(replica or '') if name in _OF_SCHEDULER else ''}"
+        for name in Endpoints._fields[1:]
+    )
     return Endpoints(config.endpoint, *inner)
 
 

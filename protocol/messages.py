@@ -22,7 +22,7 @@ from penstock.protocol.plan import BatchPlan, SampledTokens, check_packed
 from penstock.protocol.sampling import Positive, SamplingParams, TokenId
 from penstock.protocol.status import ProcessStatus, SchedulerStatus
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """of this module and `plan.py`; the messages that register a process carry it"""
 
 
@@ -74,6 +74,10 @@ class TokenizeRequest(Struct, tag=True, omit_defaults=True):
     chat_template_kwargs: dict[str, Any] = {}
     output_token_ids: list[TokenId] = []
     """what an earlier attempt delivered; generation goes on behind it"""
+    replica: int = 0
+    """whose scheduler gets it"""
+    num_deaths: int = 0
+    """as in `TokenizedRequest`"""
 
 
 class Question(Struct, tag=True):
@@ -117,6 +121,8 @@ class TokenizedRequest(Struct, tag=True):
     """int32 [num_prompt_tokens]"""
     output_token_ids: bytes = b""
     """int32, generated and delivered by an earlier attempt"""
+    num_deaths: int = 0
+    """of another replica's workers, at which it was in flight, since its last token"""
 
     def __post_init__(self) -> None:
         check_packed(self.prompt_token_ids, self.output_token_ids)
@@ -247,6 +253,7 @@ class WorkerAssignment(Struct, array_like=True, tag=True):
     """KV blocks that the group before had, whose requests wait; 0: there was none"""
     pids_before: list[int] = []
     """of that group: their memory is free when they are gone"""
+    replica: int = 0
 
 
 class WorkerExit(Struct, array_like=True, tag=True):

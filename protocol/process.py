@@ -16,6 +16,7 @@ from penstock.protocol.config import Config, config_from_environment, make_run_f
 from penstock.protocol.endpoints import Endpoints, endpoints
 from penstock.protocol.logs import JsonFormatter
 from penstock.protocol.messages import Pulse
+from penstock.protocol.replicas import replica_of
 from penstock.protocol.sockets import HEARTBEAT_INTERVAL, Channel, connect, traffic
 
 PROCESS_VARIABLE = "PENSTOCK_PROCESS"
@@ -43,9 +44,19 @@ class Process:
         _die_with_parent()
 
     @property
+    def replica(self) -> int:
+        """Which one it belongs to."""
+        return replica_of(self.name, self.config)
+
+    @property
     def endpoints(self) -> Endpoints:
-        """The addresses of this pipeline."""
-        return endpoints(self.config)
+        """The addresses of this pipeline, and of the replica that this process belongs to."""
+        return endpoints(self.config, self.replica)
+
+    @property
+    def all_endpoints(self) -> list[Endpoints]:
+        """Those of every replica, for a process that serves all."""
+        return [endpoints(self.config, replica) for replica in range(self.config.dp)]
 
 
 class PulseSender:

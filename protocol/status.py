@@ -1,6 +1,10 @@
 """How the pipeline is: what the scheduler, the supervisor and the gateway tell of it."""
 
-from msgspec import Struct
+from functools import reduce
+from operator import add
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from penstock.protocol.metrics import Metrics
 
@@ -28,6 +32,11 @@ class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):
     """nanoseconds since 1970 at which this scheduler started; a later one is larger"""
     ready: bool
     """all workers are in place and so is a detokenizer"""
+    replica: Annotated[int, Meta(ge=0)] = 0
+    workers_ready: bool = False
+    """plans can be run, whether or not there is a detokenizer"""
+    num_deaths: dict[str, int] = {}
+    """while they can't be: requests that were in flight when workers died, and how often"""
     num_waiting: int = 0
     num_running: int = 0
     num_blocks: int = 0
@@ -41,19 +50,57 @@ class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):
     detokenizers: dict[str, int] = {}
     """name → requests it has"""
 
+    @property
+    def kv_usage(self) -> float:
+        """Share of KV blocks in use."""
+        return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    def __add__(self, other: "SchedulerStatus") -> "SchedulerStatus":
+        """Two replicas as if they were one."""
+        return SchedulerStatus(
+            epoch=max(self.epoch, other.epoch),
+            ready=self.ready and other.ready,
+            workers_ready=self.workers_ready and other.workers_ready,
+            gpu_idle_us=max(self.gpu_idle_us, other.gpu_idle_us),
+            workers=self.workers + other.workers,
+            detokenizers={
+                name: self.detokenizers.get(name, 0) + other.detokenizers.get(name, 0)
+                for name in {**self.detokenizers, **other.detokenizers}
+            },
+            **{name: getattr(self, name) + getattr(other, name) for name in _SUMS},
+        )
+
+
+_SUMS = [name for name in SchedulerStatus.__struct_fields__ if name.startswith("num_")]
+_SUMS.remove("num_deaths")
+
 
 class StatusReply(Struct, kw_only=True, tag="status_reply"):
     """The pipeline as the gateway sees it."""
 
     ready: bool
+    """every stage is there, in every replica"""
     model: str
     num_requests: int
     """requests in the ledger: accepted and not yet answered"""
     tokenizers: dict[str, int]
     """name → requests it has"""
-    scheduler: SchedulerStatus | None
+    schedulers: list[SchedulerStatus]
+    """those that have reported, by replica"""
     num_bad_frames: int
+    draining: bool = False
+    """no new request is accepted: the pipeline stops when the open ones are answered"""
     processes: list[ProcessStatus] = []
     """every process that a supervisor keeps running, this one too"""
     metrics: Metrics | None = None
     """if they were asked for"""
+
+    @property
+    def scheduler(self) -> SchedulerStatus | None:
+        """All replicas as if they were one; None if none has reported."""
+        return reduce(add, self.schedulers) if self.schedulers else None
+
+    @property
+    def serves(self) -> bool:
+        """Requests are worked at, if not by every replica."""
+        return bool(self.tokenizers) and any(one.ready for one in self.schedulers)

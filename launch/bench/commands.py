@@ -51,6 +51,15 @@ COUNTS: dict[str, dict[str, tuple[Any, str]]] = {
         "--input-tokens": (256, "tokens of each prompt"),
         "--output-tokens": (128, "tokens of an output on the mean"),
     },
+    "prefix": {
+        "--conversations": (64, "conversations"),
+        "--concurrency": (16, "of them at once"),
+        "--turns": (5, "requests of each, one behind the other"),
+        "--system-prompts": (8, "beginnings that the conversations share"),
+        "--system-tokens": (512, "tokens of each of these"),
+        "--input-tokens": (128, "tokens that are new in each turn"),
+        "--output-tokens": (32, "tokens of each output"),
+    },
 }
 NOT_OWN = ("name", "endpoint", "http")
 OWN_MODEL = ("pipeline", "transformers")
@@ -59,7 +68,7 @@ GOODPUT = ("ttft", "tpot", "e2el")
 
 
 def add_bench(command: ArgumentParser) -> None:
-    """`launch bench pipeline`, `offline`, `latency`, `serve`, `overload` and `plot`."""
+    """`launch bench pipeline`, `offline`, `latency`, `serve`, `overload`, `prefix`, `plot`."""
     subjects = command.add_subparsers(metavar="SUBJECT", required=True)
     for name, run, text in (
         ("pipeline", _pipeline, "the cost of everything but the model"),
@@ -72,13 +81,14 @@ def add_bench(command: ArgumentParser) -> None:
             "the batches of `latency` by transformers' own loop, on CPUs",
         ),
         ("overload", _overload, "what comes of more requests than can be answered"),
+        ("prefix", _prefix, "conversations that begin alike: what --routing finds in the caches"),
     ):
-        more = "" if name in OWN_MODEL else f". {PREFIX_CACHING}"
+        more = "" if name in (*OWN_MODEL, "prefix") else f". {PREFIX_CACHING}"
         subject = subjects.add_parser(name, help=text, description=text + more, allow_abbrev=False)
         subject.set_defaults(run=run)
         for flag, (default, meaning) in COUNTS[name].items():
             _add_count(subject, flag, default, meaning)
-        if name != "overload":
+        if name not in ("overload", "prefix"):
             _add_count(
                 subject, "--runs", 1 if name == "serve" else 3, "runs of which the median is shown"
             )
@@ -228,6 +238,12 @@ def _overload(arguments: Namespace) -> int:
     from penstock.launch.bench.report import overload_table
 
     return _show(bench_overload(arguments), overload_table, arguments.json)
+
+
+def _prefix(arguments: Namespace) -> int:
+    from penstock.launch.bench.prefix import as_table, bench_prefix
+
+    return _show(bench_prefix(arguments), as_table, arguments.json)
 
 
 def _plot(arguments: Namespace) -> int:

@@ -221,7 +221,7 @@ def most_at_once(config: Config | None) -> int:
     """Twice what runs at once, so that some always wait, or as many as the pipeline takes."""
     if config is None:
         raise LaunchError("--endpoint needs --concurrency: the pipeline's limits are not known")
-    return config.max_num_seqs + min(config.max_num_seqs, config.max_waiting_requests)
+    return config.max_running + min(config.max_running, config.max_waiting_requests)
 
 
 def _check_capacity(capacity: Figures, concurrency: int) -> None:

@@ -137,7 +137,8 @@ def as_table(report: dict[str, Any]) -> str:
     gpus, cpus = report["hardware"]["gpus"], report["hardware"]["cpus"]
     options = ", ".join(f"{name} {value}" for name, value in report["options"].items())
     facts = [
-        f"{report['model']} (tp {report['tp']}) on {', '.join([*gpus, f'{cpus} CPU cores'])}",
+        f"{report['model']} (tp {report['tp']}, dp {report['dp']}) on "
+        f"{', '.join([*gpus, f'{cpus} CPU cores'])}",
         f"{report['requests']} requests, {report['aborted']} of them aborted",
         options,
     ]

@@ -37,6 +37,7 @@ def chaos(arguments: Namespace, options: ChaosOptions, kinds: list[str]) -> dict
     report |= {
         "model": model_name(config),
         "tp": config.tp,
+        "dp": config.dp,
         "hardware": machine,
         "versions": versions(),
         "options": {"only": " ".join(kinds), **msgspec.structs.asdict(options)},
@@ -189,9 +190,10 @@ async def _idle_status(client: AsyncClient, used_blocks: int, seconds: float) ->
 
 def _present(status: StatusReply) -> set[str]:
     """The tokenizers and detokenizers of a pipeline that is ready."""
-    if not status.ready or status.scheduler is None:
+    if not status.ready:
         return set()
-    return {*status.tokenizers, *status.scheduler.detokenizers}
+    registered = [set(one.detokenizers) for one in status.schedulers]
+    return set(status.tokenizers) | set.intersection(*registered)
 
 
 def _used_blocks(status: StatusReply) -> int:

@@ -1,6 +1,7 @@
 """The detokenizer's process: the text streams, and sockets around them."""
 
 from collections.abc import Sequence
+from functools import partial
 from time import monotonic
 
 import zmq
@@ -8,6 +9,7 @@ import zmq
 from penstock.protocol.client import FinishReason, TextDelta
 from penstock.protocol.logprobs import PackedLogprobs
 from penstock.protocol.messages import (
+    FromDetokenizer,
     Goodbye,
     Heartbeat,
     Refused,
@@ -18,14 +20,14 @@ from penstock.protocol.messages import (
 )
 from penstock.protocol.plan import unpack
 from penstock.protocol.process import Loop, Process, PulseSender
-from penstock.protocol.sockets import connect
+from penstock.protocol.sockets import Channel, connect
 from penstock.protocol.tracing import Tracer
 from penstock.services.detokenizer.text_stream import TextStream
 from penstock.services.detokenizer.token_bytes import TokenBytes, token_bytes
 
 
 class Detokenizer:
-    """All streams of one detokenizer; no sockets."""
+    """All streams that one scheduler gives a detokenizer; no sockets."""
 
     def __init__(self, table: TokenBytes) -> None:
         self._table = table
@@ -80,32 +82,39 @@ class Detokenizer:
 
 
 class DetokenizerProcess:
-    """Sockets around `Detokenizer`."""
+    """Sockets around a `Detokenizer` for each replica."""
 
     def __init__(self, process: Process) -> None:
         self.name = process.name
-        self.detokenizer = Detokenizer(token_bytes(process.config.model_folder))
+        table = token_bytes(process.config.model_folder)
         self.tracer = Tracer(process.config, process.name)
         self.began: dict[str, float] = {}
         """when each stream was opened, for traces"""
-        context, at = process.context, process.endpoints
-        self.tokens = connect(context, zmq.DEALER, at.detokenizers, ToDetokenizer, process.identity)
-        self.scheduler = connect(context, zmq.PUSH, at.requests)
-        self.gateway = connect(context, zmq.PUSH, at.results)
+        context = process.context
+        self.gateway = connect(context, zmq.PUSH, process.endpoints.results)
         self.loop = Loop(self.on_heartbeat, PulseSender(process))
-        self.loop.add(self.tokens, self.on_tokens)
-        self.loop.add_connection(self.tokens, self.on_heartbeat)
+        self.tokens: list[Channel[ToDetokenizer]] = []
+        """of each replica"""
+        for at in process.all_endpoints:
+            where = at.detokenizers
+            tokens = connect(context, zmq.DEALER, where, ToDetokenizer, process.identity)
+            scheduler = connect(context, zmq.PUSH, at.requests)
+            self.tokens.append(tokens)
+            self.loop.add(tokens, partial(self.on_tokens, tokens, scheduler, Detokenizer(table)))
+            self.loop.add_connection(tokens, self.on_heartbeat)
 
-    def on_tokens(self) -> None:
-        """New tokens of any number of streams."""
-        for _, message in self.tokens.receive():
+    def on_tokens(
+        self, tokens: Channel[ToDetokenizer], scheduler: Channel[None], detokenizer: Detokenizer
+    ) -> None:
+        """New tokens of any number of streams of one replica."""
+        for _, message in tokens.receive():
             if isinstance(message, Refused):
                 raise SystemExit(message.reason)
-            deltas, stops = self.detokenizer.handle(message)
+            deltas, stops = detokenizer.handle(message)
             if deltas:
                 self.gateway.send(TextDeltas(deltas))
             for stop in stops:
-                self.scheduler.send(stop)
+                scheduler.send(stop)
             if self.tracer.is_on:
                 self.trace(message, deltas)
 
@@ -118,8 +127,13 @@ class DetokenizerProcess:
                 self.tracer.span("detokenize", delta.request_id, begin)
 
     def on_heartbeat(self) -> None:
-        """Registers this process with the scheduler, and keeps it registered."""
-        self.tokens.send(Heartbeat(self.name))
+        """Registers this process with the schedulers, and keeps it registered."""
+        self.tell(Heartbeat(self.name))
+
+    def tell(self, message: FromDetokenizer) -> None:
+        """To every scheduler."""
+        for tokens in self.tokens:
+            tokens.send(message)
 
 
 def main() -> None:
@@ -127,5 +141,5 @@ def main() -> None:
     process = Process("detokenizer")
     detokenizer = DetokenizerProcess(process)
     detokenizer.loop.run()
-    detokenizer.tokens.send(Goodbye())
+    detokenizer.tell(Goodbye())
     process.context.destroy()

@@ -47,6 +47,12 @@ class Entry:
         )
         self._is_stream = request.stream
         self.attempt = 0
+        self.replica = 0
+        """that works at it"""
+        self.left: dict[int, int] = {}
+        """attempt → replica, of attempts that were left to be gone on with by another one"""
+        self.num_deaths = 0
+        """as in `TokenizeRequest`"""
         self.timer: Timer | None = None
         self.num_bytes = num_bytes
         """of the request's frame, the text and the tokens"""
@@ -92,6 +98,8 @@ class Entry:
             tools=self.request.tools,
             chat_template_kwargs=self.request.chat_template_kwargs,
             output_token_ids=self.token_ids,
+            replica=self.replica,
+            num_deaths=self.num_deaths,
         )
 
     def append(self, delta: TextDelta) -> bool:
@@ -114,6 +122,7 @@ class Entry:
         if not token_ids and not text and delta.finish_reason is None:
             return False
         self.token_ids += token_ids
+        self.num_deaths = 0
         if self._logprobs is not None:
             unknown = [None] * len(delta.token_ids)
             self._logprobs += (delta.logprobs or unknown)[num_tokens:]
@@ -269,12 +278,6 @@ class Ledger:
         """What comes of an earlier attempt counts no more."""
         entry.attempt = next(self._attempts)
         entry.num_attempts += 1
-
-    def begin_again(self) -> list[Entry]:
-        """The scheduler lost everything: each open entry begins another attempt."""
-        for entry in self._open.values():
-            self.begin_attempt(entry)
-        return list(self._open.values())
 
     def _wait_no_more(self, entry: Entry) -> None:
         if entry.num_waiting_tokens:

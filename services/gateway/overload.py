@@ -24,7 +24,7 @@ class Overload:
     def __init__(self, config: Config, ledger: Ledger, questions: Questions) -> None:
         self._ledger = ledger
         self._questions = questions
-        self._max_requests = config.max_num_seqs + config.max_waiting_requests
+        self._max_requests = config.max_running + config.max_waiting_requests
         self._max_waiting_tokens = config.max_waiting_tokens
         self._max_open_bytes = config.max_open_bytes
         self._starts: deque[tuple[float, int]] = deque(maxlen=NUM_SAMPLES)

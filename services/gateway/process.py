@@ -43,6 +43,7 @@ from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.monitor import Monitor
 from penstock.services.gateway.outbox import Outbox
 from penstock.services.gateway.questions import Questions
+from penstock.services.gateway.replicas import Replicas
 from penstock.services.gateway.requests import CallLater, Requests
 from penstock.services.gateway.tokenizers import Tokenizers
 
@@ -53,11 +54,11 @@ class Gateway:
     def __init__(self, process: Process, call_later: CallLater) -> None:
         self.log = process.log
         self.config = config = process.config
-        self.scheduler: SchedulerStatus | None = None
         self.processes: list[ProcessStatus] = []
         """of the supervisor's newest report; it can't end before this process"""
         self.waiting_for_ready: list[tuple[Client, StatusRequest]] = []
-        self.waiting_for_report: list[tuple[Client, StatusRequest]] = []
+        self.waiting_for_report: list[tuple[Client, StatusRequest, set[int]]] = []
+        """each with the replicas that have reported since"""
         self.was_ready = False
         first_attempt = time.time_ns() // 1_000  # of no earlier gateway: it counts from here on
         context, at = process.context, process.endpoints
@@ -66,8 +67,12 @@ class Gateway:
         self.clients, about_clients = bind_clients(context, config, self.monitor)
         self.to_tokenizers = bind(context, zmq.ROUTER, at.tokenizers, FromTokenizer)
         self.results = bind(context, zmq.PULL, at.results, ToGateway)
-        to_scheduler = connect(context, zmq.PUSH, at.requests)
-        to_scheduler.send(GatewayStarted(first_attempt))
+        to_schedulers: list[Channel[Any]] = [
+            connect(context, zmq.PUSH, one.requests) for one in process.all_endpoints
+        ]
+        for scheduler in to_schedulers:
+            scheduler.send(GatewayStarted(first_attempt))
+        self.replicas = Replicas(config.dp, config.routing)
         self.ledger = Ledger(first_attempt)
         self.outbox = Outbox(self.clients, self.ledger, self.connections)
         self.tokenizers = Tokenizers(self.to_tokenizers, self.tell_ready)
@@ -79,8 +84,9 @@ class Gateway:
             self.outbox,
             self.tokenizers,
             self.questions,
+            self.replicas,
             Tracer(config, process.name),
-            to_scheduler,
+            to_schedulers,
             call_later,
         )
         self.statistics = self.requests.statistics
@@ -136,7 +142,7 @@ class Gateway:
                 if request.wait and (request.fresh or not self.ready):
                     self.waiting_for_ready.append((client, request))
                 elif request.fresh:
-                    self.waiting_for_report.append((client, request))
+                    self.waiting_for_report.append((client, request, set()))
                 else:
                     self.tell_status([(client, request)])
 
@@ -176,6 +182,7 @@ class Gateway:
             if message.attempt == entry.attempt:
                 self.requests.fail(entry, message.error)
         else:
+            self.requests.release_left(entry, message.attempt)
             self.ledger.tokenized(entry, message.num_prompt_tokens)
 
     # ---- results -----------------------------------------------------------------------------
@@ -198,26 +205,31 @@ class Gateway:
                     self.processes = processes
 
     def on_scheduler(self, status: SchedulerStatus) -> None:
-        """A new epoch is a new scheduler, which knows nothing: the ledger is submitted again.
+        """A new epoch is a new scheduler, which knows nothing: its requests are submitted again.
 
-        So it is to the first one: what was accepted before may have gone to one that is dead.
+        So they are to the first one: what was accepted before may have gone to one that is dead.
         """
-        known_epoch = self.scheduler.epoch if self.scheduler else -1
-        if status.epoch < known_epoch:
+        is_new = self.replicas.heard(status)
+        if is_new is None:
             return
-        self.scheduler = status
-        if status.epoch > known_epoch:
-            self.requests.begin_again()
+        if is_new:
+            self.requests.begin_again(status.replica)
+        self.requests.leave_lost()
         self.tell_ready()
         waiting, self.waiting_for_report = self.waiting_for_report, []
-        self.tell_status(waiting)
+        for client, request, heard in waiting:
+            heard.add(status.replica)
+            if self.replicas.are_all(heard):
+                self.tell_status([(client, request)])
+            else:
+                self.waiting_for_report.append((client, request, heard))
 
     # ---- status ------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
         """Every stage is there."""
-        return bool(self.scheduler and self.scheduler.ready and len(self.tokenizers.peers))
+        return self.replicas.ready and len(self.tokenizers.peers) > 0
 
     def tell_ready(self) -> None:
         """Answers those who wait for it, when it becomes so."""
@@ -238,8 +250,9 @@ class Gateway:
             model=str(self.config.model_folder),
             num_requests=len(self.ledger),
             tokenizers={peer.name: len(peer.work) for peer in self.tokenizers.peers},
-            scheduler=self.scheduler,
+            schedulers=self.replicas.statuses,
             num_bad_frames=sum(channel.num_bad_frames for channel, _ in self.handlers),
+            draining=self.requests.draining,
             processes=self.processes,
             metrics=self.statistics.metrics if metrics else None,
         )
@@ -249,9 +262,11 @@ class Gateway:
         return {"open_requests": self.ledger.num_open, "open_questions": len(self.questions)}
 
     def on_heartbeat(self) -> None:
-        """Gives up tokenizers that are silent, and clients that are gone or do not read."""
+        """Gives up whoever is silent, and clients that are gone or do not read."""
         for identity in self.tokenizers.peers.silent():
             self.tokenizers.lose(identity)
+        self.replicas.on_heartbeat()
+        self.requests.leave_lost()
         self.requests.on_heartbeat()
         self.waiting_for_ready = [
             one for one in self.waiting_for_ready if not one[0].connection.is_gone

@@ -28,6 +28,7 @@ from penstock.services.gateway.ledger import Entry, GapError, Ledger, Timer, est
 from penstock.services.gateway.outbox import Outbox
 from penstock.services.gateway.overload import Overload
 from penstock.services.gateway.questions import AskedTokenizer, Questions
+from penstock.services.gateway.replicas import Replicas
 from penstock.services.gateway.statistics import Statistics
 from penstock.services.gateway.tokenizers import Tokenizers
 
@@ -47,8 +48,9 @@ class Requests:
         outbox: Outbox,
         tokenizers: Tokenizers,
         questions: Questions,
+        replicas: Replicas,
         tracer: Tracer,
-        to_scheduler: Channel[Any],
+        to_schedulers: list[Channel[Any]],
         call_later: CallLater,
     ) -> None:
         self._generation = read_generation_config(config.model_folder)
@@ -62,8 +64,9 @@ class Requests:
         self._outbox = outbox
         self._tokenizers = tokenizers
         self._questions = questions
+        self._replicas = replicas
         self._tracer = tracer
-        self._to_scheduler = to_scheduler
+        self._to_schedulers = to_schedulers
         self._call_later = call_later
         self.draining = False
 
@@ -104,10 +107,19 @@ class Requests:
         self._answer(entry, error)
 
     def release_unknown(self, request_id: str, attempt: int) -> None:
-        """The scheduler goes on with what is over here. It has a lease for what an earlier gateway
+        """Some scheduler goes on with what is over here. It has a lease for what an earlier gateway
         has begun: somebody may yet ask for it."""
         if attempt >= self._ledger.first_attempt:
-            self._to_scheduler.send(ReleaseRequest(request_id, attempt))
+            for replica in range(len(self._to_schedulers)):
+                self._release(replica, request_id, attempt)
+
+    def release_left(self, entry: Entry, attempt: int) -> None:
+        """A scheduler goes on, or is about to, with what another one has now."""
+        if (replica := entry.left.get(attempt)) is not None:
+            self._release(replica, entry.request_id, attempt)
+
+    def _release(self, replica: int, request_id: str, attempt: int) -> None:
+        self._to_schedulers[replica].send(ReleaseRequest(request_id, attempt))
 
     def on_delta(self, delta: TextDelta, now: float) -> None:
         """Passes new text on. `now`: by time.monotonic."""
@@ -115,6 +127,8 @@ class Requests:
         if entry is None:
             self.release_unknown(delta.request_id, delta.attempt)
             return
+        if entry.left:
+            self.release_left(entry, delta.attempt)
         num_tokens = len(entry.token_ids)
         try:
             is_new = self._ledger.append(entry, delta)
@@ -131,13 +145,30 @@ class Requests:
         elif is_new and entry.request.stream:
             self._outbox.deliver(entry)
 
-    def begin_again(self) -> None:
-        """The scheduler is a new one and knows nothing."""
-        entries = self._ledger.begin_again()
+    def begin_again(self, replica: int) -> None:
+        """Its scheduler is a new one and knows nothing."""
+        entries = self._replicas.entries(replica)
         if entries:
-            log.warning("the scheduler is a new one: %d requests go on", len(entries))
+            log.warning("scheduler.%d is a new one: %d requests go on", replica + 1, len(entries))
         for entry in entries:
-            self._tokenizers.submit(entry)
+            self._again(entry)
+
+    def leave_lost(self) -> None:
+        """What a replica can't run goes on in another one."""
+        entries = self._replicas.lost()
+        if entries:
+            log.warning("a replica is down: %d requests go on in others", len(entries))
+        for entry in entries:
+            self._again(entry)
+
+    def _again(self, entry: Entry) -> None:
+        attempt = entry.attempt
+        left = self._replicas.place_again(entry)
+        self._ledger.begin_attempt(entry)
+        if left is not None:
+            entry.left[attempt] = left
+            self.release_left(entry, attempt)
+        self._tokenizers.submit(entry)
 
     def on_heartbeat(self) -> None:
         """Gives up clients that are gone, and those that do not read."""
@@ -157,6 +188,7 @@ class Requests:
         entry.accepted_at = time.monotonic()
         self._generation.fill(entry.sampling)
         self._ledger.add(entry)
+        self._replicas.place(entry)
         self._connections.add(entry.request_id, client)
         if request.timeout is not None:
             entry.timer = self._call_later(request.timeout, lambda: self._finish(entry, "abort"))
@@ -204,7 +236,8 @@ class Requests:
         if entry.timer:
             entry.timer.cancel()
         self._tokenizers.forget(entry)
-        self._to_scheduler.send(ReleaseRequest(entry.request_id, entry.attempt))
+        self._replicas.end(entry)
+        self._release(entry.replica, entry.request_id, entry.attempt)
 
     def _trace(self, entry: Entry, reply: GenerateReply | ErrorReply) -> None:
         """The span of the whole request, over those of the other processes."""

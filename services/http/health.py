@@ -17,10 +17,8 @@ class Watch:
     def __init__(self, client: AsyncClient, step_timeout: float) -> None:
         self._client = client
         self._step_timeout = step_timeout
-        self._same_since = time.monotonic()
-        """when the step that runs now was first seen"""
-        self._step: tuple[int, int] | None = None
-        """epoch of the scheduler and its number; None: nothing ran"""
+        self._since: dict[tuple[int, int], float] = {}
+        """(epoch of a scheduler, its step that runs) → when that was first seen"""
 
     async def check(self) -> None:
         """Raises ApiError (503), with what is missing."""
@@ -28,10 +26,9 @@ class Watch:
             status = await asyncio.wait_for(self._client.status(fresh=True), LOOK_TIMEOUT)
         except TimeoutError:
             raise _unavailable(await self._who_is_silent()) from None
-        if not status.ready:
+        if not status.serves:
             raise _unavailable(missing(status))
-        assert status.scheduler  # noqa: S101  there is one in a pipeline that is ready
-        seconds = self._seconds_at_step(status.scheduler)
+        seconds = self._seconds_at_step(status.schedulers)
         if seconds > self._step_timeout:
             raise _unavailable(f"no step has ended for {seconds:.0f} s")
 
@@ -41,27 +38,27 @@ class Watch:
             status = await asyncio.wait_for(self._client.status(), LOOK_TIMEOUT)
         except TimeoutError:
             raise _unavailable("the gateway does not answer") from None
-        if not status.ready:
+        if not status.serves:
             raise _unavailable(missing(status))
 
-    def _seconds_at_step(self, scheduler: SchedulerStatus) -> float:
-        """A step that was there at the look before, too, has lasted since at least then."""
-        step = (scheduler.epoch, scheduler.num_steps) if scheduler.num_running else None
-        if step is None or step != self._step:
-            self._same_since = time.monotonic()
-        self._step = step
-        return time.monotonic() - self._same_since
+    def _seconds_at_step(self, schedulers: list[SchedulerStatus]) -> float:
+        """A step that was there at the look before, too, has lasted since at least then. The
+        longest of all replicas."""
+        now = time.monotonic()
+        steps = [(one.epoch, one.num_steps) for one in schedulers if one.num_running]
+        self._since = {step: self._since.get(step, now) for step in steps}
+        return now - min(self._since.values(), default=now)
 
     async def _who_is_silent(self) -> str:
         try:
             status = await asyncio.wait_for(self._client.status(), LOOK_TIMEOUT)
         except TimeoutError:
             return "the gateway does not answer"
-        return "the scheduler does not report" if status.ready else missing(status)
+        return "the scheduler does not report" if status.serves else missing(status)
 
 
 def missing(status: StatusReply) -> str:
-    """Which stages a pipeline lacks that is not ready."""
+    """Which stages a pipeline lacks that does not serve."""
     scheduler = status.scheduler
     stages = {
         "scheduler": scheduler is not None,

@@ -31,6 +31,16 @@ _COUNTERS = {
 }
 
 
+_OF_SCHEDULER = {
+    "num_requests_running": ("num_running", "In the batch."),
+    "num_requests_waiting": ("num_waiting", "Not in it yet."),
+    "kv_cache_usage_perc": ("kv_usage", "Share of KV blocks in use; 1 is all."),
+    "num_preemptions": ("num_preemptions", "Sequences put back."),
+    "num_steps": ("num_steps", "Steps of the model."),
+}
+_COUNTERS_OF_SCHEDULER = ("num_preemptions", "num_steps")
+
+
 class StatusCollector:
     """One look at the pipeline, for a registry of prometheus_client."""
 
@@ -44,27 +54,27 @@ class StatusCollector:
         yield self._gauge("ready", "Whether every stage is there.", status.ready)
         yield self._gauge("num_requests_open", "Accepted, not answered.", status.num_requests)
         yield self._counter("bad_frames", "Frames that were no message.", status.num_bad_frames)
-        if status.scheduler:
-            yield from self._of_scheduler(status.scheduler)
+        if status.schedulers:
+            yield from self._of_schedulers(status.schedulers)
         if status.metrics:
             yield from self._of_requests(status.metrics)
         yield from _of_processes(status.processes)
 
-    def _of_scheduler(self, scheduler: SchedulerStatus) -> Iterator[Metric]:
-        used = scheduler.num_blocks - scheduler.num_free_blocks
-        usage = used / scheduler.num_blocks if scheduler.num_blocks else 0.0
-        yield self._gauge("num_requests_running", "In the batch.", scheduler.num_running)
-        yield self._gauge("num_requests_waiting", "Not in it yet.", scheduler.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", usage)
-        yield self._counter("num_preemptions", "Sequences put back.", scheduler.num_preemptions)
-        yield self._counter("num_steps", "Steps of the model.", scheduler.num_steps)
+    def _of_schedulers(self, schedulers: list[SchedulerStatus]) -> Iterator[Metric]:
+        for name, (field, text) in _OF_SCHEDULER.items():
+            kind = CounterMetricFamily if name in _COUNTERS_OF_SCHEDULER else GaugeMetricFamily
+            family = kind(f"penstock:{name}", text, labels=["model_name", "replica"])
+            for one in schedulers:
+                family.add_metric([self._model, str(one.replica)], getattr(one, field))
+            yield family
         idle = GaugeMetricFamily(
             "penstock:gpu_idle_seconds",
             "The GPU's wait between two steps.",
-            labels=["model_name", "quantile"],
+            labels=["model_name", "replica", "quantile"],
         )
-        for quantile, microseconds in zip(("0.5", "0.99"), scheduler.gpu_idle_us, strict=True):
-            idle.add_metric([self._model, quantile], microseconds / 1e6)
+        for one in schedulers:
+            for quantile, microseconds in zip(("0.5", "0.99"), one.gpu_idle_us, strict=True):
+                idle.add_metric([self._model, str(one.replica), quantile], microseconds / 1e6)
         yield idle
 
     def _of_requests(self, metrics: Metrics) -> Iterator[Metric]:

@@ -25,7 +25,7 @@ class Service:
         self.created = int(time.time())
         model = read_model_config(folder)
         self.max_model_len = config.max_model_len or model.max_position_embeddings
-        self.max_answers = config.max_num_seqs + config.max_waiting_requests
+        self.max_answers = config.max_running + config.max_waiting_requests
         """to one HTTP request: the gateway would refuse more"""
         self.starts_thinking = False
         """the chat template ends with `<think>`, so that answers begin behind it"""

@@ -36,7 +36,7 @@ from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.streams import Streams
 from penstock.services.scheduler.suspects import GIVEN_UP
 from penstock.services.scheduler.traces import Traces
-from penstock.services.scheduler.workers import Letter, WorkerGroup
+from penstock.services.scheduler.workers import NO_GROUP, Letter, WorkerGroup
 
 
 class SchedulerProcess:
@@ -51,7 +51,8 @@ class SchedulerProcess:
         self.eos_token_ids = frozenset(eos_token_ids(self.model, generation))
         self.scheduler: Scheduler | None = None
         self.plan_depth = PlanDepth(self.config.num_plans_in_flight)
-        self.group = WorkerGroup(self.config.tp, self.config.spare_workers)
+        self.replica = process.replica
+        self.group = WorkerGroup(self.config.tp, self.config.spare_workers, self.replica)
         self.streams = Streams(self.epoch)
         self.requests: dict[str, Sequence] = {}
         """every request that the gateway has not released"""
@@ -113,9 +114,9 @@ class SchedulerProcess:
             check_request(sequence, self.model.vocab_size)
             self.scheduler.add(sequence)
         except CannotFitError as error:
-            reply = ErrorReply(code="invalid", message=str(error), field="prompt")
-            self.fail(request, reply)
+            self.fail(request, ErrorReply(code="invalid", message=str(error), field="prompt"))
             return
+        sequence.num_deaths = request.num_deaths
         sequence.arrived_at = monotonic()
         self.requests[request.request_id] = sequence
         self.streams.open(sequence)
@@ -182,7 +183,7 @@ class SchedulerProcess:
                 self.send_letters(self.group.lost(identity))
 
     def start_group(self) -> None:
-        """The workers hold no KV of ours: everything that ran is computed again."""
+        """They hold no KV of ours."""
         self.log.info("workers ready: %s", ", ".join(self.group.names))
         if self.scheduler is None:
             self.scheduler = self.make_scheduler()
@@ -190,11 +191,16 @@ class SchedulerProcess:
                 self.accept(request)
             self.early.clear()
         elif self.group.num_blocks < self.scheduler.block_manager.pool.num_blocks:
-            raise SystemExit(
-                f"the new workers have {self.group.num_blocks} blocks, the old had more"
-            )
+            number = self.group.num_blocks
+            raise SystemExit(f"the new workers have {number} blocks, the old had more")
         else:
-            for sequence in self.scheduler.restart(self.group.epoch):
+            self.end_group()
+            self.scheduler.epoch = self.group.epoch
+
+    def end_group(self) -> None:
+        """If the workers are gone, everything waits: for others, or to go to another replica."""
+        if self.scheduler and self.scheduler.epoch not in (NO_GROUP, self.group.epoch):
+            for sequence in self.scheduler.restart(NO_GROUP):
                 self.give_up(sequence, GIVEN_UP)
 
     def give_up(self, sequence: Sequence, reason: str) -> None:
@@ -267,7 +273,8 @@ class SchedulerProcess:
     def counters(self) -> dict[str, float]:
         """For metrics."""
         age = report.queue_age(self.scheduler)
-        return {"plan_bytes_total": self.plan_bytes, "queue_age_seconds": age}
+        drafts = self.scheduler.drafter.counters() if self.scheduler else {}
+        return {"plan_bytes_total": self.plan_bytes, "queue_age_seconds": age, **drafts}
 
     @property
     def ready(self) -> bool:
@@ -277,17 +284,11 @@ class SchedulerProcess:
     def send_status(self) -> None:
         """The first one tells the gateway that there is a new scheduler."""
         self.told_ready = self.ready
-        scheduler, channels = self.scheduler, (self.inbox, self.workers, self.detokenizers)
-        status = SchedulerStatus(
-            epoch=self.epoch,
-            ready=self.ready,
-            num_bad_frames=sum(channel.num_bad_frames for channel in channels),
-            workers=self.group.names,
-            detokenizers={peer.name: len(peer.work) for peer in self.streams.detokenizers},
-        )
-        if scheduler:
-            report.fill(status, scheduler)
-            status.gpu_idle_us = self.group.idle_us
+        self.end_group()
+        status = SchedulerStatus(epoch=self.epoch, ready=self.ready, replica=self.replica)
+        for channel in (self.inbox, self.workers, self.detokenizers):
+            status.num_bad_frames += channel.num_bad_frames
+        report.fill(status, self.scheduler, self.group, self.streams)
         self.gateway.send(status)
 
 

@@ -4,10 +4,23 @@ from time import monotonic
 
 from penstock.protocol.status import SchedulerStatus
 from penstock.services.scheduler.scheduler import Scheduler
+from penstock.services.scheduler.streams import Streams
+from penstock.services.scheduler.workers import WorkerGroup
 
 
-def fill(status: SchedulerStatus, scheduler: Scheduler) -> None:
-    """Queues, blocks and steps."""
+def fill(
+    status: SchedulerStatus, scheduler: Scheduler | None, group: WorkerGroup, streams: Streams
+) -> None:
+    """Workers and detokenizers; where there have been workers, queues, blocks and steps."""
+    status.detokenizers = {peer.name: len(peer.work) for peer in streams.detokenizers}
+    status.workers = group.names
+    status.workers_ready = group.ready
+    if scheduler is None:
+        return
+    status.gpu_idle_us = group.idle_us
+    if not group.ready:
+        waiting = scheduler.waiting
+        status.num_deaths = {one.request_id: one.num_deaths for one in waiting if one.num_deaths}
     status.num_waiting = len(scheduler.waiting)
     status.num_running = len(scheduler.running)
     status.num_blocks = scheduler.block_manager.pool.num_blocks

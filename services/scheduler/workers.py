@@ -9,7 +9,8 @@ from penstock.protocol.sockets import LIVENESS
 Letter = tuple[bytes, WorkerAssignment | WorkerExit]
 """identity of the worker, and what to tell it"""
 
-
+NO_GROUP = -1
+"""an epoch that no group has"""
 LISTENING = 2
 """heartbeats that a new scheduler waits for workers that it has not heard"""
 
@@ -23,8 +24,9 @@ class WorkerGroup:
     beyond `tp_size` wait, to take the place of those that die.
     """
 
-    def __init__(self, tp_size: int, num_spares: int = 0) -> None:
+    def __init__(self, tp_size: int, num_spares: int = 0, replica: int = 0) -> None:
         self.tp_size = tp_size
+        self._replica = replica
         self._num_expected = tp_size + num_spares
         self._num_heartbeats = 0
         self._had_group = False
@@ -148,6 +150,7 @@ class WorkerGroup:
                     rendezvous,
                     self._num_blocks_before,
                     self._pids_before,
+                    self._replica,
                 ),
             )
             for rank, member in enumerate(members)

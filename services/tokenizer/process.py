@@ -37,7 +37,9 @@ class TokenizerProcess:
         self.tokenizer = Tokenizer(config.model_folder, max_model_len)
         context, at = process.context, process.endpoints
         self.gateway = connect(context, zmq.DEALER, at.tokenizers, ToTokenizer, process.identity)
-        self.scheduler = connect(context, zmq.PUSH, at.requests)
+        self.schedulers = [
+            connect(context, zmq.PUSH, one.requests) for one in process.all_endpoints
+        ]
         self.tracer = Tracer(config, process.name)
         self.loop = Loop(self.on_heartbeat, PulseSender(process))
         self.loop.add(self.gateway, self.on_requests)
@@ -85,13 +87,14 @@ class TokenizerProcess:
             return Answered(message.number, _error_reply(error))
 
     def _pass_on(self, request: TokenizeRequest, token_ids: list[int], begin: float) -> None:
-        self.scheduler.send(
+        self.schedulers[request.replica].send(
             TokenizedRequest(
                 request.request_id,
                 request.attempt,
                 request.sampling,
                 pack(token_ids),
                 pack(request.output_token_ids),
+                request.num_deaths,
             )
         )
         self.gateway.send(Tokenized(request.request_id, request.attempt, len(token_ids)))

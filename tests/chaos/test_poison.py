@@ -17,15 +17,17 @@ PROMPT = count_prompt(1, 60)
 WORKER = Path(__file__).with_name("poison_worker.py")
 
 
+@pytest.mark.parametrize("dp", [1, 2])
 def test_poison_is_given_up_and_the_others_are_right(
     pipeline: Callable[..., Pipeline],  # noqa: F811
     tmp_path: Path,
+    dp: int,
 ) -> None:
-    """With as many deaths as `launch all` allows by default."""
+    """With as many deaths as `launch all` allows by default, whichever replica's workers die."""
     procfile = tmp_path / "procfile"
     worker = f"worker: python -P {WORKER}"
     procfile.write_text(re.sub("^worker: .*$", worker, PROCFILE.read_text(), flags=re.MULTILINE))
-    running = pipeline("--procfile", str(procfile))
+    running = pipeline("--procfile", str(procfile), "--dp", str(dp))
     with running.client() as client:
         streams = [client.stream(PROMPT) for _ in range(NUM_STREAMS // 2)]
         poison = client.submit("repeat: ☠")
@@ -36,4 +38,5 @@ def test_poison_is_given_up_and_the_others_are_right(
         texts = ["".join(delta.text for delta in stream) for stream in streams]
         assert texts == [answer_to(PROMPT)] * NUM_STREAMS
         assert client.generate("17+25=").text == "42"
-    assert running.restarts()["worker.1"] == 3
+    restarts = running.restarts()
+    assert sum(restarts[f"worker.{number + 1}"] for number in range(dp)) == 3

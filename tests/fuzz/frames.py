@@ -153,7 +153,7 @@ MESSAGES: dict[str, list[Struct]] = {
             model="m",
             num_requests=1,
             tokenizers={"t": 1},
-            scheduler=STATUS,
+            schedulers=[STATUS],
             num_bad_frames=0,
             processes=[PROCESS],
         ),

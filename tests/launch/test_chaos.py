@@ -109,6 +109,7 @@ def report_of(seen: Outcome, *, is_exact: bool = True) -> dict[str, Any]:
         "left": [],
         "model": "Qwen3 demo",
         "tp": 2,
+        "dp": 1,
         "hardware": {"gpus": [], "cpus": 2},
         "options": {"seed": 7},
     }

@@ -17,7 +17,9 @@ def status(*detokenizers: str) -> StatusReply:
         model="",
         num_requests=0,
         tokenizers={},
-        scheduler=SchedulerStatus(epoch=1, ready=True, detokenizers=dict.fromkeys(detokenizers, 0)),
+        schedulers=[
+            SchedulerStatus(epoch=1, ready=True, detokenizers=dict.fromkeys(detokenizers, 0))
+        ],
         num_bad_frames=0,
     )
 

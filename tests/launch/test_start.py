@@ -53,7 +53,7 @@ def test_another_architecture(refused: Callable[..., str]) -> None:
 
 
 def test_heads_that_do_not_divide(refused: Callable[..., str]) -> None:
-    assert "num_key_value_heads 2 does not divide by tp 4" in refused({}, 4)
+    assert "num_attention_heads 4 does not divide by tp 3" in refused({}, 3)
 
 
 def test_a_run_folder_too_deep_for_sockets(

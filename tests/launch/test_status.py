@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import msgspec
+
 from penstock.launch.status import as_json, as_text
 from penstock.protocol.config import Config
 from penstock.protocol.status import SchedulerStatus, StatusReply
@@ -16,7 +18,7 @@ GATEWAY = StatusReply(
     model="m",
     num_requests=5,
     tokenizers={"tokenizer.1": 4},
-    scheduler=None,
+    schedulers=[],
     num_bad_frames=1,
 )
 
@@ -29,7 +31,7 @@ def test_a_running_pipeline() -> None:
     scheduler = SchedulerStatus(
         epoch=1, ready=True, num_waiting=7, num_running=3, num_blocks=200, num_free_blocks=50
     )
-    GATEWAY.scheduler = scheduler
+    GATEWAY.schedulers = [scheduler]
     assert as_text(status(GATEWAY)).splitlines() == [
         "default: ready, Qwen3 demo on tcp://127.0.0.1:5555",
         "",
@@ -48,8 +50,31 @@ def test_a_running_pipeline() -> None:
 
 
 def test_the_waits_of_a_gpu_are_shown() -> None:
-    GATEWAY.scheduler = SchedulerStatus(epoch=1, ready=True, gpu_idle_us=(1.25, 40.0))
+    GATEWAY.schedulers = [SchedulerStatus(epoch=1, ready=True, gpu_idle_us=(1.25, 40.0))]
     assert "preemptions 0, GPU idle between them 1.2 µs (p99 40.0)" in as_text(status(GATEWAY))
+
+
+def test_replicas_are_shown_together_and_each() -> None:
+    detokenizers = {"detokenizer.1": 2, "detokenizer.2": 0}
+    some = {"num_blocks": 100, "num_free_blocks": 40, "detokenizers": detokenizers}
+    first = SchedulerStatus(epoch=1, ready=True, num_running=3, workers=["worker.1"], **some)
+    GATEWAY.schedulers = [
+        first,
+        msgspec.structs.replace(first, ready=False, replica=1, num_running=1, workers=[]),
+    ]
+    merged = GATEWAY.scheduler
+    assert merged
+    assert merged.detokenizers == {"detokenizer.1": 4, "detokenizer.2": 0}
+    assert (GATEWAY.serves, merged.ready, merged.workers) == (True, False, ["worker.1"])
+    assert as_text(status(GATEWAY)).splitlines()[7:] == [
+        "waiting   0",
+        "running   4",
+        "KV blocks 120 of 200 in use (60%)",
+        "steps     0, preemptions 0",
+        "dropped   1 bad frames",
+        "replica 0 ready: waiting 0, running 3, KV blocks 60%, steps 0, worker.1",
+        "replica 1 not ready: waiting 0, running 1, KV blocks 60%, steps 0",
+    ]
 
 
 def test_a_gateway_that_does_not_answer() -> None:

@@ -162,7 +162,7 @@ def test_a_service_in_the_foreground_joins(main: Pipeline) -> None:
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as joined:
         name = f"detokenizer.{joined.pid}"
         deadline = time.monotonic() + START_TIMEOUT
-        while name not in main.status()["gateway"]["scheduler"]["detokenizers"]:
+        while name not in main.status()["gateway"]["schedulers"][0]["detokenizers"]:
             assert joined.poll() is None
             assert time.monotonic() < deadline
         joined.terminate()

@@ -261,10 +261,10 @@ def test_garbage_on_internal_sockets_is_counted(served: Pipeline, client: Client
                 socket.send_multipart([b"a", b"b", b"c"])
     assert client.generate("17+25=").text == "42"
     gateway = served.status()["gateway"]
-    while gateway["num_bad_frames"] < 10 or gateway["scheduler"]["num_bad_frames"] < 15:
+    while gateway["num_bad_frames"] < 10 or gateway["schedulers"][0]["num_bad_frames"] < 15:
         gateway = served.status()["gateway"]
     assert gateway["num_bad_frames"] == 10
-    assert gateway["scheduler"]["num_bad_frames"] == 15
+    assert gateway["schedulers"][0]["num_bad_frames"] == 15
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_streams_survive_scaling(served: Pipeline) -> None:
     assert texts == [answer] * NUM_STREAMS
     assert [reply.text for reply in replies] == [answer] * NUM_STREAMS
     assert {len(reply.token_ids) for reply in replies} == {len(answer) + 2}
-    names = set(served.status()["gateway"]["scheduler"]["detokenizers"])
+    names = set(served.status()["gateway"]["schedulers"][0]["detokenizers"])
     assert names == {"detokenizer.1"}
     assert {"tokenizer.1", "tokenizer.2", "tokenizer.3"} <= set(served.processes())
 

@@ -82,7 +82,12 @@ class Pipeline:
         self.gateway = bind(context, zmq.ROUTER, at.tokenizers, FromTokenizer)
         self.scheduler = bind(context, zmq.PULL, at.requests, ToScheduler)
         own = SimpleNamespace(
-            config=Config(), context=context, endpoints=at, name="tokenizer.1", identity=b"t"
+            config=Config(),
+            context=context,
+            endpoints=at,
+            all_endpoints=[at],
+            name="tokenizer.1",
+            identity=b"t",
         )
         self.process = TokenizerProcess(own)  # type: ignore[arg-type]
         self.answers: list[Any] = []

@@ -261,8 +261,16 @@ function rate(name) {
   return seconds && growth(name, RATE_SECONDS) / seconds;
 }
 
+/** All replicas as if they were one; undefined if no scheduler has reported. */
+function merged({ schedulers }) {
+  const sum = (of) => schedulers.reduce((total, one) => total + one[of], 0);
+  const counts = ["num_steps", "num_running", "num_waiting", "num_blocks", "num_free_blocks"];
+  return schedulers.length ? Object.fromEntries(counts.map((name) => [name, sum(name)])) : undefined;
+}
+
 function sample(status, now) {
-  const { metrics, scheduler } = status;
+  const { metrics } = status;
+  const scheduler = merged(status);
   const ttft = metrics?.time_to_first_token_seconds;
   const next = {
     now,
@@ -278,7 +286,9 @@ function sample(status, now) {
   for (const list of [samples, rates]) while (now - (list[0].now ?? list[0][0]) > MINUTE) list.shift();
 }
 
-function showTiles({ metrics, scheduler }, now) {
+function showTiles(status, now) {
+  const { metrics } = status;
+  const scheduler = merged(status);
   const total = (counts) => Object.values(counts ?? {}).reduce((sum, count) => sum + count, 0);
   setText($("tokens-per-second"), format(rate("tokens")));
   const most = Math.max(1, ...rates.map(([, value]) => value));
@@ -314,16 +324,21 @@ function tell(sentence) {
 }
 
 /** Processes by name: those of the supervisor, and those that only the gateway knows. */
-function processesOf({ processes, tokenizers, scheduler }) {
-  const names = [...Object.keys(tokenizers), ...Object.keys(scheduler?.detokenizers ?? {}), ...(scheduler?.workers ?? [])];
+function processesOf({ processes, tokenizers, schedulers }) {
+  const behind = schedulers.flatMap((one) => [...Object.keys(one.detokenizers), ...one.workers]);
+  const names = [...Object.keys(tokenizers), ...behind];
   return new Map([...names.map((name) => [name, { name }]), ...processes.map((one) => [one.name, one])]);
 }
 
 /** Who is at work: name → requests it has (undefined: nobody counts them). */
-function workOf({ num_requests, tokenizers, scheduler }) {
-  const queue = scheduler && { "scheduler.1": scheduler.num_waiting + scheduler.num_running };
-  const workers = Object.fromEntries((scheduler?.workers ?? []).map((name) => [name, undefined]));
-  return { "gateway.1": num_requests, ...tokenizers, ...queue, ...workers, ...scheduler?.detokenizers };
+function workOf({ num_requests, tokenizers, schedulers }) {
+  const work = { "gateway.1": num_requests, ...tokenizers };
+  for (const { replica, num_waiting, num_running, workers, detokenizers } of schedulers) {
+    work[`scheduler.${replica + 1}`] = num_waiting + num_running;
+    for (const name of workers) work[name] = undefined;
+    for (const [name, number] of Object.entries(detokenizers)) work[name] = (work[name] ?? 0) + number;
+  }
+  return work;
 }
 
 function addProcess(name) {

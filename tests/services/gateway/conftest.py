@@ -46,15 +46,18 @@ class Stage:
     def __init__(self, context: "zmq.Context[Any]", folder: Path, config: Config) -> None:
         self.context = context
         at = Endpoints(config.endpoint, *(f"ipc://{folder}/{n}" for n in Endpoints._fields[1:]))
+        places = [at._replace(requests=f"{at.requests}{n or ''}") for n in range(config.dp)]
         process = SimpleNamespace(
             name="gateway.1",
             config=config,
             log=logging.getLogger("gateway"),
             context=context,
             endpoints=at,
+            all_endpoints=places,
         )
         self.timers: list[Timer] = []
-        self.scheduler = bind(context, zmq.PULL, at.requests, ToScheduler)
+        self.reports = 0
+        self.schedulers = [bind(context, zmq.PULL, one.requests, ToScheduler) for one in places]
         self.gateway = Gateway(process, lambda s, f: Timer(s, f, self.timers))  # type: ignore[arg-type]
         self.tokenizer = connect(context, zmq.DEALER, at.tokenizers, ToTokenizer, b"t")
         self.detokenizer = connect(context, zmq.PUSH, at.results)
@@ -132,14 +135,14 @@ class Stage:
         self.work_until(lambda: (task.request_id, task.attempt) not in peer.work)
         return task
 
-    def told_scheduler(self) -> list[Any]:
-        """What the gateway has told the scheduler up to now."""
+    def told_scheduler(self, replica: int = 0) -> list[Any]:
+        """What the gateway has told a scheduler up to now."""
         self.gateway.requests.release_unknown("end", self.gateway.ledger.first_attempt)
         heard: list[Any] = []
         while not heard or getattr(heard[-1], "request_id", "") != "end":
-            assert self.scheduler.socket.poll(TIMEOUT)
-            heard += [message for _, message in self.scheduler.receive()]
-        return heard[:-1]
+            assert self.schedulers[replica].socket.poll(TIMEOUT)
+            heard += [message for _, message in self.schedulers[replica].receive()]
+        return [one for one in heard if getattr(one, "request_id", "") != "end"]
 
     def heartbeats(self, number: int) -> None:
         """As long as it takes a client that is gone to be given up: two."""

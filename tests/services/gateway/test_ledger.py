@@ -112,7 +112,7 @@ def test_logprobs_that_nobody_knows() -> None:
     ledger, open_ = Ledger(), entry(logprobs=0)
     ledger.add(open_)
     ledger.append(open_, delta(0, 2, logprobs=logprobs(0, 2)))
-    ledger.begin_again()
+    ledger.begin_attempt(open_)
     late = [None, None, *logprobs(2, 3)]
     ledger.append(open_, delta(0, 3, open_.attempt, logprobs=late))
     ledger.append(open_, delta(3, 4, open_.attempt))
@@ -153,20 +153,20 @@ def test_a_gap_is_an_error() -> None:
 
 def test_deltas_of_an_older_attempt_are_dropped() -> None:
     ledger = Ledger(first_attempt=100)
-    ledger.add(entry())
-    (open_,) = ledger.begin_again()
+    open_ = entry()
+    ledger.add(open_)
+    ledger.begin_attempt(open_)
     assert not open_.append(delta(0, 3, attempt=100))
     assert open_.append(delta(0, 3, attempt=101))
     assert open_.submission().output_token_ids == [0, 1, 2]
     assert open_.submission().attempt == 101
 
 
-def test_what_is_answered_does_not_begin_again() -> None:
+def test_what_is_answered_is_not_open() -> None:
     ledger = Ledger()
     open_ = entry()
     ledger.add(open_)
     ledger.answer(open_, open_.reply("stop"))
-    assert ledger.begin_again() == []
     assert (ledger.get("a"), ledger.find("a")) == (None, open_)
     assert (ledger.num_open, len(ledger)) == (0, 1)
 
@@ -195,7 +195,7 @@ def test_what_waits() -> None:
     assert ledger.num_waiting_tokens == 32
     assert ledger.append(first, delta(0, 1))
     assert (ledger.num_waiting, ledger.num_waiting_tokens, ledger.num_started) == (1, 2, 1)
-    ledger.begin_again()
+    ledger.begin_attempt(first)
     ledger.tokenized(first, 30)
     assert (ledger.num_waiting, ledger.num_waiting_tokens) == (1, 2)
     ledger.close(second)

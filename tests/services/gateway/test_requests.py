@@ -89,7 +89,7 @@ def test_what_is_recovered_is_never_refused(stage: Start) -> None:
     one.tokenize()
     for epoch in (1, 2):
         one.detokenizer.send(SchedulerStatus(epoch=epoch, ready=True))
-    one.work_until(lambda: one.gateway.scheduler and one.gateway.scheduler.epoch == 2)
+    one.work_until(lambda: [its.epoch for its in one.gateway.replicas.statuses] == [2])
     again = [one.tokenize() for _ in range(2)]
     assert {task.request_id: task.output_token_ids for task in again} == {"a": [0], "b": []}
 
@@ -100,11 +100,11 @@ def test_the_first_scheduler_may_be_the_second(stage: Start) -> None:
     one.open(one.connect(), "a")
     first = one.tokenize()
     one.detokenizer.send(SchedulerStatus(epoch=1, ready=True))
-    one.work_until(lambda: one.gateway.scheduler)
+    one.work_until(lambda: one.gateway.replicas.statuses)
     again = one.tokenize()
     assert (again.request_id, again.attempt > first.attempt) == ("a", True)
     one.detokenizer.send(SchedulerStatus(epoch=1, ready=False))
-    one.work_until(lambda: not one.gateway.scheduler.ready)
+    one.work_until(lambda: not one.gateway.replicas.statuses[0].ready)
     assert not one.tokenizer.socket.poll(0)
 
 
@@ -115,7 +115,10 @@ def test_what_a_lost_tokenizer_had_goes_to_the_next(stage: Start) -> None:
     one.open(client, "a", "ended")
     first = one.tokenize()
     assert first.request_id == "a"
-    one.gateway.tokenizers.submit(one.gateway.ledger.begin_again()[0])
+    again = one.gateway.ledger.get("a")
+    assert again
+    one.gateway.ledger.begin_attempt(again)
+    one.gateway.tokenizers.submit(again)
     one.gateway.tokenizers.done(b"t", ("a", first.attempt))
     one.ask(client, AbortRequest(request_id="ended"))
     assert one.hear(client).request_id == "ended"

@@ -17,7 +17,7 @@ def test_each_request_is_a_root(stage: Callable[..., Stage]) -> None:
     one.open(client, "a", "b")
     one.generate("a", 0, 2)
     one.detokenizer.send(SchedulerStatus(epoch=1, ready=True))  # a second attempt begins
-    one.work_until(lambda: one.gateway.scheduler)
+    one.work_until(lambda: one.gateway.replicas.statuses)
     one.generate("a", 2, 3, cached_tokens=4, finish_reason="length")
     one.ask(client, AbortRequest(request_id="b"))
     for _ in range(3):

@@ -14,7 +14,7 @@ def status(tokenizers: dict[str, int], scheduler: SchedulerStatus | None) -> Sta
         model="m",
         num_requests=0,
         tokenizers=tokenizers,
-        scheduler=scheduler,
+        schedulers=[scheduler] if scheduler else [],
         num_bad_frames=0,
     )
 
@@ -46,9 +46,9 @@ def test_time_at_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(AsyncClient(), step_timeout=60.0)
 
     def look(num_steps: int, num_running: int, epoch: int = 1) -> float:
-        return watch._seconds_at_step(
-            SchedulerStatus(epoch=epoch, ready=True, num_steps=num_steps, num_running=num_running)
-        )
+        one = SchedulerStatus(epoch=epoch, ready=True, num_steps=num_steps, num_running=num_running)
+        gets_on = SchedulerStatus(epoch=3, ready=True, num_steps=int(now), num_running=1)
+        return watch._seconds_at_step([gets_on, one])
 
     assert look(5, 0) == 0
     now += 500

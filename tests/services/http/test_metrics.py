@@ -12,15 +12,18 @@ STATUS = StatusReply(
     model="m",
     num_requests=3,
     tokenizers={},
-    scheduler=SchedulerStatus(
-        epoch=1,
-        ready=True,
-        num_running=2,
-        num_waiting=1,
-        num_blocks=10,
-        num_free_blocks=4,
-        gpu_idle_us=(5.0, 50.0),
-    ),
+    schedulers=[
+        SchedulerStatus(
+            epoch=1,
+            ready=True,
+            num_running=2,
+            num_waiting=1,
+            num_blocks=10,
+            num_free_blocks=4,
+            gpu_idle_us=(5.0, 50.0),
+        ),
+        SchedulerStatus(epoch=2, ready=True, replica=1, num_running=9, num_steps=5),
+    ],
     num_bad_frames=0,
     processes=[
         ProcessStatus(name="http.1", pid=1, uptime=2.0, restarts=1, counters={"waits_total": 4.0}),
@@ -53,10 +56,13 @@ def samples(status: StatusReply) -> dict[tuple[str, ...], float]:
 def test_values() -> None:
     found = samples(STATUS)
     expected = {
-        ("penstock:num_requests_running",): 2,
-        ("penstock:num_requests_waiting",): 1,
-        ("penstock:kv_cache_usage_perc",): 0.6,
-        ("penstock:gpu_idle_seconds", "0.99"): 5e-5,
+        ("penstock:num_requests_running", "0"): 2,
+        ("penstock:num_requests_running", "1"): 9,
+        ("penstock:num_requests_waiting", "0"): 1,
+        ("penstock:kv_cache_usage_perc", "0"): 0.6,
+        ("penstock:kv_cache_usage_perc", "1"): 0,
+        ("penstock:num_steps_total", "1"): 5,
+        ("penstock:gpu_idle_seconds", "0.99", "0"): 5e-5,
         ("penstock:request_success_total", "stop"): 2,
         ("penstock:request_failed_total", "invalid"): 1,
         ("penstock:prompt_tokens_total",): 7,
@@ -78,7 +84,7 @@ def test_buckets_are_summed() -> None:
 
 def test_what_is_not_there_is_left_out() -> None:
     alone = StatusReply(
-        ready=False, model="m", num_requests=0, tokenizers={}, scheduler=None, num_bad_frames=0
+        ready=False, model="m", num_requests=0, tokenizers={}, schedulers=[], num_bad_frames=0
     )
     assert samples(alone) == {
         ("penstock:ready",): 0,
