@@ -6,8 +6,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from signal import SIGHUP, SIGINT
 
 import msgspec
 import psutil
@@ -55,6 +56,16 @@ def supervise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervise:
         return exit_code
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def _no_signal_is_ignored() -> Iterator[None]:
+    """As under `nohup`, or in the background of a shell."""
+    usual = {SIGHUP: signal.SIG_DFL, SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def stop_by(*numbers: int) -> Callable[[], None]:
