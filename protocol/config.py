@@ -92,8 +92,8 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=0,
-            description="workers more that wait, everything imported, to take the place of those "
-            "that die",
+            description="workers more of each replica that wait, everything imported, to take the "
+            "place of those that die",
         ),
     ] = 0
     tokenizers: Annotated[Count, Meta(description="tokenizer processes at start")] = 1
