@@ -100,7 +100,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     detokenizers: Annotated[Count, Meta(description="detokenizer processes at start")] = 1
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        Meta(description="where the model runs; auto: on GPUs if there are any"),
+        Meta(description="where the model runs; auto: on GPUs if there is one for each worker"),
     ] = "auto"
     attention: Annotated[
         Literal["auto", "flash-attn", "triton", "torch"],

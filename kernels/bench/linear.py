@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
-from penstock.kernels.bench.candidates import SIZES, Shape, candidates, shapes
+from penstock.kernels.bench.candidates import PUBLISHED, SIZES, Shape, candidates, shapes
 from penstock.kernels.bench.layers import EPS, Configs, Layers, cut, separately
 from penstock.kernels.bench.timing import graph_us
 from penstock.kernels.gpu import skinny_table
@@ -201,7 +201,7 @@ def write(path: Path, tables: dict[str, Table]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(PUBLISHED))
     parser.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=list(ROWS))
     parser.add_argument("--write", type=Path, metavar="FILE", help="the tables' module")
     parser.add_argument("--dtype", choices=["bfloat16", "fp8"], default="bfloat16")

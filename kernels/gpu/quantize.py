@@ -6,12 +6,12 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.gpu.pdl import LAUNCH, launch_dependents, wait
+from penstock.kernels.quantize import FP8, LARGEST, SMALLEST
 
 MAX_SIZE = 32768
 """columns of a row, which a program holds in registers"""
 ELEMENTS_PER_WARP = 512
-LARGEST = tl.constexpr(448.0)
-SMALLEST = tl.constexpr(1e-12)
+_LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 
 
 def quantize(
@@ -25,7 +25,7 @@ def quantize(
     num_rows, size = x.shape[0], x.shape[1] // (2 if swiglu else 1)
     if size > MAX_SIZE:
         raise ValueError(f"rows have {size} columns; at most {MAX_SIZE} are possible")
-    values = torch.empty(num_rows, size, dtype=torch.float8_e4m3fn, device=x.device)
+    values = torch.empty(num_rows, size, dtype=FP8, device=x.device)
     scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     if num_rows:
         block = triton.next_power_of_2(size)
@@ -58,6 +58,6 @@ def _quantize_kernel(
         result *= tl.rsqrt(tl.sum(result * result) / SIZE + eps)
         # rounded before the weight, as Qwen3's own implementation does
         result = result.to(x.dtype.element_ty).to(tl.float32) * factor
-    its_scale = tl.maximum(tl.max(tl.abs(result)), SMALLEST) / LARGEST
+    its_scale = tl.maximum(tl.max(tl.abs(result)), _SMALLEST) / _LARGEST
     tl.store(values + row * SIZE + columns, (result / its_scale).to(tl.float8e4nv), inside)
     tl.store(scale + row, its_scale)

@@ -91,16 +91,20 @@ def load(
 
 def choose_device(wanted: str, index: int, tp_size: int, num_replicas: int = 1) -> torch.device:
     """The GPU of the worker `index` of all replicas' ones, or the CPU. Raises ModelError where
-    there are too few GPUs."""
+    GPUs are wanted and there are too few."""
     num_gpus = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and not num_gpus):
         return torch.device("cpu")
     if num_gpus < tp_size * num_replicas:
         of_replicas = f" with --dp {num_replicas}" if num_replicas > 1 else ""
-        raise ModelError(
+        too_few = (
             f"--tp {tp_size}{of_replicas} needs {tp_size * num_replicas} GPUs; "
             f"this machine has {num_gpus}"
         )
+        if wanted == "cuda":
+            raise ModelError(too_few)
+        log.warning("%s: the model runs on the CPU", too_few)
+        return torch.device("cpu")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

@@ -20,6 +20,7 @@ from penstock.services.worker.persistent_batch import PersistentBatch
         ("auto", 0, 1, "cpu"),
         ("auto", 1, 1, "cuda:0"),
         ("auto", 2, 2, "cuda:1"),
+        ("auto", 1, 2, "cpu"),
         ("cpu", 8, 1, "cpu"),
         ("cuda", 4, 2, "cuda:1"),
     ],
