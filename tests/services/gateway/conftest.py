@@ -116,7 +116,8 @@ class Stage:
             **fields,
         )
         self.detokenizer.send(TextDeltas([delta]))
-        self.work_until(lambda: entry.answer or len(entry.token_ids) >= end)
+        is_last = "finish_reason" in fields
+        self.work_until(lambda: entry.answer or (len(entry.token_ids) >= end and not is_last))
 
     def ask_tokenizer(self) -> Any:
         """What the tokenizer is given next."""
