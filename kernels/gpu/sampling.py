@@ -187,7 +187,8 @@ def _summarise_run(row_ptr, run, temperature, group_max_ptr, vocab_size: tl.cons
     tl.store(group_max_ptr + groups, group_max)
     largest = tl.max(group_max)
     scale = LOG2_E / tl.maximum(temperature, 1e-30)
-    return largest, tl.sum(weight(logits, largest, scale))
+    # a grammar may rule a whole run out; the distance of two infinities is no number
+    return largest, tl.sum(weight(logits, tl.maximum(largest, -3e38), scale))
 
 
 @triton.jit

@@ -1,6 +1,5 @@
 """The loop that every process but the gateway waits in."""
 
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +35,7 @@ def test_each_new_connection_is_told(tmp_path: Path) -> None:
             peers[0].socket.close()
             peers.append(bind(context, zmq.ROUTER, address, None))
         else:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
     loop.add_connection(channel, connected)
     loop.run()

@@ -224,3 +224,16 @@ def test_tokens_have_the_probabilities_of_the_softmax(
     assert not counts[expected == 0].any()
     deviation = (counts - expected * num_rows) / (expected * num_rows + 1).sqrt()
     assert deviation.abs().max() < 5
+
+
+def test_what_a_grammar_rules_out_counts_nothing(device: str) -> None:
+    """Whole runs of the vocabulary may be at minus infinity."""
+    logits = torch.randn(len(KINDS), 9000) * 3
+    logits[:, 100:] = -torch.inf
+    slots = torch.arange(len(KINDS))
+    parameters = parameters_of(KINDS)
+    tokens, _ = draw(device, logits, slots, slots, parameters)
+    expected = reference.sample(
+        logits, slots=slots, positions=slots, last_token=slots.clone(), **parameters
+    )
+    assert tokens.tolist() == expected.tolist()
