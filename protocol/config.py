@@ -30,6 +30,13 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     name: Annotated[Name, Meta(description="name of the pipeline and of its run folder")] = (
         "default"
     )
+    on: Annotated[
+        Literal["local", "ray"],
+        Meta(description="where processes run; local: on this machine; ray: on a Ray cluster"),
+    ] = "local"
+    address: Annotated[
+        str, Meta(description="of the Ray cluster, HOST:PORT; auto: the one this machine is in")
+    ] = "auto"
     model: Annotated[
         str, Meta(description="folder of a Qwen3 checkpoint; empty: the demo model")
     ] = ""

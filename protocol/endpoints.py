@@ -10,14 +10,15 @@
 | results      | PULL ← PUSH     | gateway   | detokenizers, scheduler             |
 | pulses       | PULL ← PUSH     | launch    | every process (`launch all` binds)  |
 
-All but the first are `ipc://` files in the run folder. What a scheduler binds there is once for
-each replica.
+All but the first are `ipc://` files in the run folder, or, on a cluster, names that its directory
+knows the addresses of (`cluster.py`). What a scheduler binds there is once for each replica.
 """
 
 from ipaddress import ip_address
 from typing import NamedTuple
 
 from penstock.protocol.config import Config
+from penstock.protocol.sockets import CLUSTER
 
 
 class Endpoints(NamedTuple):
@@ -37,11 +38,17 @@ _OF_SCHEDULER = ("requests", "workers", "detokenizers")
 
 def endpoints(config: Config, replica: int = 0) -> Endpoints:
     """The addresses that follow from the configuration."""
+    where = CLUSTER if config.on == "ray" else f"ipc://{config.run_folder}/"
     inner = (
-        f"ipc://{config.run_folder}/{name}{(replica or '') if name in _OF_SCHEDULER else ''}"
+        f"{where}{name}{(replica or '') if name in _OF_SCHEDULER else ''}"
         for name in Endpoints._fields[1:]
     )
     return Endpoints(config.endpoint, *inner)
+
+
+def inner_clients(config: Config) -> str:
+    """Where a process of the pipeline is a client of the gateway."""
+    return f"{CLUSTER}clients" if config.on == "ray" else config.endpoint
 
 
 def stays_on_host(endpoint: str) -> bool:

@@ -23,7 +23,7 @@ class KeysError(ValueError):
     """Keys that can't be read: which file, and why."""
 
 
-def secure_server(socket: "zmq.Socket[Any]", folder: Path) -> None:
+def secure_server(socket: "zmq.Socket[Any]", folder: Path, domain: bytes = ZAP_DOMAIN) -> None:
     """Lets a socket, yet to be bound, speak CURVE only. Raises KeysError.
 
     The domain is enforced: where nobody answers for it, libzmq lets nobody in. Without this it
@@ -31,7 +31,7 @@ def secure_server(socket: "zmq.Socket[Any]", folder: Path) -> None:
     """
     socket.curve_secretkey = _secret_key(folder, SERVER)[1]
     socket.curve_server = True
-    socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+    socket.setsockopt(zmq.ZAP_DOMAIN, domain)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 

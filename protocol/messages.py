@@ -22,7 +22,7 @@ from penstock.protocol.plan import BatchPlan, SampledTokens, check_packed
 from penstock.protocol.sampling import Positive, SamplingParams, TokenId
 from penstock.protocol.status import ProcessStatus, SchedulerStatus
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """of this module and `plan.py`; the messages that register a process carry it"""
 
 
@@ -44,6 +44,9 @@ class Pulse(Struct, tag=True):
     """workers of one group die together: a collective can't lose a member"""
     counters: dict[str, float] = {}
     """what the process counts about itself, for metrics; see `ProcessStatus.counters`"""
+    cpu_seconds: float = 0.0
+    """user and system, since its start"""
+    rss_bytes: int = 0
 
 
 class SupervisorReport(Struct, tag=True):
@@ -237,6 +240,11 @@ class WorkerHello(Struct, array_like=True, tag=True):
     """median and 99th percentile of the GPU's wait between two steps; 0 on a CPU"""
     pid: int = 0
     version: int = PROTOCOL_VERSION
+    """at the same place in every version, or another one could not be refused"""
+    node: str = ""
+    """id of its machine; empty where there is only one"""
+    rendezvous: str = ""
+    """`tcp://host:port` at which it could listen as rank 0, of a worker without a group"""
 
 
 class WorkerAssignment(Struct, array_like=True, tag=True):
@@ -252,8 +260,11 @@ class WorkerAssignment(Struct, array_like=True, tag=True):
     num_blocks: int = 0
     """KV blocks that the group before had, whose requests wait; 0: there was none"""
     pids_before: list[int] = []
-    """of that group: their memory is free when they are gone"""
+    """of those of that group that were on this worker's machine: their memory is free when they
+    are gone"""
     replica: int = 0
+    spans_nodes: bool = False
+    """whether the group's workers are on several machines"""
 
 
 class WorkerExit(Struct, array_like=True, tag=True):

@@ -8,16 +8,18 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import zmq
 
+from penstock.protocol.cluster import network_from_environment
 from penstock.protocol.config import Config, config_from_environment, make_run_folder
 from penstock.protocol.endpoints import Endpoints, endpoints
 from penstock.protocol.logs import JsonFormatter
 from penstock.protocol.messages import Pulse
 from penstock.protocol.replicas import replica_of
-from penstock.protocol.sockets import HEARTBEAT_INTERVAL, Channel, connect, traffic
+from penstock.protocol.sockets import HEARTBEAT_INTERVAL, Channel, Network, connect, traffic
 
 PROCESS_VARIABLE = "PENSTOCK_PROCESS"
 SUPERVISOR_VARIABLE = "PENSTOCK_SUPERVISOR"
@@ -37,11 +39,22 @@ class Process:
         given = os.environ.get(PROCESS_VARIABLE) or os.environ.get("HONCHO_PROCESS_NAME")
         self.name = given or f"{kind}.{os.getpid()}"
         self.identity = f"{self.name}/{os.getpid()}/{time.time_ns()}".encode()
-        self.context: zmq.Context[Any] = zmq.Context()
         self.log = logging.getLogger(kind)
-        make_run_folder(self.config)
+        folder = make_run_folder(self.config)
         _start_log(self.config, self.name)
         _die_with_parent()
+        self.network = network_from_environment(folder)
+        self.context: zmq.Context[Any] = self.network or zmq.Context()
+
+    @property
+    def node_id(self) -> str:
+        """Of this machine; empty without a cluster."""
+        return self.network.node.node_id if self.network else ""
+
+    @property
+    def host(self) -> str:
+        """The address at which the other processes reach this machine."""
+        return self.network.node.host if self.network else "127.0.0.1"
 
     @property
     def replica(self) -> int:
@@ -84,7 +97,15 @@ class PulseSender:
                 "bad_frames_total": traffic.bad_frames,
                 **self._counters(),
             }
-            self._channel.send(Pulse(self._name, os.getpid(), busy_seconds, group, counters))
+            pulse = Pulse(self._name, os.getpid(), busy_seconds, group, counters, *_used())
+            self._channel.send(pulse)
+
+
+def _used() -> tuple[float, int]:
+    """Seconds of CPU time since the start, and resident bytes, of this process."""
+    times = os.times()
+    num_pages = int(Path("/proc/self/statm").read_bytes().split()[1])
+    return times.user + times.system, num_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _start_log(config: Config, name: str) -> None:
@@ -117,12 +138,15 @@ class Loop:
         self._pulse = pulse
         self._poller = zmq.Poller()
         self._handlers: dict[Any, Callable[[], None]] = {}
+        self._network: Network | None = None
         self._stopping = False
 
     def add(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
         """Calls `handler` when something waits at `channel`."""
         self._poller.register(channel.socket, zmq.POLLIN)
         self._handlers[channel.socket] = handler
+        if isinstance(channel.socket.context, Network):
+            self._network = channel.socket.context
 
     def add_file(self, file: int, handler: Callable[[], None]) -> None:
         """Calls `handler` once, when the file descriptor can be read or has come to its end."""
@@ -138,6 +162,9 @@ class Loop:
     def add_connection(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
         """Calls `handler` whenever `channel` is connected: at the other end there may be a new
         process, which knows nothing of this one."""
+        if isinstance(channel.socket.context, Network):
+            channel.socket.context.on_connected(channel.socket, handler)
+            return
         events = channel.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         monitor: Channel[Any] = Channel(events)
 
@@ -149,6 +176,8 @@ class Loop:
 
     def run(self) -> None:
         """Returns when the process is told to stop."""
+        for channel, handler in self._network.handlers if self._network else ():
+            self.add(channel, handler)
         wakeup = self._catch_signals()
         due = 0.0
         while not self._stopping:

@@ -40,8 +40,38 @@ that is garbage, for which libzmq would get memory: a new detokenizer may be sen
 POLITE_BYTES = 1 << 24
 """A client's frame that is longer than allowed by up to so much is refused with a sentence; at a
 longer one libzmq hangs up before it is in memory."""
+CLUSTER = "cluster://"
+"""before a name that a `Network` knows the addresses of"""
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """what msgspec raises for a frame that is no message; the last one where it is nested too deep"""
+
+
+class Network(zmq.Context["zmq.Socket[bytes]"]):
+    """A context whose sockets find each other by name, `cluster://NAME`, on any machine."""
+
+    handlers: list[tuple["Channel[Any]", Callable[[], None]]]
+    """what must be attended to for that: sockets, and what to do when something waits there"""
+
+    def bind(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+        """Binds a socket, which has its options, and makes its addresses known."""
+        raise NotImplementedError
+
+    def connect(self, socket: "zmq.Socket[bytes]", endpoint: str, wait: bool = True) -> None:
+        """Connects a socket, which has its options, to wherever the name is bound, now and later.
+
+        Where the name is not known, it `wait`s for it, or does without: then what is sent before is
+        dropped. A socket that waited counts on its messages: see `on_return`.
+        """
+        raise NotImplementedError
+
+    def on_connected(self, socket: "zmq.Socket[bytes]", handler: Callable[[], None]) -> None:
+        """Calls `handler` whenever a socket that waited is connected."""
+        raise NotImplementedError
+
+    def on_return(self, socket: "zmq.Socket[bytes]", handler: Callable[[], None]) -> None:
+        """Calls `handler` when a connection was lost between processes that live on, and came back:
+        messages may be lost. Without a handler that ends the process, which starts afresh."""
+        raise NotImplementedError
 
 
 class Channel(Generic[Received]):
@@ -156,7 +186,10 @@ def bind(
     if kind == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:
-        socket.bind(endpoint)
+        if isinstance(context, Network) and endpoint.startswith(CLUSTER):
+            context.bind(socket, endpoint)
+        else:
+            socket.bind(endpoint)
     except zmq.ZMQError as error:
         raise zmq.ZMQError(error.errno, f"{error} ({endpoint})") from error
     return Channel(socket, receives)
@@ -169,13 +202,18 @@ def connect(
     receives: Any = None,
     identity: bytes = b"",
     max_queue: int = 0,
+    wait: bool = True,
 ) -> Channel[Any]:
-    """A connected channel; the peer may come later. `max_queue`: as in `bind`."""
+    """A connected channel; the peer may come later. `max_queue`: as in `bind`; `wait`: as in
+    `Network.connect`."""
     socket = _socket(context, kind, endpoint)
     socket.setsockopt(zmq.SNDHWM, max_queue)
     if identity:
         socket.setsockopt(zmq.IDENTITY, identity)
-    socket.connect(endpoint)
+    if isinstance(context, Network) and endpoint.startswith(CLUSTER):
+        context.connect(socket, endpoint, wait)
+    else:
+        socket.connect(endpoint)
     return Channel(socket, receives)
 
 

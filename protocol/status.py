@@ -15,6 +15,8 @@ class ProcessStatus(Struct, kw_only=True, omit_defaults=True):
     name: str
     """`detokenizer.2`"""
     pid: int
+    node: str = ""
+    """name of its machine; empty where there is only one"""
     uptime: float
     """seconds"""
     restarts: int

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from zmq.utils import z85
 
+from penstock.protocol.authentication import Authenticator
+from penstock.protocol.cluster import Cluster
 from penstock.protocol.config import Config
-from penstock.protocol.endpoints import check_reach, stays_on_host
-from penstock.protocol.keys import KeysError, admitted_keys
+from penstock.protocol.endpoints import check_reach, inner_clients, stays_on_host
+from penstock.protocol.keys import ZAP_DOMAIN
 from penstock.protocol.sockets import POLITE_BYTES, Channel, bind
 from penstock.services.gateway.monitor import Monitor
 
@@ -27,8 +28,10 @@ def bind_clients(
     other machines may reach in the clear, and KeysError."""
     check_reach(config)
     handlers: Handlers = [(monitor.channel, monitor.handle)]
-    if config.keys:
-        authenticator = Authenticator(context, Path(config.keys))
+    if config.keys and isinstance(context, Cluster):
+        context.authenticator.folders[ZAP_DOMAIN] = Path(config.keys)
+    elif config.keys:
+        authenticator = Authenticator(context, {ZAP_DOMAIN: Path(config.keys)})
         handlers.append((authenticator.channel, authenticator.handle))
     elif not stays_on_host(config.endpoint):
         log.warning(
@@ -47,36 +50,6 @@ def bind_clients(
         max_queue=MAX_QUEUE,
         monitor=monitor.address,
     )
+    if isinstance(context, Cluster):  # for those of our own processes that are clients
+        context.bind(channel.socket, inner_clients(config))
     return channel, handlers
-
-
-class Authenticator:
-    """Answers libzmq's question who may connect (ZAP, ZeroMQ RFC 27): the keys in the folder.
-
-    The folder is read for every new connection, so a key that is added counts at once, and one that
-    is removed opens no further connection.
-    """
-
-    def __init__(self, context: "zmq.Context[Any]", folder: Path) -> None:
-        self.channel = bind(context, zmq.REP, "inproc://zeromq.zap.01", None)
-        self._folder = folder
-
-    def handle(self) -> None:
-        """Every question that waits. A refused client is told no reason."""
-        for version, number, _, address, _, _, key in self.channel.receive_frames():
-            accepted = self._admits(z85.encode(key), address)
-            status = b"200" if accepted else b"400"
-            self.channel.send_frames([version, number, status, b"", b"", b""])
-
-    def _admits(self, key: bytes, address: bytes) -> bool:
-        try:
-            if key in admitted_keys(self._folder):
-                return True
-            reason = f"its key {key.decode()} is unknown"
-        except KeysError as error:
-            reason = str(error)
-        self.channel.num_bad_frames += 1  # `launch status` shows it among what was dropped
-        if self.channel.num_bad_frames == 1:
-            who = address.decode()
-            log.warning("refused a client at %s (more are only counted): %s", who, reason)
-        return False

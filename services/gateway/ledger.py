@@ -58,6 +58,8 @@ class Entry:
         """of the request's frame, the text and the tokens"""
         self.is_open = True
         """it is to be worked at"""
+        self.tokenizer = b""
+        """who passed this attempt on; empty when something has come of it"""
         self.num_attempts = 0
         self.accepted_at = self.first_token_at = self.last_token_at = 0.0
         """moments of one clock, seconds; 0: not yet"""
@@ -123,6 +125,7 @@ class Entry:
             return False
         self.token_ids += token_ids
         self.num_deaths = 0
+        self.tokenizer = b""
         if self._logprobs is not None:
             unknown = [None] * len(delta.token_ids)
             self._logprobs += (delta.logprobs or unknown)[num_tokens:]
@@ -278,6 +281,15 @@ class Ledger:
         """What comes of an earlier attempt counts no more."""
         entry.attempt = next(self._attempts)
         entry.num_attempts += 1
+        entry.tokenizer = b""
+
+    def new_first_attempt(self) -> int:
+        """A number below those of all attempts that begin from here on, above those before."""
+        return next(self._attempts)
+
+    def from_tokenizer(self, identity: bytes) -> list[Entry]:
+        """Open requests that it has passed on, of which nothing has come since."""
+        return [entry for entry in self._open.values() if entry.tokenizer == identity]
 
     def _wait_no_more(self, entry: Entry) -> None:
         if entry.num_waiting_tokens:

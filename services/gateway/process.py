@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import zmq
@@ -33,7 +34,7 @@ from penstock.protocol.messages import (
     refusal,
 )
 from penstock.protocol.process import Process
-from penstock.protocol.sockets import Channel, bind, connect
+from penstock.protocol.sockets import Channel, Network, bind, connect
 from penstock.protocol.status import ProcessStatus, SchedulerStatus, StatusReply
 from penstock.protocol.tracing import Tracer
 from penstock.services.gateway.admission import RefusedError
@@ -60,23 +61,22 @@ class Gateway:
         self.waiting_for_report: list[tuple[Client, StatusRequest, set[int]]] = []
         """each with the replicas that have reported since"""
         self.was_ready = False
-        first_attempt = time.time_ns() // 1_000  # of no earlier gateway: it counts from here on
         context, at = process.context, process.endpoints
         self.connections = Connections()
         self.monitor = Monitor(context, self.connections)
         self.clients, about_clients = bind_clients(context, config, self.monitor)
         self.to_tokenizers = bind(context, zmq.ROUTER, at.tokenizers, FromTokenizer)
         self.results = bind(context, zmq.PULL, at.results, ToGateway)
-        to_schedulers: list[Channel[Any]] = [
+        self.to_schedulers: list[Channel[Any]] = [
             connect(context, zmq.PUSH, one.requests) for one in process.all_endpoints
         ]
-        for scheduler in to_schedulers:
-            scheduler.send(GatewayStarted(first_attempt))
         self.replicas = Replicas(config.dp, config.routing)
-        self.ledger = Ledger(first_attempt)
+        self.ledger = Ledger(time.time_ns() // 1_000)  # no earlier gateway's: it counts from there
+        for scheduler in self.to_schedulers:
+            scheduler.send(GatewayStarted(self.ledger.first_attempt))
         self.outbox = Outbox(self.clients, self.ledger, self.connections)
-        self.tokenizers = Tokenizers(self.to_tokenizers, self.tell_ready)
-        self.questions = Questions(first_attempt, self.outbox, self.tokenizers)
+        self.tokenizers = Tokenizers(self.to_tokenizers, self.tell_ready, self.on_tokenizer_lost)
+        self.questions = Questions(self.ledger.first_attempt, self.outbox, self.tokenizers)
         self.requests = Requests(
             config,
             self.ledger,
@@ -86,7 +86,7 @@ class Gateway:
             self.questions,
             self.replicas,
             Tracer(config, process.name),
-            to_schedulers,
+            self.to_schedulers,
             call_later,
         )
         self.statistics = self.requests.statistics
@@ -96,6 +96,10 @@ class Gateway:
             (self.clients, self.on_clients),
             *about_clients,
         ]
+        if isinstance(context, Network):
+            for replica, channel in enumerate(self.to_schedulers):
+                context.on_return(channel.socket, partial(self.on_scheduler_returned, replica))
+            self.handlers += context.handlers
 
     def pump(self) -> bool:
         """Handles what waits; True if something did, and more may. A ZeroMQ file descriptor signals
@@ -155,10 +159,10 @@ class Gateway:
                 case Heartbeat():
                     self.on_heartbeat_of(identity, message)
                 case Goodbye():
-                    self.tokenizers.lose(identity)
+                    self.tokenizers.leave(identity)
                 case Tokenized() | RequestFailed():
                     self.tokenizers.done(identity, (message.request_id, message.attempt))
-                    self.on_tokenized(message)
+                    self.on_tokenized(identity, message)
                 case Answered():
                     self.tokenizers.done(identity, message.number)
                     self.questions.answer(message)
@@ -173,7 +177,7 @@ class Gateway:
         else:
             self.tokenizers.alive(identity, message.name)
 
-    def on_tokenized(self, message: Tokenized | RequestFailed) -> None:
+    def on_tokenized(self, identity: bytes, message: Tokenized | RequestFailed) -> None:
         """A tokenizer is done with a request."""
         entry = self.ledger.get(message.request_id)
         if entry is None:  # ended meanwhile: the scheduler must not go on with it
@@ -184,6 +188,12 @@ class Gateway:
         else:
             self.requests.release_left(entry, message.attempt)
             self.ledger.tokenized(entry, message.num_prompt_tokens)
+            entry.tokenizer = identity
+
+    def on_tokenizer_lost(self, identity: bytes) -> None:
+        """What it said it had passed on may have died with it."""
+        for entry in self.ledger.from_tokenizer(identity):
+            self.requests.again(entry)
 
     # ---- results -----------------------------------------------------------------------------
 
@@ -223,6 +233,12 @@ class Gateway:
                 self.tell_status([(client, request)])
             else:
                 self.waiting_for_report.append((client, request, heard))
+
+    def on_scheduler_returned(self, replica: int) -> None:
+        """The connection to a scheduler was lost and is back, so messages may be lost: it is told
+        all that is open once more, and forgets what is not."""
+        self.to_schedulers[replica].send(GatewayStarted(self.ledger.new_first_attempt()))
+        self.requests.begin_again(replica)
 
     # ---- status ------------------------------------------------------------------------------
 

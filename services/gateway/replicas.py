@@ -112,7 +112,7 @@ class Replicas:
     @property
     def ready(self) -> bool:
         """All are."""
-        return all(one.status and one.status.ready for one in self._all)
+        return all(one.status and one.status.ready and not one.is_silent for one in self._all)
 
     def heard(self, status: SchedulerStatus) -> bool | None:
         """Takes a report. True: its scheduler is a new one, which knows nothing; None: it is of one

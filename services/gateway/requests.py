@@ -151,7 +151,7 @@ class Requests:
         if entries:
             log.warning("scheduler.%d is a new one: %d requests go on", replica + 1, len(entries))
         for entry in entries:
-            self._again(entry)
+            self.again(entry)
 
     def leave_lost(self) -> None:
         """What a replica can't run goes on in another one."""
@@ -159,9 +159,10 @@ class Requests:
         if entries:
             log.warning("a replica is down: %d requests go on in others", len(entries))
         for entry in entries:
-            self._again(entry)
+            self.again(entry)
 
-    def _again(self, entry: Entry) -> None:
+    def again(self, entry: Entry) -> None:
+        """Submits a request once more, to go on behind the tokens that it has."""
         attempt = entry.attempt
         left = self._replicas.place_again(entry)
         self._ledger.begin_attempt(entry)

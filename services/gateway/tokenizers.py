@@ -26,12 +26,19 @@ class Work(Protocol):
 class Tokenizers:
     """Which tokenizer has which work; what no tokenizer has waits for one to come."""
 
-    def __init__(self, channel: Channel[Any], on_change: Callable[[], None]) -> None:
-        """`on_change` is called when one has come or is lost."""
+    def __init__(
+        self,
+        channel: Channel[Any],
+        on_change: Callable[[], None],
+        on_lost: Callable[[bytes], None] = lambda _: None,
+    ) -> None:
+        """`on_change` is called when one has come or is gone; `on_lost`, with its identity, before
+        that, if it did not leave by itself."""
         self.peers: Peers[Work] = Peers()
         self.unassigned: dict[Work, None] = {}
         self._channel = channel
         self._on_change = on_change
+        self._on_lost = on_lost
 
     def submit(self, work: Work) -> None:
         """Gives work away."""
@@ -57,6 +64,11 @@ class Tokenizers:
         self.unassigned.pop(work, None)
 
     def lose(self, identity: bytes) -> None:
+        """A tokenizer is gone, as far as anyone knows."""
+        self.leave(identity)
+        self._on_lost(identity)
+
+    def leave(self, identity: bytes) -> None:
         """Its unanswered work goes to another one, or to the next that comes."""
         self.unassigned |= {work: None for work in self.peers.lost(identity) if work.is_open}
         self._submit_unassigned()

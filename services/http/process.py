@@ -7,10 +7,13 @@ import socket
 
 import uvicorn
 import uvloop
+import zmq
 
 from penstock.launch.client import AsyncClient
 from penstock.launch.errors import ClientError
+from penstock.protocol.cluster import Cluster, pump
 from penstock.protocol.config import Config
+from penstock.protocol.endpoints import inner_clients
 from penstock.protocol.process import Process, PulseSender
 from penstock.protocol.sockets import HEARTBEAT_INTERVAL
 from penstock.services.http.app import make_app
@@ -54,7 +57,10 @@ async def serve(process: Process) -> None:
         loop.call_later(HEARTBEAT_INTERVAL, heartbeat)
         pulse.send()
 
-    async with AsyncClient(config.endpoint, keys=config.keys) as client:
+    if process.network:
+        _attend(process.network, loop)
+    where = inner_clients(config)
+    async with AsyncClient(where, keys=config.keys, context=process.network) as client:
         service = Service(config, client)
         server = _Server(_uvicorn_config(config, service))
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -64,6 +70,14 @@ async def serve(process: Process) -> None:
         start = asyncio.create_task(service.start())
         await server.serve([listener])
         start.cancel()
+
+
+def _attend(network: Cluster, loop: asyncio.AbstractEventLoop) -> None:
+    """Follows the gateway to wherever it is."""
+    for channel, _ in network.handlers:
+        file = channel.socket.getsockopt(zmq.FD)
+        loop.add_reader(int(file), pump, network.handlers)
+    pump(network.handlers)
 
 
 def _uvicorn_config(config: Config, service: Service) -> uvicorn.Config:

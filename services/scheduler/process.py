@@ -52,7 +52,8 @@ class SchedulerProcess:
         self.scheduler: Scheduler | None = None
         self.plan_depth = PlanDepth(self.config.num_plans_in_flight)
         self.replica = process.replica
-        self.group = WorkerGroup(self.config.tp, self.config.spare_workers, self.replica)
+        sizes = self.config.tp, self.config.spare_workers
+        self.group = WorkerGroup(*sizes, self.replica, process.node_id)
         self.streams = Streams(self.epoch)
         self.requests: dict[str, Sequence] = {}
         """every request that the gateway has not released"""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from random import Random
 
 from penstock.protocol.client import AbortRequest
-from penstock.protocol.messages import Goodbye, ReleaseRequest
+from penstock.protocol.messages import Goodbye, Heartbeat, ReleaseRequest
 from penstock.protocol.status import SchedulerStatus
 from tests.services.gateway.conftest import PROMPT, Stage, request
 
@@ -126,6 +126,34 @@ def test_what_a_lost_tokenizer_had_goes_to_the_next(stage: Start) -> None:
     one.work_until(lambda: not len(one.gateway.tokenizers.peers))
     entry = one.gateway.ledger.get("a")
     assert list(one.gateway.tokenizers.unassigned) == [entry]
+
+
+def test_what_a_lost_tokenizer_had_passed_on_begins_again(stage: Start) -> None:
+    """It may not have left the tokenizer; but nothing begins again of which a token has come."""
+    one = stage()
+    client = one.connect()
+    one.open(client, "begun", "silent")
+    attempts = {task.request_id: task.attempt for task in (one.tokenize(), one.tokenize())}
+    one.generate("begun", 0, 1)
+    one.gateway.tokenizers.lose(b"t")
+    for request_id, attempt in attempts.items():
+        entry = one.gateway.ledger.get(request_id)
+        assert (entry.attempt == attempt) == (request_id == "begun")
+    one.tokenizer.send(Heartbeat("tokenizer.1"))
+    one.work_until(lambda: len(one.gateway.tokenizers.peers))
+    again = one.tokenize()
+    assert (again.request_id, again.attempt > attempts["silent"]) == ("silent", True)
+
+
+def test_a_scheduler_that_may_have_missed_something_is_told_all_again(stage: Start) -> None:
+    one = stage()
+    client = one.connect()
+    one.open(client, "open")
+    before = one.tokenize().attempt
+    one.told_scheduler()
+    one.gateway.on_scheduler_returned(0)
+    started = one.told_scheduler()[-1]
+    assert before < started.first_attempt < one.tokenize().attempt
 
 
 def test_nothing_is_left_of_ten_thousand_requests(stage: Start) -> None:

@@ -63,6 +63,7 @@ def fresh(
         endpoints=at,
         name="scheduler.1",
         replica=0,
+        node_id="",
     )
     process = SchedulerProcess(own)  # type: ignore[arg-type]
     detokenizer.send(Heartbeat("detokenizer.1"))
