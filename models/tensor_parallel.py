@@ -29,23 +29,32 @@ class GroupError(ConnectionError):
 class TensorParallel:
     """One rank of a tensor-parallel group. Alone (size 1) it exchanges nothing.
 
-    GPUs exchange through symmetric memory (torch.distributed._symmetric_memory): each rank reads
-    and writes the others', peer to peer, in kernels that a CUDA graph can hold.
+    GPUs of one node exchange through symmetric memory (torch.distributed._symmetric_memory): each
+    rank reads and writes the others', peer to peer, in kernels that a CUDA graph can hold. Those of
+    several nodes exchange by NCCL, whose collectives it can hold, too.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, device: torch.device = CPU) -> None:
+    def __init__(
+        self, rank: int = 0, size: int = 1, device: torch.device = CPU, spans_nodes: bool = False
+    ) -> None:
         self.rank = rank
         self.size = size
         self.device = device
+        self.spans_nodes = spans_nodes
         self._turns: Iterator[Tensor] = iter(())
         self._push: Any = None
 
     @classmethod
     def join(
-        cls, rendezvous: str, rank: int, size: int, device: torch.device = CPU
+        cls,
+        rendezvous: str,
+        rank: int,
+        size: int,
+        device: torch.device = CPU,
+        spans_nodes: bool = False,
     ) -> "TensorParallel":
         """Waits for the other ranks at `rendezvous`, tcp://host:port. Raises GroupError."""
-        group = cls(rank, size, device)
+        group = cls(rank, size, device, spans_nodes)
         if size > 1:
             backend, device_id = ("nccl", device) if group.on_gpus else ("gloo", None)
             with group._exchange():
@@ -61,9 +70,14 @@ class TensorParallel:
         """Whether there are others, on GPUs of their own."""
         return self.size > 1 and self.device.type == "cuda"
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether there is `symmetric` memory."""
+        return self.on_gpus and not self.spans_nodes
+
     def reserve(self, num_elements: int, dtype: torch.dtype) -> None:
         """Makes room for what `empty` gives out, of at most so many elements. Raises GroupError."""
-        if not self.on_gpus:
+        if not self.shares_memory:
             return
         from penstock.kernels.gpu.all_reduce import PushAllReduce, inbox_size  # Triton: GPUs only
 
@@ -96,7 +110,7 @@ class TensorParallel:
         It is valid until two more were given out.
         """
         num_elements = num_rows * num_columns
-        if not self.on_gpus or self._is_pushed(num_elements):
+        if not self.shares_memory or self._is_pushed(num_elements):
             return None
         buffer = next(self._turns)
         if buffer.dtype != dtype or num_elements > len(buffer):
@@ -106,25 +120,33 @@ class TensorParallel:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, on all of them; `x`, which may be overwritten, is contiguous.
 
-        Between GPUs only what was written where `empty` said can be reduced.
+        Between GPUs of a node only what was written where `empty` said can be reduced.
         """
         if self.size == 1:
             return x
+        if self.shares_memory:
+            return self._all_reduce_in_memory(x)
         if self.on_gpus:
-            return self._all_reduce_on_gpus(x)
+            with self._exchange():
+                dist.all_reduce(x)
+            return x
         # Added in the order of the ranks: where gloo starts to add depends on the tensor's size.
+        total, *parts = self.all_gather(x)
+        for part in parts:
+            total += part
+        return total
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """Every rank's x, in the order of the ranks, on all of them."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
         with self._exchange():
             dist.all_gather(parts, x.contiguous())
-        total = parts[0]
-        for part in parts[1:]:
-            total += part
-        return total
+        return parts
 
     def _is_pushed(self, num_elements: int) -> bool:
         return self.size == 2 or num_elements <= int(self._push.max_elements)
 
-    def _all_reduce_on_gpus(self, x: Tensor) -> Tensor:
+    def _all_reduce_in_memory(self, x: Tensor) -> Tensor:
         if self._is_pushed(x.numel()):
             for part in torch.split(x.view(-1), self._push.max_elements):
                 self._push(part)

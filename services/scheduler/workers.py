@@ -1,6 +1,5 @@
 """The tensor-parallel group: which worker has which rank, and whether it can run plans."""
 
-import socket
 from time import time_ns
 
 from penstock.protocol.messages import WorkerAssignment, WorkerExit, WorkerHello
@@ -24,8 +23,10 @@ class WorkerGroup:
     beyond `tp_size` wait, to take the place of those that die.
     """
 
-    def __init__(self, tp_size: int, num_spares: int = 0, replica: int = 0) -> None:
+    def __init__(self, tp_size: int, num_spares: int = 0, replica: int = 0, node: str = "") -> None:
+        """node: the scheduler's own, as `WorkerHello.node`."""
         self.tp_size = tp_size
+        self._node = node
         self._replica = replica
         self._num_expected = tp_size + num_spares
         self._num_heartbeats = 0
@@ -41,8 +42,8 @@ class WorkerGroup:
         """what the members were told last"""
         self._num_blocks_before = 0
         """of the last group that was ready"""
-        self._pids_before: list[int] = []
-        """of the members of the last group: they may hold its memory still"""
+        self._pids_before: list[tuple[str, int]] = []
+        """nodes and pids of the last group's members: they may hold its memory still"""
 
     @property
     def ready(self) -> bool:
@@ -85,7 +86,8 @@ class WorkerGroup:
             return []
         if self.ready:
             self._num_blocks_before = self.num_blocks
-        self._pids_before = [pid for m in self.members if (pid := self._hellos[m].pid) > 0]
+        hellos = [self._hellos[member] for member in self.members]
+        self._pids_before = [(hello.node, hello.pid) for hello in hellos if hello.pid > 0]
         reason = f"{self._hellos[identity].name} is gone"
         self._forget(identity)
         rest = [member for member in self.members if member != identity]
@@ -132,13 +134,32 @@ class WorkerGroup:
                 return self._dismiss(list(ranks.values()), f"group {group} is not whole")
         if len(fresh) < self.tp_size or not all_heard:
             return []
-        return self._assign(fresh[: self.tp_size], "")
+        return self._assign(self._neighbours(fresh), "")
+
+    def _neighbours(self, fresh: list[bytes]) -> list[bytes]:
+        """As many of these as a group needs, in the order of their ranks; those of a node together.
+
+        A node with enough of them comes first, then the scheduler's own, then the one with most.
+        """
+        on_node: dict[str, list[bytes]] = {}
+        for identity in fresh:
+            on_node.setdefault(self._hellos[identity].node, []).append(identity)
+        nodes = sorted(
+            on_node,
+            key=lambda node: (
+                len(on_node[node]) < self.tp_size,
+                node != self._node,
+                -len(on_node[node]),
+            ),
+        )
+        return [identity for node in nodes for identity in on_node[node]][: self.tp_size]
 
     def _assign(self, members: list[bytes], group: str) -> list[Letter]:
         self.epoch = time_ns()
         self.members = members
         self._had_group = True
-        rendezvous = f"tcp://127.0.0.1:{_free_port()}"
+        rendezvous = self._hellos[members[0]].rendezvous
+        nodes = [self._hellos[member].node for member in members]
         self._assignments = [
             (
                 member,
@@ -149,17 +170,11 @@ class WorkerGroup:
                     self.tp_size,
                     rendezvous,
                     self._num_blocks_before,
-                    self._pids_before,
+                    [pid for other, pid in self._pids_before if other == node],
                     self._replica,
+                    spans_nodes=len(set(nodes)) > 1,
                 ),
             )
-            for rank, member in enumerate(members)
+            for rank, (member, node) in enumerate(zip(members, nodes, strict=True))
         ]
         return self._assignments
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

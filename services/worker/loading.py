@@ -1,10 +1,10 @@
 """How a worker comes to life: device, group, weights, KV cache, CUDA graphs."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from os import cpu_count
 
 import torch
 
@@ -22,6 +22,7 @@ from penstock.protocol.checkpoint import (
     quantized,
     read_model_config,
 )
+from penstock.protocol.cluster import NODE_VARIABLE
 from penstock.protocol.config import Config, make_run_folder
 from penstock.protocol.messages import WorkerAssignment
 from penstock.protocol.plan import BatchPlan, RowAdded, pack
@@ -39,6 +40,9 @@ from penstock.services.worker.start_times import StartTimes
 
 IMPORTED = time.time()
 log = logging.getLogger(__name__)
+GPU_VARIABLE = "PENSTOCK_GPU"
+"""index of the worker's GPU among those that torch sees: all of its node, or they could not reach
+one another"""
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 CPU_KV_BYTES = 1 << 30
 """where nothing is said"""
@@ -57,11 +61,12 @@ def load(
     index = assignment.replica * config.tp + assignment.rank
     device = choose_device(config.device, index, config.tp, config.dp)
     # One core is for the other processes: threads that wait for one that has no core are dear.
-    num_cores = ((cpu_count() or 1) - 1) // (config.tp * config.dp)
+    num_cores = ((os.cpu_count() or 1) - 1) // (config.tp * config.dp)
     torch.set_num_threads(config.num_threads or max(1, num_cores))
     model_config = quantized(read_model_config(config.model_folder), config.quantization)
     check_tp(model_config, assignment.tp_size, config.enable_expert_parallel)
-    tp = TensorParallel.join(assignment.rendezvous, assignment.rank, assignment.tp_size, device)
+    place = assignment.rendezvous, assignment.rank, assignment.tp_size
+    tp = TensorParallel.join(*place, device, assignment.spans_nodes)
     attention = _attention(config, model_config, assignment.tp_size, device)
     log.info("%s, attention: %s, blocks of %d", device, attention.name, attention.block_size)
     times.end("group")
@@ -91,7 +96,10 @@ def load(
 
 def choose_device(wanted: str, index: int, tp_size: int, num_replicas: int = 1) -> torch.device:
     """The GPU of the worker `index` of all replicas' ones, or the CPU. Raises ModelError where
-    GPUs are wanted and there are too few."""
+    GPUs are wanted and there are too few. On a cluster GPU_VARIABLE says which GPU it is."""
+    given = os.environ.get(GPU_VARIABLE)
+    if given is not None or NODE_VARIABLE in os.environ:
+        return _given_device(wanted, given)
     num_gpus = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and not num_gpus):
         return torch.device("cpu")
@@ -107,6 +115,19 @@ def choose_device(wanted: str, index: int, tp_size: int, num_replicas: int = 1) 
         return torch.device("cpu")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def _given_device(wanted: str, given: str | None) -> torch.device:
+    """Without a fall back to the CPU: the other ranks of the group may have GPUs."""
+    if wanted == "cpu" or (wanted == "auto" and given is None):
+        return torch.device("cpu")
+    if given is None:
+        raise ModelError(f"--device {wanted}: the cluster has given this worker no GPU")
+    num_gpus = torch.cuda.device_count()
+    if int(given) >= num_gpus:
+        raise ModelError(f"this worker was given GPU {given}; torch sees {num_gpus} GPUs here")
+    torch.cuda.set_device(int(given))
+    return torch.device("cuda", int(given))
 
 
 def _attention(config: Config, model: ModelConfig, tp_size: int, device: torch.device) -> Attention:

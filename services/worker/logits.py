@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.kernels.candidates import is_enough
 from penstock.kernels.logits import apply_bitmask
 from penstock.kernels.plan import Slots, StepBuffers
 from penstock.models.qwen3 import Qwen3
-from penstock.protocol.plan import BatchPlan, RowAdded, unpack
+from penstock.protocol.plan import BatchPlan, RowAdded, RowExtras, unpack
 from penstock.services.worker.cuda_graphs import Computed
 from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.penalties import Penalties
@@ -41,8 +42,7 @@ class ExtraRow:
 
     def __init__(self, row: RowAdded, vocab_size: int) -> None:
         """Raises ValueError for a bias of a token that the model does not have."""
-        assert row.extras  # noqa: S101  for mypy
-        self.extras = extras = row.extras
+        self.extras = extras = row.extras or RowExtras(0)
         self.token_ids = np.frombuffer(row.token_ids, "<i4").astype(np.int64)
         self.place = -1
         """in `Penalties`, if it has any"""
@@ -105,7 +105,7 @@ class SecondPass:
                 if slot in self.rows:
                     self._remove(slot)
         for row in plan.added:
-            if row.extras:
+            if row.extras or (self._model.tp.spans_nodes and not _sampler_is_enough(row)):
                 self._add(row)
 
     def follows(self, tokens: Callable[[], list[int]]) -> None:
@@ -227,6 +227,10 @@ class SecondPass:
 
     def _to_device(self, *lists: Integers | list[int]) -> tuple[Tensor, ...]:
         return integers_to_device(lists, self._device)
+
+
+def _sampler_is_enough(row: RowAdded) -> bool:
+    return is_enough(row.temperature, row.top_k, row.top_p, row.min_p)
 
 
 def _entries(bias: dict[int, float]) -> NDArray[np.float64]:

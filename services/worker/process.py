@@ -18,6 +18,7 @@ from penstock.protocol.messages import ToWorker, WorkerAssignment, WorkerExit, W
 from penstock.protocol.plan import BatchPlan, SampledTokens, pack
 from penstock.protocol.process import Loop, Process
 from penstock.protocol.sockets import HEARTBEAT_INTERVAL, connect
+from penstock.services.worker.network import free_rendezvous, use_interface_of
 from penstock.services.worker.told import Told
 from penstock.services.worker.watchdog import Watchdog
 
@@ -92,6 +93,9 @@ class Worker:
     def say_hello(self) -> None:
         """Tells the scheduler that this worker lives, and what it holds."""
         hello = WorkerHello(self._process.name, self._group, self._rank, pid=os.getpid())
+        hello.node = self._process.node_id
+        if not self._group:
+            hello.rendezvous = free_rendezvous(self._process.host)
         if self._runner:
             hello.num_blocks, hello.block_size = self._runner.num_blocks, self._runner.block_size
             hello.idle_us = self._runner.idle_us()
@@ -196,6 +200,8 @@ def main(load: Load) -> None:
     loop.add(worker.channel, worker.receive)
     loop.add_connection(worker.channel, worker.say_hello)
     try:
+        if process.node_id:
+            use_interface_of(process.host)
         loop.run()
     except (WorkerError, ModelError, ConnectionError) as error:
         process.log.error("%s", error)

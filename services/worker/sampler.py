@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from penstock.kernels.candidates import candidates, draw_candidate
 from penstock.kernels.plan import Slots
 from penstock.kernels.sampling import sample
 from penstock.models.qwen3 import Qwen3
@@ -11,8 +12,10 @@ from penstock.models.qwen3 import Qwen3
 class Sampler:
     """Draws a token for each row. Each rank has the logits of its run of the vocabulary.
 
-    On several GPUs each rank finds the best of its own run, and reads what the others have found
-    (`penstock.kernels.gpu.sharded_sampling`); on CPUs rank 0 draws and tells the others.
+    On several GPUs of a node each rank finds the best of its own run, and reads what the others
+    have found (`penstock.kernels.gpu.sharded_sampling`). On several nodes the ranks tell each other
+    their candidates, and all draw from these (`penstock.kernels.candidates`); rows for which that
+    is not enough take part in the second pass. On CPUs of a node rank 0 draws and tells the others.
     """
 
     def __init__(self, model: Qwen3, slots: Slots, max_rows: int, vocab_size: int) -> None:
@@ -20,7 +23,7 @@ class Sampler:
         self._model = model
         self._slots = slots
         self._sharded = None
-        if model.tp.on_gpus:
+        if model.tp.shares_memory:
             from penstock.kernels.gpu.sharded_sampling import ShardedSampler, buffer_size
 
             size = buffer_size(max_rows, vocab_size, model.tp.size)
@@ -41,12 +44,20 @@ class Sampler:
             )
             return drawn, logits
         logits = self._model.compute_logits(hidden_states)
+        if self._model.tp.spans_nodes:
+            return self._draw_candidate(logits, slots, positions), logits
         joined = self._model.head.join(logits)
         tokens = slots.new_empty(len(slots))
         if joined is not None:
             tokens = draw(joined, self._slots, slots, positions)
         self.share(tokens, slots)
         return tokens, logits
+
+    def _draw_candidate(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        tp, head = self._model.tp, self._model.head
+        rows = slots, positions, parameters(self._slots)
+        own = candidates(logits, head.stop - head.start, tp.rank, tp.size, *rows)
+        return draw_candidate(tp.all_gather(own), logits.shape[1], *rows)
 
     def share(self, tokens: Tensor, slots: Tensor) -> None:
         """Brings rank 0's tokens, one for each row, to all ranks."""

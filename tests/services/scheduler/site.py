@@ -2,6 +2,8 @@
 
 from itertools import count
 
+from msgspec.structs import replace
+
 from penstock.protocol.messages import WorkerAssignment, WorkerExit, WorkerHello
 from penstock.services.scheduler.workers import Letter, WorkerGroup
 
@@ -9,18 +11,24 @@ from penstock.services.scheduler.workers import Letter, WorkerGroup
 class Site:
     """Workers that do what the letters of `WorkerGroup` say."""
 
-    def __init__(self, tp_size: int = 2, num_spares: int = 0) -> None:
-        self.group = WorkerGroup(tp_size, num_spares)
+    def __init__(self, tp_size: int = 2, num_spares: int = 0, node: str = "") -> None:
+        """node: the scheduler's."""
+        self.group = WorkerGroup(tp_size, num_spares, node=node)
         self.hellos: dict[bytes, WorkerHello] = {}
         self.assignments: dict[bytes, WorkerAssignment] = {}
         self.exits: list[bytes] = []
         self._numbers = count()
 
-    def start(self, *names: str, num_blocks: int = 0) -> list[bytes]:
-        """Fresh workers say hello; those with `num_blocks` load as soon as they have a place."""
+    def start(self, *names: str, num_blocks: int = 0, node: str = "") -> list[bytes]:
+        """Fresh workers say hello; those with `num_blocks` load as soon as they have a place.
+
+        Their pids are the numbers in their names.
+        """
         identities = [f"{name}-{next(self._numbers)}".encode() for name in names]
         for name, identity in zip(names, identities, strict=True):
-            self.hellos[identity] = WorkerHello(name)
+            self.hellos[identity] = WorkerHello(
+                name, pid=int(name[1:]), node=node, rendezvous=f"tcp://{name}"
+            )
             self.say_hello(identity)
         for identity in identities:
             if num_blocks and identity in self.assignments:
@@ -58,9 +66,7 @@ class Site:
             else:
                 self.assignments[identity] = letter
                 old = self.hellos[identity]
-                self.hellos[identity] = WorkerHello(
-                    old.name, letter.group, letter.rank, old.num_blocks
-                )
+                self.hellos[identity] = replace(old, group=letter.group, rank=letter.rank)
 
     def restart_scheduler(self) -> None:
         """It knows nothing; the workers live on."""

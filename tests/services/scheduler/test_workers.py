@@ -11,7 +11,8 @@ def test_group_is_seated_when_enough_workers_are_there() -> None:
     one, two = site.assignments.values()
     assert (one.rank, two.rank, one.tp_size) == (0, 1, 2)
     assert (one.group, one.epoch, one.rendezvous) == (two.group, two.epoch, two.rendezvous)
-    assert one.rendezvous.startswith("tcp://127.0.0.1:")
+    assert one.rendezvous == "tcp://w1"
+    assert not one.spans_nodes
     assert site.group.names == ["w1", "w2"]
 
 

@@ -7,10 +7,16 @@ import torch
 
 from penstock.kernels.step import Shape
 from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.cluster import NODE_VARIABLE
 from penstock.protocol.config import Config
 from penstock.protocol.messages import WorkerAssignment
 from penstock.services.worker.cuda_graphs import choose, decode_shapes, order, prefill_shapes
-from penstock.services.worker.loading import choose_device, load, worst_case_plan
+from penstock.services.worker.loading import (
+    GPU_VARIABLE,
+    choose_device,
+    load,
+    worst_case_plan,
+)
 from penstock.services.worker.persistent_batch import PersistentBatch
 
 
@@ -33,12 +39,54 @@ def test_the_device_of_the_last_rank(
     assert str(choose_device(wanted, tp_size - 1, tp_size)) == device
 
 
+@pytest.fixture
+def on_cluster(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A node with four GPUs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setenv(NODE_VARIABLE, "/nowhere")
+    return monkeypatch
+
+
 def test_too_few_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ModelError, match="--tp 2 needs 2 GPUs; this machine has 1"):
         choose_device("cuda", 0, 2)
     with pytest.raises(ModelError, match="--tp 1 with --dp 2 needs 2 GPUs; this machine has 1"):
         choose_device("cuda", 0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "given", "device"),
+    [
+        ("auto", "3", "cuda:3"),
+        ("cuda", "0", "cuda:0"),
+        ("cpu", "3", "cpu"),
+        ("auto", None, "cpu"),
+    ],
+)
+def test_on_a_cluster_a_worker_has_the_gpu_that_it_is_given(
+    on_cluster: pytest.MonkeyPatch, wanted: str, given: str | None, device: str
+) -> None:
+    """Not that of its rank: here it is the first of 16."""
+    if given:
+        on_cluster.setenv(GPU_VARIABLE, given)
+    assert str(choose_device(wanted, 0, 8, 2)) == device
+
+
+def test_a_gpu_that_can_not_be_had_on_a_cluster_is_told(on_cluster: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match="--device cuda: the cluster has given this worker no GPU"):
+        choose_device("cuda", 0, 1)
+    on_cluster.setenv(GPU_VARIABLE, "4")
+    with pytest.raises(ModelError, match="this worker was given GPU 4; torch sees 4 GPUs here"):
+        choose_device("auto", 0, 1)
+
+
+def test_the_group_knows_whether_it_spans_nodes(folder: Path) -> None:
+    config = Config(model=str(folder), device="cpu", num_blocks=1)
+    for spans_nodes in (False, True):
+        place = WorkerAssignment(1, "group", 0, 1, "", spans_nodes=spans_nodes)
+        assert load(config, place, lambda: None)._model.tp.spans_nodes == spans_nodes
 
 
 def test_a_back_end_that_can_not_be_had_is_told(folder: Path) -> None:

@@ -82,6 +82,8 @@ class Talk:
         process = SimpleNamespace(
             config=Config(num_plans_in_flight=num_plans_in_flight),
             name="worker.1",
+            node_id="node-a",
+            host="127.0.0.1",
             identity=b"worker.1/7",
             context=self.context,
             endpoints=SimpleNamespace(workers=endpoint),
@@ -135,7 +137,7 @@ class Talk:
 
 
 def hello(*fields: Any) -> WorkerHello:
-    return WorkerHello(*fields, pid=os.getpid())
+    return WorkerHello(*fields, pid=os.getpid(), node="node-a")
 
 
 def assignment(epoch: int = 1, group: str = "g", rank: int = 0) -> WorkerAssignment:
@@ -164,7 +166,11 @@ def seated(talk: Talk) -> Talk:
 
 def test_says_who_it_is_and_then_what_it_holds(talk: Talk) -> None:
     talk.worker.say_hello()
-    assert talk.answer() == hello("worker.1")
+    first = talk.answer()
+    assert isinstance(first, WorkerHello)
+    assert first.rendezvous.startswith("tcp://127.0.0.1:")
+    first.rendezvous = ""
+    assert first == hello("worker.1")
     talk.tell(assignment(rank=1))
     assert talk.answer() == hello("worker.1", "g", 1, 5, 16, (3.0, 4.0))
     talk.worker.say_hello()

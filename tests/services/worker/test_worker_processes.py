@@ -21,6 +21,7 @@ from penstock.protocol.sockets import bind
 from tests.models.forward import load_model, prefill_logits, random_prompts
 from tests.models.test_parallel import free_rendezvous
 from tests.services.worker.plans import plan, row
+from tests.services.worker.test_model_runner import make_runner
 
 TIMEOUT = 120
 """seconds that a process may take for anything"""
@@ -49,6 +50,8 @@ class Workers:
         """what they have sent"""
         self.members: dict[bytes, str] = {}
         """identity → name, in order of rank"""
+        self.rendezvous: dict[bytes, str] = {}
+        """identity → where it could listen"""
         self._messages: deque[tuple[bytes, WorkerHello | SampledTokens]] = deque()
 
     def receive(self) -> tuple[bytes, WorkerHello | SampledTokens]:
@@ -64,13 +67,14 @@ class Workers:
             identity, hello = self.receive()
             assert isinstance(hello, WorkerHello)
             self.members[identity] = hello.name
+            self.rendezvous[identity] = hello.rendezvous
 
-    def seat(self, epoch: int, rendezvous: str) -> None:
+    def seat(self, epoch: int, rendezvous: str, spans_nodes: bool = False) -> None:
         """Gives every worker its rank and waits until it is ready."""
         for rank, identity in enumerate(self.members):
-            self.channel.send(
-                WorkerAssignment(epoch, "group", rank, self.config.tp, rendezvous), identity
-            )
+            place = WorkerAssignment(epoch, "group", rank, self.config.tp, rendezvous)
+            place.spans_nodes = spans_nodes
+            self.channel.send(place, identity)
         ready: set[bytes] = set()
         while len(ready) < self.config.tp:
             identity, hello = self.receive()
@@ -180,6 +184,33 @@ def test_every_rank_decodes_the_tokens_of_rows_that_ask(start: Start, folder: Pa
     assert [token_id for token_id, _ in told] == said
     expected = logits.log_softmax(-1)[torch.arange(len(said)), said]
     torch.testing.assert_close(torch.tensor([x for _, x in told]), expected, rtol=0, atol=1e-4)
+
+
+def test_ranks_on_several_nodes_draw_the_tokens_of_one(start: Start, folder: Path) -> None:
+    """From candidates, or, for the last three rows, in the second pass."""
+    workers = start(tp=2)
+    workers.gather()
+    rendezvous = next(iter(workers.rendezvous.values()))
+    workers.seat(1, rendezvous, spans_nodes=True)
+    kinds = [
+        {},
+        {"temperature": 1.5},
+        SAMPLING,
+        {"temperature": 2.0, "top_k": 64, "top_p": 0.9},
+        {"temperature": 2.0, "top_p": 0.9},
+        {"temperature": 2.0, "min_p": 0.1},
+        {"temperature": 2.0, "top_k": 200},
+    ]
+    added = [
+        row(slot, PROMPTS[1], range(3 * slot, 3 * slot + 3), **{"seed": slot, **kind})
+        for slot, kind in enumerate(kinds)
+    ]
+    plans = [plan(added=added, chunks=[(slot, 20) for slot in range(len(kinds))])]
+    plans += [plan(number) for number in range(1, 20)]
+    alone = make_runner(folder)
+    expected = [alone.launch(one).token_ids() for one in plans]
+    assert [workers.run(one) for one in plans] == expected
+    assert all(len(set(tokens)) > 5 for tokens in zip(*expected, strict=True))
 
 
 def test_stops_when_told_to(start: Start) -> None:

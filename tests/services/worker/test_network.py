@@ -1,0 +1,39 @@
+"""Where a worker can be found by its group."""
+
+import os
+import socket
+
+import pytest
+
+from penstock.services.worker.network import free_rendezvous, use_interface_of
+
+
+@pytest.mark.parametrize(("host", "written"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_the_port_of_a_rendezvous_can_be_listened_at(host: str, written: str) -> None:
+    scheme, _, address = free_rendezvous(host).partition("://")
+    name, _, port = address.rpartition(":")
+    assert (scheme, name) == ("tcp", written)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    socket.create_server((host, int(port)), family=family).close()
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names no interface; it is put back behind the test."""
+    monkeypatch.setattr(os, "environ", {})
+
+
+def test_collectives_go_by_the_interface_of_the_address() -> None:
+    use_interface_of("127.0.0.1")
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
+
+
+def test_an_interface_that_the_user_chose_stays() -> None:
+    os.environ["NCCL_SOCKET_IFNAME"] = "ib0"
+    use_interface_of("127.0.0.1")
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "ib0")
+
+
+def test_an_address_of_another_machine_is_told() -> None:
+    with pytest.raises(ConnectionError, match=r"192\.0\.2\.1 is no address of this machine"):
+        use_interface_of("192.0.2.1")
