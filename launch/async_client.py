@@ -73,11 +73,13 @@ class AsyncClient:
         *,
         keys: str | Path | None = None,
         client: str = DEFAULT_CLIENT,
+        context: "zmq.Context[Any] | None" = None,
     ) -> None:
-        self._where = endpoint, keys, client
+        """`context`: instead of one of its own, which ends with the block."""
+        self._where = endpoint, keys, client, context
 
     async def __aenter__(self) -> Self:
-        """Raises ClientError for keys that can't be read."""
+        """Raises ClientError for keys that can't be read and for an address that is none."""
         self._connection = Connection(*self._where)
         for descriptor in self._descriptors():
             asyncio.get_running_loop().add_reader(descriptor, self._connection.take)
@@ -86,6 +88,7 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         for descriptor in self._descriptors():
             asyncio.get_running_loop().remove_reader(descriptor)
+        self._connection.leave()
         await asyncio.to_thread(self._connection.close)
 
     def submit(self, prompt: str | list[int] | None = None, **fields: Any) -> AsyncStream:

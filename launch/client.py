@@ -10,6 +10,9 @@
 A request survives the death of any process of the pipeline, the gateway's too: when the connection
 comes back, the client asks again for what is unanswered. `errors.py` has the tree of errors.
 
+`Client("tcp://gpu1:5555,tcp://gpu2:5555")` goes on at the next address where one is lost or can't
+be reached.
+
 Where the gateway has keys, `keys` is the folder with `server.key` and `NAME.key_secret`, and
 `client` the NAME: `Client("tcp://gpu1:5555", keys="alice-keys", client="alice")`.
 """
@@ -85,7 +88,7 @@ class Client:
         keys: str | Path | None = None,
         client: str = DEFAULT_CLIENT,
     ) -> None:
-        """Raises ClientError for keys that can't be read."""
+        """Raises ClientError for keys that can't be read and for an address that is none."""
         self._connection = Connection(endpoint, keys, client)
         self._timeout = math.inf if timeout is None else timeout
         self._poller = zmq.Poller()
@@ -100,6 +103,7 @@ class Client:
 
     def close(self) -> None:
         """Requests that are not answered yet are aborted."""
+        self._connection.leave()
         self._connection.close()
 
     def submit(self, prompt: str | list[int] | None = None, **fields: Any) -> Stream:

@@ -3,11 +3,12 @@
 import contextlib
 from collections import Counter
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from penstock.launch.addresses import Addresses, check_addresses
 from penstock.launch.errors import ClientError
 from penstock.launch.session import Answer, Session
 from penstock.protocol.client import (
@@ -19,8 +20,9 @@ from penstock.protocol.client import (
     Request,
     TokenizeReply,
 )
+from penstock.protocol.endpoints import stays_on_host
 from penstock.protocol.keys import KeysError, secure_client
-from penstock.protocol.sockets import MAX_FRAME_BYTES, POLITE_BYTES
+from penstock.protocol.sockets import CLUSTER, MAX_FRAME_BYTES, POLITE_BYTES, Network
 from penstock.protocol.status import StatusReply
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
@@ -29,6 +31,11 @@ REFUSED = "the gateway refuses this client: its key is unknown there, or only on
 MAX_HANG_UPS = 3
 """connections lost after which a question so long that the gateway may hang up at it is given up"""
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+CONNECT_TIMEOUT = 2000
+"""milliseconds after which an address of several that does not answer is left for the next one"""
+HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT = 1000, 5000
+"""milliseconds between two of ZeroMQ's heartbeats, and of silence after which a gateway of several
+is left"""
 
 
 def expect(answer: Answer, kind: type[Kind]) -> Kind:
@@ -45,31 +52,50 @@ class Connection:
     the end of a new one has perhaps not heard of it. Where the gateway refuses our key, or one side
     has keys and the other has none, every question is answered with an error. (A gateway of another
     key than ours says nothing: it is as if none were there.)
+
+    Of several addresses one is connected at a time. When it is lost, or no connection comes about,
+    libzmq says that it tries again: then the next address is tried instead.
     """
 
-    def __init__(self, endpoint: str, keys: str | Path | None, client: str) -> None:
-        """Raises ClientError for keys that can't be read."""
-        self._context = zmq.Context()
+    def __init__(
+        self,
+        endpoint: str,
+        keys: str | Path | None,
+        client: str,
+        context: "zmq.Context[Any] | None" = None,
+    ) -> None:
+        """endpoint: as `Addresses` has it, or a name that `context`, if it is a Network, knows: it
+        has the keys, then, too. A given context is not ended by `close`. Raises ClientError for
+        keys that can't be read and for an address that is none."""
+        is_name = endpoint.startswith(CLUSTER)
+        self._network = context if is_name and isinstance(context, Network) else None
+        if self._network is None:
+            check_addresses(endpoint)
+        self._addresses = Addresses(endpoint)
+        self._is_failing = False
+        """libzmq has tried the current address in vain, or the connection is lost"""
+        self._context = zmq.Context() if context is None else context
+        self._owns_context = context is None
         self._session = Session()
         self._is_connected = False
-        self._is_refused = False
         self._num_hang_ups: Counter[bytes] = Counter()
         """by the number of the question, of those longer than POLITE_BYTES"""
-        self.socket = self._context.socket(zmq.DEALER)
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 1000)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        self.socket.setsockopt(zmq.IPV6, "[" in endpoint)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self.socket.setsockopt(zmq.IMMEDIATE, 1)  # what a lost connection has queued is dropped
-        if keys:
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | REFUSALS | zmq.EVENT_DISCONNECTED
+        if len(self._addresses) > 1:
+            events |= zmq.EVENT_CONNECT_RETRIED
+            self.socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT)
+            self.socket.setsockopt(zmq.HANDSHAKE_IVL, CONNECT_TIMEOUT)
+        self.monitor = self.socket.get_monitor_socket(events)
+        if keys and self._network is None:
             self._secure(Path(keys), client)
-        self.monitor = self.socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | REFUSALS | zmq.EVENT_DISCONNECTED
-        )
-        # "*" is every interface to a server, and no address to a client
-        self.socket.connect(endpoint.replace("://*:", "://127.0.0.1:"))
+        self._connect()
 
     def ask(self, question: Request) -> Answer:
         """Sends a question, now or when there is a connection."""
@@ -77,7 +103,7 @@ class Connection:
         answer = self._session.ask(question)
         if self._is_connected:
             self._send(answer)
-        elif self._is_refused:
+        elif self._addresses.is_refused:
             self._fail(answer, REFUSED)
         self.take()  # ZeroMQ signals changes, and the send may have swallowed one
         return answer
@@ -92,35 +118,68 @@ class Connection:
             elif self.socket.poll(0):
                 self._session.receive(self.socket.recv_multipart())
                 is_sign = True
+            elif self._is_failing:
+                self._try_next()
             else:
                 return is_sign
 
-    def close(self) -> None:
-        """Sends what is queued: waits for it, for a second at most."""
+    def leave(self) -> None:
+        """Asks and hears nothing from here on; to be called where its socket is used."""
         self.socket.disable_monitor()
         self.monitor.close()
         self.socket.close()
-        self._context.term()
+
+    def close(self) -> None:
+        """Behind `leave`: waits until what is queued is sent, for a second at most."""
+        if self._owns_context:
+            self._context.term()
 
     def _secure(self, keys: Path, client: str) -> None:
         try:
             secure_client(self.socket, keys, client)
         except KeysError as error:
-            self._context.destroy(linger=0)
+            self.leave()
+            self.close()
             raise ClientError(str(error)) from error
+
+    def _connect(self) -> None:
+        address = self._addresses.current
+        if self._network:
+            self._network.connect(self.socket, address, wait=False)
+            return
+        self.socket.setsockopt(zmq.IPV6, "[" in address)
+        if len(self._addresses) > 1 and not stays_on_host(address):
+            self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL)
+            self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT)
+        self.socket.connect(address)
+
+    def _try_next(self) -> None:
+        self._is_failing = False
+        last = self._addresses.current
+        if self._addresses.turn():
+            self.socket.disconnect(last)
+            self._connect()
 
     def _on_event(self, event: int) -> bool:
         was_connected = self._is_connected
         self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-        self._is_refused = not self._is_connected and (self._is_refused or bool(event & REFUSALS))
+        if self._is_connected:
+            self._is_failing = False
+            self._addresses.on_connected()
+            self.socket.poll(0)  # a send alone overlooks what has come within the last millisecond
+        elif event & REFUSALS:
+            self._is_failing = True
+            self._addresses.on_refused()
+        elif event == zmq.EVENT_CONNECT_RETRIED:
+            self._is_failing = True
         for answer in self._session.unanswered():
             if self._is_connected:
                 self._send(answer)
-            elif self._is_refused:
+            elif self._addresses.is_refused:
                 self._fail(answer, REFUSED)  # libzmq does not try a refused key again
             elif was_connected and len(answer.frames[1]) > POLITE_BYTES:
                 self._count_hang_up(answer)
-        return was_connected or self._is_connected or self._is_refused
+        return was_connected or self._is_connected or self._addresses.is_refused
 
     def _count_hang_up(self, answer: Answer) -> None:
         number, frame = answer.frames

@@ -1,7 +1,8 @@
 """A gateway that says what the test tells it to."""
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import zmq
 
@@ -106,3 +107,13 @@ class Gateway:
                     self._news.notify()
                 for one in self._behaviour(request):
                     self._socket.send_multipart([*envelope, MSGPACK.encode(one)])
+
+
+@contextlib.contextmanager
+def gateway(endpoint: str, behaviour: Behaviour = echo) -> Iterator[Gateway]:
+    """A gateway that lives as long as the block."""
+    one = Gateway(endpoint, behaviour)
+    try:
+        yield one
+    finally:
+        one.close()

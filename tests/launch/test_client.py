@@ -1,9 +1,7 @@
 """The clients, with a gateway that says what the test tells it to."""
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,21 +24,12 @@ from penstock.protocol.client import (
 )
 from penstock.protocol.keys import secure_server
 from penstock.protocol.sockets import POLITE_BYTES
-from tests.launch.fake_gateway import TEXT, Behaviour, Gateway, delta, echo, reply
+from tests.launch.fake_gateway import TEXT, delta, echo, gateway, reply
 
 
 @pytest.fixture
 def endpoint(tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/clients"
-
-
-@contextlib.contextmanager
-def gateway(endpoint: str, behaviour: Behaviour = echo) -> Iterator[Gateway]:
-    one = Gateway(endpoint, behaviour)
-    try:
-        yield one
-    finally:
-        one.close()
 
 
 def test_many_requests_at_once(endpoint: str) -> None:
