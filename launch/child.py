@@ -2,9 +2,13 @@
 
 import time
 from collections import deque
+from collections.abc import Iterable
 
-from penstock.launch.logs import Log
+from penstock.launch.logs import NUM_LAST_LINES, Show
+from penstock.protocol.config import Config
 
+GRACE = 5.0
+"""seconds between SIGTERM and SIGKILL"""
 CRASH_WINDOW = 60.0
 """seconds within which deaths are counted"""
 
@@ -12,11 +16,14 @@ CRASH_WINDOW = 60.0
 class Child:
     """One process of the pipeline by its name."""
 
-    def __init__(self, log: Log) -> None:
-        self.log = log
+    def __init__(self, show: Show) -> None:
+        self.show = show
+        """how its lines are printed"""
+        self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self.deaths: deque[float] = deque()
         self.num_starts = 0
-        self.exit_code: int | None = None
+        self.end = ""
+        """how it ended the last time"""
         self.asked_for = False
         """its next start was asked for, so no death is behind it"""
 
@@ -28,12 +35,24 @@ class Child:
             self.deaths.popleft()
         return len(self.deaths)
 
-    @property
-    def end(self) -> str:
-        """How it ended the last time."""
-        if self.exit_code is not None and self.exit_code < 0:
-            return f"signal {-self.exit_code}"
-        return f"exit code {self.exit_code}"
+
+def process_names(config: Config, kinds: Iterable[str]) -> list[str]:
+    """Of all processes at start."""
+    numbers = {
+        "scheduler": config.dp,
+        "worker": (config.tp + config.spare_workers) * config.dp,
+        "tokenizer": config.tokenizers,
+        "detokenizer": config.detokenizers,
+        "http": config.http,
+    }
+    return [f"{kind}.{i}" for kind in kinds for i in range(1, numbers.get(kind, 1) + 1)]
+
+
+def end_of(exit_code: int | None) -> str:
+    """How a process has ended."""
+    if exit_code is not None and exit_code < 0:
+        return f"signal {-exit_code}"
+    return f"exit code {exit_code}"
 
 
 def kind_of(name: str) -> str:

@@ -127,7 +127,8 @@ def _add_batch(command: argparse.ArgumentParser) -> None:
 
 def _add_client(command: argparse.ArgumentParser) -> None:
     add_options(command, Config, ["name"])
-    command.add_argument("--endpoint", help="connect there, not to the pipeline of --name")
+    text = "connect there, not to the pipeline of --name; of A,B,… to the next if one is lost"
+    command.add_argument("--endpoint", help=text)
     command.add_argument("--keys", metavar="FOLDER", help="with server.key and NAME.key_secret")
     command.add_argument(
         "--client", metavar="NAME", default=DEFAULT_CLIENT, help="whose key (default: %(default)s)"

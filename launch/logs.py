@@ -3,7 +3,6 @@
 import asyncio
 import os
 import sys
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,19 +20,35 @@ Show = Callable[[str], str]
 """what is printed for a line of one process"""
 
 
+class Lines:
+    """Cuts what a process writes into lines."""
+
+    def __init__(self) -> None:
+        self._begun = b""
+
+    def take(self, data: bytes) -> list[str]:
+        """The lines that end with `data`, or are too long to wait for their end."""
+        *lines, self._begun = (self._begun + data).split(b"\n")
+        if len(self._begun) > MAX_LINE:
+            lines, self._begun = [*lines, self._begun], b""
+        return [line.decode(errors="replace").rstrip("\r") for line in lines]
+
+    def take_rest(self) -> list[str]:
+        """The line that has no end."""
+        return self.take(b"\n") if self._begun else []
+
+
 class Log:
-    """Reads what one process writes, and prints it.
+    """Reads what one process writes, and passes it on line by line.
 
     The process writes to a named pipe, which outlives it: what a crashed process said last is
     still there, and the next of that name goes on in the same pipe.
     """
 
-    def __init__(self, path: Path, show: Show, write: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, on_line: Callable[[str], None]) -> None:
         self.path = path
-        self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
-        self._show = show
-        self._write = write
-        self._begun = b""
+        self._on_line = on_line
+        self._lines = Lines()
         os.mkfifo(path, 0o600)
         # for writing too, so that the pipe has no end when a process dies
         self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
@@ -45,47 +60,51 @@ class Log:
             pass
 
     def close(self) -> None:
-        """Prints what is left."""
+        """Passes on what is left."""
         self.drain()
-        if self._begun:
-            self._take(b"\n")
+        self._pass_on(self._lines.take_rest())
         asyncio.get_running_loop().remove_reader(self._pipe)
         os.close(self._pipe)
         self.path.unlink()
 
     def _read(self) -> bool:
         try:
-            self._take(os.read(self._pipe, MAX_LINE))
+            self._pass_on(self._lines.take(os.read(self._pipe, MAX_LINE)))
         except BlockingIOError:
             return False
         return True
 
-    def _take(self, data: bytes) -> None:
-        *lines, self._begun = (self._begun + data).split(b"\n")
-        if len(self._begun) > MAX_LINE:
-            lines, self._begun = [*lines, self._begun], b""
+    def _pass_on(self, lines: list[str]) -> None:
         for line in lines:
-            text = line.decode(errors="replace").rstrip("\r")
-            self.last_lines.append(text)
-            self._write(self._show(text))
+            self._on_line(line)
 
 
-def behind_name(name: str, index: int) -> Show:
+def at_node(name: str, node: str) -> str:
+    """A process and its node, if there are several."""
+    return f"{name}@{node}" if node else name
+
+
+def behind_name(name: str, index: int, node: str = "") -> Show:
     """`worker.2      | ` first, in colour on a terminal; `index` counts the kinds of processes."""
-    prefix = f"{name:<{NAME_WIDTH}} | "
+    width = NAME_WIDTH + len(at_node("", node))
+    prefix = f"{at_node(name, node):<{width}} | "
     if sys.stdout.isatty():
         prefix = f"\033[{COLOURS[index % len(COLOURS)]}m{prefix}\033[0m"
     return lambda text: f"{prefix}{text}\n"
 
 
-def as_json(name: str) -> Show:
-    """A line that is a JSON map as it is; others, a traceback's, as the message of one."""
+def as_json(name: str, node: str = "") -> Show:
+    """A line that is a JSON map as it is, with the node in it; others, a traceback's, as the
+    message of one."""
 
     def show(text: str) -> str:
         try:
-            msgspec.json.decode(text, type=dict[str, Any])
+            fields = msgspec.json.decode(text, type=dict[str, Any])
         except UNREADABLE:
             text = json_line(name, text)
+            fields = msgspec.json.decode(text)
+        if node:
+            text = msgspec.json.encode(fields | {"node": node}).decode()
         return f"{text}\n"
 
     return show

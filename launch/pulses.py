@@ -3,17 +3,22 @@
 A process sends a pulse every half second, the first one when it has started, for which it has as
 long as a step may take. One that sends none (it was stopped, or is stuck) and one
 that says it has been at one step for too long are killed, and restarted as any that died. When a
-worker dies, so do the others of its group: they may be waiting for it in a collective.
+worker dies, so do the others of its group: they may be waiting for it in a collective. So it is
+when one can't be reached, which itself is left alone then: its machine is gone, or cut off.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import psutil
 import zmq
 
+from penstock.launch.processes import Host, Watched
 from penstock.protocol.config import Config
 from penstock.protocol.endpoints import endpoints
 from penstock.protocol.messages import Pulse
@@ -23,106 +28,156 @@ SHOWN = 40
 """characters of a name that a log line repeats"""
 
 
-class Watched:
-    """One process, by a descriptor that can't come to mean another one."""
+class LocalHost:
+    """Where processes can be watched: this machine, of which only our own children count."""
 
-    def __init__(self, name: str, descriptor: int) -> None:
-        self.name = repr(name)[1:-1][:SHOWN]  # whoever reaches the socket may say any name
-        self.descriptor = descriptor
-        self.group = ""
-        self.counters: dict[str, float] = {}
-        self.alarm: asyncio.TimerHandle | None = None
-
-    def kill(self) -> None:
-        """At once; nothing happens to a process that is dead."""
+    def watch(self, _name: str, pid: int, on_end: Callable[[], None]) -> "LocalProcess | None":
+        """As `Host.watch`."""
         try:
-            signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
-        except ProcessLookupError:
-            return
+            parents = psutil.Process(pid).parents()
+            if os.getpid() not in (parent.pid for parent in parents):
+                return None
+            return LocalProcess(os.pidfd_open(pid), on_end)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            return None
+
+
+class LocalProcess:
+    """A descriptor, which can't come to mean another process."""
+
+    def __init__(self, descriptor: int, on_end: Callable[[], None]) -> None:
+        self._descriptor = descriptor
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(descriptor, on_end)
+
+    async def kill(self) -> bool:
+        """As `Watched.kill`; nothing happens to a process that is dead."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+        return True
+
+    def forget(self) -> None:
+        """As `Watched.forget`."""
+        self._loop.remove_reader(self._descriptor)
+        os.close(self._descriptor)
+
+
+class _Guarded:
+    """What is known of one process."""
+
+    def __init__(self, name: str, pid: int) -> None:
+        self.name = repr(name)[1:-1][:SHOWN]  # whoever reaches the socket may say any name
+        self.pulse = Pulse(name, pid)
+        """the newest one"""
+        self.alarm: asyncio.TimerHandle | None = None
+        self.process: Watched
+        self.is_being_killed = False
+        self.is_out_of_reach = False
+        """since the newest pulse"""
 
 
 class Pulses:
     """Receives the pulses of the supervisor's processes, in its event loop."""
 
-    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
-        """say: takes a line for the log."""
+    def __init__(
+        self,
+        config: Config,
+        say: Callable[[str], None],
+        host: Host,
+        context: "zmq.Context[Any]",
+    ) -> None:
+        """say: takes a line for the log; context: of the socket."""
         self._hang_timeout = config.hang_timeout
         self._step_timeout = config.step_timeout
         self._say = say
-        self._watched: dict[int, Watched] = {}
-        """by pid"""
+        self._host = host
+        self._guarded: dict[tuple[str, int], _Guarded] = {}
+        """by name and pid"""
+        self._kills: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._channel = bind(self._context, zmq.PULL, endpoints(config).pulses, Pulse)
+        self._channel = bind(context, zmq.PULL, endpoints(config).pulses, Pulse)
         self._fd = int(self._channel.socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._receive)
         self._receive()
 
     def close(self) -> None:
         """Kills nothing from here on."""
+        for task in self._kills:
+            task.cancel()
         self._loop.remove_reader(self._fd)
-        for pid in list(self._watched):
-            self._forget(pid)
-        self._context.destroy(linger=0)
+        self._channel.socket.close()
+        for guarded in list(self._guarded.values()):
+            self._forget(guarded)
 
     def _receive(self) -> None:
         while self._channel.socket.poll(0):  # its descriptor signals changes only
             for _, pulse in self._channel.receive():
-                if watched := self._watch(pulse.name, pulse.pid):
-                    self._on_pulse(watched, pulse)
+                if guarded := self._guard(pulse.name, pulse.pid):
+                    self._on_pulse(guarded, pulse)
 
     def spawned(self, name: str, pid: int) -> None:
         """A process begins to start, which may hang, too."""
-        if watched := self._watch(name, pid):
-            self._expect(watched, self._step_timeout)
+        if guarded := self._guard(name, pid):
+            self._expect(guarded, self._step_timeout)
 
-    def counters(self, pid: int) -> dict[str, float]:
-        """What a process has said that it counts."""
-        return self._watched[pid].counters if pid in self._watched else {}
+    def newest(self, name: str, pid: int) -> Pulse:
+        """What a process has said last; an empty one of a process that has said nothing."""
+        guarded = self._guarded.get((name, pid))
+        return guarded.pulse if guarded else Pulse(name, pid)
 
-    def _watch(self, name: str, pid: int) -> Watched | None:
+    def _guard(self, name: str, pid: int) -> _Guarded | None:
         """Only our own processes: none else may be killed."""
-        if pid in self._watched:
-            return self._watched[pid]
-        try:
-            parents = psutil.Process(pid).parents()
-            if os.getpid() not in (parent.pid for parent in parents):
-                return None
-            descriptor = os.pidfd_open(pid)
-        except (ProcessLookupError, psutil.NoSuchProcess):
+        if known := self._guarded.get((name, pid)):
+            return known
+        guarded = _Guarded(name, pid)
+        process = self._host.watch(name, pid, partial(self._ended, guarded))
+        if process is None:
             return None
-        watched = self._watched[pid] = Watched(name, descriptor)
-        self._loop.add_reader(descriptor, self._died, pid)
-        return watched
+        guarded.process = process
+        self._guarded[name, pid] = guarded
+        return guarded
 
-    def _expect(self, watched: Watched, seconds: float) -> None:
+    def _expect(self, guarded: _Guarded, seconds: float) -> None:
         """A pulse, within so many seconds."""
-        if watched.alarm:
-            watched.alarm.cancel()
+        if guarded.alarm:
+            guarded.alarm.cancel()
         silent = f"gave no sign of life for {seconds:g} s"
-        watched.alarm = self._loop.call_later(seconds, self._kill, watched, silent)
+        guarded.alarm = self._loop.call_later(seconds, self._kill, guarded, silent)
 
-    def _on_pulse(self, watched: Watched, pulse: Pulse) -> None:
-        watched.group = pulse.group
-        watched.counters = pulse.counters
-        self._expect(watched, self._hang_timeout)
+    def _on_pulse(self, guarded: _Guarded, pulse: Pulse) -> None:
+        guarded.pulse, guarded.is_out_of_reach = pulse, False
+        self._expect(guarded, self._hang_timeout)
         if pulse.busy_seconds > self._step_timeout:
-            self._kill(watched, f"has been at one step for {pulse.busy_seconds:.0f} s")
+            self._kill(guarded, f"has been at one step for {pulse.busy_seconds:.0f} s")
 
-    def _died(self, pid: int) -> None:
-        gone = self._forget(pid)
-        for other in self._watched.values():
-            if gone.group and other.group == gone.group:
-                self._kill(other, f"is in a group with {gone.name}, which is gone")
+    def _ended(self, gone: _Guarded) -> None:
+        self._forget(gone)
+        self._kill_group(gone, "gone")
 
-    def _kill(self, watched: Watched, reason: str) -> None:
-        self._say(f"{watched.name} {reason}; killed")
-        watched.kill()
+    def _kill_group(self, gone: _Guarded, how: str) -> None:
+        group = gone.pulse.group
+        for other in self._guarded.values():
+            if group and other is not gone and other.pulse.group == group:
+                self._kill(other, f"is in a group with {gone.name}, which is {how}")
 
-    def _forget(self, pid: int) -> Watched:
-        watched = self._watched.pop(pid)
-        if watched.alarm:
-            watched.alarm.cancel()
-        self._loop.remove_reader(watched.descriptor)
-        os.close(watched.descriptor)
-        return watched
+    def _kill(self, guarded: _Guarded, reason: str) -> None:
+        if not (guarded.is_being_killed or guarded.is_out_of_reach):
+            guarded.is_being_killed = True
+            task = self._loop.create_task(self._kill_now(guarded, reason))
+            self._kills.add(task)
+            task.add_done_callback(self._kills.discard)
+
+    async def _kill_now(self, guarded: _Guarded, reason: str) -> None:
+        """A process that can't be reached lives on, perhaps: its group can't wait for it."""
+        if await guarded.process.kill():
+            self._say(f"{guarded.name} {reason}; killed")
+            return
+        guarded.is_being_killed, guarded.is_out_of_reach = False, True
+        self._say(f"{guarded.name} {reason}; its machine can't be reached")
+        self._kill_group(guarded, "out of reach")
+
+    def _forget(self, guarded: _Guarded) -> None:
+        del self._guarded[guarded.pulse.name, guarded.pulse.pid]
+        if guarded.alarm:
+            guarded.alarm.cancel()
+        guarded.process.forget()

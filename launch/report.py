@@ -2,11 +2,10 @@
 
 import asyncio
 
-import psutil
 import zmq
-from circus.arbiter import Arbiter
 
 from penstock.launch.child import Child, kind_of
+from penstock.launch.processes import Processes, Running
 from penstock.launch.pulses import Pulses
 from penstock.protocol.config import Config
 from penstock.protocol.endpoints import endpoints
@@ -22,58 +21,44 @@ class Report:
         self,
         config: Config,
         kinds: list[str],
-        arbiter: Arbiter,
+        processes: Processes,
         children: dict[str, Child],
         pulses: Pulses,
     ) -> None:
         """kinds: of processes, in the order of the procfile; children: by name."""
         self._kinds = kinds
-        self._arbiter = arbiter
+        self._processes = processes
         self._children = children
         self._pulses = pulses
-        self._known: dict[int, psutil.Process] = {}
         self._loop = asyncio.get_running_loop()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         at = endpoints(config).results
         # one report waits at most for a gateway that is not there; newer ones are dropped
-        self._channel = connect(self._context, zmq.PUSH, at, max_queue=1)
+        self._channel = connect(processes.context, zmq.PUSH, at, max_queue=1, wait=False)
         self._send()
 
     def close(self) -> None:
         """Tells nothing from here on."""
         self._timer.cancel()
-        self._context.destroy(linger=0)
+        self._channel.socket.close(linger=0)
 
     def processes(self) -> list[ProcessStatus]:
         """Those that run, in the order of the procfile, and what they use now."""
-        known, self._known = self._known, {}
-        return [one for one in self._running() if self._measure(one, known.get(one.pid))]
-
-    def _running(self) -> list[ProcessStatus]:
         order = self._kinds.index
-        return [
-            ProcessStatus(
-                name=watcher.name,
-                pid=process.pid,
-                uptime=process.age(),
-                restarts=self._children[watcher.name].num_starts - 1,
-                counters=self._pulses.counters(process.pid),
-            )
-            for watcher in sorted(self._arbiter.watchers, key=lambda one: order(kind_of(one.name)))
-            for process in watcher.processes.values()
-        ]
+        running = sorted(self._processes.running(), key=lambda one: order(kind_of(one.name)))
+        return [self._status(one) for one in running]
 
-    def _measure(self, one: ProcessStatus, known: psutil.Process | None) -> bool:
-        """False for a process that is gone."""
-        try:
-            process = known or psutil.Process(one.pid)
-            with process.oneshot():
-                times, memory = process.cpu_times(), process.memory_info()
-        except psutil.NoSuchProcess:
-            return False
-        one.cpu_seconds, one.rss_bytes = times.user + times.system, memory.rss
-        self._known[one.pid] = process
-        return True
+    def _status(self, one: Running) -> ProcessStatus:
+        pulse = self._pulses.newest(one.name, one.pid)
+        return ProcessStatus(
+            name=one.name,
+            pid=one.pid,
+            node=one.node,
+            uptime=one.age,
+            restarts=self._children[one.name].num_starts - 1,
+            cpu_seconds=pulse.cpu_seconds,
+            rss_bytes=pulse.rss_bytes,
+            counters=pulse.counters,
+        )
 
     def _send(self) -> None:
         self._timer = self._loop.call_later(HEARTBEAT_INTERVAL, self._send)

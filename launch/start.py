@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import socket
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -27,14 +28,38 @@ def start(config: Config, procfile: Path, max_deaths: int) -> int:
         check_tp(model, config.tp, config.enable_expert_parallel)
     except ModelError as error:
         raise LaunchError(f"--model: {error}") from error
+    run = _run_on_ray if config.on == "ray" else _run
     with claim(config) as folder:
         _check_length(folder / f"{CONTROL_SOCKET}-events")
         _check_security(config)
-        check_endpoint(config.endpoint)
-        check_http(config)
+        check_http_reach(config)
+        return run(config, commands, max_deaths)
+
+
+def _run(config: Config, commands: dict[str, str], max_deaths: int) -> int:
+    check_endpoint(config.endpoint)
+    check_http_port(config)
+    write_config(config)
+    try:
+        return asyncio.run(Supervisor(config, commands, max_deaths).run())
+    finally:
+        remove_socket(config.endpoint)
+
+
+def _run_on_ray(config: Config, commands: dict[str, str], max_deaths: int) -> int:
+    from penstock.launch.ray.cluster import joined
+    from penstock.launch.ray.processes import RayProcesses
+
+    with joined(config) as cluster:
+        placement = cluster.place(config, list(commands))
+        if cluster.is_here(placement.nodes.get("gateway")):
+            check_endpoint(config.endpoint)
+        if cluster.is_here(placement.nodes.get("http")):
+            check_http_port(config)
         write_config(config)
+        make_processes = partial(RayProcesses, cluster, placement)
         try:
-            return asyncio.run(Supervisor(config, commands, max_deaths).run())
+            return asyncio.run(Supervisor(config, commands, max_deaths, make_processes).run())
         finally:
             remove_socket(config.endpoint)
 
@@ -77,16 +102,21 @@ def check_endpoint(endpoint: str) -> None:
         raise LaunchError(f"--endpoint {endpoint} can't be bound: {error}") from error
 
 
-def check_http(config: Config) -> None:
-    """Raises LaunchError where the HTTP processes could not listen, or anyone could ask them."""
+def check_http_reach(config: Config) -> None:
+    """Raises LaunchError where anyone could ask the HTTP processes."""
     host, port = config.http_host, config.http_port
-    is_ipv6 = ":" in host
-    where = f"tcp://[{host}]:{port}" if is_ipv6 else f"tcp://{host}:{port}"
+    where = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     if not (config.api_key or config.insecure or stays_on_host(where)):
         raise LaunchError(
             f"--http-host {host} may be reached from other machines: give --api-key, or "
             "--insecure, with which anyone may ask"
         )
+
+
+def check_http_port(config: Config) -> None:
+    """Raises LaunchError where the HTTP processes could not listen."""
+    host, port = config.http_host, config.http_port
+    is_ipv6 = ":" in host
     if config.http == 0:
         return
     try:

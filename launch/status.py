@@ -7,6 +7,7 @@ import msgspec
 from penstock.launch.client import Client
 from penstock.launch.control import command
 from penstock.launch.errors import NoAnswer
+from penstock.launch.logs import at_node
 from penstock.launch.running import model_name, running_config
 from penstock.protocol.status import SchedulerStatus, StatusReply
 
@@ -62,12 +63,13 @@ def _num_requests(gateway: StatusReply | None) -> dict[str, int]:
 
 
 def _process_lines(processes: list[dict[str, Any]], num_requests: dict[str, int]) -> list[str]:
-    lines = [f"{'process':<15} {'pid':>8} {'uptime':>9} {'restarts':>8} {'requests':>8}"]
-    for one in processes:
-        name = one["name"]
+    labels = [at_node(one["name"], one.get("node", "")) for one in processes]
+    width = max([15, *map(len, labels)])
+    lines = [f"{'process':<{width}} {'pid':>8} {'uptime':>9} {'restarts':>8} {'requests':>8}"]
+    for label, one in zip(labels, processes, strict=True):
         lines.append(
-            f"{name:<15} {one['pid']:>8} {_duration(one['uptime']):>9} "
-            f"{one['restarts']:>8} {num_requests.get(name, '-'):>8}"
+            f"{label:<{width}} {one['pid']:>8} {_duration(one['uptime']):>9} "
+            f"{one['restarts']:>8} {num_requests.get(one['name'], '-'):>8}"
         )
     return lines
 

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.launch.client import AsyncClient
+from penstock.launch.logs import at_node
 from penstock.launch.running import model_name, running_config
 from penstock.protocol.config import Config
 from penstock.protocol.metrics import Histogram, Metrics
@@ -159,10 +160,10 @@ def quantile(bounds: list[float], counts: list[int], share: float) -> str:
 def _processes(before: Report, now: Report) -> Table:
     table = Table("process", "pid", "uptime", "restarts", "CPU", "MiB")
     seconds = now.moment - before.moment
-    old = {one.pid: one.cpu_seconds for one in before.status.processes}
+    old = {(one.name, one.pid): one.cpu_seconds for one in before.status.processes}
     for one in now.status.processes:
-        used = one.cpu_seconds - old.get(one.pid, one.cpu_seconds)
+        used = one.cpu_seconds - old.get((one.name, one.pid), one.cpu_seconds)
         cpu = f"{used / seconds:.0%}" if seconds else "-"
         cells = (str(one.pid), str(timedelta(seconds=int(one.uptime))), str(one.restarts), cpu)
-        table.add_row(one.name, *cells, f"{one.rss_bytes / 2**20:,.0f}")
+        table.add_row(at_node(one.name, one.node), *cells, f"{one.rss_bytes / 2**20:,.0f}")
     return table

@@ -2,16 +2,16 @@
 
 import asyncio
 import contextlib
-import os
 from collections import Counter
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import psutil
 import zmq
 import zmq.asyncio
 
+from penstock.launch.arbiter import SPAWNED
 from penstock.launch.chaos.schedule import Kill
 from penstock.launch.child import kind_of
 from penstock.launch.control import command
@@ -45,16 +45,17 @@ class Processes:
         self.num_restarts: Counter[str] = Counter()
         """by name"""
         self.seen: list[psutil.Process] = []
-        """every process there has been"""
+        """every process there has been on this machine, if there is no other one"""
+        self._pipeline = pipeline
         self._changes = changes
         self._context = zmq.asyncio.Context()
         self._events = self._context.socket(zmq.SUB)
-        self._events.subscribe(b"watcher.")
+        self._events.subscribe(SPAWNED)
         self._events.connect(f"ipc://{run_folder(pipeline)}/{CONTROL_SOCKET}-events")
-        found = command(pipeline, "processes")["processes"]
-        self.pids: dict[str, int] = {one["name"]: one["pid"] for one in found}
-        for pid in self.pids.values():
-            self._see(pid)
+        self.pids: dict[str, int] = {}
+        for one in self._ask():
+            self.pids[one["name"]] = one["pid"]
+            self._see(one["pid"], one.get("node", ""))
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._listen())
@@ -72,8 +73,7 @@ class Processes:
         One that has just died by itself gets none: its end is the same.
         """
         pid = self.pids[kill.process]
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, kill.number)
+        command(self._pipeline, "signal", process=kill.process, pid=pid, number=kill.number)
         return pid
 
     def is_replaced(self, hit: dict[str, int]) -> bool:
@@ -83,23 +83,27 @@ class Processes:
     def memory(self) -> dict[str, int]:
         """Resident bytes by kind of process, of those that are there."""
         used: Counter[str] = Counter()
-        for name, pid in self.pids.items():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                used[kind_of(name)] += psutil.Process(pid).memory_info().rss
+        for one in self._ask():
+            used[kind_of(one["name"])] += one.get("rss_bytes", 0)
         return dict(used)
 
+    def _ask(self) -> list[dict[str, Any]]:
+        """The supervisor, for a `ProcessStatus` of each."""
+        found: list[dict[str, Any]] = command(self._pipeline, "processes")["processes"]
+        return found
+
     async def _listen(self) -> None:
-        """circus tells `watcher.NAME.spawn` for each start."""
         while True:
-            topic, text = await self._events.recv_multipart()
-            _, _, rest = topic.decode().partition(".")
-            name, _, what = rest.rpartition(".")
-            if what == "spawn" and name in self.pids:
-                self.pids[name] = msgspec.json.decode(text)["process_pid"]
-                self.num_restarts[name] += 1
-                self._see(self.pids[name])
+            _, text = await self._events.recv_multipart()
+            one = msgspec.json.decode(text)
+            if one["name"] in self.pids:
+                self.pids[one["name"]] = one["pid"]
+                self.num_restarts[one["name"]] += 1
+                self._see(one["pid"], one["node"])
                 self._changes.tell()
 
-    def _see(self, pid: int) -> None:
+    def _see(self, pid: int, node: str) -> None:
+        if node:
+            return
         with contextlib.suppress(psutil.NoSuchProcess):
             self.seen.append(psutil.Process(pid))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from penstock.launch.logs import MAX_LINE, NUM_LAST_LINES, Log, Show, as_json, behind_name
+from penstock.launch.logs import MAX_LINE, Log, Show, as_json, behind_name
 
 PLAIN = "x | {}\n".format
 
@@ -18,7 +18,7 @@ def written(
     lines: list[str] = []
 
     async def run() -> Log:
-        log = Log(tmp_path / "x.log", show, lines.append)
+        log = Log(tmp_path / "x.log", lambda text: lines.append(show(text)))
         write(log)
         log.close()
         return log
@@ -45,11 +45,6 @@ def test_the_pipe_outlives_its_writer(tmp_path: Path) -> None:
     assert {len(line) for line in lines} == {4 + 1 + 20_000 + 1}
 
 
-def test_the_last_lines_are_kept(tmp_path: Path) -> None:
-    _, log = written(tmp_path, lambda log: _put(log, b"".join(b"%d\n" % i for i in range(50))))
-    assert list(log.last_lines) == [str(i) for i in range(50 - NUM_LAST_LINES, 50)]
-
-
 def test_a_line_without_end_is_cut(tmp_path: Path) -> None:
     def write(log: Log) -> None:
         for _ in range(3):
@@ -68,18 +63,24 @@ def test_bytes_that_are_no_text_are_shown(tmp_path: Path) -> None:
 
 def test_a_name_is_put_before_its_lines() -> None:
     assert behind_name("worker.2", 3)("a") == "worker.2      | a\n"
+    assert behind_name("worker.2", 3, "gpu1")("a") == "worker.2@gpu1      | a\n"
+
+
+def test_the_node_is_in_every_map() -> None:
+    show = as_json("worker.2", "gpu1")
+    for text in ('{"level": "info"}', "Traceback:"):
+        assert json.loads(show(text))["node"] == "gpu1"
 
 
 def test_json_maps_are_left_as_they_are(tmp_path: Path) -> None:
     """Whatever else a process prints, a traceback, becomes the message of a map."""
     others = ["Traceback:", "", "[1]", "3", "[" * 9000, '{"a": ', "\N{SNOWMAN}"]
     data = "\n".join(['{"level": "info"}', *others, ""]).encode()
-    lines, log = written(tmp_path, lambda log: _put(log, data), as_json("worker.2"))
+    lines, _ = written(tmp_path, lambda log: _put(log, data), as_json("worker.2"))
     assert lines[0] == '{"level": "info"}\n'
     maps = [json.loads(line) for line in lines[1:]]
     assert [one["message"] for one in maps] == others
     assert {one["process"] for one in maps} == {"worker.2"}
-    assert list(log.last_lines)[1:] == others
     moment = datetime.fromisoformat(maps[0]["time"])
     assert abs((datetime.now(UTC) - moment).total_seconds()) < 3600
 

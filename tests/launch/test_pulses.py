@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import zmq
 
-from penstock.launch.pulses import SHOWN, Pulses
+from penstock.launch.processes import Host, Watched
+from penstock.launch.pulses import SHOWN, LocalHost, Pulses
 from penstock.protocol.config import Config, make_run_folder
 from penstock.protocol.endpoints import endpoints
 from penstock.protocol.messages import Pulse
@@ -24,10 +25,10 @@ LONG = 3600.0
 class Supervised:
     """Pulses, what they write, and children that send none by themselves."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, host: Host | None = None) -> None:
         self.said: list[str] = []
-        self.pulses = Pulses(config, self.said.append)
         self._context: zmq.Context[Any] = zmq.Context()
+        self.pulses = Pulses(config, self.said.append, host or LocalHost(), self._context)
         self._sender = connect(self._context, zmq.PUSH, endpoints(config).pulses)
         self.children: list[asyncio.subprocess.Process] = []
 
@@ -54,10 +55,12 @@ def supervised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
     @asynccontextmanager
-    async def make(hang_timeout: float = LONG, step_timeout: float = LONG) -> AsyncIterator[Any]:
+    async def make(
+        hang_timeout: float = LONG, step_timeout: float = LONG, host: Host | None = None
+    ) -> AsyncIterator[Any]:
         config = Config(name="p", hang_timeout=hang_timeout, step_timeout=step_timeout)
         make_run_folder(config)
-        one = Supervised(config)
+        one = Supervised(config, host)
         try:
             yield one
         finally:
@@ -142,18 +145,18 @@ def test_what_a_process_counts_is_known_while_it_lives(supervised: Callable[...,
     async def run() -> None:
         async with supervised() as one:
             child = await one.child()
-            assert one.pulses.counters(child.pid) == {}
+            assert one.pulses.newest("worker.1", child.pid).counters == {}
             for number in (1.0, 2.0):
                 one.pulse("worker.1", child.pid, counters={"bad_frames": number})
             one.pulse("worker.1", child.pid, LONG * 2, counters={"bad_frames": 3.0})
             one.pulses._receive()
             while not one.said:
                 await asyncio.sleep(0)
-            assert one.pulses.counters(child.pid) == {"bad_frames": 3.0}
+            assert one.pulses.newest("worker.1", child.pid).counters == {"bad_frames": 3.0}
             await child.wait()
-            while one.pulses._watched:
+            while one.pulses._guarded:
                 await asyncio.sleep(0)
-            assert one.pulses.counters(child.pid) == {}
+            assert one.pulses.newest("worker.1", child.pid).counters == {}
 
     asyncio.run(run())
 
@@ -183,5 +186,56 @@ def test_a_line_repeats_only_the_begin_of_a_name(supervised: Callable[..., Any])
             assert await child.wait() == -9
             name = "worker.1\\n\\x1b" + "x" * (SHOWN - 14)
             assert one.said == [f"{name} has been at one step for {LONG * 2:.0f} s; killed"]
+
+    asyncio.run(run())
+
+
+class Machines:
+    """A host of processes on two machines, of which one can't be reached."""
+
+    def __init__(self) -> None:
+        self.killed: list[str] = []
+
+    def watch(self, name: str, _pid: int, _on_end: Callable[[], None]) -> Watched:
+        return Somewhere(self, name)
+
+
+class Somewhere:
+    """A process of theirs."""
+
+    def __init__(self, machines: Machines, name: str) -> None:
+        self._machines, self._name = machines, name
+
+    async def kill(self) -> bool:
+        if "far" in self._name:
+            return False
+        self._machines.killed.append(self._name)
+        return True
+
+    def forget(self) -> None:
+        pass
+
+
+def test_only_those_of_a_group_that_can_be_reached_are_killed(
+    supervised: Callable[..., Any],
+) -> None:
+    """Those that can't are neither killed nor asked again before their next sign of life."""
+
+    async def run() -> None:
+        machines = Machines()
+        async with supervised(host=machines) as one:
+            for name, group in (("far.1", "g"), ("far.2", "g"), ("near", "g"), ("other", "h")):
+                one.pulse(name, 7, group=group)
+            for _ in range(2):
+                one.said.clear()
+                one.pulse("far.1", 7, LONG * 2, group="g")
+                while len(one.said) < 3:
+                    await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                assert machines.killed == ["near"]
+                assert len(one.said) == 3
+                machines.killed.clear()
+                one.pulse("far.2", 7, group="g")
+                one.pulse("near", 8, group="g")
 
     asyncio.run(run())

@@ -11,7 +11,7 @@ from penstock.launch import start as module
 from penstock.launch.errors import LaunchError
 from penstock.launch.keys import make_keys
 from penstock.launch.procfile import PROCFILE
-from penstock.launch.start import check_endpoint, check_http, start
+from penstock.launch.start import check_endpoint, check_http_port, check_http_reach, start
 from penstock.protocol.config import Config, run_folder
 
 MODEL = {
@@ -124,16 +124,16 @@ def test_an_http_port_in_use(host: str) -> None:
     with socket.create_server((host, 0), family=family, reuse_port=True) as server:
         port = server.getsockname()[1]
         with pytest.raises(LaunchError, match=f"--http-port {port} is in use; give another one"):
-            check_http(Config(http=1, http_host=host, http_port=port))
-        check_http(Config(http=0, http_host=host, http_port=port))
-    check_http(Config(http=1, http_host=host, http_port=port))
+            check_http_port(Config(http=1, http_host=host, http_port=port))
+        check_http_port(Config(http=0, http_host=host, http_port=port))
+    check_http_port(Config(http=1, http_host=host, http_port=port))
 
 
 def test_an_http_host_that_is_none_of_ours() -> None:
     with pytest.raises(
         LaunchError, match=r"--http-host 192\.0\.2\.1, --http-port 8000: Cannot ass"
     ):
-        check_http(Config(http=1, http_host="192.0.2.1", api_key="x"))
+        check_http_port(Config(http=1, http_host="192.0.2.1", api_key="x"))
 
 
 def test_an_http_host_that_others_reach(refused: Callable[..., str]) -> None:
@@ -141,5 +141,5 @@ def test_an_http_host_that_others_reach(refused: Callable[..., str]) -> None:
         sentence = refused({}, 1, http_host=host)
         assert sentence.startswith(f"--http-host {host} may be reached from other machines: ")
     for more in ({"api_key": "x"}, {"insecure": True}):
-        check_http(Config(http_host="::", **more))  # type: ignore[arg-type]
-    check_http(Config(http_host="localhost"))
+        check_http_reach(Config(http_host="::", **more))  # type: ignore[arg-type]
+    check_http_reach(Config(http_host="localhost"))

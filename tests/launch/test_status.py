@@ -49,6 +49,13 @@ def test_a_running_pipeline() -> None:
     assert '"num_waiting": 7' in as_json(status(GATEWAY))
 
 
+def test_the_nodes_are_shown_where_there_are_several() -> None:
+    on_nodes = {"processes": [one | {"node": "gpu1"} for one in PROCESSES]}
+    lines = as_text(status(GATEWAY) | on_nodes).splitlines()
+    assert lines[3] == "gateway.1@gpu1         10   1:02:05        0        5"
+    assert lines[4] == "tokenizer.1@gpu1       11   0:00:59        2        4"
+
+
 def test_the_waits_of_a_gpu_are_shown() -> None:
     GATEWAY.schedulers = [SchedulerStatus(epoch=1, ready=True, gpu_idle_us=(1.25, 40.0))]
     assert "preemptions 0, GPU idle between them 1.2 µs (p99 40.0)" in as_text(status(GATEWAY))

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import zmq
 
-from penstock.launch import supervisor as module
+from penstock.launch import circus_processes as module
 from penstock.launch.running import claim
 from penstock.launch.supervisor import MAX_EARLY_DEATHS, Supervisor
 from penstock.protocol.config import Config, run_folder, write_config

@@ -1,0 +1,73 @@
+"""The run folder of one pipeline on one node, which its processes there share."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+LOCK_FILE = "lock"
+
+
+class NodeFolder:
+    """Made by the first process of a node that enters it, removed with the last one that leaves.
+
+    Each holds a shared lock on it, which the kernel drops when its holder dies: who could have the
+    folder alone removes it, also what a pipeline that was killed has left there.
+    """
+
+    def __init__(self, run: str) -> None:
+        """run: of the pipeline and the node, one that no other has."""
+        # a name that no pipeline can have
+        parent = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}" / ".ray"
+        for path in (parent.parent, parent):
+            path.mkdir(mode=0o700, exist_ok=True)
+            if path.stat().st_uid != os.getuid():
+                raise PermissionError(f"{path} belongs to user {path.stat().st_uid}")
+        for left in parent.iterdir():
+            _remove_if_left(left)
+        self.path = parent / run
+        self._lock = _enter(self.path)
+
+    def leave(self) -> None:
+        """Removes it if nobody else is in it."""
+        _remove_if_left(self.path, self._lock)
+
+    def write(self, path: str, content: bytes) -> Path:
+        """A file for this user only, whole for whoever reads it now."""
+        target = self.path / path
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, new = tempfile.mkstemp(dir=target.parent)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        return Path(new).rename(target)
+
+
+def _enter(folder: Path) -> int:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    except FileNotFoundError:  # it was removed in this moment
+        return _enter(folder)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    if (folder / LOCK_FILE).exists() and os.path.samestat(
+        os.fstat(lock), (folder / LOCK_FILE).stat()
+    ):
+        return lock
+    os.close(lock)
+    return _enter(folder)
+
+
+def _remove_if_left(folder: Path, lock: int | None = None) -> None:
+    """With nobody in it but the holder of `lock`, which is let go of."""
+    try:
+        lock = os.open(folder / LOCK_FILE, os.O_RDWR) if lock is None else lock
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        return
+    finally:
+        os.close(lock)
