@@ -210,6 +210,8 @@ class TokenDelta(Struct, tag=True, omit_defaults=True):
     """streams to forget without a word: released, or another detokenizer's now"""
     logprobs: list[tuple[int, PackedLogprobs]] = []
     """(index in `stream_ids`; its logprobs), of the streams that asked, in ascending order"""
+    number: int = 0
+    """1 for the first message since the detokenizer registered itself, then 2 …; 0: not counted"""
 
     def __post_init__(self) -> None:
         check_packed(self.stream_ids, self.token_ids)

@@ -203,15 +203,18 @@ def connect(
     identity: bytes = b"",
     max_queue: int = 0,
     wait: bool = True,
+    on_return: Callable[[], None] | None = None,
 ) -> Channel[Any]:
-    """A connected channel; the peer may come later. `max_queue`: as in `bind`; `wait`: as in
-    `Network.connect`."""
+    """A connected channel; the peer may come later. `max_queue`: as in `bind`; `wait`, `on_return`:
+    as in `Network`."""
     socket = _socket(context, kind, endpoint)
     socket.setsockopt(zmq.SNDHWM, max_queue)
     if identity:
         socket.setsockopt(zmq.IDENTITY, identity)
     if isinstance(context, Network) and endpoint.startswith(CLUSTER):
         context.connect(socket, endpoint, wait)
+        if on_return:
+            context.on_return(socket, on_return)
     else:
         socket.connect(endpoint)
     return Channel(socket, receives)

@@ -20,10 +20,14 @@ from penstock.protocol.messages import (
 )
 from penstock.protocol.plan import unpack
 from penstock.protocol.process import Loop, Process, PulseSender
-from penstock.protocol.sockets import Channel, connect
+from penstock.protocol.sockets import Channel, Network, connect
 from penstock.protocol.tracing import Tracer
 from penstock.services.detokenizer.text_stream import TextStream
 from penstock.services.detokenizer.token_bytes import TokenBytes, token_bytes
+
+
+class LostError(Exception):
+    """A message did not arrive."""
 
 
 class Detokenizer:
@@ -33,13 +37,16 @@ class Detokenizer:
         self._table = table
         self._streams: dict[int, TextStream] = {}
         self._epoch = 0
+        self._number: int | None = 0
+        """of the last message; None: only a first one is of use"""
 
     def handle(self, message: TokenDelta) -> tuple[list[TextDelta], list[StopFound]]:
-        """The texts that a step brings, and the requests that a stop string ended."""
+        """The texts that a step brings, and the requests that a stop string ended. Raises LostError
+        where a message is missing before this one."""
         if message.epoch > self._epoch:  # another scheduler: it opens its streams anew
             self._epoch = message.epoch
             self._streams.clear()
-        if message.epoch < self._epoch:
+        if message.epoch < self._epoch or not self._is_next(message.number):
             return [], []
         for stream_id in message.closed:
             self._streams.pop(stream_id, None)
@@ -58,6 +65,21 @@ class Detokenizer:
         for stream_id, reason in message.finished:
             self._end(stream_id, reason, deltas)
         return deltas, stops
+
+    def forget(self) -> None:
+        """Something may be lost: it counts what comes from the next first message on."""
+        self._streams.clear()
+        self._number = None
+
+    def _is_next(self, number: int) -> bool:
+        if number == 1:  # all streams are opened behind it
+            self._streams.clear()
+        elif number and self._number is None:
+            return False
+        elif number and number != self._number + 1:  # type: ignore[operator]
+            raise LostError
+        self._number = number
+        return True
 
     def _feed(
         self,
@@ -91,17 +113,25 @@ class DetokenizerProcess:
         self.began: dict[str, float] = {}
         """when each stream was opened, for traces"""
         context = process.context
-        self.gateway = connect(context, zmq.PUSH, process.endpoints.results)
+        results = process.endpoints.results
+        self.gateway = connect(context, zmq.PUSH, results, on_return=self.begin_all_again)
         self.loop = Loop(self.on_heartbeat, PulseSender(process))
         self.tokens: list[Channel[ToDetokenizer]] = []
+        self.detokenizers: list[Detokenizer] = []
         """of each replica"""
         for at in process.all_endpoints:
             where = at.detokenizers
             tokens = connect(context, zmq.DEALER, where, ToDetokenizer, process.identity)
-            scheduler = connect(context, zmq.PUSH, at.requests)
+            # the gateway ends what has stopped, too
+            scheduler = connect(context, zmq.PUSH, at.requests, on_return=lambda: None)
+            detokenizer = Detokenizer(table)
             self.tokens.append(tokens)
-            self.loop.add(tokens, partial(self.on_tokens, tokens, scheduler, Detokenizer(table)))
+            self.detokenizers.append(detokenizer)
+            self.loop.add(tokens, partial(self.on_tokens, tokens, scheduler, detokenizer))
             self.loop.add_connection(tokens, self.on_heartbeat)
+            if isinstance(context, Network):
+                again = partial(self.begin_again, tokens, detokenizer)
+                context.on_return(tokens.socket, again)
 
     def on_tokens(
         self, tokens: Channel[ToDetokenizer], scheduler: Channel[None], detokenizer: Detokenizer
@@ -110,13 +140,28 @@ class DetokenizerProcess:
         for _, message in tokens.receive():
             if isinstance(message, Refused):
                 raise SystemExit(message.reason)
-            deltas, stops = detokenizer.handle(message)
+            try:
+                deltas, stops = detokenizer.handle(message)
+            except LostError:
+                self.begin_again(tokens, detokenizer)
+                continue
             if deltas:
                 self.gateway.send(TextDeltas(deltas))
             for stop in stops:
                 scheduler.send(stop)
             if self.tracer.is_on:
                 self.trace(message, deltas)
+
+    def begin_again(self, tokens: Channel[ToDetokenizer], detokenizer: Detokenizer) -> None:
+        """Has a scheduler tell all its streams from their start: tokens, or texts, may be lost."""
+        detokenizer.forget()
+        tokens.send(Goodbye())
+        tokens.send(Heartbeat(self.name))
+
+    def begin_all_again(self) -> None:
+        """As `begin_again`, of every scheduler."""
+        for tokens, detokenizer in zip(self.tokens, self.detokenizers, strict=True):
+            self.begin_again(tokens, detokenizer)
 
     def trace(self, message: TokenDelta, deltas: list[TextDelta]) -> None:
         """The time from a stream's first token to its end."""

@@ -11,7 +11,7 @@ from penstock.protocol.authentication import Authenticator
 from penstock.protocol.cluster import Cluster
 from penstock.protocol.config import Config
 from penstock.protocol.endpoints import check_reach, inner_clients, stays_on_host
-from penstock.protocol.keys import ZAP_DOMAIN
+from penstock.protocol.keys import ZAP_DOMAIN, secure_server
 from penstock.protocol.sockets import POLITE_BYTES, Channel, bind
 from penstock.services.gateway.monitor import Monitor
 
@@ -40,16 +40,24 @@ def bind_clients(
             config.endpoint,
         )
     limit = config.max_request_bytes + POLITE_BYTES
+    # On a cluster our own processes are clients elsewhere. What has no keys is bound first.
+    inner = inner_clients(config)
+    is_inner_first = isinstance(context, Cluster) and bool(config.keys)
     channel = bind(
         context,
         zmq.ROUTER,
-        config.endpoint,
+        inner if is_inner_first else config.endpoint,
         None,
         limit,
-        config.keys,
+        "" if is_inner_first else config.keys,
         max_queue=MAX_QUEUE,
         monitor=monitor.address,
     )
-    if isinstance(context, Cluster):  # for those of our own processes that are clients
-        context.bind(channel.socket, inner_clients(config))
+    if is_inner_first:
+        secure_server(channel.socket, Path(config.keys))
+        channel.socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
+        channel.socket.setsockopt(zmq.IPV6, "[" in config.endpoint)
+        channel.socket.bind(config.endpoint)
+    elif isinstance(context, Cluster):
+        context.bind(channel.socket, inner)
     return channel, handlers

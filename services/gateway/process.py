@@ -34,6 +34,7 @@ from penstock.protocol.messages import (
     refusal,
 )
 from penstock.protocol.process import Process
+from penstock.protocol.replicas import replica_of
 from penstock.protocol.sockets import Channel, Network, bind, connect
 from penstock.protocol.status import ProcessStatus, SchedulerStatus, StatusReply
 from penstock.protocol.tracing import Tracer
@@ -68,7 +69,8 @@ class Gateway:
         self.to_tokenizers = bind(context, zmq.ROUTER, at.tokenizers, FromTokenizer)
         self.results = bind(context, zmq.PULL, at.results, ToGateway)
         self.to_schedulers: list[Channel[Any]] = [
-            connect(context, zmq.PUSH, one.requests) for one in process.all_endpoints
+            connect(context, zmq.PUSH, one.requests, on_return=partial(self.on_return, replica))
+            for replica, one in enumerate(process.all_endpoints)
         ]
         self.replicas = Replicas(config.dp, config.routing)
         self.ledger = Ledger(time.time_ns() // 1_000)  # no earlier gateway's: it counts from there
@@ -97,8 +99,6 @@ class Gateway:
             *about_clients,
         ]
         if isinstance(context, Network):
-            for replica, channel in enumerate(self.to_schedulers):
-                context.on_return(channel.socket, partial(self.on_scheduler_returned, replica))
             self.handlers += context.handlers
 
     def pump(self) -> bool:
@@ -212,7 +212,14 @@ class Gateway:
                 case SchedulerStatus():
                     self.on_scheduler(message)
                 case SupervisorReport(processes):
-                    self.processes = processes
+                    self.on_report(processes)
+
+    def on_report(self, processes: list[ProcessStatus]) -> None:
+        """Which processes run. What a scheduler had that does not goes on in other replicas."""
+        self.processes = processes
+        schedulers = [one.name for one in processes if one.name.startswith("scheduler.")]
+        self.replicas.reported({replica_of(name, self.config) for name in schedulers})
+        self.requests.leave_lost()
 
     def on_scheduler(self, status: SchedulerStatus) -> None:
         """A new epoch is a new scheduler, which knows nothing: its requests are submitted again.
@@ -234,7 +241,7 @@ class Gateway:
             else:
                 self.waiting_for_report.append((client, request, heard))
 
-    def on_scheduler_returned(self, replica: int) -> None:
+    def on_return(self, replica: int) -> None:
         """The connection to a scheduler was lost and is back, so messages may be lost: it is told
         all that is open once more, and forgets what is not."""
         self.to_schedulers[replica].send(GatewayStarted(self.ledger.new_first_attempt()))

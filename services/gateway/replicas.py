@@ -42,11 +42,13 @@ class Replica:
         """requests that it has ever had"""
         self.num_missed = 0
         """heartbeats since its last report"""
+        self.is_gone = False
+        """the supervisor has no scheduler for it that runs"""
 
     @property
     def is_silent(self) -> bool:
         """It has missed so many that it may be gone."""
-        return self.num_missed > LIVENESS
+        return self.is_gone or self.num_missed > LIVENESS
 
     @property
     def runs(self) -> bool:
@@ -128,6 +130,13 @@ class Replicas:
             self._prefixes.forget(replica.index)
         replica.status, replica.num_missed = status, 0
         return is_new
+
+    def reported(self, running: Collection[int]) -> None:
+        """The supervisor has schedulers of these that run; of a next one nothing is known yet."""
+        for one in self._all:
+            one.is_gone = one.index not in running
+            if one.is_gone:
+                one.status = None
 
     def are_all(self, heard: set[int]) -> bool:
         """Whether none is left of which anything is to be heard soon."""

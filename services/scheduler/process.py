@@ -60,18 +60,21 @@ class SchedulerProcess:
         self.lease = Lease(self.config.lease_timeout)
         self.early: list[TokenizedRequest] = []
         """came before there were workers"""
-        self.told_ready = False
-        self.plan_bytes = 0
+        self.told_ready, self.plan_bytes = False, 0
         self.traces = Traces(Tracer(self.config, process.name))
         context, at = process.context, process.endpoints
         self.inbox = bind(context, zmq.PULL, at.requests, ToScheduler)
         self.workers = bind(context, zmq.ROUTER, at.workers, FromWorker)
         self.detokenizers = bind(context, zmq.ROUTER, at.detokenizers, FromDetokenizer)
-        self.gateway = connect(context, zmq.PUSH, at.results)
+        self.gateway = connect(context, zmq.PUSH, at.results, on_return=self.on_gateway_returned)
         self.loop = Loop(self.on_heartbeat, PulseSender(process, self.counters))
         self.loop.add(self.workers, self.on_workers)
         self.loop.add(self.inbox, self.on_requests)
         self.loop.add(self.detokenizers, self.on_detokenizers)
+
+    def on_gateway_returned(self) -> None:
+        """The gateway may have missed something: as if new, this one is told all requests again."""
+        self.epoch = time_ns()
 
     # ---- requests ----------------------------------------------------------------------------
 
@@ -221,8 +224,7 @@ class SchedulerProcess:
 
     def advance(self) -> None:
         """Sends every plan that may be sent, and then the tokens that have come."""
-        scheduler = self.scheduler
-        if scheduler:
+        if scheduler := self.scheduler:
             scheduler.max_plans = self.plan_depth.num_plans
         while scheduler and self.group.ready and scheduler.epoch == self.group.epoch:
             plan = scheduler.schedule()
@@ -246,8 +248,6 @@ class SchedulerProcess:
         self.log.warning("detokenizer %s is gone", identity.decode(errors="replace"))
         self.streams.lost(identity)
         self.advance()
-
-    # ---- the rest ----------------------------------------------------------------------------
 
     def on_detokenizers(self) -> None:
         """Heartbeats and goodbyes."""

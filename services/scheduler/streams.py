@@ -18,6 +18,7 @@ class Outbox:
     """The next message for one detokenizer, while it is being made."""
 
     def __init__(self) -> None:
+        self._num_taken = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -37,6 +38,7 @@ class Outbox:
         """The message made since the last call; None if there is nothing to say."""
         if not (self.opened or self.stream_ids or self.finished or self.closed):
             return None
+        self._num_taken += 1
         delta = TokenDelta(
             epoch,
             list(self.opened.values()),
@@ -45,6 +47,7 @@ class Outbox:
             self.finished,
             self.closed,
             self.logprobs,
+            self._num_taken,
         )
         self._clear()
         return delta

@@ -13,7 +13,7 @@ from penstock.protocol.config import Config
 from penstock.protocol.logprobs import PackedLogprobs, TokenLogprobs
 from penstock.protocol.messages import StopFound, StreamOpened, TokenDelta
 from penstock.protocol.plan import pack
-from penstock.services.detokenizer.process import Detokenizer
+from penstock.services.detokenizer.process import Detokenizer, LostError
 from penstock.services.detokenizer.text_stream import TextStream
 from penstock.services.detokenizer.token_bytes import token_bytes
 
@@ -155,6 +155,26 @@ def test_a_stream_that_moves_has_the_same_text(text: str, at: int) -> None:
     for delta in deltas:
         assert delta.char_offset == position
         position += len(delta.text)
+
+
+def test_a_missing_message_is_noticed_before_it_makes_wrong_text() -> None:
+    """Over a network a connection may break. Behind that all is told again, and counted from 1."""
+    detokenizer = Detokenizer(TABLE)
+
+    def tell(number: int, text: str, *opened: StreamOpened) -> str:
+        token_ids = ids(text)
+        message = TokenDelta(1, list(opened), pack([1] * len(token_ids)), pack(token_ids))
+        message.number = number
+        deltas, _ = detokenizer.handle(message)
+        return "".join(delta.text for delta in deltas)
+
+    assert tell(1, "a", opened()) + tell(2, "b") == "ab"
+    with pytest.raises(LostError):
+        tell(4, "d")
+    detokenizer.forget()
+    assert [tell(number, "e") for number in (5, 6, 2)] == ["", "", ""]
+    assert tell(1, "e", opened(output="abcd")) + tell(2, "f") == "abcdef"
+    assert tell(1, "") + tell(2, "g") == "", "all streams are to be opened behind a first message"
 
 
 def test_messages_of_an_older_scheduler_are_dropped() -> None:

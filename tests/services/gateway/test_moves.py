@@ -4,8 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.protocol.client import StatusRequest, TextDelta
-from penstock.protocol.messages import GatewayStarted, ReleaseRequest, TextDeltas, Tokenized
-from penstock.protocol.status import SchedulerStatus
+from penstock.protocol.messages import (
+    GatewayStarted,
+    ReleaseRequest,
+    SupervisorReport,
+    TextDeltas,
+    Tokenized,
+)
+from penstock.protocol.status import ProcessStatus, SchedulerStatus
 from tests.services.gateway.conftest import Stage
 
 Start = Callable[..., Stage]
@@ -21,9 +27,32 @@ def report(one: Stage, replica: int, runs: bool = True, **fields: Any) -> None:
     one.work_until(lambda: status in one.gateway.replicas.statuses)
 
 
+def supervise(one: Stage, *names: str) -> None:
+    """The supervisor tells which processes run."""
+    processes = [ProcessStatus(name=name, pid=5, uptime=1.0, restarts=0) for name in names]
+    one.detokenizer.send(SupervisorReport(processes))
+    one.work_until(lambda: one.gateway.processes == processes)
+
+
 def releases(one: Stage, replica: int) -> list[tuple[str, int]]:
     heard = one.told_scheduler(replica)
     return [(its.request_id, its.attempt) for its in heard if isinstance(its, ReleaseRequest)]
+
+
+def test_what_a_replica_without_a_scheduler_has_goes_on_at_once(stage: Start) -> None:
+    one = stage(dp=2)
+    for replica in (0, 1):
+        report(one, replica)
+    one.open(one.connect(), "a")
+    assert one.tokenize().replica == 0
+    supervise(one, "gateway.1", "scheduler.1", "scheduler.2")
+    supervise(one, "gateway.1", "scheduler.2")
+    assert one.tokenize().replica == 1
+    assert not one.gateway.ready
+    supervise(one, "gateway.1", "scheduler.1", "scheduler.2")
+    assert not one.gateway.ready, "the new scheduler has said nothing"
+    report(one, 0)
+    assert one.gateway.ready
 
 
 def test_what_a_lost_replica_has_is_released_there_and_goes_on(stage: Start) -> None:

@@ -151,7 +151,7 @@ def test_a_scheduler_that_may_have_missed_something_is_told_all_again(stage: Sta
     one.open(client, "open")
     before = one.tokenize().attempt
     one.told_scheduler()
-    one.gateway.on_scheduler_returned(0)
+    one.gateway.on_return(0)
     started = one.told_scheduler()[-1]
     assert before < started.first_attempt < one.tokenize().attempt
 

@@ -17,8 +17,11 @@ class Reader:
         self.logprobs: dict[int, list[PackedLogprobs | None]] = {}
         self.opened: list[StreamOpened] = []
         self.finished: dict[int, str] = {}
+        self.num_read = 0
 
     def read(self, delta: TokenDelta) -> None:
+        self.num_read += 1
+        assert delta.number == self.num_read
         for stream_id in delta.closed:
             del self.tokens[stream_id]
         for opened in delta.opened:
