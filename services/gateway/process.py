@@ -159,7 +159,7 @@ class Gateway:
                 case Heartbeat():
                     self.on_heartbeat_of(identity, message)
                 case Goodbye():
-                    self.tokenizers.leave(identity)
+                    self.tokenizers.lose(identity)
                 case Tokenized() | RequestFailed():
                     self.tokenizers.done(identity, (message.request_id, message.attempt))
                     self.on_tokenized(identity, message)

@@ -32,8 +32,8 @@ class Tokenizers:
         on_change: Callable[[], None],
         on_lost: Callable[[bytes], None] = lambda _: None,
     ) -> None:
-        """`on_change` is called when one has come or is gone; `on_lost`, with its identity, before
-        that, if it did not leave by itself."""
+        """`on_change` is called when one has come or is gone; `on_lost` with the identity of one
+        that is."""
         self.peers: Peers[Work] = Peers()
         self.unassigned: dict[Work, None] = {}
         self._channel = channel
@@ -64,13 +64,9 @@ class Tokenizers:
         self.unassigned.pop(work, None)
 
     def lose(self, identity: bytes) -> None:
-        """A tokenizer is gone, as far as anyone knows."""
-        self.leave(identity)
-        self._on_lost(identity)
-
-    def leave(self, identity: bytes) -> None:
         """Its unanswered work goes to another one, or to the next that comes."""
         self.unassigned |= {work: None for work in self.peers.lost(identity) if work.is_open}
+        self._on_lost(identity)
         self._submit_unassigned()
 
     def _submit_unassigned(self) -> None:

@@ -36,9 +36,17 @@ class TokenizerProcess:
         max_model_len = config.max_model_len or model.max_position_embeddings
         self.tokenizer = Tokenizer(config.model_folder, max_model_len)
         context, at = process.context, process.endpoints
-        self.gateway = connect(context, zmq.DEALER, at.tokenizers, ToTokenizer, process.identity)
+        self.gateway = connect(
+            context,
+            zmq.DEALER,
+            at.tokenizers,
+            ToTokenizer,
+            process.identity,
+            on_return=self.begin_again,
+        )
         self.schedulers = [
-            connect(context, zmq.PUSH, one.requests) for one in process.all_endpoints
+            connect(context, zmq.PUSH, one.requests, on_return=self.begin_again)
+            for one in process.all_endpoints
         ]
         self.tracer = Tracer(config, process.name)
         self.loop = Loop(self.on_heartbeat, PulseSender(process))
@@ -104,6 +112,11 @@ class TokenizerProcess:
     def _refuse(self, request: TokenizeRequest, error: PromptError) -> None:
         failed = RequestFailed(request.request_id, request.attempt, _error_reply(error))
         self.gateway.send(failed)
+
+    def begin_again(self) -> None:
+        """Requests may be lost on their way from here: the gateway has them begin again."""
+        self.gateway.send(Goodbye())
+        self.on_heartbeat()
 
     def on_heartbeat(self) -> None:
         """Registers this process with the gateway, and keeps it registered."""

@@ -135,7 +135,8 @@ def test_what_a_lost_tokenizer_had_passed_on_begins_again(stage: Start) -> None:
     one.open(client, "begun", "silent")
     attempts = {task.request_id: task.attempt for task in (one.tokenize(), one.tokenize())}
     one.generate("begun", 0, 1)
-    one.gateway.tokenizers.lose(b"t")
+    one.tokenizer.send(Goodbye())
+    one.work_until(lambda: not len(one.gateway.tokenizers.peers))
     for request_id, attempt in attempts.items():
         entry = one.gateway.ledger.get(request_id)
         assert (entry.attempt == attempt) == (request_id == "begun")
