@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main() -> NoReturn:
     """Runs the command line and exits: 2 for what is refused, 1 for what fails, 130 for Ctrl-C."""
+    # what runs is ended with the blocks that run it, and not left behind
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         arguments = _parser().parse_args()
         code = arguments.run(arguments)

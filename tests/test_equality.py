@@ -1,6 +1,6 @@
 """The same tokens as `transformers`, whatever batching, caching, chunking and preemption do.
 
-PENSTOCK_REQUESTS requests (40) of mixed lengths are sent at once, and a fifth as many more that
+PENSTOCK_REQUESTS requests (25) of mixed lengths are sent at once, and a fifth as many more that
 sample. Greedy tokens are compared
 with the argmax of `Qwen3ForCausalLM`'s logits (float32) behind the same tokens: by induction, with
 what its greedy `generate` gives. Sampled ones are the same with every option, for the noise is a
@@ -21,7 +21,7 @@ from penstock.protocol.config import Config
 from penstock.protocol.sampling import SamplingParams
 from tests.engine import Engine
 
-NUM_GREEDY = int(os.environ.get("PENSTOCK_REQUESTS", "40"))
+NUM_GREEDY = int(os.environ.get("PENSTOCK_REQUESTS", "25"))
 NUM_SAMPLED = NUM_GREEDY // 5
 MAX_TOKENS = 24
 DEMO = Config().model_folder
