@@ -198,8 +198,6 @@ class Cluster(Network):
     def _on_directory(self) -> None:
         for _, directory in self._directory.receive():
             self._known = directory.addresses
-            for socket in [socket for socket in self._followings if socket.closed]:
-                del self._followings[socket]
             for socket, following in list(self._followings.items()):
                 if socket.closed:  # a client that has left
                     del self._followings[socket]

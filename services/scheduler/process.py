@@ -220,7 +220,7 @@ class SchedulerProcess:
         max_model_len = self.config.max_model_len or self.model.max_position_embeddings
         return Scheduler(self.config, max_model_len, blocks, self.group.epoch)
 
-    # ---- steps -------------------------------------------------------------------------------
+    # ---- steps, and the rest -----------------------------------------------------------------
 
     def advance(self) -> None:
         """Sends every plan that may be sent, and then the tokens that have come."""
