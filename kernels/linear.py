@@ -109,7 +109,9 @@ def norm_separately(
     out: Tensor | None = None,
 ) -> Tensor:
     """As `norm_linear`, in separate kernels."""
-    if isinstance(weight, Tensor) and x.is_cuda and out_dtype != x.dtype:
+    if x.is_cuda and out_dtype != x.dtype:
+        if isinstance(weight, Quantized):
+            return _scaled_logits(x, norm_weight, eps, weight, out)
         normed = rms_norm(x, norm_weight, eps)
         return torch.mm(normed, weight.t(), out_dtype=out_dtype, out=out)
     return _norm_product(x, norm_weight, eps, weight, out).to(out_dtype)
@@ -197,6 +199,30 @@ def _scaled_product(x: Quantized, weight: Quantized, out: Tensor | None) -> Tens
         use_fast_accum=True,
         out=out,
     )
+
+
+def _scaled_logits(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Quantized, out: Tensor | None
+) -> Tensor:
+    """In float32, where cuBLAS takes one scale for a matrix: those of rows are applied behind it.
+
+    It takes multiples of 16 only; a vocabulary that is none is multiplied in float32.
+    """
+    if weight.shape[0] % 16:
+        product = _linear_reference(rms_norm(x, norm_weight, eps).float(), weight)
+        return product if out is None else out.copy_(product)
+    quantized = quantize(x, norm_weight, eps)
+    one = torch.ones((), device=x.device)
+    product = torch._scaled_mm(
+        quantized.values,
+        weight.values.t(),
+        one,
+        one,
+        out_dtype=torch.float32,
+        use_fast_accum=True,
+        out=out,
+    )
+    return product.mul_(quantized.scale[:, None]).mul_(weight.scale)
 
 
 def _linear_reference(x: Tensor, weight: Matrix) -> Tensor:

@@ -110,36 +110,32 @@ class RowParallelLinear(Layer):
         yield Slice(f"{name}.weight", shape, 1, start, start + size, self.weight)
 
 
-class VocabParallelEmbedding(Layer):
-    """Token embeddings, each rank with a run of the vocabulary; also the head that scores tokens.
+class ParallelLMHead(Layer):
+    """Scores tokens; each rank has a run of the vocabulary.
 
     On GPUs it is cut between the sampler's runs of token ids. Where it does not divide by the size
     of the group, the last ranks' rows are filled up with zeros.
     """
 
-    weight: nn.Parameter
-
-    def __init__(self, tp: TensorParallel, vocab_size: int, hidden_size: int) -> None:
+    def __init__(
+        self,
+        tp: TensorParallel,
+        vocab_size: int,
+        hidden_size: int,
+        is_fp8: bool = False,
+        source: str | None = None,
+    ) -> None:
+        """source: the layer of the checkpoint whose weight it takes, if that is another's."""
         super().__init__()
         self.tp = tp
         self.vocab_size = vocab_size
+        self.source = source
         num_rows = -(-vocab_size // tp.size)
         if tp.on_gpus:
             num_rows = shard_size(vocab_size, tp.size)
         self.start = min(tp.rank * num_rows, vocab_size)
         self.stop = min(self.start + num_rows, vocab_size)
-        self.weight = _parameter(num_rows, hidden_size)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """input_ids int64 [num_tokens] → [num_tokens, hidden_size]."""
-        if self.tp.size == 1:
-            return embedding(input_ids, self.weight)
-        elsewhere = (input_ids < self.start) | (input_ids >= self.stop)
-        local_ids = (input_ids - self.start).masked_fill(elsewhere, 0)
-        embedded = embedding(local_ids, self.weight)
-        out = self.tp.empty(len(embedded), embedded.shape[1], embedded.dtype)
-        zero = torch.zeros((), dtype=embedded.dtype, device=embedded.device)
-        return self.tp.all_reduce(torch.where(elsewhere[:, None], zero, embedded, out=out))
+        _add_weight(self, num_rows, hidden_size, is_fp8)
 
     def logits(self, hidden_states: Tensor, norm: "RMSNorm", out: Tensor | None = None) -> Tensor:
         """This rank's scores of the norm of hidden_states [num_rows, hidden_size].
@@ -156,9 +152,28 @@ class VocabParallelEmbedding(Layer):
 
     def slices(self, name: str) -> Iterator[Slice]:
         """Rows of the weight; fewer than it has on the last ranks."""
-        shape = (self.vocab_size, self.weight.shape[1])
-        target = self.weight[: self.stop - self.start]
-        yield Slice(f"{name}.weight", shape, 0, self.start, self.stop, target)
+        num_rows, hidden_size = self.weight.shape
+        num_own = self.stop - self.start
+        target, _ = self.weight.split([num_own, num_rows - num_own])
+        shape = (self.vocab_size, hidden_size)
+        yield Slice(f"{self.source or name}.weight", shape, 0, self.start, self.stop, target)
+
+
+class VocabParallelEmbedding(ParallelLMHead):
+    """Token embeddings, each rank with a run of the vocabulary; may be the head, too."""
+
+    weight: nn.Parameter
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids int64 [num_tokens] → [num_tokens, hidden_size]."""
+        if self.tp.size == 1:
+            return embedding(input_ids, self.weight)
+        elsewhere = (input_ids < self.start) | (input_ids >= self.stop)
+        local_ids = (input_ids - self.start).masked_fill(elsewhere, 0)
+        embedded = embedding(local_ids, self.weight)
+        out = self.tp.empty(len(embedded), embedded.shape[1], embedded.dtype)
+        zero = torch.zeros((), dtype=embedded.dtype, device=embedded.device)
+        return self.tp.all_reduce(torch.where(elsewhere[:, None], zero, embedded, out=out))
 
 
 class RMSNorm(Layer):

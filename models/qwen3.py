@@ -17,6 +17,7 @@ from penstock.kernels.step import Step
 from penstock.models.moe import MoE
 from penstock.models.parallel import (
     ColumnParallelLinear,
+    ParallelLMHead,
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -142,14 +143,20 @@ class Qwen3(nn.Module):
         attention: AttentionBackend,
         num_positions: int,
         expert_parallel: bool = False,
+        quantize_lm_head: bool = False,
     ) -> None:
-        """num_positions: most tokens of a sequence; expert_parallel: see `MoE`."""
+        """num_positions: most tokens of a sequence; expert_parallel: see `MoE`.
+
+        quantize_lm_head: the head in 8 bits, its own copy where it is the embedding otherwise.
+        """
         super().__init__()
         self.tp = tp
         self.attention = attention
         self.model = Decoder(config, tp, attention, expert_parallel)
-        if not config.tie_word_embeddings:
-            self.lm_head = VocabParallelEmbedding(tp, config.vocab_size, config.hidden_size)
+        if quantize_lm_head or not config.tie_word_embeddings:
+            source = "model.embed_tokens" if config.tie_word_embeddings else None
+            sizes = config.vocab_size, config.hidden_size
+            self.lm_head = ParallelLMHead(tp, *sizes, quantize_lm_head, source)
         self.rope = rope_table(config.head_dim, num_positions, config.rope_base)
 
     def forward(self, step: Step, kv_caches: Sequence[KVCache]) -> Tensor:
@@ -161,7 +168,7 @@ class Qwen3(nn.Module):
         return self.model(step, self.rope, kv_caches)  # type: ignore[no-any-return]
 
     @property
-    def head(self) -> VocabParallelEmbedding:
+    def head(self) -> ParallelLMHead:
         """What scores tokens."""
         return getattr(self, "lm_head", self.model.embed_tokens)
 

@@ -84,6 +84,9 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         Literal["none", "fp8"],
         Meta(description="weights of the layers in 8 bits; a checkpoint in fp8 is known as such"),
     ] = "none"
+    quantize_lm_head: Annotated[
+        bool, Meta(description="the head in 8 bits (e4m3), too, whatever the layers are in")
+    ] = False
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"],
         Meta(description="keys and values as the model computes them, or in 8 bits (e4m3)"),

@@ -205,13 +205,14 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=list(ROWS))
     parser.add_argument("--write", type=Path, metavar="FILE", help="the tables' module")
     parser.add_argument("--dtype", choices=["bfloat16", "fp8"], default="bfloat16")
+    parser.add_argument("--head", action="store_true", help="only the logits, not the layers")
     arguments = parser.parse_args()
     is_fp8 = arguments.dtype == "fp8"
     pool = torch.empty(POOL, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
     if is_fp8:
         pool = pool.mul_(50).to(FP8)
     unique = dict.fromkeys(
-        shape for size in arguments.sizes for shape in shapes(size)[: 4 if is_fp8 else 5]
+        shape for size in arguments.sizes for shape in shapes(size)[4 * arguments.head :]
     )
     measured = list(itertools.product(unique, arguments.rows))
     compile_all(measured, pool.dtype)
@@ -221,10 +222,9 @@ def main() -> None:
     print("| product | rows | cuBLAS µs | ours µs | config |")
     print("| --- | --: | --: | --: | --- |", flush=True)
     for size, rows in itertools.product(arguments.sizes, arguments.rows):
-        found = tune_layers(size, rows, pool)
-        if not is_fp8:
-            logits = shapes(size)[-1]
-            found[logits] = tune_logits(logits, rows, pool)
+        found = {} if arguments.head else tune_layers(size, rows, pool)
+        logits = shapes(size)[-1]
+        found[logits] = tune_logits(logits, rows, pool)
         for shape, config in found.items():
             table[(*shape, rows)] = None if config is None else (*config,)
         if arguments.write:

@@ -76,7 +76,8 @@ def load(
     tp.reserve(num_tokens * model_config.hidden_size, DTYPES[device.type])
     with torch.device(device), default_dtype(DTYPES[device.type]):
         num_positions = max_blocks * attention.block_size
-        model = Qwen3(model_config, tp, attention, num_positions, config.enable_expert_parallel)
+        choices = config.enable_expert_parallel, config.quantize_lm_head
+        model = Qwen3(model_config, tp, attention, num_positions, *choices)
     load_weights(model, config.model_folder, on_progress)
     times.end("weights")
     runner = _make_runner(config, model_config, model, max_blocks, assignment.num_blocks)

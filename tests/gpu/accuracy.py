@@ -30,7 +30,7 @@ WINDOW = 256
 NUM_TASKS = 200
 OUTPUT_TOKENS = 96
 SIZES = {"count": Sizes(1, 20), "reverse": Sizes(1, 20), "repeat": Sizes(1, 40)}
-ALL_BITS = {"quantization": "none", "kv_cache_dtype": "auto"}
+ALL_BITS = {"quantization": "none", "quantize_lm_head": False, "kv_cache_dtype": "auto"}
 GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 

@@ -19,12 +19,14 @@ def load_model(
     tp: TensorParallel | None = None,
     expert_parallel: bool = False,
     quantization: str = "none",
+    quantize_lm_head: bool = False,
 ) -> Qwen3:
     """The model of a checkpoint, or one rank's part."""
     config = quantized(read_model_config(folder), quantization)
     attention = Attention(16, config.head_dim**-0.5)
     num_positions = config.max_position_embeddings
-    model = Qwen3(config, tp or TensorParallel(), attention, num_positions, expert_parallel)
+    choices = expert_parallel, quantize_lm_head
+    model = Qwen3(config, tp or TensorParallel(), attention, num_positions, *choices)
     load_weights(model, folder, lambda: None)
     return model
 

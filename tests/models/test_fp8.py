@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.kernels.quantize import FP8, Quantized
+from penstock.kernels.quantize import FP8, Quantized, quantize
 from penstock.models.parallel import Layer
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
@@ -78,6 +78,28 @@ def test_its_logits_are_those_of_what_it_stands_for(tmp_path: Path) -> None:
     assert 0.005 < (found - exact).norm() / exact.norm() < 0.2
 
 
+@pytest.mark.parametrize("tie_word_embeddings", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_the_head_alone_is_quantised(tmp_path: Path, size: int, tie_word_embeddings: bool) -> None:
+    """Of five ranks the last one has rows of zeros behind the vocabulary's end."""
+    shape = {"num_attention_heads": 10, "num_key_value_heads": 5, "intermediate_size": 100}
+    save_checkpoint(tmp_path, tie_word_embeddings=tie_word_embeddings, **shape)
+    for rank in range(size):
+        tp = TensorParallel(rank, size)
+        plain = load_model(tmp_path, tp)
+        found = load_model(tmp_path, tp, quantize_lm_head=True)
+        assert isinstance(plain.head.weight, Tensor)
+        wanted = quantize(plain.head.weight)
+        head = found.head.weight
+        assert isinstance(head, Quantized)
+        num_own = found.head.stop - found.head.start
+        assert torch.equal(head.values.float(), wanted.values.float())
+        assert torch.equal(head.scale[:num_own], wanted.scale[:num_own])
+        if not tie_word_embeddings:
+            del plain.lm_head
+        assert_same(found, plain)
+
+
 def save_in_blocks(folder: Path, wide: Path) -> dict[str, Tensor]:
     """A checkpoint in blocks, its scales in a file of their own, and in `wide` what it stands for.
 
@@ -123,5 +145,6 @@ def test_a_checkpoint_in_blocks_is_quantised_anew(tmp_path: Path) -> None:
 
 def test_the_demo_model_answers_in_8_bits() -> None:
     items = tasks()[:12]
-    options = {"device": "cpu", "num_threads": 1, "kv_cache_gib": 0.1, "quantization": "fp8"}
+    bits = {"quantization": "fp8", "quantize_lm_head": True}
+    options = {"device": "cpu", "num_threads": 1, "kv_cache_gib": 0.1, **bits}
     assert num_right(items, measure(Config(**options), items)) >= 11  # type: ignore[arg-type]

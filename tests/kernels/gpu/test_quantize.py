@@ -73,6 +73,39 @@ def test_cublas_multiplies_8_bits_by_rows_and_columns() -> None:
     assert (found.float() - wanted).norm() < 1e-2 * wanted.norm()
 
 
+@pytest.mark.parametrize("num_weights", [48, 50])
+@pytest.mark.parametrize("has_out", [False, True])
+def test_logits_of_many_rows(num_weights: int, has_out: bool) -> None:
+    """In float32, whatever their number is divisible by."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, norm_weight = torch.randn(33, 64, device=device), torch.rand(64, device=device) + 0.5
+    weight = quantize(torch.randn(num_weights, 64, device=device) * 3)
+    out = torch.full((33, num_weights), torch.nan, device=device) if has_out else None
+    found = linear._scaled_logits(x, norm_weight, EPS, weight, out)
+    assert out is None or found is out
+    normed = rms_norm(x, norm_weight, EPS)
+    if num_weights % 16 == 0:
+        normed = dequantized(quantize(normed))
+    torch.testing.assert_close(found, normed @ dequantized(weight).T, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 16, 64, 65, 256])
+@pytest.mark.parametrize("vocab_size", [264, 151936])
+def test_the_head(vocab_size: int, rows: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, 4096, device="cuda").bfloat16()
+    weight = quantize(torch.randn(vocab_size, 4096, device="cuda").bfloat16() / 64)
+    norm_weight = (torch.rand(4096, device="cuda") + 0.5).bfloat16()
+    out = torch.full((rows, vocab_size), torch.nan, device="cuda")
+    found = linear.norm_linear(x, norm_weight, EPS, weight, torch.float32, out)
+    assert found is out
+    wanted = rms_norm(x, norm_weight, EPS).float() @ dequantized(weight).T
+    is_ours = choose("logits", rows, vocab_size, 4096, is_fp8=True) is not None
+    is_exact = is_ours or vocab_size % 16
+    assert (found - wanted).norm() < (1e-2 if is_exact else 5e-2) * wanted.norm()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 4, 16, 64, 65, 2048])
 @pytest.mark.parametrize("kind", SHAPES_8B)
