@@ -22,7 +22,7 @@ from penstock.protocol.plan import BatchPlan, SampledTokens, check_packed
 from penstock.protocol.sampling import Positive, SamplingParams, TokenId
 from penstock.protocol.status import ProcessStatus, SchedulerStatus
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """of this module and `plan.py`; the messages that register a process carry it"""
 
 
@@ -247,6 +247,8 @@ class WorkerHello(Struct, array_like=True, tag=True):
     """id of its machine; empty where there is only one"""
     rendezvous: str = ""
     """`tcp://host:port` at which it could listen as rank 0, of a worker without a group"""
+    started: int = 0
+    """when, in nanoseconds of the wall clock"""
 
 
 class WorkerAssignment(Struct, array_like=True, tag=True):

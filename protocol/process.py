@@ -38,7 +38,8 @@ class Process:
         self.config: Config = config_from_environment()
         given = os.environ.get(PROCESS_VARIABLE) or os.environ.get("HONCHO_PROCESS_NAME")
         self.name = given or f"{kind}.{os.getpid()}"
-        self.identity = f"{self.name}/{os.getpid()}/{time.time_ns()}".encode()
+        self.started = time.time_ns()
+        self.identity = f"{self.name}/{os.getpid()}/{self.started}".encode()
         self.log = logging.getLogger(kind)
         folder = make_run_folder(self.config)
         _start_log(self.config, self.name)

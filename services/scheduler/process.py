@@ -73,8 +73,8 @@ class SchedulerProcess:
         self.loop.add(self.detokenizers, self.on_detokenizers)
 
     def on_gateway_returned(self) -> None:
-        """The gateway may have missed something: as if new, this one is told all requests again."""
-        self.epoch = time_ns()
+        """As if new, to be told again what may be lost; but older than one started in its place."""
+        self.epoch += 1
 
     # ---- requests ----------------------------------------------------------------------------
 

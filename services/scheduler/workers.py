@@ -71,10 +71,16 @@ class WorkerGroup:
         return [self._hellos[member].name for member in self.members]
 
     def hello(self, identity: bytes, hello: WorkerHello) -> list[Letter]:
-        """A worker tells what it is and holds."""
+        """A worker tells what it is and holds.
+
+        Of two of one name the one that started earlier has been given up: it was killed unseen, or
+        its machine was cut off and is back.
+        """
         letters: list[Letter] = []
         for other in [i for i, h in self._hellos.items() if h.name == hello.name and i != identity]:
-            letters += self.lost(other)  # its successor is here
+            if hello.started < self._hellos[other].started:
+                return self._dismiss([identity], f"another {hello.name} was started later")
+            letters += self.lost(other)
         self._hellos[identity] = hello
         self._num_missed[identity] = 0
         return letters if self.members else letters + self._seat()

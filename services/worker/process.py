@@ -93,7 +93,7 @@ class Worker:
     def say_hello(self) -> None:
         """Tells the scheduler that this worker lives, and what it holds."""
         hello = WorkerHello(self._process.name, self._group, self._rank, pid=os.getpid())
-        hello.node = self._process.node_id
+        hello.node, hello.started = self._process.node_id, self._process.started
         if not self._group:
             hello.rendezvous = free_rendezvous(self._process.host)
         if self._runner:

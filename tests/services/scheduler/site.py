@@ -19,7 +19,9 @@ class Site:
         self.exits: list[bytes] = []
         self._numbers = count()
 
-    def start(self, *names: str, num_blocks: int = 0, node: str = "") -> list[bytes]:
+    def start(
+        self, *names: str, num_blocks: int = 0, node: str = "", started: int = 0
+    ) -> list[bytes]:
         """Fresh workers say hello; those with `num_blocks` load as soon as they have a place.
 
         Their pids are the numbers in their names.
@@ -27,7 +29,7 @@ class Site:
         identities = [f"{name}-{next(self._numbers)}".encode() for name in names]
         for name, identity in zip(names, identities, strict=True):
             self.hellos[identity] = WorkerHello(
-                name, pid=int(name[1:]), node=node, rendezvous=f"tcp://{name}"
+                name, pid=int(name[1:]), node=node, rendezvous=f"tcp://{name}", started=started
             )
             self.say_hello(identity)
         for identity in identities:

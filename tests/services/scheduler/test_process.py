@@ -1,5 +1,7 @@
 """The scheduler's process: which attempt at a request counts, and what lost workers do."""
 
+from time import time_ns
+
 import pytest
 
 from penstock.protocol.messages import (
@@ -184,6 +186,13 @@ def test_a_worker_that_can_t_be_reached_has_lost_its_place(
     assert process.ready
     process.on_heartbeat()
     assert (process.group.members, process.ready) == ([], False)
+
+
+def test_one_that_comes_back_is_older_than_one_in_its_place(process: SchedulerProcess) -> None:
+    """Its machine was cut off, and the gateway has the reports of another scheduler since."""
+    before, epoch_of_another = process.epoch, time_ns()
+    process.on_gateway_returned()
+    assert before < process.epoch < epoch_of_another
 
 
 @pytest.mark.parametrize(

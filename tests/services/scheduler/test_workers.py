@@ -81,6 +81,18 @@ def test_successor_of_a_member_ends_its_group() -> None:
     assert site.group.members == [successor, other]
 
 
+def test_one_that_was_started_earlier_is_no_successor() -> None:
+    """Its machine was cut off, and is back when others are in its place."""
+    site = Site()
+    members = site.start("w1", "w2", num_blocks=8, started=5)
+    [returned] = site.start("w1", started=4)
+    assert site.exits == [returned]
+    assert site.group.members == members
+    assert site.group.ready
+    site.kill(members[0])
+    assert site.group.names == []
+
+
 def test_successor_of_a_waiting_worker_takes_its_place() -> None:
     site = Site()
     site.start("w1", "w1")

@@ -75,14 +75,17 @@ class FakeRunner:
 class Talk:
     """A worker, and the scheduler's end of its socket."""
 
-    def __init__(self, folder: Path, num_plans_in_flight: int = 2) -> None:
-        self.context: zmq.Context[Any] = zmq.Context()
+    def __init__(
+        self, context: "zmq.Context[Any]", folder: Path, num_plans_in_flight: int = 2
+    ) -> None:
+        self.context = context
         endpoint = f"ipc://{folder}/workers"
         self.scheduler = bind(self.context, zmq.ROUTER, endpoint, FromWorker)
         process = SimpleNamespace(
             config=Config(num_plans_in_flight=num_plans_in_flight),
             name="worker.1",
             node_id="node-a",
+            started=17,
             host="127.0.0.1",
             identity=b"worker.1/7",
             context=self.context,
@@ -137,7 +140,7 @@ class Talk:
 
 
 def hello(*fields: Any) -> WorkerHello:
-    return WorkerHello(*fields, pid=os.getpid(), node="node-a")
+    return WorkerHello(*fields, pid=os.getpid(), node="node-a", started=17)
 
 
 def assignment(epoch: int = 1, group: str = "g", rank: int = 0) -> WorkerAssignment:
@@ -150,10 +153,15 @@ def tokens_of(epoch: int, step: int) -> SampledTokens:
 
 
 @pytest.fixture
-def talk(tmp_path: Path) -> Iterator[Talk]:
-    talk = Talk(tmp_path)
-    yield talk
-    talk.context.destroy(linger=0)
+def context() -> "Iterator[zmq.Context[Any]]":
+    context: zmq.Context[Any] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def talk(context: "zmq.Context[Any]", tmp_path: Path) -> Talk:
+    return Talk(context, tmp_path)
 
 
 @pytest.fixture
@@ -220,14 +228,15 @@ def test_a_plan_that_has_come_is_launched_before_another_step_is_waited_for(seat
     assert seated.says_nothing_more()
 
 
-def test_with_one_plan_in_flight_every_step_is_waited_for(tmp_path: Path) -> None:
-    talk = Talk(tmp_path, num_plans_in_flight=1)
+def test_with_one_plan_in_flight_every_step_is_waited_for(
+    context: "zmq.Context[Any]", tmp_path: Path
+) -> None:
+    talk = Talk(context, tmp_path, num_plans_in_flight=1)
     talk.tell(assignment())
     talk.answer()
     talk.runner.steps_are_done = False
     talk.tell(plan(0))
     assert talk.answer() == tokens_of(1, 0)
-    talk.context.destroy(linger=0)
 
 
 def test_only_rank_0_sends_tokens(talk: Talk) -> None:
