@@ -3,12 +3,13 @@
 It is crash-only: what it can't go on with ends it, and it is started afresh.
 """
 
+import logging
 import os
 import select
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import zmq
 
@@ -191,18 +192,31 @@ def wait_for_end(pid: int) -> None:
     os.close(process)
 
 
-def main(load: Load) -> None:
-    """Runs the process until it is told to stop, or can't go on."""
+def main(load: Load) -> NoReturn:
+    """Runs the process until it is told to stop, or can't go on.
+
+    It ends as if killed. Taken down in order, NCCL waits for ever for CUDA graphs that hold its
+    communicators, and for a rank that is gone.
+    """
     process = Process("worker")
+    code = 1
+    try:
+        _run(process, load)
+        code = 0
+    except (WorkerError, ModelError, ConnectionError, SystemExit) as error:
+        process.log.error("%s", error)
+    except Exception:
+        process.log.exception("can't go on")
+    logging.shutdown()
+    os._exit(code)
+
+
+def _run(process: Process, load: Load) -> None:
     worker = Worker(process, load)
     worker.watchdog.start(process)
     loop = Loop(worker.say_hello)
     loop.add(worker.channel, worker.receive)
     loop.add_connection(worker.channel, worker.say_hello)
-    try:
-        if process.node_id:
-            use_interface_of(process.host)
-        loop.run()
-    except (WorkerError, ModelError, ConnectionError) as error:
-        process.log.error("%s", error)
-        raise SystemExit(1) from error
+    if process.node_id:
+        use_interface_of(process.host)
+    loop.run()
