@@ -82,7 +82,8 @@ def test_all_ranks_get_the_sum(num_ranks: int) -> None:
     ranks, _ = ranks_of("cuda", num_ranks)
     sizes = SIZES * 20
     messages = [torch.randn(num_ranks, size).bfloat16() for size in sizes]
-    on_gpu = [list(message.cuda()) for message in messages]
+    # Each part is aligned alike, so that no rank's kernel is loaded while another one waits for it.
+    on_gpu = [[part.cuda() for part in message] for message in messages]
     streams = [torch.cuda.Stream() for _ in ranks]
     torch.cuda.synchronize()
     for parts in on_gpu:

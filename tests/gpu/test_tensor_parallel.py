@@ -1,0 +1,134 @@
+"""One model across GPUs: logprobs against transformers, and how far its greedy tokens agree.
+
+Cases for more GPUs than there are, are skipped.
+"""
+
+import gc
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from penstock.launch import LLM, SamplingParams
+from penstock.launch.outputs import ByToken, RequestOutput
+from penstock.protocol.config import Config
+from tests.gpu.test_logits import SMALL
+from tests.models.checkpoints import save_checkpoint
+
+pytestmark = pytest.mark.gpu
+EXPERTS = SMALL | {
+    "num_hidden_layers": 8,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 384,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+SHAPES = {"0.6B": SMALL, "experts": EXPERTS}
+NUM_LIKELIEST = 10
+ASKED = SamplingParams(
+    temperature=0.0,
+    max_tokens=24,
+    ignore_eos=True,
+    logprobs=NUM_LIKELIEST,
+    prompt_logprobs=NUM_LIKELIEST,
+)
+
+
+@pytest.fixture(scope="module", params=["demo", *SHAPES])
+def folder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    demo = Config().model_folder
+    if request.param == "demo":
+        yield demo
+        return
+    path = tmp_path_factory.mktemp(request.param)
+    with torch.device("cuda"):
+        save_checkpoint(path, **SHAPES[request.param])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo / name, path)
+    release()
+    yield path
+    shutil.rmtree(path)
+
+
+def release() -> None:
+    """What this process holds of the GPUs, which workers need."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def prompts(num_prompts: int) -> list[list[int]]:
+    rng = Random(0)
+    return [[rng.randrange(256) for _ in range(rng.randrange(5, 200))] for _ in range(num_prompts)]
+
+
+def answers(folder: Path, tp: int, **options: Any) -> list[RequestOutput]:
+    sizes = {"kv_cache_gib": 2.0, "max_model_len": 1024, "device": "cuda"}
+    with LLM(folder, tensor_parallel_size=tp, **sizes, **options) as llm:
+        return llm.generate(prompts(24), ASKED, use_tqdm=False)
+
+
+def told(output: RequestOutput) -> list[ByToken]:
+    """At each position but the first."""
+    assert output.prompt_logprobs is not None
+    assert output.outputs[0].logprobs is not None
+    positions = output.prompt_logprobs[1:] + output.outputs[0].logprobs
+    return [position for position in positions if position is not None]
+
+
+def reference(folder: Path, outputs: list[RequestOutput], dtype: torch.dtype) -> list[float]:
+    """Of what the outputs tell, by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().cuda()
+    logprobs: list[float] = []
+    with torch.inference_mode():
+        for output in outputs:
+            ids = torch.tensor([[*output.prompt_token_ids, *output.outputs[0].token_ids]])
+            exact = model(ids.cuda()).logits[0].float().log_softmax(-1).cpu()
+            for row, position in zip(exact, told(output), strict=False):
+                logprobs += row[list(position)].tolist()
+    del model
+    release()
+    return logprobs
+
+
+def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    """Root of the mean square of a logprob's error."""
+    return float((ours - exact).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_logprobs_are_as_near_as_those_of_transformers(
+    folder: Path, tp: int, expert_parallel: bool
+) -> None:
+    if torch.cuda.device_count() < tp:
+        pytest.skip(f"needs {tp} GPUs")
+    if expert_parallel and "experts" not in folder.name:
+        pytest.skip("needs a mixture of experts")
+    alone = answers(folder, 1)
+    outputs = answers(folder, tp, enable_expert_parallel=expert_parallel)
+    ours = torch.tensor(
+        [one.logprob for output in outputs for at in told(output) for one in at.values()]
+    )
+    exact = torch.tensor(reference(folder, outputs, torch.float32))
+    theirs = torch.tensor(reference(folder, outputs, torch.bfloat16))
+    pairs = [
+        (one.outputs[0].token_ids, other.outputs[0].token_ids)
+        for one, other in zip(outputs, alone, strict=True)
+    ]
+    same = sum(one == other for one, other in pairs)
+    first = sum(one[0] == other[0] for one, other in pairs)
+    print(
+        f"{folder.name}, TP {tp}, whole experts: {expert_parallel}: logprobs off by "
+        f"{error(ours, exact):.2e}, transformers {error(theirs, exact):.2e}; the greedy answers "
+        f"of one GPU: {same} of {len(pairs)}, their first tokens {first}"
+    )
+    assert len(ours) == len(exact) > 10 * NUM_LIKELIEST
+    assert error(ours, exact) < 1.2 * error(theirs, exact)  # each rank's sum is rounded, too
