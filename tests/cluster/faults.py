@@ -32,6 +32,8 @@ CPUS = (0, 3, 2, 2, 2, 3)
 NUM_LENGTHS = 16
 STOOD = 1.0
 """seconds without a piece after which a stream counts as hit"""
+GIVING_UP = 30.0
+"""seconds that a node may take to see that Ray has given it up"""
 LINGER = 5.0
 """seconds that processes have to end when Ray has lost their node"""
 STEADY = 20.0
@@ -97,6 +99,8 @@ class Faults:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._changes = Changes()
+        self._num_seen = 0
+        """lines of the pipeline before the last event"""
         self.hits: list[Hit] = []
 
     async def run(self) -> bool:
@@ -168,7 +172,7 @@ class Faults:
         machine = next(one for one in self._cluster.machines if one.address == address)
         self._tell(f"{hit.part} on {address}: {hit.event}; {nodes}")
         hit.there = " ".join(name for name, node in nodes.items() if node == address)
-        start, num_lines = time.monotonic(), len(self._pipeline.output)
+        start, self._num_seen = time.monotonic(), len(self._pipeline.output)
         self._load.event = len(self.hits)
         self.hits.append(hit)
         for flight in flights:
@@ -182,7 +186,7 @@ class Faults:
                 await self._moved(flights)
                 hit.is_over = True
         hit.silences = [flight.silence_until_now() for flight in flights]
-        lines = self._pipeline.output[num_lines:]
+        lines = self._pipeline.output[self._num_seen :]
         hit.num_restarts = sum("; restarted" in line for _, line in lines)
         if hit.num_restarts:
             marks = ("workers ready", "; restarted", "requests go on")
@@ -231,6 +235,7 @@ class Faults:
     async def _replace_lost(self) -> None:
         """Nodes that Ray has given up come back as new ones, which are free."""
         for machine in self._cluster.machines:
+            await asyncio.to_thread(self._wait_if_lost, machine)
             if machine.ray is None or machine.ray.poll() is not None:
                 if left := await asyncio.to_thread(machine.remain, LINGER):
                     self._tell(f"LEFT on {machine.address}, which Ray has lost: {left}")
@@ -238,6 +243,13 @@ class Faults:
                 node = await asyncio.to_thread(self._start_ray, machine, CPUS[-1])
                 await asyncio.to_thread(wait_for_ray, node)
                 self._tell(f"{machine.address} is a new node")
+
+    def _wait_if_lost(self, machine: Machine) -> None:
+        """Where Ray has lost an actor it has mostly given up the node, which sees it later."""
+        lost = f"its Ray actor on {machine.address};"
+        if machine.ray and any(lost in line for _, line in self._pipeline.output[self._num_seen :]):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                machine.ray.wait(GIVING_UP)
 
     def _is_beginning(self, flight: Flight) -> bool:
         token_ids = flight.received.token_ids
