@@ -1,0 +1,150 @@
+"""A worker whose runner computes nothing, and the scheduler's end of its socket."""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import zmq
+
+from penstock.protocol.config import Config
+from penstock.protocol.logprobs import PackedLogprobs
+from penstock.protocol.messages import FromWorker, WorkerAssignment, WorkerHello
+from penstock.protocol.plan import BatchPlan, SampledTokens, pack
+from penstock.protocol.sockets import bind
+from penstock.services.worker.process import Worker
+from penstock.services.worker.told import Told
+
+TIMEOUT = 10_000
+"""milliseconds that a message may take"""
+
+
+LOGPROBS = PackedLogprobs(pack([5]), b"1234")
+TOLD = Told([(1, LOGPROBS)], [(3, [LOGPROBS, LOGPROBS])], [(0, "too long")])
+
+
+class FakeStep:
+    """A step whose tokens are its epoch and number; done when the test says so."""
+
+    def __init__(self, step_plan: BatchPlan, done: bool, on_wait: Callable[[int], None]) -> None:
+        self._token_ids = [step_plan.epoch, step_plan.step]
+        self._done = done
+        self._on_wait = on_wait
+
+    def done(self) -> bool:
+        return self._done
+
+    def token_ids(self) -> list[int]:
+        self._done = True
+        self._on_wait(self._token_ids[1])
+        return self._token_ids
+
+    def told(self) -> Told:
+        return TOLD
+
+
+class FakeRunner:
+    """Keeps what it is told to do."""
+
+    num_blocks = 5
+    block_size = 16
+
+    def __init__(self) -> None:
+        self.launched: list[BatchPlan] = []
+        self.steps_are_done = True
+        self.on_launch: Callable[[int], None] = lambda _: None
+        self.on_wait: Callable[[int], None] = lambda _: None
+        self.num_clears = 0
+
+    def launch(self, step_plan: BatchPlan) -> FakeStep:
+        self.launched.append(step_plan)
+        self.on_launch(step_plan.step)
+        return FakeStep(step_plan, self.steps_are_done, self.on_wait)
+
+    def clear(self) -> None:
+        self.num_clears += 1
+
+    def idle_us(self) -> tuple[float, float]:
+        return 3.0, 4.0
+
+
+class Talk:
+    """A worker, and the scheduler's end of its socket."""
+
+    def __init__(
+        self, context: "zmq.Context[Any]", folder: Path, num_plans_in_flight: int = 2
+    ) -> None:
+        self.context = context
+        endpoint = f"ipc://{folder}/workers"
+        self.scheduler = bind(self.context, zmq.ROUTER, endpoint, FromWorker)
+        process = SimpleNamespace(
+            config=Config(num_plans_in_flight=num_plans_in_flight),
+            name="worker.1",
+            node_id="node-a",
+            started=17,
+            host="127.0.0.1",
+            identity=b"worker.1/7",
+            context=self.context,
+            endpoints=SimpleNamespace(workers=endpoint),
+            log=logging.getLogger("worker"),
+        )
+        self.runner = FakeRunner()
+        self.num_loads = 0
+        self.num_progress_calls = 0
+        self.worker = Worker(process, self._load)  # type: ignore[arg-type]
+        self.worker.say_hello()
+        self.answer()
+
+    def _load(
+        self, _config: Config, _assignment: WorkerAssignment, on_progress: Callable[[], None]
+    ) -> FakeRunner:
+        for _ in range(self.num_progress_calls):
+            on_progress()
+        self.num_loads += 1
+        return self.runner
+
+    def tell(self, *messages: object) -> None:
+        """Sends to the worker, which handles it all."""
+        for message in messages:
+            self.tell_bytes(self.scheduler.encode(message))
+
+    def tell_bytes(self, frame: bytes) -> None:
+        """Sends what need not be a message."""
+        self.bring_bytes(frame)
+        self.worker.receive()
+
+    def bring(self, message: object) -> None:
+        """Sends a message that then waits at the worker's socket."""
+        self.bring_bytes(self.scheduler.encode(message))
+
+    def bring_bytes(self, frame: bytes) -> None:
+        """As `bring`."""
+        assert self.scheduler.send_bytes(frame, b"worker.1/7")
+        assert self.worker.channel.socket.poll(TIMEOUT)
+
+    def answer(self) -> WorkerHello | SampledTokens:
+        """The worker's next message."""
+        assert self.scheduler.socket.poll(TIMEOUT)
+        identity, frame = self.scheduler.socket.recv_multipart()
+        message: WorkerHello | SampledTokens = self.scheduler.decode([identity, frame])
+        return message
+
+    def says_nothing_more(self) -> bool:
+        """Whether a hello sent now is the next that comes."""
+        self.worker.say_hello()
+        return isinstance(self.answer(), WorkerHello)
+
+
+def hello(*fields: Any) -> WorkerHello:
+    return WorkerHello(*fields, pid=os.getpid(), node="node-a", started=17)
+
+
+def assignment(epoch: int = 1, group: str = "g", rank: int = 0) -> WorkerAssignment:
+    return WorkerAssignment(epoch, group, rank, 2, "tcp://127.0.0.1:1")
+
+
+def tokens_of(epoch: int, step: int) -> SampledTokens:
+    """What the worker sends when its runner has done a step."""
+    return SampledTokens(epoch, step, pack([epoch, step]), *TOLD)
