@@ -1,15 +1,17 @@
 """A mixture of experts in place of an MLP: each token goes through the few that a router chooses.
 
 On a CPU a row does not depend on how many there are: `penstock.kernels.linear` says why. All
-tensors must be contiguous.
+tensors must be contiguous. Experts in 8 bits are multiplied as what they stand for.
 """
 
+import torch
 from torch import Tensor
 
 from penstock.kernels.activation import silu_and_mul
 from penstock.kernels.checks import check_contiguous, check_tensor
 from penstock.kernels.linear import linear
 from penstock.kernels.norm import rms_norm
+from penstock.kernels.quantize import FP8, Matrix, parts
 
 
 def norm_moe(
@@ -17,8 +19,8 @@ def norm_moe(
     norm_weight: Tensor,
     eps: float,
     router: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Matrix,
+    down: Matrix,
     *,
     top_k: int,
     normalize: bool,
@@ -61,21 +63,29 @@ def _check(
     x: Tensor,
     norm_weight: Tensor,
     router: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Matrix,
+    down: Matrix,
     out: Tensor | None,
 ) -> None:
     check_tensor("x", x, (-1, -1))
     hidden_size, size = x.shape[1], down.shape[-1]
     check_tensor("norm_weight", norm_weight, (hidden_size,), x.dtype)
     check_tensor("router", router, (-1, hidden_size), x.dtype)
-    check_tensor("gate_up", gate_up, (len(down), 2 * size, hidden_size), x.dtype)
-    check_tensor("down", down, (-1, hidden_size, size), x.dtype)
-    for name, weight in (("router", router), ("gate_up", gate_up), ("down", down)):
-        check_contiguous(name, weight)
+    check_contiguous("router", router)
+    _check_experts("gate_up", gate_up, (len(down), 2 * size, hidden_size), x.dtype)
+    _check_experts("down", down, (-1, hidden_size, size), x.dtype)
     if out is not None:
         check_tensor("out", out, x.shape, x.dtype)
         check_contiguous("out", out)
+
+
+def _check_experts(name: str, weight: Matrix, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    values, scale = parts(weight)
+    check_tensor(name, values, shape, dtype if scale is None else FP8)
+    check_contiguous(name, values)
+    if scale is not None:
+        check_tensor(f"{name}'s scale", scale, tuple(values.shape[:2]), torch.float32)
+        check_contiguous(f"{name}'s scale", scale)
 
 
 def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -85,7 +95,7 @@ def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
 
 
 def _experts_reference(
-    x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+    x: Tensor, experts: Tensor, weights: Tensor, gate_up: Matrix, down: Matrix
 ) -> Tensor:
     """experts: those that are not in [0, len(gate_up)) are elsewhere."""
     outputs = x.new_zeros(*experts.shape, x.shape[1])

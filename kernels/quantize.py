@@ -22,16 +22,16 @@ SMALLEST = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """Row i is `values[i] * scale[i]`."""
+    """Row i is `values[i] * scale[i]`; or several such matrices, one behind the other."""
 
     values: Tensor
-    """float8_e4m3fn [num_rows, num_columns]"""
+    """float8_e4m3fn [..., num_rows, num_columns]"""
     scale: Tensor
-    """float32 [num_rows]"""
+    """float32 [..., num_rows]"""
 
     @property
     def shape(self) -> torch.Size:
-        """[num_rows, num_columns]."""
+        """[..., num_rows, num_columns]."""
         return self.values.shape
 
     @property
@@ -44,8 +44,15 @@ class Quantized:
         """Whether that is a GPU."""
         return self.values.is_cuda
 
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int | slice) -> "Quantized":
+        """A view of one of the matrices, or of some of the first dimension."""
+        return Quantized(self.values[index], self.scale[index])
+
     def split(self, sizes: list[int]) -> "list[Quantized]":
-        """Views of so many rows each."""
+        """Views of so many rows each, of one matrix."""
         pairs = zip(torch.split(self.values, sizes), torch.split(self.scale, sizes), strict=True)
         return [Quantized(*pair) for pair in pairs]
 

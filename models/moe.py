@@ -7,11 +7,11 @@ gives, and the sums are reduced as behind any other layer.
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
 from penstock.kernels.moe import norm_moe
-from penstock.models.parallel import Layer, RMSNorm, Slice
+from penstock.kernels.quantize import parts
+from penstock.models.parallel import Layer, RMSNorm, Slice, add_weight, parameter
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.checkpoint import ModelConfig
 
@@ -23,7 +23,7 @@ class Router(Layer):
 
     def __init__(self, hidden_size: int, num_experts: int) -> None:
         super().__init__()
-        self.weight = _parameter(num_experts, hidden_size)
+        self.weight = parameter(num_experts, hidden_size)
 
     def slices(self, name: str) -> Iterator[Slice]:
         """All of it."""
@@ -34,8 +34,6 @@ class Router(Layer):
 class Experts(Layer):
     """Linear layers of each expert, side by side: [experts here, out_features, in_features]."""
 
-    weight: nn.Parameter
-
     def __init__(
         self,
         names: tuple[str, ...],
@@ -45,6 +43,7 @@ class Experts(Layer):
         part: int,
         experts: range,
         num_experts: int,
+        is_fp8: bool,
     ) -> None:
         """names: of an expert's layers in the checkpoint; shape: each one's, of which `dim` is cut
         into `num_parts`, one of them for this rank; experts: those of this rank."""
@@ -54,7 +53,8 @@ class Experts(Layer):
         sizes = list(shape)
         sizes[dim] //= num_parts
         self.size = sizes[dim]
-        self.weight = _parameter(len(experts), len(names) * sizes[0], sizes[1])
+        self.num_rows = sizes[0]
+        add_weight(self, len(experts), len(names) * sizes[0], sizes[1], is_fp8=is_fp8)
 
     def slices(self, name: str) -> Iterator[Slice]:
         """Of an expert that is elsewhere nothing is taken."""
@@ -63,7 +63,8 @@ class Experts(Layer):
         for expert in range(self.num_experts):
             is_here = expert in self.experts
             weight = self.weight[expert - self.experts.start if is_here else 0]
-            for layer, target in zip(self.names, weight.chunk(len(self.names)), strict=True):
+            targets = weight.split([self.num_rows] * len(self.names))
+            for layer, target in zip(self.names, targets, strict=True):
                 tensor = f"{parent}.experts.{expert}.{layer}.weight"
                 if is_here:
                     yield Slice(tensor, self.shape, self.dim, start, start + self.size, target)
@@ -83,8 +84,9 @@ class MoE(nn.Module):
         num_experts = config.expert_count
         num_here = num_experts // tp.size if expert_parallel else num_experts
         self.first = tp.rank * num_here if expert_parallel else 0
-        parts = (1, 0) if expert_parallel else (tp.size, tp.rank)
-        here = (*parts, range(self.first, self.first + num_here), num_experts)
+        cut = (1, 0) if expert_parallel else (tp.size, tp.rank)
+        experts = range(self.first, self.first + num_here)
+        here = (*cut, experts, num_experts, config.is_fp8)
         hidden, inner = config.hidden_size, config.moe_intermediate_size
         self.gate = Router(hidden, num_experts)
         self.gate_up_proj = Experts(("gate_proj", "up_proj"), (inner, hidden), 0, *here)
@@ -111,9 +113,6 @@ class MoE(nn.Module):
     @property
     def num_resting(self) -> int:
         """This rank's weights that a token is not multiplied with, on average."""
-        num_weights = self.gate_up_proj.weight.numel() + self.down_proj.weight.numel()
+        weights = self.gate_up_proj.weight, self.down_proj.weight
+        num_weights = sum(parts(weight)[0].numel() for weight in weights)
         return num_weights - num_weights * self.top_k // len(self.gate.weight)
-
-
-def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(shape), requires_grad=False)

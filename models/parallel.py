@@ -62,7 +62,7 @@ class ColumnParallelLinear(Layer):
         self.num_parts = dict.fromkeys(outputs, tp.size) | (num_parts or {})
         self.sizes = [size // self.num_parts[layer] for layer, size in outputs.items()]
         """this rank's output features of each layer"""
-        _add_weight(self, sum(self.sizes), in_features, is_fp8)
+        add_weight(self, sum(self.sizes), in_features, is_fp8=is_fp8)
 
     def forward(self, x: Tensor, norm: "RMSNorm") -> Tensor:
         """The layers of the norm of x: [num_tokens, in_features] → [num_tokens, sum of `sizes`]."""
@@ -89,7 +89,7 @@ class RowParallelLinear(Layer):
         super().__init__()
         self.tp = tp
         self.in_features = in_features
-        _add_weight(self, out_features, in_features // tp.size, is_fp8)
+        add_weight(self, out_features, in_features // tp.size, is_fp8=is_fp8)
 
     def forward(self, x: Matrix, residual: Tensor) -> Tensor:
         """residual + layer: [num_tokens, in_features / size] → [num_tokens, out_features].
@@ -135,7 +135,7 @@ class ParallelLMHead(Layer):
             num_rows = shard_size(vocab_size, tp.size)
         self.start = min(tp.rank * num_rows, vocab_size)
         self.stop = min(self.start + num_rows, vocab_size)
-        _add_weight(self, num_rows, hidden_size, is_fp8)
+        add_weight(self, num_rows, hidden_size, is_fp8=is_fp8)
 
     def logits(self, hidden_states: Tensor, norm: "RMSNorm", out: Tensor | None = None) -> Tensor:
         """This rank's scores of the norm of hidden_states [num_rows, hidden_size].
@@ -184,7 +184,7 @@ class RMSNorm(Layer):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = _parameter(size)
+        self.weight = parameter(size)
 
     def slices(self, name: str) -> Iterator[Slice]:
         """All of it."""
@@ -192,15 +192,16 @@ class RMSNorm(Layer):
         yield Slice(f"{name}.weight", (size,), 0, 0, size, self.weight)
 
 
-def _add_weight(layer: Layer, out_features: int, in_features: int, is_fp8: bool) -> None:
-    """Makes `layer.weight`; is_fp8: in 8 bits, each row with a scale."""
+def add_weight(layer: Layer, *shape: int, is_fp8: bool) -> None:
+    """Makes `layer.weight`, [..., out_features, in_features]; is_fp8: each row with a scale."""
     if not is_fp8:
-        layer.weight = _parameter(out_features, in_features)
+        layer.weight = parameter(*shape)
         return
-    layer.values = _parameter(out_features, in_features, dtype=FP8)
-    layer.scale = _parameter(out_features, dtype=torch.float32)
+    layer.values = parameter(*shape, dtype=FP8)
+    layer.scale = parameter(*shape[:-1], dtype=torch.float32)
     layer.weight = Quantized(layer.values, layer.scale)
 
 
-def _parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """Of a layer, to be loaded."""
     return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)

@@ -1,6 +1,7 @@
 """A layer's mixture of experts: its time beside that of reading the experts it really touches.
 
-    python -m penstock.kernels.bench.moe [--size 30B] [--tp 1] [--tokens 1 16 64] [--sweep]
+    python -m penstock.kernels.bench.moe [--size 30B] [--tp 1] [--dtype fp8] [--tokens 1 16 64]
+        [--sweep]
 
 Microseconds: what reading the touched experts' weights and what multiplying would take alone, then
 what a layer takes, without its router and norm, and each product. The tokens' experts are random,
@@ -29,6 +30,7 @@ from penstock.kernels.gpu.moe import (
     sort_by_expert,
 )
 from penstock.kernels.moe import norm_moe
+from penstock.kernels.quantize import FP8, Matrix, Quantized, parts
 
 SIZES = {"30B": (2048, 768), "235B": (4096, 1536)}
 """hidden size, size of an expert in the published Qwen3 with 128 experts"""
@@ -47,30 +49,40 @@ SWEEP = {
 
 
 class Layer(NamedTuple):
-    """Random bfloat16."""
+    """Random numbers."""
 
     norm_weight: Tensor
     router: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
 
 
-def random_layer(hidden: int, size: int) -> Layer:
+def random_layer(hidden: int, size: int, is_fp8: bool) -> Layer:
     """On the GPU."""
 
     def random(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
 
-    gate_up, down = random(NUM_EXPERTS, 2 * size, hidden), random(NUM_EXPERTS, hidden, size)
+    def experts(*shape: int) -> Matrix:
+        numbers = random(NUM_EXPERTS, *shape)
+        if not is_fp8:
+            return numbers
+        return Quantized(
+            (numbers * 50).to(FP8), torch.full((NUM_EXPERTS, shape[0]), 0.02, device="cuda")
+        )
+
+    gate_up, down = experts(2 * size, hidden), experts(hidden, size)
     return Layer(random(hidden) + 1, random(NUM_EXPERTS, hidden), gate_up, down)
 
 
 def floor_us(layer: Layer, num_touched: float, num_tokens: int) -> tuple[float, float]:
     """Of reading the weights of so many experts, and of multiplying."""
-    weights = (layer.gate_up.numel() + layer.down.numel()) / NUM_EXPERTS
+    weights = [parts(one)[0] for one in (layer.gate_up, layer.down)]
+    num_bytes = sum(one.nbytes for one in weights) / NUM_EXPERTS
+    num_weights = sum(one.numel() for one in weights) / NUM_EXPERTS
     return (
-        2 * weights * num_touched / BANDWIDTH * 1e6,
-        2 * weights * num_tokens * TOP_K / FLOPS * 1e6,
+        num_bytes * num_touched / BANDWIDTH * 1e6,
+        2 * num_weights * num_tokens * TOP_K / FLOPS * 1e6,
     )
 
 
@@ -79,7 +91,8 @@ def measure(layer: Layer, num_tokens: int, sweep: bool) -> None:
     hidden, size = layer.down.shape[1:]
     xs = list(torch.randn(NUM_CALLS, num_tokens, hidden).cuda().bfloat16())
     logits = [router_logits(x, layer.router) for x in xs]
-    tuning = choose_tuning(num_tokens * TOP_K, NUM_EXPERTS, size)
+    is_fp8 = isinstance(layer.down, Quantized)
+    tuning = choose_tuning(num_tokens * TOP_K, NUM_EXPERTS, size, is_fp8)
     weights = (layer.gate_up, layer.down)
     layers = [
         partial(
@@ -140,10 +153,11 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="30B")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share every expert")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--dtype", choices=["bfloat16", "fp8"], default="bfloat16")
     parser.add_argument("--sweep", action="store_true")
     arguments = parser.parse_args()
     hidden, size = SIZES[arguments.size]
-    layer = random_layer(hidden, size // arguments.tp)
+    layer = random_layer(hidden, size // arguments.tp, arguments.dtype == "fp8")
     print("| tokens | experts | read | multiply | layer | no router | gate, up | down | bm |")
     print("| --: | --: | --: | --: | --: | --: | --: | --: | --: |", flush=True)
     for num_tokens in arguments.tokens:

@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.kernels.gpu.moe_kernels import TILE, combine, multiply, route, sort
 from penstock.kernels.gpu.pdl import LAUNCH
 from penstock.kernels.gpu.skinny import MAX_ROWS, NUM_SMS, Config, Product, choose, launch
+from penstock.kernels.quantize import Matrix, Quantized, parts
 
 ROUTER = Config("mma", 16, 128, 4, 4, 3, 512)
 """of a few rows; where one row is guessed better, that is taken"""
@@ -53,12 +54,21 @@ TUNINGS = (
     (1 << 30, Tuning(128, Cut(128, 64, 8, 4), Cut(256, 64, 8, 4))),
 )
 """(up to so many pairs for an expert on average, …)"""
+FP8_TUNINGS = (
+    (8, Tuning(16, Cut(32, 128, 4, 3), Cut(64, 128, 4, 3))),
+    (24, Tuning(32, Cut(64, 128, 4, 3), Cut(128, 64, 4, 3))),
+    (1 << 30, Tuning(64, Cut(64, 64, 4, 3), Cut(128, 64, 4, 3))),
+)
+"""of weights in 8 bits"""
 
 
-def choose_tuning(num_pairs: int, num_experts: int, size: int) -> Tuning:
-    """num_experts: that the pairs are spread over; size: of an expert."""
+def choose_tuning(num_pairs: int, num_experts: int, size: int, is_fp8: bool = False) -> Tuning:
+    """num_experts: that the pairs are spread over; size: of an expert; is_fp8: of the weights."""
     per_expert = num_pairs / num_experts
-    tuning = next(tuning for most, tuning in TUNINGS if per_expert <= most)
+    tunings = FP8_TUNINGS if is_fp8 else TUNINGS
+    tuning = next(tuning for most, tuning in tunings if per_expert <= most)
+    if is_fp8:
+        return tuning
     few = num_pairs * triton.cdiv(size, tuning.gate_up.bn) < 2 * NUM_SMS
     return NARROW if few and tuning.bm == NARROW.bm else tuning
 
@@ -122,7 +132,7 @@ def sort_by_expert(
     return routing
 
 
-def grouped(x: Tensor, routing: Routing, weight: Tensor, swiglu: bool, bm: int, cut: Cut) -> Tensor:
+def grouped(x: Tensor, routing: Routing, weight: Matrix, swiglu: bool, bm: int, cut: Cut) -> Tensor:
     """Each pair's product with its expert's weight: [pairs, columns].
 
     swiglu: x has a row for each token, weight the gate's rows and up's; else one for each pair.
@@ -132,7 +142,7 @@ def grouped(x: Tensor, routing: Routing, weight: Tensor, swiglu: bool, bm: int, 
     out = x.new_empty(len(routing.sources), columns)
     grid = ((len(routing.tiles) - 1) * triton.cdiv(columns, cut.bn),)
     multiply[grid](
-        x, routing.sources, routing.tiles, weight, out, columns, inner,
+        x, routing.sources, routing.tiles, *parts(weight), out, columns, inner,
         SWIGLU=swiglu, BM=bm, BN=cut.bn, BK=cut.bk, EVEN=inner % cut.bk == 0,
         num_warps=cut.num_warps, num_stages=cut.num_stages, **LAUNCH,
     )  # fmt: skip
@@ -142,8 +152,8 @@ def grouped(x: Tensor, routing: Routing, weight: Tensor, swiglu: bool, bm: int, 
 def experts(
     x: Tensor,
     logits: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Matrix,
+    down: Matrix,
     top_k: int,
     normalize: bool,
     first: int = 0,
@@ -157,7 +167,8 @@ def experts(
     if not num_tokens:
         return out
     if tuning is None:
-        tuning = choose_tuning(num_tokens * top_k, logits.shape[1], down.shape[2])
+        is_fp8 = isinstance(down, Quantized)
+        tuning = choose_tuning(num_tokens * top_k, logits.shape[1], down.shape[2], is_fp8)
     routing = sort_by_expert(logits, top_k, normalize, first, len(down), tuning.bm)
     activated = grouped(x, routing, gate_up, True, tuning.bm, tuning.gate_up)
     outputs = grouped(activated, routing, down, False, tuning.bm, tuning.down)

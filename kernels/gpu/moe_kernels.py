@@ -153,7 +153,7 @@ def sort(
 
 @triton.jit
 def _multiply_tile(
-    x, sources, tile, weight, out, column, N, K,
+    x, sources, tile, weight, scale, out, column, N, K,
     SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -164,7 +164,8 @@ def _multiply_tile(
         row = tl.load(sources + pair, exists, 0)
     k = tl.arange(0, BK)
     NUM: tl.constexpr = 2 if SWIGLU else 1
-    weight += tl.load(tile).to(tl.int64) * (NUM * N * K)
+    first_row = tl.load(tile).to(tl.int64) * (NUM * N)
+    weight += first_row * K
     x_at = x + row[:, None].to(tl.int64) * K + k[None, :]
     weight_at = weight + tl.minimum(column, N - 1)[:, None] * K + k[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
@@ -172,11 +173,16 @@ def _multiply_tile(
     for first in tl.range(0, K, BK):
         inside = first + k[None, :] < K
         x_tile = tl.load(x_at + first, exists[:, None] if EVEN else exists[:, None] & inside, 0.0)
-        gate = load(weight_at + first, inside, EVEN)
+        gate = load(weight_at + first, inside, EVEN).to(x_tile.dtype)
         acc = tl.dot(x_tile, gate.T, acc, input_precision="ieee")
         if SWIGLU:
-            up = load(weight_at + N * K + first, inside, EVEN)
+            up = load(weight_at + N * K + first, inside, EVEN).to(x_tile.dtype)
             acc_up = tl.dot(x_tile, up.T, acc_up, input_precision="ieee")
+    if scale is not None:
+        scale_at = scale + first_row + tl.minimum(column, N - 1)
+        acc *= tl.load(scale_at)[None, :]
+        if SWIGLU:
+            acc_up *= tl.load(scale_at + N)[None, :]
     if SWIGLU:
         acc = acc / (1 + tl.exp(-acc)) * acc_up
     at = pair[:, None].to(tl.int64) * N + column[None, :]
@@ -185,14 +191,15 @@ def _multiply_tile(
 
 @triton.jit
 def multiply(
-    x, sources, tiles, weight, out, N, K,
+    x, sources, tiles, weight, scale, out, N, K,
     SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
     """One program: BN columns of one tile's pairs, out [num_pairs, N].
 
     SWIGLU: gate and up, of the pairs' tokens' rows of x; else of the pairs' own. There are more
-    programs than tiles: the grid is for whatever the router may choose. EVEN: BK divides K.
+    programs than tiles: the grid is for whatever the router may choose. EVEN: BK divides K. scale:
+    of each row of the weights in 8 bits, which become x's type in registers.
     """
     wait()
     columns = tl.cdiv(N, BN)
@@ -200,7 +207,7 @@ def multiply(
     column = tl.program_id(0) % columns * BN + tl.arange(0, BN)
     if tile < tl.load(tiles):
         _multiply_tile(
-            x, sources, tiles + (tile + 1) * TILE, weight, out, column, N, K,
+            x, sources, tiles + (tile + 1) * TILE, weight, scale, out, column, N, K,
             SWIGLU, BM, BN, BK, EVEN,
         )  # fmt: skip
 

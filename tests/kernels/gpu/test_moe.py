@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock.kernels import moe as reference
 from penstock.kernels.gpu import moe
 from penstock.kernels.gpu.moe import Cut, Tuning, choose_tuning, experts, sort_by_expert
+from penstock.kernels.quantize import FP8, Matrix, Quantized, quantize
 from tests.kernels.gpu.conftest import on_gpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -101,6 +102,33 @@ def test_void_logits_choose_existing_experts(many: float, device: str) -> None:
         assert tiles[0, 0] == -(-tokens // 16)
 
 
+def in_8_bits(weight: Tensor) -> Quantized:
+    """Each expert's rows with a scale, spread over some powers of two."""
+    spread = 2.0 ** torch.arange(weight.shape[1])[:, None].remainder(5)
+    one_by_one = [quantize(expert * spread) for expert in weight]
+    values, scales = zip(
+        *((one.values, one.scale / spread[:, 0]) for one in one_by_one), strict=True
+    )
+    return Quantized(torch.stack(values), torch.stack(scales))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tuning"),
+    [(1, SMALL), (20, UNEVEN), on_gpu(70, SMALL), on_gpu(70, UNEVEN)],
+)
+def test_small_experts_in_8_bits(
+    tokens: int, tuning: Tuning, device: str, dtype: torch.dtype
+) -> None:
+    x, logits, *plain = operands(tokens, 6, 40, 24)
+    weights = [in_8_bits(weight) for weight in plain]
+    stand_for = [weight.values.float() * weight.scale[..., None] for weight in weights]
+    wanted = expected(x, logits, *stand_for, 3, True, 0)
+    there = [Quantized(one.values.to(device), one.scale.to(device)) for one in weights]
+    out = experts(x.to(device, dtype), logits.to(device), *there, 3, True, tuning=tuning)
+    error = (out.cpu().double() - wanted.double()).norm() / wanted.double().norm()
+    assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
 @pytest.mark.parametrize(
     ("tokens", "tuning"),
     [(1, SMALL), (20, UNEVEN), on_gpu(70, SMALL), on_gpu(70, UNEVEN)],
@@ -123,11 +151,19 @@ def test_small_experts(tokens: int, tuning: Tuning, device: str, dtype: torch.dt
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 16, 64, 200, 500, 2048])
 @pytest.mark.parametrize("first", [0, 64])
-def test_experts_of_30b(tokens: int, first: int) -> None:
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_experts_of_30b(tokens: int, first: int, is_fp8: bool) -> None:
     with torch.device("cuda"):
         x, _, gate_up, down = (one.bfloat16() for one in operands(tokens, 128, 2048, 768))
         router, norm_weight = torch.randn(128, 2048).bfloat16() / 45, torch.rand(2048).bfloat16()
-    here = gate_up[first : first + 64], down[first : first + 64]
+    here: tuple[Matrix, Matrix] = gate_up[first : first + 64], down[first : first + 64]
+    if is_fp8:
+        whole = [
+            Quantized(one.to(FP8), torch.full(one.shape[:2], 2.0, device="cuda"))
+            for one in (gate_up, down)
+        ]
+        here = whole[0][first : first + 64], whole[1][first : first + 64]
+        gate_up, down = (one.values.bfloat16() * 2 for one in whole)
     options = {"top_k": 8, "normalize": True, "first_expert": first}
     out = reference.norm_moe(x, norm_weight, 1e-6, router, *here, **options, add=False)
     added = reference.norm_moe(x, norm_weight, 1e-6, router, *here, **options)
@@ -169,3 +205,5 @@ def test_tunings_for_few_and_many() -> None:
     assert [choose_tuning(8 * tokens, 128, 768).bm for tokens in (16, 128, 200, 1000, 8192)] == [
         *(16, 16, 32, 64, 128)
     ]
+    in_fp8 = [choose_tuning(8 * tokens, 128, 768, is_fp8=True).bm for tokens in (1, 200, 8192)]
+    assert in_fp8 == [16, 32, 64]
