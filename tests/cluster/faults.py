@@ -112,7 +112,7 @@ class Faults:
                 wait_for_ray(self._start_ray(machine, num_cpus))
             public = ("--endpoint", f"tcp://0.0.0.0:{PORT}", "--insecure", "--tp", "2", "--dp", "2")
             endless = ("--max-deaths", "1000000", "--routing", "load")
-            whole = ("--kv-cache-gib", "0.5")  # no stream waits for room, which would look like a fault
+            whole = ("--kv-cache-gib", "0.5")  # a stream that waits for room would look hit
             flags = (*public, *endless, *whole, *self._arguments.flags.split())
             with Pipeline(self._cluster, *flags) as self._pipeline:
                 try:
