@@ -1,6 +1,7 @@
 """The log of each process, line by line: behind the name of the process, or as JSON maps."""
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -104,7 +105,7 @@ def as_json(name: str, node: str = "") -> Show:
             text = json_line(name, text)
             fields = msgspec.json.decode(text)
         if node:
-            text = msgspec.json.encode(fields | {"node": node}).decode()
+            text = json.dumps(fields | {"node": node})
         return f"{text}\n"
 
     return show

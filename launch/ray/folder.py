@@ -34,9 +34,14 @@ class NodeFolder:
         _remove_if_left(self.path, self._lock)
 
     def write(self, path: str, content: bytes) -> Path:
-        """A file for this user only, whole for whoever reads it now."""
+        """A file for this user only, whole for whoever reads it now.
+
+        Raises FileNotFoundError where the folder was left: it is not made again, for nobody would
+        remove it.
+        """
         target = self.path / path
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for parent in list(Path(path).parents)[-2::-1]:
+            (self.path / parent).mkdir(mode=0o700, exist_ok=True)
         descriptor, new = tempfile.mkstemp(dir=target.parent)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
@@ -46,7 +51,7 @@ class NodeFolder:
 def _enter(folder: Path) -> int:
     folder.mkdir(mode=0o700, exist_ok=True)
     try:
-        lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+        lock = _open(folder)
     except FileNotFoundError:  # it was removed in this moment
         return _enter(folder)
     fcntl.flock(lock, fcntl.LOCK_SH)
@@ -58,10 +63,14 @@ def _enter(folder: Path) -> int:
     return _enter(folder)
 
 
+def _open(folder: Path) -> int:
+    return os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+
+
 def _remove_if_left(folder: Path, lock: int | None = None) -> None:
     """With nobody in it but the holder of `lock`, which is let go of."""
     try:
-        lock = os.open(folder / LOCK_FILE, os.O_RDWR) if lock is None else lock
+        lock = _open(folder) if lock is None else lock
     except FileNotFoundError:
         return
     try:

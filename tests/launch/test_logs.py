@@ -68,8 +68,9 @@ def test_a_name_is_put_before_its_lines() -> None:
 
 def test_the_node_is_in_every_map() -> None:
     show = as_json("worker.2", "gpu1")
-    for text in ('{"level": "info"}', "Traceback:"):
+    for text in ('{"level": "\N{SNOWMAN}"}', "\N{SNOWMAN}"):
         assert json.loads(show(text))["node"] == "gpu1"
+        assert show(text).isascii()
 
 
 def test_json_maps_are_left_as_they_are(tmp_path: Path) -> None:

@@ -20,13 +20,18 @@ def test_the_last_one_removes_it(parent: Path) -> None:
     first, second = NodeFolder("a"), NodeFolder("a")
     assert first.path == second.path == parent / "a"
     assert first.path.stat().st_mode & 0o777 == 0o700
-    written = first.write("keys/server.key", b"1")
+    assert first.write("config.json", b"1").parent == first.path
+    written = first.write("keys/deep/server.key", b"1")
     assert written.read_bytes() == b"1"
     assert written.stat().st_mode & 0o777 == 0o600
-    assert written.parent.stat().st_mode & 0o777 == 0o700
+    for folder in (written.parent, written.parent.parent):
+        assert folder.stat().st_mode & 0o777 == 0o700
     first.leave()
     assert written.exists()
     second.leave()
+    assert list(parent.iterdir()) == []
+    with pytest.raises(FileNotFoundError):
+        second.write("keys/server.key", b"2")
     assert list(parent.iterdir()) == []
 
 
@@ -34,6 +39,7 @@ def test_what_is_left_of_others_is_removed(parent: Path) -> None:
     alive, dead = NodeFolder("alive"), NodeFolder("dead")
     dead.write("config.json", b"1")
     os.close(dead._lock)  # as the kernel does at its end
+    (parent / "killed before its lock was there").mkdir()
     NodeFolder("b").leave()
     assert list(parent.iterdir()) == [alive.path]
 
