@@ -1,7 +1,7 @@
 """Products of few rows against cuBLAS with separate kernels; writes the table of the fastest ones.
 
     python -m penstock.kernels.bench.linear [--sizes 0.6B 8B] [--rows 1 16] [--write FILE]
-        [--dtype fp8]
+        [--dtype fp8] [--head]
 
 The four products of a layer are timed in a layer, one after the other tuned; the figures are those
 of the whole layer. Sizes and rows that were not measured keep their entries in FILE, as far as it
