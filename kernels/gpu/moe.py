@@ -46,7 +46,7 @@ class Tuning(NamedTuple):
 
 
 NARROW = Tuning(16, Cut(16, 128, 2, 4), Cut(32, 128, 4, 4))
-"""where wider tiles leave SMs idle"""
+"""of weights in 16 bits, where wider tiles leave SMs idle"""
 TUNINGS = (
     (8, Tuning(16, Cut(32, 128, 4, 3), Cut(32, 256, 4, 3))),
     (24, Tuning(32, Cut(64, 64, 4, 4), Cut(64, 128, 4, 3))),
@@ -67,10 +67,8 @@ def choose_tuning(num_pairs: int, num_experts: int, size: int, is_fp8: bool = Fa
     per_expert = num_pairs / num_experts
     tunings = FP8_TUNINGS if is_fp8 else TUNINGS
     tuning = next(tuning for most, tuning in tunings if per_expert <= most)
-    if is_fp8:
-        return tuning
     few = num_pairs * triton.cdiv(size, tuning.gate_up.bn) < 2 * NUM_SMS
-    return NARROW if few and tuning.bm == NARROW.bm else tuning
+    return NARROW if few and not is_fp8 and tuning.bm == NARROW.bm else tuning
 
 
 class Routing(NamedTuple):

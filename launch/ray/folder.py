@@ -40,7 +40,7 @@ class NodeFolder:
         remove it.
         """
         target = self.path / path
-        for parent in list(Path(path).parents)[-2::-1]:
+        for parent in reversed(Path(path).parents[:-1]):  # the last one is the folder itself
             (self.path / parent).mkdir(mode=0o700, exist_ok=True)
         descriptor, new = tempfile.mkstemp(dir=target.parent)
         with os.fdopen(descriptor, "wb") as file:

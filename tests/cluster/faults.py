@@ -124,6 +124,7 @@ class Faults:
                         self._check_expected()
                         await self._under_load()
                 finally:
+                    self._arguments.log.parent.mkdir(parents=True, exist_ok=True)
                     self._arguments.log.write_text(self._log())
         return self._report()
 
