@@ -60,13 +60,14 @@ class ChatChoice:
         self._has_begun = self._has_calls = False
 
     def grow(self, delta: TextDelta) -> Iterator[ChatChunk]:
-        """The role first; logprobs with the first piece of each delta, or an empty one."""
+        """Yields the role first, then at least one chunk for new tokens: empty `content` for tokens
+        without text, so that clients see when each token came. Logprobs are in the first chunk."""
         if not self._has_begun:
             self._has_begun = True
             yield ChatChunk(index=self._index, delta=Delta(role="assistant", content=""))
         deltas = list(self._deltas(*self._splitter.feed(delta.text)))
         logprobs = chat_logprobs(delta.logprobs)
-        if logprobs and not deltas:
+        if delta.token_ids and not deltas:
             deltas = [Delta(content="")]
         for one in deltas:
             yield ChatChunk(index=self._index, delta=one, logprobs=logprobs)
@@ -89,6 +90,7 @@ class ChatChoice:
             message=ReplyMessage(
                 role="assistant",
                 content=content if content or not calls else None,
+                reasoning=reasoning or UNSET,
                 reasoning_content=reasoning or UNSET,
                 tool_calls=calls or UNSET,
             ),
@@ -98,7 +100,7 @@ class ChatChoice:
 
     def _deltas(self, reasoning: str, content: str) -> Iterator[Delta]:
         if reasoning:
-            yield Delta(reasoning_content=reasoning)
+            yield Delta(reasoning=reasoning, reasoning_content=reasoning)
         if self._parser:
             yield from map(self._delta, self._wanted(self._parser.feed(content)))
         elif content:

@@ -71,11 +71,11 @@ class CompletionChoice:
         self._num_chars = 0
 
     def grow(self, delta: TextDelta) -> Iterator[CompletionChoiceReply]:
-        """The echo comes with the first piece."""
+        """Yields one chunk for new tokens, even without text; the echo comes with the first."""
         text = delta.text if self._num_chars else self._echo + delta.text
         logprobs = completion_logprobs(delta.logprobs, self._num_chars or len(self._echo))
         self._num_chars += len(text)
-        if text or logprobs:
+        if text or delta.token_ids:
             yield CompletionChoiceReply(index=self._index, text=text, logprobs=logprobs)
 
     def end(self, reply: GenerateReply) -> Iterator[CompletionChoiceReply]:

@@ -87,7 +87,7 @@ def chat_messages(messages: list[Message]) -> list[ChatMessage]:
             role="system" if one.role == "developer" else one.role,
             content=_text(one.content, f"messages[{number}].content"),
             name=one.name,
-            reasoning_content=one.reasoning_content,
+            reasoning_content=one.reasoning_content or one.reasoning,
             tool_calls=[_template_call(call) for call in one.tool_calls or []] or None,
             tool_call_id=one.tool_call_id,
         )

@@ -106,6 +106,8 @@ class ReplyMessage(Struct, kw_only=True):
 
     role: Literal["assistant"]
     content: str | None
+    reasoning: str | UnsetType = UNSET
+    """vLLM's name; `reasoning_content`, which SGLang and DeepSeek use, has the same text"""
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[CalledTool] | UnsetType = UNSET
 
@@ -136,6 +138,7 @@ class Delta(Struct, kw_only=True, omit_defaults=True):
 
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[CalledTool] | None = None
 

@@ -84,6 +84,8 @@ class Message(Struct, kw_only=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """the same; used where `reasoning_content` is missing"""
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 

@@ -74,8 +74,10 @@ def test_thinking(size: int) -> None:
     chunks = streamed(text, request(), size)
     assert joined(chunks, "reasoning_content") == "hm"
     assert joined(chunks, "content") == "answer"
+    assert joined(chunks, "reasoning") == "hm"
     message = whole(text, request()).message
     assert (message.reasoning_content, message.content) == ("hm", "answer")
+    assert message.reasoning == "hm"
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
@@ -141,6 +143,18 @@ def test_logprobs_are_told_where_the_text_is_held_back() -> None:
     chunks = list(choice.grow(delta("<", logprobs=[logprob("<")])))
     assert [chunk.logprobs is None for chunk in chunks] == [True, False]
     assert chunks[1].delta.content == ""
+
+
+def test_each_token_is_seen_in_a_stream() -> None:
+    """Benchmarks time tokens by chunks, also of a token without text: half a character, EOS."""
+    choice, text = ChatChoice(0, request(), starts_thinking=False), CompletionChoice(0, "")
+    for piece in ("", "a", ""):
+        *_, chunk = choice.grow(delta(piece))
+        assert chunk.delta.content == piece
+        assert chunk.delta.role is None
+        assert [one.text for one in text.grow(delta(piece))] == [piece]
+    end = TextDelta(request_id="r", token_offset=0, char_offset=0, token_ids=[], text="")
+    assert not list(choice.grow(end))
 
 
 def test_an_echo_comes_with_the_first_piece() -> None:

@@ -107,6 +107,7 @@ def test_messages() -> None:
             {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
             {"role": "tool", "content": "2", "tool_call_id": "c"},
             {"role": "assistant", "content": "2", "reasoning_content": "hm", "annotations": []},
+            {"role": "assistant", "content": "3", "reasoning": "so"},
         ]
     )
     template_call = {**call, "function": {"name": "f", "arguments": {"a": 1}}}
@@ -116,6 +117,7 @@ def test_messages() -> None:
         ChatMessage(role="assistant", content="", tool_calls=[template_call]),
         ChatMessage(role="tool", content="2", tool_call_id="c"),
         ChatMessage(role="assistant", content="2", reasoning_content="hm"),
+        ChatMessage(role="assistant", content="3", reasoning_content="so"),
     ]
 
 
