@@ -21,6 +21,7 @@ from penstock.launch.child import CRASH_WINDOW, Child, kind_of, process_names
 from penstock.launch.circus_processes import CircusProcesses
 from penstock.launch.client import AsyncClient
 from penstock.launch.logs import Show, as_json, behind_name
+from penstock.launch.owner import notify_ready, watch_owner
 from penstock.launch.processes import Policy, Processes
 from penstock.launch.procfile import read_procfile
 from penstock.launch.pulses import Pulses
@@ -63,6 +64,7 @@ class Supervisor:
             loop.add_signal_handler(number, self._drain)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
             loop.add_signal_handler(signal.SIGHUP, self._stop, 0)
+        watch_owner(partial(self._stop, 0))
         self._arbiter = make_arbiter(
             self._config.run_folder,
             {
@@ -112,6 +114,7 @@ class Supervisor:
             f"{len(self._children)} processes, {seconds:.1f} s)"
         )
         self._write(self._plain(ready))
+        notify_ready()
 
     def _client(self) -> AsyncClient:
         if self._config.on == "ray":
