@@ -19,6 +19,7 @@ import psutil
 import zmq
 
 from penstock.launch.processes import Host, Watched
+from penstock.launch.tasks import Tasks
 from penstock.protocol.config import Config
 from penstock.protocol.endpoints import endpoints
 from penstock.protocol.messages import Pulse
@@ -47,17 +48,20 @@ class LocalProcess:
 
     def __init__(self, descriptor: int, on_end: Callable[[], None]) -> None:
         self._descriptor = descriptor
+        self._is_forgotten = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(descriptor, on_end)
 
     async def kill(self) -> bool:
-        """As `Watched.kill`; nothing happens to a process that is dead."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+        """As `Watched.kill`; nothing happens to a process that is dead, or forgotten."""
+        if not self._is_forgotten:  # its descriptor's number may be another process's by now
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
         return True
 
     def forget(self) -> None:
         """As `Watched.forget`."""
+        self._is_forgotten = True
         self._loop.remove_reader(self._descriptor)
         os.close(self._descriptor)
 
@@ -71,7 +75,7 @@ class _Guarded:
         """the newest one"""
         self.alarm: asyncio.TimerHandle | None = None
         self.process: Watched
-        self.is_being_killed = False
+        self.is_being_killed = self.is_forgotten = False
         self.is_out_of_reach = False
         """since the newest pulse"""
 
@@ -85,6 +89,7 @@ class Pulses:
         say: Callable[[str], None],
         host: Host,
         context: "zmq.Context[Any]",
+        tasks: Tasks,
     ) -> None:
         """say: takes a line for the log; context: of the socket."""
         self._hang_timeout = config.hang_timeout
@@ -93,7 +98,7 @@ class Pulses:
         self._host = host
         self._guarded: dict[tuple[str, int], _Guarded] = {}
         """by name and pid"""
-        self._kills: set[asyncio.Task[None]] = set()
+        self._tasks = tasks
         self._loop = asyncio.get_running_loop()
         self._channel = bind(context, zmq.PULL, endpoints(config).pulses, Pulse)
         self._fd = int(self._channel.socket.getsockopt(zmq.FD))
@@ -102,8 +107,7 @@ class Pulses:
 
     def close(self) -> None:
         """Kills nothing from here on."""
-        for task in self._kills:
-            task.cancel()
+        self._tasks.cancel()
         self._loop.remove_reader(self._fd)
         self._channel.socket.close()
         for guarded in list(self._guarded.values()):
@@ -163,12 +167,12 @@ class Pulses:
     def _kill(self, guarded: _Guarded, reason: str) -> None:
         if not (guarded.is_being_killed or guarded.is_out_of_reach):
             guarded.is_being_killed = True
-            task = self._loop.create_task(self._kill_now(guarded, reason))
-            self._kills.add(task)
-            task.add_done_callback(self._kills.discard)
+            self._tasks.start(self._kill_now(guarded, reason))
 
     async def _kill_now(self, guarded: _Guarded, reason: str) -> None:
         """A process that can't be reached lives on, perhaps: its group can't wait for it."""
+        if guarded.is_forgotten:  # it has ended meanwhile
+            return
         if await guarded.process.kill():
             self._say(f"{guarded.name} {reason}; killed")
             return
@@ -180,4 +184,5 @@ class Pulses:
         del self._guarded[guarded.pulse.name, guarded.pulse.pid]
         if guarded.alarm:
             guarded.alarm.cancel()
+        guarded.is_forgotten = True
         guarded.process.forget()

@@ -17,6 +17,7 @@ from penstock.protocol.checkpoint import ModelError, check_tp, quantized, read_m
 from penstock.protocol.config import DEFAULT_CLIENT, Config, write_config
 from penstock.protocol.endpoints import check_reach, stays_on_host
 from penstock.protocol.keys import secure_client, secure_server
+from penstock.protocol.process import raise_descriptor_limit
 from penstock.protocol.tracing import check_tracing
 
 
@@ -28,6 +29,7 @@ def start(config: Config, procfile: Path, max_deaths: int) -> int:
         check_tp(model, config.tp, config.enable_expert_parallel)
     except ModelError as error:
         raise LaunchError(f"--model: {error}") from error
+    raise_descriptor_limit()
     run = _run_on_ray if config.on == "ray" else _run
     with claim(config) as folder:
         _check_length(folder / f"{CONTROL_SOCKET}-events")

@@ -28,6 +28,7 @@ from penstock.launch.pulses import Pulses
 from penstock.launch.report import Report
 from penstock.launch.restart import restart
 from penstock.launch.running import base_url, model_name
+from penstock.launch.tasks import Tasks, traceback_lines
 from penstock.protocol.config import Config
 from penstock.protocol.endpoints import inner_clients
 
@@ -59,6 +60,7 @@ class Supervisor:
     async def run(self) -> int:
         """Runs until a signal or a process that can't be kept alive ends it: the exit code."""
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._on_loop_error)
         self._end: asyncio.Future[int] = loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._drain)
@@ -77,19 +79,24 @@ class Supervisor:
         await self._arbiter.start()
         processes = self._make_processes(self._config, self._commands, self, self._arbiter)
         self._processes = processes
-        self._pulses = Pulses(self._config, self.say, processes.host, processes.pulses_context)
+        self._pulses = Pulses(
+            self._config,
+            self.say,
+            processes.host,
+            processes.pulses_context,
+            Tasks(self._say_error),
+        )
         await self._add(process_names(self._config, self._commands))
         self._report = Report(
             self._config, list(self._commands), processes, self._children, self._pulses
         )
-        tasks = [asyncio.create_task(self._announce()), asyncio.create_task(processes.keep())]
-        for task in tasks:
-            task.add_done_callback(self._check)
+        tasks = Tasks(self._fail)
+        for coroutine in (self._announce(), processes.keep()):
+            tasks.start(coroutine)
         try:
             return await self._end
         finally:
-            for task in tasks:
-                task.cancel()
+            tasks.cancel()
             self._report.close()
             self._pulses.close()
             await processes.close()
@@ -243,6 +250,20 @@ class Supervisor:
         if not self._end.done():
             self._end.set_result(exit_code)
 
-    def _check(self, task: "asyncio.Task[None]") -> None:
-        if not task.cancelled() and (error := task.exception()) and not self._end.done():
+    def _fail(self, error: BaseException) -> None:
+        """Ends the pipeline with an exception, without whose task it can't be kept."""
+        if self._end.done():
+            self._say_error(error)
+        else:
             self._end.set_exception(error)
+
+    def _say_error(self, error: BaseException) -> None:
+        """Logs an exception that the pipeline survives."""
+        for line in traceback_lines(error):
+            self.say(line)
+
+    def _on_loop_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Logs what a callback raised."""
+        self.say(context["message"])
+        if error := context.get("exception"):
+            self._say_error(error)

@@ -1,14 +1,15 @@
 """What every process of the pipeline does: start, wait on its sockets, stop."""
 
+import contextlib
 import ctypes
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -24,6 +25,9 @@ from penstock.protocol.sockets import HEARTBEAT_INTERVAL, Channel, Network, conn
 PROCESS_VARIABLE = "PENSTOCK_PROCESS"
 SUPERVISOR_VARIABLE = "PENSTOCK_SUPERVISOR"
 """pid of the supervisor: it may end while this process is still importing"""
+MAX_DESCRIPTORS = 1 << 20
+"""Linux's own default maximum; containers may have a hard limit of 2**30, over which some programs
+loop"""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -41,6 +45,7 @@ class Process:
         self.started = time.time_ns()
         self.identity = f"{self.name}/{os.getpid()}/{self.started}".encode()
         self.log = logging.getLogger(kind)
+        raise_descriptor_limit()
         folder = make_run_folder(self.config)
         _start_log(self.config, self.name)
         _die_with_parent()
@@ -85,6 +90,8 @@ class PulseSender:
     ) -> None:
         self._name = process.name
         self._counters = counters
+        self._counters_failed = False
+        self._memory = _open_memory()
         self._channel: Channel[Any] | None = None
         if SUPERVISOR_VARIABLE in os.environ:
             self._channel = connect(process.context, zmq.PUSH, process.endpoints.pulses)
@@ -96,17 +103,54 @@ class PulseSender:
                 "messages_sent_total": traffic.messages_sent,
                 "messages_received_total": traffic.messages_received,
                 "bad_frames_total": traffic.bad_frames,
-                **self._counters(),
+                **self._own_counters(),
             }
-            pulse = Pulse(self._name, os.getpid(), busy_seconds, group, counters, *_used())
+            pulse = Pulse(self._name, os.getpid(), busy_seconds, group, counters)
+            times = os.times()
+            pulse.cpu_seconds = times.user + times.system
+            pulse.rss_bytes = _resident_bytes(self._memory)
             self._channel.send(pulse)
 
+    def _own_counters(self) -> dict[str, float]:
+        """Returns what `counters` does; a metric that fails stops no heartbeat."""
+        try:
+            return self._counters()
+        except Exception:
+            if not self._counters_failed:
+                self._counters_failed = True
+                logging.getLogger(self._name).exception("counters failed (reported once)")
+            return {}
 
-def _used() -> tuple[float, int]:
-    """Seconds of CPU time since the start, and resident bytes, of this process."""
-    times = os.times()
-    num_pages = int(Path("/proc/self/statm").read_bytes().split()[1])
-    return times.user + times.system, num_pages * os.sysconf("SC_PAGE_SIZE")
+
+def _open_memory() -> int | None:
+    """Opens the kernel's numbers of this process's memory, for good: a process that has no
+    descriptor left can read them. None where there is no /proc."""
+    with contextlib.suppress(OSError):
+        return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    return None
+
+
+def _resident_bytes(memory: int | None) -> int:
+    """Returns how much of this process is in memory; 0 where that can't be read."""
+    if memory is None:
+        return 0
+    try:
+        return int(os.pread(memory, 100, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def raise_descriptor_limit() -> None:
+    """Raises the soft limit of open descriptors to the hard one, up to MAX_DESCRIPTORS.
+
+    Each client takes a descriptor. The usual soft limit of 1,024 is for programs that use
+    select(2). Children inherit the limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # macOS has a lower maximum of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _start_log(config: Config, name: str) -> None:

@@ -13,6 +13,7 @@ from penstock.launch.child import end_of
 from penstock.launch.logs import MAX_LINE, Lines
 from penstock.launch.procfile import shell_line
 from penstock.launch.ray.folder import NodeFolder
+from penstock.launch.tasks import Tasks, traceback_lines
 from penstock.protocol.cluster import KEYS_FOLDER, NODE_VARIABLE, Node
 from penstock.protocol.config import CONFIG_FILE, CONFIG_VARIABLE, Config
 from penstock.protocol.process import PROCESS_VARIABLE, SUPERVISOR_VARIABLE
@@ -64,6 +65,7 @@ class Member:
         self._output: list[str] = []
         self._end: str | None = None
         self._changed = asyncio.Event()
+        self._tasks = Tasks(self._fail)
         self._node_id = ray.get_runtime_context().get_node_id()
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         self._node = next(one["NodeName"] for one in nodes if one["NodeID"] == self._node_id)
@@ -83,7 +85,7 @@ class Member:
                 stderr=asyncio.subprocess.STDOUT,
                 env=self._environment(),
             )
-            self._following = asyncio.create_task(self._follow(self._child))
+            self._tasks.start(self._follow(self._child))
         assert self._child  # noqa: S101
         return Started(self._child.pid, self._node)
 
@@ -125,13 +127,21 @@ class Member:
             await self._child.wait()
 
     async def _follow(self, child: asyncio.subprocess.Process) -> None:
-        reading = asyncio.create_task(self._read(child))
+        reading = self._tasks.start(self._read(child))
         exit_code = await child.wait()
         await asyncio.wait([reading], timeout=LAST_OUTPUT)
         reading.cancel()
         if child is self._child:
             self._end = end_of(exit_code)
             self._changed.set()
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends the process, which nobody follows any more, with a traceback as its last lines."""
+        self._put(traceback_lines(error))
+        if self._child and self._child.returncode is None:
+            self._child.kill()
+        self._end = repr(error)
+        self._changed.set()
 
     async def _read(self, child: asyncio.subprocess.Process) -> None:
         assert child.stdout  # noqa: S101

@@ -30,6 +30,7 @@ from penstock.launch.ray.directory import DirectoryServer, FixedNetwork, attend,
 from penstock.launch.ray.member import LOST, Member, Spec, Started
 from penstock.launch.ray.placement import Placement
 from penstock.launch.ray.remote import PING_TIMEOUT, RemoteProcess, RemoteWatched
+from penstock.launch.tasks import Tasks
 from penstock.protocol.cluster import KEYS_CLIENT, KEYS_FOLDER, Cluster, Directory, Node
 from penstock.protocol.config import DEFAULT_CLIENT, Config, write_config
 from penstock.protocol.keys import CLIENTS, SERVER
@@ -74,7 +75,8 @@ class RayProcesses:
         self._handlers = [*self._fixed.handlers, (directory.channel, directory.handle)]
         attend(self._handlers)
         self._groups: list[PlacementGroup] = []
-        self._reserved = asyncio.create_task(self._reserve())
+        self._tasks = Tasks(self._fail)
+        self._reserved = self._tasks.start(self._reserve())
 
     @property
     def context(self) -> Cluster:
@@ -86,8 +88,7 @@ class RayProcesses:
             self._join_network()
         for name in names:
             process = self._processes[name] = RemoteProcess(name)
-            process.task = asyncio.create_task(self._run(process))
-            process.task.add_done_callback(self._check)
+            process.task = self._tasks.start(self._run(process))
 
     async def remove(self, names: list[str]) -> None:
         # what does not run first: it may wait for the place of what does
@@ -243,8 +244,8 @@ class RayProcesses:
         else:
             write_config(self._config)
 
-    def _check(self, task: "asyncio.Task[None]") -> None:
-        if not task.cancelled() and (error := task.exception()) and not self._failed.done():
+    def _fail(self, error: BaseException) -> None:
+        if not self._failed.done():
             self._failed.set_exception(error)
 
 

@@ -188,7 +188,9 @@ def wait_for_end(pid: int) -> None:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    select.select([process], [], [], MAX_END)
+    poller = select.poll()  # select.select refuses descriptors from 1,024 on
+    poller.register(process, select.POLLIN)
+    poller.poll(MAX_END * 1000)
     os.close(process)
 
 

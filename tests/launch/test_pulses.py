@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import zmq
 
 from penstock.launch.processes import Host, Watched
 from penstock.launch.pulses import SHOWN, LocalHost, Pulses
+from penstock.launch.tasks import Tasks
 from penstock.protocol.config import Config, make_run_folder
 from penstock.protocol.endpoints import endpoints
 from penstock.protocol.messages import Pulse
@@ -28,7 +30,10 @@ class Supervised:
     def __init__(self, config: Config, host: Host | None = None) -> None:
         self.said: list[str] = []
         self._context: zmq.Context[Any] = zmq.Context()
-        self.pulses = Pulses(config, self.said.append, host or LocalHost(), self._context)
+        self.errors: list[BaseException] = []
+        self.tasks = Tasks(self.errors.append)
+        at = host or LocalHost()
+        self.pulses = Pulses(config, self.said.append, at, self._context, self.tasks)
         self._sender = connect(self._context, zmq.PUSH, endpoints(config).pulses)
         self.children: list[asyncio.subprocess.Process] = []
 
@@ -43,6 +48,7 @@ class Supervised:
 
     async def close(self) -> None:
         self.pulses.close()
+        assert self.errors == []
         self._context.destroy(linger=0)
         for child in self.children:
             if child.returncode is None:
@@ -172,6 +178,28 @@ def test_nobody_else_is_killed(supervised: Callable[..., Any]) -> None:
             one.pulse("worker.3", child.pid, LONG * 2)
             assert await child.wait() == -9
             assert len(one.said) == 1
+
+    asyncio.run(run())
+
+
+def test_a_kill_that_comes_too_late_hits_nobody_else(supervised: Callable[..., Any]) -> None:
+    """A process ends before its kill; the number of its descriptor becomes another's."""
+
+    async def run() -> None:
+        async with supervised() as one:
+            dead, other = await one.child(), await one.child()
+            one.pulses.spawned("worker.1", dead.pid)
+            guarded = one.pulses._guarded["worker.1", dead.pid]
+            one.pulses._kill(guarded, "hangs")
+            one.pulses._ended(guarded)
+            one.pulses.spawned("worker.2", other.pid)
+            taken = one.pulses._guarded["worker.2", other.pid].process
+            assert taken._descriptor == guarded.process._descriptor
+            await asyncio.gather(*one.tasks._running)
+            await guarded.process.kill()
+            assert one.said == []
+            other.send_signal(signal.SIGUSR1)
+            assert await other.wait() == -signal.SIGUSR1
 
     asyncio.run(run())
 
