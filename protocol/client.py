@@ -14,11 +14,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.protocol.logprobs import TokenLogprobs
-from penstock.protocol.sampling import SamplingParams, TokenId
+from penstock.protocol.sampling import Positive, SamplingParams, TokenId
 from penstock.protocol.status import StatusReply
 
 FinishReason = Literal["stop", "length", "abort"]
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 class ChatMessage(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -39,8 +40,8 @@ PromptText = Annotated[str, Meta(min_length=1)] | Annotated[list[TokenId], Meta(
 Messages = Annotated[list[ChatMessage], Meta(min_length=1)]
 
 
-class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unknown_fields=True):
-    """Asks for text. Filled by the client; exactly one of `prompt` and `messages`."""
+class PromptFields(Struct, kw_only=True, omit_defaults=True):
+    """A prompt, and how it becomes token ids. Exactly one of `prompt` and `messages` is given."""
 
     prompt: PromptText | None = None
     """text, or token ids"""
@@ -50,6 +51,37 @@ class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unkno
     """functions that the model may call, as in OpenAI's API; for the chat template"""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """what else the chat template takes: `enable_thinking`"""
+    chat_template: str | None = None
+    """instead of the model's, where the pipeline runs with --trust-request-chat-template"""
+    add_generation_prompt: bool | None = None
+    """end the prompt with the beginning of an assistant's message; the default, unless
+    `continue_final_message`"""
+    continue_final_message: bool = False
+    """leave the last message open: generation continues it"""
+    add_special_tokens: bool | None = None
+    """those that the tokenizer adds; by default to `prompt`, not to `messages`"""
+    truncate_prompt_tokens: Positive | None = None
+    """keep N tokens of a longer prompt"""
+    truncation_side: Literal["left", "right"] = "left"
+    """where tokens are cut off; left: the last N are kept"""
+
+
+class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unknown_fields=True):
+    """Asks for text. Filled by the client. It has the fields of `PromptFields`, too; a struct can't
+    inherit from two."""
+
+    prompt: PromptText | None = None
+    messages: Messages | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    chat_template: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Positive | None = None
+    truncation_side: Literal["left", "right"] = "left"
+    cache_salt: CacheSalt | None = None
+    """share KV blocks with requests of the same salt only"""
     request_id: RequestId | None = None
     """the client's own name for the request; None: the gateway makes one"""
     stream: bool = False
@@ -61,13 +93,8 @@ class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unkno
     """seconds after which the request is aborted: it is answered with what it has by then"""
 
 
-class TokenizePromptRequest(Struct, kw_only=True, tag="tokenize", forbid_unknown_fields=True):
-    """Asks for the token ids of a prompt; its fields are as in `GenerateRequest`."""
-
-    prompt: PromptText | None = None
-    messages: Messages | None = None
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+class TokenizePromptRequest(PromptFields, tag="tokenize", forbid_unknown_fields=True):
+    """Asks for the token ids of a prompt."""
 
 
 class DetokenizeRequest(Struct, kw_only=True, tag="detokenize", forbid_unknown_fields=True):

@@ -65,6 +65,10 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     served_model_name: Annotated[
         str, Meta(description="name of the model over HTTP; empty: its folder's")
     ] = ""
+    trust_request_chat_template: Annotated[
+        bool,
+        Meta(description="let requests bring a `chat_template`: a program that a tokenizer runs"),
+    ] = False
     tp: Annotated[Count, Meta(description="tensor-parallel size: number of workers")] = 1
     dp: Annotated[
         Count, Meta(description="data-parallel replicas: schedulers, each with --tp workers")

@@ -3,16 +3,14 @@
 One union per direction of a socket; `endpoints.py` has the table of sockets.
 """
 
-from typing import Any
-
-from msgspec import Struct
+from msgspec import Struct, field
 
 from penstock.protocol.client import (
-    ChatMessage,
     DetokenizeReply,
     DetokenizeRequest,
     ErrorReply,
     FinishReason,
+    PromptFields,
     TextDelta,
     TokenizePromptRequest,
     TokenizeReply,
@@ -22,7 +20,7 @@ from penstock.protocol.plan import BatchPlan, SampledTokens, check_packed
 from penstock.protocol.sampling import Positive, SamplingParams, TokenId
 from penstock.protocol.status import ProcessStatus, SchedulerStatus
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """of this module and `plan.py`; the messages that register a process carry it"""
 
 
@@ -65,21 +63,19 @@ class Goodbye(Struct, tag=True):
     """A tokenizer or detokenizer stops: what it holds goes to another one."""
 
 
-class TokenizeRequest(Struct, tag=True, omit_defaults=True):
+class TokenizeRequest(PromptFields, tag=True, omit_defaults=True):
     """Gateway → tokenizer: one submission of a request."""
 
     request_id: str
     attempt: int
     sampling: SamplingParams
-    prompt: str | list[TokenId] | None = None
-    messages: list[ChatMessage] | None = None
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] = {}
-    output_token_ids: list[TokenId] = []
+    output_token_ids: list[TokenId] = field(default_factory=list)
     """what an earlier attempt delivered; generation goes on behind it"""
     replica: int = 0
     """whose scheduler gets it"""
     num_deaths: int = 0
+    """as in `TokenizedRequest`"""
+    cache_salt: str = ""
     """as in `TokenizedRequest`"""
 
 
@@ -126,6 +122,8 @@ class TokenizedRequest(Struct, tag=True):
     """int32, generated and delivered by an earlier attempt"""
     num_deaths: int = 0
     """of another replica's workers, at which it was in flight, since its last token"""
+    cache_salt: str = ""
+    """only requests with the same salt share KV blocks"""
 
     def __post_init__(self) -> None:
         check_packed(self.prompt_token_ids, self.output_token_ids)

@@ -115,6 +115,7 @@ class Admission:
     def __init__(self, config: Config, model: ModelConfig) -> None:
         self.vocab_size = model.vocab_size
         self.max_model_len = config.max_model_len or model.max_position_embeddings
+        self.trusts_templates = config.trust_request_chat_template
 
     def check(self, request: GenerateRequest, is_req_socket: bool) -> None:
         """Raises RefusedError."""
@@ -158,6 +159,17 @@ class Admission:
             )
         if isinstance(request.prompt, list):
             self._check_token_ids("prompt", request.prompt)
+        if request.chat_template is not None and not self.trusts_templates:
+            raise RefusedError(
+                "chat_template: got one, but this pipeline renders its model's only; start it with "
+                "--trust-request-chat-template",
+                "chat_template",
+            )
+        if request.continue_final_message and request.add_generation_prompt:
+            raise RefusedError(
+                "continue_final_message and add_generation_prompt are both true; give one of them",
+                "continue_final_message",
+            )
 
     def _check_token_ids(self, field: str, token_ids: Collection[int]) -> None:
         largest = max(token_ids, default=0)

@@ -8,6 +8,7 @@ from penstock.protocol.client import (
     FinishReason,
     GenerateReply,
     GenerateRequest,
+    PromptFields,
     TextDelta,
     Usage,
 )
@@ -95,13 +96,11 @@ class Entry:
             request_id=self.request_id,
             attempt=self.attempt,
             sampling=self.sampling,
-            prompt=self.request.prompt,
-            messages=self.request.messages,
-            tools=self.request.tools,
-            chat_template_kwargs=self.request.chat_template_kwargs,
+            cache_salt=self.request.cache_salt or "",
             output_token_ids=self.token_ids,
             replica=self.replica,
             num_deaths=self.num_deaths,
+            **{field: getattr(self.request, field) for field in PromptFields.__struct_fields__},
         )
 
     def append(self, delta: TextDelta) -> bool:

@@ -95,6 +95,6 @@ class BlockManager:
         for index in range(len(known), num_blocks):
             start = index * self.block_size
             token_ids = pack(sequence.token_ids[start : start + self.block_size])
-            parent = known[-1][0] if known else b""
+            parent = known[-1][0] if known else sequence.cache_root
             known.append((self.pool.hash_block(parent, token_ids), token_ids))
         return known[:num_blocks]

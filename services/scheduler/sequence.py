@@ -1,6 +1,7 @@
 """A request as the scheduler sees it: a growing list of tokens."""
 
 from enum import Enum
+from hashlib import sha256
 
 import xxhash
 
@@ -31,6 +32,7 @@ class Sequence:
         "arrived_at",
         "attempt",
         "block_table",
+        "cache_root",
         "detokenizer",
         "finish_reason",
         "full_blocks",
@@ -101,6 +103,10 @@ class Sequence:
         self.num_deaths = 0
         """deaths of workers at which it was in flight, since its last token"""
         self.block_table: list[int] = []
+        self.cache_root = (
+            sha256(request.cache_salt.encode()).digest() if request.cache_salt else b""
+        )
+        """stands before the first block's tokens in its hash: other salts have other blocks"""
         self.full_blocks: list[tuple[bytes, bytes]] = []
         """(hash, token ids) of its full blocks, as far as they have been needed"""
         self.detokenizer: bytes | None = None

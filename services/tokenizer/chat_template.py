@@ -4,19 +4,20 @@ They are Jinja templates that come with a checkpoint, written for transformers' 
 (`apply_chat_template`), which this one equals without importing transformers and, with it, torch.
 """
 
+import functools
 import json
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.protocol.checkpoint import ModelError
-from penstock.protocol.client import ChatMessage
+from penstock.protocol.client import ChatMessage, PromptFields
 
 NOT_FOR_CLIENTS = frozenset(
     {"messages", "tools", "chat_template", "tokenize", "add_generation_prompt"}
@@ -26,8 +27,16 @@ NOT_FOR_CLIENTS = frozenset(
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
+_END_OF_FINAL_MESSAGE = "\ue000end of the final message\ue001"
+"""put after the final message if it is to be continued: the text before it is the prompt"""
+
+
 class ChatTemplateError(ValueError):
-    """The template can't make a prompt of this conversation, and why."""
+    """A conversation that the template can't make a prompt of: why, and the field to be changed."""
+
+    def __init__(self, message: str, field: str = "messages") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class ChatTemplate:
@@ -48,31 +57,54 @@ class ChatTemplate:
             if (token := config.get(name))
         }
 
-    def render(
-        self,
-        messages: list[ChatMessage],
-        tools: list[dict[str, Any]] | None,
-        kwargs: dict[str, Any],
-    ) -> str:
-        """The conversation up to where the assistant's answer begins. Raises ChatTemplateError.
+    def render(self, request: PromptFields) -> str:
+        """Renders `messages` up to where the assistant's answer begins. Raises ChatTemplateError.
 
-        A template that knows no tools leaves them out.
+        A template without tools leaves them out.
         """
-        if not self._template:
+        template = self._template
+        if request.chat_template is not None:
+            template = _compile(request.chat_template)
+        if not template:
             raise ChatTemplateError("the model has no chat template; give a prompt")
+        continues, kwargs = request.continue_final_message, request.chat_template_kwargs
+        adds_prompt = request.add_generation_prompt
+        messages = [_as_map(message) for message in request.messages or []]
+        if continues and messages:
+            messages[-1]["content"] += _END_OF_FINAL_MESSAGE
         try:
-            return self._template.render(
+            text = template.render(
                 {
                     **self._special_tokens,
                     **kwargs,
-                    "messages": [_as_map(message) for message in messages],
-                    "tools": tools,
+                    "messages": messages,
+                    "tools": request.tools,
                     "documents": kwargs.get("documents"),
-                    "add_generation_prompt": True,
+                    "add_generation_prompt": not continues if adds_prompt is None else adds_prompt,
                 }
             )
         except _REFUSALS as error:
             raise ChatTemplateError(f"the chat template refused messages: {error}") from error
+        return _cut(text) if continues else text
+
+
+def _cut(text: str) -> str:
+    """The text up to the end of its final message."""
+    before, end, _ = text.rpartition(_END_OF_FINAL_MESSAGE)
+    if not end:
+        raise ChatTemplateError(
+            "continue_final_message: got true, but the chat template leaves out the final message",
+            "continue_final_message",
+        )
+    return before
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(source: str) -> Template:
+    try:
+        return _environment().from_string(source)
+    except (TemplateError, RecursionError, ValueError) as error:
+        raise ChatTemplateError(f"chat_template can't be read: {error}", "chat_template") from error
 
 
 _REFUSALS = (

@@ -103,6 +103,7 @@ class TokenizerProcess:
                 pack(token_ids),
                 pack(request.output_token_ids),
                 request.num_deaths,
+                cache_salt=request.cache_salt,
             )
         )
         self.gateway.send(Tokenized(request.request_id, request.attempt, len(token_ids)))

@@ -8,6 +8,7 @@ from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.client import (
     DetokenizeReply,
     DetokenizeRequest,
+    PromptFields,
     TokenizePromptRequest,
     TokenizeReply,
 )
@@ -66,18 +67,29 @@ class Tokenizer:
         text = self._tokenizer.decode(question.token_ids, skip_special_tokens=False)
         return DetokenizeReply(text=text)
 
-    def _encode(self, request: TokenizeRequest | TokenizePromptRequest) -> list[int]:
+    def _encode(self, request: PromptFields) -> list[int]:
+        token_ids = self._all_tokens(request)
+        most = request.truncate_prompt_tokens
+        if most is None or len(token_ids) <= most:
+            return token_ids
+        return token_ids[:most] if request.truncation_side == "right" else token_ids[-most:]
+
+    def _all_tokens(self, request: PromptFields) -> list[int]:
         if isinstance(request.prompt, list):
             return request.prompt
-        if request.prompt is not None:
-            return list(self._tokenizer.encode(request.prompt).ids)
-        kwargs = request.chat_template_kwargs
-        if taken := sorted(NOT_FOR_CLIENTS & kwargs.keys()):
+        text, adds_special = request.prompt, True
+        if text is None:
+            text, adds_special = self._render(request), False
+        if request.add_special_tokens is not None:
+            adds_special = request.add_special_tokens
+        return list(self._tokenizer.encode(text, add_special_tokens=adds_special).ids)
+
+    def _render(self, request: PromptFields) -> str:
+        if taken := sorted(NOT_FOR_CLIENTS & request.chat_template_kwargs.keys()):
             raise PromptError(
                 "chat_template_kwargs", f"chat_template_kwargs has {taken[0]}, which it can't set"
             )
         try:
-            text = self._chat_template.render(request.messages or [], request.tools, kwargs)
+            return self._chat_template.render(request)
         except ChatTemplateError as error:
-            raise PromptError("messages", str(error)) from error
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            raise PromptError(error.field, str(error)) from error

@@ -10,6 +10,7 @@ from penstock.protocol.client import (
     Codec,
     ErrorReply,
     GenerateRequest,
+    PromptFields,
     StatusRequest,
     codec_of,
 )
@@ -81,3 +82,12 @@ def test_a_time_limit_that_is_no_number_is_refused() -> None:
 def test_an_error_says_when_to_come_again(codec: Codec) -> None:
     error = ErrorReply(code="overloaded", message="m", retry_after=2.5)
     assert codec.decode_reply(codec.encode(error)) == error
+
+
+def test_requests_have_all_prompt_fields() -> None:
+    """A struct can't inherit from two, so they are written twice."""
+    ours, theirs = (
+        {one.name: (one.type, one.default) for one in msgspec.inspect.type_info(kind).fields}  # type: ignore[attr-defined]
+        for kind in (GenerateRequest, PromptFields)
+    )
+    assert {name: ours[name] for name in theirs} == theirs

@@ -10,7 +10,12 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from penstock.protocol.checkpoint import ModelError
-from penstock.protocol.client import ChatMessage, TokenizePromptRequest, TokenizeReply
+from penstock.protocol.client import (
+    ChatMessage,
+    PromptFields,
+    TokenizePromptRequest,
+    TokenizeReply,
+)
 from penstock.protocol.config import Config
 from penstock.services.tokenizer.chat_template import ChatTemplate, ChatTemplateError
 from penstock.services.tokenizer.prompts import Tokenizer
@@ -84,6 +89,18 @@ def template(folder: Path, source: str | None) -> ChatTemplate:
     return ChatTemplate(folder)
 
 
+def render(
+    made: ChatTemplate,
+    messages: list[ChatMessage] = MESSAGES,
+    tools: list[dict[str, Any]] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    **fields: Any,
+) -> str:
+    return made.render(
+        PromptFields(messages=messages, tools=tools, chat_template_kwargs=kwargs or {}, **fields)
+    )
+
+
 @pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False, "pad_token": "own"}])
 @pytest.mark.parametrize("tools", [None, [TOOL, TOOL]])
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -103,7 +120,7 @@ def test_equals_transformers(
         add_generation_prompt=True,
         **kwargs,
     )
-    ours = template(tmp_path, TEMPLATES[name]).render(MESSAGES, tools, kwargs)
+    ours = render(template(tmp_path, TEMPLATES[name]), MESSAGES, tools, kwargs)
     assert ours == theirs
     assert ours
 
@@ -121,19 +138,54 @@ def test_equals_transformers(
 )
 def test_what_a_template_refuses(tmp_path: Path, source: str, reason: str) -> None:
     with pytest.raises(ChatTemplateError, match="the chat template refused messages: ") as caught:
-        template(tmp_path, source).render(MESSAGES, None, {"level": 2})
+        render(template(tmp_path, source), kwargs={"level": 2})
     assert reason in str(caught.value)
 
 
 def test_arguments_do_not_replace_the_requests_own(tmp_path: Path) -> None:
     """The client may not name them; here they don't matter."""
     made = template(tmp_path, "{{ messages | length }}{{ self is defined }}")
-    assert made.render(MESSAGES, None, {"messages": [], "self": 1}).startswith("6")
+    assert render(made, kwargs={"messages": [], "self": 1}).startswith("6")
+
+
+@pytest.mark.parametrize("content", ["2 + 3 =", "im_end", " so \n", "<think>\nhm"])
+def test_a_final_message_is_continued(tmp_path: Path, content: str) -> None:
+    """Cut at its end, wherever else its text stands; the template's `im_end` is after it."""
+    messages = [MESSAGES[1], ChatMessage(role="assistant", content=content)]
+    theirs = PreTrainedTokenizerFast.from_pretrained(FOLDER).apply_chat_template(
+        msgspec.to_builtins(messages), tokenize=False, continue_final_message=True
+    )
+    ours = render(template(tmp_path, None), messages, continue_final_message=True)
+    assert ours == theirs
+    assert ours.endswith(content)
+    assert messages[-1].content == content
+
+
+def test_a_template_without_the_final_message(tmp_path: Path) -> None:
+    with pytest.raises(ChatTemplateError, match="leaves out the final message") as caught:
+        render(template(tmp_path, "{{ messages[0].content }}"), continue_final_message=True)
+    assert caught.value.field == "continue_final_message"
+
+
+def test_without_a_generation_prompt(tmp_path: Path) -> None:
+    made = template(tmp_path, None)
+    assert render(made) == render(made, add_generation_prompt=False) + "<|im_start|>assistant\n"
+    assert render(made) == render(made, add_generation_prompt=True)
+
+
+def test_a_template_of_the_request(tmp_path: Path) -> None:
+    made = template(tmp_path, None)
+    assert render(made, chat_template="{{ messages | length }}{{ x }}", kwargs={"x": 1}) == "61"
+    with pytest.raises(ChatTemplateError, match="chat_template can't be read: ") as caught:
+        render(made, chat_template="{% if %}")
+    assert caught.value.field == "chat_template"
+    with pytest.raises(ChatTemplateError, match="unsafe"):
+        render(made, chat_template="{{ messages.__class__.__mro__ }}")
 
 
 def test_a_model_without_a_template(tmp_path: Path) -> None:
     with pytest.raises(ChatTemplateError, match="the model has no chat template"):
-        ChatTemplate(tmp_path).render(MESSAGES, None, {})
+        render(ChatTemplate(tmp_path))
 
 
 @pytest.mark.parametrize("config", [{"chat_template": "{% if %}"}, {"chat_template": [1]}, []])
@@ -155,7 +207,7 @@ def test_the_template_and_vocabulary_of_qwen3(qwen3_folder: Path, kwargs: dict[s
     expected = reference.apply_chat_template(
         msgspec.to_builtins(messages), tokenize=False, add_generation_prompt=True, **kwargs
     )
-    text = ChatTemplate(qwen3_folder).render(messages, None, kwargs)
+    text = render(ChatTemplate(qwen3_folder), messages, None, kwargs)
     assert text == expected
     assert text.endswith("</think>\n\n") == (kwargs == {"enable_thinking": False})
     question = TokenizePromptRequest(messages=messages, chat_template_kwargs=kwargs)

@@ -1,5 +1,7 @@
 """Prompts, conversations and token ids become token ids, or a sentence says why not."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +46,37 @@ def test_text() -> None:
 
 def test_token_ids_are_taken_as_they_are() -> None:
     assert TOKENIZER.encode(request(prompt=[5, 6])) == [5, 6]
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", [7, 8]), ("right", [5, 6])])
+def test_a_long_prompt_is_cut_where_that_is_wanted(side: str, kept: list[int]) -> None:
+    cut = {"truncate_prompt_tokens": 2, "truncation_side": side}
+    assert TOKENIZER.encode(request(prompt=[5, 6, 7, 8], **cut)) == kept
+    assert TOKENIZER.encode(request(prompt=[5], **cut)) == [5]
+    assert len(TOKENIZER.encode(request(prompt="a" * 100, truncate_prompt_tokens=63))) == 63
+    assert len(TOKENIZER.encode(request(prompt="a", truncate_prompt_tokens=9))) == 1
+
+
+def test_special_tokens_are_added_to_prompts_only_unless_given(tmp_path: Path) -> None:
+    """By a tokenizer that has one to add before each text."""
+    folder = Config().model_folder
+    made = json.loads((folder / "tokenizer.json").read_text())
+    first = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    single = [first, {"Sequence": {"id": "A", "type_id": 0}}]
+    made["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [7], "tokens": ["<s>"]}},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    shutil.copy(folder / "tokenizer_config.json", tmp_path)
+    encode = Tokenizer(tmp_path, max_model_len=64).encode
+    messages = [ChatMessage(role="user", content="hi")]
+    assert encode(request(prompt="a"))[0] == 7
+    assert encode(request(prompt="a", add_special_tokens=False))[0] == ord("a")
+    assert encode(request(messages=messages))[0] != 7
+    assert encode(request(messages=messages, add_special_tokens=True))[0] == 7
 
 
 def test_messages_go_through_the_chat_template() -> None:

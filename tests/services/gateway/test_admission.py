@@ -173,3 +173,20 @@ def test_what_a_tokenizer_can_not_answer(
 def test_what_a_tokenizer_can_answer() -> None:
     admission().check_question(TokenizePromptRequest(messages=MESSAGES, tools=[{}]))
     admission().check_question(DetokenizeRequest(token_ids=[]))
+
+
+def test_templates_of_requests_need_an_option() -> None:
+    request = GenerateRequest(messages=MESSAGES, chat_template="{{ 1 }}")
+    with pytest.raises(RefusedError, match="start it with --trust-request-chat-template") as caught:
+        admission().check(request, is_req_socket=False)
+    assert caught.value.reply.field == "chat_template"
+    config = Config(trust_request_chat_template=True)
+    Admission(config, read_model_config(config.model_folder)).check(request, is_req_socket=False)
+
+
+def test_a_message_is_continued_or_answered() -> None:
+    request = GenerateRequest(
+        messages=MESSAGES, continue_final_message=True, add_generation_prompt=True
+    )
+    with pytest.raises(RefusedError, match="both true"):
+        admission().check(request, is_req_socket=False)

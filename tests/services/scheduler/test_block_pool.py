@@ -208,3 +208,15 @@ def test_block_tables_are_those_of_the_plain_cache(
             plain.release(sequence.block_table, [other.block_table for other in running])
             manager.free(sequence)
         assert manager.num_free_blocks == len(plain.free)
+
+
+def test_only_requests_of_one_salt_share_blocks() -> None:
+    manager = BlockManager(BlockPool(16), 4)
+    cached = {}
+    for salt in ("", "mine", "other", "mine", ""):
+        sequence = make_sequence(range(9), cache_salt=salt)
+        assert manager.allocate(sequence, keep_watermark=False)
+        cached.setdefault(salt, []).append(sequence.num_planned_tokens)
+        manager.publish(sequence, 9)
+        manager.free(sequence)
+    assert cached == {"": [0, 8], "mine": [0, 8], "other": [0]}
