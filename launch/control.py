@@ -14,30 +14,39 @@ from penstock.protocol.replicas import replica_of
 from penstock.protocol.sockets import connect
 
 TIMEOUT = 60
-"""seconds; a scale-down waits for the grace of each process that leaves"""
-RESTART_TIMEOUT = 600
-"""seconds; a worker is back when it has loaded its model"""
+"""seconds"""
+CHANGE_TIMEOUT = 600
+"""seconds; a worker is back when it has loaded its model, and the next command waits for that"""
 
 
 def command(pipeline: str, name: str, timeout: int = TIMEOUT, **properties: Any) -> dict[str, Any]:
-    """Sends a command and waits until it is done. Raises LaunchError if it was refused."""
+    """Sends a command and waits until it is done. Raises LaunchError if it was refused, or the
+    supervisor has ended."""
     running_config(pipeline)
     question = {"command": name, "properties": {**properties, "waiting": True}}
     with zmq.Context() as context:
         endpoint = f"ipc://{run_folder(pipeline)}/{CONTROL_SOCKET}"
         with connect(context, zmq.DEALER, endpoint).socket as socket:
+            poller = zmq.Poller()
+            for one in (socket, socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)):
+                poller.register(one, zmq.POLLIN)
             socket.send(msgspec.json.encode(question))
-            if not socket.poll(timeout * 1000):
-                raise LaunchError(f"the supervisor of {pipeline!r} does not answer")
+            ready = dict(poller.poll(timeout * 1000))
+            socket.disable_monitor()
+            if socket not in ready:
+                how = "ended before it answered" if ready else f"has not answered in {timeout} s"
+                raise LaunchError(f"the supervisor of {pipeline!r} {how}")
             reply: dict[str, Any] = msgspec.json.decode(socket.recv())
     if reply["status"] != "ok":
         raise LaunchError(f"the supervisor refused {name}: {reply['reason']}")
+    if "error" in reply:
+        raise LaunchError(reply["error"])
     return reply
 
 
 def scale(pipeline: str, kind: str, number: int) -> int:
     """Changes how many processes of a kind run; returns their number."""
-    return int(command(pipeline, "scale", kind=kind, number=number)["number"])
+    return int(command(pipeline, "scale", CHANGE_TIMEOUT, kind=kind, number=number)["number"])
 
 
 def restart(pipeline: str, target: str) -> Iterator[list[str]]:
@@ -60,6 +69,5 @@ def restart(pipeline: str, target: str) -> Iterator[list[str]]:
     if not chosen:
         raise LaunchError(f"there is no process {target!r}; these run: {', '.join(names)}")
     for together in dict.fromkeys(map(group, chosen)):
-        if not command(pipeline, "restart", RESTART_TIMEOUT, names=list(together))["back"]:
-            raise LaunchError(f"pipeline {pipeline!r} ended before {', '.join(together)} was back")
+        command(pipeline, "restart", CHANGE_TIMEOUT, names=list(together))
         yield list(together)

@@ -1,9 +1,8 @@
 """Keeps the processes of one pipeline running.
 
 What runs them, circus on this machine or Ray on several, is behind `Processes`; here is what is
-decided: how often one may die, the commands that `launch status`, `scale` and `restart` send to
-circus's endpoint, the watch over their pulses, and the end: a signal lets what runs be finished,
-the next one does not.
+decided: how often one may die, the watch over their pulses, and the end: a signal lets what runs
+be finished, the next one does not.
 """
 
 import asyncio
@@ -14,19 +13,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from penstock.launch.arbiter import make_arbiter, tell_spawned
 from penstock.launch.child import CRASH_WINDOW, Child, kind_of, process_names
 from penstock.launch.circus_processes import CircusProcesses
 from penstock.launch.client import AsyncClient
+from penstock.launch.commands import Commands
 from penstock.launch.logs import Show, as_json, behind_name
 from penstock.launch.owner import notify_ready, watch_owner
 from penstock.launch.processes import Policy, Processes
 from penstock.launch.procfile import read_procfile
 from penstock.launch.pulses import Pulses
 from penstock.launch.report import Report
-from penstock.launch.restart import restart
 from penstock.launch.running import base_url, model_name
 from penstock.launch.tasks import Tasks, traceback_lines
 from penstock.protocol.config import Config
@@ -67,15 +64,8 @@ class Supervisor:
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
             loop.add_signal_handler(signal.SIGHUP, self._stop, 0)
         watch_owner(partial(self._stop, 0))
-        self._arbiter = make_arbiter(
-            self._config.run_folder,
-            {
-                "processes": self._tell_processes,
-                "scale": self._scale,
-                "restart": self._restart,
-                "signal": self._signal,
-            },
-        )
+        commands = Commands(self._config.name, self._children, self._add, self._client, self._end)
+        self._arbiter = make_arbiter(self._config.run_folder, commands.all())
         await self._arbiter.start()
         processes = self._make_processes(self._config, self._commands, self, self._arbiter)
         self._processes = processes
@@ -87,9 +77,9 @@ class Supervisor:
             Tasks(self._say_error),
         )
         await self._add(process_names(self._config, self._commands))
-        self._report = Report(
-            self._config, list(self._commands), processes, self._children, self._pulses
-        )
+        kinds = list(self._commands)
+        report = Report(self._config, kinds, processes, self._children, self._pulses)
+        commands.start(processes, report)
         tasks = Tasks(self._fail)
         for coroutine in (self._announce(), processes.keep()):
             tasks.start(coroutine)
@@ -97,7 +87,7 @@ class Supervisor:
             return await self._end
         finally:
             tasks.cancel()
-            self._report.close()
+            report.close()
             self._pulses.close()
             await processes.close()
             await self._arbiter.stop()
@@ -175,40 +165,6 @@ class Supervisor:
         )
         print(self._plain(text), end="", file=sys.stderr, flush=True)
         self._stop(1)
-
-    async def _tell_processes(self) -> dict[str, Any]:
-        """What `launch status` shows of each process."""
-        return {"processes": msgspec.to_builtins(self._report.processes())}
-
-    async def _scale(self, kind: str, number: int) -> dict[str, Any]:
-        names = [name for name in self._children if kind_of(name) == kind]
-        await self._processes.remove(names[number:])
-        for name in names[number:]:
-            del self._children[name]
-        await self._add([f"{kind}.{new}" for new in range(len(names) + 1, number + 1)])
-        return {"number": number}
-
-    async def _signal(self, process: str, pid: int, number: int) -> dict[str, Any]:
-        self._processes.signal(process, pid, number)
-        return {}
-
-    async def _restart(self, names: list[str]) -> dict[str, Any]:
-        """Answers when they are back; `back` is False if the pipeline ends before."""
-        stop = partial(self._processes.stop, names)
-
-        async def start() -> None:
-            for name in names:
-                self._children[name].asked_for = True
-            await self._processes.start(names)
-
-        task = asyncio.create_task(restart(self._client, set(names), stop, start))
-        either: list[asyncio.Future[Any]] = [task, self._end]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-        else:
-            task.cancel()
-        return {"back": task.done()}
 
     def _drain(self) -> None:
         """On a signal: the gateway ends when nothing is open, and we then; or now, on the next."""

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from signal import SIGHUP, SIGINT
+from typing import Any
 
 import msgspec
 import psutil
@@ -16,7 +17,7 @@ import pytest
 import zmq
 
 from penstock.launch import circus_processes as module
-from penstock.launch.running import claim
+from penstock.launch.running import CONTROL_SOCKET, claim
 from penstock.launch.supervisor import MAX_EARLY_DEATHS, Supervisor
 from penstock.protocol.config import Config, run_folder, write_config
 from penstock.protocol.endpoints import endpoints
@@ -167,6 +168,39 @@ def test_the_gateway_is_told_of_the_processes(supervise: Supervise) -> None:
         } | {"plan_bytes": 7}
         assert one.cpu_seconds > 0
         assert one.rss_bytes > 1 << 20
+
+
+def test_commands_for_one_kind_run_one_after_the_other(supervise: Supervise) -> None:
+    """Each reports what is true when it is done; one for a process that has left is refused."""
+    numbers = [3, 1, 3, 1, 3]
+    replies: list[dict[str, Any]] = []
+
+    def send() -> None:
+        endpoint = f"ipc://{run_folder('x')}/{CONTROL_SOCKET}"
+        commands = [("scale", {"kind": "tokenizer", "number": number}) for number in numbers]
+        commands += [("restart", {"names": ["tokenizer.9"]}), ("processes", {})]
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.connect(endpoint)
+            for name, properties in commands:
+                socket.send_json({"command": name, "properties": properties | {"waiting": True}})
+                if name == "restart":  # those before it are done
+                    replies.extend(received(socket) for _ in commands[:-1])
+            replies.append(received(socket))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def received(socket: "zmq.Socket[bytes]") -> dict[str, Any]:
+        assert socket.poll(20_000)
+        reply: dict[str, Any] = socket.recv_json()  # type: ignore[assignment]
+        return reply
+
+    thread = threading.Thread(target=send)
+    assert supervise(thread.start, tokenizer="sh -c 'echo up; exec sleep 60'") == 0
+    thread.join()
+    *scaled, restarted, processes = replies
+    assert [reply.get("number") for reply in scaled] == numbers
+    assert restarted["error"] == "there is no process 'tokenizer.9' any more"
+    names = [one["name"] for one in processes["processes"]]
+    assert names == ["tokenizer.1", "tokenizer.2", "tokenizer.3"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
