@@ -13,6 +13,7 @@ import shlex
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from penstock.launch.procfile import shell_line
 from penstock.launch.pulses import LocalHost
 from penstock.launch.running import environment
 from penstock.protocol.config import Config
+from penstock.protocol.incarnation import INCARNATION_VARIABLE
 from penstock.protocol.process import PROCESS_VARIABLE, SUPERVISOR_VARIABLE
 
 
@@ -46,6 +48,7 @@ class CircusProcesses:
         self._policy = policy
         self._arbiter = arbiter
         self._logs: dict[str, Log] = {}
+        self._incarnations = count(1)
         self._circus = asyncio.Lock()  # circus refuses a command while another one runs
         self._death = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._death.set)
@@ -128,6 +131,7 @@ class CircusProcesses:
         }
 
     def _may_spawn(self, watcher: Watcher, **_: Any) -> bool:
+        watcher.env[INCARNATION_VARIABLE] = str(next(self._incarnations))
         return self._policy.may_spawn(watcher.name)
 
     def _spawned(self, watcher: Watcher, pid: int, **_: Any) -> bool:

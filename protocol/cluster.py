@@ -10,7 +10,6 @@ makes for each run and hands over.
 import os
 from collections.abc import Callable
 from pathlib import Path
-from time import time_ns
 from typing import Any
 
 import msgspec
@@ -59,8 +58,8 @@ class Address(Struct, frozen=True):
     node_id: str
     ipc: str
     tcp: str
-    started: int
-    """nanoseconds: when the process that binds it started; a later one takes its place"""
+    incarnation: int
+    """of the process that binds it; a later one takes its place"""
 
 
 class Announcement(Struct, tag=True):
@@ -79,7 +78,7 @@ class Directory(Struct, tag=True):
         newer = {
             name: address
             for name, address in announcement.addresses.items()
-            if name not in self.addresses or address.started > self.addresses[name].started
+            if name not in self.addresses or address.incarnation > self.addresses[name].incarnation
         }
         self.addresses |= newer
         return bool(newer)
@@ -133,14 +132,15 @@ class Cluster(Network):
     _known: dict[str, Address]
     _followings: dict[Any, _Following]
     """by socket"""
-    _started: int
+    _incarnation: int
 
-    def __init__(self, node: Node, folder: Path) -> None:
-        """folder: of this pipeline on this machine, with the keys in it. Raises KeysError."""
+    def __init__(self, node: Node, folder: Path, incarnation: int = 0) -> None:
+        """folder: of this pipeline on this machine, with the keys in it; incarnation: of this
+        process, if it binds anything. Raises KeysError."""
         super().__init__()
         self.node, self._folder = node, folder
         self._bound, self._known, self._followings = {}, {}, {}
-        self._started = time_ns()
+        self._incarnation = incarnation
         self.authenticator = Authenticator(self, {ZAP_DOMAIN: folder / KEYS_FOLDER})
         self._directory = connect(self, zmq.DEALER, f"{CLUSTER}directory", Directory)
         self.handlers = [(self._directory, self._on_directory)]
@@ -154,7 +154,7 @@ class Cluster(Network):
         ipc = f"ipc://{self._folder}/{name}"
         socket.bind(ipc)  # in the clear: the folder's mode keeps others out
         tcp = bind_tcp(socket, self.node.host, self._folder)
-        self._bound[name] = Address(self.node.node_id, ipc, tcp, self._started)
+        self._bound[name] = Address(self.node.node_id, ipc, tcp, self._incarnation)
         self._announce()
 
     def connect(self, socket: "zmq.Socket[bytes]", endpoint: str, wait: bool = True) -> None:
@@ -246,9 +246,9 @@ def pump(handlers: list[tuple[Channel[Any], Callable[[], None]]]) -> None:
                 busy = True
 
 
-def network_from_environment(folder: Path) -> Cluster | None:
+def network_from_environment(folder: Path, incarnation: int) -> Cluster | None:
     """The network of a process of a cluster; None on a machine alone."""
     path = os.environ.get(NODE_VARIABLE)
     if path is None:
         return None
-    return Cluster(msgspec.json.decode(Path(path).read_bytes(), type=Node), folder)
+    return Cluster(msgspec.json.decode(Path(path).read_bytes(), type=Node), folder, incarnation)

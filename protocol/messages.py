@@ -245,8 +245,8 @@ class WorkerHello(Struct, array_like=True, tag=True):
     """id of its machine; empty where there is only one"""
     rendezvous: str = ""
     """`tcp://host:port` at which it could listen as rank 0, of a worker without a group"""
-    started: int = 0
-    """when, in nanoseconds of the wall clock"""
+    incarnation: int = 0
+    """a larger one was started later"""
 
 
 class WorkerAssignment(Struct, array_like=True, tag=True):

@@ -17,6 +17,7 @@ import zmq
 from penstock.protocol.cluster import network_from_environment
 from penstock.protocol.config import Config, config_from_environment, make_run_folder
 from penstock.protocol.endpoints import Endpoints, endpoints
+from penstock.protocol.incarnation import take_incarnation
 from penstock.protocol.logs import JsonFormatter
 from penstock.protocol.messages import Pulse
 from penstock.protocol.replicas import replica_of
@@ -42,14 +43,14 @@ class Process:
         self.config: Config = config_from_environment()
         given = os.environ.get(PROCESS_VARIABLE) or os.environ.get("HONCHO_PROCESS_NAME")
         self.name = given or f"{kind}.{os.getpid()}"
-        self.started = time.time_ns()
-        self.identity = f"{self.name}/{os.getpid()}/{self.started}".encode()
         self.log = logging.getLogger(kind)
         raise_descriptor_limit()
         folder = make_run_folder(self.config)
+        self.incarnation = take_incarnation(folder)
+        self.identity = f"{self.name}/{os.getpid()}/{self.incarnation}".encode()
         _start_log(self.config, self.name)
         _die_with_parent()
-        self.network = network_from_environment(folder)
+        self.network = network_from_environment(folder, self.incarnation)
         self.context: zmq.Context[Any] = self.network or zmq.Context()
 
     @property

@@ -31,9 +31,11 @@ class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):
     """The scheduler's state, sent to the gateway when it starts, on change, and as heartbeat."""
 
     epoch: int
-    """nanoseconds since 1970 at which this scheduler started; a later one is larger"""
+    """of this scheduler; that of a later one is larger"""
     ready: bool
     """all workers are in place and so is a detokenizer"""
+    first_attempt: int = 0
+    """of the gateway that it serves, the newest it has heard of"""
     replica: Annotated[int, Meta(ge=0)] = 0
     workers_ready: bool = False
     """plans can be run, whether or not there is a detokenizer"""

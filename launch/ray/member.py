@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 from typing import NamedTuple
+from uuid import uuid4
 
 import msgspec
 import ray
@@ -16,6 +17,7 @@ from penstock.launch.ray.folder import NodeFolder
 from penstock.launch.tasks import Tasks, traceback_lines
 from penstock.protocol.cluster import KEYS_FOLDER, NODE_VARIABLE, Node
 from penstock.protocol.config import CONFIG_FILE, CONFIG_VARIABLE, Config
+from penstock.protocol.incarnation import INCARNATION_VARIABLE
 from penstock.protocol.process import PROCESS_VARIABLE, SUPERVISOR_VARIABLE
 
 PUBLIC_KEYS = "keys"
@@ -56,10 +58,11 @@ class Started(NamedTuple):
 
 @ray.remote
 class Member:
-    """Runs one process at a time, numbered by the supervisor."""
+    """Runs one process at a time, of the incarnation that the supervisor has given it."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
+        self._id = uuid4().hex
         self._number = 0
         self._child: asyncio.subprocess.Process | None = None
         self._output: list[str] = []
@@ -72,8 +75,19 @@ class Member:
         self._folder = NodeFolder(f"{self._node_id[:8]}-{spec.run}")
 
     @ray.method(max_task_retries=-1)
-    async def start(self, number: int) -> Started:
-        """Starts the process of this number, if it has not been started; only the newest runs."""
+    async def id(self) -> str:
+        """Return what tells this actor from the one that Ray puts in its place."""
+        return self._id
+
+    @ray.method(max_task_retries=-1)
+    async def start(self, actor_id: str, number: int) -> Started | None:
+        """Start the process of this number, if it has not been started; only the newest runs.
+
+        Returns None if another actor was meant: the process that it has started may live on, cut
+        off, and no two may have one number.
+        """
+        if actor_id != self._id:
+            return None
         if number != self._number:
             await self._kill()
             self._number = number
@@ -176,6 +190,7 @@ class Member:
             NODE_VARIABLE: str(folder.path / run_folder / "node.json"),
             PROCESS_VARIABLE: spec.name,
             SUPERVISOR_VARIABLE: str(os.getpid()),
+            INCARNATION_VARIABLE: str(self._number),
             **_gpu(),
         }
         environment.pop("OMP_NUM_THREADS", None)  # Ray's, for what itself computes in an actor

@@ -9,6 +9,7 @@ import contextlib
 import io
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ class RayProcesses:
         self._commands = commands
         self._policy = policy
         self._processes: dict[str, RemoteProcess] = {}
+        self._incarnations = count(1)
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Ray prints pages about every death; the policy tells of it in a line
         self._printing = contextlib.redirect_stdout(_Nowhere())
@@ -169,7 +171,6 @@ class RayProcesses:
         await asyncio.shield(self._reserved)  # nobody else takes what a group needs
         process.actor = self._make_actor(process.name)
         while await self._may_start(process):
-            process.number += 1
             started = await self._start(process)
             process.pid, process.node, process.since = started.pid, started.node, time.monotonic()
             self._policy.spawned(process.name, started.pid, started.node)
@@ -182,8 +183,12 @@ class RayProcesses:
 
     async def _start(self, process: RemoteProcess) -> Started:
         """Waits until Ray has its actor somewhere."""
+        started: Started | None = None
         try:
-            started: Started = await process.actor.start.remote(process.number)
+            while started is None:
+                actor_id = await process.actor.id.remote()
+                process.number = next(self._incarnations)
+                started = await process.actor.start.remote(actor_id, process.number)
         except RayActorError as error:
             raise LaunchError(f"Ray has no place for {process.name} any more: {error}") from error
         return started

@@ -21,7 +21,7 @@ class RemoteProcess:
         self.name = name
         self.actor: Any = None
         self.number = 0
-        """of its start"""
+        """of its incarnation"""
         self.pid = 0
         """0: it does not run"""
         self.node = ""

@@ -19,10 +19,10 @@ from penstock.protocol.client import (
     TokenizePromptRequest,
     codec_of,
 )
+from penstock.protocol.incarnation import first_number
 from penstock.protocol.messages import (
     Answered,
     FromTokenizer,
-    GatewayStarted,
     Goodbye,
     Heartbeat,
     Refused,
@@ -73,9 +73,7 @@ class Gateway:
             for replica, one in enumerate(process.all_endpoints)
         ]
         self.replicas = Replicas(config.dp, config.routing)
-        self.ledger = Ledger(time.time_ns() // 1_000)  # no earlier gateway's: it counts from there
-        for scheduler in self.to_schedulers:
-            scheduler.send(GatewayStarted(self.ledger.first_attempt))
+        self.ledger = Ledger(first_number(process.incarnation))
         self.outbox = Outbox(self.clients, self.ledger, self.connections)
         self.tokenizers = Tokenizers(self.to_tokenizers, self.tell_ready, self.on_tokenizer_lost)
         self.questions = Questions(self.ledger.first_attempt, self.outbox, self.tokenizers)
@@ -92,6 +90,8 @@ class Gateway:
             call_later,
         )
         self.statistics = self.requests.statistics
+        for replica in range(config.dp):
+            self.requests.introduce(replica, self.ledger.first_attempt)
         self.handlers: list[tuple[Channel[Any], Callable[[], None]]] = [
             (self.results, self.on_results),
             (self.to_tokenizers, self.on_tokenizers),
@@ -244,7 +244,7 @@ class Gateway:
     def on_return(self, replica: int) -> None:
         """The connection to a scheduler was lost and is back, so messages may be lost: it is told
         all that is open once more, and forgets what is not."""
-        self.to_schedulers[replica].send(GatewayStarted(self.ledger.new_first_attempt()))
+        self.requests.introduce(replica, self.ledger.new_first_attempt())
         self.requests.begin_again(replica)
 
     # ---- status ------------------------------------------------------------------------------

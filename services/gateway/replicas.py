@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 import xxhash
+from msgspec.structs import replace
 
 from penstock.protocol.client import GenerateRequest
 from penstock.protocol.plan import pack
@@ -35,6 +36,8 @@ class Replica:
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.first_attempt = 0
+        """that its scheduler was sent by this gateway last"""
         self.status: SchedulerStatus | None = None
         self.entries: dict[str, Entry] = {}
         """open requests that it has, by id"""
@@ -54,6 +57,17 @@ class Replica:
     def runs(self) -> bool:
         """What it is given gets a token soon."""
         return bool(self.status and self.status.workers_ready and not self.is_silent)
+
+    @property
+    def is_ready(self) -> bool:
+        """Its scheduler is ready, is heard, and serves no gateway that was started later."""
+        status = self.status
+        return bool(status and status.ready and not self.is_silent and self.serves_us)
+
+    @property
+    def serves_us(self) -> bool:
+        """Its scheduler would accept a request of this gateway."""
+        return bool(self.status and self.status.first_attempt <= self.first_attempt)
 
     @property
     def is_down(self) -> bool:
@@ -108,13 +122,17 @@ class Replicas:
 
     @property
     def statuses(self) -> list[SchedulerStatus]:
-        """What has been reported last."""
-        return [one.status for one in self._all if one.status]
+        """The newest reports; `ready` is False in those of replicas that do not serve us now."""
+        return [replace(one.status, ready=one.is_ready) for one in self._all if one.status]
 
     @property
     def ready(self) -> bool:
         """All are."""
-        return all(one.status and one.status.ready and not one.is_silent for one in self._all)
+        return all(one.is_ready for one in self._all)
+
+    def introduced(self, replica: int, first_attempt: int) -> None:
+        """The scheduler of a replica was sent this number."""
+        self._all[replica].first_attempt = first_attempt
 
     def heard(self, status: SchedulerStatus) -> bool | None:
         """Takes a report. True: its scheduler is a new one, which knows nothing; None: it is of one

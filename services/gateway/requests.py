@@ -19,7 +19,7 @@ from penstock.protocol.client import (
     TextDelta,
 )
 from penstock.protocol.config import Config
-from penstock.protocol.messages import ReleaseRequest
+from penstock.protocol.messages import GatewayStarted, ReleaseRequest
 from penstock.protocol.sockets import Channel
 from penstock.protocol.tracing import Tracer
 from penstock.services.gateway.admission import Admission, RefusedError, decode_request
@@ -144,6 +144,11 @@ class Requests:
             self._finish(entry, delta.finish_reason)
         elif is_new and entry.request.stream:
             self._outbox.deliver(entry)
+
+    def introduce(self, replica: int, first_attempt: int) -> None:
+        """Have a scheduler serve this gateway, from this attempt on."""
+        self._replicas.introduced(replica, first_attempt)
+        self._to_schedulers[replica].send(GatewayStarted(first_attempt))
 
     def begin_again(self, replica: int) -> None:
         """Its scheduler is a new one and knows nothing."""

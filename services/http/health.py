@@ -67,7 +67,11 @@ def missing(status: StatusReply) -> str:
         "worker": bool(scheduler and scheduler.workers),
     }
     names = [name for name, is_there in stages.items() if not is_there]
-    return f"no {', no '.join(names)}" if names else "not all workers are there"
+    if names:
+        return f"no {', no '.join(names)}"
+    if scheduler and scheduler.workers_ready:
+        return "the scheduler is silent, or serves a gateway that was started later"
+    return "not all workers are there"
 
 
 def _unavailable(reason: str) -> ApiError:

@@ -1,5 +1,14 @@
 """`python -P -m penstock.services.scheduler`."""
 
-from penstock.services.scheduler.process import main
+from penstock.protocol.process import Process
+from penstock.services.scheduler.process import SchedulerProcess
+
+
+def main() -> None:
+    """Run until SIGTERM."""
+    process = Process("scheduler")
+    SchedulerProcess(process).loop.run()
+    process.context.destroy()
+
 
 main()

@@ -1,11 +1,12 @@
 """The scheduler's process: sockets around `Scheduler`, `WorkerGroup` and `Streams`."""
 
-from time import monotonic, time_ns
+from time import monotonic
 
 import zmq
 
 from penstock.protocol.checkpoint import eos_token_ids, read_generation_config, read_model_config
 from penstock.protocol.client import ErrorReply
+from penstock.protocol.incarnation import first_number
 from penstock.protocol.messages import (
     FromDetokenizer,
     FromWorker,
@@ -45,7 +46,7 @@ class SchedulerProcess:
     def __init__(self, process: Process) -> None:
         self.log = process.log
         self.config = process.config
-        self.epoch = time_ns()
+        self.epoch = first_number(process.incarnation)
         self.model = read_model_config(self.config.model_folder)
         generation = read_generation_config(self.config.model_folder)
         self.eos_token_ids = frozenset(eos_token_ids(self.model, generation))
@@ -53,7 +54,7 @@ class SchedulerProcess:
         self.plan_depth = PlanDepth(self.config.num_plans_in_flight)
         self.replica = process.replica
         sizes = self.config.tp, self.config.spare_workers
-        self.group = WorkerGroup(*sizes, self.replica, process.node_id)
+        self.group = WorkerGroup(*sizes, self.replica, process.node_id, self.epoch + 1)
         self.streams = Streams(self.epoch)
         self.requests: dict[str, Sequence] = {}
         """every request that the gateway has not released"""
@@ -273,9 +274,7 @@ class SchedulerProcess:
 
     def counters(self) -> dict[str, float]:
         """For metrics."""
-        age = report.queue_age(self.scheduler)
-        drafts = self.scheduler.drafter.counters() if self.scheduler else {}
-        return {"plan_bytes_total": self.plan_bytes, "queue_age_seconds": age, **drafts}
+        return {"plan_bytes_total": self.plan_bytes, **report.counters(self.scheduler)}
 
     @property
     def ready(self) -> bool:
@@ -287,14 +286,8 @@ class SchedulerProcess:
         self.told_ready = self.ready
         self.end_group()
         status = SchedulerStatus(epoch=self.epoch, ready=self.ready, replica=self.replica)
+        status.first_attempt = self.lease.first_attempt
         for channel in (self.inbox, self.workers, self.detokenizers):
             status.num_bad_frames += channel.num_bad_frames
         report.fill(status, self.scheduler, self.group, self.streams)
         self.gateway.send(status)
-
-
-def main() -> None:
-    """Runs until SIGTERM."""
-    process = Process("scheduler")
-    SchedulerProcess(process).loop.run()
-    process.context.destroy()

@@ -29,7 +29,8 @@ def fill(
     status.num_preemptions = scheduler.num_preemptions
 
 
-def queue_age(scheduler: Scheduler | None) -> float:
-    """Seconds since the head of the queue came; 0 if nothing waits."""
+def counters(scheduler: Scheduler | None) -> dict[str, float]:
+    """Return the age of the queue's head (seconds; 0 if nothing waits) and counts of drafts."""
     waiting = scheduler.waiting if scheduler else ()
-    return monotonic() - waiting[0].arrived_at if waiting else 0.0
+    age = monotonic() - waiting[0].arrived_at if waiting else 0.0
+    return {"queue_age_seconds": age, **(scheduler.drafter.counters() if scheduler else {})}

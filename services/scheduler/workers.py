@@ -1,6 +1,6 @@
 """The tensor-parallel group: which worker has which rank, and whether it can run plans."""
 
-from time import time_ns
+from itertools import count
 
 from penstock.protocol.messages import WorkerAssignment, WorkerExit, WorkerHello
 from penstock.protocol.sockets import LIVENESS
@@ -23,8 +23,17 @@ class WorkerGroup:
     beyond `tp_size` wait, to take the place of those that die.
     """
 
-    def __init__(self, tp_size: int, num_spares: int = 0, replica: int = 0, node: str = "") -> None:
-        """node: the scheduler's own, as `WorkerHello.node`."""
+    def __init__(
+        self,
+        tp_size: int,
+        num_spares: int = 0,
+        replica: int = 0,
+        node: str = "",
+        first_epoch: int = 1,
+    ) -> None:
+        """node: the scheduler's own, as `WorkerHello.node`; first_epoch: above all epochs of
+        earlier schedulers, and positive."""
+        self._epochs = count(first_epoch)
         self.tp_size = tp_size
         self._node = node
         self._replica = replica
@@ -78,7 +87,7 @@ class WorkerGroup:
         """
         letters: list[Letter] = []
         for other in [i for i, h in self._hellos.items() if h.name == hello.name and i != identity]:
-            if hello.started < self._hellos[other].started:
+            if hello.incarnation < self._hellos[other].incarnation:
                 return self._dismiss([identity], f"another {hello.name} was started later")
             letters += self.lost(other)
         self._hellos[identity] = hello
@@ -161,7 +170,7 @@ class WorkerGroup:
         return [identity for node in nodes for identity in on_node[node]][: self.tp_size]
 
     def _assign(self, members: list[bytes], group: str) -> list[Letter]:
-        self.epoch = time_ns()
+        self.epoch = next(self._epochs)
         self.members = members
         self._had_group = True
         rendezvous = self._hellos[members[0]].rendezvous

@@ -94,7 +94,7 @@ class Worker:
     def say_hello(self) -> None:
         """Tells the scheduler that this worker lives, and what it holds."""
         hello = WorkerHello(self._process.name, self._group, self._rank, pid=os.getpid())
-        hello.node, hello.started = self._process.node_id, self._process.started
+        hello.node, hello.incarnation = self._process.node_id, self._process.incarnation
         if not self._group:
             hello.rendezvous = free_rendezvous(self._process.host)
         if self._runner:

@@ -44,7 +44,7 @@ class Site:
         if not (folder / KEYS_FOLDER).exists():
             (folder / KEYS_FOLDER).symlink_to(self.folder / KEYS_FOLDER)
         node = Node(node_id, node_id, HOST, self.network.fixed)
-        self.processes.append(Cluster(node, folder))
+        self.processes.append(Cluster(node, folder, 1 + len(self.processes)))
         return self.processes[-1]
 
     def work_until(self, is_so: Callable[[], Any], *channels: Channel[Any]) -> None:

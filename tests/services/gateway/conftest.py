@@ -50,6 +50,7 @@ class Stage:
         process = SimpleNamespace(
             name="gateway.1",
             config=config,
+            incarnation=3,
             log=logging.getLogger("gateway"),
             context=context,
             endpoints=at,

@@ -216,3 +216,25 @@ def test_every_open_request_has_one_replica(seed: int) -> None:
         assert len(held) == len(open_)
         if any(one.runs for one in replicas._all):
             assert not any(one.is_down and one.entries for one in replicas._all)
+
+
+# ---- readiness ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("first_attempt", "is_ready"), [(0, True), (7, True), (8, False)])
+def test_a_scheduler_of_a_later_gateway_serves_nobody_here(
+    first_attempt: int, is_ready: bool
+) -> None:
+    replicas = running(1)
+    replicas.introduced(0, 7)
+    replicas.heard(status(0, first_attempt=first_attempt))
+    assert replicas.ready == is_ready
+    assert [one.ready for one in replicas.statuses] == [is_ready]
+
+
+def test_an_old_report_is_not_ready() -> None:
+    replicas = running(2)
+    for _ in range(LIVENESS + 1):
+        replicas.on_heartbeat()
+        replicas.heard(status(1))
+    assert [one.ready for one in replicas.statuses] == [False, True]

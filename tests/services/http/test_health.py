@@ -34,6 +34,19 @@ def status(tokenizers: dict[str, int], scheduler: SchedulerStatus | None) -> Sta
             ),
             "not all workers are there",
         ),
+        (
+            status(
+                {"t": 0},
+                SchedulerStatus(
+                    epoch=1,
+                    ready=False,
+                    workers_ready=True,
+                    workers=["w"],
+                    detokenizers={"d": 0},
+                ),
+            ),
+            "the scheduler is silent, or serves a gateway that was started later",
+        ),
     ],
 )
 def test_the_missing_stage(found: StatusReply, sentence: str) -> None:

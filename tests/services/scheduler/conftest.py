@@ -19,7 +19,7 @@ from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.process import SchedulerProcess
 from penstock.services.scheduler.scheduler import Scheduler
-from tests.services.scheduler.processes import NUM_BLOCKS, Gateway
+from tests.services.scheduler.processes import INCARNATION, NUM_BLOCKS, Gateway
 
 settings.register_profile(
     "scheduler",
@@ -64,6 +64,7 @@ def fresh(
         name="scheduler.1",
         replica=0,
         node_id="",
+        incarnation=INCARNATION,
     )
     process = SchedulerProcess(own)  # type: ignore[arg-type]
     detokenizer.send(Heartbeat("detokenizer.1"))

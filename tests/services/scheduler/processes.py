@@ -20,6 +20,7 @@ from penstock.services.scheduler.process import SchedulerProcess
 
 SAMPLING = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=9)
 NUM_BLOCKS = 16
+INCARNATION = 3
 
 
 class Gateway:

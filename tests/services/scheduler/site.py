@@ -20,7 +20,7 @@ class Site:
         self._numbers = count()
 
     def start(
-        self, *names: str, num_blocks: int = 0, node: str = "", started: int = 0
+        self, *names: str, num_blocks: int = 0, node: str = "", incarnation: int = 0
     ) -> list[bytes]:
         """Fresh workers say hello; those with `num_blocks` load as soon as they have a place.
 
@@ -29,7 +29,11 @@ class Site:
         identities = [f"{name}-{next(self._numbers)}".encode() for name in names]
         for name, identity in zip(names, identities, strict=True):
             self.hellos[identity] = WorkerHello(
-                name, pid=int(name[1:]), node=node, rendezvous=f"tcp://{name}", started=started
+                name,
+                pid=int(name[1:]),
+                node=node,
+                rendezvous=f"tcp://{name}",
+                incarnation=incarnation,
             )
             self.say_hello(identity)
         for identity in identities:
@@ -72,5 +76,5 @@ class Site:
 
     def restart_scheduler(self) -> None:
         """It knows nothing; the workers live on."""
-        self.group = WorkerGroup(self.group.tp_size)
+        self.group = WorkerGroup(self.group.tp_size, first_epoch=1 << 32)
         self.assignments.clear()

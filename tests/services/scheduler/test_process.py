@@ -1,9 +1,8 @@
 """The scheduler's process: which attempt at a request counts, and what lost workers do."""
 
-from time import time_ns
-
 import pytest
 
+from penstock.protocol.incarnation import first_number
 from penstock.protocol.messages import (
     StopFound,
     TokenizedRequest,
@@ -15,6 +14,7 @@ from penstock.services.scheduler import checks
 from penstock.services.scheduler.process import SchedulerProcess
 from penstock.services.scheduler.sequence import Status
 from tests.services.scheduler.processes import (
+    INCARNATION,
     NUM_BLOCKS,
     Gateway,
     deltas,
@@ -190,7 +190,7 @@ def test_a_worker_that_can_t_be_reached_has_lost_its_place(
 
 def test_one_that_comes_back_is_older_than_one_in_its_place(process: SchedulerProcess) -> None:
     """Its machine was cut off, and the gateway has the reports of another scheduler since."""
-    before, epoch_of_another = process.epoch, time_ns()
+    before, epoch_of_another = process.epoch, first_number(INCARNATION + 1)
     process.on_gateway_returned()
     assert before < process.epoch < epoch_of_another
 

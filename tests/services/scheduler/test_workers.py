@@ -84,8 +84,8 @@ def test_successor_of_a_member_ends_its_group() -> None:
 def test_one_that_was_started_earlier_is_no_successor() -> None:
     """Its machine was cut off, and is back when others are in its place."""
     site = Site()
-    members = site.start("w1", "w2", num_blocks=8, started=5)
-    [returned] = site.start("w1", started=4)
+    members = site.start("w1", "w2", num_blocks=8, incarnation=5)
+    [returned] = site.start("w1", incarnation=4)
     assert site.exits == [returned]
     assert site.group.members == members
     assert site.group.ready
@@ -213,3 +213,17 @@ def test_nobody_is_written_to_when_there_is_no_group_any_more() -> None:
     site.kill(one)
     site.deliver(site.group.hello(two, last_heartbeat))
     assert site.pass_time(LIVENESS + 1) == []
+
+
+def test_no_epoch_comes_twice_and_later_ones_are_larger() -> None:
+    """Also over a restart of the scheduler, for a worker drops what is of an earlier epoch."""
+    site = Site(tp_size=1)
+    epochs = []
+    for number in range(6):
+        if number == 3:
+            site.restart_scheduler()
+        [member] = site.start(f"w{number}", num_blocks=8)
+        epochs.append(site.group.epoch)
+        site.kill(member)
+    assert epochs == sorted(set(epochs))
+    assert 0 < epochs[0] < 100, "of no clock"

@@ -83,7 +83,7 @@ class Talk:
             config=Config(num_plans_in_flight=num_plans_in_flight),
             name="worker.1",
             node_id="node-a",
-            started=17,
+            incarnation=17,
             host="127.0.0.1",
             identity=b"worker.1/7",
             context=self.context,
@@ -138,7 +138,7 @@ class Talk:
 
 
 def hello(*fields: Any) -> WorkerHello:
-    return WorkerHello(*fields, pid=os.getpid(), node="node-a", started=17)
+    return WorkerHello(*fields, pid=os.getpid(), node="node-a", incarnation=17)
 
 
 def assignment(epoch: int = 1, group: str = "g", rank: int = 0) -> WorkerAssignment:

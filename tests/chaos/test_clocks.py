@@ -1,0 +1,42 @@
+"""Every process is killed and comes back with a clock that is an hour behind: all is answered."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.launch.procfile import PROCFILE
+from penstock.models.demo.tasks import answer_to, count_prompt
+from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
+
+pytestmark = pytest.mark.chaos
+LAUNCHER = Path(__file__).with_name("late_clock.py")
+PROMPT = count_prompt(1, 60)
+
+
+@pytest.fixture(scope="module")
+def served(
+    pipeline: Callable[..., Pipeline],  # noqa: F811
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Pipeline:
+    folder = tmp_path_factory.mktemp("started")
+    late = rf"\1: python -P {LAUNCHER} {folder} "
+    procfile = folder / "procfile"
+    procfile.write_text(re.sub(r"(?m)^(\w+): python -P -m ", late, PROCFILE.read_text()))
+    return pipeline("--procfile", str(procfile), "--max-deaths", "100")
+
+
+@pytest.mark.parametrize(
+    "victim", ["gateway.1", "scheduler.1", "worker.1", "tokenizer.1", "detokenizer.1"]
+)
+def test_a_clock_that_is_set_back_stops_nobody(served: Pipeline, victim: str) -> None:
+    with served.client() as client:
+        stream = iter(client.stream(PROMPT))
+        text = next(stream).text
+        served.kill(victim)
+        late = client.submit("17+25=")
+        assert text + "".join(delta.text for delta in stream) == answer_to(PROMPT)
+        assert late.result().text == "42"
+    with served.client() as client:
+        assert client.status(wait=True).ready
