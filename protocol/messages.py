@@ -74,9 +74,10 @@ class TokenizeRequest(PromptFields, tag=True, omit_defaults=True):
     replica: int = 0
     """whose scheduler gets it"""
     num_deaths: int = 0
-    """as in `TokenizedRequest`"""
     cache_salt: str = ""
-    """as in `TokenizedRequest`"""
+    client: str = ""
+    priority: int = 0
+    """these four as in `TokenizedRequest`"""
 
 
 class Question(Struct, tag=True):
@@ -124,6 +125,9 @@ class TokenizedRequest(Struct, tag=True):
     """of another replica's workers, at which it was in flight, since its last token"""
     cache_salt: str = ""
     """only requests with the same salt share KV blocks"""
+    client: str = ""
+    """who has sent the request: clients take turns"""
+    priority: int = 0
 
     def __post_init__(self) -> None:
         check_packed(self.prompt_token_ids, self.output_token_ids)
@@ -176,7 +180,6 @@ class StreamOpened(Struct, tag=True, omit_defaults=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
-    """tokens before which no stop string ends the text"""
     logprobs: list[PackedLogprobs | None] | None = None
     """one for each of `output_token_ids`, None where they are not known; None: not asked for"""
     prompt_logprobs: list[PackedLogprobs] | None = None

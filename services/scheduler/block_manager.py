@@ -36,6 +36,10 @@ class BlockManager:
         """What the whole pool holds."""
         return self.pool.num_blocks * self.block_size
 
+    def has_room(self, keep_watermark: bool) -> bool:
+        """Whether `allocate` may succeed at all: every sequence needs a block of its own."""
+        return self.num_free_blocks > (self.watermark if keep_watermark else 0)
+
     def allocate(self, sequence: Sequence, keep_watermark: bool) -> bool:
         """Blocks for every known token, cached ones first; False if too few are free."""
         num_tokens = len(sequence.token_ids)

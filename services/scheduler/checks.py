@@ -1,11 +1,25 @@
 """What is refused of a request that gateway and tokenizer have let through."""
 
-from penstock.services.scheduler.scheduler import CannotFitError
 from penstock.services.scheduler.sequence import Sequence
 
 MAX_PROMPT_LOGPROBS = 1 << 19
 """of one prompt. They are told at once: for so many a detokenizer takes a second, in which it says
 nothing else; after five it would be given up, and the next one too"""
+
+
+class CannotFitError(ValueError):
+    """A request that could not run even alone; the message names the numbers."""
+
+
+def limit_length(sequence: Sequence, max_length: int) -> None:
+    """Sets the length at which a sequence ends. Raises CannotFitError."""
+    if sequence.num_prompt_tokens >= max_length:
+        raise CannotFitError(
+            f"prompt has {sequence.num_prompt_tokens} tokens; at most {max_length - 1} "
+            "fit into the context and the KV pool"
+        )
+    wanted = sequence.sampling.max_tokens or max_length
+    sequence.max_length = min(sequence.num_prompt_tokens + wanted, max_length)
 
 
 def check_request(sequence: Sequence, vocab_size: int) -> None:

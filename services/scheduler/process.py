@@ -29,10 +29,10 @@ from penstock.protocol.status import SchedulerStatus
 from penstock.protocol.tracing import Tracer
 from penstock.services.scheduler import report
 from penstock.services.scheduler.block_manager import make_block_manager
-from penstock.services.scheduler.checks import check_request
+from penstock.services.scheduler.checks import CannotFitError, check_request
 from penstock.services.scheduler.lease import Lease
 from penstock.services.scheduler.plan_depth import PlanDepth
-from penstock.services.scheduler.scheduler import CannotFitError, Scheduler
+from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.streams import Streams
 from penstock.services.scheduler.suspects import GIVEN_UP

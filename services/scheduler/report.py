@@ -31,6 +31,6 @@ def fill(
 
 def counters(scheduler: Scheduler | None) -> dict[str, float]:
     """Return the age of the queue's head (seconds; 0 if nothing waits) and counts of drafts."""
-    waiting = scheduler.waiting if scheduler else ()
-    age = monotonic() - waiting[0].arrived_at if waiting else 0.0
+    head = next(iter(scheduler.waiting), None) if scheduler else None
+    age = monotonic() - head.arrived_at if head else 0.0
     return {"queue_age_seconds": age, **(scheduler.drafter.counters() if scheduler else {})}

@@ -6,6 +6,7 @@ or guesses. `update` is the only place where a sequence grows or ends. Blocks of
 are published there, too; those of given tokens as soon as a plan computes them.
 """
 
+from bisect import insort
 from collections import deque
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
@@ -14,16 +15,14 @@ from penstock.protocol.client import FinishReason
 from penstock.protocol.config import Config
 from penstock.protocol.plan import BatchPlan, SampledTokens, unpack
 from penstock.services.scheduler.block_manager import BlockManager
+from penstock.services.scheduler.checks import limit_length
 from penstock.services.scheduler.drafts import Drafter
 from penstock.services.scheduler.sequence import Sequence, Status
 from penstock.services.scheduler.step import Changes, Step, StepOutput
 from penstock.services.scheduler.suspects import count_death, is_suspect
+from penstock.services.scheduler.waiting_queue import WaitingQueue
 
 WAITING, RUNNING, DRAINING, FINISHED = Status
-
-
-class CannotFitError(ValueError):
-    """A request that could not run even alone; the message names the numbers."""
 
 
 class Scheduler:
@@ -35,9 +34,9 @@ class Scheduler:
         self.epoch = epoch
         """of the plans; a new group of workers has a new one"""
         self.block_manager = block_manager
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
-        """in order of admission: the last one is the first to be preempted"""
+        """by `Sequence.rank`: the last one is the first to be preempted"""
         self.in_flight: deque[Step] = deque()
         self.max_plans = config.num_plans_in_flight
         """in flight at once; may be changed at any time"""
@@ -56,18 +55,12 @@ class Scheduler:
     # ---- requests come and go ----------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a new sequence at the end of the queue. Raises CannotFitError.
+        """Puts a new sequence into the queue. Raises CannotFitError.
 
         A sequence that an earlier attempt had brought to its end is finished at once.
         """
-        if sequence.num_prompt_tokens >= self._max_length:
-            raise CannotFitError(
-                f"prompt has {sequence.num_prompt_tokens} tokens; at most {self._max_length - 1} "
-                "fit into the context and the KV pool"
-            )
-        wanted = sequence.sampling.max_tokens or self._max_length
-        sequence.max_length = min(sequence.num_prompt_tokens + wanted, self._max_length)
-        self.waiting.append(sequence)
+        limit_length(sequence, self._max_length)
+        self.waiting.add(sequence)
         if len(sequence.token_ids) > sequence.num_prompt_tokens:
             self._end_if_due(sequence)
 
@@ -95,7 +88,7 @@ class Scheduler:
         sequence.status = WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back(sequence)
 
     def _leave_slot(self, sequence: Sequence) -> None:
         self._removed.append(sequence.slot)
@@ -198,19 +191,26 @@ class Scheduler:
         return num_tokens
 
     def _admit(self, step: Step, changes: Changes, budget: int) -> int:
-        while budget and self.waiting and self._free_slots:
-            sequence = self.waiting[0]
-            held_up = self._is_in_flight(sequence) or self._waits_for_suspect(sequence)
-            if held_up or not self._allocate(sequence):
+        may_admit = budget and self._free_slots and self.block_manager.has_room(bool(self.running))
+        for sequence in self.waiting.candidates() if may_admit else ():
+            if self._is_in_flight(sequence) or self._waits_for_suspect(sequence):
                 break
-            self.waiting.popleft()
-            self.running.append(sequence)
-            sequence.status = RUNNING
-            sequence.slot = heappop(self._free_slots)
+            if not self._allocate(sequence):
+                self.waiting.hold(sequence)
+                continue
+            self.waiting.admit(sequence)
+            self._run(sequence)
             changes.added.append(sequence.as_row())
             self.drafter.begin(sequence, changes.added[-1])
             budget -= self._add_chunk(sequence, step, changes, budget)
+            if not budget or not self._free_slots:
+                break
         return budget
+
+    def _run(self, sequence: Sequence) -> None:
+        insort(self.running, sequence, key=attrgetter("rank"))
+        sequence.status = RUNNING
+        sequence.slot = heappop(self._free_slots)
 
     def _allocate(self, sequence: Sequence) -> bool:
         """The watermark is for others: a sequence alone may have the whole pool."""

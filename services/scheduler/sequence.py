@@ -12,6 +12,9 @@ from penstock.protocol.plan import RowAdded, RowExtras, pack, unpack
 from penstock.protocol.sampling import SamplingParams
 from penstock.services.scheduler.speculation import Speculation
 
+MAX_PREEMPTIONS = 4
+"""of a sequence by others with a better priority; then it keeps its blocks"""
+
 
 class Status(Enum):
     """Where a sequence is."""
@@ -29,10 +32,12 @@ class Sequence:
     """Tokens, blocks and progress of one request. Changed by the `Scheduler` only."""
 
     __slots__ = (
+        "admission",
         "arrived_at",
         "attempt",
         "block_table",
         "cache_root",
+        "client",
         "detokenizer",
         "finish_reason",
         "full_blocks",
@@ -46,6 +51,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "num_published_blocks",
+        "priority",
         "prompt_logprobs",
         "published_content",
         "request_id",
@@ -65,6 +71,10 @@ class Sequence:
         self.arrived_at = 0.0
         """at the scheduler, of `time.monotonic`"""
         self.attempt = request.attempt
+        self.client = request.client
+        self.priority = request.priority
+        self.admission = -1
+        """number of its first admission to the running batch"""
         self.sampling: SamplingParams = request.sampling
         self.seed = seed_of(request)
         sampling = request.sampling
@@ -120,6 +130,13 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         """Tokens generated and confirmed."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        """The one with the highest rank is preempted first: by priority, then by admission. Of a
+        sequence that was preempted often the priority does not count."""
+        is_young = self.num_preemptions < MAX_PREEMPTIONS
+        return is_young, self.priority if is_young else 0, self.admission
 
     @property
     def rests(self) -> bool:

@@ -104,6 +104,8 @@ class TokenizerProcess:
                 pack(request.output_token_ids),
                 request.num_deaths,
                 cache_salt=request.cache_salt,
+                client=request.client,
+                priority=request.priority,
             )
         )
         self.gateway.send(Tokenized(request.request_id, request.attempt, len(token_ids)))

@@ -33,7 +33,8 @@ from penstock.services.gateway.connections import Client, Connection
 from penstock.services.gateway.ledger import Entry, GapError
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
-from penstock.services.scheduler.scheduler import CannotFitError, Scheduler
+from penstock.services.scheduler.checks import CannotFitError
+from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.tokenizer.prompts import PromptError, Tokenizer
 from tests.fuzz.frames import INNER_ID, MESSAGES, UNIONS, encoded, num_frames

@@ -16,12 +16,15 @@ def make_sequence(
     prompt: SequenceOf[int] = (1, 2, 3),
     output: SequenceOf[int] = (),
     cache_salt: str = "",
+    client: str = "",
+    priority: int = 0,
     **sampling: object,
 ) -> Sequence:
     """A new sequence; `output` is what an earlier attempt generated."""
     params = SamplingParams(**({"seed": 0} | sampling))  # type: ignore[arg-type]
     request = TokenizedRequest(f"r{next(_numbers)}", 0, params, pack(prompt), pack(output))
     request.cache_salt = cache_salt
+    request.client, request.priority = client, priority
     return Sequence(request, frozenset({EOS}))
 
 

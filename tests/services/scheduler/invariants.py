@@ -1,6 +1,7 @@
 """What holds between any two moves, counted afresh from the sequences."""
 
 from collections import defaultdict
+from operator import attrgetter
 
 from penstock.protocol.config import Config
 from penstock.services.scheduler.block_pool import BlockPool
@@ -47,6 +48,7 @@ def check_slots(scheduler: Scheduler, config: Config) -> None:
     num_slots = min(config.max_num_seqs, config.max_num_batched_tokens)
     assert sorted(slots + scheduler._free_slots) == list(range(num_slots))
     assert {s.status for s in scheduler.running} <= {Status.RUNNING}
+    assert scheduler.running == sorted(scheduler.running, key=attrgetter("rank"))
     assert {s.status for s in scheduler.waiting} <= {Status.WAITING}
     for sequence in scheduler.waiting:
         assert (sequence.slot, sequence.block_table) == (-1, [])

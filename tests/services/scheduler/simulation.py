@@ -98,7 +98,11 @@ class Simulation:
 
     def send(self) -> BatchPlan | None:
         """The next plan, if there is one; the worker runs it at once, or dies of it."""
+        ranks = {sequence: sequence.rank for sequence in self.scheduler.running}
         plan = self.scheduler.schedule()
+        lost = [rank for one, rank in ranks.items() if one.status is Status.WAITING]
+        kept = [rank for one, rank in ranks.items() if one.status is not Status.WAITING]
+        assert not lost or not kept or max(kept) < min(lost), "another one was to be preempted"
         if plan is not None:
             self.plans.append(plan)
             try:

@@ -21,7 +21,7 @@ from penstock.protocol.client import FinishReason
 from penstock.protocol.structured import StructuredOutputs
 from penstock.services.scheduler import speculation
 from penstock.services.scheduler.block_pool import hash_block
-from penstock.services.scheduler.scheduler import CannotFitError
+from penstock.services.scheduler.checks import CannotFitError
 from penstock.services.scheduler.sequence import Sequence
 from tests.services.scheduler.builders import make_sequence
 from tests.services.scheduler.reference import POISON, expected_output
@@ -70,6 +70,9 @@ samplings = st.fixed_dictionaries(
         "structured_outputs": st.sampled_from([None] * 7 + [StructuredOutputs(json_object=True)]),
     }
 )
+senders = st.fixed_dictionaries(
+    {"client": st.sampled_from(["", "", "a", "b"]), "priority": st.sampled_from([0, 0, 0, -2, 3])}
+)
 suffixes = st.lists(st.integers(0, 3), max_size=3)
 some = st.integers(0, 99)
 """picks one of however many there are"""
@@ -104,6 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_copies=st.integers(1, 4),
         num_given=st.integers(-20, 6).map(lambda n: max(0, n)),
         sampling=samplings,
+        sender=senders,
     )
     def new_request(
         self,
@@ -113,11 +117,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_copies: int,
         num_given: int,
         sampling: dict[str, Any],
+        sender: dict[str, Any],
     ) -> None:
         """One, or equal prompts at once."""
         prompt = base[: 1 + length % self.sim.limit] + suffix
         for copy in range(num_copies):
-            self.add(prompt, num_given, sampling | {"seed": sampling["seed"] + copy})
+            self.add(prompt, num_given, sampling | {"seed": sampling["seed"] + copy} | sender)
 
     @rule(length=st.integers(0, 8), chance=st.integers(0, 3))
     def poison(self, length: int, chance: int) -> None:

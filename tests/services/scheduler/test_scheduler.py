@@ -29,19 +29,6 @@ def test_decode_goes_on_beside_a_long_prefill() -> None:
     sim.run()
 
 
-def test_first_come_first_served() -> None:
-    """A short prompt that would fit does not overtake a long one that does not."""
-    sim = Simulation(num_blocks=6)
-    first = sim.add(long_prompt(12), max_tokens=4, ignore_eos=True)
-    sim.step()
-    second = sim.add(long_prompt(16, first=40), max_tokens=1)
-    third = sim.add(long_prompt(2, first=60), max_tokens=1)
-    sim.step()
-    assert [s.status for s in (second, third)] == [Status.WAITING] * 2
-    sim.run()
-    assert first.num_preemptions == 0
-
-
 @pytest.mark.parametrize(("num_watermark_blocks", "admitted"), [(0, True), (1, False)])
 def test_watermark_is_left_to_those_who_run(num_watermark_blocks: int, admitted: bool) -> None:
     sim = Simulation(num_blocks=4, num_watermark_blocks=num_watermark_blocks)

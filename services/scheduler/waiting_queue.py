@@ -1,0 +1,111 @@
+"""Which waiting sequence is admitted to the running batch next. Policy only: no I/O, no clock."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import count, islice
+
+from penstock.protocol.fair_queue import FairQueue
+from penstock.services.scheduler.sequence import Sequence
+
+MAX_RETRIED = 4
+"""held sequences that are tried again in one step, the oldest first"""
+MAX_TRIES = 4
+"""new sequences that may fail to get blocks in one step, before the rest waits for the next one"""
+
+
+class WaitingQueue:
+    """Sequences without a place in the running batch, in three parts.
+
+    1. Preempted sequences go first, and nothing passes them.
+    2. Held sequences: the first of a client that did not get its blocks; one a client. Others may
+       pass a held sequence, until as many tokens have passed as it has itself: from then on freed
+       blocks are reserved for it. So it starves nobody, and nobody starves it.
+    3. New sequences: round-robin over clients, by (priority, arrival) in one client.
+
+    Adding and removing cost O(log n); the candidates of a step do not depend on n.
+    """
+
+    def __init__(self) -> None:
+        self._preempted: OrderedDict[Sequence, None] = OrderedDict()
+        self._held: OrderedDict[Sequence, int] = OrderedDict()
+        """→ tokens that have passed it"""
+        self._holding: set[str] = set()
+        """clients of held sequences"""
+        self._new: FairQueue[Sequence] = FairQueue()
+        self._admissions = count()
+
+    def __len__(self) -> int:
+        return len(self._preempted) + len(self._held) + len(self._new)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Those that nothing passes first; new sequences by arrival."""
+        yield from self._preempted
+        yield from self._held
+        yield from self._new
+
+    def add(self, sequence: Sequence) -> None:
+        """Appends a new sequence."""
+        self._new.add(sequence, sequence.client, sequence.priority)
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Puts a preempted sequence before all others."""
+        self._preempted[sequence] = None
+        self._preempted.move_to_end(sequence, last=False)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Removes a sequence that has ended."""
+        if self._held.pop(sequence, None) is not None:
+            self._holding.discard(sequence.client)
+        elif not self._new.remove(sequence):
+            del self._preempted[sequence]
+
+    def candidates(self) -> Iterator[Sequence]:
+        """Yields sequences in the order in which a step may admit them.
+
+        Of each the caller calls `admit` or `hold` before the next one, or stops.
+        """
+        while self._preempted:
+            yield (sequence := next(iter(self._preempted)))
+            if sequence in self._preempted:
+                return
+        for sequence in list(islice(self._held, MAX_RETRIED)):
+            if not self._may_pass(before=sequence):
+                return
+            yield sequence
+        skipped: set[str] = set()
+        num_failed = 0
+        while num_failed < MAX_TRIES and self._may_pass():
+            if (new := self._new.first(skipped)) is None:
+                return
+            yield new
+            if new in self._new:
+                skipped.add(new.client)
+            num_failed += new in self._new or new in self._held
+
+    def admit(self, sequence: Sequence) -> None:
+        """Removes a candidate that has its blocks; its client has had its turn."""
+        for held in islice(self._held, MAX_RETRIED):
+            if held is sequence:
+                break
+            self._held[held] += len(sequence.token_ids)
+        self.remove(sequence)
+        self._new.end_turn(sequence.client)
+        if sequence.admission < 0:
+            sequence.admission = next(self._admissions)
+
+    def hold(self, sequence: Sequence) -> None:
+        """Notes that a candidate did not get its blocks. Another one of its client that is held
+        already goes before it."""
+        if sequence in self._new and sequence.client not in self._holding:
+            self._new.remove(sequence)
+            self._held[sequence] = 0
+            self._holding.add(sequence.client)
+
+    def _may_pass(self, before: Sequence | None = None) -> bool:
+        """Whether all held sequences that are tried, up to `before`, can be passed once more."""
+        for sequence, num_passed in islice(self._held.items(), MAX_RETRIED):
+            if sequence is before:
+                break
+            if num_passed >= len(sequence.token_ids):
+                return False
+        return True

@@ -1,0 +1,76 @@
+"""The queue that clients share, against a slow one."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.protocol.fair_queue import FairQueue
+
+
+class Reference:
+    """The same with lists only."""
+
+    def __init__(self) -> None:
+        self.items: list[tuple[int, int, str]] = []
+        """(priority, item, client)"""
+        self.turns: list[str] = []
+
+    def add(self, item: int, client: str, priority: int) -> None:
+        self.items.append((priority, item, client))
+        if client not in self.turns:
+            self.turns.append(client)
+
+    def first(self, skipped: set[str]) -> int | None:
+        for client in self.turns:
+            if client not in skipped:
+                return min(one for one in self.items if one[2] == client)[1]
+        return None
+
+    def remove(self, item: int) -> bool:
+        found = [one for one in self.items if one[1] == item]
+        self.items = [one for one in self.items if one[1] != item]
+        self.turns = [t for t in self.turns if any(t == one[2] for one in self.items)]
+        return bool(found)
+
+    def take(self) -> int | None:
+        item = self.first(set())
+        if item is not None:
+            client = self.turns[0]
+            self.remove(item)
+            if client in self.turns:
+                self.turns.append(self.turns.pop(0))
+        return item
+
+
+clients = st.sampled_from("abcd")
+moves = st.one_of(
+    st.tuples(st.just("add"), clients, st.integers(-1, 1)),
+    st.tuples(st.just("remove"), st.integers(0, 60)),
+    st.tuples(st.just("take")),
+    st.tuples(st.just("first"), st.sets(clients)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(moves, max_size=60))
+def test_as_the_reference(moves: list[tuple[object, ...]]) -> None:
+    queue: FairQueue[int] = FairQueue()
+    reference = Reference()
+    for number, (name, *arguments) in enumerate(moves):
+        arguments = [number, *arguments] if name == "add" else arguments
+        results = [getattr(one, str(name))(*arguments) for one in (queue, reference)]
+        assert results[0] == results[1]
+        assert list(queue) == [item for _, item, _ in reference.items]
+        assert len(queue) == len(reference.items)
+    while reference.items:
+        assert queue.take() == reference.take()
+    assert queue.take() is None
+
+
+def test_removed_items_do_not_pile_up() -> None:
+    queue: FairQueue[int] = FairQueue()
+    queue.add(-1, "a", priority=-1)
+    for item in range(1000):
+        queue.add(item, "a")
+        queue.remove(item)
+    assert len(queue._turns["a"]._heap) < 20
+    assert list(queue) == [-1]
