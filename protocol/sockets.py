@@ -42,8 +42,9 @@ POLITE_BYTES = 1 << 24
 longer one libzmq hangs up before it is in memory."""
 CLUSTER = "cluster://"
 """before a name that a `Network` knows the addresses of"""
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""what msgspec raises for a frame that is no message; the last one where it is nested too deep"""
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
+"""exceptions of msgspec for data that can't be decoded, or passed on in MessagePack: RecursionError
+for deep nesting, OverflowError for an integer over 64 bits"""
 
 
 class Network(zmq.Context["zmq.Socket[bytes]"]):

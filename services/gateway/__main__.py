@@ -8,8 +8,8 @@ import zmq
 
 from penstock.protocol.process import Process, PulseSender
 from penstock.protocol.sockets import HEARTBEAT_INTERVAL
-from penstock.services.gateway.ledger import Timer
 from penstock.services.gateway.process import Gateway
+from penstock.services.gateway.timers import Timer
 
 
 def main() -> None:

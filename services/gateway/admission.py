@@ -17,12 +17,15 @@ from penstock.protocol.client import (
     TokenizePromptRequest,
 )
 from penstock.protocol.config import Config
+from penstock.protocol.nesting import MAX_DEPTH, is_too_deep
 from penstock.protocol.sockets import UNREADABLE
 
 TOKEN_BYTES = 5
 """of a token id in MessagePack, at most"""
 _SHOWN = 60
 """characters of a bad value that an error repeats"""
+UNTYPED = ("messages", "tools", "chat_template_kwargs", "structured_outputs")
+"""fields of requests in which clients nest what they like"""
 
 
 class RefusedError(Exception):
@@ -60,12 +63,25 @@ def decode_request(
 
 def _decode(codec: Codec, frame: bytes) -> Request:
     try:
-        return codec.decode_request(frame)
+        request = codec.decode_request(frame)
     except msgspec.ValidationError as error:
         field, message = explain(str(error), _raw(codec, frame))
         raise RefusedError(message, field) from error
     except UNREADABLE as error:
-        raise RefusedError(f"request is neither JSON nor MessagePack: {error}") from error
+        raise RefusedError(f"request can't be decoded as JSON or MessagePack: {error}") from error
+    _check_depth(request)
+    return request
+
+
+def _check_depth(request: Request) -> None:
+    for field in UNTYPED:
+        value = getattr(request, field, None)
+        if not value or (field == "messages" and not any(one.tool_calls for one in value)):
+            continue
+        if is_too_deep(value):
+            raise RefusedError(
+                f"{field} is nested more than {MAX_DEPTH} levels deep, which is the limit", field
+            )
 
 
 def _raw(codec: Codec, frame: bytes) -> Any:
@@ -179,3 +195,9 @@ class Admission:
                 f"{self.vocab_size - 1}",
                 field,
             )
+
+
+def is_same(request: GenerateRequest, other: GenerateRequest) -> bool:
+    """Return True if both requests ask for one answer; who asks again may have some of it."""
+    has = other.output_token_ids
+    return msgspec.structs.replace(request, output_token_ids=has) == other

@@ -16,6 +16,8 @@ class Connection:
         """requests with news that wait until the queue has room, oldest first"""
         self.replies: deque[list[bytes]] = deque()
         """frames of replies to anything else"""
+        self.num_status_queries = 0
+        """that wait"""
         self.retry_at = 0.0
         self.was_cut_off = False
 

@@ -1,7 +1,6 @@
 """The ledger: every accepted request, with all that is needed to begin it again."""
 
 from itertools import count
-from typing import Protocol
 
 from penstock.protocol.client import (
     ErrorReply,
@@ -10,24 +9,21 @@ from penstock.protocol.client import (
     GenerateRequest,
     PromptFields,
     TextDelta,
+    TokenizePromptRequest,
     Usage,
 )
 from penstock.protocol.logprobs import TokenLogprobs
 from penstock.protocol.messages import TokenizeRequest
 from penstock.protocol.sampling import SamplingParams
 from penstock.services.gateway.connections import Client
+from penstock.services.gateway.timers import Timer
 
 _TOKEN_BYTES = 8
 """that a token id counts for, in memory and on its way"""
+_TEXT_BYTES = 4
+"""of text for each token, until a tokenizer has counted them"""
 _LOGPROB_BYTES = 256
 """that one `Logprob` counts for: four objects and their struct"""
-
-
-class Timer(Protocol):
-    """What an event loop gives for a call that is to come."""
-
-    def cancel(self) -> None:
-        """It is not to come any more."""
 
 
 class GapError(Exception):
@@ -57,6 +53,9 @@ class Entry:
         self.timer: Timer | None = None
         self.num_bytes = num_bytes
         """of the request's frame, the text and the tokens"""
+        has_grammar = request.structured_outputs is not None
+        self.size = _TEXT_BYTES * estimated_tokens(request) if has_grammar else num_bytes
+        """about as many bytes are to be tokenized: a grammar is compiled apart"""
         self.is_open = True
         """it is to be worked at"""
         self.tokenizer = b""
@@ -198,12 +197,12 @@ def _logprob_bytes(num_likeliest: int | None) -> int:
     return 0 if num_likeliest is None else _LOGPROB_BYTES * (1 + num_likeliest)
 
 
-def estimated_tokens(request: GenerateRequest) -> int:
+def estimated_tokens(request: GenerateRequest | TokenizePromptRequest) -> int:
     """Tokens of a prompt that no tokenizer has seen: exact for token ids, else bytes / 4."""
     if isinstance(request.prompt, list):
         return len(request.prompt)
     texts = [message.content for message in request.messages or []]
-    return max(1, sum(len(text.encode()) for text in [request.prompt or "", *texts]) // 4)
+    return max(1, sum(len(text.encode()) for text in [request.prompt or "", *texts]) // _TEXT_BYTES)
 
 
 class Ledger:

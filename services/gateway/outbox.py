@@ -28,8 +28,12 @@ class Outbox:
         self._connections = connections
 
     def reply(self, client: Client, reply: Reply) -> None:
-        """Answers what is in no ledger; a client that is gone needs no answer."""
-        frames = [*client.envelope, client.codec.encode(reply)]
+        """Answers what is in no ledger."""
+        self.send(client, client.codec.encode(reply))
+
+    def send(self, client: Client, reply: bytes) -> None:
+        """As `reply`, with an encoded one; a client that has disconnected needs none."""
+        frames = [*client.envelope, reply]
         connection = client.connection
         if not connection.is_gone and (connection.is_full or self._is_full(client, frames)):
             connection.replies.append(frames)

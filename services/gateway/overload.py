@@ -35,18 +35,16 @@ class Overload:
         self._starts.append((now, self._ledger.num_started))
 
     def check(self, num_bytes: int, num_tokens: int) -> None:
-        """Whether a request of so many bytes and prompt tokens may come in, or a question, of which
-        nothing waits for the scheduler: 0 tokens. Raises RefusedError."""
+        """Whether a request or a question of so many bytes and prompt tokens may come in. Raises
+        RefusedError."""
         ledger, questions = self._ledger, self._questions
         if (num_open := ledger.num_open + len(questions)) >= self._max_requests:
             raise self._refusal(f"{num_open} requests are open; the limit is {self._max_requests}")
-        if ledger.num_waiting and (
-            num_tokens
-            and (waiting := ledger.num_waiting_tokens + num_tokens) > self._max_waiting_tokens
-        ):
+        waiting = ledger.num_waiting_tokens + questions.num_tokens
+        if waiting and num_tokens and waiting + num_tokens > self._max_waiting_tokens:
             raise self._refusal(
-                f"{waiting} prompt tokens would wait, {num_tokens} of this request; the limit is "
-                f"{self._max_waiting_tokens}"
+                f"{waiting + num_tokens} prompt tokens would wait, {num_tokens} of this request; "
+                f"the limit is {self._max_waiting_tokens}"
             )
         open_bytes = ledger.num_bytes + questions.num_bytes
         if open_bytes + num_bytes > self._max_open_bytes:

@@ -41,12 +41,14 @@ from penstock.protocol.tracing import Tracer
 from penstock.services.gateway.admission import RefusedError
 from penstock.services.gateway.authentication import bind_clients
 from penstock.services.gateway.connections import Client, Connections
-from penstock.services.gateway.ledger import Ledger
+from penstock.services.gateway.ledger import Entry, Ledger
 from penstock.services.gateway.monitor import Monitor
 from penstock.services.gateway.outbox import Outbox
-from penstock.services.gateway.questions import Questions
+from penstock.services.gateway.questions import OpenQuestion, Questions
 from penstock.services.gateway.replicas import Replicas
-from penstock.services.gateway.requests import CallLater, Requests
+from penstock.services.gateway.requests import DEFECT, Requests
+from penstock.services.gateway.status_queries import StatusQueries
+from penstock.services.gateway.timers import CallLater
 from penstock.services.gateway.tokenizers import Tokenizers
 
 
@@ -58,9 +60,6 @@ class Gateway:
         self.config = config = process.config
         self.processes: list[ProcessStatus] = []
         """of the supervisor's newest report; it can't end before this process"""
-        self.waiting_for_ready: list[tuple[Client, StatusRequest]] = []
-        self.waiting_for_report: list[tuple[Client, StatusRequest, set[int]]] = []
-        """each with the replicas that have reported since"""
         self.was_ready = False
         context, at = process.context, process.endpoints
         self.connections = Connections()
@@ -75,7 +74,10 @@ class Gateway:
         self.replicas = Replicas(config.dp, config.routing)
         self.ledger = Ledger(first_number(process.incarnation))
         self.outbox = Outbox(self.clients, self.ledger, self.connections)
-        self.tokenizers = Tokenizers(self.to_tokenizers, self.tell_ready, self.on_tokenizer_lost)
+        self.status_queries = StatusQueries(self.outbox, self.status)
+        self.tokenizers = Tokenizers(
+            self.to_tokenizers, self.tell_ready, self.on_tokenizer_lost, self.on_defect
+        )
         self.questions = Questions(self.ledger.first_attempt, self.outbox, self.tokenizers)
         self.requests = Requests(
             config,
@@ -143,12 +145,7 @@ class Gateway:
                 found = self.requests.abort(request.request_id)
                 self.outbox.reply(client, AbortReply(request_id=request.request_id, found=found))
             case StatusRequest():
-                if request.wait and (request.fresh or not self.ready):
-                    self.waiting_for_ready.append((client, request))
-                elif request.fresh:
-                    self.waiting_for_report.append((client, request, set()))
-                else:
-                    self.tell_status([(client, request)])
+                self.status_queries.ask(client, request, self.ready)
 
     # ---- tokenizers --------------------------------------------------------------------------
 
@@ -192,8 +189,14 @@ class Gateway:
 
     def on_tokenizer_lost(self, identity: bytes) -> None:
         """What it said it had passed on may have died with it."""
-        for entry in self.ledger.from_tokenizer(identity):
-            self.requests.again(entry)
+        self.requests.each(self.ledger.from_tokenizer(identity), self.requests.again)
+
+    def on_defect(self, work: Entry | OpenQuestion) -> None:
+        """Work that can't be sent to a tokenizer is failed, alone."""
+        if isinstance(work, Entry):
+            self.requests.on_defect(work)
+        else:
+            self.questions.fail(work, DEFECT)
 
     # ---- results -----------------------------------------------------------------------------
 
@@ -202,9 +205,7 @@ class Gateway:
         for _, message in self.results.receive():
             match message:
                 case TextDeltas(deltas):
-                    now = time.monotonic()
-                    for delta in deltas:
-                        self.requests.on_delta(delta, now)
+                    self.requests.on_deltas(deltas, time.monotonic())
                 case RequestFailed():
                     entry = self.ledger.get(message.request_id)
                     if entry and entry.attempt == message.attempt:
@@ -233,13 +234,7 @@ class Gateway:
             self.requests.begin_again(status.replica)
         self.requests.leave_lost()
         self.tell_ready()
-        waiting, self.waiting_for_report = self.waiting_for_report, []
-        for client, request, heard in waiting:
-            heard.add(status.replica)
-            if self.replicas.are_all(heard):
-                self.tell_status([(client, request)])
-            else:
-                self.waiting_for_report.append((client, request, heard))
+        self.status_queries.on_report(status.replica, self.replicas.are_all)
 
     def on_return(self, replica: int) -> None:
         """The connection to a scheduler was lost and is back, so messages may be lost: it is told
@@ -258,13 +253,7 @@ class Gateway:
         """Answers those who wait for it, when it becomes so."""
         was_ready, self.was_ready = self.was_ready, self.ready
         if self.ready and not was_ready:
-            waiting, self.waiting_for_ready = self.waiting_for_ready, []
-            self.tell_status(waiting)
-
-    def tell_status(self, waiting: list[tuple[Client, StatusRequest]]) -> None:
-        """Answers who has asked."""
-        for client, request in waiting:
-            self.outbox.reply(client, self.status(request.metrics))
+            self.status_queries.on_ready()
 
     def status(self, metrics: bool = False) -> StatusReply:
         """The pipeline as seen from here."""
@@ -291,6 +280,4 @@ class Gateway:
         self.replicas.on_heartbeat()
         self.requests.leave_lost()
         self.requests.on_heartbeat()
-        self.waiting_for_ready = [
-            one for one in self.waiting_for_ready if not one[0].connection.is_gone
-        ]
+        self.status_queries.on_heartbeat()

@@ -2,9 +2,10 @@
 
 from itertools import count
 
-from penstock.protocol.client import DetokenizeRequest, TokenizePromptRequest
+from penstock.protocol.client import DetokenizeRequest, ErrorReply, TokenizePromptRequest
 from penstock.protocol.messages import Answered, Question
 from penstock.services.gateway.connections import Client
+from penstock.services.gateway.ledger import estimated_tokens
 from penstock.services.gateway.outbox import Outbox
 from penstock.services.gateway.tokenizers import Tokenizers
 
@@ -20,6 +21,8 @@ class OpenQuestion:
         self.key = number
         self.client = client
         self.num_bytes = num_bytes
+        self.size = num_bytes
+        self.num_tokens = num_question_tokens(question)
         self._question = question
 
     @property
@@ -32,6 +35,11 @@ class OpenQuestion:
         return Question(self.key, self._question)
 
 
+def num_question_tokens(question: AskedTokenizer) -> int:
+    """About as many tokens of a prompt that a tokenizer is to find."""
+    return estimated_tokens(question) if isinstance(question, TokenizePromptRequest) else 0
+
+
 class Questions:
     """All open questions by number. No two have the same one, whichever gateway they are of: a
     tokenizer may answer its predecessor's to this one."""
@@ -39,6 +47,8 @@ class Questions:
     def __init__(self, first_number: int, outbox: Outbox, tokenizers: Tokenizers) -> None:
         self.num_bytes = 0
         """of their frames"""
+        self.num_tokens = 0
+        """of their prompts, as estimated"""
         self._numbers = count(first_number)
         self._open: dict[int, OpenQuestion] = {}
         self._outbox = outbox
@@ -52,12 +62,18 @@ class Questions:
         one = OpenQuestion(next(self._numbers), client, question, num_bytes)
         self._open[one.key] = one
         self.num_bytes += num_bytes
+        self.num_tokens += one.num_tokens
         self._tokenizers.submit(one)
 
     def answer(self, message: Answered) -> None:
         """A tokenizer has answered, perhaps as the second one."""
         if one := self._forget(message.number):
             self._outbox.reply(one.client, message.reply)
+
+    def fail(self, one: OpenQuestion, message: str) -> None:
+        """Answers a question with an error."""
+        if self._forget(one.key):
+            self._outbox.reply(one.client, ErrorReply(code="failed", message=message))
 
     def on_heartbeat(self) -> None:
         """Gives up what nobody waits for."""
@@ -69,4 +85,5 @@ class Questions:
         one = self._open.pop(number, None)
         if one:
             self.num_bytes -= one.num_bytes
+            self.num_tokens -= one.num_tokens
         return one

@@ -2,11 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from uuid import uuid4
-
-import msgspec
 
 from penstock.protocol.checkpoint import read_generation_config, read_model_config
 from penstock.protocol.client import (
@@ -19,22 +17,28 @@ from penstock.protocol.client import (
     TextDelta,
 )
 from penstock.protocol.config import Config
-from penstock.protocol.messages import GatewayStarted, ReleaseRequest
-from penstock.protocol.sockets import Channel
+from penstock.protocol.messages import (
+    GatewayStarted,
+    Question,
+    ReleaseRequest,
+    TokenizeRequest,
+)
+from penstock.protocol.sockets import UNREADABLE, Channel
 from penstock.protocol.tracing import Tracer
-from penstock.services.gateway.admission import Admission, RefusedError, decode_request
+from penstock.services.gateway.admission import Admission, RefusedError, decode_request, is_same
 from penstock.services.gateway.connections import Client, Connection, Connections
-from penstock.services.gateway.ledger import Entry, GapError, Ledger, Timer, estimated_tokens
+from penstock.services.gateway.ledger import Entry, GapError, Ledger, estimated_tokens
 from penstock.services.gateway.outbox import Outbox
 from penstock.services.gateway.overload import Overload
-from penstock.services.gateway.questions import AskedTokenizer, Questions
+from penstock.services.gateway.questions import AskedTokenizer, Questions, num_question_tokens
 from penstock.services.gateway.replicas import Replicas
+from penstock.services.gateway.request_trace import trace_request
 from penstock.services.gateway.statistics import Statistics
+from penstock.services.gateway.timers import CallLater
 from penstock.services.gateway.tokenizers import Tokenizers
 
 log = logging.getLogger("gateway")
-CallLater = Callable[[float, Callable[[], None]], Timer]
-"""calls a function in so many seconds, and `Gateway.pump` behind it"""
+DEFECT = "the gateway failed at this request; its log has the reason"
 
 
 class Requests:
@@ -91,8 +95,9 @@ class Requests:
 
     def ask_tokenizer(self, client: Client, question: AskedTokenizer, num_bytes: int) -> None:
         """A client asks what a tokenizer answers alone. Raises RefusedError."""
-        self._let_in(num_bytes, 0)
+        self._let_in(num_bytes, num_question_tokens(question))
         self._admission.check_question(question)
+        self._check_encoding(Question(0, question))
         self._questions.ask(client, question, num_bytes)
 
     def abort(self, request_id: str) -> bool:
@@ -121,8 +126,18 @@ class Requests:
     def _release(self, replica: int, request_id: str, attempt: int) -> None:
         self._to_schedulers[replica].send(ReleaseRequest(request_id, attempt))
 
+    def on_deltas(self, deltas: list[TextDelta], now: float) -> None:
+        """Passes new text on. `now`: by time.monotonic. A request at whose delta this raises is
+        failed, alone."""
+        for delta in deltas:
+            try:
+                self.on_delta(delta, now)
+            except Exception:  # noqa: BLE001
+                if entry := self._ledger.find(delta.request_id):
+                    self.on_defect(entry)
+
     def on_delta(self, delta: TextDelta, now: float) -> None:
-        """Passes new text on. `now`: by time.monotonic."""
+        """As `on_deltas`."""
         entry = self._ledger.get(delta.request_id)
         if entry is None:
             self.release_unknown(delta.request_id, delta.attempt)
@@ -155,16 +170,32 @@ class Requests:
         entries = self._replicas.entries(replica)
         if entries:
             log.warning("scheduler.%d is a new one: %d requests go on", replica + 1, len(entries))
-        for entry in entries:
-            self.again(entry)
+        self.each(entries, self.again)
 
     def leave_lost(self) -> None:
         """What a replica can't run goes on in another one."""
         entries = self._replicas.lost()
         if entries:
             log.warning("a replica is down: %d requests go on in others", len(entries))
+        self.each(entries, self.again)
+
+    def each(self, entries: Iterable[Entry], handle: Callable[[Entry], None]) -> None:
+        """Calls `handle` with each entry; an entry at which it raises is failed, alone."""
         for entry in entries:
-            self.again(entry)
+            try:
+                handle(entry)
+            except Exception:  # noqa: BLE001
+                self.on_defect(entry)
+
+    def on_defect(self, entry: Entry) -> None:
+        """Ends a request that raises, in an `except` block: other requests continue."""
+        named = {"request_id": entry.request_id}
+        log.exception("request %s raised and is failed", entry.request_id, extra=named)
+        try:
+            self.fail(entry, ErrorReply(code="failed", message=DEFECT))
+        except Exception:
+            log.exception("request %s is dropped", entry.request_id, extra=named)
+            self._outbox.close(entry)
 
     def again(self, entry: Entry) -> None:
         """Submits a request once more, to go on behind the tokens that it has."""
@@ -180,9 +211,8 @@ class Requests:
         """Gives up clients that are gone, and those that do not read."""
         self._overload.sample(time.monotonic())
         self._questions.on_heartbeat()
-        for request_id in self._connections.take_lost():
-            if entry := self._ledger.find(request_id):
-                self._drop(entry)
+        lost = map(self._ledger.find, self._connections.take_lost())
+        self.each(filter(None, lost), self._drop)
         for connection in self._outbox.on_heartbeat(self._max_unread_bytes):
             self._cut_off(connection)
 
@@ -193,12 +223,20 @@ class Requests:
         entry = Entry(request, request.request_id or uuid4().hex, client, num_bytes)
         entry.accepted_at = time.monotonic()
         self._generation.fill(entry.sampling)
+        self._check_encoding(entry.submission())
         self._ledger.add(entry)
         self._replicas.place(entry)
         self._connections.add(entry.request_id, client)
         if request.timeout is not None:
             entry.timer = self._call_later(request.timeout, lambda: self._finish(entry, "abort"))
         self._tokenizers.submit(entry)
+
+    def _check_encoding(self, submission: TokenizeRequest | Question) -> None:
+        """What is accepted can be sent on, now and after a restart. Raises RefusedError."""
+        try:
+            self._tokenizers.check(submission)
+        except UNREADABLE as error:
+            raise RefusedError(f"request can't be encoded as MessagePack: {error}") from error
 
     def _let_in(self, num_bytes: int, num_tokens: int) -> None:
         if self.draining:
@@ -238,30 +276,12 @@ class Requests:
         """Nothing works at a request any more."""
         self.statistics.ended(entry, reply, time.monotonic())
         if self._tracer.is_on:
-            self._trace(entry, reply)
+            trace_request(self._tracer, entry, reply)
         if entry.timer:
             entry.timer.cancel()
         self._tokenizers.forget(entry)
         self._replicas.end(entry)
         self._release(entry.replica, entry.request_id, entry.attempt)
-
-    def _trace(self, entry: Entry, reply: GenerateReply | ErrorReply) -> None:
-        """The span of the whole request, over those of the other processes."""
-        self._tracer.span(
-            "request",
-            entry.request_id,
-            entry.accepted_at,
-            {
-                "gen_ai.usage.input_tokens": entry.num_prompt_tokens,
-                "gen_ai.usage.output_tokens": len(entry.token_ids),
-                "gen_ai.response.finish_reasons": [getattr(reply, "finish_reason", "error")],
-                "penstock.cached_tokens": entry.num_cached_tokens,
-                "penstock.num_attempts": entry.num_attempts,
-            },
-            events={"first token": entry.first_token_at} if entry.first_token_at else {},
-            error=getattr(reply, "message", ""),
-            is_root=True,
-        )
 
     def _cut_off(self, connection: Connection) -> None:
         """Ends the requests of a client that does not read."""
@@ -279,9 +299,3 @@ class Requests:
                 self._drop(entry)
                 error = ErrorReply(code="failed", message=message, request_id=entry.request_id)
                 self._outbox.reply(entry.client, error)
-
-
-def is_same(request: GenerateRequest, other: GenerateRequest) -> bool:
-    """Whether they ask for one answer; who asks again may have some of it."""
-    has = other.output_token_ids
-    return msgspec.structs.replace(request, output_token_ids=has) == other

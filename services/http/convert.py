@@ -161,7 +161,7 @@ def _template_call(call: ToolCall) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             decoded = decode_json(arguments or "{}")
-        except (*UNREADABLE, OverflowError):
+        except UNREADABLE:
             decoded = None
         arguments = decoded if isinstance(decoded, dict) else arguments
     function = {"name": call.function.name, "arguments": arguments}

@@ -179,8 +179,8 @@ def test_abort_of_an_unknown_request(client: Client) -> None:
 # ---- what a client can do wrong --------------------------------------------------------------
 
 BAD = [
-    (b"hello", None, "neither JSON nor MessagePack"),
-    (b"\xc1\xc1", None, "neither JSON nor MessagePack"),
+    (b"hello", None, "can't be decoded as JSON or MessagePack"),
+    (b"\xc1\xc1", None, "can't be decoded as JSON or MessagePack"),
     (b"[1, 2]", None, "array"),
     (b"[" * 5000, None, "array"),
     (b"{}", "prompt", "neither is given"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zmq
 
-from penstock.protocol.client import MSGPACK, GenerateRequest, Request, TextDelta
+from penstock.protocol.client import MSGPACK, Codec, GenerateRequest, Request, TextDelta
 from penstock.protocol.config import Config
 from penstock.protocol.endpoints import Endpoints
 from penstock.protocol.keys import secure_client
@@ -95,12 +95,12 @@ class Stage:
         self.ask(socket, *(request(one, **fields) for one in request_ids))
         self.work_until(lambda: all(map(self.gateway.ledger.get, request_ids)))
 
-    def hear(self, socket: "zmq.Socket[bytes]") -> Any:
+    def hear(self, socket: "zmq.Socket[bytes]", codec: Codec = MSGPACK) -> Any:
         """The next reply to a client."""
         self._poller.register(socket, zmq.POLLIN)
         self.work_until(lambda: socket.poll(0))
         self._poller.unregister(socket)
-        return MSGPACK.decode_reply(socket.recv_multipart()[-1])
+        return codec.decode_reply(socket.recv_multipart()[-1])
 
     def generate(self, request_id: str, begin: int, end: int, **fields: Any) -> None:
         """A detokenizer has tokens `begin` to `end`, of one character each."""

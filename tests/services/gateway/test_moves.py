@@ -100,14 +100,14 @@ def test_a_fresh_status_is_of_every_replica_that_reports(stage: Start) -> None:
         report(one, replica)
     client = one.connect()
     one.ask(client, StatusRequest(fresh=True))
-    one.work_until(lambda: one.gateway.waiting_for_report)
+    one.work_until(lambda: one.gateway.status_queries.for_report)
     report(one, 0)
     report(one, 0)
-    assert one.gateway.waiting_for_report
+    assert one.gateway.status_queries.for_report
     report(one, 1)
     assert [its.num_steps for its in one.hear(client).schedulers] == [3, 4]
     one.ask(client, StatusRequest(fresh=True))
-    one.work_until(lambda: one.gateway.waiting_for_report)
+    one.work_until(lambda: one.gateway.status_queries.for_report)
     for _ in range(11):
         one.gateway.replicas.on_heartbeat()
     report(one, 0)

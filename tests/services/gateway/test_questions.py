@@ -148,3 +148,39 @@ def test_a_drain_waits_for_them(stage: Start, monkeypatch: pytest.MonkeyPatch) -
     one.tokenizer.send(Answered(one.ask_tokenizer().number, DetokenizeReply(text="")))
     one.hear(client)
     assert ended
+
+
+def test_what_nobody_waits_for_does_not_reach_a_tokenizer(stage: Start) -> None:
+    """A tokenizer has one long question at a time, and of others as many as it soon answers."""
+    one = stage()
+    long = TokenizePromptRequest(prompt="x" * 900_000)
+    gone, client = one.connect(), one.connect()
+    one.ask(gone, *[long] * 15)
+    one.work_until(lambda: len(one.gateway.questions) == 15)
+    first = one.ask_tokenizer()
+    one.ask(client, PROMPT, TEXT)
+    one.work_until(lambda: len(one.gateway.questions) == 17)
+    gone.close()
+    one.work_until(lambda: len(one.gateway.connections) == 1)
+    one.heartbeats(1)
+    assert len(one.gateway.questions) == 2
+    assert not one.tokenizer.socket.poll(0)
+    one.tokenizer.send(Answered(first.number, TokenizeReply(token_ids=[], max_model_len=9)))
+    peer = one.gateway.tokenizers.peers.get(b"t")
+    assert peer
+    one.work_until(lambda: len(peer.work) == 2)
+    assert [one.ask_tokenizer().question for _ in range(2)] == [PROMPT, TEXT]
+
+
+def test_their_tokens_wait_as_those_of_requests_do(stage: Start) -> None:
+    one = stage(max_waiting_tokens=1000)
+    client = one.connect()
+    long = TokenizePromptRequest(prompt="x" * 3000)
+    one.ask(client, long, long, TEXT)
+    refused = one.hear(client)
+    assert "1500 prompt tokens would wait, 750 of this request" in refused.message
+    one.work_until(lambda: len(one.gateway.questions) == 2)
+    one.tokenizer.send(Answered(one.ask_tokenizer().number, DetokenizeReply(text="")))
+    one.hear(client)
+    one.ask(client, long)
+    one.work_until(lambda: len(one.gateway.questions) == 2)

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from random import Random
 
-from penstock.protocol.client import AbortRequest
-from penstock.protocol.messages import Goodbye, Heartbeat, ReleaseRequest
+import pytest
+
+from penstock.protocol.client import JSON, AbortRequest, TextDelta
+from penstock.protocol.messages import Goodbye, Heartbeat, ReleaseRequest, TextDeltas
 from penstock.protocol.status import SchedulerStatus
 from tests.services.gateway.conftest import PROMPT, Stage, request
 
@@ -155,6 +157,69 @@ def test_a_scheduler_that_may_have_missed_something_is_told_all_again(stage: Sta
     one.gateway.on_return(0)
     started = one.told_scheduler()[-1]
     assert before < started.first_attempt < one.tokenize().attempt
+
+
+@pytest.mark.parametrize(
+    "untyped", [b"[" * 900 + b"]" * 900, b"1" * 30], ids=["deep", "an integer over 64 bits"]
+)
+@pytest.mark.parametrize("kind", [b"generate", b"tokenize"])
+def test_what_can_not_be_sent_on_is_refused(stage: Start, untyped: bytes, kind: bytes) -> None:
+    """Or a new scheduler would not get the requests of others."""
+    one = stage()
+    client, hostile = one.connect(), one.connect()
+    one.open(client, "a")
+    hostile.send(
+        b'{"type": "%s", "prompt": "x", "chat_template_kwargs": {"a": %s}}' % (kind, untyped)
+    )
+    assert one.hear(hostile, JSON).code == "invalid"
+    first = one.tokenize()
+    one.open(client, "b")
+    one.tokenize()
+    one.detokenizer.send(SchedulerStatus(epoch=1, ready=True))
+    one.work_until(lambda: one.gateway.replicas.statuses)
+    again = [one.tokenize() for _ in range(2)]
+    assert [task.request_id for task in again] == ["a", "b"]
+    assert again[0].attempt > first.attempt
+
+
+@pytest.mark.parametrize("event", ["a new scheduler", "a lost tokenizer", "a delta"])
+def test_an_entry_that_raises_is_failed_alone(
+    stage: Start, event: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = stage()
+    client = one.connect()
+    one.open(client, "a", "bad", "c", chat_template_kwargs={"x": 1})
+    for _ in range(3):
+        one.tokenize()
+    bad = one.gateway.ledger.get("bad")
+    assert bad
+    bad.request.chat_template_kwargs["x"] = 1 << 70
+    if event == "a delta":
+        deltas = [
+            TextDelta(
+                request_id=name,
+                token_offset=0 if name != "bad" else 5,  # a gap: the request is sent again
+                char_offset=0,
+                token_ids=[1],
+                text="x",
+                attempt=one.gateway.ledger.get(name).attempt,  # type: ignore[union-attr]
+            )
+            for name in ("a", "bad", "c")
+        ]
+        one.detokenizer.send(TextDeltas(deltas))
+    elif event == "a new scheduler":
+        one.detokenizer.send(SchedulerStatus(epoch=1, ready=True))
+    else:
+        one.tokenizer.send(Goodbye())
+        one.tokenizer.send(Heartbeat("tokenizer.1"))
+    error = one.hear(client)
+    assert (error.code, error.request_id) == ("failed", "bad")
+    assert "request bad raised and is failed" in caplog.text
+    if event == "a delta":
+        one.work_until(lambda: one.gateway.ledger.get("c").token_ids)  # type: ignore[union-attr]
+    else:
+        assert [one.tokenize().request_id for _ in range(2)] == ["a", "c"]
+    assert one.gateway.ledger.get("bad") is None
 
 
 def test_nothing_is_left_of_ten_thousand_requests(stage: Start) -> None:

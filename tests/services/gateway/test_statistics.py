@@ -112,7 +112,7 @@ def test_who_waits_for_the_scheduler_gets_metrics_too(stage: Callable[..., Stage
     one = stage()
     client = one.connect()
     one.ask(client, StatusRequest(fresh=True, metrics=True), StatusRequest(fresh=True))
-    one.work_until(lambda: len(one.gateway.waiting_for_report) == 2)
+    one.work_until(lambda: len(one.gateway.status_queries.for_report) == 2)
     one.detokenizer.send(SchedulerStatus(epoch=1, ready=False))
     assert one.hear(client).metrics is not None
     assert one.hear(client).metrics is None

@@ -40,6 +40,16 @@ def test_a_body_that_can_not_be_read(body: bytes) -> None:
     assert refusal(body).body.error.message
 
 
+def test_depth_has_a_limit() -> None:
+    def body(levels: int) -> bytes:
+        return b'{"prompt": "x", "metadata": {"a": %s}}' % (b"[" * levels + b"]" * levels)
+
+    decode_body(body(63), CompletionRequest)
+    error = refusal(body(64)).body.error
+    assert (error.param, error.message.partition(" is ")[0]) == ("metadata", "metadata")
+    assert "64 levels" in error.message
+
+
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
