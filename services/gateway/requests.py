@@ -127,8 +127,7 @@ class Requests:
         self._to_schedulers[replica].send(ReleaseRequest(request_id, attempt))
 
     def on_deltas(self, deltas: list[TextDelta], now: float) -> None:
-        """Passes new text on. `now`: by time.monotonic. A request at whose delta this raises is
-        failed, alone."""
+        """Passes new text on, at `now` of time.monotonic; a request that raises is failed alone."""
         for delta in deltas:
             try:
                 self.on_delta(delta, now)
