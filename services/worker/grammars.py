@@ -10,6 +10,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
+from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.structured import GRAMMAR_LIMITS, StructuredOutputs
 
 Bitmask = NDArray[np.int32]
@@ -63,13 +64,24 @@ class Grammars:
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
-        self._path = str(folder / "tokenizer.json")
+        """Begins to load the tokenizer, in the compiler's thread; see `wait`."""
+        self._path = folder / "tokenizer.json"
         self._num_words = (vocab_size + 31) // 32
         self._rows: dict[int, _Row] = {}
         self._compiler = ThreadPoolExecutor(1, "grammars")
         self._executor = LLExecutor()
-        self._tokenizer: LLTokenizer | None = None
-        """loaded with the first grammar, in the compiler's thread: a large one takes a second"""
+        self._tokenizer = self._compiler.submit(LLTokenizer, str(self._path))
+
+    def wait(self) -> None:
+        """Waits for the tokenizer. Raises ModelError.
+
+        Of a large vocabulary it takes over a second, in which no other thread runs: to be called
+        before requests are served.
+        """
+        try:
+            self._tokenizer.result()
+        except Exception as error:  # llguidance raises nothing more exact
+            raise ModelError(f"{self._path}: llguidance can't read it: {error}") from error
 
     def add(
         self,
@@ -123,13 +135,14 @@ class Grammars:
 
     def _fill(self, masks: Bitmask, rows: list[_Row]) -> None:
         going = [(row.matcher, index) for index, row in enumerate(rows) if _goes_on(row)]
-        if going and self._tokenizer:
+        if going:
+            tokenizer = self._tokenizer.result()
             # as wide as the tokenizer's vocabulary, which may be smaller than the model's
-            width = (self._tokenizer.vocab_size + 31) // 32
+            width = (tokenizer.vocab_size + 31) // 32
             texts = masks if width == self._num_words else np.zeros((len(rows), width), np.int32)
             fill_next_token_bitmask_par(self._executor, going, texts)
             masks[:, :width] = texts
-            _Words(self._tokenizer.eos_tokens).forbid(masks)
+            _Words(tokenizer.eos_tokens).forbid(masks)
         may_end = {index: matcher.is_accepting() for matcher, index in going}
         for index, row in enumerate(rows):
             change = row.end_words.allow if may_end.get(index, True) else row.end_words.forbid
@@ -138,10 +151,10 @@ class Grammars:
             rows[index].failure = _failure(matcher)
 
     def _compile(self, spec: StructuredOutputs, output_token_ids: list[int]) -> LLMatcher:
-        if self._tokenizer is None:
-            self._tokenizer = LLTokenizer(self._path)
         limits = LLParserLimits(**GRAMMAR_LIMITS)
-        matcher = LLMatcher(self._tokenizer, spec.to_llguidance(), log_level=0, limits=limits)
+        matcher = LLMatcher(
+            self._tokenizer.result(), spec.to_llguidance(), log_level=0, limits=limits
+        )
         matcher.consume_tokens(output_token_ids)
         return matcher
 

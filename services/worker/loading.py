@@ -65,6 +65,8 @@ def load(
     torch.set_num_threads(config.num_threads or max(1, num_cores))
     model_config = quantized(read_model_config(config.model_folder), config.quantization)
     check_tp(model_config, assignment.tp_size, config.enable_expert_parallel)
+    # Its thread loads while this one waits: for the group, for the device, for the disk.
+    grammars = None if assignment.rank else Grammars(config.model_folder, model_config.vocab_size)
     place = assignment.rendezvous, assignment.rank, assignment.tp_size
     tp = TensorParallel.join(*place, device, assignment.spans_nodes)
     attention = _attention(config, model_config, assignment.tp_size, device)
@@ -80,7 +82,7 @@ def load(
         model = Qwen3(model_config, tp, attention, num_positions, *choices)
     load_weights(model, config.model_folder, on_progress)
     times.end("weights")
-    runner = _make_runner(config, model_config, model, max_blocks, assignment.num_blocks)
+    runner = _make_runner(config, model_config, model, max_blocks, assignment.num_blocks, grammars)
     times.end("KV cache")
     on_progress()
     if device.type == "cuda" and config.enable_cuda_graphs and attention.can_be_captured:
@@ -88,6 +90,9 @@ def load(
         if not assignment.num_blocks:  # else requests wait, and each graph comes when it is needed
             runner.capture_graphs(on_progress)
         times.end("CUDA graphs")
+    if grammars:
+        grammars.wait()
+        times.end("grammars")
     if config.profile:
         path = make_run_folder(config) / f"trace-{index}.json"
         runner.profile(step_profiler(config.profile, path))
@@ -159,12 +164,16 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _make_runner(
-    config: Config, model_config: ModelConfig, model: Qwen3, max_blocks: int, num_blocks: int
+    config: Config,
+    model_config: ModelConfig,
+    model: Qwen3,
+    max_blocks: int,
+    num_blocks: int,
+    grammars: Grammars | None,
 ) -> ModelRunner:
     """The KV cache gets `num_blocks`, or, where that is 0, what the largest step leaves."""
     weight, block_size = model.model.embed_tokens.weight, model.attention.block_size
     vocab_size = model_config.vocab_size
-    grammars = None if model.tp.rank else Grammars(config.model_folder, vocab_size)
     shape = (model_config, model.tp.size, block_size)
     kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else weight.dtype
 

@@ -1,5 +1,6 @@
 """Random Qwen3 checkpoints, as transformers writes them."""
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -11,6 +12,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from penstock.protocol.config import Config
 
 SHAPE = {
     "vocab_size": 264,
@@ -38,7 +41,10 @@ EXPERTS = {
 
 
 def save_checkpoint(folder: Path, max_shard_size: str = "1GB", **shape: object) -> PreTrainedModel:
-    """Writes a random checkpoint of `SHAPE`, changed by `shape`, and returns its model."""
+    """Writes a random checkpoint of `SHAPE`, changed by `shape`, and returns its model.
+
+    The tokenizer is the demo model's.
+    """
     torch.manual_seed(0)
     shape = {**SHAPE, **shape}
     if "num_experts" in shape:
@@ -49,4 +55,5 @@ def save_checkpoint(folder: Path, max_shard_size: str = "1GB", **shape: object) 
         if "norm" in name:
             nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    shutil.copy(Config().model_folder / "tokenizer.json", folder)
     return model

@@ -1,15 +1,19 @@
 """What a worker decides before it runs."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from llguidance import LLTokenizer
 
 from penstock.kernels.step import Shape
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.cluster import NODE_VARIABLE
 from penstock.protocol.config import Config
 from penstock.protocol.messages import WorkerAssignment
+from penstock.protocol.structured import StructuredOutputs
+from penstock.services.worker import grammars
 from penstock.services.worker.cuda_graphs import choose, decode_shapes, order, prefill_shapes
 from penstock.services.worker.loading import (
     GPU_VARIABLE,
@@ -18,6 +22,7 @@ from penstock.services.worker.loading import (
     worst_case_plan,
 )
 from penstock.services.worker.persistent_batch import PersistentBatch
+from tests.models.checkpoints import save_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -92,6 +97,45 @@ def test_the_group_knows_whether_it_spans_nodes(folder: Path) -> None:
 def test_a_back_end_that_can_not_be_had_is_told(folder: Path) -> None:
     config = Config(model=str(folder), device="cpu", attention="triton")
     with pytest.raises(ModelError, match="attention 'triton' needs a GPU"):
+        load(config, WorkerAssignment(1, "group", 0, 1, ""), lambda: None)
+
+
+class _Loads:
+    """llguidance's tokenizer, and where each was loaded."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+
+    def __call__(self, path: str) -> LLTokenizer:
+        self.paths.append(path)
+        return LLTokenizer(path)
+
+
+def test_a_worker_that_is_ready_has_loaded_the_grammars_tokenizer(
+    qwen3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a real vocabulary it takes over a second, in which no other thread runs: a first request
+    must not pay it."""
+    loads = _Loads()
+    monkeypatch.setattr(grammars, "LLTokenizer", loads)
+    save_checkpoint(tmp_path, vocab_size=151_936, num_hidden_layers=1)
+    shutil.copy(qwen3_folder / "tokenizer.json", tmp_path)
+    config = Config(model=str(tmp_path), device="cpu", num_blocks=1)
+    runner = load(config, WorkerAssignment(1, "group", 0, 1, ""), lambda: None)
+    assert loads.paths == [str(tmp_path / "tokenizer.json")]
+    matchers = runner._second._grammars
+    assert matchers is not None
+    assert matchers._tokenizer.done()
+    matchers.add(0, StructuredOutputs(regex="a"), [], [])
+    matchers.bitmask([0])
+    assert len(loads.paths) == 1
+
+
+def test_a_tokenizer_that_grammars_can_not_read_is_told(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    config = Config(model=str(tmp_path), device="cpu", num_blocks=1)
+    with pytest.raises(ModelError, match=r"tokenizer.json: llguidance can't read it: "):
         load(config, WorkerAssignment(1, "group", 0, 1, ""), lambda: None)
 
 
