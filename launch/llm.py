@@ -22,7 +22,7 @@ from tqdm import tqdm
 from penstock.launch.client import Client
 from penstock.launch.errors import NoAnswer
 from penstock.launch.options import as_flags
-from penstock.launch.outputs import RequestOutput, SamplingParams
+from penstock.launch.outputs import RequestOutput, SamplingParams, prompts_of
 from penstock.launch.private import private_pipeline
 from penstock.launch.running import check_running, running_config
 from penstock.launch.session import Final
@@ -49,7 +49,7 @@ OTHER_NAMES = {
 OWN_DEFAULTS = {"log_level": "warning"}
 _pipelines = itertools.count()
 
-Prompt = str | list[int]
+Prompt = str | list[int] | dict[str, Any]
 Conversation = list[dict[str, Any]]
 
 
@@ -91,14 +91,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continues prompts, each a text or token ids. Parameters: one for all, or one for each.
+        """Continues prompts, each a text, token ids, or a map as in vLLM (`{"prompt": "17+25="}`,
+        `{"prompt_token_ids": [10, 11]}`). Parameters: one for all, or one for each.
 
         The results are in the order of the prompts. Raises RequestError for what is refused.
         Without a `seed` the noise follows from the number of the prompt in this `LLM`.
         """
-        is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
-        several = [prompts] if is_one else prompts
-        return self._run([{"prompt": one} for one in several], sampling_params, use_tqdm)
+        several: list[dict[str, Any]] = [{"prompt": one} for one in prompts_of(prompts)]
+        return self._run(several, sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -145,7 +145,7 @@ class LLM:
             for place, reply in replies:
                 assert isinstance(reply, GenerateReply)  # noqa: S101  for mypy
                 one, index = places[place]
-                outputs[one].add(index, reply)
+                outputs[one].add(index, reply, params[one].n)
                 progress.count(reply)
         return outputs
 

@@ -18,6 +18,10 @@ from penstock.protocol.sampling import Positive, SamplingParams, TokenId
 from penstock.protocol.status import StatusReply
 
 FinishReason = Literal["stop", "length", "abort"]
+StopReason = Annotated[
+    str | int | None,
+    Meta(description="which of `stop` or `stop_token_ids` ended the text; None: EOS, or no stop"),
+]
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 
@@ -130,6 +134,36 @@ class Usage(Struct, kw_only=True):
     output_tokens: int
 
 
+class RequestTimes(Struct, kw_only=True):
+    """How long the parts of one request took, seconds."""
+
+    queue: float
+    """from its arrival at the scheduler until a step first had it"""
+    prefill: float
+    """from then to its first token, at the scheduler"""
+    decode: float
+    """from its first token to its last, at the gateway"""
+    first_token: float
+    """from its arrival at the gateway to its first token there"""
+
+    @classmethod
+    def of(
+        cls,
+        accepted_at: float,
+        first_token_at: float,
+        last_token_at: float,
+        phase_seconds: tuple[float, float],
+    ) -> "RequestTimes | None":
+        """Makes them from moments of one clock; None where no token has come."""
+        if not first_token_at:
+            return None
+        queue, prefill = phase_seconds
+        decode = last_token_at - first_token_at
+        return cls(
+            queue=queue, prefill=prefill, decode=decode, first_token=first_token_at - accepted_at
+        )
+
+
 class GenerateReply(Struct, kw_only=True, tag="generated"):
     """The whole answer, filled by the gateway from its ledger."""
 
@@ -137,7 +171,10 @@ class GenerateReply(Struct, kw_only=True, tag="generated"):
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
+    stop_reason: StopReason = None
     usage: Usage
+    times: RequestTimes | None = None
+    """None where no token has come"""
     logprobs: list[TokenLogprobs | None] | None = None
     """one for each of `token_ids`, if they were asked for; None for what the client brought"""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -159,6 +196,7 @@ class TextDelta(Struct, kw_only=True, tag="delta", omit_defaults=True):
     token_ids: list[TokenId]
     text: str
     finish_reason: FinishReason | None = None
+    stop_reason: StopReason = None
     logprobs: list[TokenLogprobs | None] | None = None
     """one for each of `token_ids`, if they were asked for"""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -167,6 +205,8 @@ class TextDelta(Struct, kw_only=True, tag="delta", omit_defaults=True):
     """which submission of the request this answers; the client does not see it, nor these:"""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    phase_seconds: tuple[float, float] = (0.0, 0.0)
+    """as in `StreamOpened`, in a stream's first delta only"""
 
 
 class TokenizeReply(Struct, kw_only=True, tag="tokenized"):

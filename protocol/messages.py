@@ -186,6 +186,8 @@ class StreamOpened(Struct, tag=True, omit_defaults=True):
     """one for each prompt token but the first"""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    phase_seconds: tuple[float, float] = (0.0, 0.0)
+    """in the scheduler's queue, and from then to the first token"""
     finish_reason: FinishReason | None = None
     """set if it has ended already"""
 

@@ -20,6 +20,8 @@ class TextStream:
         self.attempt = opened.attempt
         self._prompt_tokens = opened.prompt_tokens
         self._cached_tokens = opened.cached_tokens
+        self._phase_seconds = opened.phase_seconds
+        """not sent yet; then 0"""
         self._table = table
         self._text = table.text
         self._special = {} if opened.skip_special_tokens else table.special
@@ -37,8 +39,8 @@ class TextStream:
         self._num_tokens = 0
         self._num_chars = 0
         self._held = ""
-        self.stopped = False
-        """a stop string was found: the text is complete"""
+        self.stopped = ""
+        """the stop string that was found: the text is complete"""
 
     def feed(
         self, token_ids: list[int], logprobs: Sequence[PackedLogprobs | None] = ()
@@ -83,10 +85,13 @@ class TextStream:
             token_ids=token_ids,
             text=text,
             finish_reason="stop" if self.stopped else reason,
+            stop_reason=self.stopped or None,
             attempt=self.attempt,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
+            phase_seconds=self._phase_seconds,
         )
+        self._phase_seconds = (0.0, 0.0)
         self._num_chars += len(text)
         return delta
 
@@ -106,8 +111,8 @@ class TextStream:
                 if (at := text.find(stop, max(0, num_held - len(stop) + 1))) >= 0
             ]
             if found:
-                self.stopped = True
                 begin, end = min(found)
+                self.stopped = text[begin:end]
                 return text[: end if self._keeps_stop else begin]
         keep = self._num_held(text)
         self._held = text[len(text) - keep :]

@@ -8,22 +8,22 @@ from penstock.protocol.client import (
     GenerateReply,
     GenerateRequest,
     PromptFields,
+    RequestTimes,
+    StopReason,
     TextDelta,
-    TokenizePromptRequest,
     Usage,
 )
 from penstock.protocol.logprobs import TokenLogprobs
 from penstock.protocol.messages import TokenizeRequest
 from penstock.protocol.sampling import SamplingParams
 from penstock.services.gateway.connections import Client
+from penstock.services.gateway.estimates import (
+    TEXT_BYTES,
+    TOKEN_BYTES,
+    estimated_tokens,
+    logprob_bytes,
+)
 from penstock.services.gateway.timers import Timer
-
-_TOKEN_BYTES = 8
-"""that a token id counts for, in memory and on its way"""
-_TEXT_BYTES = 4
-"""of text for each token, until a tokenizer has counted them"""
-_LOGPROB_BYTES = 256
-"""that one `Logprob` counts for: four objects and their struct"""
 
 
 class GapError(Exception):
@@ -54,7 +54,7 @@ class Entry:
         self.num_bytes = num_bytes
         """of the request's frame, the text and the tokens"""
         has_grammar = request.structured_outputs is not None
-        self.size = _TEXT_BYTES * estimated_tokens(request) if has_grammar else num_bytes
+        self.size = TEXT_BYTES * estimated_tokens(request) if has_grammar else num_bytes
         """about as many bytes are to be tokenized: a grammar is compiled apart"""
         self.is_open = True
         """it is to be worked at"""
@@ -67,8 +67,10 @@ class Entry:
         """of the prompt, while nothing has come out of it; then 0"""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.phase_seconds = (0.0, 0.0)  # as in `StreamOpened`
+        self._stop_reason: StopReason = None
         self.token_ids: list[int] = list(request.output_token_ids)
-        self._token_bytes = _TOKEN_BYTES + _logprob_bytes(request.logprobs)
+        self._token_bytes = TOKEN_BYTES + logprob_bytes(request.logprobs)
         self._logprobs: list[TokenLogprobs | None] | None = None
         if request.logprobs is not None:
             self._logprobs = [None] * len(self.token_ids)
@@ -132,11 +134,14 @@ class Entry:
         self.num_bytes += len(text) + self._token_bytes * len(token_ids)
         self.num_prompt_tokens = delta.prompt_tokens
         self.num_cached_tokens = delta.cached_tokens
+        self._stop_reason = delta.stop_reason
+        if not self.phase_seconds[1]:
+            self.phase_seconds = delta.phase_seconds
         return True
 
     def _take_prompt_logprobs(self, logprobs: list[TokenLogprobs | None]) -> None:
         self._prompt_logprobs = logprobs
-        self._prompt_bytes = len(logprobs) * _logprob_bytes(self.request.prompt_logprobs)
+        self._prompt_bytes = len(logprobs) * logprob_bytes(self.request.prompt_logprobs)
         self.num_bytes += self._prompt_bytes
 
     def untold(self) -> TextDelta | None:
@@ -183,6 +188,10 @@ class Entry:
             text="".join(self._text),
             token_ids=self.token_ids,
             finish_reason=reason,
+            stop_reason=self._why_stopped() if reason == "stop" else None,
+            times=RequestTimes.of(
+                self.accepted_at, self.first_token_at, self.last_token_at, self.phase_seconds
+            ),
             usage=Usage(
                 prompt_tokens=self.num_prompt_tokens,
                 cached_tokens=self.num_cached_tokens,
@@ -192,17 +201,9 @@ class Entry:
             prompt_logprobs=self._prompt_logprobs,
         )
 
-
-def _logprob_bytes(num_likeliest: int | None) -> int:
-    return 0 if num_likeliest is None else _LOGPROB_BYTES * (1 + num_likeliest)
-
-
-def estimated_tokens(request: GenerateRequest | TokenizePromptRequest) -> int:
-    """Tokens of a prompt that no tokenizer has seen: exact for token ids, else bytes / 4."""
-    if isinstance(request.prompt, list):
-        return len(request.prompt)
-    texts = [message.content for message in request.messages or []]
-    return max(1, sum(len(text.encode()) for text in [request.prompt or "", *texts]) // _TEXT_BYTES)
+    def _why_stopped(self) -> StopReason:
+        last = self.token_ids[-1] if self.token_ids else -1
+        return self._stop_reason or (last if last in self.sampling.stop_token_ids else None)
 
 
 class Ledger:

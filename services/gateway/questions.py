@@ -5,7 +5,7 @@ from itertools import count
 from penstock.protocol.client import DetokenizeRequest, ErrorReply, TokenizePromptRequest
 from penstock.protocol.messages import Answered, Question
 from penstock.services.gateway.connections import Client
-from penstock.services.gateway.ledger import estimated_tokens
+from penstock.services.gateway.estimates import estimated_tokens
 from penstock.services.gateway.outbox import Outbox
 from penstock.services.gateway.tokenizers import Tokenizers
 

@@ -17,17 +17,13 @@ from penstock.protocol.client import (
     TextDelta,
 )
 from penstock.protocol.config import Config
-from penstock.protocol.messages import (
-    GatewayStarted,
-    Question,
-    ReleaseRequest,
-    TokenizeRequest,
-)
+from penstock.protocol.messages import GatewayStarted, Question, ReleaseRequest, TokenizeRequest
 from penstock.protocol.sockets import UNREADABLE, Channel
 from penstock.protocol.tracing import Tracer
 from penstock.services.gateway.admission import Admission, RefusedError, decode_request, is_same
 from penstock.services.gateway.connections import Client, Connection, Connections
-from penstock.services.gateway.ledger import Entry, GapError, Ledger, estimated_tokens
+from penstock.services.gateway.estimates import estimated_tokens
+from penstock.services.gateway.ledger import Entry, GapError, Ledger
 from penstock.services.gateway.outbox import Outbox
 from penstock.services.gateway.overload import Overload
 from penstock.services.gateway.questions import AskedTokenizer, Questions, num_question_tokens

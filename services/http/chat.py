@@ -77,7 +77,12 @@ class ChatChoice:
         """What was held back, and why it ends."""
         for one in self._finish():
             yield ChatChunk(index=self._index, delta=one)
-        yield ChatChunk(index=self._index, delta=Delta(), finish_reason=self._finish_reason(reply))
+        yield ChatChunk(
+            index=self._index,
+            delta=Delta(),
+            finish_reason=self._finish_reason(reply),
+            stop_reason=reply.stop_reason,
+        )
 
     def whole(self, reply: GenerateReply) -> ChatChoiceReply:
         """The same from a whole answer."""
@@ -96,6 +101,7 @@ class ChatChoice:
             ),
             logprobs=chat_logprobs(reply.logprobs),
             finish_reason=self._finish_reason(reply),
+            stop_reason=reply.stop_reason,
         )
 
     def _deltas(self, reasoning: str, content: str) -> Iterator[Delta]:

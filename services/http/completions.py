@@ -80,7 +80,12 @@ class CompletionChoice:
 
     def end(self, reply: GenerateReply) -> Iterator[CompletionChoiceReply]:
         """Why it ends."""
-        yield CompletionChoiceReply(index=self._index, text="", finish_reason=reply.finish_reason)
+        yield CompletionChoiceReply(
+            index=self._index,
+            text="",
+            finish_reason=reply.finish_reason,
+            stop_reason=reply.stop_reason,
+        )
 
     def whole(self, reply: GenerateReply, tells_prompt: bool) -> CompletionChoiceReply:
         """A whole answer; tells_prompt: with vLLM's logprobs of the prompt."""
@@ -90,6 +95,7 @@ class CompletionChoice:
             text=self._echo + reply.text,
             logprobs=self._logprobs(reply),
             finish_reason=reply.finish_reason,
+            stop_reason=reply.stop_reason,
             prompt_logprobs=prompt_logprobs(of_prompt) if tells_prompt and of_prompt else UNSET,
         )
 

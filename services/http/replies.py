@@ -6,6 +6,8 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
+from penstock.protocol.client import StopReason
+
 ENCODER = msgspec.json.Encoder()
 
 
@@ -119,6 +121,8 @@ class ChatChoiceReply(Struct, kw_only=True):
     message: ReplyMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    stop_reason: StopReason
+    """vLLM's: which of `stop` or `stop_token_ids` ended it"""
 
 
 class ChatReply(Struct, kw_only=True):
@@ -150,6 +154,7 @@ class ChatChunk(Struct, kw_only=True):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: StopReason | UnsetType = UNSET
 
 
 class CompletionChoiceReply(Struct, kw_only=True):
@@ -159,6 +164,7 @@ class CompletionChoiceReply(Struct, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: StopReason | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 

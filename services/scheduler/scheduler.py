@@ -209,8 +209,7 @@ class Scheduler:
 
     def _run(self, sequence: Sequence) -> None:
         insort(self.running, sequence, key=attrgetter("rank"))
-        sequence.status = RUNNING
-        sequence.slot = heappop(self._free_slots)
+        sequence.admit(heappop(self._free_slots))
 
     def _allocate(self, sequence: Sequence) -> bool:
         """The watermark is for others: a sequence alone may have the whole pool."""

@@ -2,6 +2,7 @@
 
 from enum import Enum
 from hashlib import sha256
+from time import monotonic
 
 import xxhash
 
@@ -40,6 +41,7 @@ class Sequence:
         "client",
         "detokenizer",
         "finish_reason",
+        "first_token_at",
         "full_blocks",
         "last_step",
         "logprobs",
@@ -56,6 +58,7 @@ class Sequence:
         "published_content",
         "request_id",
         "sampling",
+        "scheduled_at",
         "seed",
         "slot",
         "speculation",
@@ -68,8 +71,8 @@ class Sequence:
     def __init__(self, request: TokenizedRequest, eos_token_ids: frozenset[int]) -> None:
         prompt = unpack(request.prompt_token_ids)
         self.request_id = request.request_id
-        self.arrived_at = 0.0
-        """at the scheduler, of `time.monotonic`"""
+        self.arrived_at = self.scheduled_at = self.first_token_at = 0.0
+        """at the scheduler, of `time.monotonic`; 0: not yet"""
         self.attempt = request.attempt
         self.client = request.client
         self.priority = request.priority
@@ -148,6 +151,20 @@ class Sequence:
         """They were asked for, and some are missing."""
         known = self.prompt_logprobs
         return known is not None and len(known) < self.num_prompt_tokens - 1
+
+    def admit(self, slot: int) -> None:
+        """Gives it a slot: it is part of the next plan."""
+        self.status = Status.RUNNING
+        self.slot = slot
+        self.scheduled_at = self.scheduled_at or monotonic()
+
+    def phase_seconds(self) -> tuple[float, float]:
+        """Seconds in the queue and of its prefill; 0 where no token has come. Called first when
+        the first token has just come."""
+        if not self.scheduled_at or len(self.token_ids) == self.num_prompt_tokens:
+            return 0.0, 0.0
+        self.first_token_at = self.first_token_at or monotonic()
+        return self.scheduled_at - self.arrived_at, self.first_token_at - self.scheduled_at
 
     def take_logprobs(self, packed: PackedLogprobs) -> None:
         """Of its next token; a sequence that has ended gets none."""

@@ -12,6 +12,7 @@ import pytest
 from penstock.launch import LLM, SamplingParams, StructuredOutputs
 from penstock.launch.client import Client
 from penstock.launch.errors import LaunchError, RequestError
+from penstock.launch.llm import Prompt
 from penstock.protocol.config import run_folder
 from tests.pipeline.conftest import START_TIMEOUT, STOP_TIMEOUT
 
@@ -75,12 +76,34 @@ def test_results_come_in_order_though_few_are_open(
 
 def test_prompts_of_every_kind(llm: LLM) -> None:
     token_ids = llm.generate("17+25=", use_tqdm=False)[0].prompt_token_ids
-    for prompts in (token_ids, [token_ids], ["17+25=", token_ids]):
+    maps: list[Prompt] = [{"prompt": "17+25="}, {"prompt_token_ids": token_ids}]
+    for prompts in (token_ids, [token_ids], ["17+25=", token_ids], maps, *maps):
         for output in llm.generate(prompts, use_tqdm=False):
             assert output.prompt_token_ids == token_ids
             assert output.outputs[0].text == "42"
             assert output.prompt in (None, "17+25=")
     assert llm.generate([]) == []
+
+
+def test_outputs_say_why_they_end_and_how_long_they_took(llm: LLM) -> None:
+    params = [
+        SamplingParams(max_tokens=30, stop=["6 ", "9"]),
+        SamplingParams(max_tokens=30, stop_token_ids=[ord("5")], logprobs=0),
+        SamplingParams(max_tokens=30),
+        SamplingParams(max_tokens=3),
+    ]
+    outputs = llm.generate(["count from 3 to 9"] * 4, params, use_tqdm=False)
+    answers = [output.outputs[0] for output in outputs]
+    assert [one.finish_reason for one in answers] == ["stop", "stop", "stop", "length"]
+    assert [one.stop_reason for one in answers] == ["6 ", ord("5"), None, None]
+    assert (answers[0].cumulative_logprob, answers[1].cumulative_logprob) == (None, 0.0)
+    for output in outputs:
+        assert output.finished
+        metrics = output.metrics
+        assert metrics is not None
+        assert metrics.queued_ts < metrics.scheduled_ts < metrics.first_token_ts
+        assert metrics.first_token_ts <= metrics.last_token_ts
+        assert metrics.first_token_latency > metrics.first_token_ts - metrics.queued_ts
 
 
 def test_n_answers_have_seeds_of_their_own(llm: LLM) -> None:

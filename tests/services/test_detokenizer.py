@@ -128,6 +128,22 @@ def test_tokens_behind_a_stop_string_are_dropped() -> None:
     assert delta.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("keeps_stop", [False, True])
+def test_the_stop_string_that_ended_the_text_is_reported(keeps_stop: bool) -> None:
+    stream = TextStream(
+        opened(stop=["zz", "lo", "low"], include_stop_str_in_output=keeps_stop), TABLE
+    )
+    deltas = [stream.feed([token_id]) for token_id in ids("hello")]
+    assert [delta.stop_reason for delta in deltas] == [None] * 4 + ["lo"]
+    assert TextStream(opened(stop=["zz"]), TABLE).end("stop").stop_reason is None
+
+
+def test_times_are_sent_once() -> None:
+    stream = TextStream(opened(phase_seconds=(0.25, 0.5)), TABLE)
+    deltas = [stream.feed([token_id]) for token_id in ids("abc")]
+    assert [one.phase_seconds for one in deltas] == [(0.25, 0.5), (0.0, 0.0), (0.0, 0.0)]
+
+
 def test_a_stop_string_ends_the_stream_once() -> None:
     detokenizer = Detokenizer(TABLE)
     first, second = ids("ab")

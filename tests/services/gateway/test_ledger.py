@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.client import JSON, ChatMessage, GenerateRequest, TextDelta
+from penstock.protocol.client import JSON, ChatMessage, GenerateRequest, RequestTimes, TextDelta
 from penstock.protocol.logprobs import TokenLogprobs
 from penstock.services.gateway.connections import Client, Connection
-from penstock.services.gateway.ledger import Entry, GapError, Ledger, estimated_tokens
+from penstock.services.gateway.estimates import estimated_tokens
+from penstock.services.gateway.ledger import Entry, GapError, Ledger
 
 TEXT = "0123456789" * 4
 
@@ -213,3 +214,33 @@ def test_bytes() -> None:
     for _ in range(2):
         ledger.close(one)
         assert ledger.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "ends", "expected"),
+    [
+        ({}, {"finish_reason": "stop"}, None),
+        ({"stop": ["z"]}, {"finish_reason": "stop", "stop_reason": "z"}, "z"),
+        ({"stop_token_ids": [2]}, {"finish_reason": "stop"}, 2),
+        ({"stop_token_ids": [1]}, {"finish_reason": "stop"}, None),
+        ({"stop_token_ids": [2]}, {"finish_reason": "length"}, None),
+    ],
+)
+def test_why_it_stopped(
+    fields: dict[str, Any], ends: dict[str, Any], expected: str | int | None
+) -> None:
+    open_ = entry(**fields)
+    open_.append(delta(0, 3, **ends))
+    assert open_.reply(ends["finish_reason"]).stop_reason == expected
+
+
+def test_times_of_the_first_attempt_that_has_them() -> None:
+    open_ = entry()
+    assert open_.reply("abort").times is None
+    open_.accepted_at, open_.first_token_at, open_.last_token_at = 10.0, 12.0, 15.0
+    open_.append(delta(0, 1))
+    open_.append(delta(0, 2, phase_seconds=(0.5, 1.0)))
+    open_.append(delta(0, 3, phase_seconds=(7.0, 7.0)))
+    assert open_.reply("length").times == RequestTimes(
+        queue=0.5, prefill=1.0, decode=3.0, first_token=2.0
+    )

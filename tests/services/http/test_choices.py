@@ -56,6 +56,17 @@ def joined(chunks: list[dict[str, Any]], field: str) -> str:
     return "".join(chunk["delta"].get(field, "") for chunk in chunks)
 
 
+def test_the_reason_of_a_stop_is_reported_as_by_vllm() -> None:
+    ended = reply("hello", stop_reason="!")
+    for choice in (ChatChoice(0, request(), starts_thinking=False), CompletionChoice(0, "")):
+        first, *_ = choice.grow(delta("hello"))
+        *_, last = choice.end(ended)
+        assert "stop_reason" not in msgspec.json.decode(ENCODER.encode(first))
+        assert last.stop_reason == "!"
+    assert whole("hello", request()).stop_reason is None
+    assert CompletionChoice(0, "").whole(ended, tells_prompt=False).stop_reason == "!"
+
+
 def test_the_role_comes_first_and_the_reason_last() -> None:
     first, *middle, last = streamed("hello", request(), 2)
     assert first == {

@@ -1,5 +1,7 @@
 """Which detokenizer is told what, with detokenizers that come and go."""
 
+from time import monotonic
+
 import pytest
 
 from penstock.protocol.plan import unpack
@@ -242,3 +244,20 @@ def test_a_stream_is_told_how_its_text_is_made() -> None:
     [opened] = desk.readers[b"a"].opened
     assert (opened.include_stop_str_in_output, opened.skip_special_tokens) == (True, False)
     assert (opened.min_tokens, opened.logprobs, opened.prompt_logprobs) == (3, None, None)
+
+
+def test_a_stream_is_opened_with_the_times_of_its_request() -> None:
+    desk = Desk("a", "b")
+    [sequence] = desk.open()
+    sequence.arrived_at, now = 1.0, monotonic()
+    sequence.admit(slot=0)
+    first = sequence.scheduled_at
+    assert first >= now
+    desk.step([sequence], 5)
+    desk.deliver()
+    sequence.admit(slot=1)  # after a preemption
+    desk.streams.lost(b"a")
+    desk.deliver()
+    [opened], [again] = desk.readers[b"a"].opened, desk.readers[b"b"].opened
+    assert opened.phase_seconds == (first - 1.0, sequence.first_token_at - first)
+    assert again.phase_seconds == opened.phase_seconds
