@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.kernels.batch_invariant import batched_product, pad_rows
 from penstock.kernels.checks import check_tensor
 from penstock.kernels.kv_cache import KVCache
 from penstock.kernels.quantize import FP8
 
 KEY_TILE = 128
 QUERY_TILE = 64
-MIN_QUERY_ROWS = 8
-"""With fewer rows MKL takes kernels that add in another order (measured for head_dim to 128)."""
+ROW_ALIGNMENT = 8
 
 
 def attend(
@@ -145,19 +145,17 @@ def _attend_tile(
     """
     num_kv_heads, num_tokens, group, head_dim = q.shape
     tiles = tiles[: -(-(position + num_tokens) // KEY_TILE)]
-    rows = q.reshape(num_kv_heads, -1, head_dim)
-    num_rows = rows.shape[1]
-    if num_rows < MIN_QUERY_ROWS:
-        rows = functional.pad(rows, (0, 0, 0, MIN_QUERY_ROWS - num_rows))
+    rows = pad_rows(q.reshape(num_kv_heads, -1, head_dim), ROW_ALIGNMENT)
+    num_rows = num_tokens * group
     scores = q.new_empty(len(tiles), num_kv_heads, rows.shape[1], KEY_TILE)
     for tile_scores, pieces in zip(scores.unbind(0), tiles, strict=True):
-        torch.bmm(rows, keys.read(pieces).transpose(1, 2), out=tile_scores)
+        batched_product(rows, keys.read(pieces).transpose(1, 2), tile_scores)
     by_token = (len(tiles), num_kv_heads, num_tokens, group, KEY_TILE)
     _mask_later_keys(scores[:, :, :num_rows].view(by_token), position)
     weights = scores.sub_(scores.amax((0, 3), keepdim=True)).exp_()
     weighted = torch.zeros_like(rows)
     for tile_weights, pieces in zip(weights.unbind(0), tiles, strict=True):
-        weighted.baddbmm_(tile_weights, values.read(pieces))
+        batched_product(tile_weights, values.read(pieces), weighted, add=True)
     # cumsum adds in order, where sum would choose an order by the number of tiles.
     total = weights.sum(-1, keepdim=True).cumsum(0)[-1]
     out.copy_((weighted / total)[:, :num_rows].view_as(out))

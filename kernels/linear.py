@@ -1,10 +1,6 @@
 """Matrix products with what stands around them: a norm in front, an activation or a sum behind.
 
-On a CPU their rows do not depend on how many there are. A GEMM adds up the products of one output
-element in the order of the inner dimension, whatever the number of rows, with two exceptions,
-measured with MKL 2024.2 (AVX-512, 1 and 2 threads): below 16 rows it takes other kernels, and a
-long inner dimension is cut into pieces whose length depends on the number of rows and threads. So
-the rows are padded to 16, and the cutting is done here.
+On a CPU a row's bits do not depend on the other rows: see `penstock.kernels.batch_invariant`.
 
 On a GPU all tensors must be contiguous; up to 64 rows of bfloat16 are multiplied by one kernel of
 `penstock.kernels.gpu.skinny` where it is faster than cuBLAS and separate kernels.
@@ -15,15 +11,13 @@ where cuBLAS multiplies, x is quantised as well, each row by itself, and tensor 
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from penstock.kernels.activation import silu_and_mul
+from penstock.kernels.batch_invariant import product
 from penstock.kernels.checks import check_contiguous, check_tensor
 from penstock.kernels.norm import rms_norm
 from penstock.kernels.quantize import FP8, Matrix, Quantized, parts, quantize
 
-MIN_ROWS = 16
-INNER_PIECE = 512
 MAX_FUSED_ROWS = 64
 """of a product by one kernel"""
 
@@ -227,11 +221,5 @@ def _scaled_logits(
 
 def _linear_reference(x: Tensor, weight: Matrix) -> Tensor:
     values, scale = parts(weight)
-    num_rows, inner = x.shape
-    if num_rows < MIN_ROWS:
-        x = functional.pad(x, (0, 0, 0, MIN_ROWS - num_rows))
-    out = functional.linear(x[:, :INNER_PIECE], values[:, :INNER_PIECE].to(x.dtype))
-    for begin in range(INNER_PIECE, inner, INNER_PIECE):
-        piece = slice(begin, begin + INNER_PIECE)
-        out.addmm_(x[:, piece], values[:, piece].to(x.dtype).t())
-    return out[:num_rows] if scale is None else out[:num_rows] * scale
+    out = product(x, values)
+    return out if scale is None else out * scale
