@@ -48,7 +48,7 @@ def as_api_error(error: Exception) -> ApiError:
         case RequestError(code="overloaded"):
             return ApiError(503, error.message)  # it stops
         case RequestError():
-            return ApiError(422, error.message, error.field)  # asking again would not help
+            return ApiError(500, error.message, error.field)  # `failed`: not the client's fault
         case HTTPException():
             return ApiError(error.status_code, error.detail, headers=error.headers)
         case _:

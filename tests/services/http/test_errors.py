@@ -87,7 +87,7 @@ def test_a_field_deep_inside() -> None:
         (ErrorReply(code="invalid", message="m", field="f"), 400, "invalid_request_error"),
         (ErrorReply(code="overloaded", message="m", retry_after=1.2), 429, "rate_limit_error"),
         (ErrorReply(code="overloaded", message="m"), 503, "server_error"),
-        (ErrorReply(code="failed", message="m"), 422, "invalid_request_error"),
+        (ErrorReply(code="failed", message="m"), 500, "server_error"),
     ],
 )
 def test_errors_of_the_pipeline(error: ErrorReply, status: int, kind: str) -> None:
