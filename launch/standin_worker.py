@@ -6,9 +6,10 @@ samples, so that all that is left to measure is the pipeline around it.
 
 import zmq
 
+from penstock.protocol.heartbeat import HeartbeatThread
 from penstock.protocol.messages import ToWorker, WorkerAssignment, WorkerExit, WorkerHello
 from penstock.protocol.plan import BatchPlan, SampledTokens, pack, unpack
-from penstock.protocol.process import Loop, Process, PulseSender
+from penstock.protocol.process import Loop, Process
 from penstock.protocol.sockets import connect
 
 TOKEN_ID = 65
@@ -26,7 +27,7 @@ class StandInWorker:
         self.plans = connect(
             process.context, zmq.DEALER, process.endpoints.workers, ToWorker, process.identity
         )
-        self.loop = Loop(self.say_hello, PulseSender(process))
+        self.loop = Loop(self.say_hello, HeartbeatThread(process))
         self.loop.add(self.plans, self.on_messages)
 
     def say_hello(self) -> None:

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -80,10 +80,10 @@ class Process:
 
 
 class PulseSender:
-    """Tells the supervisor, if there is one, that this process lives. For one thread only.
+    """Tells the supervisor, if there is one, that this process lives. `send` is for one thread.
 
-    With each pulse goes what the process counts: its messages, and what `counters` returns, by
-    names of Prometheus metrics without `penstock_process_`.
+    With each pulse goes what the process counts: its messages, and what `counters` returned when
+    `count` was called last, by names of Prometheus metrics without `penstock_process_`.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class PulseSender:
     ) -> None:
         self._name = process.name
         self._counters = counters
+        self._counted: dict[str, float] = {}
         self._counters_failed = False
         self._memory = _open_memory()
         self._channel: Channel[Any] | None = None
@@ -104,7 +105,7 @@ class PulseSender:
                 "messages_sent_total": traffic.messages_sent,
                 "messages_received_total": traffic.messages_received,
                 "bad_frames_total": traffic.bad_frames,
-                **self._own_counters(),
+                **self._counted,
             }
             pulse = Pulse(self._name, os.getpid(), busy_seconds, group, counters)
             times = os.times()
@@ -112,15 +113,15 @@ class PulseSender:
             pulse.rss_bytes = _resident_bytes(self._memory)
             self._channel.send(pulse)
 
-    def _own_counters(self) -> dict[str, float]:
-        """Returns what `counters` does; a metric that fails stops no heartbeat."""
+    def count(self) -> None:
+        """Take new counters, in the thread whose they are; one that fails stops no heartbeat."""
         try:
-            return self._counters()
+            self._counted = self._counters()
         except Exception:
+            self._counted = {}
             if not self._counters_failed:
                 self._counters_failed = True
                 logging.getLogger(self._name).exception("counters failed (reported once)")
-            return {}
 
 
 def _open_memory() -> int | None:
@@ -172,16 +173,26 @@ def _die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Beating(Protocol):
+    """A thread that sends heartbeats while it hears the main thread's beat."""
+
+    def beat(self) -> None:
+        """Note that the main thread gets on."""
+
+    def stop(self) -> None:
+        """End."""
+
+
 class Loop:
     """Waits on channels and calls their handlers, until SIGTERM or SIGINT.
 
-    `on_heartbeat` is called every HEARTBEAT_INTERVAL, as near as the handlers allow, and a pulse
-    sent, unless another thread does that.
+    `on_heartbeat` is called every HEARTBEAT_INTERVAL, as near as the handlers allow, and
+    `heartbeats` hears of it.
     """
 
-    def __init__(self, on_heartbeat: Callable[[], None], pulse: PulseSender | None = None) -> None:
+    def __init__(self, on_heartbeat: Callable[[], None], heartbeats: Beating | None = None) -> None:
         self._on_heartbeat = on_heartbeat
-        self._pulse = pulse
+        self._heartbeats = heartbeats
         self._poller = zmq.Poller()
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._network: Network | None = None
@@ -224,29 +235,42 @@ class Loop:
         """Returns when the process is told to stop."""
         for channel, handler in self._network.handlers if self._network else ():
             self.add(channel, handler)
-        wakeup = self._catch_signals()
+        with contextlib.closing(self._catch_signals()):
+            try:
+                self._run()
+            finally:
+                if self._heartbeats:
+                    self._heartbeats.stop()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
         due = 0.0
         while not self._stopping:
             now = time.monotonic()
             if now >= due:
                 self._on_heartbeat()
-                if self._pulse:
-                    self._pulse.send()
+                if self._heartbeats:
+                    self._heartbeats.beat()
                 due = now + HEARTBEAT_INTERVAL
             for ready, _ in self._poller.poll(round(max(0.0, due - time.monotonic()) * 1000)):
-                self._handlers.get(ready, self._stop)()
-        wakeup.close()
-
-    def _stop(self) -> None:
-        self._stopping = True
+                self._handlers[ready]()
 
     def _catch_signals(self) -> socket.socket:
         """A signal wakes the poller through a socket: handlers are never cut in the middle."""
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.fileno())
-        for number in (signal.SIGTERM, signal.SIGINT):
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
             signal.signal(number, lambda *_: None)
+
+        def caught() -> None:
+            if not set(numbers).isdisjoint(reader.recv(4096)):
+                self._stop()
+
         self._poller.register(reader.fileno(), zmq.POLLIN)
+        self._handlers[reader.fileno()] = caught
         self._writer = writer
         return reader

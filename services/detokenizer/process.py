@@ -7,6 +7,7 @@ from time import monotonic
 import zmq
 
 from penstock.protocol.client import FinishReason, TextDelta
+from penstock.protocol.heartbeat import HeartbeatThread
 from penstock.protocol.logprobs import PackedLogprobs
 from penstock.protocol.messages import (
     FromDetokenizer,
@@ -19,7 +20,7 @@ from penstock.protocol.messages import (
     TokenDelta,
 )
 from penstock.protocol.plan import unpack
-from penstock.protocol.process import Loop, Process, PulseSender
+from penstock.protocol.process import Loop, Process
 from penstock.protocol.sockets import Channel, Network, connect
 from penstock.protocol.tracing import Tracer
 from penstock.services.detokenizer.text_stream import TextStream
@@ -115,7 +116,8 @@ class DetokenizerProcess:
         context = process.context
         results = process.endpoints.results
         self.gateway = connect(context, zmq.PUSH, results, on_return=self.begin_all_again)
-        self.loop = Loop(self.on_heartbeat, PulseSender(process))
+        self.heartbeats = HeartbeatThread(process, to_peers=self.on_heartbeat)
+        self.loop = Loop(self.on_heartbeat, self.heartbeats)
         self.tokens: list[Channel[ToDetokenizer]] = []
         self.detokenizers: list[Detokenizer] = []
         """of each replica"""
@@ -141,7 +143,8 @@ class DetokenizerProcess:
             if isinstance(message, Refused):
                 raise SystemExit(message.reason)
             try:
-                deltas, stops = detokenizer.handle(message)
+                with self.heartbeats.working():
+                    deltas, stops = detokenizer.handle(message)
             except LostError:
                 self.begin_again(tokens, detokenizer)
                 continue

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import uvloop
 import zmq
 
-from penstock.protocol.process import Process, PulseSender
+from penstock.protocol.heartbeat import HeartbeatThread
+from penstock.protocol.process import Process
 from penstock.protocol.sockets import HEARTBEAT_INTERVAL
 from penstock.services.gateway.process import Gateway
 from penstock.services.gateway.timers import Timer
@@ -26,7 +27,7 @@ def main() -> None:
         return loop.call_later(seconds, call)
 
     gateway = Gateway(process, call_later)
-    pulse = PulseSender(process, gateway.counters)
+    heartbeats = HeartbeatThread(process, gateway.counters)
 
     def pump() -> None:
         nonlocal goes_on
@@ -42,7 +43,7 @@ def main() -> None:
     def heartbeat() -> None:
         loop.call_later(HEARTBEAT_INTERVAL, heartbeat)
         gateway.on_heartbeat()
-        pulse.send()
+        heartbeats.beat()
         pump()
 
     def drain() -> None:
@@ -56,6 +57,7 @@ def main() -> None:
     loop.add_signal_handler(signal.SIGUSR1, drain)
     heartbeat()
     loop.run_forever()
+    heartbeats.stop()
     process.context.destroy()
 
 

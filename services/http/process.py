@@ -14,7 +14,8 @@ from penstock.launch.errors import ClientError
 from penstock.protocol.cluster import Cluster, pump
 from penstock.protocol.config import Config
 from penstock.protocol.endpoints import inner_clients
-from penstock.protocol.process import Process, PulseSender
+from penstock.protocol.heartbeat import HeartbeatThread
+from penstock.protocol.process import Process
 from penstock.protocol.sockets import HEARTBEAT_INTERVAL
 from penstock.services.http.app import make_app
 from penstock.services.http.service import Service
@@ -51,11 +52,11 @@ async def serve(process: Process) -> None:
     """Until SIGTERM or SIGINT. Raises ClientError for keys that can't be read, and OSError."""
     config, loop = process.config, asyncio.get_running_loop()
     listener = listen(config.http_host, config.http_port)
-    pulse = PulseSender(process)
+    heartbeats = HeartbeatThread(process)
 
     def heartbeat() -> None:
         loop.call_later(HEARTBEAT_INTERVAL, heartbeat)
-        pulse.send()
+        heartbeats.beat()
 
     if process.network:
         _attend(process.network, loop)
@@ -70,6 +71,7 @@ async def serve(process: Process) -> None:
         start = asyncio.create_task(service.start())
         await server.serve([listener])
         start.cancel()
+    heartbeats.stop()
 
 
 def _attend(network: Cluster, loop: asyncio.AbstractEventLoop) -> None:

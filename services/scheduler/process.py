@@ -6,6 +6,7 @@ import zmq
 
 from penstock.protocol.checkpoint import eos_token_ids, read_generation_config, read_model_config
 from penstock.protocol.client import ErrorReply
+from penstock.protocol.heartbeat import HeartbeatThread
 from penstock.protocol.incarnation import first_number
 from penstock.protocol.messages import (
     FromDetokenizer,
@@ -23,7 +24,7 @@ from penstock.protocol.messages import (
     refusal,
 )
 from penstock.protocol.plan import SampledTokens
-from penstock.protocol.process import Loop, Process, PulseSender
+from penstock.protocol.process import Loop, Process
 from penstock.protocol.sockets import bind, connect
 from penstock.protocol.status import SchedulerStatus
 from penstock.protocol.tracing import Tracer
@@ -68,7 +69,7 @@ class SchedulerProcess:
         self.workers = bind(context, zmq.ROUTER, at.workers, FromWorker)
         self.detokenizers = bind(context, zmq.ROUTER, at.detokenizers, FromDetokenizer)
         self.gateway = connect(context, zmq.PUSH, at.results, on_return=self.on_gateway_returned)
-        self.loop = Loop(self.on_heartbeat, PulseSender(process, self.counters))
+        self.loop = Loop(self.on_heartbeat, HeartbeatThread(process, self.counters))
         self.loop.add(self.workers, self.on_workers)
         self.loop.add(self.inbox, self.on_requests)
         self.loop.add(self.detokenizers, self.on_detokenizers)

@@ -18,12 +18,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.client import ChatMessage, PromptFields
+from penstock.services.tokenizer.time_limit import TimeLimitError, time_limit
 
 NOT_FOR_CLIENTS = frozenset(
     {"messages", "tools", "chat_template", "tokenize", "add_generation_prompt"}
     | {"continue_final_message", "conversation", "return_dict", "return_tensors"}
 )
 """arguments of `apply_chat_template` that `chat_template_kwargs` can't give"""
+MAX_RENDER_SECONDS = 5.0
+"""of CPU time: a usual template takes milliseconds, and others wait meanwhile"""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
@@ -73,16 +76,24 @@ class ChatTemplate:
         if continues and messages:
             messages[-1]["content"] += _END_OF_FINAL_MESSAGE
         try:
-            text = template.render(
-                {
-                    **self._special_tokens,
-                    **kwargs,
-                    "messages": messages,
-                    "tools": request.tools,
-                    "documents": kwargs.get("documents"),
-                    "add_generation_prompt": not continues if adds_prompt is None else adds_prompt,
-                }
-            )
+            with time_limit(MAX_RENDER_SECONDS):
+                text = template.render(
+                    {
+                        **self._special_tokens,
+                        **kwargs,
+                        "messages": messages,
+                        "tools": request.tools,
+                        "documents": kwargs.get("documents"),
+                        "add_generation_prompt": (
+                            not continues if adds_prompt is None else adds_prompt
+                        ),
+                    }
+                )
+        except TimeLimitError:
+            raise ChatTemplateError(
+                f"messages: the chat template took more than {MAX_RENDER_SECONDS:g} s to render "
+                "them, which is the limit; send fewer or shorter ones"
+            ) from None
         except _REFUSALS as error:
             raise ChatTemplateError(f"the chat template refused messages: {error}") from error
         return _cut(text) if continues else text

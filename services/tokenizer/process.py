@@ -6,6 +6,7 @@ import zmq
 
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.client import ErrorReply
+from penstock.protocol.heartbeat import HeartbeatThread
 from penstock.protocol.messages import (
     Answered,
     Goodbye,
@@ -19,7 +20,7 @@ from penstock.protocol.messages import (
     ToTokenizer,
 )
 from penstock.protocol.plan import pack
-from penstock.protocol.process import Loop, Process, PulseSender
+from penstock.protocol.process import Loop, Process
 from penstock.protocol.sockets import connect
 from penstock.protocol.tracing import Tracer
 from penstock.services.tokenizer.grammar_check import GrammarChecker
@@ -49,7 +50,8 @@ class TokenizerProcess:
             for one in process.all_endpoints
         ]
         self.tracer = Tracer(config, process.name)
-        self.loop = Loop(self.on_heartbeat, PulseSender(process))
+        self.heartbeats = HeartbeatThread(process, to_peers=self.on_heartbeat)
+        self.loop = Loop(self.on_heartbeat, self.heartbeats)
         self.loop.add(self.gateway, self.on_requests)
         self.loop.add_connection(self.gateway, self.on_heartbeat)
         self.grammars = GrammarChecker(config.model_folder, self.loop)
@@ -69,7 +71,8 @@ class TokenizerProcess:
         """Passes one request on to the scheduler, or says why not; one with a grammar later."""
         begin = monotonic()
         try:
-            token_ids = self.tokenizer.encode(request)
+            with self.heartbeats.working():
+                token_ids = self.tokenizer.encode(request)
         except PromptError as error:
             self._refuse(request, error)
             return
@@ -90,7 +93,9 @@ class TokenizerProcess:
     def answer(self, message: Question) -> Answered:
         """Token ids of a prompt, or the text of token ids."""
         try:
-            return Answered(message.number, self.tokenizer.answer(message.question))
+            with self.heartbeats.working():
+                reply = self.tokenizer.answer(message.question)
+            return Answered(message.number, reply)
         except PromptError as error:
             return Answered(message.number, _error_reply(error))
 

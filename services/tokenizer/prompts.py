@@ -1,5 +1,6 @@
 """Prompts and conversations to token ids."""
 
+import os
 from pathlib import Path
 
 from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -33,6 +34,9 @@ class Tokenizer:
 
     def __init__(self, folder: Path, max_model_len: int) -> None:
         path = folder / "tokenizer.json"
+        os.environ["TOKENIZERS_PARALLELISM"] = (
+            "false"  # threads for one text help nobody
+        )
         try:
             self._tokenizer = HuggingFaceTokenizer.from_file(str(path))
         except Exception as error:  # it raises nothing more exact
@@ -64,7 +68,7 @@ class Tokenizer:
         if isinstance(question, TokenizePromptRequest):
             token_ids = self._encode(question)
             return TokenizeReply(token_ids=token_ids, max_model_len=self._max_model_len)
-        text = self._tokenizer.decode(question.token_ids, skip_special_tokens=False)
+        text = self._tokenizer.decode_batch([question.token_ids], skip_special_tokens=False)[0]
         return DetokenizeReply(text=text)
 
     def _encode(self, request: PromptFields) -> list[int]:
@@ -82,7 +86,9 @@ class Tokenizer:
             text, adds_special = self._render(request), False
         if request.add_special_tokens is not None:
             adds_special = request.add_special_tokens
-        return list(self._tokenizer.encode(text, add_special_tokens=adds_special).ids)
+        # of the methods that encode, those of a batch let other threads run meanwhile
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)
+        return list(encoding.ids)
 
     def _render(self, request: PromptFields) -> str:
         if taken := sorted(NOT_FOR_CLIENTS & request.chat_template_kwargs.keys()):

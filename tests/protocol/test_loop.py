@@ -41,3 +41,28 @@ def test_each_new_connection_is_told(tmp_path: Path) -> None:
     loop.run()
     context.destroy()
     assert len(peers) == 2
+
+
+def test_other_signals_do_not_end_it(tmp_path: Path) -> None:
+    """As that of a timer, which the loop is woken by, too."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox = bind(context, zmq.PULL, f"ipc://{tmp_path}/inbox", str)
+    sender = connect(context, zmq.PUSH, f"ipc://{tmp_path}/inbox")
+    before = signal.signal(signal.SIGVTALRM, lambda *_: None)
+    heard: list[str] = []
+    loop = Loop(lambda: None)
+
+    def on_message() -> None:
+        heard.extend(message for _, message in inbox.receive())
+        if heard == ["one"]:
+            signal.raise_signal(signal.SIGVTALRM)
+            sender.send("two")
+        else:
+            signal.raise_signal(signal.SIGTERM)
+
+    loop.add(inbox, on_message)
+    sender.send("one")
+    loop.run()
+    signal.signal(signal.SIGVTALRM, before)
+    context.destroy()
+    assert heard == ["one", "two"]

@@ -76,6 +76,7 @@ def test_a_counter_that_fails_stops_no_pulse(
 
     sender = PulseSender(process, fail)
     for _ in range(2):
+        sender.count()
         sender.send()
         assert "messages_sent_total" in received(supervisor).counters
     assert len(caplog.records) == 1

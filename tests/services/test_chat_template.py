@@ -17,6 +17,7 @@ from penstock.protocol.client import (
     TokenizeReply,
 )
 from penstock.protocol.config import Config
+from penstock.services.tokenizer import chat_template as module
 from penstock.services.tokenizer.chat_template import ChatTemplate, ChatTemplateError
 from penstock.services.tokenizer.prompts import Tokenizer
 
@@ -213,3 +214,22 @@ def test_the_template_and_vocabulary_of_qwen3(qwen3_folder: Path, kwargs: dict[s
     question = TokenizePromptRequest(messages=messages, chat_template_kwargs=kwargs)
     reply = Tokenizer(qwen3_folder, 4096).answer(question)
     assert reply == TokenizeReply(token_ids=reference.encode(expected), max_model_len=4096)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in messages %}{{ (tools | tojson)[a % 9] }}"
+        "{% endfor %}{% endfor %}",
+    ],
+)
+def test_rendering_takes_no_more_than_its_time(
+    tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_RENDER_SECONDS", 0.05)
+    tools = [TOOL | {"description": "x" * 100_000}]
+    one = template(tmp_path, source)
+    with pytest.raises(ChatTemplateError, match=r"took more than 0\.05 s to render"):
+        one.render(PromptFields(messages=MESSAGES, tools=tools))
+    assert render(template(tmp_path, "{{ messages[0].role }}"), MESSAGES) == "system"
