@@ -185,7 +185,10 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         Meta(gt=0, description="seconds without a sign of life after which a process is killed"),
     ] = 5.0
     step_timeout: Annotated[
-        float, Meta(gt=0, description="seconds after which a worker that is at one step is killed")
+        float,
+        Meta(
+            gt=0, description="seconds after which a process that is at one piece of work is killed"
+        ),
     ] = 60.0
     lease_timeout: Annotated[
         float,

@@ -34,9 +34,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path, max_model_len: int) -> None:
         path = folder / "tokenizer.json"
-        os.environ["TOKENIZERS_PARALLELISM"] = (
-            "false"  # threads for one text help nobody
-        )
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads for one text help nobody
         try:
             self._tokenizer = HuggingFaceTokenizer.from_file(str(path))
         except Exception as error:  # it raises nothing more exact
