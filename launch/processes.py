@@ -42,6 +42,10 @@ class Policy(Protocol):
 class Watched(Protocol):
     """One process that can't come to mean another one."""
 
+    async def works(self, since: float) -> bool:
+        """Whether it has used CPU time since the last call, and more than `since` seconds of it
+        since its start, or is about to; False if it is stopped, or can't be reached."""
+
     async def kill(self) -> bool:
         """SIGKILL, whatever it does; False if its machine can't be reached."""
 

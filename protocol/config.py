@@ -182,12 +182,18 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     ] = 0
     hang_timeout: Annotated[
         float,
-        Meta(gt=0, description="seconds without a sign of life after which a process is killed"),
+        Meta(
+            gt=0,
+            description="seconds without a sign of life or use of a CPU after which a process is "
+            "killed",
+        ),
     ] = 5.0
     step_timeout: Annotated[
         float,
         Meta(
-            gt=0, description="seconds after which a process that is at one piece of work is killed"
+            gt=0,
+            description="seconds after which a process that is at one piece of work is killed, or "
+            "computes without a sign of life",
         ),
     ] = 60.0
     lease_timeout: Annotated[

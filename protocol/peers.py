@@ -4,10 +4,9 @@ The pattern is from the ZeroMQ guide, chapter 4. Any message counts as a heartbe
 """
 
 from collections.abc import Iterator
-from time import monotonic
 from typing import Generic, TypeVar
 
-from penstock.protocol.sockets import HEARTBEAT_INTERVAL, LIVENESS
+from penstock.protocol.sockets import LIVENESS
 
 Work = TypeVar("Work")
 
@@ -19,7 +18,8 @@ class Peer(Generic[Work]):
         self.identity = identity
         self.name = name
         self.work: dict[object, Work] = {}
-        self.last_seen = monotonic()
+        self.num_missed = 0
+        """heartbeats of this process since the peer's latest message"""
 
 
 class Peers(Generic[Work]):
@@ -44,7 +44,7 @@ class Peers(Generic[Work]):
         if known is None:
             self._peers[identity] = Peer(identity, name)
             return True
-        known.last_seen = monotonic()
+        known.num_missed = 0
         return False
 
     def lost(self, identity: bytes) -> list[Work]:
@@ -53,9 +53,13 @@ class Peers(Generic[Work]):
         return list(peer.work.values()) if peer else []
 
     def silent(self) -> list[bytes]:
-        """Peers that have missed LIVENESS heartbeats."""
-        limit = monotonic() - LIVENESS * HEARTBEAT_INTERVAL
-        return [peer.identity for peer in self if peer.last_seen < limit]
+        """Returns the peers that have missed LIVENESS heartbeats; to be called at each heartbeat.
+
+        Heartbeats are counted, not seconds: while this process itself stands still, nobody is late.
+        """
+        for peer in self._peers.values():
+            peer.num_missed += 1
+        return [peer.identity for peer in self if peer.num_missed > LIVENESS]
 
     def least_loaded(self) -> Peer[Work] | None:
         """The peer with the least work; None if there is no peer."""

@@ -15,6 +15,7 @@ from penstock.launch.logs import MAX_LINE, Lines
 from penstock.launch.procfile import shell_line
 from penstock.launch.ray.folder import NodeFolder
 from penstock.launch.tasks import Tasks, traceback_lines
+from penstock.launch.vitals import Vitals
 from penstock.protocol.cluster import KEYS_FOLDER, NODE_VARIABLE, Node
 from penstock.protocol.config import CONFIG_FILE, CONFIG_VARIABLE, Config
 from penstock.protocol.incarnation import INCARNATION_VARIABLE
@@ -99,6 +100,7 @@ class Member:
                 stderr=asyncio.subprocess.STDOUT,
                 env=self._environment(),
             )
+            self._vitals = Vitals(self._child.pid)
             self._tasks.start(self._follow(self._child))
         assert self._child  # noqa: S101
         return Started(self._child.pid, self._node)
@@ -112,6 +114,10 @@ class Member:
             await self._changed.wait()
         lines, self._output = self._output, []
         return lines, None if lines else self._end
+
+    async def works(self, pid: int, since: float) -> bool:
+        """As `Watched.works`, of the process with this pid."""
+        return bool(self._child and self._child.pid == pid and self._vitals.works(since))
 
     async def signal(self, pid: int, number: int) -> None:
         """Sends it a signal, if it is the one with this pid and lives."""

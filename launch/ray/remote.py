@@ -55,6 +55,13 @@ class RemoteWatched:
         self._process, self._pid = process, process.pid
         process.on_end = on_end
 
+    async def works(self, since: float) -> bool:
+        """As `Watched.works`: its own node sees that."""
+        with contextlib.suppress(TimeoutError, RayActorError):
+            answer = self._process.actor.works.remote(self._pid, since)
+            return bool(await asyncio.wait_for(answer, PING_TIMEOUT))
+        return False
+
     async def kill(self) -> bool:
         if self._process.pid != self._pid:
             return True

@@ -1,0 +1,35 @@
+"""A machine that is suspended and resumed: all processes stand still, and nobody is to blame."""
+
+import signal
+import subprocess
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from penstock.models.demo.tasks import answer_to, count_prompt
+from penstock.protocol.sockets import HEARTBEAT_INTERVAL, LIVENESS
+from tests.pipeline.conftest import Pipeline
+
+pytestmark = pytest.mark.pipeline
+PROMPT = count_prompt(1, 60)
+
+
+def test_all_stand_still_and_go_on(pipeline: Callable[..., Pipeline]) -> None:
+    """For longer than any of them waits for another one."""
+    running = pipeline("--tp", "2", "--hang-timeout", "1")
+    before = running.processes()
+    everyone = [psutil.Process(running.process.pid), *running.children()]
+    with running.client() as client:
+        streams = [client.stream(PROMPT) for _ in range(4)]
+        begun = [next(iter(stream)).text for stream in streams]
+        for process in everyone:
+            process.send_signal(signal.SIGSTOP)
+        subprocess.run(["sleep", str((LIVENESS + 2) * HEARTBEAT_INTERVAL)], check=True)
+        for process in everyone:
+            process.send_signal(signal.SIGCONT)
+        rest = ["".join(delta.text for delta in stream) for stream in streams]
+        assert [stream.result().text for stream in streams] == [answer_to(PROMPT)] * 4
+        assert [a + b for a, b in zip(begun, rest, strict=True)] == [answer_to(PROMPT)] * 4
+    assert running.processes() == before
+    assert not [line for line in running.output if "died" in line or "gone" in line]
