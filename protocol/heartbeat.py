@@ -8,6 +8,35 @@ from time import monotonic
 from penstock.protocol.process import Process, PulseSender
 from penstock.protocol.sockets import HEARTBEAT_INTERVAL
 
+MAX_MISSED = 3
+"""heartbeats that a thread may miss on a busy machine; more if the process itself stood still"""
+
+
+class AwakeClock:
+    """Seconds of the monotonic clock without those in which this process stood still (it was
+    stopped, or its machine suspended): these count for no piece of work.
+
+    They are seen by a thread that waits for HEARTBEAT_INTERVAL at a time.
+    """
+
+    def __init__(self) -> None:
+        self._lost_seconds = 0.0
+
+    def now(self) -> float:
+        """Returns the time."""
+        return monotonic() - self._lost_seconds
+
+    def wait(self, event: threading.Event) -> None:
+        """Waits for an event, for HEARTBEAT_INTERVAL at most."""
+        begin = monotonic()
+        event.wait(HEARTBEAT_INTERVAL)
+        self.waited(monotonic() - begin)
+
+    def waited(self, seconds: float) -> None:
+        """Takes for how long a wait has lasted."""
+        if seconds > MAX_MISSED * HEARTBEAT_INTERVAL:
+            self._lost_seconds += seconds
+
 
 class HeartbeatThread:
     """Sends this process's pulses, and says in them for how long the main thread has been busy.
@@ -29,6 +58,7 @@ class HeartbeatThread:
         self._to_peers = to_peers
         self._sockets = threading.Lock()
         self._sockets.acquire()  # the main thread's, except in `working`
+        self.clock = AwakeClock()
         self._due = 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -36,14 +66,14 @@ class HeartbeatThread:
     def beat(self) -> None:
         """Note that the main thread gets on."""
         self._sender.count()
-        self._due = monotonic() + HEARTBEAT_INTERVAL
+        self._due = self.clock.now() + HEARTBEAT_INTERVAL
         if self._thread.ident is None:
             self._thread.start()
 
     @property
     def busy_seconds(self) -> float:
         """Seconds by which the main thread's beat is late; 0 if it is less than an interval."""
-        late = monotonic() - self._due
+        late = self.clock.now() - self._due
         return late if late > HEARTBEAT_INTERVAL else 0.0
 
     @contextlib.contextmanager
@@ -73,4 +103,4 @@ class HeartbeatThread:
                     self._to_peers()
                 finally:
                     self._sockets.release()
-            self._stopped.wait(HEARTBEAT_INTERVAL)
+            self.clock.wait(self._stopped)

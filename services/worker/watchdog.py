@@ -1,13 +1,9 @@
 """A thread that says how the worker gets on, also while a step keeps the main thread."""
 
 import threading
-from time import monotonic
 
+from penstock.protocol.heartbeat import AwakeClock
 from penstock.protocol.process import Process, PulseSender
-from penstock.protocol.sockets import HEARTBEAT_INTERVAL
-
-MAX_MISSED = 3
-"""heartbeats that this thread may miss on a busy machine"""
 
 
 class Watchdog:
@@ -16,12 +12,11 @@ class Watchdog:
     def __init__(self) -> None:
         self.group = ""
         self._busy_since: float | None = None
-        self._lost_seconds = 0.0
-        """for which this process did not run: they count for no step"""
+        self._clock = AwakeClock()
 
     def progress(self) -> None:
         """A step begins, or goes on."""
-        self._busy_since = self._now()
+        self._busy_since = self._clock.now()
 
     def rest(self) -> None:
         """There is nothing to do, or nothing whose time has a limit."""
@@ -30,7 +25,7 @@ class Watchdog:
     def busy_seconds(self) -> float:
         """Since the latest progress; 0 at rest."""
         since = self._busy_since
-        return 0.0 if since is None else self._now() - since
+        return 0.0 if since is None else max(0.0, self._clock.now() - since)
 
     def start(self, process: Process) -> None:
         """Pulses come from here on, to the end of the process."""
@@ -40,14 +35,4 @@ class Watchdog:
         sender, never = PulseSender(process), threading.Event()
         while True:
             sender.send(self.busy_seconds(), self.group)
-            begin = monotonic()
-            never.wait(HEARTBEAT_INTERVAL)
-            self.waited(monotonic() - begin)
-
-    def waited(self, seconds: float) -> None:
-        """Takes how long one wait of HEARTBEAT_INTERVAL was; much longer, if all stood still."""
-        if seconds > MAX_MISSED * HEARTBEAT_INTERVAL:
-            self._lost_seconds += seconds
-
-    def _now(self) -> float:
-        return monotonic() - self._lost_seconds
+            self._clock.wait(never)

@@ -11,10 +11,10 @@ import zmq
 
 from penstock.protocol.config import Config, write_config
 from penstock.protocol.endpoints import endpoints
-from penstock.protocol.heartbeat import HeartbeatThread
+from penstock.protocol.heartbeat import MAX_MISSED, HeartbeatThread
 from penstock.protocol.messages import FromTokenizer, Heartbeat, Pulse
 from penstock.protocol.process import SUPERVISOR_VARIABLE, Process
-from penstock.protocol.sockets import Channel, bind, connect
+from penstock.protocol.sockets import HEARTBEAT_INTERVAL, Channel, bind, connect
 
 TIMEOUT = 20_000
 
@@ -84,3 +84,15 @@ def test_it_ends(site: Site) -> None:
     other.beat()
     other.stop()
     assert not other._thread.is_alive()
+
+
+def test_a_time_in_which_nothing_ran_belongs_to_no_work(site: Site) -> None:
+    """A machine was suspended for an hour, in which the main thread was at something."""
+    site.heartbeats.beat()
+    site.pulse()
+    clock = site.heartbeats.clock
+    site.heartbeats._due -= 3700
+    clock.waited(MAX_MISSED * HEARTBEAT_INTERVAL)  # this is a busy machine
+    assert site.heartbeats.busy_seconds >= 3699
+    clock.waited(3600)
+    assert 99 <= site.heartbeats.busy_seconds < 3600
