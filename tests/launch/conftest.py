@@ -1,4 +1,4 @@
-"""A pipeline that the benchmarks' tests share."""
+"""What the tests of several modules share."""
 
 import os
 from collections.abc import Iterator
@@ -8,6 +8,9 @@ import pytest
 from penstock.launch.private import private_pipeline
 from penstock.launch.running import running_config
 from penstock.protocol.config import Config
+from tests.launch.supervised import supervised
+
+__all__ = ["supervised"]
 
 SMALL = ("--num-threads", "1", "--kv-cache-gib", "0.1", "--log-level", "warning")
 LIMITS = ("--max-num-seqs", "8", "--max-waiting-requests", "4")

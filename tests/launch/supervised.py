@@ -1,0 +1,77 @@
+"""Pulses for tests, with real processes and sockets."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from penstock.launch.processes import Host
+from penstock.launch.pulses import LocalHost, Pulses
+from penstock.launch.tasks import Tasks
+from penstock.protocol.config import Config, make_run_folder
+from penstock.protocol.endpoints import endpoints
+from penstock.protocol.messages import Pulse
+from penstock.protocol.sockets import connect
+
+LONG = 3600.0
+"""seconds; no test waits for them"""
+
+
+class Supervised:
+    """Pulses, what they write, and children that send none by themselves."""
+
+    def __init__(self, config: Config, host: Host | None = None) -> None:
+        self.said: list[str] = []
+        self._context: zmq.Context[Any] = zmq.Context()
+        self.errors: list[BaseException] = []
+        self.tasks = Tasks(self.errors.append)
+        at = host or LocalHost()
+        self.pulses = Pulses(config, self.said.append, at, self._context, self.tasks)
+        self._sender = connect(self._context, zmq.PUSH, endpoints(config).pulses)
+        self.children: list[asyncio.subprocess.Process] = []
+
+    async def child(self, code: str = "signal.pause()") -> asyncio.subprocess.Process:
+        """A process at the beginning of `code`."""
+        code = f"import signal; print(flush=True)\n{code}"
+        command = sys.executable, "-c", code
+        child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        assert child.stdout
+        assert await child.stdout.readline()
+        self.children.append(child)
+        return child
+
+    def pulse(self, name: str, pid: int, *more: Any, **fields: Any) -> None:
+        assert self._sender.send(Pulse(name, pid, *more, **fields))
+
+    async def close(self) -> None:
+        self.pulses.close()
+        assert self.errors == []
+        self._context.destroy(linger=0)
+        for child in self.children:
+            if child.returncode is None:
+                child.kill()
+            await child.wait()
+
+
+@pytest.fixture
+def supervised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    @asynccontextmanager
+    async def make(
+        hang_timeout: float = LONG, step_timeout: float = LONG, host: Host | None = None
+    ) -> AsyncIterator[Any]:
+        config = Config(name="p", hang_timeout=hang_timeout, step_timeout=step_timeout)
+        make_run_folder(config)
+        one = Supervised(config, host)
+        try:
+            yield one
+        finally:
+            await one.close()
+
+    return make

@@ -1,0 +1,118 @@
+"""Which silent processes are killed: with real processes and sockets."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.launch.supervised import LONG
+
+
+def test_a_silent_process_is_killed(supervised: Callable[..., Any]) -> None:
+    async def run() -> None:
+        async with supervised(hang_timeout=0.2) as one:
+            child = await one.child()
+            one.pulse("gateway.1", child.pid)
+            assert await child.wait() == -9
+            assert one.said == ["gateway.1 gave no sign of life for 0.2 s; killed"]
+
+    asyncio.run(run())
+
+
+def test_a_process_that_hangs_before_its_first_pulse_is_killed(
+    supervised: Callable[..., Any],
+) -> None:
+    async def run() -> None:
+        async with supervised(step_timeout=0.2) as one:
+            child, other = await one.child(), await one.child()
+            one.pulses.spawned("gateway.1", child.pid)
+            one.pulses.spawned("scheduler.1", other.pid)
+            one.pulse("scheduler.1", other.pid)
+            assert await child.wait() == -9
+            assert one.said == ["gateway.1 gave no sign of life for 0.2 s; killed"]
+            assert other.returncode is None
+
+    asyncio.run(run())
+
+
+def test_a_process_that_is_stopped_is_killed(supervised: Callable[..., Any]) -> None:
+    async def run() -> None:
+        async with supervised(hang_timeout=0.2) as one:
+            child = await one.child()
+            child.send_signal(19)
+            one.pulse("gateway.1", child.pid)
+            assert await child.wait() == -9
+
+    asyncio.run(run())
+
+
+SPIN = "while True: pass"
+
+
+def test_a_silent_process_that_computes_is_left_until_it_stops(
+    supervised: Callable[..., Any],
+) -> None:
+    """A call of C may hold the interpreter's lock: no pulse comes, but it uses a CPU."""
+
+    async def run() -> None:
+        async with supervised(hang_timeout=0.3) as one:
+            busy, idle = await one.child(SPIN), await one.child()
+            one.pulse("worker.1", busy.pid)
+            one.pulse("worker.2", idle.pid)
+            assert await idle.wait() == -9
+            one.pulse("worker.3", (other := await one.child()).pid)
+            assert await other.wait() == -9  # twice the time
+            assert busy.returncode is None
+            busy.send_signal(signal.SIGSTOP)
+            assert await busy.wait() == -9
+            assert one.said[-1] == "worker.1 gave no sign of life for 0.3 s; killed"
+
+    asyncio.run(run())
+
+
+def test_a_silent_process_that_computes_has_the_time_of_a_step(
+    supervised: Callable[..., Any],
+) -> None:
+    async def run() -> None:
+        async with supervised(hang_timeout=0.2, step_timeout=0.8) as one:
+            busy = await one.child(SPIN)
+            one.pulse("worker.1", busy.pid)
+            assert await busy.wait() == -9
+            assert one.said == ["worker.1 gave no sign of life for 0.8 s; killed"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seconds", [1.5, 8.0])
+def test_nobody_is_late_after_all_stood_still(
+    supervised: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """The event loop's clock jumps, as when a machine was suspended: all have their time again."""
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        async with supervised(hang_timeout=1.6) as one:
+            child = await one.child()
+            one.pulse("gateway.1", child.pid, cpu_seconds=LONG)  # it has used no more since then
+            while not one.pulses._guarded:
+                await asyncio.sleep(0)
+            clock = loop.time
+            monkeypatch.setattr(loop, "time", lambda: clock() + seconds)
+            jumped_at = loop.time()
+            assert await child.wait() == -9  # for it is silent after that, too
+            assert loop.time() - jumped_at > 1.6
+
+    asyncio.run(run())
+
+
+def test_pulses_that_wait_count_before_anyone_is_judged(supervised: Callable[..., Any]) -> None:
+    async def run() -> None:
+        async with supervised(hang_timeout=0.2) as one:
+            child = await one.child()
+            asyncio.get_running_loop().remove_reader(one.pulses._fd)  # as if not called yet
+            one.pulse("gateway.1", child.pid)
+            assert await child.wait() == -9  # so its pulse was read
+
+    asyncio.run(run())
