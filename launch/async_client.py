@@ -108,7 +108,7 @@ class AsyncClient:
         """Ends a request early; False if none of this name runs."""
         return (await self._wait_for(AbortRequest(request_id=request_id), AbortReply)).found
 
-    async def tokenize(self, prompt: str | None = None, **fields: Any) -> TokenizeReply:
+    async def tokenize(self, prompt: str | list[int] | None = None, **fields: Any) -> TokenizeReply:
         """The token ids of a prompt. `fields`: those of TokenizePromptRequest."""
         return await self._wait_for(TokenizePromptRequest(prompt=prompt, **fields), TokenizeReply)
 

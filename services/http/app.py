@@ -3,6 +3,7 @@
 import hmac
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,9 +17,12 @@ from penstock.services.http.errors import ApiError, answer_error
 from penstock.services.http.openapi import describe
 from penstock.services.http.page import Page
 from penstock.services.http.routes import Operation, Routes
+from penstock.services.http.schema import ApiRequest
 from penstock.services.http.service import Service
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+_MAX_ID = 128
+"""characters of X-Request-Id that a reply's id repeats"""
 _HANDLED = (ApiError, RequestError, HTTPException, ClientDisconnect, Exception)
 
 
@@ -47,10 +51,12 @@ def _route(operation: Operation, service: Service) -> Route:
     async def endpoint(request: Request) -> Response:
         if key and not operation.is_open:
             _check_key(request, key)
-        given: object = request.path_params
+        given: Any = request.path_params
         if operation.body:
             body = await read_body(request, config.max_request_bytes)
             given = decode_body(body, operation.body)
+            if isinstance(given, ApiRequest) and given.request_id is None:
+                given.request_id = request.headers.get("x-request-id", "")[:_MAX_ID] or None
         return await operation.run(given, request.receive)
 
     path = operation.path.replace("{model}", "{model:path}")

@@ -3,13 +3,15 @@
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import Struct
 from starlette.requests import Request
 
 from penstock.protocol.nesting import MAX_DEPTH, is_too_deep
 from penstock.protocol.sockets import UNREADABLE
 from penstock.services.http.errors import ApiError, explain
+from penstock.services.http.neutral_fields import without_neutral
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Struct)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -35,6 +37,7 @@ def decode_body(body: bytes, kind: type[T]) -> T:
             message = f"{name} is nested more than {MAX_DEPTH} levels deep, which is the limit"
             raise ApiError(400, message, name)
     given = {name: value for name, value in raw.items() if value is not None}
+    given = without_neutral(given, kind.__struct_fields__)
     try:
         return msgspec.convert(given, kind, str_keys=True)
     except msgspec.ValidationError as error:

@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from penstock.protocol.client import GenerateReply, TextDelta
-from penstock.services.http.convert import chat_fields
+from penstock.services.http.convert import chat_fields, truncated
 from penstock.services.http.generation import Generation
 from penstock.services.http.logprobs import chat_logprobs, prompt_logprobs
 from penstock.services.http.reasoning import ReasoningSplitter
@@ -28,12 +28,13 @@ from penstock.services.http.tool_calls import ContentPiece, Piece, ToolCallDelta
 
 async def chat(service: Service, request: ChatRequest, receive: Receive) -> Response:
     """Answers a conversation. Raises ApiError, RequestError, ClientDisconnect."""
-    question = chat_fields(request, service.tags_are_tokens)
+    question = truncated(chat_fields(request, service.tags_are_tokens), service.max_model_len)
     generation = Generation(service, "chatcmpl", request, [question])
     choices = [ChatChoice(index, request, service.starts_thinking) for index in range(request.n)]
     if request.stream:
         return generation.stream("chat.completion.chunk", choices)
     replies = await generation.replies(receive)
+    prompt_token_ids, *_ = await generation.prompt_token_ids()
     of_prompt = replies[0].prompt_logprobs
     return json_response(
         ChatReply(
@@ -44,6 +45,7 @@ async def chat(service: Service, request: ChatRequest, receive: Receive) -> Resp
             choices=[one.whole(reply) for one, reply in zip(choices, replies, strict=True)],
             usage=generation.usage(replies),
             prompt_logprobs=UNSET if of_prompt is None else prompt_logprobs(of_prompt),
+            prompt_token_ids=UNSET if prompt_token_ids is None else prompt_token_ids,
         )
     )
 
@@ -57,21 +59,27 @@ class ChatChoice:
         has_tools = bool(request.tools) and request.tool_choice != "none"
         self._parser = ToolCallParser() if has_tools else None
         self._may_call_twice = request.parallel_tool_calls
+        self._shows_reasoning = request.include_reasoning
+        self._shows_token_ids = request.return_token_ids
+        self._names_token_ids = request.return_tokens_as_token_ids
         self._has_begun = self._has_calls = False
+        self.prompt_token_ids: list[int] | None = None
 
     def grow(self, delta: TextDelta) -> Iterator[ChatChunk]:
         """Yields the role first, then at least one chunk for new tokens: empty `content` for tokens
-        without text, so that clients see when each token came. Logprobs are in the first chunk."""
+        without text, so that clients see when each token came. The first has what is one a token.
+        """
         if not self._has_begun:
             self._has_begun = True
             yield ChatChunk(index=self._index, delta=Delta(role="assistant", content=""))
         deltas = list(self._deltas(*self._splitter.feed(delta.text)))
-        logprobs = chat_logprobs(delta.logprobs)
+        logprobs = chat_logprobs(delta.logprobs, self._names_token_ids)
+        token_ids = delta.token_ids if self._shows_token_ids else UNSET
         if delta.token_ids and not deltas:
             deltas = [Delta(content="")]
         for one in deltas:
-            yield ChatChunk(index=self._index, delta=one, logprobs=logprobs)
-            logprobs = None
+            yield ChatChunk(index=self._index, delta=one, logprobs=logprobs, token_ids=token_ids)
+            logprobs, token_ids = None, UNSET
 
     def end(self, reply: GenerateReply) -> Iterator[ChatChunk]:
         """What was held back, and why it ends."""
@@ -99,13 +107,14 @@ class ChatChoice:
                 reasoning_content=reasoning or UNSET,
                 tool_calls=calls or UNSET,
             ),
-            logprobs=chat_logprobs(reply.logprobs),
+            logprobs=chat_logprobs(reply.logprobs, self._names_token_ids),
             finish_reason=self._finish_reason(reply),
             stop_reason=reply.stop_reason,
+            token_ids=reply.token_ids if self._shows_token_ids else UNSET,
         )
 
     def _deltas(self, reasoning: str, content: str) -> Iterator[Delta]:
-        if reasoning:
+        if reasoning and self._shows_reasoning:
             yield Delta(reasoning=reasoning, reasoning_content=reasoning)
         if self._parser:
             yield from map(self._delta, self._wanted(self._parser.feed(content)))

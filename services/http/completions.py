@@ -1,13 +1,14 @@
 """`/v1/completions`."""
 
 from collections.abc import Iterator
+from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive
 
 from penstock.protocol.client import GenerateReply, TextDelta
-from penstock.services.http.convert import completion_fields, prompts_of
+from penstock.services.http.convert import completion_fields, prompts_of, truncated
 from penstock.services.http.errors import ApiError
 from penstock.services.http.generation import Generation, gather
 from penstock.services.http.logprobs import completion_logprobs, first_token, prompt_logprobs
@@ -26,21 +27,21 @@ async def complete(service: Service, request: CompletionRequest, receive: Receiv
     prompts = prompts_of(request)
     if not prompts:
         raise ApiError(400, "prompt is empty", "prompt")
-    fields = completion_fields(request)
-    echoes = await _texts(service, prompts) if request.echo else [""] * len(prompts)
+    fields = truncated(completion_fields(request), service.max_model_len)
     questions = [{"prompt": prompt, **fields} for prompt in prompts]
+    echoes = await _texts(service, questions) if request.echo else [""] * len(prompts)
     generation = Generation(service, "cmpl", request, questions)
     choices = [
-        CompletionChoice(index, echo)
+        CompletionChoice(index, request, echo)
         for index, echo in enumerate(one for one in echoes for _ in range(request.n))
     ]
     if request.stream:
         return generation.stream("text_completion", choices)
     replies = await generation.replies(receive)
-    wholes = [
-        one.whole(reply, tells_prompt=request.prompt_logprobs is not None)
-        for one, reply in zip(choices, replies, strict=True)
-    ]
+    prompt_token_ids = await generation.prompt_token_ids()
+    for choice, token_ids in zip(choices, prompt_token_ids, strict=True):
+        choice.prompt_token_ids = token_ids
+    wholes = [one.whole(reply) for one, reply in zip(choices, replies, strict=True)]
     return json_response(
         CompletionReply(
             id=generation.id,
@@ -53,30 +54,45 @@ async def complete(service: Service, request: CompletionRequest, receive: Receiv
     )
 
 
-async def _texts(service: Service, prompts: list[str | list[int]]) -> list[str]:
-    async def text(prompt: str | list[int]) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        return await service.client.detokenize(prompt)
+async def _texts(service: Service, questions: list[dict[str, Any]]) -> list[str]:
+    """The texts of prompts, as far as they are not cut off. Raises RequestError."""
 
-    return await gather(text(prompt) for prompt in prompts)
+    async def text(prompt: str | list[int], **fields: Any) -> str:
+        if fields["truncate_prompt_tokens"] is not None:
+            names = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
+            options = {name: fields[name] for name in names}
+            prompt = (await service.client.tokenize(prompt, **options)).token_ids
+        return prompt if isinstance(prompt, str) else await service.client.detokenize(prompt)
+
+    return await gather(text(**question) for question in questions)
 
 
 class CompletionChoice:
-    """One answer, behind its prompt where that is echoed."""
+    """One answer, after its prompt where that is echoed."""
 
-    def __init__(self, index: int, echo: str) -> None:
+    def __init__(self, index: int, request: CompletionRequest, echo: str = "") -> None:
         self._index = index
         self._echo = echo
         self._num_chars = 0
+        self._shows_token_ids = request.return_token_ids
+        self._names_token_ids = request.return_tokens_as_token_ids
+        self._shows_prompt_logprobs = request.prompt_logprobs is not None
+        self.prompt_token_ids: list[int] | None = None
 
     def grow(self, delta: TextDelta) -> Iterator[CompletionChoiceReply]:
         """Yields one chunk for new tokens, even without text; the echo comes with the first."""
         text = delta.text if self._num_chars else self._echo + delta.text
-        logprobs = completion_logprobs(delta.logprobs, self._num_chars or len(self._echo))
+        offset = self._num_chars or len(self._echo)
+        logprobs = completion_logprobs(delta.logprobs, offset, names_ids=self._names_token_ids)
         self._num_chars += len(text)
         if text or delta.token_ids:
-            yield CompletionChoiceReply(index=self._index, text=text, logprobs=logprobs)
+            yield CompletionChoiceReply(
+                index=self._index,
+                text=text,
+                logprobs=logprobs,
+                token_ids=delta.token_ids if self._shows_token_ids else UNSET,
+                prompt_token_ids=self._take_prompt(),
+            )
 
     def end(self, reply: GenerateReply) -> Iterator[CompletionChoiceReply]:
         """Why it ends."""
@@ -87,20 +103,29 @@ class CompletionChoice:
             stop_reason=reply.stop_reason,
         )
 
-    def whole(self, reply: GenerateReply, tells_prompt: bool) -> CompletionChoiceReply:
-        """A whole answer; tells_prompt: with vLLM's logprobs of the prompt."""
-        of_prompt = reply.prompt_logprobs
+    def whole(self, reply: GenerateReply) -> CompletionChoiceReply:
+        """A whole answer, with vLLM's logprobs of the prompt where the client wants them."""
+        of_prompt = reply.prompt_logprobs if self._shows_prompt_logprobs else None
         return CompletionChoiceReply(
             index=self._index,
             text=self._echo + reply.text,
             logprobs=self._logprobs(reply),
             finish_reason=reply.finish_reason,
             stop_reason=reply.stop_reason,
-            prompt_logprobs=prompt_logprobs(of_prompt) if tells_prompt and of_prompt else UNSET,
+            prompt_logprobs=prompt_logprobs(of_prompt) if of_prompt else UNSET,
+            token_ids=reply.token_ids if self._shows_token_ids else UNSET,
+            prompt_token_ids=self._take_prompt(),
         )
 
+    def _take_prompt(self) -> list[int] | UnsetType:
+        """In the first piece only."""
+        taken, self.prompt_token_ids = self.prompt_token_ids, None
+        return UNSET if taken is None else taken
+
     def _logprobs(self, reply: GenerateReply) -> CompletionLogprobs | None:
+        names_ids = self._names_token_ids
         if reply.logprobs is None or not self._echo or not reply.prompt_logprobs:
-            return completion_logprobs(reply.logprobs, len(self._echo))
+            return completion_logprobs(reply.logprobs, len(self._echo), names_ids=names_ids)
         first = first_token(self._echo, reply.prompt_logprobs)
-        return completion_logprobs([*reply.prompt_logprobs[1:], *reply.logprobs], 0, first)
+        tokens = [*reply.prompt_logprobs[1:], *reply.logprobs]
+        return completion_logprobs(tokens, 0, first, names_ids)

@@ -7,10 +7,9 @@ import msgspec
 from penstock.protocol.client import ChatMessage
 from penstock.protocol.sampling import SamplingParams
 from penstock.protocol.sockets import UNREADABLE
-from penstock.protocol.structured import StructuredOutputs
 from penstock.services.http.body import decode_json
 from penstock.services.http.errors import ApiError
-from penstock.services.http.forced import forced_call
+from penstock.services.http.forced import offered_tools
 from penstock.services.http.schema import (
     ApiRequest,
     ChatRequest,
@@ -20,13 +19,13 @@ from penstock.services.http.schema import (
     Tool,
     ToolCall,
 )
+from penstock.services.http.structured import forced_outputs, structured_outputs
 
-_GUIDED = ("json", "regex", "choice", "grammar")
 _SAME = [
     name
     for name in SamplingParams.__struct_fields__
     if name not in ("n", "logprobs", "structured_outputs")
-]
+] + ["add_special_tokens", "truncate_prompt_tokens", "truncation_side", "cache_salt"]
 """fields that are passed on as they are"""
 
 
@@ -38,15 +37,17 @@ def chat_fields(request: ChatRequest, tags_are_tokens: bool = False) -> dict[str
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     fields["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
+    for name in ("chat_template", "add_generation_prompt", "continue_final_message"):
+        fields[name] = getattr(request, name)
     fields["chat_template_kwargs"] = request.chat_template_kwargs
     if request.reasoning_effort == "none":
         fields["chat_template_kwargs"] = {"enable_thinking": False, **request.chat_template_kwargs}
     if request.tool_choice != "none":
-        fields["tools"] = template_tools(request.tools)
-    if grammar := forced_call(request, tags_are_tokens):
+        fields["tools"] = template_tools(offered_tools(request))
+    if forced := forced_outputs(request, tags_are_tokens):
         if fields["structured_outputs"]:
             raise ApiError(400, "tool_choice forces a call: the text is given", "tool_choice")
-        fields["structured_outputs"] = _checked({"grammar": grammar}, "tools")
+        fields["structured_outputs"] = forced
     return fields
 
 
@@ -56,11 +57,14 @@ def completion_fields(request: CompletionRequest) -> dict[str, Any]:
         raise ApiError(
             400, "suffix is not supported: the model writes on, not in between", "suffix"
         )
-    if request.best_of not in (None, request.n):
-        sentence = f"best_of is {request.best_of}; what differs from n is not supported"
-        raise ApiError(400, sentence, "best_of")
     fields = _sampling_fields(request)
     fields["logprobs"] = request.logprobs
+    if request.max_tokens == 0:
+        if not request.echo:
+            raise ApiError(
+                400, "max_tokens: got 0, expected 1 or more, or echo: true", "max_tokens"
+            )
+        fields["max_tokens"] = 1  # it is left out of the reply
     if request.echo and request.logprobs is not None:
         if request.stream:
             raise ApiError(400, "echo with logprobs can't be streamed", "stream")
@@ -103,46 +107,21 @@ def template_tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
 def _sampling_fields(request: ApiRequest) -> dict[str, Any]:
     if request.prompt_logprobs is not None and request.stream:
         raise ApiError(400, "prompt_logprobs can't be streamed", "prompt_logprobs")
+    if request.best_of not in (None, request.n):
+        sentence = f"best_of is {request.best_of}; what differs from n is not supported"
+        raise ApiError(400, sentence, "best_of")
+    if request.truncate_prompt_tokens == 0:
+        sentence = "truncate_prompt_tokens: got 0, expected -1 or more than 0"
+        raise ApiError(400, sentence, "truncate_prompt_tokens")
     fields = {name: getattr(request, name) for name in _SAME}
     return fields | {"structured_outputs": structured_outputs(request)}
 
 
-def structured_outputs(request: ApiRequest) -> StructuredOutputs | None:
-    """What the text must match, from whichever field says it. Raises ApiError if two do."""
-    given = {
-        "structured_outputs": request.structured_outputs,
-        "response_format": _response_format(request),
-        **{f"guided_{kind}": _guided(request, kind) for kind in _GUIDED},
-    }
-    names = [name for name, value in given.items() if value]
-    if len(names) > 1:
-        raise ApiError(400, f"give one of {' and '.join(names)}", names[1])
-    return given[names[0]] if names else None
-
-
-def _guided(request: ApiRequest, kind: str) -> StructuredOutputs | None:
-    field = f"guided_{kind}"
-    value = getattr(request, field)
-    return None if value is None else _checked({kind: value}, field)
-
-
-def _checked(given: dict[str, Any], field: str) -> StructuredOutputs:
-    """Raises ApiError for what `StructuredOutputs` refuses, naming the request's field."""
-    try:
-        return msgspec.convert(given, StructuredOutputs)
-    except msgspec.ValidationError as error:
-        raise ApiError(400, f"{field}: {error}", field) from error
-
-
-def _response_format(request: ApiRequest) -> StructuredOutputs | None:
-    given = request.response_format
-    if given is None or given.type == "text":
-        return None
-    if given.type == "json_object":
-        return StructuredOutputs(json_object=True)
-    if given.json_schema is None or given.json_schema.schema is None:
-        raise ApiError(400, "response_format.json_schema.schema is missing", "response_format")
-    return _checked({"json": given.json_schema.schema}, "response_format")
+def truncated(fields: dict[str, Any], max_model_len: int) -> dict[str, Any]:
+    """`fields` with the number of tokens that `truncate_prompt_tokens: -1` stands for."""
+    if fields["truncate_prompt_tokens"] == -1:
+        fields["truncate_prompt_tokens"] = max(1, max_model_len - (fields["max_tokens"] or 1))
+    return fields
 
 
 def _text(content: str | list[ContentPart] | None, path: str) -> str:

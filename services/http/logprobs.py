@@ -1,5 +1,7 @@
 """Logprobs in the shapes of chats, completions and vLLM's prompts."""
 
+from itertools import accumulate
+
 from penstock.protocol.logprobs import Logprob, TokenLogprobs
 from penstock.services.http.replies import (
     ChatLogprob,
@@ -15,16 +17,16 @@ Logprobs = list[TokenLogprobs | None] | None
 _UNKNOWN = ChatLogprob(token="", logprob=-9999.0, bytes=None, top_logprobs=[])
 
 
-def chat_logprobs(tokens: Logprobs) -> ChatLogprobs | None:
-    """Of the tokens of a chat's answer."""
+def chat_logprobs(tokens: Logprobs, names_ids: bool = False) -> ChatLogprobs | None:
+    """Of the tokens of a chat's answer. names_ids: as in `_name`."""
     if tokens is None:
         return None
     content = [
         ChatLogprob(
-            token=one.token,
+            token=_name(one, names_ids),
             logprob=one.logprob,
             bytes=one.bytes,
-            top_logprobs=[_top(other) for other in one.top],
+            top_logprobs=[_top(other, names_ids) for other in one.top],
         )
         if one
         else _UNKNOWN
@@ -33,34 +35,39 @@ def chat_logprobs(tokens: Logprobs) -> ChatLogprobs | None:
     return ChatLogprobs(content=content)
 
 
-def _top(one: Logprob) -> TopLogprob:
-    return TopLogprob(token=one.token, logprob=one.logprob, bytes=one.bytes)
+def _name(one: Logprob, names_ids: bool) -> str:
+    """A token's text, or, with names_ids, `token_id:N`, which is another one for each token."""
+    return f"token_id:{one.token_id}" if names_ids else one.token
+
+
+def _top(one: Logprob, names_ids: bool) -> TopLogprob:
+    return TopLogprob(token=_name(one, names_ids), logprob=one.logprob, bytes=one.bytes)
 
 
 def completion_logprobs(
-    tokens: Logprobs, offset: int, first: str | None = None
+    tokens: Logprobs, offset: int, first: str | None = None, names_ids: bool = False
 ) -> CompletionLogprobs | None:
     """Of the tokens of a text that begins `offset` characters behind the start of the choice's.
 
-    first: the text of a token before them, of which nothing is known.
+    first: the text of a token before them, of which nothing is known. names_ids: as in `_name`.
     """
     if tokens is None:
         return None
     rows: list[tuple[str, float | None, dict[str, float] | None]] = []
+    lengths: list[int] = []
     if first is not None:
         rows.append((first, None, None))
+        lengths.append(len(first))
     for one in tokens:
+        lengths.append(len(one.token) if one else 0)
         if one is None:
             rows.append(("", None, None))
             continue
-        top = {other.token: other.logprob for other in reversed([*one.top, one])}
-        rows.append((one.token, one.logprob, top))
-    offsets = []
-    for token, *_ in rows:
-        offsets.append(offset)
-        offset += len(token)
+        both = reversed([*one.top, one])
+        top = {_name(other, names_ids): other.logprob for other in both}
+        rows.append((_name(one, names_ids), one.logprob, top))
     return CompletionLogprobs(
-        text_offset=offsets,
+        text_offset=list(accumulate(lengths[:-1], initial=offset)) if rows else [],
         tokens=[token for token, _, _ in rows],
         token_logprobs=[logprob for _, logprob, _ in rows],
         top_logprobs=[top for _, _, top in rows],

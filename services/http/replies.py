@@ -44,7 +44,7 @@ class Usage(Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
 
 
 class TopLogprob(Struct, kw_only=True):
@@ -123,6 +123,7 @@ class ChatChoiceReply(Struct, kw_only=True):
     finish_reason: str
     stop_reason: StopReason
     """vLLM's: which of `stop` or `stop_token_ids` ended it"""
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatReply(Struct, kw_only=True):
@@ -135,6 +136,7 @@ class ChatReply(Struct, kw_only=True):
     choices: list[ChatChoiceReply]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Delta(Struct, kw_only=True, omit_defaults=True):
@@ -155,6 +157,7 @@ class ChatChunk(Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: StopReason | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionChoiceReply(Struct, kw_only=True):
@@ -166,6 +169,8 @@ class CompletionChoiceReply(Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: StopReason | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionReply(Struct, kw_only=True):

@@ -131,6 +131,10 @@ class Routes:
             messages=chat_messages(body.messages) if body.messages else None,
             tools=template_tools(body.tools),
             chat_template_kwargs=body.chat_template_kwargs,
+            chat_template=body.chat_template,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            add_special_tokens=body.add_special_tokens,
         )
         return json_response(
             TokenizeResult(

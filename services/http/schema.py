@@ -1,13 +1,14 @@
-"""What may be asked: OpenAI's requests, with vLLM's additions.
+"""Requests: OpenAI's, with the additions of vLLM and SGLang.
 
-A field that is null is as one that is not there. Unknown fields are refused where a request would
-be answered otherwise than its sender thinks; those known to change nothing are taken.
+A field that is null is as one that is not there. `neutral_fields.py` has the fields that are
+accepted with values that change nothing; all others are refused.
 """
 
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from penstock.protocol.client import CacheSalt, RequestId
 from penstock.protocol.sampling import NumLogprobs, Positive, SamplingParams, TokenId
 
 MAX_N = 128
@@ -17,7 +18,9 @@ class StreamOptions(Struct, kw_only=True, frozen=True):
     """How to stream."""
 
     include_usage: bool = False
-    """the last piece tells how many tokens there were"""
+    """the last chunk has the numbers of tokens"""
+    continuous_usage_stats: bool = False
+    """every chunk has the numbers of tokens so far"""
 
 
 class JsonSchema(Struct, kw_only=True):
@@ -46,6 +49,21 @@ class ApiRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    regex: str | None = None
+    """SGLang's names: of `guided_regex`, and of `guided_json`:"""
+    json_schema: Any | None = None
+    best_of: int | None = None
+    """what differs from `n` is refused"""
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    """keep N tokens of a longer prompt; -1: as many as leave room for `max_tokens`"""
+    truncation_side: Literal["left", "right"] = "left"
+    cache_salt: CacheSalt | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    """logprobs name tokens `token_id:N`"""
+    request_id: RequestId | None = None
+    """part of the reply's `id`; the header X-Request-Id is used where it is missing"""
     user: str | None = None
     """this and the following change nothing"""
     store: bool | None = None
@@ -112,11 +130,23 @@ class FunctionName(Struct, kw_only=True):
     name: str
 
 
-class NamedTool(Struct, kw_only=True):
+class NamedTool(Struct, kw_only=True, tag_field="type", tag="function"):
     """The function that must be called."""
 
-    type: Literal["function"]
     function: FunctionName
+
+
+class AllowedToolSet(Struct, kw_only=True):
+    """Tools of which the model may call one (`auto`) or must (`required`)."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=128)]
+
+
+class AllowedTools(Struct, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """A choice of the request's tools."""
+
+    allowed_tools: AllowedToolSet
 
 
 Tools = Annotated[list[Tool], Meta(max_length=128)]
@@ -132,9 +162,15 @@ class ChatRequest(ApiRequest, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: Positive | None = None
     """the new name of `max_tokens`"""
     tools: Tools = field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+    """a Jinja template in place of the model's; needs `--trust-request-chat-template`"""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    """the answer continues the last message"""
+    include_reasoning: bool = True
     reasoning_effort: str | None = None
     """`none`: no thinking; the model knows no other grades"""
 
@@ -143,10 +179,9 @@ class CompletionRequest(ApiRequest, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
-    max_tokens: Positive | None = 16
+    max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = 16
+    """0, with `echo`: nothing but the prompt"""
     echo: bool = False
-    best_of: int | None = None
-    """what differs from `n` is refused"""
     suffix: str | None = None
     """refused"""
 
@@ -159,8 +194,10 @@ class TokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
     messages: Conversation | None = None
     tools: Tools = field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    add_special_tokens: bool = True
-    """Qwen3 has none to add"""
+    chat_template: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
 
 
 class DetokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -1,5 +1,6 @@
 """Completions over HTTP."""
 
+import json
 from typing import Any
 
 import httpx
@@ -68,3 +69,73 @@ def test_best_of_and_suffix_are_refused(api: Api) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             api.complete(**fields)
         assert caught.value.param == next(iter(fields))
+
+
+def test_nothing_but_the_echo(http: httpx.Client) -> None:
+    body = {"prompt": COUNT, "max_tokens": 0, "echo": True, "logprobs": 1}
+    reply = http.post("/v1/completions", json=body).json()
+    (choice,) = reply["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (COUNT, "length")
+    assert "".join(choice["logprobs"]["tokens"]) == COUNT
+    assert reply["usage"]["completion_tokens"] == 0
+    del body["logprobs"]
+    chunks = streamed(http, "/v1/completions", body | {"stream_options": {"include_usage": True}})
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == COUNT
+    assert chunks[-1]["usage"]["completion_tokens"] == 0
+
+
+def test_token_ids(http: httpx.Client) -> None:
+    body = {"prompt": [COUNT, "17+25="], "max_tokens": 50, "return_token_ids": True}
+    choices = http.post("/v1/completions", json=body).json()["choices"]
+    assert [bytes(one["prompt_token_ids"]).decode() for one in choices] == body["prompt"]
+    assert bytes(one for one in choices[0]["token_ids"] if one < 256).decode() == COUNTED
+    *chunks, _ = streamed(http, "/v1/completions", body | {"prompt": COUNT})
+    token_ids = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
+    assert token_ids == choices[0]["token_ids"]
+    first, *others = (chunk["choices"][0].get("prompt_token_ids") for chunk in chunks)
+    assert bytes(first).decode() == COUNT
+    assert not any(others)
+
+
+def test_usage_in_every_chunk(http: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": COUNT, "max_tokens": 50, "stream_options": options}
+    *usages, last = [chunk["usage"] for chunk in streamed(http, "/v1/completions", body)]
+    assert {one["prompt_tokens"] for one in usages} == {len(COUNT)}
+    counts = [one["completion_tokens"] for one in usages]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (1, last["completion_tokens"])
+
+
+def test_a_long_prompt_is_truncated(http: httpx.Client) -> None:
+    body = {"prompt": "x" * 9000 + COUNT, "truncate_prompt_tokens": len(COUNT), "max_tokens": 50}
+    reply = http.post("/v1/completions", json=body | {"echo": True}).json()
+    assert reply["choices"][0]["text"] == COUNT + COUNTED
+    reply = http.post("/v1/completions", json=body | {"truncate_prompt_tokens": -1}).json()
+    assert reply["usage"]["prompt_tokens"] == 4096 - 50
+
+
+def test_the_reply_has_the_id_of_the_request(http: httpx.Client) -> None:
+    """Two at once may have the same."""
+    body = {"prompt": COUNT, "request_id": "mine"}
+    ids = [http.post("/v1/completions", json=body).json()["id"] for _ in range(2)]
+    assert ids == ["cmpl-mine"] * 2
+    headers = {"X-Request-Id": "theirs"}
+    reply = http.post("/v1/completions", json={"prompt": COUNT}, headers=headers).json()
+    assert reply["id"] == "cmpl-theirs"
+
+
+def test_a_salt_keeps_the_cache_apart(http: httpx.Client) -> None:
+    def cached(**fields: str) -> int:
+        body = {"prompt": "salt" * 40, "max_tokens": 1, **fields}
+        usage = http.post("/v1/completions", json=body).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    cold, other, same, unsalted = cached(), cached(cache_salt="a"), cached(cache_salt="a"), cached()
+    assert cold == other == 0
+    assert same == unsalted > 0
+
+
+def streamed(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    lines = http.post(path, json=body | {"stream": True}).text.split("\n\n")
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]

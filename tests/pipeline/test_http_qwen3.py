@@ -4,9 +4,10 @@ import json
 from typing import Any
 
 import jsonschema
+import openai
 import pytest
 
-from tests.pipeline.http_api import COUNTED, SCHEMA, TOOL, Api, api, content_of, url
+from tests.pipeline.http_api import COUNT_MESSAGES, COUNTED, SCHEMA, TOOL, Api, api, content_of, url
 
 __all__ = ["api", "url"]
 """fixtures"""
@@ -57,6 +58,40 @@ def test_forced_tools(api: Api, choice: Any) -> None:
     deltas = [chunk.choices[0].delta for chunk in api.chat(**fields, stream=True)]
     pieces = [piece for delta in deltas for piece in delta.tool_calls or []]
     assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments
+
+
+def test_a_schema_that_is_refused_is_named_as_it_was_sent(api: Api) -> None:
+    schema = {"type": "array", "uniqueItems": True}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    given = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    for fields, path in (
+        ({"response_format": given}, "response_format.json_schema.schema"),
+        ({"tools": [TOOL, tool], "tool_choice": "required"}, "tools"),
+        ({"tools": [tool], "tool_choice": "required"}, "tools[0].function.parameters"),
+    ):
+        with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+            api.chat(**fields)
+        assert caught.value.param == path
+        assert caught.value.body["message"].startswith(path)  # type: ignore[index]
+
+
+def test_a_final_message_is_continued(api: Api) -> None:
+    messages = [*COUNT_MESSAGES, {"role": "assistant", "content": COUNTED[:7]}]
+    extra = {"continue_final_message": True, "return_token_ids": True}
+    reply = api.chat(messages, extra_body=extra)
+    assert reply.choices[0].message.content == COUNTED[7:]
+    assert bytes(reply.choices[0].token_ids[:-1]).decode() == COUNTED[7:]
+    first, *others = api.chat(messages, extra_body=extra, stream=True)
+    assert first.prompt_token_ids == reply.prompt_token_ids
+    token_ids = [one for chunk in others for one in getattr(chunk.choices[0], "token_ids", [])]
+    assert token_ids == reply.choices[0].token_ids
+    with pytest.raises(openai.BadRequestError, match="both true"):
+        api.chat(messages, extra_body=extra | {"add_generation_prompt": True})
+
+
+def test_templates_of_requests_are_refused(api: Api) -> None:
+    with pytest.raises(openai.BadRequestError, match="--trust-request-chat-template"):
+        api.chat(extra_body={"chat_template": "{{ messages[0].content }}"})
 
 
 def test_no_tools(api: Api) -> None:

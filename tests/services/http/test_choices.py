@@ -4,15 +4,22 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import UNSET
 
 from penstock.protocol.client import FinishReason, GenerateReply, TextDelta, Usage
 from penstock.protocol.logprobs import Logprob, TokenLogprobs
 from penstock.services.http.chat import ChatChoice
 from penstock.services.http.completions import CompletionChoice
-from penstock.services.http.logprobs import completion_logprobs, first_token, prompt_logprobs
+from penstock.services.http.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    first_token,
+    prompt_logprobs,
+)
 from penstock.services.http.replies import ENCODER, ChatChoiceReply
-from penstock.services.http.schema import ChatRequest, Function, Message, Tool
+from penstock.services.http.schema import ChatRequest, CompletionRequest, Function, Message, Tool
 
+COMPLETION = CompletionRequest(prompt="a")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
@@ -58,13 +65,13 @@ def joined(chunks: list[dict[str, Any]], field: str) -> str:
 
 def test_the_reason_of_a_stop_is_reported_as_by_vllm() -> None:
     ended = reply("hello", stop_reason="!")
-    for choice in (ChatChoice(0, request(), starts_thinking=False), CompletionChoice(0, "")):
+    for choice in (ChatChoice(0, request(), starts_thinking=False), CompletionChoice(0, COMPLETION)):
         first, *_ = choice.grow(delta("hello"))
         *_, last = choice.end(ended)
         assert "stop_reason" not in msgspec.json.decode(ENCODER.encode(first))
         assert last.stop_reason == "!"
     assert whole("hello", request()).stop_reason is None
-    assert CompletionChoice(0, "").whole(ended, tells_prompt=False).stop_reason == "!"
+    assert CompletionChoice(0, COMPLETION).whole(ended).stop_reason == "!"
 
 
 def test_the_role_comes_first_and_the_reason_last() -> None:
@@ -156,9 +163,46 @@ def test_logprobs_are_told_where_the_text_is_held_back() -> None:
     assert chunks[1].delta.content == ""
 
 
+def test_reasoning_is_left_out_where_it_is_not_wanted() -> None:
+    asked = request(include_reasoning=False)
+    text = "<think>\nhm\n</think>\n\nanswer"
+    assert joined(streamed(text, asked), "reasoning") == ""
+    assert joined(streamed(text, asked), "content") == "answer"
+    message = ENCODER.encode(whole(text, asked).message)
+    assert msgspec.json.decode(message) == {"role": "assistant", "content": "answer"}
+
+
+def test_token_ids() -> None:
+    """Of each piece of a stream once, whatever the pieces of its text are."""
+    choice = ChatChoice(0, request(return_token_ids=True), starts_thinking=False)
+    chunks = list(choice.grow(delta("<think>\nhm\n</think>\n\nanswer")))
+    assert [chunk.token_ids for chunk in chunks] == [UNSET, [1], UNSET]
+    assert choice.whole(reply("a")).token_ids == []
+    asked = CompletionRequest(prompt="a", return_token_ids=True)
+    completion = CompletionChoice(0, asked)
+    completion.prompt_token_ids = [7, 8]
+    pieces = [piece for _ in range(2) for piece in completion.grow(delta("x"))]
+    assert [piece.token_ids for piece in pieces] == [[1], [1]]
+    assert [piece.prompt_token_ids for piece in pieces] == [[7, 8], UNSET]
+
+
+def test_tokens_named_by_their_ids() -> None:
+    other = Logprob(token_id=1, token="b", logprob=-2.0, bytes=[98])  # noqa: S106
+    tokens = [logprob("a", -1.0, other), None]
+    of_chat = chat_logprobs(tokens, names_ids=True)
+    assert of_chat
+    assert of_chat.content[0].token == "token_id:97"  # noqa: S105
+    assert of_chat.content[0].top_logprobs[0].token == "token_id:1"  # noqa: S105
+    of_completion = completion_logprobs(tokens, 3, names_ids=True)
+    assert of_completion
+    assert of_completion.tokens == ["token_id:97", ""]
+    assert of_completion.top_logprobs[0] == {"token_id:97": -1.0, "token_id:1": -2.0}
+    assert of_completion.text_offset == [3, 4]
+
+
 def test_each_token_is_seen_in_a_stream() -> None:
     """Benchmarks time tokens by chunks, also of a token without text: half a character, EOS."""
-    choice, text = ChatChoice(0, request(), starts_thinking=False), CompletionChoice(0, "")
+    choice, text = ChatChoice(0, request(), starts_thinking=False), CompletionChoice(0, COMPLETION)
     for piece in ("", "a", ""):
         *_, chunk = choice.grow(delta(piece))
         assert chunk.delta.content == piece
@@ -169,7 +213,7 @@ def test_each_token_is_seen_in_a_stream() -> None:
 
 
 def test_an_echo_comes_with_the_first_piece() -> None:
-    choice = CompletionChoice(3, "2+2=")
+    choice = CompletionChoice(3, COMPLETION, "2+2=")
     assert [one.text for one in choice.grow(delta("4"))] == ["2+2=4"]
     assert [one.text for one in choice.grow(delta("!"))] == ["!"]
     (last,) = choice.end(reply("4!"))
@@ -178,8 +222,8 @@ def test_an_echo_comes_with_the_first_piece() -> None:
 
 def test_logprobs_of_an_echo() -> None:
     of_prompt = [None, logprob("b", -0.5)]
-    whole = CompletionChoice(0, "ab").whole(
-        reply("c", logprobs=[logprob("c")], prompt_logprobs=of_prompt), tells_prompt=False
+    whole = CompletionChoice(0, COMPLETION, "ab").whole(
+        reply("c", logprobs=[logprob("c")], prompt_logprobs=of_prompt)
     )
     assert whole.text == "abc"
     assert whole.logprobs
@@ -190,7 +234,7 @@ def test_logprobs_of_an_echo() -> None:
 
 
 def test_offsets_go_on_behind_what_was_sent() -> None:
-    choice = CompletionChoice(0, "")
+    choice = CompletionChoice(0, COMPLETION)
     for text, offset in (("ab", 0), ("c", 2)):
         (piece,) = choice.grow(delta(text, logprobs=[logprob(text[0])]))
         assert piece.logprobs

@@ -6,22 +6,18 @@ import msgspec
 import pytest
 
 from penstock.protocol.client import ChatMessage, GenerateRequest
-from penstock.protocol.structured import StructuredOutputs
 from penstock.services.http.body import decode_body
 from penstock.services.http.convert import (
     chat_fields,
     chat_messages,
     completion_fields,
     prompts_of,
+    truncated,
 )
 from penstock.services.http.errors import ApiError
 from penstock.services.http.schema import ChatRequest, CompletionRequest
 
 USER = {"role": "user", "content": "hi"}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-LARGE = {"title": "a" * 100_000}
-LARGE_TOOL = {"type": "function", "function": {"name": "f", "parameters": LARGE}}
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -138,85 +134,6 @@ def test_images_are_refused() -> None:
     assert error.param == "messages"
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"response_format": {"type": "text"}}, None),
-        ({"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
-            StructuredOutputs(json=SCHEMA),
-        ),
-        ({"guided_json": SCHEMA}, StructuredOutputs(json=SCHEMA)),
-        ({"guided_regex": "a+"}, StructuredOutputs(regex="a+")),
-        ({"guided_choice": ["a", "b"]}, StructuredOutputs(choice=["a", "b"])),
-        ({"guided_grammar": "start: A"}, StructuredOutputs(grammar="start: A")),
-        ({"structured_outputs": {"regex": "a"}}, StructuredOutputs(regex="a")),
-    ],
-)
-def test_structured_outputs(given: dict[str, Any], expected: StructuredOutputs | None) -> None:
-    assert chat_fields(chat(**given))["structured_outputs"] == expected
-    assert completion_fields(completion(**given))["structured_outputs"] == expected
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ({"guided_json": 1.5}, "guided_json: json is '1.5'; a JSON schema is a map"),
-        ({"guided_json": "{"}, "guided_json: json is a text that is no JSON"),
-        ({"guided_regex": ""}, "guided_regex: Expected `str` of length >= 1"),
-        ({"guided_choice": []}, "guided_choice: Expected `array` of length >= 1"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": LARGE}}},
-            "response_format: json has 100012 bytes; the limit is",
-        ),
-        ({"tools": [LARGE_TOOL], "tool_choice": "required"}, "tools: grammar has"),
-    ],
-)
-def test_what_is_no_grammar_is_refused(given: dict[str, Any], sentence: str) -> None:
-    error = refusal(chat_fields, chat(**given))
-    assert error.status == 400
-    assert error.body.error.message.startswith(sentence)
-    assert error.body.error.param == sentence.partition(":")[0]
-
-
-def test_one_structure_is_enough() -> None:
-    error = refusal(chat_fields, chat(guided_regex="a", guided_choice=["a"]))
-    assert error.body.error.message == "give one of guided_regex and guided_choice"
-
-
-def test_a_schema_must_be_there() -> None:
-    refusal(chat_fields, chat(response_format={"type": "json_schema", "json_schema": {}}))
-
-
-def test_tools() -> None:
-    assert chat_fields(chat(tools=[TOOL]))["tools"] == [TOOL]
-    assert "tools" not in chat_fields(chat(tools=[TOOL], tool_choice="none"))
-    assert chat_fields(chat(tools=[TOOL]))["structured_outputs"] is None
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-def test_forced_tools_are_a_grammar(choice: Any) -> None:
-    grammar = chat_fields(chat(tools=[TOOL], tool_choice=choice))["structured_outputs"].grammar
-    assert '"name":{"const":"f"}' in grammar
-    assert "*" in grammar if choice == "required" else "*" not in grammar
-    assert 'tool_call: "<tool_call>" "' in grammar
-    grammar = chat_fields(chat(tools=[TOOL], tool_choice=choice), tags_are_tokens=True)
-    assert 'tool_call: <tool_call> "' in grammar["structured_outputs"].grammar
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"tool_choice": "required"},
-        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
-        {"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"},
-    ],
-)
-def test_calls_that_can_not_be_forced(given: dict[str, Any]) -> None:
-    assert refusal(chat_fields, chat(**given)).body.error.param == "tool_choice"
-
-
 def test_thinking() -> None:
     kwargs = {"enable_thinking": True}
     assert chat_fields(chat(chat_template_kwargs=kwargs))["chat_template_kwargs"] == kwargs
@@ -249,6 +166,8 @@ def test_prompts_are_not_mixed() -> None:
         ({"best_of": 2}, "best_of"),
         ({"echo": True, "logprobs": 1, "stream": True}, "stream"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
 )
 def test_refused_in_completions(given: dict[str, Any], param: str) -> None:
@@ -257,6 +176,34 @@ def test_refused_in_completions(given: dict[str, Any], param: str) -> None:
 
 def test_best_of_n_is_n() -> None:
     completion_fields(completion(best_of=2, n=2, suffix=""))
+
+
+def test_an_echo_alone_generates_one_token() -> None:
+    assert completion_fields(completion(max_tokens=0, echo=True))["max_tokens"] == 1
+
+
+def test_fields_of_prompts_are_passed_on() -> None:
+    given = {"add_special_tokens": True, "truncation_side": "right", "cache_salt": "s"}
+    for fields in (chat_fields(chat(**given)), completion_fields(completion(**given))):
+        assert {name: fields[name] for name in given} == given
+    of_chats = {"chat_template": "x", "add_generation_prompt": False}
+    fields = chat_fields(chat(**of_chats, continue_final_message=True))
+    assert {name: fields[name] for name in of_chats} == of_chats
+    assert GenerateRequest(**fields).continue_final_message
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"truncate_prompt_tokens": 7}, 7),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 10}, 90),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 1000}, 1),
+        ({}, None),
+    ],
+)
+def test_prompts_are_truncated_to_what_leaves_room(given: dict[str, Any], kept: int | None) -> None:
+    fields = truncated(completion_fields(completion(**given)), max_model_len=100)
+    assert fields["truncate_prompt_tokens"] == kept
 
 
 def test_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
