@@ -51,7 +51,7 @@ class ChatTemplate:
             config = _tokenizer_config(folder / "tokenizer_config.json")
             file = folder / "chat_template.jinja"
             source = file.read_text() if file.exists() else config.get("chat_template")
-            self._template = source and _environment().from_string(source)
+            self._template: Any = source and _environment().from_string(source)
         except (OSError, msgspec.MsgspecError, TemplateError, TypeError) as error:
             raise ModelError(f"the chat template of {folder} can't be read: {error}") from error
         self._special_tokens = {
@@ -66,9 +66,7 @@ class ChatTemplate:
         A template without tools leaves them out.
         """
         template = self._template
-        if request.chat_template is not None:
-            template = _compile(request.chat_template)
-        if not template:
+        if not template and request.chat_template is None:
             raise ChatTemplateError("the model has no chat template; give a prompt")
         continues, kwargs = request.continue_final_message, request.chat_template_kwargs
         adds_prompt = request.add_generation_prompt
@@ -77,6 +75,8 @@ class ChatTemplate:
             messages[-1]["content"] += _END_OF_FINAL_MESSAGE
         try:
             with time_limit(MAX_RENDER_SECONDS):
+                if request.chat_template is not None:
+                    template = _compile(request.chat_template)
                 text = template.render(
                     {
                         **self._special_tokens,
@@ -94,6 +94,8 @@ class ChatTemplate:
                 f"messages: the chat template took more than {MAX_RENDER_SECONDS:g} s to render "
                 "them, which is the limit; send fewer or shorter ones"
             ) from None
+        except ChatTemplateError:
+            raise
         except _REFUSALS as error:
             raise ChatTemplateError(f"the chat template refused messages: {error}") from error
         return _cut(text) if continues else text

@@ -65,7 +65,10 @@ def joined(chunks: list[dict[str, Any]], field: str) -> str:
 
 def test_the_reason_of_a_stop_is_reported_as_by_vllm() -> None:
     ended = reply("hello", stop_reason="!")
-    for choice in (ChatChoice(0, request(), starts_thinking=False), CompletionChoice(0, COMPLETION)):
+    for choice in (
+        ChatChoice(0, request(), starts_thinking=False),
+        CompletionChoice(0, COMPLETION),
+    ):
         first, *_ = choice.grow(delta("hello"))
         *_, last = choice.end(ended)
         assert "stop_reason" not in msgspec.json.decode(ENCODER.encode(first))
