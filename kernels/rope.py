@@ -6,6 +6,9 @@ blocks (Kwon et al. 2023, https://arxiv.org/abs/2309.06180). RoPE is from Su et 
 i + head_dim / 2.
 """
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,14 +17,51 @@ from penstock.kernels.kv_cache import KVCache
 from penstock.kernels.norm import rms_norm
 
 
-def rope_table(head_dim: int, num_positions: int, base: float) -> Tensor:
+class Yarn(NamedTuple):
+    """YaRN's parameters (Peng et al. 2023, https://arxiv.org/abs/2309.00071)."""
+
+    factor: float
+    """by which slow frequencies are divided"""
+    original_positions: int
+    """that the model was trained with"""
+    beta_fast: float
+    """turns in these positions from which on a frequency is kept"""
+    beta_slow: float
+    """turns in these positions up to which a frequency is divided by `factor`"""
+    truncate: bool
+    """the ramp between begins and ends at whole features"""
+    attention_factor: float
+    """of cosines and sines"""
+
+
+def rope_table(head_dim: int, num_positions: int, base: float, yarn: Yarn | None = None) -> Tensor:
     """Cosines, then sines, of every position: float32 [num_positions, head_dim]."""
     if head_dim % 2:
         raise ValueError(f"head_dim {head_dim} is odd; RoPE rotates pairs")
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    positions = torch.arange(num_positions, dtype=torch.float32)
-    angles = torch.outer(positions, 1.0 / base**exponents)
-    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+    wavelengths = base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    frequencies = 1.0 / wavelengths
+    if yarn is not None:
+        kept = _kept_share(head_dim, base, yarn)
+        frequencies = frequencies * kept + 1.0 / (yarn.factor * wavelengths) * (1 - kept)
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+    table = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    return table if yarn is None else table * yarn.attention_factor
+
+
+def _kept_share(head_dim: int, base: float, yarn: Yarn) -> Tensor:
+    """Share of each frequency that YaRN keeps: 1 for fast ones, then a ramp to 0."""
+
+    def feature(turns: float) -> float:
+        """Returns the feature that turns so often in the original positions."""
+        wavelength = yarn.original_positions / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(base))
+
+    first, last = feature(yarn.beta_fast), feature(yarn.beta_slow)
+    if yarn.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    width = (last - first) or 0.001
+    return 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
 
 
 def qk_norm_rope_store(

@@ -27,6 +27,7 @@ def start(config: Config, procfile: Path, max_deaths: int) -> int:
     try:
         model = quantized(read_model_config(config.model_folder), config.quantization)
         check_tp(model, config.tp, config.enable_expert_parallel)
+        model.context(config.max_model_len)
     except ModelError as error:
         raise LaunchError(f"--model: {error}") from error
     raise_descriptor_limit()

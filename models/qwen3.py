@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.kernels.backends import Attention as AttentionBackend
 from penstock.kernels.kv_cache import KVCache
 from penstock.kernels.linear import norm_swiglu
-from penstock.kernels.rope import qk_norm_rope_store, rope_table
+from penstock.kernels.rope import Yarn, qk_norm_rope_store, rope_table
 from penstock.kernels.step import Step
 from penstock.models.moe import MoE
 from penstock.models.parallel import (
@@ -157,7 +157,9 @@ class Qwen3(nn.Module):
             source = "model.embed_tokens" if config.tie_word_embeddings else None
             sizes = config.vocab_size, config.hidden_size
             self.lm_head = ParallelLMHead(tp, *sizes, quantize_lm_head, source)
-        self.rope = rope_table(config.head_dim, num_positions, config.rope_base)
+        rope = config.rope
+        yarn = Yarn(*rope.yarn) if rope.yarn else None
+        self.rope = rope_table(config.head_dim, num_positions, rope.base, yarn)
 
     def forward(self, step: Step, kv_caches: Sequence[KVCache]) -> Tensor:
         """What `compute_logits` takes, for each token of the step: [num_tokens, hidden_size].

@@ -21,6 +21,10 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 TIED = "lm_head.weight"
 """written by some although the embedding is used in its place"""
+COMPUTED = "rotary_emb.inv_freq"
+"""frequencies that old versions of transformers wrote; they follow from config.json"""
+BARE = "embed_tokens.weight"
+SCORES = ("score.", "classifier.")
 SCALES = "_scale_inv"
 """behind a weight's name: its blocks' scales"""
 BLOCK = 128
@@ -71,6 +75,17 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 def _check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
     missing, unknown = wanted - found, found - wanted - {TIED}
+    unknown = {name for name in unknown if not name.endswith(COMPUTED)}
+    if missing and BARE in found:
+        raise ModelError(
+            f"{folder} has {BARE} without 'model.' before it: an embedding model or another one "
+            "without a head, which generates no text; give a checkpoint of Qwen3ForCausalLM"
+        )
+    if any(name.startswith(SCORES) for name in unknown):
+        raise ModelError(
+            f"{folder} has {min(unknown)}: a reranker or classifier, which scores texts and "
+            "generates none; give a checkpoint of Qwen3ForCausalLM"
+        )
     if missing:
         raise ModelError(f"{folder} lacks {len(missing)} tensors, such as {min(missing)}")
     if unknown:

@@ -1,11 +1,13 @@
 """Facts of a Hugging Face checkpoint, read from its JSON files without torch or transformers."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from penstock.protocol.rope import Rope, read_rope
 from penstock.protocol.sampling import SamplingParams
 
 T = TypeVar("T")
@@ -32,10 +34,15 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
     max_position_embeddings: int
     head_dim: int = 128
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 1e6
+    rope_theta: float | None = None
     rope_parameters: dict[str, Any] | None = None
-    """where transformers 5 keeps `rope_theta`"""
+    """where transformers 5 keeps `rope_theta` and `rope_scaling`"""
     rope_scaling: dict[str, Any] | None = None
+    original_max_position_embeddings: int | None = None
+    hidden_act: str = "silu"
+    use_sliding_window: bool = False
+    layer_types: list[str] | None = None
+    dual_chunk_attention_config: dict[str, Any] | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     eos_token_id: int | list[int] | None = None
@@ -69,9 +76,49 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
         return self.quantization_config is not None
 
     @property
-    def rope_base(self) -> float:
-        """RoPE's theta, from wherever the checkpoint keeps it."""
-        return float((self.rope_parameters or {}).get("rope_theta", self.rope_theta))
+    def rope(self) -> Rope:
+        """RoPE, from wherever the checkpoint keeps it. Raises ValueError for what is not served."""
+        return read_rope(
+            self.rope_theta,
+            self.rope_scaling,
+            self.rope_parameters,
+            self.max_position_embeddings,
+            self.original_max_position_embeddings,
+        )
+
+    def context(self, max_model_len: int) -> int:
+        """Longest prompt and output, tokens: `max_model_len`, or where that is 0 the model's own.
+
+        Raises ModelError where `max_model_len` is more than that.
+        """
+        longest = self.rope.num_positions
+        if max_model_len > longest:
+            raise ModelError(
+                f"max_model_len: got {max_model_len}, expected at most {longest}, the positions of "
+                f"the model{'' if self.rope.yarn else '; a rope_scaling by YaRN allows more'}"
+            )
+        return max_model_len or longest
+
+
+class _AddedToken(Struct):
+    content: str
+    id: int | None = None
+
+
+class _TokenizerConfig(Struct):
+    eos_token: str | _AddedToken | None = None
+
+
+class _AddedTokens(Struct):
+    added_tokens: list[_AddedToken] = []
+
+
+class _BytePairs(Struct):
+    vocab: dict[str, int]
+
+
+class _Vocabulary(Struct):
+    model: _BytePairs
 
 
 class GenerationConfig(Struct, kw_only=True, frozen=True):
@@ -101,25 +148,75 @@ def read_model_config(folder: Path) -> ModelConfig:
     """Raises ModelError for a missing folder, another architecture, or what is not supported."""
     if not folder.is_dir():
         raise ModelError(f"model folder {folder} does not exist")
-    config = _read(folder / "config.json", ModelConfig)
-    if not {ARCHITECTURE, MOE_ARCHITECTURE} & set(config.architectures):
-        served = f"{ARCHITECTURE} is served, and {MOE_ARCHITECTURE}"
-        raise ModelError(f"{folder} is a {config.architectures}; {served}")
-    rope_type = (config.rope_parameters or config.rope_scaling or {}).get("rope_type", "default")
-    if rope_type != "default":
-        raise ModelError(f"{folder} has rope_type {rope_type!r}; 'default' is served")
-    if config.attention_bias:
-        raise ModelError(f"{folder} has attention_bias; Qwen3 without it is served")
+    config = _read_config(folder / "config.json")
+    _check_architecture(folder, config.architectures)
+    try:
+        _check_fields(config)
+    except ValueError as error:
+        raise ModelError(f"{folder / 'config.json'}: {error}") from error
+    return config
+
+
+def _read_config(path: Path) -> ModelConfig:
+    """Reads null as a field that is absent, except for `head_dim`, as transformers does."""
+    fields = _read(path, dict[str, Any])
+    given = {name: value for name, value in fields.items() if value is not None}
+    try:
+        config = msgspec.convert(given, ModelConfig)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"{path} can't be read: {error}") from error
+    if "head_dim" in given or ("head_dim" not in fields and not config.expert_count):
+        return config
+    head_dim = config.hidden_size // config.num_attention_heads
+    return msgspec.structs.replace(config, head_dim=head_dim)
+
+
+def _check_architecture(folder: Path, architectures: list[str]) -> None:
+    """Raises ModelError, with what the checkpoint is for where that is known."""
+    if _embeds(folder):
+        raise ModelError(
+            f"{folder} is an embedding model (modules.json has a Pooling): it makes vectors and "
+            "generates no text; give a checkpoint of Qwen3 that generates, or serve this one with "
+            "a server of embeddings"
+        )
+    if {ARCHITECTURE, MOE_ARCHITECTURE} & set(architectures):
+        return
+    served = f"{ARCHITECTURE} or {MOE_ARCHITECTURE}"
+    scoring = [
+        name for name in architectures if re.search(r"Classification|Reward|Qwen3\w*Model$", name)
+    ]
+    hint = "; a reranker, classifier or embedding model generates no text" if scoring else ""
+    raise ModelError(f"{folder}: architectures: got {architectures}, expected {served}{hint}")
+
+
+def _embeds(folder: Path) -> bool:
+    """Whether sentence-transformers' modules.json ends the model in a pooling."""
+    path = folder / "modules.json"
+    return path.exists() and b".Pooling" in path.read_bytes()
+
+
+def _check_fields(config: ModelConfig) -> None:
+    """Raises ValueError for what is not served."""
+    _ = config.rope
+    for field, found, expected in (
+        ("attention_bias", config.attention_bias, False),
+        ("hidden_act", config.hidden_act, "silu"),
+        ("use_sliding_window", config.use_sliding_window, False),
+        ("dual_chunk_attention_config", config.dual_chunk_attention_config, None),
+        *(("layer_types", kind, "full_attention") for kind in config.layer_types or ()),
+    ):
+        if found != expected:
+            shown = [msgspec.json.encode(value).decode() for value in (found, expected)]
+            raise ValueError("{}: got {}, expected {}".format(field, *shown))
     quantization = config.quantization_config or FP8_BLOCKS
     found = {name: quantization.get(name) for name in FP8_BLOCKS}
     if found != FP8_BLOCKS:
-        raise ModelError(f"{folder} is quantised by {found}; {FP8_BLOCKS} is served")
+        raise ValueError(f"quantization_config: got {found}, expected {FP8_BLOCKS}")
     if config.expert_count and not 1 <= config.num_experts_per_tok <= config.expert_count:
-        raise ModelError(
-            f"{folder} has num_experts_per_tok {config.num_experts_per_tok}; "
-            f"1 to {config.expert_count}, the number of experts, is possible"
+        raise ValueError(
+            f"num_experts_per_tok: got {config.num_experts_per_tok}, expected 1 to "
+            f"{config.expert_count}, the number of experts"
         )
-    return config
 
 
 def quantized(config: ModelConfig, quantization: str) -> ModelConfig:
@@ -157,12 +254,27 @@ def read_generation_config(folder: Path) -> GenerationConfig:
     return _read(path, GenerationConfig) if path.exists() else GenerationConfig()
 
 
-def eos_token_ids(model: ModelConfig, generation: GenerationConfig) -> list[int]:
-    """Every id that ends a text; `generation_config.json` wins over `config.json`."""
-    ids = generation.eos_token_id if generation.eos_token_id is not None else model.eos_token_id
+def read_eos_token_ids(folder: Path) -> list[int]:
+    """Reads every id that ends a text: those of `generation_config.json`, or, where it has none, of
+    `config.json`; and the tokenizer's own."""
+    ids = read_generation_config(folder).eos_token_id
     if ids is None:
-        return []
-    return [ids] if isinstance(ids, int) else ids
+        ids = read_model_config(folder).eos_token_id
+    known = [ids] if isinstance(ids, int) else ids or []
+    own = _tokenizer_eos(folder)
+    return known if own is None or own in known else [*known, own]
+
+
+def _tokenizer_eos(folder: Path) -> int | None:
+    """The id of `eos_token` in tokenizer_config.json; None where there is none."""
+    path, vocabulary = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    token = _read(path, _TokenizerConfig).eos_token if path.exists() else None
+    content = token.content if isinstance(token, _AddedToken) else token
+    if content is None or not vocabulary.exists():
+        return None
+    added = _read(vocabulary, _AddedTokens).added_tokens
+    ids = [one.id for one in added if one.content == content]
+    return ids[0] if ids else _read(vocabulary, _Vocabulary).model.vocab.get(content)
 
 
 def _read(path: Path, type_: type[T]) -> T:

@@ -4,11 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from penstock.protocol.checkpoint import (
-    eos_token_ids,
-    read_generation_config,
-    read_model_config,
-)
+from penstock.protocol.checkpoint import read_eos_token_ids, read_model_config
 from penstock.protocol.config import Config
 from penstock.protocol.messages import TokenizedRequest, WorkerAssignment
 from penstock.protocol.plan import BatchPlan, SampledTokens, pack
@@ -29,10 +25,9 @@ class Engine:
         self.model = read_model_config(config.model_folder)
         self.runner = load(config, WorkerAssignment(1, "g", 0, 1, ""), lambda: None)
         blocks = make_block_manager(config, self.runner.num_blocks, self.runner.block_size)
-        max_model_len = config.max_model_len or self.model.max_position_embeddings
+        max_model_len = self.model.context(config.max_model_len)
         self.scheduler = Scheduler(config, max_model_len, blocks)
-        generation = read_generation_config(config.model_folder)
-        self.eos_token_ids = frozenset(eos_token_ids(self.model, generation))
+        self.eos_token_ids = frozenset(read_eos_token_ids(config.model_folder))
 
     def add(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Sequence:
         """Puts a request into the queue."""

@@ -130,7 +130,7 @@ class Admission:
 
     def __init__(self, config: Config, model: ModelConfig) -> None:
         self.vocab_size = model.vocab_size
-        self.max_model_len = config.max_model_len or model.max_position_embeddings
+        self.max_model_len = model.context(config.max_model_len)
         self.trusts_templates = config.trust_request_chat_template
 
     def check(self, request: GenerateRequest, is_req_socket: bool) -> None:

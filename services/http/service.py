@@ -24,7 +24,7 @@ class Service:
         self.model = config.served_model_name or (folder.name if config.model else _DEMO)
         self.created = int(time.time())
         model = read_model_config(folder)
-        self.max_model_len = config.max_model_len or model.max_position_embeddings
+        self.max_model_len = model.context(config.max_model_len)
         self.max_answers = config.max_running + config.max_waiting_requests
         """to one HTTP request: the gateway would refuse more"""
         self.starts_thinking = False

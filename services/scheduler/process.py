@@ -4,7 +4,7 @@ from time import monotonic
 
 import zmq
 
-from penstock.protocol.checkpoint import eos_token_ids, read_generation_config, read_model_config
+from penstock.protocol.checkpoint import read_eos_token_ids, read_model_config
 from penstock.protocol.client import ErrorReply
 from penstock.protocol.heartbeat import HeartbeatThread
 from penstock.protocol.incarnation import first_number
@@ -49,8 +49,7 @@ class SchedulerProcess:
         self.config = process.config
         self.epoch = first_number(process.incarnation)
         self.model = read_model_config(self.config.model_folder)
-        generation = read_generation_config(self.config.model_folder)
-        self.eos_token_ids = frozenset(eos_token_ids(self.model, generation))
+        self.eos_token_ids = frozenset(read_eos_token_ids(self.config.model_folder))
         self.scheduler: Scheduler | None = None
         self.plan_depth = PlanDepth(self.config.num_plans_in_flight)
         self.replica = process.replica
@@ -219,7 +218,7 @@ class SchedulerProcess:
     def make_scheduler(self) -> Scheduler:
         """Over as many blocks as every worker has."""
         blocks = make_block_manager(self.config, self.group.num_blocks, self.group.block_size)
-        max_model_len = self.config.max_model_len or self.model.max_position_embeddings
+        max_model_len = self.model.context(self.config.max_model_len)
         return Scheduler(self.config, max_model_len, blocks, self.group.epoch)
 
     # ---- steps, and the rest -----------------------------------------------------------------

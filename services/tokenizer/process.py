@@ -34,7 +34,7 @@ class TokenizerProcess:
         self.name = process.name
         config = process.config
         model = read_model_config(config.model_folder)
-        max_model_len = config.max_model_len or model.max_position_embeddings
+        max_model_len = model.context(config.max_model_len)
         self.tokenizer = Tokenizer(config.model_folder, max_model_len)
         context, at = process.context, process.endpoints
         self.gateway = connect(

@@ -72,7 +72,7 @@ def load(
     attention = _attention(config, model_config, assignment.tp_size, device)
     log.info("%s, attention: %s, blocks of %d", device, attention.name, attention.block_size)
     times.end("group")
-    max_model_len = config.max_model_len or model_config.max_position_embeddings
+    max_model_len = model_config.context(config.max_model_len)
     max_blocks = -(-max_model_len // attention.block_size)
     num_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
     tp.reserve(num_tokens * model_config.hidden_size, DTYPES[device.type])

@@ -4,6 +4,7 @@ import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ MODEL = {
 def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Starts a pipeline for a model with these facts: the sentence that refuses it."""
 
-    def begin(facts: dict[str, object], tp: int, **fields: str) -> str:
+    def begin(facts: dict[str, object], tp: int, **fields: Any) -> str:
         (tmp_path / "config.json").write_text(json.dumps(MODEL | facts))
         with pytest.raises(LaunchError) as error:
             start(Config(name="x", model=str(tmp_path), tp=tp, **fields), PROCFILE, 5)
@@ -54,6 +55,16 @@ def test_another_architecture(refused: Callable[..., str]) -> None:
 
 def test_heads_that_do_not_divide(refused: Callable[..., str]) -> None:
     assert "num_attention_heads 4 does not divide by tp 3" in refused({}, 3)
+
+
+def test_a_context_beyond_the_models_positions(refused: Callable[..., str]) -> None:
+    sentence = refused({}, 1, max_model_len=9)
+    assert (
+        "max_model_len: got 9, expected at most 8, the positions of the model; a rope_sc"
+        in sentence
+    )
+    yarn = {"rope_scaling": {"type": "yarn", "factor": 4.0}}
+    assert "got 33, expected at most 32, the positions" in refused(yarn, 1, max_model_len=33)
 
 
 def test_a_run_folder_too_deep_for_sockets(

@@ -1,14 +1,18 @@
 """The logits of transformers' Qwen3ForCausalLM, from the same checkpoint, in float32."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from penstock.kernels.rope import Yarn, rope_table
+from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.config import Config
-from tests.models.checkpoints import save_checkpoint
+from tests.models.checkpoints import SHAPE, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0.0}
@@ -54,6 +58,57 @@ def test_logits_of_unusual_shapes(tmp_path: Path, shape: dict[str, object]) -> N
     logits = prefill_logits(load_model(tmp_path), prompts)
     assert logits is not None
     torch.testing.assert_close(logits, transformers_logits(reference, prompts), **TOLERANCE)
+
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+SCALINGS: list[dict[str, object]] = [
+    {},
+    {"rope_scaling": YARN},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 3.7, "beta_fast": 16, "beta_slow": 2}},
+    {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}},
+    {"rope_parameters": {**YARN, "rope_type": "yarn", "rope_theta": 5e5}},
+    {"rope_scaling": {**YARN, "attention_factor": 1.25}},
+    {"rope_scaling": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.1, "truncate": False}},
+    {"rope_scaling": {**YARN, "original_max_position_embeddings": 32768}},
+    {"rope_scaling": {**YARN, "factor": None}},
+    {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0}}},
+]
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("fields", SCALINGS, ids=str)
+def test_rope_is_that_of_transformers(
+    tmp_path: Path, fields: dict[str, object], head_dim: int
+) -> None:
+    written = {**SHAPE, "head_dim": head_dim, "architectures": ["Qwen3ForCausalLM"], **fields}
+    if "full_attention" not in fields.get("rope_parameters", ()):  # type: ignore[operator]
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        config = Qwen3Config.from_pretrained(tmp_path)
+    else:  # its model reads no nested ones
+        flat = {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}
+        config = Qwen3Config(**{**written, **flat})
+        (tmp_path / "config.json").write_text(json.dumps(written))
+    positions = torch.arange(2000)
+    cos, sin = Qwen3RotaryEmbedding(config)(torch.zeros(1), positions[None])
+    rope = read_model_config(tmp_path).rope
+    table = rope_table(head_dim, len(positions), rope.base, rope.yarn and Yarn(*rope.yarn))
+    half = head_dim // 2
+    torch.testing.assert_close(table[:, :half], cos[0, :, :half], atol=1e-6, rtol=0)
+    torch.testing.assert_close(table[:, half:], sin[0, :, :half], atol=1e-6, rtol=0)
+
+
+def test_logits_beyond_the_positions_of_the_training(tmp_path: Path) -> None:
+    reference = save_checkpoint(tmp_path, rope_scaling=YARN)
+    prompts = random_prompts(264, 20, 400)
+    logits = prefill_logits(load_model(tmp_path), prompts)
+    assert logits is not None
+    torch.testing.assert_close(logits, transformers_logits(reference, prompts), **TOLERANCE)
+    plain = json.loads((tmp_path / "config.json").read_text())
+    del plain["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps({**plain, "rope_theta": 10000.0}))
+    unscaled = prefill_logits(load_model(tmp_path), prompts)
+    assert unscaled is not None
+    assert (logits - unscaled).abs().max() > 0.1
 
 
 def test_logits_of_the_demo_model() -> None:

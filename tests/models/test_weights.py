@@ -49,6 +49,27 @@ def test_bfloat16_is_widened(tmp_path: Path) -> None:
     assert torch.equal(weight[:128], narrow.float())
 
 
+def test_frequencies_that_old_checkpoints_hold_are_left(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path)
+    expected = load_model(tmp_path).state_dict()
+    change(tmp_path, **{"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    assert all(
+        torch.equal(one, expected[n]) for n, one in load_model(tmp_path).state_dict().items()
+    )
+
+
+def test_models_that_do_not_generate_say_so(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, tie_word_embeddings=True)
+    change(tmp_path, **{"score.weight": torch.ones(1, 64)})
+    with pytest.raises(ModelError, match=r"has score.weight: a reranker or classifier"):
+        load_model(tmp_path)
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(bare, tmp_path / SINGLE_FILE)
+    with pytest.raises(ModelError, match=r"without 'model.' before it: an embedding model"):
+        load_model(tmp_path)
+
+
 def test_progress_is_told_for_every_tensor(tmp_path: Path) -> None:
     reference = save_checkpoint(tmp_path)
     calls: list[None] = []

@@ -10,9 +10,8 @@ from penstock.protocol.checkpoint import (
     GenerationConfig,
     ModelError,
     check_tp,
-    eos_token_ids,
     quantized,
-    read_generation_config,
+    read_eos_token_ids,
     read_model_config,
 )
 from penstock.protocol.config import Config
@@ -39,7 +38,7 @@ def test_the_demo_model() -> None:
     model = read_model_config(DEMO)
     assert (model.head_dim, model.max_position_embeddings) == (64, 4096)
     assert model.num_key_value_heads >= 4
-    assert len(eos_token_ids(model, read_generation_config(DEMO))) == 2
+    assert read_eos_token_ids(DEMO) == [258, 256]
     for tp_size in (1, 2, 4, 8):  # of 8, two have the same KV head
         check_tp(model, tp_size)
 
@@ -53,18 +52,128 @@ def test_heads_that_do_not_divide(tp_size: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*Qwen3ForCausalLM is served"),
-        ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": None}, "yarn"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"architectures": ["LlamaForCausalLM"]}, r"got \['LlamaF.*'\], expected Qwen3ForCausalLM"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "got 'dynamic', expected 'default'"),
+        (
+            {"rope_scaling": {"type": "mrope"}},
+            "rope_type: got 'mrope', expected 'default' or 'yarn'",
+        ),
+        ({"rope_scaling": {"type": "linear"}, "rope_parameters": {"rope_theta": 1e6}}, "'linear'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "llama3"}}}, "got 'llama3'"),
+        (
+            {"rope_scaling": {"type": "linear"}, "rope_parameters": {"rope_type": "yarn"}},
+            r"rope_scaling and rope_parameters: got \['linear', 'yarn'\], expected one",
+        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: got 0.5"),
+        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor: got '4', expected a number"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "factor: got 0.5, expected 1 or more"),
+        ({"attention_bias": True}, "attention_bias: got true, expected false"),
+        ({"use_sliding_window": True}, "use_sliding_window: got true, expected false"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            'layer_types: got "sliding_attention", expected "full_attention"',
+        ),
+        ({"hidden_act": "gelu"}, 'hidden_act: got "gelu", expected "silu"'),
+        (
+            {"dual_chunk_attention_config": {"chunk_size": 8}},
+            'dual_chunk_attention_config: got {"chunk_size":8}, expected null',
+        ),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "a reranker, classifier or"),
+        ({"architectures": ["Qwen3Model"]}, "embedding model generates no text"),
         ({"vocab_size": "many"}, "vocab_size"),
-        ({**MOE, "num_experts_per_tok": 61}, "per_tok 61; 1 to 60, the number of experts"),
+        ({**MOE, "num_experts_per_tok": 61}, "per_tok: got 61, expected 1 to 60, the number of"),
         ({**MOE, "decoder_sparse_step": 0}, "decoder_sparse_step"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised by .*awq.*128, 128.* is ser"),
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            "quantization_config: got .*awq.*128, 128",
+        ),
     ],
 )
 def test_what_is_not_served(tmp_path: Path, fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
         read_model_config(changed(tmp_path, **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "base", "yarn"),
+    [
+        ({}, 1e5, None),
+        ({"rope_theta": None}, 1e4, None),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e6}}, 5e6, None),
+        ({"rope_scaling": {"type": "default"}}, 1e5, None),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, 1e5, (4, 4096)),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.5}}, 1e5, (2.5, 4096)),
+        (
+            {
+                "rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 1024},
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            },
+            1e6,
+            (4, 1024),
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, 1e5, (8, 4096)),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2}}},
+            1e5,
+            (2, 4096),
+        ),
+        (
+            {
+                "rope_scaling": {"type": "yarn", "factor": 4},
+                "original_max_position_embeddings": 2048,
+            },
+            1e5,
+            (4, 2048),
+        ),
+    ],
+)
+def test_rope_in_old_and_new_fields(
+    tmp_path: Path, fields: dict[str, Any], base: float, yarn: tuple[float, int] | None
+) -> None:
+    model = read_model_config(changed(tmp_path, **fields))
+    assert model.rope.base == base
+    assert (model.rope.yarn and model.rope.yarn[:2]) == yarn
+    longest = 4096 if yarn is None else int(yarn[0] * yarn[1])
+    assert (model.context(0), model.context(100)) == (longest, 100)
+    with pytest.raises(ModelError, match=f"max_model_len: got 40000, expected at most {longest}"):
+        model.context(40000)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [("head_dim", 16, 16), ("head_dim", None, 32), ("rms_norm_eps", None, 1e-6)],
+)
+def test_null_is_the_default(tmp_path: Path, field: str, value: object, expected: float) -> None:
+    assert getattr(read_model_config(changed(tmp_path, **{field: value})), field) == expected
+
+
+def test_head_dim_that_is_missing(tmp_path: Path) -> None:
+    config = json.loads((DEMO / "config.json").read_text())
+    del config["head_dim"]
+    for fields, head_dim in (({}, 128), (MOE, 32)):
+        (tmp_path / "config.json").write_text(json.dumps(config | fields))
+        assert read_model_config(tmp_path).head_dim == head_dim
+
+
+def test_an_embedding_model_says_that_it_is_one(tmp_path: Path) -> None:
+    pooling = [{"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
+    (changed(tmp_path) / "modules.json").write_text(json.dumps(pooling))
+    with pytest.raises(ModelError, match=r"is an embedding model .* it makes vectors"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("token", ["<|answer|>", {"content": "<|answer|>"}, "\u0121"])
+def test_eos_of_the_tokenizer_is_added(tmp_path: Path, token: object) -> None:
+    changed(tmp_path)
+    for name in ("tokenizer.json", "generation_config.json"):
+        (tmp_path / name).write_bytes((DEMO / name).read_bytes())
+    assert read_eos_token_ids(tmp_path) == [258, 256]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+    vocab = json.loads((DEMO / "tokenizer.json").read_text())["model"]["vocab"]
+    assert read_eos_token_ids(tmp_path) == [258, 256, vocab.get(str(token), 261)]
+    (tmp_path / "generation_config.json").unlink()
+    assert read_eos_token_ids(tmp_path)[0] == 258  # of config.json
+    assert len(read_eos_token_ids(tmp_path)) == 2
 
 
 def test_what_is_quantised(tmp_path: Path) -> None:
