@@ -11,8 +11,9 @@ def check_addresses(endpoint: str) -> None:
     """Raises ClientError for an address that is none."""
     for one in endpoint.split(","):
         if not ADDRESS.fullmatch(one):
+            meant = f"; did you mean tcp://{one}?" if ADDRESS.fullmatch(f"tcp://{one}") else ""
             raise ClientError(
-                f"--endpoint {endpoint}: {one!r} is neither tcp://HOST:PORT nor ipc://PATH"
+                f"--endpoint {endpoint}: {one!r} is neither tcp://HOST:PORT nor ipc://PATH{meant}"
             )
 
 

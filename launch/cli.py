@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from penstock.launch.bench.commands import add_bench
 from penstock.launch.chaos.commands import add_chaos
 from penstock.launch.errors import ClientError, LaunchError
-from penstock.launch.options import add_options, given_options, options_table
+from penstock.launch.options import add_options, add_pipeline_options, given_options, options_table
+from penstock.launch.parser import Parser, PrintVersion
 from penstock.launch.procfile import PROCFILE, read_procfile, shell_line
 from penstock.protocol.config import DEFAULT_CLIENT, Config
 from penstock.protocol.sampling import SamplingParams
@@ -24,11 +25,15 @@ SCALABLE = {"tokenizer": 1, "detokenizer": 1, "http": 0}
 """and how many processes of it a pipeline needs"""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, without the usage above it."""
+FIRST_STEPS = """\
+Penstock serves Qwen3 models from a pipeline of small processes.
 
-    def error(self, message: str) -> NoReturn:
-        raise LaunchError(message)
+  launch all                  serve the demo model, on the CPU if there is no GPU
+  launch all --model FOLDER   serve a Qwen3 checkpoint
+  launch ask "17+25="         ask what is served, from another terminal; or open
+                              http://127.0.0.1:8000 in a browser
+  launch status               show the processes and the queues
+  launch --help               list all commands; launch COMMAND --help, its options"""
 
 
 def main() -> NoReturn:
@@ -36,8 +41,7 @@ def main() -> NoReturn:
     # what runs is ended with the blocks that run it, and not left behind
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        arguments = _parser().parse_args()
-        code = arguments.run(arguments)
+        code = _run(sys.argv[1:])
     except LaunchError as error:
         print(f"launch: {error}", file=sys.stderr)
         code = 2
@@ -52,8 +56,21 @@ def main() -> NoReturn:
     sys.exit(code)
 
 
+def _run(words: list[str]) -> int:
+    if not words:
+        print(FIRST_STEPS)
+        return 0
+    arguments = _parser().parse_args(words)
+    return int(arguments.run(arguments))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="launch", description="Runs a pipeline of Penstock, and talks to it.")
+    parser = Parser(
+        prog="launch",
+        description="Runs a pipeline of Penstock, and talks to it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=PrintVersion, help="print the version, and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def add(name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:
@@ -125,7 +142,7 @@ def _add_batch(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--concurrency", type=int, default=256, help="requests at once (default: 256)"
     )
-    add_options(command, Config, [one for one in Config.__struct_fields__ if one != "endpoint"])
+    add_pipeline_options(command, [one for one in Config.__struct_fields__ if one != "endpoint"])
 
 
 def _add_client(command: argparse.ArgumentParser) -> None:

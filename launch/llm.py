@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from penstock.launch.client import Client
 from penstock.launch.errors import NoAnswer
-from penstock.launch.options import as_flags
+from penstock.launch.options import OTHER_NAMES, as_flags
 from penstock.launch.outputs import RequestOutput, SamplingParams, prompts_of
 from penstock.launch.private import private_pipeline
 from penstock.launch.running import check_running, running_config
@@ -39,13 +39,6 @@ from penstock.protocol.status import StatusReply
 
 SILENCE = 10.0
 """seconds without a sign of the pipeline after which a look is taken whether it is still there"""
-OTHER_NAMES = {
-    "data_parallel_size": "dp",
-    "kvcache_block_size": "block_size",
-    "num_gpu_blocks_override": "num_blocks",
-    "tensor_parallel_size": "tp",
-}
-"""what vLLM or nano-vllm call some options"""
 OWN_DEFAULTS = {"log_level": "warning"}
 _pipelines = itertools.count()
 

@@ -14,6 +14,18 @@ from penstock.protocol.config import Config
 PARTED = {msgspec.inspect.DictType, msgspec.inspect.ListType, msgspec.inspect.StructType}
 """what has parts, and so is written as JSON on the command line"""
 
+OTHER_NAMES = {
+    "data_parallel_size": "dp",
+    "host": "http_host",
+    "kvcache_block_size": "block_size",
+    "model_path": "model",
+    "num_gpu_blocks_override": "num_blocks",
+    "port": "http_port",
+    "tensor_parallel_size": "tp",
+    "tp_size": "tp",
+}
+"""names of some options in vLLM, SGLang or nano-vllm"""
+
 
 def flag(field: str) -> str:
     """The flag of a field: `max_num_seqs` → `--max-num-seqs`."""
@@ -21,7 +33,9 @@ def flag(field: str) -> str:
 
 
 def add_options(
-    parser: argparse.ArgumentParser, struct: type[Struct], fields: Iterable[str] = ()
+    parser: "argparse.ArgumentParser | argparse._ArgumentGroup",
+    struct: type[Struct],
+    fields: Iterable[str] = (),
 ) -> None:
     """Adds a flag for each field, or for those named. What is not given is not set."""
     for field in fields or struct.__struct_fields__:
@@ -33,6 +47,12 @@ def add_options(
             help=_help(struct, field),
             **(_bool_or_value(struct, field, hint)),
         )
+
+
+def add_pipeline_options(parser: argparse.ArgumentParser, fields: Iterable[str]) -> None:
+    """Adds options of a pipeline that a command starts, below its own in the help."""
+    group = parser.add_argument_group("options of the pipeline that it starts")
+    add_options(group, Config, fields)
 
 
 def given_options(arguments: argparse.Namespace, struct: type[Struct]) -> dict[str, Any]:

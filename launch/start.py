@@ -9,7 +9,9 @@ from pathlib import Path
 
 import zmq
 
-from penstock.launch.errors import LaunchError
+from penstock.launch.addresses import check_addresses
+from penstock.launch.errors import ClientError, LaunchError
+from penstock.launch.gpus import check_gpus
 from penstock.launch.procfile import read_procfile
 from penstock.launch.running import CONTROL_SOCKET, claim
 from penstock.launch.supervisor import Supervisor
@@ -24,6 +26,12 @@ from penstock.protocol.tracing import check_tracing
 def start(config: Config, procfile: Path, max_deaths: int) -> int:
     """Runs the pipeline to its end and returns the exit code."""
     commands = read_procfile(procfile)
+    try:
+        check_addresses(config.endpoint)
+    except ClientError as error:
+        raise LaunchError(str(error)) from None
+    if config.device == "cuda" and config.on == "local":
+        check_gpus(config)
     try:
         model = quantized(read_model_config(config.model_folder), config.quantization)
         check_tp(model, config.tp, config.enable_expert_parallel)

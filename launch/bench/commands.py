@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.launch.errors import LaunchError
-from penstock.launch.options import add_options
+from penstock.launch.options import add_options, add_pipeline_options
 from penstock.protocol.config import Config
 
 PREFIX_CACHING = (
@@ -214,7 +214,7 @@ def _add_target(command: ArgumentParser) -> None:
     command.add_argument("--name", help="measure this running pipeline, not one of its own")
     command.add_argument("--endpoint", help="likewise; --model then says which model runs there")
     own = [field for field in Config.__struct_fields__ if field not in NOT_OWN]
-    add_options(command, Config, own)
+    add_pipeline_options(command, own)
 
 
 def _pipeline(arguments: Namespace) -> int:

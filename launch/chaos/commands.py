@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 
 from penstock.launch.chaos.options import KINDS, ChaosOptions
-from penstock.launch.options import add_options, given_options
+from penstock.launch.options import add_options, add_pipeline_options, given_options
 from penstock.protocol.config import Config
 
 EXIT_CODE = (
@@ -29,7 +29,7 @@ def add_chaos(command: ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="for programs")
     command.add_argument("--name", help=RUNNING)
     own = [field for field in Config.__struct_fields__ if field not in ("name", "endpoint")]
-    add_options(command, Config, own)
+    add_pipeline_options(command, own)
 
 
 def _chaos(arguments: Namespace) -> int:

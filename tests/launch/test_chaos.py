@@ -191,7 +191,7 @@ def test_left_behind_finds_processes_and_folders() -> None:
     [
         (["--kills", "0"], "--kills is '0'"),
         (["--stop-share", "1.5"], "--stop-share is '1.5'"),
-        (["--only", "nothing"], "invalid choice: 'nothing'"),
+        (["--only", "nothing"], "--only: got 'nothing', expected one of gateway"),
         (["--name", "x", "--tp", "2"], "--tp is for a pipeline that is yet to start"),
         (["--name", "nobody"], "no pipeline 'nobody' runs"),
         (["--model", "/nowhere"], "--model: "),

@@ -1,0 +1,52 @@
+"""GPUs of this machine, counted without torch."""
+
+import contextlib
+import ctypes
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+from penstock.launch.errors import LaunchError
+from penstock.protocol.config import Config
+
+
+def check_gpus(config: Config) -> None:
+    """Raises LaunchError where `--device cuda` can't work: torch without CUDA, too few GPUs."""
+    with contextlib.suppress(PackageNotFoundError):
+        if (torch := version("torch")).endswith("+cpu"):
+            raise LaunchError(
+                f"--device cuda: torch {torch} is built without CUDA; install a CUDA build, or "
+                "give --device cpu"
+            )
+    needed, found = config.tp * config.dp, num_gpus()
+    if found is not None and found < needed:
+        raise LaunchError(
+            f"--device cuda: --tp {config.tp} and --dp {config.dp} need {needed} GPUs, and this "
+            f"process has {found}; `nvidia-smi` lists the machine's, --device cpu needs none"
+        )
+
+
+def num_gpus() -> int | None:
+    """GPUs that a process here may see, at most; None: not known."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = None if visible is None else len([one for one in visible.split(",") if one.strip()])
+    if chosen is not None and (chosen == 0 or "MIG-" in (visible or "")):
+        return chosen  # one physical GPU may have several of those
+    physical = _physical_gpus()
+    return physical if chosen is None or physical is None else min(chosen, physical)
+
+
+def _physical_gpus() -> int | None:
+    """By NVML, which needs no CUDA context."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        with contextlib.suppress(OSError):
+            ctypes.CDLL("libcuda.so.1")
+            return None  # a driver without NVML: let the worker look
+        return 0
+    if nvml.nvmlInit_v2():
+        return 0
+    number = ctypes.c_uint()
+    failed = nvml.nvmlDeviceGetCount_v2(ctypes.byref(number))
+    nvml.nvmlShutdown()
+    return None if failed else number.value
