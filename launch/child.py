@@ -20,7 +20,11 @@ class Child:
         self.show = show
         """how its lines are printed"""
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
-        self.deaths: deque[float] = deque()
+        self.pid = 0
+        """of the process that was started last"""
+        self._deaths: deque[tuple[float, int]] = deque()
+        """when which pid died"""
+        self._excused: deque[int] = deque(maxlen=64)
         self.num_starts = 0
         self.end = ""
         """how it ended the last time"""
@@ -28,12 +32,16 @@ class Child:
         """its next start was asked for, so no death is behind it"""
 
     def count_death(self) -> int:
-        """How often it died within the window, this time included."""
+        """Return how often it died within the window for no known reason, this time included."""
         now = time.monotonic()
-        self.deaths.append(now)
-        while self.deaths[0] < now - CRASH_WINDOW:
-            self.deaths.popleft()
-        return len(self.deaths)
+        self._deaths.append((now, self.pid))
+        while self._deaths[0][0] < now - CRASH_WINDOW:
+            self._deaths.popleft()
+        return sum(pid not in self._excused for _, pid in self._deaths)
+
+    def excuse(self, pid: int) -> None:
+        """The death of its process with this pid has a reason that is not its own."""
+        self._excused.append(pid)
 
 
 def process_names(config: Config, kinds: Iterable[str]) -> list[str]:

@@ -30,6 +30,7 @@ from penstock.launch.vitals import Vitals
 from penstock.protocol.config import Config
 from penstock.protocol.endpoints import endpoints
 from penstock.protocol.messages import Pulse
+from penstock.protocol.poison import PoisonFound, ProcessesDied, ToSupervisor
 from penstock.protocol.sockets import HEARTBEAT_INTERVAL, bind
 
 MAX_LATE = 2 * HEARTBEAT_INTERVAL
@@ -115,8 +116,11 @@ class Pulses:
         host: Host,
         context: "zmq.Context[Any]",
         tasks: Tasks,
+        on_deaths: Callable[[ProcessesDied | PoisonFound], None] = lambda _: None,
     ) -> None:
-        """say: takes a line for the log; context: of the socket."""
+        """say: takes a line for the log; context: of the socket; on_deaths: called with what is
+        found out about deaths."""
+        self._on_deaths = on_deaths
         self._hang_timeout = config.hang_timeout
         self._step_timeout = config.step_timeout
         self._say = say
@@ -126,7 +130,7 @@ class Pulses:
         self._tasks = tasks
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
-        self._channel = bind(context, zmq.PULL, endpoints(config).pulses, Pulse)
+        self._channel = bind(context, zmq.PULL, endpoints(config).pulses, ToSupervisor)
         self._fd = int(self._channel.socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._receive)
         self._interval = min(HEARTBEAT_INTERVAL, self._hang_timeout / 4)
@@ -144,9 +148,11 @@ class Pulses:
 
     def _receive(self) -> None:
         while self._channel.socket.poll(0):  # its descriptor signals changes only
-            for _, pulse in self._channel.receive():
-                if guarded := self._guard(pulse.name, pulse.pid):
-                    self._on_pulse(guarded, pulse)
+            for _, message in self._channel.receive():
+                if not isinstance(message, Pulse):
+                    self._on_deaths(message)
+                elif guarded := self._guard(message.name, message.pid):
+                    self._on_pulse(guarded, message)
 
     def spawned(self, name: str, pid: int) -> None:
         """A process begins to start, which may hang, too."""

@@ -18,6 +18,7 @@ from penstock.launch.child import CRASH_WINDOW, Child, kind_of, process_names
 from penstock.launch.circus_processes import CircusProcesses
 from penstock.launch.client import AsyncClient
 from penstock.launch.commands import Commands
+from penstock.launch.deaths import ExplainedDeaths
 from penstock.launch.logs import Show, as_json, behind_name
 from penstock.launch.owner import notify_ready, watch_owner
 from penstock.launch.processes import Policy, Processes
@@ -75,6 +76,7 @@ class Supervisor:
             processes.host,
             processes.pulses_context,
             Tasks(self._say_error),
+            ExplainedDeaths(self._children).handle,
         )
         await self._add(process_names(self._config, self._commands))
         kinds = list(self._commands)
@@ -142,6 +144,7 @@ class Supervisor:
     def spawned(self, name: str, pid: int, node: str = "") -> None:
         """As `Policy.spawned`."""
         self._children[name].show = self._show(name, node)
+        self._children[name].pid = pid
         if kind_of(name) in read_procfile():  # others in a --procfile send no pulses
             self._pulses.spawned(name, pid)
         tell_spawned(self._arbiter, name, pid, node)

@@ -108,6 +108,8 @@ class RequestFailed(Struct, tag=True):
     request_id: str
     attempt: int
     error: ErrorReply
+    is_poison: bool = False
+    """it has ended processes: asked again, it is to be refused"""
 
 
 class TokenizedRequest(Struct, tag=True):
@@ -288,13 +290,3 @@ FromDetokenizer = Heartbeat | Goodbye
 ToWorker = WorkerAssignment | WorkerExit | BatchPlan
 FromWorker = WorkerHello | SampledTokens
 ToGateway = TextDeltas | RequestFailed | SchedulerStatus | SupervisorReport
-
-
-def refusal(message: Heartbeat | WorkerHello) -> str | None:
-    """Why the process that registers itself can't take part; None if it can."""
-    if message.version == PROTOCOL_VERSION:
-        return None
-    return (
-        f"{message.name} speaks version {message.version} of the protocol; "
-        f"this pipeline speaks version {PROTOCOL_VERSION}"
-    )

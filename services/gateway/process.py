@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import zmq
@@ -31,9 +32,10 @@ from penstock.protocol.messages import (
     TextDeltas,
     ToGateway,
     Tokenized,
-    refusal,
 )
+from penstock.protocol.poison import REFUSED, DeathReports
 from penstock.protocol.process import Process
+from penstock.protocol.registration import refusal
 from penstock.protocol.replicas import replica_of
 from penstock.protocol.sockets import Channel, Network, bind, connect
 from penstock.protocol.status import ProcessStatus, SchedulerStatus, StatusReply
@@ -44,6 +46,7 @@ from penstock.services.gateway.connections import Client, Connections
 from penstock.services.gateway.ledger import Entry, Ledger
 from penstock.services.gateway.monitor import Monitor
 from penstock.services.gateway.outbox import Outbox
+from penstock.services.gateway.poison import Poison
 from penstock.services.gateway.questions import OpenQuestion, Questions
 from penstock.services.gateway.replicas import Replicas
 from penstock.services.gateway.requests import DEFECT, Requests
@@ -74,6 +77,7 @@ class Gateway:
         self.replicas = Replicas(config.dp, config.routing)
         self.ledger = Ledger(first_number(process.incarnation))
         self.outbox = Outbox(self.clients, self.ledger, self.connections)
+        self.poison = Poison(DeathReports(process))
         self.status_queries = StatusQueries(self.outbox, self.status)
         self.tokenizers = Tokenizers(
             self.to_tokenizers, self.tell_ready, self.on_tokenizer_lost, self.on_defect
@@ -138,8 +142,10 @@ class Gateway:
         """One good frame of so many bytes. Raises RefusedError."""
         match request:
             case GenerateRequest():
+                self.poison.check(request)
                 self.requests.ask(client, request, num_bytes)
             case TokenizePromptRequest() | DetokenizeRequest():
+                self.poison.check(request)
                 self.requests.ask_tokenizer(client, request, num_bytes)
             case AbortRequest():
                 found = self.requests.abort(request.request_id)
@@ -209,11 +215,19 @@ class Gateway:
                 case RequestFailed():
                     entry = self.ledger.get(message.request_id)
                     if entry and entry.attempt == message.attempt:
-                        self.requests.fail(entry, message.error)
+                        self.on_failed(entry, message)
                 case SchedulerStatus():
                     self.on_scheduler(message)
                 case SupervisorReport(processes):
                     self.on_report(processes)
+
+    def on_failed(self, entry: Entry, message: RequestFailed) -> None:
+        """A request can't be served, and no other one of the same contents if it is poison."""
+        self.requests.fail(entry, message.error)
+        if message.is_poison:
+            entries = chain(*map(self.replicas.entries, range(self.config.dp)))
+            for same in self.poison.found(entry.request, entries):
+                self.requests.fail(same, ErrorReply(code="failed", message=REFUSED))
 
     def on_report(self, processes: list[ProcessStatus]) -> None:
         """Which processes run. What a scheduler had that does not goes on in other replicas."""

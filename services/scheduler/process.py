@@ -21,18 +21,20 @@ from penstock.protocol.messages import (
     ToScheduler,
     WorkerExit,
     WorkerHello,
-    refusal,
 )
 from penstock.protocol.plan import SampledTokens
+from penstock.protocol.poison import REFUSED, DeathReports
 from penstock.protocol.process import Loop, Process
+from penstock.protocol.registration import refusal
 from penstock.protocol.sockets import bind, connect
 from penstock.protocol.status import SchedulerStatus
 from penstock.protocol.tracing import Tracer
 from penstock.services.scheduler import report
-from penstock.services.scheduler.block_manager import make_block_manager
+from penstock.services.scheduler.build import make_scheduler
 from penstock.services.scheduler.checks import CannotFitError, check_request
 from penstock.services.scheduler.lease import Lease
 from penstock.services.scheduler.plan_depth import PlanDepth
+from penstock.services.scheduler.poison import Poison
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.streams import Streams
@@ -62,6 +64,7 @@ class SchedulerProcess:
         self.early: list[TokenizedRequest] = []
         """came before there were workers"""
         self.told_ready, self.plan_bytes = False, 0
+        self.poison = Poison(DeathReports(process))
         self.traces = Traces(Tracer(self.config, process.name))
         context, at = process.context, process.endpoints
         self.inbox = bind(context, zmq.PULL, at.requests, ToScheduler)
@@ -115,21 +118,25 @@ class SchedulerProcess:
             return
         self.release(request.request_id, request.attempt)
         sequence = Sequence(request, self.eos_token_ids)
+        if not self.poison.arrived(sequence):
+            self.fail(request, ErrorReply(code="failed", message=REFUSED), is_poison=True)
+            return
         try:
             check_request(sequence, self.model.vocab_size)
             self.scheduler.add(sequence)
         except CannotFitError as error:
             self.fail(request, ErrorReply(code="invalid", message=str(error), field="prompt"))
             return
-        sequence.num_deaths = request.num_deaths
         sequence.arrived_at = monotonic()
         self.requests[request.request_id] = sequence
         self.streams.open(sequence)
         self.traces.arrived(sequence)
 
-    def fail(self, request: TokenizedRequest | Sequence, reply: ErrorReply) -> None:
+    def fail(
+        self, request: TokenizedRequest | Sequence, reply: ErrorReply, is_poison: bool = False
+    ) -> None:
         """Tells the gateway why a request can't be served."""
-        self.gateway.send(RequestFailed(request.request_id, request.attempt, reply))
+        self.gateway.send(RequestFailed(request.request_id, request.attempt, reply, is_poison))
 
     def release_unclaimed(self) -> None:
         """Forgets what nobody has asked the newest gateway for."""
@@ -147,6 +154,7 @@ class SchedulerProcess:
             self.scheduler.finish(sequence, "abort")
             self.streams.close(sequence)
             self.traces.left(sequence)
+            self.poison.left(sequence)
         self.early = [r for r in self.early if r.request_id != request_id or r.attempt > attempt]
 
     # ---- workers -----------------------------------------------------------------------------
@@ -191,7 +199,7 @@ class SchedulerProcess:
         """They hold no KV of ours."""
         self.log.info("workers ready: %s", ", ".join(self.group.names))
         if self.scheduler is None:
-            self.scheduler = self.make_scheduler()
+            self.scheduler = make_scheduler(self.config, self.model, self.group)
             for request in self.early:
                 self.accept(request)
             self.early.clear()
@@ -205,21 +213,17 @@ class SchedulerProcess:
     def end_group(self) -> None:
         """If the workers are gone, everything waits: for others, or to go to another replica."""
         if self.scheduler and self.scheduler.epoch not in (NO_GROUP, self.group.epoch):
+            self.poison.died(self.group.members_before, self.scheduler.in_flight)
             for sequence in self.scheduler.restart(NO_GROUP):
-                self.give_up(sequence, GIVEN_UP)
+                self.give_up(sequence, GIVEN_UP, is_poison=True)
+                self.poison.found(sequence)
 
-    def give_up(self, sequence: Sequence, reason: str) -> None:
+    def give_up(self, sequence: Sequence, reason: str, is_poison: bool = False) -> None:
         """The others go on without a request that can't, or that may kill workers."""
         about = {"request_id": sequence.request_id}
         self.log.error("%s: %s", sequence.request_id, reason, extra=about)
-        self.fail(sequence, ErrorReply(code="failed", message=reason))
+        self.fail(sequence, ErrorReply(code="failed", message=reason), is_poison)
         self.release(sequence.request_id, sequence.attempt)
-
-    def make_scheduler(self) -> Scheduler:
-        """Over as many blocks as every worker has."""
-        blocks = make_block_manager(self.config, self.group.num_blocks, self.group.block_size)
-        max_model_len = self.model.context(self.config.max_model_len)
-        return Scheduler(self.config, max_model_len, blocks, self.group.epoch)
 
     # ---- steps, and the rest -----------------------------------------------------------------
 

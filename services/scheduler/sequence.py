@@ -113,7 +113,7 @@ class Sequence:
         self.num_cached_tokens = 0
         """prompt tokens found in the prefix cache when it was first admitted"""
         self.num_preemptions = 0
-        self.num_deaths = 0
+        self.num_deaths = request.num_deaths
         """deaths of workers at which it was in flight, since its last token"""
         self.block_table: list[int] = []
         self.cache_root = (

@@ -51,6 +51,8 @@ class WorkerGroup:
         """what the members were told last"""
         self._num_blocks_before = 0
         """of the last group that was ready"""
+        self.members_before: list[tuple[str, int]] = []
+        """names and pids of the last group's members"""
         self._pids_before: list[tuple[str, int]] = []
         """nodes and pids of the last group's members: they may hold its memory still"""
 
@@ -103,6 +105,7 @@ class WorkerGroup:
             self._num_blocks_before = self.num_blocks
         hellos = [self._hellos[member] for member in self.members]
         self._pids_before = [(hello.node, hello.pid) for hello in hellos if hello.pid > 0]
+        self.members_before = [(hello.name, hello.pid) for hello in hellos]
         reason = f"{self._hellos[identity].name} is gone"
         self._forget(identity)
         rest = [member for member in self.members if member != identity]

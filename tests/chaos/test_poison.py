@@ -1,4 +1,4 @@
-"""A request that kills every worker that runs it gets an error; the requests beside it go on."""
+"""Requests that kill every worker that runs them get an error; all others go on."""
 
 import re
 from collections.abc import Callable
@@ -28,6 +28,7 @@ def test_poison_is_given_up_and_the_others_are_right(
     worker = f"worker: python -P {WORKER}"
     procfile.write_text(re.sub("^worker: .*$", worker, PROCFILE.read_text(), flags=re.MULTILINE))
     running = pipeline("--procfile", str(procfile), "--dp", str(dp))
+    kills = 3
     with running.client() as client:
         streams = [client.stream(PROMPT) for _ in range(NUM_STREAMS // 2)]
         poison = client.submit("repeat: ☠")
@@ -38,5 +39,13 @@ def test_poison_is_given_up_and_the_others_are_right(
         texts = ["".join(delta.text for delta in stream) for stream in streams]
         assert texts == [answer_to(PROMPT)] * NUM_STREAMS
         assert client.generate("17+25=").text == "42"
+        for seed in range(3):
+            with pytest.raises(RequestError, match="it is not tried again, change it"):
+                client.generate("repeat: ☠", seed=seed)
+        if dp == 1:  # six deaths of one worker within a minute, and each has its reason
+            with pytest.raises(RequestError, match="the workers died 3 times in a row"):
+                client.generate("repeat: another ☠")
+            kills += 3
+        assert client.generate("17+25=").text == "42"
     restarts = running.restarts()
-    assert sum(restarts[f"worker.{number + 1}"] for number in range(dp)) == 3
+    assert sum(restarts[f"worker.{number + 1}"] for number in range(dp)) == kills

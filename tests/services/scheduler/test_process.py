@@ -1,6 +1,7 @@
 """The scheduler's process: which attempt at a request counts, and what lost workers do."""
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.protocol.incarnation import first_number
 from penstock.protocol.messages import (
@@ -11,11 +12,13 @@ from penstock.protocol.messages import (
 from penstock.protocol.plan import SampledTokens, pack
 from penstock.protocol.sampling import SamplingParams
 from penstock.services.scheduler import checks
+from penstock.services.scheduler.poison import Poison
 from penstock.services.scheduler.process import SchedulerProcess
 from penstock.services.scheduler.sequence import Status
 from tests.services.scheduler.processes import (
     INCARNATION,
     NUM_BLOCKS,
+    SAMPLING,
     Gateway,
     deltas,
     opened,
@@ -157,6 +160,71 @@ def test_deaths_are_counted_over_replicas(process: SchedulerProcess, gateway: Ga
     assert gateway.results.socket.poll(10_000)
     ((_, status),) = gateway.results.receive()
     assert (status.workers_ready, status.num_deaths) == (False, {"once": 1})
+
+
+class Reports:
+    """What the supervisor hears."""
+
+    def __init__(self) -> None:
+        self.died_with: list[tuple[list[tuple[str, int]], int]] = []
+        self.num_found = 0
+
+    def died(self, processes: list[tuple[str, int]], suspects: list[bytes]) -> None:
+        self.died_with.append((processes, len(suspects)))
+
+    def found(self, _digest: bytes) -> None:
+        self.num_found += 1
+
+
+def restart_workers(process: SchedulerProcess, pid: int) -> None:
+    """After a step, for a worker's death with it in flight."""
+    hello = WorkerHello("worker.1", num_blocks=NUM_BLOCKS, block_size=4, pid=pid)
+    process.group.lost(b"w")
+    process.group.hello(b"w", hello)
+    process.start_group()
+
+
+def test_poison_is_refused_when_it_is_sent_again(
+    process: SchedulerProcess, gateway: Gateway
+) -> None:
+    reports = Reports()
+    process.poison = Poison(reports)  # type: ignore[arg-type]
+    restart_workers(process, 10)
+    process.accept(request(3, "poison"))
+    process.accept(request(3, "other", prompt=(7,)))
+    for pid in (11, 12, 13):
+        assert process.scheduler
+        process.scheduler.schedule()
+        restart_workers(process, pid)
+    assert [one.is_poison for one in gateway.failures(process)] == [True]
+    assert reports.died_with[1:] == [
+        ([("worker.1", pid)], n) for pid, n in ((10, 2), (11, 2), (12, 1))
+    ]
+    assert reports.num_found == 1
+    again = request(9, "again", sampling=replace(SAMPLING, seed=5))
+    process.accept(again)
+    (refused,) = gateway.failures(process)
+    assert (refused.request_id, refused.is_poison, refused.error.code) == ("again", True, "failed")
+    process.accept(request(9, "longer", prompt=(1, 2, 3, 4)))
+    assert set(process.requests) == {"other", "longer"}
+
+
+def test_who_leaves_and_asks_again_is_as_suspect_as_before(process: SchedulerProcess) -> None:
+    assert process.scheduler
+    process.poison = Poison(Reports())  # type: ignore[arg-type]
+    restart_workers(process, 10)
+    for number in range(2):
+        process.accept(request(number, f"r{number}"))
+        assert process.requests[f"r{number}"].num_deaths == number
+        process.scheduler.schedule()
+        restart_workers(process, 11 + number)
+        process.release(f"r{number}", number)
+    process.accept(request(5, "last"))
+    assert process.requests["last"].num_deaths == 2
+    step(process)
+    process.release("last", 5)
+    process.accept(request(6, "cleared"))
+    assert process.requests["cleared"].num_deaths == 0
 
 
 def test_a_row_that_fails_is_answered_with_an_error(

@@ -1,0 +1,52 @@
+"""The memory of poison requests."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.protocol import poison as module
+from penstock.protocol.poison import MAX_KNOWN, MEMORY, PoisonList, digest_of
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    one = Clock()
+    monkeypatch.setattr(module, "monotonic", one)
+    return one
+
+
+def test_it_is_forgotten_after_its_time(clock: Clock) -> None:
+    known = PoisonList()
+    known.put(b"a", 2)
+    clock.now += MEMORY / 2
+    known.put(b"b", 1)
+    assert (known.num_deaths(b"a"), known.num_deaths(b"b"), known.num_deaths(b"c")) == (2, 1, 0)
+    clock.now += MEMORY / 2
+    assert (known.num_deaths(b"a"), known.num_deaths(b"b")) == (0, 1)
+    known.put(b"b", 0)
+    assert len(known) == 0
+
+
+def test_the_newest_are_remembered() -> None:
+    known = PoisonList()
+    for number in range(3 * MAX_KNOWN):
+        known.put(b"kept", 3)
+        known.put(b"%d" % number, 1)
+    assert len(known) == MAX_KNOWN
+    assert known.num_deaths(b"kept") == 3
+
+
+@given(st.dictionaries(st.text(max_size=3), st.integers(0, 9), max_size=4), st.randoms())
+def test_the_order_of_a_map_does_not_count(fields: dict[str, int], random: object) -> None:
+    names = list(fields)
+    random.shuffle(names)  # type: ignore[attr-defined]
+    other = {name: fields[name] for name in names}
+    assert digest_of("x", [fields]) == digest_of("x", [other])
+    assert digest_of("x", [fields]) != digest_of("y", [fields])
