@@ -7,10 +7,14 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from penstock.protocol.config import Config
 from penstock.protocol.rope import Rope, read_rope
 from penstock.protocol.sampling import SamplingParams
 
 T = TypeVar("T")
+MIN_REQUEST_BYTES = 1 << 20
+REQUEST_BYTES_PER_TOKEN = 16
+"""of a prompt in JSON: a token id has 8 at most, text seldom more, even where it is escaped"""
 ARCHITECTURE = "Qwen3ForCausalLM"
 MOE_ARCHITECTURE = "Qwen3MoeForCausalLM"
 FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -282,3 +286,12 @@ def _read(path: Path, type_: type[T]) -> T:
         return msgspec.json.decode(path.read_bytes(), type=type_)
     except (OSError, msgspec.MsgspecError) as error:
         raise ModelError(f"{path} can't be read: {error}") from error
+
+
+def max_request_bytes(config: Config) -> int:
+    """The longest request, bytes: by default it holds a prompt as long as the context, as text or
+    as token ids in JSON. Raises ModelError."""
+    if config.max_request_bytes:
+        return config.max_request_bytes
+    context = read_model_config(config.model_folder).context(config.max_model_len)
+    return max(MIN_REQUEST_BYTES, REQUEST_BYTES_PER_TOKEN * context)

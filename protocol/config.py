@@ -161,8 +161,12 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         Meta(description="bytes of answers that a client leaves unread before it is cut off"),
     ] = 1 << 24
     max_request_bytes: Annotated[
-        int, Meta(ge=1024, description="longest request frame, bytes; longer ones are refused")
-    ] = 1 << 20
+        int,
+        Meta(
+            ge=0,
+            description="longest request, bytes; 0: 16 a token of the context, at least 1 MiB",
+        ),
+    ] = 0
     num_plans_in_flight: Annotated[
         int,
         Meta(

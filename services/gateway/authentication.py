@@ -8,6 +8,7 @@ from typing import Any
 import zmq
 
 from penstock.protocol.authentication import Authenticator
+from penstock.protocol.checkpoint import max_request_bytes
 from penstock.protocol.cluster import Cluster
 from penstock.protocol.config import Config
 from penstock.protocol.endpoints import check_reach, inner_clients, stays_on_host
@@ -39,7 +40,7 @@ def bind_clients(
             "prompts and answers",
             config.endpoint,
         )
-    limit = config.max_request_bytes + POLITE_BYTES
+    limit = max_request_bytes(config) + POLITE_BYTES
     # On a cluster our own processes are clients elsewhere. What has no keys is bound first.
     inner = inner_clients(config)
     is_inner_first = isinstance(context, Cluster) and bool(config.keys)

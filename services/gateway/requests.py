@@ -6,7 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from uuid import uuid4
 
-from penstock.protocol.checkpoint import read_generation_config, read_model_config
+from penstock.protocol.checkpoint import (
+    max_request_bytes,
+    read_generation_config,
+    read_model_config,
+)
 from penstock.protocol.client import (
     Codec,
     ErrorReply,
@@ -57,7 +61,7 @@ class Requests:
         self._admission = Admission(config, read_model_config(config.model_folder))
         self.statistics = Statistics(self._admission.max_model_len)
         self._overload = Overload(config, ledger, questions)
-        self._max_request_bytes = config.max_request_bytes
+        self._max_request_bytes = max_request_bytes(config)
         self._max_unread_bytes = config.max_unread_bytes
         self._ledger = ledger
         self._connections = connections

@@ -1,5 +1,6 @@
 """The application: routes, the key, errors."""
 
+import asyncio
 import hmac
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
@@ -53,11 +54,14 @@ def _route(operation: Operation, service: Service) -> Route:
             _check_key(request, key)
         given: Any = request.path_params
         if operation.body:
-            body = await read_body(request, config.max_request_bytes)
+            body = await read_body(request, service.max_request_bytes)
             given = decode_body(body, operation.body)
             if isinstance(given, ApiRequest) and given.request_id is None:
                 given.request_id = request.headers.get("x-request-id", "")[:_MAX_ID] or None
-        return await operation.run(given, request.receive)
+        try:
+            return await operation.run(given, request.receive)
+        except asyncio.CancelledError:  # uvicorn does that to what is not finished in time
+            raise ApiError(503, "this server stops") from None
 
     path = operation.path.replace("{model}", "{model:path}")
     return Route(path, endpoint, methods=[operation.method])

@@ -1,5 +1,6 @@
 """Bodies of requests: bytes to structs, and what is wrong with them."""
 
+import zlib
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,13 +16,38 @@ T = TypeVar("T", bound=Struct)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises ApiError where it is too long."""
+    """The whole body, decompressed; neither form is longer than `max_bytes`. Raises ApiError."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", "gzip", "x-gzip"):
+        sentence = f"Content-Encoding: got {encoding!r}, expected gzip or identity"
+        raise ApiError(415, sentence, headers={"Accept-Encoding": "gzip, identity"})
     body = bytearray()
     async for piece in request.stream():
         body += piece
         if len(body) > max_bytes:
-            raise ApiError(413, f"the body has more than {max_bytes} bytes, which is the limit")
-    return bytes(body)
+            raise _too_long(max_bytes)
+    return bytes(body) if encoding == "identity" else _decompress(bytes(body), max_bytes)
+
+
+def _decompress(body: bytes, max_bytes: int) -> bytes:
+    """Raises ApiError for what is not gzip, and as soon as the text is too long."""
+    text = b""
+    while body:
+        member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+        try:
+            text += member.decompress(body, max_bytes - len(text) + 1)
+        except zlib.error as error:
+            raise ApiError(400, f"the body can't be decompressed as gzip: {error}") from error
+        if len(text) > max_bytes:
+            raise _too_long(max_bytes)
+        if not member.eof:
+            raise ApiError(400, "the body can't be decompressed as gzip: its end is missing")
+        body = member.unused_data
+    return text
+
+
+def _too_long(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body has more than {max_bytes} bytes, which is the limit")
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:

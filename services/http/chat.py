@@ -8,6 +8,7 @@ from starlette.types import Receive
 
 from penstock.protocol.client import GenerateReply, TextDelta
 from penstock.services.http.convert import chat_fields, truncated
+from penstock.services.http.forced import is_forced
 from penstock.services.http.generation import Generation
 from penstock.services.http.logprobs import chat_logprobs, prompt_logprobs
 from penstock.services.http.reasoning import ReasoningSplitter
@@ -57,7 +58,7 @@ class ChatChoice:
         self._index = index
         self._splitter = ReasoningSplitter(starts_thinking)
         has_tools = bool(request.tools) and request.tool_choice != "none"
-        self._parser = ToolCallParser() if has_tools else None
+        self._parser = ToolCallParser(is_forced(request)) if has_tools else None
         self._may_call_twice = request.parallel_tool_calls
         self._shows_reasoning = request.include_reasoning
         self._shows_token_ids = request.return_token_ids
@@ -83,7 +84,7 @@ class ChatChoice:
 
     def end(self, reply: GenerateReply) -> Iterator[ChatChunk]:
         """What was held back, and why it ends."""
-        for one in self._finish():
+        for one in self._finish(reply):
             yield ChatChunk(index=self._index, delta=one)
         yield ChatChunk(
             index=self._index,
@@ -94,7 +95,7 @@ class ChatChoice:
 
     def whole(self, reply: GenerateReply) -> ChatChoiceReply:
         """The same from a whole answer."""
-        deltas = [*self._deltas(*self._splitter.feed(reply.text)), *self._finish()]
+        deltas = [*self._deltas(*self._splitter.feed(reply.text)), *self._finish(reply)]
         content = "".join(one.content or "" for one in deltas)
         reasoning = "".join(one.reasoning_content or "" for one in deltas)
         calls = _join_calls([call for one in deltas for call in one.tool_calls or []])
@@ -121,10 +122,12 @@ class ChatChoice:
         elif content:
             yield Delta(content=content)
 
-    def _finish(self) -> Iterator[Delta]:
+    def _finish(self, reply: GenerateReply) -> Iterator[Delta]:
         yield from self._deltas(*self._splitter.finish())
         if self._parser:
-            yield from map(self._delta, self._wanted(self._parser.finish()))
+            yield from map(
+                self._delta, self._wanted(self._parser.finish(reply.finish_reason != "stop"))
+            )
 
     def _wanted(self, pieces: list[Piece]) -> Iterator[Piece]:
         """All but calls behind the first where they are not to be parallel."""

@@ -23,12 +23,14 @@ from penstock.services.http.service import Service
 MAX_GRACE = 4
 """seconds that running answers have behind SIGTERM, if --drain-timeout is not less: SIGKILL comes
 after 5"""
+LAST_ANSWERS = 0.5
+"""seconds for errors to what has not been finished"""
 KEEP_ALIVE = 75
 """seconds for which a connection may be idle: longer than clients keep theirs, so that none is
 closed while a request is on its way"""
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn would end the process by the signal it got, with nothing behind it."""
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
@@ -37,6 +39,13 @@ class _Server(uvicorn.Server):
     def stop(self) -> None:
         """Lets what runs be finished, for a while."""
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, which cancels what is not finished in time, but does not wait until that
+        has been answered: the pipeline's client must not be closed before."""
+        await super().shutdown(sockets)
+        if tasks := set(self.server_state.tasks):
+            await asyncio.wait(tasks, timeout=LAST_ANSWERS)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -63,15 +72,20 @@ async def serve(process: Process) -> None:
     where = inner_clients(config)
     async with AsyncClient(where, keys=config.keys, context=process.network) as client:
         service = Service(config, client)
-        server = _Server(_uvicorn_config(config, service))
+        server = Server(uvicorn_config(config, service))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.stop)
         heartbeat()
         process.log.info("listens on http://%s:%d", config.http_host, config.http_port)
-        start = asyncio.create_task(service.start())
-        await server.serve([listener])
-        start.cancel()
+        await run(server, service, listener)
     heartbeats.stop()
+
+
+async def run(server: Server, service: Service, listener: socket.socket) -> None:
+    """Serves until the server stops."""
+    start = asyncio.create_task(service.start())
+    await server.serve([listener])
+    start.cancel()
 
 
 def _attend(network: Cluster, loop: asyncio.AbstractEventLoop) -> None:
@@ -82,7 +96,7 @@ def _attend(network: Cluster, loop: asyncio.AbstractEventLoop) -> None:
     pump(network.handlers)
 
 
-def _uvicorn_config(config: Config, service: Service) -> uvicorn.Config:
+def uvicorn_config(config: Config, service: Service) -> uvicorn.Config:
     return uvicorn.Config(
         make_app(service),
         http="httptools",

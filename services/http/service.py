@@ -4,7 +4,7 @@ import asyncio
 import time
 
 from penstock.launch.client import AsyncClient
-from penstock.protocol.checkpoint import read_model_config
+from penstock.protocol.checkpoint import max_request_bytes, read_model_config
 from penstock.protocol.client import ChatMessage
 from penstock.protocol.config import Config
 from penstock.services.http.errors import ApiError
@@ -25,6 +25,7 @@ class Service:
         self.created = int(time.time())
         model = read_model_config(folder)
         self.max_model_len = model.context(config.max_model_len)
+        self.max_request_bytes = max_request_bytes(config)
         self.max_answers = config.max_running + config.max_waiting_requests
         """to one HTTP request: the gateway would refuse more"""
         self.starts_thinking = False

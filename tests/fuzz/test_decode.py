@@ -13,7 +13,11 @@ import pytest
 import zmq
 from msgspec import Struct
 
-from penstock.protocol.checkpoint import read_generation_config, read_model_config
+from penstock.protocol.checkpoint import (
+    max_request_bytes,
+    read_generation_config,
+    read_model_config,
+)
 from penstock.protocol.client import GenerateRequest, Reply, codec_of
 from penstock.protocol.config import Config
 from penstock.protocol.messages import (
@@ -159,7 +163,7 @@ def test_requests() -> None:
     for frame in Mutator("Request", encoded("Request")).frames(NUM_FRAMES):
         codec = codec_of(frame)
         try:
-            request = decode_request(codec, frame, CONFIG.max_request_bytes)
+            request = decode_request(codec, frame, max_request_bytes(CONFIG))
             if isinstance(request, GenerateRequest):
                 ADMISSION.check(request, is_req_socket=False)
                 use_accepted(Entry(request, "r", Client((b"c",), codec, Connection())))

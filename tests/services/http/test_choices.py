@@ -144,6 +144,14 @@ def test_an_answer_cut_short_is_no_call() -> None:
     assert whole(CALL, request(has_tools=True), "length").finish_reason == "length"
 
 
+def test_a_forced_call_that_is_cut_off() -> None:
+    asked = request(has_tools=True, tool_choice="required")
+    choice = ChatChoice(0, asked, starts_thinking=False).whole(reply(CALL[:-15], "length"))
+    (call,) = choice.message.tool_calls  # type: ignore[misc]
+    assert (call.function.name, call.function.arguments) == ("f", '{"a": 1')
+    assert (choice.finish_reason, choice.message.content) == ("length", None)
+
+
 def test_logprobs_of_a_chat() -> None:
     other = Logprob(token_id=1, token="b", logprob=-2.0, bytes=[98])  # noqa: S106
     choice = ChatChoice(0, request(), starts_thinking=False)

@@ -131,6 +131,34 @@ def test_any_arguments_come_through(
     assert parse(*cut(body, cuts)).calls == [("f", written)]
 
 
+@pytest.mark.parametrize("is_forced", [False, True])
+@pytest.mark.parametrize("length", range(1, len(WEATHER)))
+def test_a_call_that_is_cut_off_is_a_call(length: int, is_forced: bool) -> None:
+    """As soon as its name is there; before that it is text, or, in a forced call, nothing."""
+    written = WEATHER[:length]
+    parser = ToolCallParser(is_forced)
+    answer = Answer(parser.feed(written) + parser.finish(is_cut=True))
+    if 'weather"' not in written:
+        assert not answer.calls
+        assert answer.text == ("" if is_forced else written)
+        return
+    _, _, arguments = written.partition('"arguments": ')
+    arguments = arguments.partition("}\n")[0]
+    assert answer.text == ""
+    assert answer.calls == [("weather", arguments.replace("]}}", "]}"))]
+
+
+def test_text_before_a_call_that_is_cut_off_stays() -> None:
+    parser = ToolCallParser()
+    answer = Answer([*parser.feed(f"so\n{WEATHER}\n{WEATHER[:60]}"), *parser.finish(is_cut=True)])
+    assert answer.text == "so"
+    assert answer.calls[1] == ("weather", '{"city": "Köln"')
+
+
+def test_a_call_that_the_model_did_not_end_is_text() -> None:
+    assert parse(WEATHER[:-3]).text == WEATHER[:-3]
+
+
 @given(answer=st.lists(st.sampled_from(["<", "<tool", "_call", "\n", "a", " "])).map("".join))
 def test_holds_back_only_newlines_and_half_a_tag(answer: str) -> None:
     parser = ToolCallParser()

@@ -1,0 +1,91 @@
+"""The HTTP server itself, in this process, before a gateway that says what the test wants."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.launch.client import AsyncClient
+from penstock.protocol.client import (
+    DetokenizeReply,
+    DetokenizeRequest,
+    Reply,
+    Request,
+    TokenizePromptRequest,
+    TokenizeReply,
+)
+from penstock.protocol.config import Config
+from penstock.services.http.process import Server, listen, run, uvicorn_config
+from penstock.services.http.service import Service
+from tests.launch.fake_gateway import Behaviour, Gateway, echo, gateway
+
+
+def behave(request: Request) -> list[Reply]:
+    """Answers with the prompt; a prompt has a token a character."""
+    match request:
+        case TokenizePromptRequest(prompt=str(prompt)):
+            return [TokenizeReply(token_ids=[ord(one) for one in prompt], max_model_len=4096)]
+        case TokenizePromptRequest():
+            return [TokenizeReply(token_ids=[1], max_model_len=4096)]
+        case DetokenizeRequest():
+            return [DetokenizeReply(text="?")]
+    return echo(request)
+
+
+class Served:
+    """A server that runs in a thread."""
+
+    def __init__(self, config: Config, endpoint: str, asked: Gateway) -> None:
+        self.asked = asked
+        self._listener = listen("127.0.0.1", 0)
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        self._config = config
+        self._endpoint = endpoint
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._listener.listen()
+        self._began = threading.Event()
+        self._thread.start()
+        self._began.wait()
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        async with AsyncClient(self._endpoint) as client:
+            service = Service(self._config, client)
+            self._server = Server(uvicorn_config(self._config, service))
+            self._began.set()
+            await run(self._server, service, self._listener)
+
+    def stop(self) -> None:
+        """As SIGTERM does; twice does no harm."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._server.stop)
+
+    def join(self) -> None:
+        """Waits until it has stopped."""
+        self._thread.join()
+        self._listener.close()
+
+    def client(self, **fields: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, **fields)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """`serve(**options)` starts a server, which is stopped after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(behaviour: Behaviour = behave, **options: Any) -> Served:
+            endpoint = f"ipc://{tmp_path}/gateway"
+            asked = stack.enter_context(gateway(endpoint, behaviour))
+            one = Served(Config(endpoint=endpoint, **options), endpoint, asked)
+            stack.callback(one.join)
+            stack.callback(one.stop)
+            return one
+
+        yield start

@@ -1,0 +1,106 @@
+"""The server over real connections: bodies, and its end."""
+
+import gzip
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from penstock.protocol.checkpoint import max_request_bytes
+from penstock.protocol.client import GenerateRequest, Reply, Request
+from penstock.protocol.config import Config
+from tests.launch.fake_gateway import delta
+from tests.services.http.conftest import Served, behave
+
+Serve = Callable[..., Served]
+PROMPT = {"prompt": "one two"}
+
+
+def silent(request: Request) -> list[Reply]:
+    """Generates nothing: requests stay open."""
+    return [] if isinstance(request, GenerateRequest) else behave(request)
+
+
+def begun(request: Request) -> list[Reply]:
+    """Generates the beginning of a text."""
+    return [delta(request, 0, 3)] if isinstance(request, GenerateRequest) else behave(request)
+
+
+def test_what_is_not_finished_when_the_server_stops_is_a_503(serve: Serve) -> None:
+    """Its requests are aborted before the client of the pipeline is closed."""
+    served = serve(silent, drain_timeout=0)
+    answers: list[httpx.Response] = []
+
+    def ask(path: str, **fields: Any) -> None:
+        with served.client() as client:
+            answers.append(client.post(path, json=fields))
+
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    asked = [
+        {"path": "/v1/completions", **PROMPT},
+        {"path": "/v1/completions", "stream": True, **PROMPT},
+        {"path": "/v1/chat/completions", **chat},
+    ]
+    threads = [threading.Thread(target=ask, kwargs=one) for one in asked]
+    for thread in threads:
+        thread.start()
+    served.asked.wait_for(4 + len(threads))  # with those of its start
+    served.stop()
+    for thread in threads:
+        thread.join()
+    served.join()
+    assert [one.status_code for one in answers] == [503] * 3
+    assert {one.json()["error"]["message"] for one in answers} == {"this server stops"}
+
+
+def test_a_stream_that_has_begun_ends_with_an_error(serve: Serve) -> None:
+    served = serve(begun, drain_timeout=0)
+    with (
+        served.client() as client,
+        client.stream("POST", "/v1/completions", json=PROMPT | {"stream": True}) as stream,
+    ):
+        lines = (line for line in stream.iter_lines() if line)
+        assert "one" in next(lines)
+        served.stop()
+        error, done = lines
+    assert "this server stops" in error
+    assert done == "data: [DONE]"
+
+
+def test_gzip(serve: Serve) -> None:
+    served = serve(max_request_bytes=1000)
+    body = msgspec.json.encode(PROMPT)
+    with served.client() as client:
+
+        def post(content: bytes, encoding: str = "gzip") -> httpx.Response:
+            headers = {"Content-Encoding": encoding}
+            return client.post("/v1/completions", content=content, headers=headers)
+
+        for good in (gzip.compress(body), gzip.compress(body[:5]) + gzip.compress(body[5:])):
+            assert post(good).json()["choices"][0]["text"] == "one two"
+        assert post(body, "identity").status_code == 200
+        for bad, status in (
+            (body, 400),
+            (gzip.compress(body)[:-9], 400),
+            (gzip.compress(b" " * 1_000_000), 413),
+            (gzip.compress(b" " * 600) * 2, 413),
+            (b"x" * 2000, 413),
+        ):
+            assert post(bad).status_code == status
+        refused = post(body, "br")
+        assert (refused.status_code, refused.headers["accept-encoding"]) == (415, "gzip, identity")
+        assert "got 'br', expected gzip" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("context", [4096, 40_960, 131_072, 262_144])
+def test_a_prompt_as_long_as_the_context_fits(context: int) -> None:
+    config = Config(max_model_len=context)
+    prompt = {"prompt": [151_643] * context, "max_tokens": 1}
+    text = {"prompt": "\\u4f60\\u597d" * context}
+    for one in (prompt, text):
+        assert len(msgspec.json.encode(one)) <= max_request_bytes(config)
+    assert max_request_bytes(Config()) >= 1 << 20
+    assert max_request_bytes(Config(max_request_bytes=2000)) == 2000
