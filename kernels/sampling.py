@@ -37,6 +37,9 @@ def sample(
 ) -> Tensor:
     """One token id per row, int64 [num_rows]; of equal scores the lowest id wins.
 
+    -1 for a row in which a logit is NaN or +inf, or all are -inf; its `last_token` is 0, which the
+    model has. -inf forbids a token.
+
     logits float32 [num_rows, vocab_size], rows may lie apart; slots, positions int64 [num_rows]:
     index of the row's parameters (-1: a padded row, its token is 0), index of the new token in its
     sequence. By slot, [num_slots]: seeds int64, temperature float32 (0: the likeliest token), top_k
@@ -120,18 +123,19 @@ def _sample_reference(
     min_p: Tensor,
     last_token: Tensor,
 ) -> Tensor:
-    tokens = logits.argmax(-1).masked_fill_(slots < 0, 0)
+    largest, tokens = logits.max(-1)  # NaN is larger than any number
     rows = ((slots >= 0) & (temperature[slots] > 0)).nonzero().squeeze(1)
     if rows.numel():
         random = slots[rows]
         # The largest score is 0, so that a tiny temperature makes no infinity.
-        scores = logits[rows] - logits[rows].amax(-1, keepdim=True)
+        scores = logits[rows] - largest[rows, None]
         scores /= temperature[random, None]
         _restrict(scores, top_k[random], top_p[random], min_p[random])
         scores += gumbel_noise(seeds[random], positions[rows], logits.shape[1])
         tokens[rows] = scores.argmax(-1)
+    tokens.masked_fill_(~largest.isfinite(), -1).masked_fill_(slots < 0, 0)
     active = slots >= 0
-    last_token[slots[active]] = tokens[active]
+    last_token[slots[active]] = tokens[active].clamp(min=0)
     return tokens
 
 

@@ -139,8 +139,8 @@ class SampledTokens(Struct, array_like=True, tag="sampled"):
     """(slot; one for each prompt token but the first that this step's chunk predicts): a chunk of
     positions [a, b) predicts tokens a + 1 to b, as far as they are the prompt's"""
     failed: list[tuple[int, str]] = []
-    """(index among the sampled; why the row can't go on): its grammar ran out of its limits. Its
-    token is void"""
+    """(index among the sampled; why the row can't go on): its grammar ran out of its limits, and
+    its token is void; or there is no token, which then is -1: its logits are NaN or infinite"""
 
     def __post_init__(self) -> None:
         check_packed(self.token_ids)

@@ -155,7 +155,7 @@ def _scan_runs(
 
 @triton.jit
 def _best_of_run(row_ptr, run, temperature, seed, position, vocab_size: tl.constexpr):
-    """The run's best score and its token."""
+    """The run's best score and its token; infinity where a logit is NaN or infinite."""
     lane = tl.arange(0, QUARTER)
     first = run * RUN + lane
     l0 = tl.load(row_ptr + first, first < vocab_size, other=-float("inf"))
@@ -163,6 +163,7 @@ def _best_of_run(row_ptr, run, temperature, seed, position, vocab_size: tl.const
     l1 = tl.load(row_ptr + id1, id1 < vocab_size, other=-float("inf"))
     l2 = tl.load(row_ptr + id2, id2 < vocab_size, other=-float("inf"))
     l3 = tl.load(row_ptr + id3, id3 < vocab_size, other=-float("inf"))
+    total = (l0 + l1) + (l2 + l3)  # less than infinity unless one of them is NaN or infinite
     if temperature > 0:
         # The largest logit is not known yet; this keeps scores finite without it.
         scale = LOG2_E / tl.maximum(temperature, 1e-6)
@@ -174,12 +175,13 @@ def _best_of_run(row_ptr, run, temperature, seed, position, vocab_size: tl.const
     scores, ids = tl.where(l1 > l0, l1, l0), tl.where(l1 > l0, id1, first)
     scores, ids = tl.where(l2 > scores, l2, scores), tl.where(l2 > scores, id2, ids)
     scores, ids = tl.where(l3 > scores, l3, scores), tl.where(l3 > scores, id3, ids)
-    return best(scores, ids)
+    return best(tl.where(total < float("inf"), scores, float("inf")), ids)
 
 
 @triton.jit
 def _summarise_run(row_ptr, run, temperature, group_max_ptr, vocab_size: tl.constexpr):
-    """The run's largest logit and sum of weights relative to it; writes its groups' largest."""
+    """The run's largest logit and sum of weights relative to it, which is NaN where a logit is NaN
+    or infinite; writes its groups' largest."""
     groups = tl.arange(0, GROUPS_PER_RUN)
     ids = run * RUN + groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     logits = tl.load(row_ptr + ids, ids < vocab_size, other=-float("inf"))
@@ -207,9 +209,8 @@ def _finish_rows(
     if slot < 0:
         tl.store(tokens_ptr + row, 0)
     else:
-        temperature = tl.load(temperature_ptr + slot)
+        temperature, min_p = tl.load(temperature_ptr + slot), tl.load(min_p_ptr + slot)
         top_k, top_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot)
-        min_p = tl.load(min_p_ptr + slot)
         runs = tl.arange(0, runs_padded)
         at = (
             row * runs_per_shard
@@ -224,30 +225,32 @@ def _finish_rows(
             total = tl.sum(run_sum * weight(run_best, largest, scale))
             top_k = tl.where(top_k < vocab_size, top_k, 0)
             list_ptr = group_list_ptr + row * num_runs * GROUPS_PER_RUN
-            num_listed = list_groups(
-                group_max_ptr + row * runs_per_shard * GROUPS_PER_RUN,
-                list_ptr,
-                (largest, scale, total),
-                (top_k, top_p, min_p),
-                (distances_ptr, runs_per_shard, num_shards),
-                num_runs * GROUPS_PER_RUN,
-                runs_padded * GROUPS_PER_RUN,
-            )
-            token = draw(
-                (
-                    logits_ptr + row.to(tl.int64) * row_stride,
+            token = tl.full((), -1, tl.int32)
+            if total > 0:  # NaN is not: nor is there a weight where every token is forbidden
+                num_listed = list_groups(
+                    group_max_ptr + row * runs_per_shard * GROUPS_PER_RUN,
+                    list_ptr,
+                    (largest, scale, total),
+                    (top_k, top_p, min_p),
                     (distances_ptr, runs_per_shard, num_shards),
-                ),
-                (list_ptr, num_listed),
-                (largest, scale, total),
-                (top_k, top_p, min_p),
-                (tl.load(seeds_ptr + slot), tl.load(positions_ptr + row)),
-                vocab_size,
-            )
+                    num_runs * GROUPS_PER_RUN,
+                    runs_padded * GROUPS_PER_RUN,
+                )
+                token = draw(
+                    (
+                        logits_ptr + row.to(tl.int64) * row_stride,
+                        (distances_ptr, runs_per_shard, num_shards),
+                    ),
+                    (list_ptr, num_listed),
+                    (largest, scale, total),
+                    (top_k, top_p, min_p),
+                    (tl.load(seeds_ptr + slot), tl.load(positions_ptr + row)),
+                    vocab_size,
+                )
         else:
             run_token = tl.load(run_token_ptr + at, runs < num_runs, other=2**31 - 1)
-            _, token = best(run_best, run_token)
-        # Not a number among the logits leaves no winner.
+            score, token = best(run_best, run_token)
+            token = tl.where((score > -float("inf")) & (score < float("inf")), token, -1)
         token = tl.minimum(token, vocab_size - 1).to(tl.int64)
         tl.store(tokens_ptr + row, token)
-        tl.store(last_token_ptr + slot, token)
+        tl.store(last_token_ptr + slot, tl.maximum(token, 0))

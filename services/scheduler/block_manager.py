@@ -91,6 +91,10 @@ class BlockManager:
             )
         sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
 
+    def unpublish(self, sequence: Sequence) -> None:
+        """Hides every block of the sequence from others, those of its prompt too."""
+        self.pool.unpublish(hash_ for hash_, _ in sequence.full_blocks)
+
     def _full_blocks(self, sequence: Sequence, num_blocks: int) -> list[tuple[bytes, bytes]]:
         """(hash, token ids) of the first `num_blocks` blocks; none without prefix caching."""
         if not self._caching:

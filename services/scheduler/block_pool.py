@@ -118,3 +118,10 @@ class BlockPool:
         self._contents[block] = Content(self._num_contents, parent, hash_, token_ids)
         self._cached[hash_] = block
         return self._num_contents
+
+    def unpublish(self, hashes: Iterable[bytes]) -> None:
+        """Nobody finds the blocks of these hashes from here on; who has one keeps it."""
+        for hash_ in hashes:
+            block = self._cached.pop(hash_, None)
+            if block is not None:
+                self._contents[block] = None

@@ -8,6 +8,7 @@ are published there, too; those of given tokens as soon as a plan computes them.
 
 from bisect import insort
 from collections import deque
+from functools import partial
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
@@ -261,9 +262,9 @@ class Scheduler:
         if not expected or (expected.number, len(expected.sampled)) != (number, len(token_ids)):
             raise ValueError(f"{len(token_ids)} tokens of step {number}; expected {expected}")
         step = self.in_flight.popleft()
-        output = StepOutput([], [], [], self._fail(step, tokens.failed))
+        output = StepOutput([], [], [], [])
         step.take_logprobs(tokens)
-        for sequence, token_id in zip(step.sampled, token_ids, strict=True):
+        for sequence, token_id in step.rows(token_ids, tokens.failed, partial(self._fail, output)):
             if sequence.finish_reason is not None:
                 continue  # it ended while the plan was in flight
             speculation = sequence.speculation
@@ -283,13 +284,12 @@ class Scheduler:
                 output.finished.append(sequence)
         return output
 
-    def _fail(self, step: Step, failed: list[tuple[int, str]]) -> list[tuple[Sequence, str]]:
-        """Ends the rows that can't go on; one that has ended already is no news."""
-        rows = [(step.sampled[index], reason) for index, reason in failed]
-        rows = [(sequence, reason) for sequence, reason in rows if sequence.finish_reason is None]
-        for sequence, _ in rows:
-            self.finish(sequence, "abort")
-        return rows
+    def _fail(self, output: StepOutput, sequence: Sequence, token_id: int, reason: str) -> None:
+        """Ends a row that can't go on; keys and values that may be NaN are for nobody."""
+        if token_id < 0:
+            self.block_manager.unpublish(sequence)
+        self.finish(sequence, "abort")
+        output.failed.append((sequence, reason))
 
     def _end_if_due(self, sequence: Sequence) -> None:
         if sequence.token_ids[-1] in sequence.stop_token_ids:

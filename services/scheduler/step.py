@@ -1,5 +1,6 @@
 """What the scheduler notes of a plan while it is made, while it is in flight, and of its result."""
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from penstock.protocol.plan import BLOCK_BITS, BatchPlan, RowAdded, SampledTokens, pack
@@ -43,12 +44,41 @@ class Step(NamedTuple):
         """All that the plan computes something of."""
         return {*self.sampled, *self.chunks.values()}
 
+    def rows(
+        self,
+        token_ids: Iterable[int],
+        failed: list[tuple[int, str]],
+        fail: Callable[[Sequence, int, str], None],
+    ) -> Iterable[tuple[Sequence, int]]:
+        """Each row that was sampled, in order, with its token; `fail` gets those that can't go on.
+
+        A row behind a wrong guess does not fail: it is void.
+        """
+        rows = zip(self.sampled, token_ids, strict=True)
+        return _without_failed(rows, dict(failed), fail) if failed else rows
+
     def take_logprobs(self, tokens: SampledTokens) -> None:
-        """Each goes to the sequence that asked for it."""
+        """Each goes to the sequence that asked for it; those of a row that failed are void."""
+        failed = dict(tokens.failed)
         for index, packed in tokens.logprobs:
-            self.sampled[index].take_logprobs(packed)
+            if index not in failed:
+                self.sampled[index].take_logprobs(packed)
         for slot, chunk in tokens.prompt_logprobs:
             self.chunks[slot].take_prompt_logprobs(chunk)
+
+
+def _without_failed(
+    rows: Iterable[tuple[Sequence, int]],
+    reasons: dict[int, str],
+    fail: Callable[[Sequence, int, str], None],
+) -> Iterator[tuple[Sequence, int]]:
+    for index, (sequence, token_id) in enumerate(rows):
+        if index not in reasons:
+            yield sequence, token_id
+        elif sequence.finish_reason is None:
+            speculation = sequence.speculation
+            if speculation is None or speculation.takes():
+                fail(sequence, token_id, reasons[index])
 
 
 class StepOutput(NamedTuple):

@@ -106,9 +106,9 @@ class Grammars:
             self.remove(slot)
 
     def accept(self, slot: int, token_id: int) -> None:
-        """The token drawn for the row, which has a grammar."""
+        """The token drawn for the row, which has a grammar; -1: none could be drawn."""
         row = self._rows[slot]
-        if row.failure:
+        if row.failure or token_id < 0:
             return
         if token_id in row.end_token_ids:
             row.ended = True

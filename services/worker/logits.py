@@ -197,7 +197,8 @@ class SecondPass:
             self._penalties.count(places, tokens[on_penalized])
         if telling:
             numbers = [extras[n].extras.num_logprobs for n in telling]
-            packed = pack_logprobs(plain_logits, tokens[on_telling], max(numbers))
+            drawn = tokens[on_telling].clamp(min=0)  # -1: there is none
+            packed = pack_logprobs(plain_logits, drawn, max(numbers))
             way.logprobs.append((which[telling].tolist(), numbers, to_host(packed)))
         return tokens
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from penstock.services.worker.idle_times import IdleTimes
 from penstock.services.worker.logits import SecondPass
 from penstock.services.worker.persistent_batch import NONE, Integers, PersistentBatch
 from penstock.services.worker.sampler import Sampler
-from penstock.services.worker.told import OnItsWay, Told
+from penstock.services.worker.told import BAD_LOGITS, OnItsWay, Told
 from penstock.services.worker.transfers import to_device, to_host
 
 
@@ -46,7 +47,7 @@ class LaunchedStep:
         return self._event is None or bool(self._event.query())
 
     def token_ids(self) -> list[int]:
-        """The sampled tokens."""
+        """The sampled tokens; -1 for a row that `told` names as failed."""
         self._wait()
         ids: list[int] = self._tokens.numpy()[self._sampled].tolist()
         return ids
@@ -54,7 +55,11 @@ class LaunchedStep:
     def told(self) -> Told:
         """What the step tells beside them."""
         self._wait()
-        return self._way.told() if self._way else Told([], [], [])
+        told = self._way.told() if self._way else Told([], [], [])
+        missing = np.flatnonzero(self._tokens.numpy()[self._sampled] < 0).tolist()
+        known = {index for index, _ in told.failed}
+        told.failed.extend((index, BAD_LOGITS) for index in missing if index not in known)
+        return told
 
     def _wait(self) -> None:
         if self._event is not None:

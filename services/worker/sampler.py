@@ -63,7 +63,8 @@ class Sampler:
         """Brings rank 0's tokens, one for each row, to all ranks."""
         if self._model.tp.size > 1:
             # the last element takes the tokens of the rows that do not sample: their slot is -1
-            self._slots.last_token[slots] = self._model.tp.broadcast(tokens)
+            # and -1, for want of a token, is none that the model could read
+            self._slots.last_token[slots] = self._model.tp.broadcast(tokens).clamp(min=0)
 
 
 def draw(logits: Tensor, batch: Slots, slots: Tensor, positions: Tensor) -> Tensor:

@@ -10,6 +10,12 @@ from penstock.kernels.logits import logprobs_of
 from penstock.protocol.logprobs import PackedLogprobs
 from penstock.services.worker.persistent_batch import Record
 
+BAD_LOGITS = (
+    "the model's logits are NaN or infinite, or every token is forbidden; where no parameter "
+    "forbids tokens, check the checkpoint, and --quantization and --kv-cache-dtype"
+)
+"""why a row has no token"""
+
 
 class Told(NamedTuple):
     """As in `SampledTokens`."""

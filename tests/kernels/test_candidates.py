@@ -55,8 +55,10 @@ def test_draws_what_the_whole_vocabulary_gives(
 ) -> None:
     slots, positions, parameters = rows_of_every_kind(device)
     logits = 4 * torch.randn(len(slots), vocab_size, device=device)
+    logits[5, vocab_size - 1], logits[6, 3] = torch.nan, torch.inf
     logits[slots == 0] = logits[slots == 0].clamp(max=3)  # of equal scores the lowest id wins
     expected = sample(logits, slots=slots, positions=positions, **parameters)
+    assert expected[[5, 6]].tolist() == [-1, -1]
     expected_last = parameters["last_token"].clone()
     rows = slots, positions, parameters
     num_ranks = 3 if vocab_size == 5000 else -(-vocab_size // part_size)

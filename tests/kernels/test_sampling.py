@@ -237,3 +237,21 @@ def test_refuses_what_does_not_fit() -> None:
                 sample(torch.zeros(2, 5), **{**parameters, name: values[:1]})
         with pytest.raises(ValueError, match=rf"{name} has strides \[2\]"):
             sample(torch.zeros(2, 5), **{**parameters, name: values.repeat(2)[::2]})
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_row_with_a_logit_that_is_no_number_has_no_token(bad: float) -> None:
+    logits, parameters = mixed_rows(16, 264)
+    logits[:, 200:] = -torch.inf
+    by_slot = {name: values for name, values in parameters.items() if name != "positions"}
+    slots, last_token = torch.arange(16), torch.full((16,), -1)
+    rows = {"slots": slots, "positions": slots, "last_token": last_token, **by_slot}
+    alone = sample(logits, **rows)
+    assert (alone >= 0).all()
+    logits[::4, 7], logits[1::4, 230], logits[2::4] = bad, bad, -torch.inf
+    tokens = sample(logits, **rows)
+    for first in range(3):
+        assert (tokens[first::4] == -1).all()
+        assert (last_token[first::4] == 0).all()
+    assert torch.equal(tokens[3::4], alone[3::4])
+    assert torch.equal(last_token[3::4], alone[3::4])

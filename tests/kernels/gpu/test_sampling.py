@@ -1,5 +1,7 @@
 """The Triton sampler against the reference."""
 
+from itertools import cycle
+
 import pytest
 import torch
 import triton
@@ -171,11 +173,29 @@ def test_greedy_rows_take_the_lowest_id_of_equals(device: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's
-def test_what_is_no_number_gives_a_token_all_the_same(device: str) -> None:
-    logits = torch.full((len(KINDS), 264), torch.nan)
-    slots = torch.arange(len(KINDS))
-    tokens, _ = draw(device, logits, slots, slots, parameters_of(KINDS))
-    assert ((tokens >= 0) & (tokens < 264)).all()
+def test_a_row_with_a_logit_that_is_no_number_has_no_token(device: str) -> None:
+    """Wherever it is, among forbidden tokens, too; the next rows are as ever."""
+    parameters = parameters_of([kind for kind in KINDS for _ in range(2)])
+    logits = torch.randn(2 * len(KINDS), 9000)
+    logits[:, 5000:] = -torch.inf
+    slots = torch.arange(len(logits))
+    alone, _ = draw(device, logits, slots, slots, parameters)
+    for row, at in zip(range(0, len(logits), 2), cycle([0, 3000, 4096, 5000, 8999]), strict=False):
+        logits[row, at] = torch.inf if row % 4 else torch.nan
+    tokens, last_token = draw(device, logits, slots, slots, parameters)
+    assert (tokens[::2] == -1).all()
+    assert (last_token[::2] == 0).all()
+    assert torch.equal(tokens[1::2], alone[1::2])
+    assert torch.equal(last_token[1::2], alone[1::2])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_without_a_number_has_no_token(device: str, value: float) -> None:
+    logits, slots = torch.full((len(KINDS), 264), value), torch.arange(len(KINDS))
+    tokens, last_token = draw(device, logits, slots, slots, parameters_of(KINDS))
+    assert (tokens == -1).all()
+    assert (last_token == 0).all()
 
 
 def test_no_rows_give_no_tokens(device: str) -> None:

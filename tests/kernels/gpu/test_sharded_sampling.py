@@ -70,6 +70,7 @@ def cases(device: str, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, dict[st
     # The greedy row: of equal scores the lowest id wins, in every part of the vocabulary.
     logits[slots == 0] = logits[slots == 0].clamp(max=0)
     on_device = {name: values.to(device) for name, values in parameters.items()}
+    logits[4, vocab_size - 1], logits[5, 3] = torch.nan, torch.inf  # they get no token
     return logits.to(device), slots.to(device), positions.to(device), on_device
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.plan import RowExtras
+from penstock.protocol.plan import RowExtras, SampledTokens, pack
 from penstock.protocol.structured import StructuredOutputs
 from tests.services.scheduler.builders import long_prompt, make_sequence
 from tests.services.scheduler.reference import EOS
@@ -92,3 +92,50 @@ def test_a_prompt_of_one_token_has_no_logprobs() -> None:
     sim.run()
     assert asked_for(sim) == [-1]
     assert sequence.prompt_logprobs == []
+
+
+# ---- rows without a token --------------------------------------------------------------------
+
+
+def test_a_row_without_a_token_fails_alone_and_hides_its_blocks() -> None:
+    """Keys and values that may be NaN are for nobody: the next request computes its prompt."""
+    sim = Simulation(num_plans_in_flight=1)
+    bad = sim.add(long_prompt(9), max_tokens=5)
+    good = sim.add(long_prompt(9, first=40), max_tokens=5)
+    scheduler = sim.scheduler
+    assert scheduler.schedule()
+    (step,) = scheduler.in_flight
+    token_ids = [7 if sequence is good else -1 for sequence in step.sampled]
+    failed = [(step.sampled.index(bad), "NaN")]
+    output = scheduler.update(SampledTokens(0, step.number, pack(token_ids), failed=failed))
+    assert output.failed == [(bad, "NaN")]
+    assert (output.sequences, output.token_ids) == ([good], [7])
+    assert bad.finish_reason == "abort"
+    assert good.output_token_ids == [7]
+    again, like_good = make_sequence(long_prompt(9)), make_sequence(long_prompt(9, first=40))
+    for sequence in again, like_good:
+        scheduler.add(sequence)
+    assert scheduler.schedule()
+    assert (again.num_cached_tokens, like_good.num_cached_tokens) == (0, 8)
+
+
+def test_a_void_guess_without_a_token_fails_nobody() -> None:
+    """What follows a wrong guess is thrown away, whatever it is."""
+    sim = Simulation(num_plans_in_flight=1, speculative="ngram")
+    sequence = sim.add([1, 2, 3, 4] * 6, max_tokens=40, ignore_eos=True)
+    scheduler = sim.scheduler
+    for _ in range(20):
+        assert scheduler.schedule()
+        (step,) = scheduler.in_flight
+        wrong = sequence.token_ids[-4] % 7 + 100  # no guess
+        token_ids = [sequence.token_ids[-4] for _ in step.sampled]
+        failed: list[tuple[int, str]] = []
+        if len(step.sampled) > 1:
+            token_ids = [wrong] + [-1] * (len(step.sampled) - 1)
+            failed = [(index, "NaN") for index in range(1, len(token_ids))]
+        output = scheduler.update(SampledTokens(0, step.number, pack(token_ids), failed=failed))
+        assert output.failed == []
+        if failed:
+            assert sequence.token_ids[-1] == wrong
+            return
+    raise AssertionError("nothing was guessed")

@@ -10,9 +10,12 @@ from transformers import Qwen3ForCausalLM
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.config import Config
 from penstock.protocol.messages import WorkerAssignment
-from penstock.protocol.plan import BatchPlan
+from penstock.protocol.plan import BatchPlan, RowExtras
+from penstock.protocol.structured import StructuredOutputs
 from penstock.services.worker.loading import load
 from penstock.services.worker.model_runner import ModelRunner
+from penstock.services.worker.told import BAD_LOGITS
+from tests.models.checkpoints import save_checkpoint
 from tests.models.forward import random_prompts
 from tests.services.worker.plans import plan, row
 
@@ -241,3 +244,44 @@ def test_the_number_of_rows_changes_no_bit(folder: Path, monkeypatch: pytest.Mon
     together = logits.take().view(NUM_DECODED + 1, 5, -1)
     for slot, expected in enumerate(alone):
         assert torch.equal(together[:, slot], expected)
+
+
+BROKEN = 263
+"""a token whose embedding is NaN"""
+
+
+@pytest.fixture(scope="module")
+def broken_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("broken")
+    model = save_checkpoint(folder)
+    weights = model.state_dict()
+    weights["model.embed_tokens.weight"][BROKEN] = torch.nan
+    model.save_pretrained(folder, state_dict=weights)
+    return folder
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "extras",
+    [
+        None,
+        RowExtras(4, num_logprobs=2, num_prompt_logprobs=1, repetition_penalty=1.5),
+        RowExtras(4, structured_outputs=StructuredOutputs(regex="[a-z]*"), end_token_ids=[258]),
+    ],
+)
+def test_a_row_whose_logits_are_nan_fails_alone(
+    broken_folder: Path, extras: RowExtras | None, temperature: float
+) -> None:
+    """The row beside it gets the tokens that it gets alone; the next steps don't mind."""
+    alone = Driver(make_runner(broken_folder))
+    beside = row(2, PROMPTS[1], [7], temperature=temperature)
+    alone.step(plan(added=[beside], chunks=[(2, 5)]), 2)
+    alone.decode(4, 2)
+    runner = make_runner(broken_folder)
+    bad = row(1, [1, 2, BROKEN, 3], [3], temperature=temperature, extras=extras)
+    step = plan(added=[bad, beside], chunks=[(1, 4), (2, 5)])
+    for number in range(5):
+        launched = runner.launch(step)
+        assert launched.token_ids() == [-1, alone.tokens[2][number]]
+        assert launched.told().failed == [(0, BAD_LOGITS)]
+        step = plan()
