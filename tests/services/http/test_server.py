@@ -3,6 +3,7 @@
 import gzip
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -96,8 +97,11 @@ def test_gzip(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("context", [4096, 40_960, 131_072, 262_144])
-def test_a_prompt_as_long_as_the_context_fits(context: int) -> None:
-    config = Config(max_model_len=context)
+def test_a_prompt_as_long_as_the_context_fits(tmp_path: Path, context: int) -> None:
+    made = msgspec.json.decode((Config().model_folder / "config.json").read_bytes())
+    made["max_position_embeddings"] = context
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(made))
+    config = Config(model=str(tmp_path))
     prompt = {"prompt": [151_643] * context, "max_tokens": 1}
     text = {"prompt": "\\u4f60\\u597d" * context}
     for one in (prompt, text):
