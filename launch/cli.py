@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from penstock.launch.api_key import hide_api_key, read_api_key
 from penstock.launch.bench.commands import add_bench
 from penstock.launch.chaos.commands import add_chaos
 from penstock.launch.errors import ClientError, LaunchError
@@ -61,6 +62,8 @@ def _run(words: list[str]) -> int:
         print(FIRST_STEPS)
         return 0
     arguments = _parser().parse_args(words)
+    if getattr(arguments, "api_key", ""):
+        hide_api_key()
     return int(arguments.run(arguments))
 
 
@@ -164,7 +167,7 @@ def _all(arguments: argparse.Namespace) -> int:
         fields["model"] = str(Path(fields["model"]).absolute())
     if fields.get("keys"):
         fields["keys"] = str(Path(fields["keys"]).absolute())
-    return start(Config(**fields), arguments.procfile, arguments.max_deaths)
+    return start(read_api_key(Config(**fields)), arguments.procfile, arguments.max_deaths)
 
 
 def _service(arguments: argparse.Namespace) -> int:

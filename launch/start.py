@@ -7,6 +7,7 @@ import socket
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from penstock.launch.addresses import check_addresses
@@ -114,12 +115,19 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def check_http_reach(config: Config) -> None:
-    """Raises LaunchError where anyone could ask the HTTP processes."""
+    """Raises LaunchError where anyone could ask the HTTP processes, or pages can't be named."""
+    try:
+        _ = config.origins
+    except msgspec.DecodeError as error:
+        raise LaunchError(
+            f"--allowed-origins: got {config.allowed_origins!r}, expected a JSON list of origins "
+            f"or one origin: {error}"
+        ) from error
     host, port = config.http_host, config.http_port
     where = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     if not (config.api_key or config.insecure or stays_on_host(where)):
         raise LaunchError(
-            f"--http-host {host} may be reached from other machines: give --api-key, or "
+            f"--http-host {host} may be reached from other machines: give --api-key-file, or "
             "--insecure, with which anyone may ask"
         )
 

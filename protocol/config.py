@@ -60,7 +60,16 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         int, Meta(ge=1, le=65535, description="port where they listen, all at the same one")
     ] = 8000
     api_key: Annotated[
-        str, Meta(description="what HTTP clients must bring as `Authorization: Bearer …`")
+        str,
+        Meta(
+            description="key of HTTP clients, `Authorization: Bearer …` or `X-API-Key: …`; better "
+            "PENSTOCK_API_KEY or --api-key-file, which no list of processes shows"
+        ),
+    ] = ""
+    api_key_file: Annotated[str, Meta(description="file whose first line is the key")] = ""
+    allowed_origins: Annotated[
+        str,
+        Meta(description="web pages that may use the API: a JSON list of origins, or `*` for all"),
     ] = ""
     served_model_name: Annotated[
         str, Meta(description="name of the model over HTTP; empty: its folder's")
@@ -233,6 +242,13 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         return self.max_num_seqs * self.dp
 
     @property
+    def origins(self) -> list[str]:
+        """Those of `allowed_origins`. Raises msgspec.DecodeError."""
+        if not self.allowed_origins.startswith("["):
+            return [self.allowed_origins] if self.allowed_origins else []
+        return msgspec.json.decode(self.allowed_origins, type=list[str])
+
+    @property
     def run_folder(self) -> Path:
         """Where the pipeline's sockets and `config.json` are; of mode 0700."""
         return run_folder(self.name)
@@ -277,15 +293,3 @@ def write_config(config: Config) -> Path:
 def read_config(path: Path) -> Config:
     """Raises msgspec.ValidationError for a file that is no `Config`."""
     return msgspec.json.decode(path.read_bytes(), type=Config)
-
-
-def config_from_environment() -> Config:
-    """What `launch` wrote, or `PENSTOCK_<FIELD>` variables over the defaults."""
-    if path := os.environ.get(CONFIG_VARIABLE):
-        return read_config(Path(path))
-    given = {
-        field: os.environ[f"PENSTOCK_{field.upper()}"]
-        for field in Config.__struct_fields__
-        if f"PENSTOCK_{field.upper()}" in os.environ
-    }
-    return msgspec.convert(given, Config, strict=False)

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import zmq
 
 from penstock.protocol.cluster import network_from_environment
-from penstock.protocol.config import Config, config_from_environment, make_run_folder
+from penstock.protocol.config import Config, make_run_folder
 from penstock.protocol.endpoints import Endpoints, endpoints
+from penstock.protocol.environment import config_from_environment
 from penstock.protocol.incarnation import take_incarnation
 from penstock.protocol.logs import JsonFormatter
 from penstock.protocol.messages import Pulse

@@ -96,6 +96,10 @@ class Routes:
                 "GET", "/metrics", self.metrics, "For Prometheus.", media_types=("text/plain",)
             ),
             Operation("GET", "/health", self.health, "Does it work?", reply=Health, is_open=True),
+            *(
+                Operation(method, "/ping", self.health, "As /health.", reply=Health, is_open=True)
+                for method in ("GET", "POST")
+            ),
             Operation(
                 "GET", "/ready", self.ready, "Is every stage there?", reply=Health, is_open=True
             ),

@@ -154,3 +154,8 @@ def test_an_http_host_that_others_reach(refused: Callable[..., str]) -> None:
     for more in ({"api_key": "x"}, {"insecure": True}):
         check_http_reach(Config(http_host="::", **more))  # type: ignore[arg-type]
     check_http_reach(Config(http_host="localhost"))
+
+
+def test_origins_that_are_no_list(refused: Callable[..., str]) -> None:
+    assert refused({}, 1, allowed_origins="[1").startswith("--allowed-origins: got '[1', expected ")
+    check_http_reach(Config(allowed_origins='["http://a"]'))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import psutil
 import pytest
 from langchain_openai import ChatOpenAI
 
@@ -42,6 +43,14 @@ def test_a_wrong_key(api: Api) -> None:
     api.fields["api_key"] = "another"
     with pytest.raises(openai.AuthenticationError):
         api.chat()
+
+
+@pytest.mark.usefixtures("url")
+def test_no_process_shows_the_key() -> None:
+    """Though it was given on the command line."""
+    lines = [one.cmdline() for one in psutil.Process().children(recursive=True)]
+    assert any("all" in line for line in lines)
+    assert not [line for line in lines if any(KEY in word for word in line)]
 
 
 def test_what_is_open_without_a_key(url: str) -> None:

@@ -9,12 +9,12 @@ import zmq
 
 from penstock.protocol.config import (
     Config,
-    config_from_environment,
     make_run_folder,
     read_config,
     write_config,
 )
 from penstock.protocol.endpoints import endpoints
+from penstock.protocol.environment import config_from_environment, with_api_key
 from penstock.protocol.sockets import bind
 
 
@@ -59,3 +59,26 @@ def test_the_run_folder_is_for_this_user_only() -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
     assert folder.parent.stat().st_mode & 0o777 == 0o700
     assert all(str(folder) in address for address in endpoints(Config(name="mine"))[1:])
+
+
+def test_the_configuration_is_for_this_user_only() -> None:
+    """It may have the API key."""
+    assert write_config(Config(api_key="x")).stat().st_mode & 0o777 == 0o600
+
+
+def test_where_the_api_key_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "of the environment")
+    file = tmp_path / "key"
+    file.write_text("of the file\nmore\n")
+    config = Config(api_key_file=str(file))
+    assert with_api_key(Config()).api_key == "of the environment"
+    assert with_api_key(config).api_key == "of the file"
+    assert with_api_key(Config(api_key="given", api_key_file=str(file))).api_key == "given"
+    monkeypatch.setenv("PENSTOCK_API_KEY_FILE", str(file))
+    monkeypatch.delenv("PENSTOCK_API_KEY")
+    assert config_from_environment().api_key == "of the file"
+    file.write_text("\n")
+    with pytest.raises(ValueError, match=r"api_key_file: the first line of .*key is empty"):
+        with_api_key(config)
+    with pytest.raises(FileNotFoundError):
+        with_api_key(Config(api_key_file=str(tmp_path / "none")))

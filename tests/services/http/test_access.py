@@ -1,0 +1,96 @@
+"""Who may ask: keys, web pages of other origins; and the paths that clients ask."""
+
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from tests.services.http.conftest import Served
+
+Serve = Callable[..., Served]
+KEY = "schlüssel"
+UTF8, LATIN1 = KEY.encode(), KEY.encode("latin-1")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        ("Authorization", b"Bearer " + UTF8, 200),
+        ("Authorization", b"bearer " + UTF8, 200),
+        ("authorization", b"BEARER   " + LATIN1, 200),
+        ("X-API-Key", UTF8, 200),
+        ("x-api-key", LATIN1, 200),
+        ("Authorization", b"Basic " + UTF8, 401),
+        ("Authorization", UTF8, 401),
+        ("Authorization", b"Bearer", 401),
+        ("Authorization", b"Bearer " + UTF8 + b"x", 401),
+        ("X-API-Key", b"schl\xff", 401),
+        ("X-API-Key", b"", 401),
+        ("Cookie", UTF8, 401),
+    ],
+)
+def test_the_key(serve: Serve, name: str, value: bytes, status: int) -> None:
+    with serve(api_key=KEY).client() as client:
+        assert client.get("/v1/models", headers=[(name.encode(), value)]).status_code == status
+
+
+def test_a_key_that_latin_1_does_not_have(serve: Serve) -> None:
+    """What stands for its letters elsewhere is no key."""
+    with serve(api_key="ключ").client() as client:
+        for value, status in (("ключ".encode(), 200), (b"????", 401)):
+            headers = [(b"Authorization", b"Bearer " + value)]
+            assert client.get("/v1/models", headers=headers).status_code == status
+
+
+def preflight(client: httpx.Client, origin: str) -> httpx.Response:
+    headers = {
+        "Origin": origin,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization, content-type",
+    }
+    return client.options("/v1/chat/completions", headers=headers)
+
+
+def test_pages_of_allowed_origins(serve: Serve) -> None:
+    allowed, other = "https://app.example", "https://other.example"
+    with serve(api_key=KEY, allowed_origins=f'["{allowed}"]').client() as client:
+        answer = preflight(client, allowed)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == allowed
+        assert "authorization" in answer.headers["access-control-allow-headers"]
+        assert preflight(client, other).status_code == 400
+        for origin, shown in ((allowed, allowed), (other, None)):
+            for path in ("/v1/models", "/health"):
+                answer = client.get(path, headers={"Origin": origin})
+                assert answer.headers.get("access-control-allow-origin") == shown
+
+
+def test_pages_of_any_origin(serve: Serve) -> None:
+    with serve(allowed_origins="*").client() as client:
+        assert preflight(client, "https://a").headers["access-control-allow-origin"] == "*"
+        answer = client.post("/v1/completions", json={"prompt": "a"}, headers={"Origin": "null"})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
+
+
+def test_no_pages_unless_they_are_allowed(serve: Serve) -> None:
+    with serve().client() as client:
+        assert preflight(client, "https://a").status_code == 405
+        answer = client.get("/version", headers={"Origin": "https://a"})
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_paths_with_a_slash_at_their_end(serve: Serve) -> None:
+    with serve(served_model_name="org/name").client() as client:
+        assert client.get("/v1/models/").json() == client.get("/v1/models").json()
+        assert client.get("/v1/models/org/name").json()["id"] == "org/name"
+        assert client.get("/v1/models/org/name/").json()["id"] == "org/name"
+        assert client.get("/v1/models/none").status_code == 404
+        body = {"prompt": "one"}
+        assert client.post("/v1/completions/", json=body).json()["choices"][0]["text"] == "one"
+        assert client.get("/").headers["content-type"].startswith("text/html")
+
+
+def test_ping(serve: Serve) -> None:
+    with serve(api_key=KEY).client() as client:
+        for method in ("GET", "POST"):
+            assert client.request(method, "/ping").status_code == client.get("/health").status_code
