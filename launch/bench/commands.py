@@ -1,11 +1,12 @@
 """The flags of `launch bench`, a parser for each subject, and what each prints."""
 
-import math
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.launch.bench.make_model import add_make_model
+from penstock.launch.bench.numbers import below_one, count, limit, positive, share
 from penstock.launch.errors import LaunchError
 from penstock.launch.options import add_options, add_pipeline_options
 from penstock.protocol.config import Config
@@ -74,7 +75,6 @@ COUNTS: dict[str, dict[str, tuple[Any, str]]] = {
 NOT_OWN = ("name", "endpoint", "http")
 OWN_MODEL = ("pipeline", "transformers", "capacity")
 """what they measure is no pipeline with a model"""
-GOODPUT = ("ttft", "tpot", "e2el")
 
 
 def add_bench(command: ArgumentParser) -> None:
@@ -116,6 +116,10 @@ def add_bench(command: ArgumentParser) -> None:
             _add_target(subject)
     text = "draw throughput against latency, from results of `serve` and `latency`"
     _add_plot(subjects.add_parser("plot", help=text, description=text, allow_abbrev=False))
+    text = "write a checkpoint of a published shape with random weights, to be measured"
+    add_make_model(
+        subjects.add_parser("make-model", help=text, description=text, allow_abbrev=False)
+    )
 
 
 def _add_plot(command: ArgumentParser) -> None:
@@ -133,7 +137,7 @@ def _add_count(command: ArgumentParser, flag: str, default: Any, text: str) -> N
     metavar = flag.rpartition("-")[2].upper()
     command.add_argument(
         flag,
-        type=CONVERTERS.get(flag, _count),
+        type=CONVERTERS.get(flag, count),
         nargs=nargs,
         default=default,
         metavar=metavar,
@@ -144,7 +148,7 @@ def _add_count(command: ArgumentParser, flag: str, default: Any, text: str) -> N
 def _add_serve(command: ArgumentParser) -> None:
     command.add_argument(
         "--goodput",
-        type=_limit,
+        type=limit,
         nargs="+",
         default=[],
         metavar="NAME:MS",
@@ -154,54 +158,15 @@ def _add_serve(command: ArgumentParser) -> None:
     command.add_argument("--http", action="store_true", help=text)
 
 
-def _limit(text: str) -> tuple[str, float]:
-    name, _, limit = text.partition(":")
-    if name not in GOODPUT:
-        raise ArgumentTypeError(f"{text!r} is none of {', '.join(GOODPUT)} with :MILLISECONDS")
-    return name, _positive(limit)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is no number from 1 on")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    if not 0 < _number(text) < math.inf:
-        raise ArgumentTypeError(f"{text!r} is no finite number above 0")
-    return float(text)
-
-
-def _share(text: str) -> float:
-    if not 0 <= _number(text) <= 1:
-        raise ArgumentTypeError(f"{text!r} is no number from 0 to 1")
-    return float(text)
-
-
-def _below_one(text: str) -> float:
-    if not 0 < _number(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is no number between 0 and 1")
-    return float(text)
-
-
-def _number(text: str) -> float:
-    """NaN if it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
 CONVERTERS: dict[str, Callable[[str], float]] = {
-    "--request-rate": _positive,
-    "--factor": _positive,
-    "--seconds": _positive,
-    "--capacity-seconds": _positive,
-    "--long-share": _share,
-    "--stream-share": _share,
-    "--tokens-per-gpu": _positive,
-    "--utilization": _below_one,
+    "--request-rate": positive,
+    "--factor": positive,
+    "--seconds": positive,
+    "--capacity-seconds": positive,
+    "--long-share": share,
+    "--stream-share": share,
+    "--tokens-per-gpu": positive,
+    "--utilization": below_one,
 }
 
 

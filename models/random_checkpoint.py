@@ -1,0 +1,219 @@
+"""Checkpoints with random weights, in the published shapes of Qwen3: for measuring without a hub.
+
+`launch bench make-model` runs this. The tensors are those that the model loads; the tokenizer has
+Qwen3's number of tokens and the ids of its special tokens, but merges of its own.
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from penstock.kernels.backends import Attention
+from penstock.models.demo.tokenizer import CHAT_TEMPLATE, byte_characters
+from penstock.models.parallel import Layer
+from penstock.models.qwen3 import Qwen3
+from penstock.models.tensor_parallel import TensorParallel
+from penstock.models.weights import BLOCK, INDEX_FILE, SCALES
+from penstock.protocol.checkpoint import (
+    ARCHITECTURE,
+    FP8_BLOCKS,
+    MOE_ARCHITECTURE,
+    ModelConfig,
+    read_model_config,
+)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+VOCAB_SIZE = 151_936
+NUM_BYTE_PAIRS = 151_643
+"""ids of tokens that are made of bytes; special tokens follow"""
+SPECIAL_IDS = {
+    "<|endoftext|>": 151_643,
+    "<|im_start|>": 151_644,
+    "<|im_end|>": 151_645,
+    "<tool_call>": 151_657,
+    "</tool_call>": 151_658,
+    "<tool_response>": 151_665,
+    "</tool_response>": 151_666,
+    "<think>": 151_667,
+    "</think>": 151_668,
+}
+DENSE = {
+    # hidden_size, intermediate_size, layers, heads, KV heads, whether the head is the embedding
+    "0.6B": (1024, 3072, 28, 16, 8, True),
+    "1.7B": (2048, 6144, 28, 16, 8, True),
+    "4B": (2560, 9728, 36, 32, 8, True),
+    "8B": (4096, 12288, 36, 32, 8, False),
+    "14B": (5120, 17408, 40, 40, 8, False),
+    "32B": (5120, 25600, 64, 64, 8, False),
+    "30B-A3B": (2048, 6144, 48, 32, 4, False),
+}
+EXPERTS = {
+    "30B-A3B": {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+}
+MAX_SHARD_BYTES = 4 << 30
+DEVIATION = 0.02
+FP8_MAX = 448.0
+"""largest number of e4m3"""
+
+
+def shape_of(size: str) -> dict[str, Any]:
+    """The fields of `config.json` that make up a published size."""
+    hidden, intermediate, layers, heads, kv_heads, is_tied = DENSE[size]
+    experts = EXPERTS.get(size, {})
+    return {
+        "architectures": [MOE_ARCHITECTURE if experts else ARCHITECTURE],
+        "model_type": "qwen3_moe" if experts else "qwen3",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "tie_word_embeddings": is_tied,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 40_960,
+        "rope_theta": 1_000_000.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "bos_token_id": SPECIAL_IDS["<|endoftext|>"],
+        "eos_token_id": SPECIAL_IDS["<|im_end|>"],
+        **experts,
+    }
+
+
+def make_checkpoint(
+    folder: Path, shape: dict[str, Any], dtype: str = "bfloat16", is_fp8: bool = False
+) -> int:
+    """Writes a checkpoint into `folder` and returns the bytes of its weights. is_fp8: the products
+    of the layers in e4m3, with a scale for each block of 128 by 128."""
+    folder.mkdir(parents=True, exist_ok=True)
+    quantization = {"quantization_config": FP8_BLOCKS} if is_fp8 else {}
+    _write_json(folder / "config.json", {**shape, "torch_dtype": dtype, **quantization})
+    end_ids = [SPECIAL_IDS["<|im_end|>"], SPECIAL_IDS["<|endoftext|>"]]
+    sampling = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    _write_json(folder / "generation_config.json", {"eos_token_id": end_ids, **sampling})
+    _save_tokenizer(folder)
+    tensors = _tensors(read_model_config(folder), DTYPES[dtype], is_fp8)
+    return _save(folder, tensors)
+
+
+def _tensors(config: ModelConfig, dtype: torch.dtype, is_fp8: bool) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that the model loads, in the layers' order."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    noise = torch.Generator(device).manual_seed(0)
+    for name, shape in _shapes(config):
+        if len(shape) == 1:  # of a norm
+            yield name, torch.ones(shape, dtype=dtype)
+            continue
+        weight = torch.empty(shape, dtype=dtype, device=device)
+        weight.normal_(0, DEVIATION, generator=noise)
+        if is_fp8 and ".layers." in name and not name.endswith("mlp.gate.weight"):  # the router
+            quantized, scales = _quantized(weight)
+            yield name, quantized.cpu()
+            yield f"{name}{SCALES}", scales.cpu()
+        else:
+            yield name, weight.cpu()
+
+
+def _shapes(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
+    with torch.device("meta"):
+        model = Qwen3(config, TensorParallel(), Attention(16, 1.0), 1)
+    layers = ((name, one) for name, one in model.named_modules() if isinstance(one, Layer))
+    return [(part.name, part.shape) for name, layer in layers for part in layer.slices(name)]
+
+
+def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """In e4m3, and float32 scales, [blocks, blocks]."""
+    rows, columns = weight.shape
+    scales = torch.nn.functional.max_pool2d(
+        weight.float().abs()[None], BLOCK, BLOCK, ceil_mode=True
+    )[0].div_(FP8_MAX)
+    spread = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return (weight.float() / spread).to(torch.float8_e4m3fn), scales
+
+
+def _save(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> int:
+    """Writes shards, none larger than MAX_SHARD_BYTES, and their index."""
+    files: dict[str, str] = {}
+    shard: dict[str, Tensor] = {}
+    total = shard_bytes = 0
+    end: tuple[str, Tensor | None] = ("", None)
+    for name, tensor in itertools.chain(tensors, [end]):
+        if tensor is None or (shard and shard_bytes + tensor.nbytes > MAX_SHARD_BYTES):
+            file = f"model-{len(set(files.values())) + 1:05}.safetensors"
+            save_file(shard, folder / file, metadata={"format": "pt"})
+            files |= dict.fromkeys(shard, file)
+            total, shard, shard_bytes = total + shard_bytes, {}, 0
+        if tensor is not None:
+            shard[name] = tensor
+            shard_bytes += tensor.nbytes
+    _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": files})
+    return total
+
+
+def _save_tokenizer(folder: Path) -> None:
+    """Byte-level BPE: all bytes, all pairs of them, and triples up to the number of tokens."""
+    characters = byte_characters()
+    pairs = list(itertools.product(characters, characters))
+    triples = itertools.product(("".join(pair) for pair in pairs), characters)
+    num_triples = NUM_BYTE_PAIRS - len(characters) - len(pairs)
+    merges = [*pairs, *itertools.islice(triples, num_triples)]
+    tokens = [*characters, *("".join(merge) for merge in merges)]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    by_id = {number: token for token, number in SPECIAL_IDS.items()}
+    last = max(by_id)
+    names = (by_id.get(number, f"<|extra_{number}|>") for number in range(NUM_BYTE_PAIRS, last + 1))
+    tokenizer.add_tokens(
+        [AddedToken(name, special=name.startswith("<|"), normalized=False) for name in names]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "chat_template": CHAT_TEMPLATE,
+    }
+    _write_json(folder / "tokenizer_config.json", config)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Makes a checkpoint from the command line; prints its size."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("size", choices=DENSE)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--layers", type=int)
+    arguments = parser.parse_args()
+    shape = shape_of(arguments.size)
+    if arguments.layers:
+        shape["num_hidden_layers"] = arguments.layers
+    num_bytes = make_checkpoint(arguments.folder, shape, arguments.dtype, arguments.fp8)
+    print(f"{arguments.folder}: {num_bytes / (1 << 30):.2f} GiB of random weights")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
