@@ -101,8 +101,8 @@ class Commands:
         """Runs a command when those before it, for the same kind, are done."""
 
         async def run() -> Answer:
-            await self._is_started.wait()
             async with self._turns[kind]:
+                await self._is_started.wait()
                 return await work()
 
         task = asyncio.create_task(run())

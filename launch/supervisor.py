@@ -6,8 +6,8 @@ be finished, the next one does not.
 """
 
 import asyncio
+import logging
 import signal
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +20,7 @@ from penstock.launch.client import AsyncClient
 from penstock.launch.commands import Commands
 from penstock.launch.deaths import ExplainedDeaths
 from penstock.launch.logs import Show, as_json, behind_name
+from penstock.launch.output import LogToOutput, Output
 from penstock.launch.owner import notify_ready, watch_owner
 from penstock.launch.processes import Policy, Processes
 from penstock.launch.procfile import read_procfile
@@ -50,7 +51,6 @@ class Supervisor:
         self._commands = commands
         self._max_deaths = max_deaths
         self._make_processes = make_processes
-        self._stdout = sys.stdout  # Ray prints, too
         self._children: dict[str, Child] = {}
         self._was_ready = self._draining = False
         self._started = time.monotonic()
@@ -60,6 +60,20 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_loop_error)
         self._end: asyncio.Future[int] = loop.create_future()
+
+        def closed() -> None:  # by `launch all | head`
+            loop.call_soon_threadsafe(self._stop, 0)
+
+        self._output = Output(closed, self._dropped)
+        log_handler = LogToOutput(self.say)
+        logging.getLogger().addHandler(log_handler)
+        try:
+            return await self._run(loop)
+        finally:
+            logging.getLogger().removeHandler(log_handler)
+            self._output.close()
+
+    async def _run(self, loop: asyncio.AbstractEventLoop) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._drain)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
@@ -166,7 +180,7 @@ class Supervisor:
             f"launch: {name} died {num_deaths} times {when}, the last time with "
             f"{child.end}; the pipeline stops. Its last lines:{lines}"
         )
-        print(self._plain(text), end="", file=sys.stderr, flush=True)
+        self._output.write(self._plain(text), is_error=True)
         self._stop(1)
 
     def _drain(self) -> None:
@@ -199,11 +213,10 @@ class Supervisor:
         return as_json("launch") if self._config.log_format == "json" else "{}\n".format
 
     def _write(self, text: str) -> None:
-        try:
-            self._stdout.write(text)
-            self._stdout.flush()
-        except OSError:  # nobody reads any more: a closed terminal, `launch all | head`
-            self._stop(0)
+        self._output.write(text)
+
+    def _dropped(self, number: int) -> str:
+        return self._show("launch")(f"{number} lines dropped: nobody read them")
 
     def _stop(self, exit_code: int) -> None:
         if not self._end.done():

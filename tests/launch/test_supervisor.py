@@ -17,6 +17,7 @@ import pytest
 import zmq
 
 from penstock.launch import circus_processes as module
+from penstock.launch import output
 from penstock.launch.running import CONTROL_SOCKET, claim
 from penstock.launch.supervisor import MAX_EARLY_DEATHS, Supervisor
 from penstock.protocol.config import Config, run_folder, write_config
@@ -86,21 +87,21 @@ def test_a_signal_stops_everything(supervise: Supervise, number: int) -> None:
 
 
 def test_the_worker_line_runs_tp_times_with_its_environment(
-    supervise: Supervise, capsys: pytest.CaptureFixture[str]
+    supervise: Supervise, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = 'echo $PENSTOCK_PROCESS $PENSTOCK_CONFIG "${PATH%%:*}"; exit 3'
     assert supervise(worker=f"sh -c '{code}'") == 1
     folder, path = run_folder("x"), Path(sys.executable).parent
-    printed = capsys.readouterr().out.splitlines()
+    printed = capfd.readouterr().out.splitlines()
     for name in ("worker.1", "worker.2"):
         assert f"{name}      | {name} {folder}/config.json {path}" in printed
 
 
 def test_a_process_that_never_lives_ends_the_pipeline(
-    supervise: Supervise, capsys: pytest.CaptureFixture[str]
+    supervise: Supervise, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert supervise(tokenizer="sh -c 'seq 9000 >&2; exit 3'") == 1
-    printed = capsys.readouterr()
+    printed = capfd.readouterr()
     assert printed.err == (
         f"launch: tokenizer.1 died {MAX_EARLY_DEATHS} times before it was ready, the last time "
         "with exit code 3; the pipeline stops. Its last lines:\n"
@@ -118,11 +119,11 @@ def test_what_does_not_stop_is_killed(
     assert supervise(stop_by(signal.SIGTERM), tokenizer=stubborn) == 0
 
 
-def test_json_lines(supervise: Supervise, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lines(supervise: Supervise, capfd: pytest.CaptureFixture[str]) -> None:
     """Whatever is printed, also of what ends the pipeline."""
     config = msgspec.structs.replace(CONFIG, log_format="json")
     assert supervise(config=config, tokenizer="sh -c 'echo up; exit 3'") == 1
-    printed = capsys.readouterr()
+    printed = capfd.readouterr()
     lines = [json.loads(line) for line in printed.out.splitlines()]
     assert [(one["process"], one["message"]) for one in lines] == [
         ("tokenizer.1", "up"),
@@ -203,13 +204,25 @@ def test_commands_for_one_kind_run_one_after_the_other(supervise: Supervise) -> 
     assert names == ["tokenizer.1", "tokenizer.2", "tokenizer.3"]
 
 
+def test_output_that_nobody_reads_holds_nothing_up(
+    supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that die are restarted, and the pipeline ends when it is to."""
+    monkeypatch.setattr(output, "LAST_SECONDS", 0.0)
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as lines, os.fdopen(writer, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        assert supervise(tokenizer="sh -c 'seq 50000; exit 3'") == 1
+        assert lines.readline() == b"tokenizer.1   | 1\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_gateway_ends_before_the_others(
-    supervise: Supervise, capsys: pytest.CaptureFixture[str], number: int
+    supervise: Supervise, capfd: pytest.CaptureFixture[str], number: int
 ) -> None:
     gateway = f"python -c '{HOLD_DRAIN} sigwait([SIGUSR1]); print(2)'"
     assert supervise(stop_by(number), gateway=gateway, worker="sleep 60") == 0
-    assert capsys.readouterr().out.splitlines() == [
+    assert capfd.readouterr().out.splitlines() == [
         "gateway.1     | 1",
         "launch        | no new requests; open ones have 30 s, or until the next signal",
         "gateway.1     | 2",
@@ -232,10 +245,10 @@ def test_what_ends_a_drain(supervise: Supervise, numbers: list[int], drain_timeo
 
 
 def test_a_signal_that_kills_is_named(
-    supervise: Supervise, capsys: pytest.CaptureFixture[str]
+    supervise: Supervise, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert supervise(tokenizer="sh -c 'echo last; kill -9 $$'") == 1
-    printed = capsys.readouterr()
+    printed = capfd.readouterr()
     assert printed.err == (
         f"launch: tokenizer.1 died {MAX_EARLY_DEATHS} times before it was ready, the last time "
         "with signal 9; the pipeline stops. Its last lines:\n" + "  last\n" * MAX_EARLY_DEATHS
