@@ -7,6 +7,7 @@ make a restarted process older than its predecessor, and nobody would listen to 
 import fcntl
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 INCARNATION_VARIABLE = "PENSTOCK_INCARNATION"
 """the supervisor's number for a process that it starts"""
@@ -25,6 +26,26 @@ def take_incarnation(folder: Path) -> int:
 def first_number(incarnation: int) -> int:
     """Return the first of an incarnation's own numbers, which are above all of earlier ones."""
     return incarnation << _BITS
+
+
+class Identity(NamedTuple):
+    """One incarnation of a process, as its sockets are known to peers."""
+
+    name: str
+    pid: int = 0
+    incarnation: int = 0
+
+    def encode(self) -> bytes:
+        """Return it as a ZeroMQ routing id."""
+        return f"{self.name}/{self.pid}/{self.incarnation}".encode()
+
+    @classmethod
+    def decode(cls, routing_id: bytes) -> "Identity":
+        """Return what a routing id says; its whole text as the name if that is nothing."""
+        name, *numbers = routing_id.decode(errors="replace").rsplit("/", 2)
+        if len(numbers) == 2 and all(number.isdecimal() for number in numbers):
+            return cls(name, *map(int, numbers))
+        return cls(routing_id.decode(errors="replace"))
 
 
 def _next(path: Path) -> int:

@@ -6,6 +6,7 @@ The pattern is from the ZeroMQ guide, chapter 4. Any message counts as a heartbe
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
+from penstock.protocol.incarnation import Identity
 from penstock.protocol.sockets import LIVENESS
 
 Work = TypeVar("Work")
@@ -51,6 +52,14 @@ class Peers(Generic[Work]):
         """Forgets a peer; returns the work it had."""
         peer = self._peers.pop(identity, None)
         return list(peer.work.values()) if peer else []
+
+    def predecessors(self, identity: bytes) -> list[bytes]:
+        """Earlier incarnations of the process of this identity: they have died unseen."""
+        new = Identity.decode(identity)
+        known = [(Identity.decode(one), one) for one in self._peers]
+        return [
+            one for old, one in known if old.name == new.name and old.incarnation < new.incarnation
+        ]
 
     def silent(self) -> list[bytes]:
         """Returns the peers that have missed LIVENESS heartbeats; to be called at each heartbeat.

@@ -18,7 +18,7 @@ from penstock.protocol.cluster import network_from_environment
 from penstock.protocol.config import Config, make_run_folder
 from penstock.protocol.endpoints import Endpoints, endpoints
 from penstock.protocol.environment import config_from_environment
-from penstock.protocol.incarnation import take_incarnation
+from penstock.protocol.incarnation import Identity, take_incarnation
 from penstock.protocol.logs import JsonFormatter
 from penstock.protocol.messages import Pulse
 from penstock.protocol.replicas import replica_of
@@ -48,7 +48,7 @@ class Process:
         raise_descriptor_limit()
         folder = make_run_folder(self.config)
         self.incarnation = take_incarnation(folder)
-        self.identity = f"{self.name}/{os.getpid()}/{self.incarnation}".encode()
+        self.identity = Identity(self.name, os.getpid(), self.incarnation).encode()
         _start_log(self.config, self.name)
         _die_with_parent()
         self.network = network_from_environment(folder, self.incarnation)

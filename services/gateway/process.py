@@ -4,7 +4,6 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import zmq
@@ -33,7 +32,7 @@ from penstock.protocol.messages import (
     ToGateway,
     Tokenized,
 )
-from penstock.protocol.poison import REFUSED, DeathReports
+from penstock.protocol.poison import DeathReports
 from penstock.protocol.process import Process
 from penstock.protocol.registration import refusal
 from penstock.protocol.replicas import replica_of
@@ -43,6 +42,7 @@ from penstock.protocol.tracing import Tracer
 from penstock.services.gateway.admission import RefusedError
 from penstock.services.gateway.authentication import bind_clients
 from penstock.services.gateway.connections import Client, Connections
+from penstock.services.gateway.given_up import GivenUp
 from penstock.services.gateway.ledger import Entry, Ledger
 from penstock.services.gateway.monitor import Monitor
 from penstock.services.gateway.outbox import Outbox
@@ -80,7 +80,12 @@ class Gateway:
         self.poison = Poison(DeathReports(process))
         self.status_queries = StatusQueries(self.outbox, self.status)
         self.tokenizers = Tokenizers(
-            self.to_tokenizers, self.tell_ready, self.on_tokenizer_lost, self.on_defect
+            self.to_tokenizers,
+            self.poison,
+            self.tell_ready,
+            self.on_tokenizer_lost,
+            self.on_defect,
+            lambda work: self.given_up.on_poison(work),
         )
         self.questions = Questions(self.ledger.first_attempt, self.outbox, self.tokenizers)
         self.requests = Requests(
@@ -95,6 +100,7 @@ class Gateway:
             self.to_schedulers,
             call_later,
         )
+        self.given_up = GivenUp(self.poison, self.requests, self.questions, self.replicas)
         self.statistics = self.requests.statistics
         for replica in range(config.dp):
             self.requests.introduce(replica, self.ledger.first_attempt)
@@ -162,7 +168,7 @@ class Gateway:
                 case Heartbeat():
                     self.on_heartbeat_of(identity, message)
                 case Goodbye():
-                    self.tokenizers.lose(identity)
+                    self.tokenizers.lose(identity, has_died=False)
                 case Tokenized() | RequestFailed():
                     self.tokenizers.done(identity, (message.request_id, message.attempt))
                     self.on_tokenized(identity, message)
@@ -215,19 +221,11 @@ class Gateway:
                 case RequestFailed():
                     entry = self.ledger.get(message.request_id)
                     if entry and entry.attempt == message.attempt:
-                        self.on_failed(entry, message)
+                        self.given_up.on_failed(entry, message)
                 case SchedulerStatus():
                     self.on_scheduler(message)
                 case SupervisorReport(processes):
                     self.on_report(processes)
-
-    def on_failed(self, entry: Entry, message: RequestFailed) -> None:
-        """A request can't be served, and no other one of the same contents if it is poison."""
-        self.requests.fail(entry, message.error)
-        if message.is_poison:
-            entries = chain(*map(self.replicas.entries, range(self.config.dp)))
-            for same in self.poison.found(entry.request, entries):
-                self.requests.fail(same, ErrorReply(code="failed", message=REFUSED))
 
     def on_report(self, processes: list[ProcessStatus]) -> None:
         """Which processes run. What a scheduler had that does not goes on in other replicas."""

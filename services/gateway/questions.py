@@ -23,7 +23,7 @@ class OpenQuestion:
         self.num_bytes = num_bytes
         self.size = num_bytes
         self.num_tokens = num_question_tokens(question)
-        self._question = question
+        self.request = question
 
     @property
     def is_open(self) -> bool:
@@ -32,7 +32,7 @@ class OpenQuestion:
 
     def submission(self) -> Question:
         """For a tokenizer."""
-        return Question(self.key, self._question)
+        return Question(self.key, self.request)
 
 
 def num_question_tokens(question: AskedTokenizer) -> int:

@@ -165,6 +165,11 @@ class Replicas:
         for one in self._all:
             one.num_missed += 1
 
+    @property
+    def all_entries(self) -> list[Entry]:
+        """All open requests."""
+        return [entry for one in self._all for entry in one.entries.values()]
+
     def entries(self, replica: int) -> list[Entry]:
         """Open requests that it has."""
         return list(self._all[replica].entries.values())

@@ -1,12 +1,18 @@
-"""Work on its way to tokenizers: each piece to the one that has the fewest."""
+"""Work on its way to tokenizers: each piece to the one that has the fewest.
+
+When a tokenizer dies, any of the work that it had may have killed it. Such suspects get a tokenizer
+for themselves, until it has done them: who is alone at MAX_DEATHS deaths is given up.
+"""
 
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from penstock.protocol.messages import Question, TokenizeRequest
 from penstock.protocol.peers import Peer, Peers
 from penstock.protocol.sockets import Channel
+from penstock.services.gateway.poison import MAX_DEATHS, Asked, Poison
 
 log = logging.getLogger("gateway")
 MAX_BYTES = 1 << 17
@@ -26,6 +32,10 @@ class Work(Protocol):
         """About as many bytes are to be tokenized."""
 
     @property
+    def request(self) -> Asked:
+        """What its client asks for."""
+
+    @property
     def is_open(self) -> bool:
         """Somebody waits for it."""
 
@@ -39,12 +49,15 @@ class Tokenizers:
     def __init__(
         self,
         channel: Channel[Any],
+        poison: Poison,
         on_change: Callable[[], None],
         on_lost: Callable[[bytes], None] = lambda _: None,
         on_defect: Callable[[Any], None] = lambda _: None,
+        on_poison: Callable[[Any], None] = lambda _: None,
     ) -> None:
         """`on_change` is called when a tokenizer has come or is lost; `on_lost` with the identity
-        of a lost one; `on_defect` in an `except` block, with work that can't be sent."""
+        of a lost one; `on_defect` in an `except` block, with work that can't be sent; `on_poison`
+        with work that is given up."""
         self.peers: Peers[Work] = Peers()
         self.unassigned: dict[Work, None] = {}
         self._num_bytes: dict[bytes, int] = {}
@@ -53,6 +66,10 @@ class Tokenizers:
         self._on_change = on_change
         self._on_lost = on_lost
         self._on_defect = on_defect
+        self._on_poison = on_poison
+        self._poison = poison
+        self._suspects: WeakKeyDictionary[Work, int] = WeakKeyDictionary()
+        """→ deaths at which it was alone"""
 
     def check(self, submission: TokenizeRequest | Question) -> None:
         """Raises one of UNREADABLE if `submission` can't be encoded."""
@@ -60,6 +77,8 @@ class Tokenizers:
 
     def submit(self, work: Work) -> None:
         """Gives work away, now or when a tokenizer has room."""
+        if num_deaths := self._poison.num_deaths(work.request):
+            self._suspects[work] = num_deaths
         self.unassigned[work] = None
         self._assign()
 
@@ -67,27 +86,47 @@ class Tokenizers:
         """A heartbeat came; the first one of a tokenizer makes it take part."""
         if self.peers.alive(identity, name):
             self._num_bytes[identity] = 0
+            for dead in self.peers.predecessors(identity):
+                self.lose(dead)
             self._assign()
             self._on_change()
 
     def done(self, identity: bytes, key: object) -> None:
         """A tokenizer has passed a request on, answered a question, or failed at it."""
         if peer := self.peers.get(identity):
-            self._take_back(peer, key)
+            work = self._take_back(peer, key)
+            if work and self._suspects.pop(work, 0):
+                self._poison.suspect(work.request, 0)
             self._assign()
 
     def forget(self, work: Work) -> None:
         """Nobody waits for it any more. A tokenizer that has it still reports it as done."""
         self.unassigned.pop(work, None)
 
-    def lose(self, identity: bytes) -> None:
+    def lose(self, identity: bytes, has_died: bool = True) -> None:
         """Its unanswered work goes first to another one, or to the next that comes."""
-        lost = {work: None for work in self.peers.lost(identity) if work.is_open}
+        had = self.peers.lost(identity)
+        if has_died and had:
+            had = self._blame(identity, had)
+        lost = {work: None for work in had if work.is_open}
         self._num_bytes.pop(identity, None)
         self.unassigned = lost | self.unassigned
         self._on_lost(identity)
         self._assign()
         self._on_change()
+
+    def _blame(self, identity: bytes, lost: list[Work]) -> list[Work]:
+        """A tokenizer died with this work. Return what is to be tried again."""
+        self._poison.died(identity, [work.request for work in lost])
+        for work in lost:
+            self._suspects.setdefault(work, 0)
+        if len(lost) == 1:
+            self._suspects[work] += 1
+            self._poison.suspect(work.request, self._suspects[work])
+            if self._suspects[work] >= MAX_DEATHS:
+                self._on_poison(work)
+                return []
+        return lost
 
     def _assign(self) -> None:
         """Sends what waits, as long as there is room."""
@@ -103,7 +142,15 @@ class Tokenizers:
             self._send(work, min(having_room, key=lambda peer: len(peer.work)))
 
     def _has_room(self, peer: Peer[Work], work: Work) -> bool:
-        return not peer.work or self._num_bytes[peer.identity] + work.size <= MAX_BYTES
+        if not peer.work:
+            return True
+        if self._suspects and (work in self._suspects or self._has_suspect(peer)):
+            return False
+        return self._num_bytes[peer.identity] + work.size <= MAX_BYTES
+
+    def _has_suspect(self, peer: Peer[Work]) -> bool:
+        """A suspect is alone."""
+        return len(peer.work) == 1 and next(iter(peer.work.values())) in self._suspects
 
     def _send(self, work: Work, peer: Peer[Work]) -> None:
         peer.work[work.key] = work
@@ -114,9 +161,12 @@ class Tokenizers:
             self._take_back(peer, work.key)
             self._on_defect(work)
         else:
-            if not is_sent:
-                self.lose(peer.identity)  # and submits this one again
+            if not is_sent:  # nobody died of this one
+                self._take_back(peer, work.key)
+                self.unassigned = {work: None} | self.unassigned
+                self.lose(peer.identity)
 
-    def _take_back(self, peer: Peer[Work], key: object) -> None:
+    def _take_back(self, peer: Peer[Work], key: object) -> Work | None:
         if work := peer.work.pop(key, None):
             self._num_bytes[peer.identity] -= work.size
+        return work

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from penstock.protocol.incarnation import (
     COUNTER_FILE,
     INCARNATION_VARIABLE,
+    Identity,
     first_number,
     take_incarnation,
 )
+from penstock.protocol.peers import Peers
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +46,22 @@ def test_a_later_one_s_numbers_are_above_all_of_an_earlier_one(a: int, b: int, u
     earlier, later = sorted((a, b))
     if earlier < later:
         assert 0 < first_number(earlier) + used < first_number(later) < sys.maxsize
+
+
+@given(st.text("a.1/é", max_size=9), st.integers(0, 1 << 40), st.integers(0, 1 << 40))
+def test_an_identity_is_what_it_was(name: str, pid: int, incarnation: int) -> None:
+    identity = Identity(name, pid, incarnation)
+    assert Identity.decode(identity.encode()) == identity
+
+
+@pytest.mark.parametrize("routing_id", [b"", b"t", b"a/b/c", b"\xff/1", b"x/1/-2", b"a/1/\xb2"])
+def test_any_routing_id_is_a_name(routing_id: bytes) -> None:
+    assert Identity.decode(routing_id).pid == 0
+
+
+def test_predecessors_are_earlier_incarnations_of_the_same_name() -> None:
+    peers: Peers[None] = Peers()
+    ids = [Identity(*one).encode() for one in (("t", 9, 1), ("t", 8, 3), ("u", 7, 1), ("t", 5, 2))]
+    for one in ids:
+        peers.alive(one, "")
+    assert [peers.predecessors(one) for one in ids] == [[], [ids[0], ids[3]], [], [ids[0]]]

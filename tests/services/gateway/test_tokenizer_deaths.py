@@ -1,0 +1,233 @@
+"""Work that kills tokenizers is found, and given up; work beside it is done."""
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.protocol.client import GenerateRequest, TokenizePromptRequest
+from penstock.protocol.incarnation import Identity
+from penstock.protocol.messages import Goodbye, Heartbeat, Tokenized, ToTokenizer
+from penstock.protocol.sockets import Channel, connect
+from penstock.services.gateway.poison import MAX_DEATHS, Poison
+from penstock.services.gateway.tokenizers import Tokenizers
+from tests.services.gateway.conftest import Stage
+
+Start = Callable[..., Stage]
+
+
+class Reports:
+    """What the supervisor hears."""
+
+    def __init__(self) -> None:
+        self.died_with: list[tuple[list[tuple[str, int]], int]] = []
+        self.num_found = 0
+
+    def died(self, processes: list[tuple[str, int]], suspects: list[bytes]) -> None:
+        self.died_with.append((processes, len(suspects)))
+
+    def found(self, _digest: bytes) -> None:
+        self.num_found += 1
+
+
+# ---- at the gateway ----------------------------------------------------------------------------
+
+
+class Successors:
+    """Incarnations of one tokenizer; the one before is dead when the next one is heard."""
+
+    def __init__(self, one: Stage) -> None:
+        self.one = one
+        self.reports = one.gateway.poison._reports = Reports()  # type: ignore[assignment]
+        self.number = 0
+        self.channel: Channel[Any]
+
+    def start(self) -> bytes:
+        self.number += 1
+        identity = Identity("tokenizer.1", 100 + self.number, self.number).encode()
+        where = self.one.gateway.to_tokenizers.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.channel = connect(self.one.context, zmq.DEALER, where, ToTokenizer, identity)
+        self.channel.send(Heartbeat("tokenizer.1"))
+        peers = self.one.gateway.tokenizers.peers
+        self.one.work_until(lambda: peers.get(identity) and len(peers) == 1)
+        return identity
+
+    def given(self) -> list[str]:
+        """What it has to do now."""
+        [peer] = self.one.gateway.tokenizers.peers
+        return [work.request.prompt for work in peer.work.values()]  # type: ignore[misc, union-attr]
+
+    def tokenize(self) -> None:
+        """Does the first of it."""
+        [peer] = self.one.gateway.tokenizers.peers
+        key = request_id, attempt = next(iter(peer.work))  # type: ignore[misc]
+        self.channel.send(Tokenized(request_id, attempt, 3))
+        self.one.work_until(lambda: key not in peer.work)
+
+
+@pytest.fixture
+def successors(stage: Start) -> Successors:
+    return Successors(stage())
+
+
+def test_what_is_alone_at_two_deaths_is_given_up(successors: Successors) -> None:
+    one = successors.one
+    client = one.connect()
+    successors.start()
+    for name in ("before", "poison", "behind"):
+        one.open(client, name, prompt=name)
+    successors.tokenize()
+    one.generate("before", 0, 1)
+    assert successors.given() == ["poison", "behind"]
+    for _ in range(MAX_DEATHS):
+        successors.start()
+        assert successors.given() == ["poison"], "alone"
+    one.open(client, "late", prompt="late")
+    successors.start()
+    failed = one.hear(client)
+    assert (failed.request_id, failed.code) == ("poison", "failed")
+    assert "2 tokenizers died while they worked at the request" in failed.message
+    assert successors.given() == ["behind"], "a suspect, too"
+    successors.tokenize()
+    assert successors.given() == ["late"]
+    successors.tokenize()
+    assert set(one.gateway.ledger._open) == {"before", "behind", "late"}
+    assert successors.reports.num_found == 1
+    assert successors.reports.died_with == [
+        ([("tokenizer.1", 101)], 2),
+        ([("tokenizer.1", 102)], 1),
+        ([("tokenizer.1", 103)], 1),
+    ]
+    one.ask(client, GenerateRequest(prompt="poison", seed=1))
+    assert "it is not tried again" in one.hear(client).message
+
+
+def test_a_question_is_given_up_likewise(successors: Successors) -> None:
+    one = successors.one
+    client = one.connect()
+    successors.start()
+    one.ask(client, TokenizePromptRequest(prompt="poison"))
+    one.work_until(lambda: successors.given())
+    for _ in range(MAX_DEATHS):
+        successors.start()
+    assert one.hear(client).code == "failed"
+    assert one.is_empty()
+    one.ask(client, TokenizePromptRequest(prompt="poison"))
+    assert "it is not tried again" in one.hear(client).message
+
+
+def test_who_was_alone_once_and_is_done_begins_at_none(successors: Successors) -> None:
+    one = successors.one
+    client = one.connect()
+    successors.start()
+    for number in range(3):
+        one.open(client, f"r{number}", prompt="same")
+        successors.start()
+        assert one.gateway.poison.num_deaths(one.gateway.ledger._open[f"r{number}"].request) == 1
+        successors.tokenize()
+        one.generate(f"r{number}", 0, 1)
+    assert set(one.gateway.ledger._open) == {"r0", "r1", "r2"}
+
+
+def test_who_leaves_and_asks_again_is_as_suspect_as_before(successors: Successors) -> None:
+    one = successors.one
+    successors.start()
+    for number in range(MAX_DEATHS):
+        client = one.connect()
+        one.open(client, f"r{number}", prompt="poison")
+        if number < MAX_DEATHS - 1:
+            assert one.gateway.requests.abort(f"r{number}")
+            one.hear(client)
+        successors.start()
+    assert one.hear(client).code == "failed"
+
+
+def test_a_goodbye_is_no_death(successors: Successors) -> None:
+    one = successors.one
+    one.open(one.connect(), "a", prompt="a")
+    for _ in range(2 * MAX_DEATHS):
+        successors.start()
+        successors.channel.send(Goodbye())
+        one.work_until(lambda: not len(one.gateway.tokenizers.peers))
+    successors.start()
+    assert successors.given() == ["a"]
+    assert successors.reports.died_with == []
+
+
+# ---- in any order ------------------------------------------------------------------------------
+
+
+class Job:
+    """A piece of work."""
+
+    size = 1000
+    is_open = True
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+        self.request = GenerateRequest(prompt=[key])
+
+    def submission(self) -> Any:
+        return self.key
+
+
+class Wire:
+    """Tokenizers that work in order, and die at poison; everything is sent."""
+
+    def __init__(self) -> None:
+        self.queues: dict[bytes, list[int]] = {}
+
+    def send(self, key: int, to: bytes) -> bool:
+        self.queues[to].append(key)
+        return True
+
+
+@given(
+    number=st.integers(1, 4),
+    is_poison=st.lists(st.sampled_from([False, False, False, True]), min_size=1, max_size=30),
+    random=st.randoms(use_true_random=False),
+)
+@settings(max_examples=200, deadline=None)
+def test_all_poison_is_found_and_nothing_else(
+    number: int, is_poison: list[bool], random: Random
+) -> None:
+    wire, given_up, done = Wire(), [], []
+    tokenizers = Tokenizers(
+        wire,  # type: ignore[arg-type]
+        Poison(Reports()),  # type: ignore[arg-type]
+        on_change=lambda: None,
+        on_poison=lambda job: given_up.append(job.key),
+    )
+    names = 0
+
+    def start() -> None:
+        nonlocal names
+        names += 1
+        identity = b"t%d" % names
+        wire.queues[identity] = []
+        tokenizers.alive(identity, "t")
+
+    for _ in range(number):
+        start()
+    jobs = [Job(key) for key in range(len(is_poison))]
+    while jobs or any(wire.queues.values()):
+        busy = [identity for identity, queue in wire.queues.items() if queue]
+        if jobs and (not busy or random.random() < 0.5):
+            tokenizers.submit(jobs.pop(0))
+            continue
+        identity = random.choice(busy)
+        key = wire.queues[identity].pop(0)
+        if is_poison[key]:
+            del wire.queues[identity]
+            tokenizers.lose(identity)
+            start()
+        else:
+            done.append(key)
+            tokenizers.done(identity, key)
+    assert sorted(given_up) == [key for key, bad in enumerate(is_poison) if bad]
+    assert sorted(done) == [key for key, bad in enumerate(is_poison) if not bad]
+    assert names - number <= 3 * len(given_up)
