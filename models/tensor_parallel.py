@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import cycle
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ ones piece by piece, which measured faster than anything else at every size (REA
 More ranks would send more than in two-shot's way, in which each adds up its part and reads the
 others'; where that wins is an estimate"""
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
 
 
@@ -31,7 +32,8 @@ class TensorParallel:
 
     GPUs of one node exchange through symmetric memory (torch.distributed._symmetric_memory): each
     rank reads and writes the others', peer to peer, in kernels that a CUDA graph can hold. Those of
-    several nodes exchange by NCCL, whose collectives it can hold, too.
+    several nodes exchange by NCCL, whose collectives it can hold, too; and so do those of one node
+    of which any two have no peer access.
     """
 
     def __init__(
@@ -41,6 +43,8 @@ class TensorParallel:
         self.size = size
         self.device = device
         self.spans_nodes = spans_nodes
+        """the ranks do not reach each other's memory: they are on several nodes, or `join` found
+        GPUs without peer access"""
         self._turns: Iterator[Tensor] = iter(())
         self._push: Any = None
 
@@ -61,6 +65,8 @@ class TensorParallel:
                 dist.init_process_group(
                     backend, rendezvous, TIMEOUT, size, rank, device_id=device_id
                 )
+            if group.on_gpus and not spans_nodes:
+                group.spans_nodes = not group.have_peer_access()
             # gloo's threads must end before the interpreter does, or they abort it
             atexit.register(dist.destroy_process_group)
         return group
@@ -69,6 +75,25 @@ class TensorParallel:
     def on_gpus(self) -> bool:
         """Whether there are others, on GPUs of their own."""
         return self.size > 1 and self.device.type == "cuda"
+
+    def have_peer_access(self) -> bool:
+        """Reports whether every two GPUs of this node's ranks reach each other's memory.
+
+        To be called by all ranks alike, which get the same answer. Raises GroupError.
+        """
+        own = self.device.index
+        devices = self._all_objects(own)
+        reached = [
+            other == own or torch.cuda.can_device_access_peer(own, other) for other in devices
+        ]
+        return all(self._all_objects(all(reached)))
+
+    def _all_objects(self, own: T) -> list[T]:
+        """Every rank's object, in the order of the ranks."""
+        objects: list[Any] = [None] * self.size
+        with self._exchange():
+            dist.all_gather_object(objects, own)
+        return objects
 
     @property
     def shares_memory(self) -> bool:

@@ -69,6 +69,8 @@ def load(
     grammars = None if assignment.rank else Grammars(config.model_folder, model_config.vocab_size)
     place = assignment.rendezvous, assignment.rank, assignment.tp_size
     tp = TensorParallel.join(*place, device, assignment.spans_nodes)
+    if tp.on_gpus and tp.spans_nodes and not assignment.spans_nodes:
+        log.warning("GPUs of the group lack peer access (`nvidia-smi topo -p2p rw`): NCCL is used")
     attention = _attention(config, model_config, assignment.tp_size, device)
     log.info("%s, attention: %s, blocks of %d", device, attention.name, attention.block_size)
     times.end("group")

@@ -1,12 +1,16 @@
 """Tensor parallelism: the logits of one rank, from real groups of processes joined by gloo."""
 
+import atexit
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier, local
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from penstock.models.tensor_parallel import TensorParallel
@@ -55,3 +59,54 @@ def test_alone_nothing_is_exchanged() -> None:
     assert tp.all_reduce(x) is x
     assert tp.gather(x) is x
     assert tp.broadcast(x) is x
+
+
+class Ranks:
+    """The ranks of a group as threads, and what they bring together; which GPUs reach which."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cut: set[tuple[int, int]]) -> None:
+        self.cut = cut
+        self.asked: set[tuple[int, int]] = set()
+        self._meet, self._rank, self._brought = Barrier(4), local(), [None] * 4
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", self._reaches)
+        monkeypatch.setattr(dist, "all_gather_object", self._gather)
+        monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+        monkeypatch.setattr(atexit, "register", lambda _: None)
+
+    def join(self, rank: int) -> TensorParallel:
+        self._rank.own = rank
+        return TensorParallel.join("", rank, 4, torch.device("cuda", rank))
+
+    def _reaches(self, device: int, other: int) -> bool:
+        self.asked.add((device, other))
+        return (device, other) not in self.cut
+
+    def _gather(self, objects: list[object], own: object) -> None:
+        self._brought[self._rank.own] = own
+        self._meet.wait(timeout=60)
+        objects[:] = self._brought
+        self._meet.wait(timeout=60)
+
+
+@pytest.mark.parametrize("cut", [set(), {(3, 0)}, {(1, 2), (2, 1)}], ids=str)
+def test_gpus_without_peer_access_go_by_nccl(
+    monkeypatch: pytest.MonkeyPatch, cut: set[tuple[int, int]]
+) -> None:
+    """All ranks alike, also those that reach every other."""
+    ranks = Ranks(monkeypatch, cut)
+    with ThreadPoolExecutor(4) as threads:
+        groups = list(threads.map(ranks.join, range(4)))
+    assert [group.spans_nodes for group in groups] == [bool(cut)] * 4
+    assert [group.shares_memory for group in groups] == [not cut] * 4
+    assert ranks.asked == {(a, b) for a in range(4) for b in range(4) if a != b}
+    for group in groups:
+        if cut:
+            group.reserve(1 << 20, torch.bfloat16)  # of no symmetric memory, which is not here
+            assert group.empty(4, 4, torch.bfloat16) is None
+
+
+def test_nodes_are_not_asked_for_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch, set())
+    group = TensorParallel.join("", 0, 4, torch.device("cuda", 0), spans_nodes=True)
+    assert group.spans_nodes
+    assert not ranks.asked
