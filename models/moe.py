@@ -105,10 +105,10 @@ class MoE(nn.Module):
             top_k=self.top_k,
             normalize=self.normalize,
             first_expert=self.first,
-            add=self.tp.rank == 0,
+            add=self.tp.size == 1,
             out=self.tp.empty(num_tokens, hidden_size, residual.dtype),
         )
-        return self.tp.all_reduce(part)
+        return part if self.tp.size == 1 else self.tp.all_reduce(part, residual)
 
     @property
     def num_resting(self) -> int:

@@ -92,15 +92,12 @@ class RowParallelLinear(Layer):
         add_weight(self, out_features, in_features // tp.size, is_fp8=is_fp8)
 
     def forward(self, x: Matrix, residual: Tensor) -> Tensor:
-        """residual + layer: [num_tokens, in_features / size] → [num_tokens, out_features].
-
-        The residual goes into rank 0's part of the sum, so that nothing is left to be added.
-        """
+        """residual + layer: [num_tokens, in_features / size] → [num_tokens, out_features]."""
+        if self.tp.size == 1:
+            return linear_add(x, self.weight, residual)
         num_rows, num_columns = residual.shape
         out = self.tp.empty(num_rows, num_columns, residual.dtype)
-        if self.tp.rank:
-            return self.tp.all_reduce(linear(x, self.weight, out))
-        return self.tp.all_reduce(linear_add(x, self.weight, residual, out))
+        return self.tp.all_reduce(linear(x, self.weight, out), residual)
 
     def slices(self, name: str) -> Iterator[Slice]:
         """Columns of the weight."""

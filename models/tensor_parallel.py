@@ -142,15 +142,27 @@ class TensorParallel:
             raise ValueError(f"{num_elements} of {dtype}; {len(buffer)} of {buffer.dtype} can be")
         return buffer[:num_elements].view(num_rows, num_columns)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The sum over the ranks, on all of them; `x`, which may be overwritten, is contiguous.
+
+        residual: of x's shape, the same on all ranks, is added to the sum. As part of one rank's x
+        it would be rounded with that, and again wherever sums are rounded on the way.
 
         Between GPUs of a node only what was written where `empty` said can be reduced.
         """
-        if self.size == 1:
+        if self.shares_memory and self._is_pushed(x.numel()):
+            self._push_pieces(x, residual)
             return x
+        total = self._sum(x) if self.size > 1 else x
+        return total if residual is None else torch.add(residual, total, out=total)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """As `all_reduce`, for what is not pushed."""
         if self.shares_memory:
-            return self._all_reduce_in_memory(x)
+            with self._exchange():
+                return torch.ops.symm_mem.two_shot_all_reduce_(  # type: ignore[no-any-return]
+                    x, "sum", self._group.group_name
+                )
         if self.on_gpus:
             with self._exchange():
                 dist.all_reduce(x)
@@ -171,15 +183,15 @@ class TensorParallel:
     def _is_pushed(self, num_elements: int) -> bool:
         return self.size == 2 or num_elements <= int(self._push.max_elements)
 
-    def _all_reduce_in_memory(self, x: Tensor) -> Tensor:
-        if self._is_pushed(x.numel()):
-            for part in torch.split(x.view(-1), self._push.max_elements):
-                self._push(part)
-            return x
-        with self._exchange():
-            return torch.ops.symm_mem.two_shot_all_reduce_(  # type: ignore[no-any-return]
-                x, "sum", self._group.group_name
-            )
+    def _push_pieces(self, x: Tensor, residual: Tensor | None) -> None:
+        pieces = torch.split(x.view(-1), self._push.max_elements)
+        if residual is None:
+            for piece in pieces:
+                self._push(piece)
+            return
+        residuals = torch.split(residual.view(-1), self._push.max_elements)
+        for piece, more in zip(pieces, residuals, strict=True):
+            self._push(piece, more)
 
     @property
     def _group(self) -> dist.ProcessGroup:

@@ -53,17 +53,23 @@ class PushAllReduce:
         self._calls = inbox.new_zeros(self._capacity // _BLOCK.value)
         """of each program"""
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x, overwritten with the sum of the ranks' x: bfloat16, contiguous, of an even size.
 
-        Added in float32, in the same order on all ranks. Raises ValueError.
+        residual: of x's shape, the same on all ranks, is added to the sum. All is added in float32,
+        in the same order on all ranks, and rounded once. Raises ValueError.
         """
         check_tensor("x", x, tuple(x.shape), torch.bfloat16)
         check_contiguous("x", x)
+        if residual is not None:
+            check_tensor("residual", residual, tuple(x.shape), torch.bfloat16)
+            check_contiguous("residual", residual)
+            residual = residual.view(-1).view(torch.int32)
         if x.numel() > self.max_elements or x.numel() % 2:
             raise ValueError(f"{x.numel()} elements; an even number to {self.max_elements} can be")
         _push_and_sum[(triton.cdiv(x.numel(), 2 * _BLOCK.value),)](
             x.view(-1).view(torch.int32),
+            residual,
             self._inbox,
             self._distances,
             self._calls,
@@ -79,8 +85,9 @@ class PushAllReduce:
 
 @triton.jit(do_not_specialize=["rank"])
 def _push_and_sum(
-    x_ptr, inbox_ptr, distances_ptr, calls_ptr, num_words, capacity, rank, num_ranks: tl.constexpr
-):
+    x_ptr, residual_ptr, inbox_ptr, distances_ptr, calls_ptr, num_words, capacity, rank,
+    num_ranks: tl.constexpr,
+):  # fmt: skip
     """Grid (num_words / _BLOCK,). A program has to do with its like on the other ranks only."""
     launch_dependents()
     wait()
@@ -90,6 +97,9 @@ def _push_and_sum(
     there = lane < num_words
     sent = tl.load(x_ptr + lane, there, other=0)
     sent = tl.where(sent == _MISSING, 0, sent)
+    more = tl.zeros_like(sent)
+    if residual_ptr is not None:
+        more = tl.load(residual_ptr + lane, there, other=0)
     turn = call % _TURNS * num_ranks
     for peer in tl.static_range(num_ranks):
         distance = tl.multiple_of(tl.load(distances_ptr + peer), 4)
@@ -101,10 +111,21 @@ def _push_and_sum(
     words = tl.load(inbox_ptrs, there[None, :], other=0, volatile=True)
     while tl.max((words == _MISSING).to(tl.int32)) > 0:
         words = tl.load(inbox_ptrs, there[None, :], other=0, volatile=True)
-    low = tl.sum((words << 16).to(tl.float32, bitcast=True), 0)
-    high = tl.sum((words & -(2**16)).to(tl.float32, bitcast=True), 0)
+    low = tl.sum(_low(words), 0) + _low(more)
+    high = tl.sum(_high(words), 0) + _high(more)
     tl.store(x_ptr + lane, _bits(low) | (_bits(high) << 16), there)
     tl.store(calls_ptr + program, call + 1)
+
+
+@triton.jit
+def _low(words):
+    """The first bfloat16 of each word, as float32."""
+    return (words << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _high(words):
+    return (words & -(2**16)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -131,4 +131,34 @@ def test_logprobs_are_as_near_as_those_of_transformers(
         f"of one GPU: {same} of {len(pairs)}, their first tokens {first}"
     )
     assert len(ours) == len(exact) > 10 * NUM_LIKELIEST
-    assert error(ours, exact) < 1.2 * error(theirs, exact)  # each rank's sum is rounded, too
+    # Variances, in units of the rounding's, of a residual R and a branch P on n ranks: transformers
+    # rounds P and R + P, which is R² + 2 P². Here n parts of P² / n and the end are rounded, which
+    # is as much; in two-shot's way also the sums of 2 to n parts, (n + 2) (n - 1) / 2n P² more: 2.3
+    # P² of 4 ranks, 4.4 P² of 8. R² grows by P² with each of 56 branches, so the error is 1.04 and
+    # 1.07 times as large, as an emulation gives (1.04, 1.06). The rest is the spread between two
+    # ways to round one model.
+    assert error(ours, exact) < 1.2 * error(theirs, exact)
+
+
+def test_gpus_without_peer_access(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks whose GPUs are said to have none exchange by NCCL and draw the same tokens.
+
+    Of two parts the sum has the same bits however it is made.
+    """
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    expected = [output.outputs[0].token_ids for output in answers(folder, 2)]
+    asked = tmp_path / "asked"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import pathlib, torch\n"
+        "def none(device, other):\n"
+        f"    pathlib.Path({str(asked)!r}).touch()\n"
+        "    return False\n"
+        "torch.cuda.can_device_access_peer = none\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = [output.outputs[0].token_ids for output in answers(folder, 2)]
+    assert asked.exists()
+    assert sum(one[0] == other[0] for one, other in zip(found, expected, strict=True)) >= 23

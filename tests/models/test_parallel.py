@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
+from penstock.models.parallel import RowParallelLinear
 from penstock.models.tensor_parallel import TensorParallel
 from tests.models.checkpoints import EXPERTS, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
@@ -52,6 +54,20 @@ def test_logits_are_those_of_one_rank(tmp_path: Path, size: int) -> None:
         expected = prefill_logits(load_model(Path(folder)), prompts)
         for name in (folder, f"{folder}-ep") if "num_experts" in shape else (folder,):
             torch.testing.assert_close(logits[name], expected, atol=1e-4, rtol=0.0)
+
+
+def test_the_residual_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 + 4 * 0.9 is 260 in bfloat16; 256 + 0.9, as a rank's part, is 256."""
+    parts: list[Tensor] = []
+    monkeypatch.setattr(TensorParallel, "all_gather", lambda _, x: [*map(torch.clone, parts), x])
+    residual, x = torch.full((2, 8), 256.0).bfloat16(), torch.ones(2, 4).bfloat16()
+    for rank in range(4):
+        layer = RowParallelLinear(TensorParallel(rank, 4), 16, 8)
+        layer.weight = nn.Parameter(torch.full((8, 4), 0.225).bfloat16(), False)
+        out = layer(x, residual)
+        parts.append(torch.full((2, 8), 0.9).bfloat16())
+    assert (out == 260).all()
+    assert (residual == 256).all()
 
 
 def test_alone_nothing_is_exchanged() -> None:

@@ -63,7 +63,9 @@ def test_sends_to_all_adds_what_has_come_and_empties_what_was_read(num_ranks: in
         if call + 1 < len(messages):
             send(call + 1)
         x = message[1].clone()
-        assert torch.equal(ranks[1](x), message.float().sum(0).bfloat16())
+        residual = torch.randint(-50, 50, x.shape).bfloat16() if call % 2 else None
+        total = message.float().sum(0) + (0 if residual is None else residual.float())
+        assert torch.equal(ranks[1](x, residual), total.bfloat16())
         sent = message[1].view(torch.int32).clone()
         sent[0] = 0
         for program in range(3):
@@ -86,15 +88,20 @@ def test_all_ranks_get_the_sum(num_ranks: int) -> None:
     on_gpu = [[part.cuda() for part in message] for message in messages]
     streams = [torch.cuda.Stream() for _ in ranks]
     torch.cuda.synchronize()
-    for parts in on_gpu:
+    residuals = [
+        torch.randn(size).bfloat16().cuda() if n % 2 else None for n, size in enumerate(sizes)
+    ]
+    for parts, residual in zip(on_gpu, residuals, strict=True):
         for rank, part, stream in zip(ranks, parts, streams, strict=True):
             with torch.cuda.stream(stream):
-                rank(part)
+                rank(part, residual)
     torch.cuda.synchronize()
-    for message, parts in zip(messages, on_gpu, strict=True):
+    for message, parts, residual in zip(messages, on_gpu, residuals, strict=True):
         total = message[0].float()
         for part in message[1:]:
             total += part.float()
+        if residual is not None:
+            total += residual.cpu().float()
         assert all(torch.equal(part.cpu(), total.bfloat16()) for part in parts)
 
 
@@ -106,3 +113,5 @@ def test_refuses_what_does_not_fit() -> None:
         rank(torch.zeros(3).bfloat16())
     with pytest.raises(ValueError, match="x has dtype"):
         rank(torch.zeros(4))
+    with pytest.raises(ValueError, match=r"residual has shape \[6\]; \[4\] is needed"):
+        rank(torch.zeros(4).bfloat16(), torch.zeros(6).bfloat16())
