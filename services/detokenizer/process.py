@@ -1,12 +1,13 @@
 """The detokenizer's process: the text streams, and sockets around them."""
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from time import monotonic
 
 import zmq
 
-from penstock.protocol.client import FinishReason, TextDelta
+from penstock.protocol.client import ErrorReply, FinishReason, TextDelta
 from penstock.protocol.heartbeat import HeartbeatThread
 from penstock.protocol.logprobs import PackedLogprobs
 from penstock.protocol.messages import (
@@ -14,7 +15,9 @@ from penstock.protocol.messages import (
     Goodbye,
     Heartbeat,
     Refused,
+    RequestFailed,
     StopFound,
+    StreamOpened,
     TextDeltas,
     ToDetokenizer,
     TokenDelta,
@@ -25,6 +28,9 @@ from penstock.protocol.sockets import Channel, Network, connect
 from penstock.protocol.tracing import Tracer
 from penstock.services.detokenizer.text_stream import TextStream
 from penstock.services.detokenizer.token_bytes import TokenBytes, token_bytes
+
+log = logging.getLogger("detokenizer")
+DEFECT = "a defect of the server: the text of the answer can't be made; its log says more"
 
 
 class LostError(Exception):
@@ -40,6 +46,8 @@ class Detokenizer:
         self._epoch = 0
         self._number: int | None = 0
         """of the last message; None: only a first one is of use"""
+        self.failures: list[RequestFailed] = []
+        """requests whose text can't be made, to be taken by the caller"""
 
     def handle(self, message: TokenDelta) -> tuple[list[TextDelta], list[StopFound]]:
         """The texts that a step brings, and the requests that a stop string ended. Raises LostError
@@ -54,9 +62,7 @@ class Detokenizer:
         deltas: list[TextDelta] = []
         stops: list[StopFound] = []
         for opened in message.opened:
-            self._streams[opened.stream_id] = TextStream(opened, self._table)
-            known = list(unpack(opened.output_token_ids))
-            self._feed(opened.stream_id, known, opened.logprobs or (), deltas, stops)
+            self._open(opened, deltas, stops)
             if opened.finish_reason:
                 self._end(opened.stream_id, opened.finish_reason, deltas)
         stream_ids, token_ids = unpack(message.stream_ids), unpack(message.token_ids)
@@ -82,6 +88,21 @@ class Detokenizer:
         self._number = number
         return True
 
+    def _open(self, opened: StreamOpened, deltas: list[TextDelta], stops: list[StopFound]) -> None:
+        try:
+            self._streams[opened.stream_id] = TextStream(opened, self._table)
+        except Exception:  # noqa: BLE001
+            self._fail(opened)
+        known = list(unpack(opened.output_token_ids))
+        self._feed(opened.stream_id, known, opened.logprobs or (), deltas, stops)
+
+    def _fail(self, request: StreamOpened | TextStream) -> None:
+        """Gives up one request, in an `except` block; the others continue."""
+        named = {"request_id": request.request_id}
+        log.exception("text of request %s can't be made", request.request_id, extra=named)
+        error = ErrorReply(code="failed", message=DEFECT)
+        self.failures.append(RequestFailed(request.request_id, request.attempt, error))
+
     def _feed(
         self,
         stream_id: int,
@@ -93,7 +114,12 @@ class Detokenizer:
         stream = self._streams.get(stream_id)
         if stream is None:  # ended by a stop string; the scheduler does not know yet
             return
-        deltas.append(stream.feed(token_ids, logprobs))
+        try:
+            deltas.append(stream.feed(token_ids, logprobs))
+        except Exception:  # noqa: BLE001
+            self._fail(stream)
+            del self._streams[stream_id]
+            return
         if stream.stopped:
             stops.append(StopFound(stream.request_id, stream.attempt))
             del self._streams[stream_id]
@@ -148,6 +174,8 @@ class DetokenizerProcess:
             except LostError:
                 self.begin_again(tokens, detokenizer)
                 continue
+            while detokenizer.failures:
+                self.gateway.send(detokenizer.failures.pop())
             if deltas:
                 self.gateway.send(TextDeltas(deltas))
             for stop in stops:

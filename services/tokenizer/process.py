@@ -1,5 +1,6 @@
 """The tokenizer process: its sockets."""
 
+import logging
 from time import monotonic
 
 import zmq
@@ -25,6 +26,9 @@ from penstock.protocol.sockets import connect
 from penstock.protocol.tracing import Tracer
 from penstock.services.tokenizer.grammar_check import GrammarChecker
 from penstock.services.tokenizer.prompts import PromptError, Tokenizer
+
+log = logging.getLogger("tokenizer")
+DEFECT = "a defect of the server: the prompt can't be tokenized; its log says more"
 
 
 class TokenizerProcess:
@@ -73,7 +77,7 @@ class TokenizerProcess:
         try:
             with self.heartbeats.working():
                 token_ids = self.tokenizer.encode(request)
-        except PromptError as error:
+        except Exception as error:  # noqa: BLE001
             self._refuse(request, error)
             return
         wanted = request.sampling.structured_outputs
@@ -96,7 +100,7 @@ class TokenizerProcess:
             with self.heartbeats.working():
                 reply = self.tokenizer.answer(message.question)
             return Answered(message.number, reply)
-        except PromptError as error:
+        except Exception as error:  # noqa: BLE001
             return Answered(message.number, _error_reply(error))
 
     def _pass_on(self, request: TokenizeRequest, token_ids: list[int], begin: float) -> None:
@@ -117,7 +121,7 @@ class TokenizerProcess:
         attributes = {"gen_ai.usage.input_tokens": len(token_ids)}
         self.tracer.span("tokenize", request.request_id, begin, attributes)
 
-    def _refuse(self, request: TokenizeRequest, error: PromptError) -> None:
+    def _refuse(self, request: TokenizeRequest, error: Exception) -> None:
         failed = RequestFailed(request.request_id, request.attempt, _error_reply(error))
         self.gateway.send(failed)
 
@@ -131,8 +135,12 @@ class TokenizerProcess:
         self.gateway.send(Heartbeat(self.name))
 
 
-def _error_reply(error: PromptError) -> ErrorReply:
-    return ErrorReply(code="invalid", message=str(error), field=error.field)
+def _error_reply(error: Exception) -> ErrorReply:
+    """To be called in an `except` block; what is no PromptError is a defect."""
+    if isinstance(error, PromptError):
+        return ErrorReply(code="invalid", message=str(error), field=error.field)
+    log.exception("a prompt can't be tokenized")
+    return ErrorReply(code="failed", message=DEFECT)
 
 
 def main() -> None:

@@ -266,3 +266,26 @@ def test_logprobs_behind_a_stop_string_are_dropped() -> None:
 def test_as_many_logprobs_as_tokens_or_the_frame_is_none() -> None:
     with pytest.raises(ValueError, match="1 logprobs of 2 tokens"):
         opened(output="ab", logprobs=[None])
+
+
+@pytest.mark.parametrize("where", ["__init__", "feed"])
+def test_a_stream_that_raises_is_failed_alone(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = getattr(TextStream, where)
+
+    def fail(self: TextStream, *args: Any) -> Any:
+        if where == "feed" and self.request_id == "bad":
+            raise KeyError("a defect")
+        if where == "__init__" and args[0].request_id == "bad":
+            raise KeyError("a defect")
+        return real(self, *args)
+
+    monkeypatch.setattr(TextStream, where, fail)
+    detokenizer = Detokenizer(TABLE)
+    streams = [opened(output="a"), opened(output="b")]
+    streams[1].stream_id, streams[1].request_id = 2, "bad"
+    deltas, _ = detokenizer.handle(TokenDelta(1, streams, number=1))
+    more = TokenDelta(1, stream_ids=pack([2, 1]), token_ids=pack([98, 97]), number=2)
+    deltas += detokenizer.handle(more)[0]
+    assert [(one.request_id, one.text) for one in deltas] == [("r", "a"), ("r", "a")]
+    [failed] = detokenizer.failures
+    assert (failed.request_id, failed.error.code) == ("bad", "failed")

@@ -228,3 +228,23 @@ def test_questions(pipeline: Pipeline) -> None:
     kwargs = {"tokenize": False}
     refused = answer(TokenizePromptRequest(messages=messages, chat_template_kwargs=kwargs))
     assert (refused.code, refused.field) == ("invalid", "chat_template_kwargs")
+
+
+def test_a_defect_fails_its_prompt_alone(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = Tokenizer._encode
+
+    def fail(self: Tokenizer, prompt: Any) -> list[int]:
+        if prompt.prompt == "bad":
+            raise KeyError("a defect")
+        return encode(self, prompt)
+
+    monkeypatch.setattr(Tokenizer, "_encode", fail)
+    pipeline.process.handle(request("bad", prompt="bad"))
+    pipeline.process.handle(request("good", prompt="good"))
+    failed, done = pipeline.wait_for(2)
+    assert (failed.request_id, failed.error.code) == ("bad", "failed")
+    assert isinstance(done, Tokenized)
+    answered = pipeline.process.answer(Question(7, TokenizePromptRequest(prompt="bad")))
+    assert answered.reply.code == "failed"  # type: ignore[union-attr]
