@@ -18,6 +18,7 @@ from penstock.protocol.heartbeat import HeartbeatThread
 from penstock.protocol.process import Process
 from penstock.protocol.sockets import HEARTBEAT_INTERVAL
 from penstock.services.http.app import make_app
+from penstock.services.http.connections import Limits, limited_protocol, limits_for
 from penstock.services.http.service import Service
 
 MAX_GRACE = 4
@@ -96,10 +97,14 @@ def _attend(network: Cluster, loop: asyncio.AbstractEventLoop) -> None:
     pump(network.handlers)
 
 
-def uvicorn_config(config: Config, service: Service) -> uvicorn.Config:
+def uvicorn_config(
+    config: Config, service: Service, limits: Limits | None = None
+) -> uvicorn.Config:
+    """For `Server`."""
+    limits = limits or limits_for(service.max_request_bytes, service.max_answers)
     return uvicorn.Config(
         make_app(service),
-        http="httptools",
+        http=limited_protocol(limits),
         ws="none",
         lifespan="off",
         log_config=None,

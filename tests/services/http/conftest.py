@@ -20,6 +20,7 @@ from penstock.protocol.client import (
     TokenizeReply,
 )
 from penstock.protocol.config import Config
+from penstock.services.http.connections import Limits
 from penstock.services.http.process import Server, listen, run, uvicorn_config
 from penstock.services.http.service import Service
 from tests.launch.fake_gateway import Behaviour, Gateway, echo, gateway
@@ -40,12 +41,15 @@ def behave(request: Request) -> list[Reply]:
 class Served:
     """A server that runs in a thread."""
 
-    def __init__(self, config: Config, endpoint: str, asked: Gateway) -> None:
+    def __init__(
+        self, config: Config, endpoint: str, asked: Gateway, limits: Limits | None
+    ) -> None:
         self.asked = asked
         self._listener = listen("127.0.0.1", 0)
         self.address: tuple[str, int] = self._listener.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
         self._config = config
+        self._limits = limits
         self._endpoint = endpoint
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
         self._listener.listen()
@@ -57,7 +61,7 @@ class Served:
         self._loop = asyncio.get_running_loop()
         async with AsyncClient(self._endpoint) as client:
             service = Service(self._config, client)
-            self._server = Server(uvicorn_config(self._config, service))
+            self._server = Server(uvicorn_config(self._config, service, self._limits))
             self._began.set()
             await run(self._server, service, self._listener)
 
@@ -80,10 +84,12 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     """`serve(**options)` starts a server, which is stopped after the test."""
     with contextlib.ExitStack() as stack:
 
-        def start(behaviour: Behaviour = behave, **options: Any) -> Served:
+        def start(
+            behaviour: Behaviour = behave, limits: Limits | None = None, **options: Any
+        ) -> Served:
             endpoint = f"ipc://{tmp_path}/gateway"
             asked = stack.enter_context(gateway(endpoint, behaviour))
-            one = Served(Config(endpoint=endpoint, **options), endpoint, asked)
+            one = Served(Config(endpoint=endpoint, **options), endpoint, asked, limits)
             stack.callback(one.join)
             stack.callback(one.stop)
             return one

@@ -1,0 +1,167 @@
+"""Limits of HTTP connections: headers, the time that a request takes to arrive, their number.
+
+They hold before a key is checked, for whoever reaches the port.
+"""
+
+import asyncio
+import resource
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from penstock.services.http.replies import ErrorBody, ErrorDetail
+
+MAX_HEADER_BYTES = 1 << 16
+READ_SECONDS = 20.0
+MIN_READ_RATE = 1000
+WRITE_SECONDS = 75.0
+_OVERHEAD = 8
+"""bytes of framing that a byte of a body may have, in the smallest chunks"""
+_RESERVE = 128
+"""descriptors for other things than connections"""
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """Limits of each connection, and of their number in this process."""
+
+    max_header_bytes: int = MAX_HEADER_BYTES
+    """also of what follows a chunked body"""
+    max_body_bytes: int = 1 << 30
+    """with which a client that was refused is disconnected"""
+    read_seconds: float = READ_SECONDS
+    """for a request to arrive, and a second more for each MIN_READ_RATE bytes"""
+    write_seconds: float = WRITE_SECONDS
+    """in which a client must read something, where much waits for it"""
+    max_connections: int = 1 << 16
+
+
+def limits_for(max_request_bytes: int, max_answers: int) -> Limits:
+    """As many connections as all requests need, several times, if there are descriptors."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 1024 + 4 * max_answers
+    return Limits(
+        max_body_bytes=max_request_bytes + (1 << 20),
+        max_connections=max(1, min(most, soft - _RESERVE)) if soft >= 0 else most,
+    )
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits; `limited_protocol` makes a class of it for each server.
+
+    A request arrives from its first byte, or the connection's begin, to its last byte. Connections
+    without a running request are closed, oldest first, where a new one finds no room.
+    """
+
+    limits: Limits
+    without_request: dict["LimitedProtocol", None]
+    """of all connections, oldest first"""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._begin_arrival()
+        self.without_request[self] = None
+        if len(self.connections) > self.limits.max_connections:
+            next(iter(self.without_request)).transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_arrival()
+        self._stop_write_timer()
+        self.without_request.pop(self, None)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._begin_arrival()
+        self._num_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        overhead = self._num_bytes - self._num_body_bytes
+        if overhead > self.limits.max_header_bytes + _OVERHEAD * self._num_body_bytes:
+            most = self.limits.max_header_bytes
+            self._refuse(431, f"the headers have more than {most} bytes, which is the limit")
+        elif self._num_body_bytes > self.limits.max_body_bytes:
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._begin_arrival()
+
+    def on_headers_complete(self) -> None:
+        self.without_request.pop(self, None)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._end_arrival()
+        super().on_message_complete()
+        if self.cycle.response_complete:  # uvicorn has stopped the timer of idle connections
+            self._begin_arrival()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not (self.transport.is_closing() or self.pipeline or not self.cycle.response_complete):
+            self.without_request[self] = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stop_write_timer()
+        abort = self.transport.abort
+        self._write_timer = self.loop.call_later(self.limits.write_seconds, abort)
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _begin_arrival(self) -> None:
+        if self._read_timer is None:
+            self._num_bytes = self._num_body_bytes = 0
+            self._began = self.loop.time()
+            self._read_timer = self.loop.call_later(self.limits.read_seconds, self._check_time)
+
+    def _end_arrival(self) -> None:
+        if self._read_timer:
+            self._read_timer.cancel()
+            self._read_timer = None
+            self._num_bytes = self._num_body_bytes = 0
+
+    def _check_time(self) -> None:
+        now, limit = self.loop.time(), self.limits.read_seconds
+        due = now + limit  # nothing is read now
+        if not self.flow.read_paused:
+            due = self._began + limit + self._num_bytes / MIN_READ_RATE
+        if now < due:
+            self._read_timer = self.loop.call_at(due, self._check_time)
+        elif self._num_bytes:
+            self._refuse(408, f"the request did not arrive within {due - self._began:.3g} s")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answers, unless an answer has begun, and closes the connection."""
+        if self.cycle is None or self.cycle.response_complete:
+            kind = "invalid_request_error"
+            detail = ErrorDetail(message=message, type=kind, param=None, code=None)
+            body = msgspec.json.encode(ErrorBody(error=detail))
+            head = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+            self.transport.write(
+                b"%b%bconnection: close\r\n\r\n%b" % (STATUS_LINE[status], head, body)
+            )
+        self.transport.close()
+
+
+def limited_protocol(limits: Limits) -> type[LimitedProtocol]:
+    """A class of connections of one server."""
+    shared: dict[str, Any] = {"limits": limits, "without_request": {}}
+    return type("LimitedProtocol", (LimitedProtocol,), shared)

@@ -1,0 +1,200 @@
+"""Connections that send too much, too slowly, or nothing, and how many there may be."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+
+from penstock.protocol.client import GenerateRequest, Reply, Request
+from penstock.services.http.connections import LimitedProtocol, Limits, limits_for
+from tests.services.http.conftest import Served, behave
+
+Serve = Callable[..., Served]
+GET = b"GET /version HTTP/1.1\r\nHost: a\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+BODY = b'{"prompt": "one"}'
+WHOLE = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+SHORT = Limits(read_seconds=0.3, write_seconds=0.3)
+FAR_TOO_MUCH = 64 << 20
+
+
+def silent(request: Request) -> list[Reply]:
+    """Generates nothing: requests stay open."""
+    return [] if isinstance(request, GenerateRequest) else behave(request)
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[Served], socket.socket]]:
+    with ExitStack() as stack:
+
+        def one(served: Served) -> socket.socket:
+            made = socket.create_connection(served.address, timeout=60)
+            return stack.enter_context(closing(made))
+
+        yield one
+
+
+def rest(connection: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    data = b""
+    try:
+        while piece := connection.recv(1 << 16):
+            data += piece
+    except ConnectionError:
+        pass
+    return data
+
+
+def sent_until_closed(connection: socket.socket, piece: bytes) -> int:
+    """Bytes that the server takes; FAR_TOO_MUCH if it does not mind."""
+    sent = 0
+    try:
+        while sent < FAR_TOO_MUCH:
+            connection.sendall(piece)
+            sent += len(piece)
+    except ConnectionError:
+        pass
+    return sent
+
+
+Connect = Callable[[Served], socket.socket]
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (b"GET /", b"a" * 65_536),
+        (GET + b"X-Long: ", b"a" * 65_536),
+        (GET, b"X-Many: a\r\n" * 5000),
+        (CHUNKED + b"0\r\n", b"X-Trailer: a\r\n" * 5000),
+        (CHUNKED + b"1;", b"extension" * 5000),
+        (CHUNKED, b"1000\r\n" + b"a" * 4096 + b"\r\n"),
+        (GET + b"Content-Length: 999999999999\r\n\r\n", b"a" * 65_536),
+        (b"", b"\r\n" * 30_000),
+    ],
+)
+def test_endless_requests(serve: Serve, connect: Connect, begin: bytes, piece: bytes) -> None:
+    connection = connect(serve(max_request_bytes=10_000))
+    connection.sendall(begin)
+    assert sent_until_closed(connection, piece) < FAR_TOO_MUCH
+
+
+def test_headers_that_are_too_long_are_a_431(serve: Serve, connect: Connect) -> None:
+    connection = connect(serve())
+    connection.sendall(GET + b"X: " + b"a" * (1 << 16))
+    answer = rest(connection)
+    assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+    assert b"the headers have more than 65536 bytes" in answer
+
+
+def test_headers_as_long_as_they_may_be(serve: Serve, connect: Connect) -> None:
+    connection = connect(serve())
+    connection.sendall(GET + b"Connection: close\r\nX: " + b"a" * 60_000 + b"\r\n\r\n")
+    assert rest(connection).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+def test_a_body_in_the_smallest_chunks(serve: Serve, connect: Connect) -> None:
+    connection = connect(serve(limits=Limits(max_header_bytes=200)))
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY.ljust(5000))
+    request = CHUNKED.replace(b"Host: a", b"Host: a\r\nConnection: close")
+    connection.sendall(request + chunks + b"0\r\n\r\n")
+    assert rest(connection).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+@pytest.mark.parametrize(
+    ("begin", "answer"),
+    [
+        (b"", b""),
+        (b"GET /vers", b"HTTP/1.1 408 Request Timeout\r\n"),
+        (GET, b"HTTP/1.1 408 Request Timeout\r\n"),
+        (WHOLE[:-3], b""),
+        (CHUNKED + b"0\r\n", b""),
+    ],
+)
+def test_requests_that_do_not_arrive(
+    serve: Serve, connect: Connect, begin: bytes, answer: bytes
+) -> None:
+    connection = connect(serve(limits=SHORT))
+    connection.sendall(begin)
+    assert rest(connection)[: len(answer) or None] == answer
+
+
+def test_the_second_request_of_a_connection_has_a_limit(serve: Serve, connect: Connect) -> None:
+    connection = connect(serve(limits=SHORT))
+    get_version(connection)
+    connection.sendall(b"\r\n")
+    assert rest(connection).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_body_that_comes_after_its_answer(serve: Serve, connect: Connect) -> None:
+    connection = connect(serve(limits=SHORT, api_key="key"))
+    connection.sendall(WHOLE[:-3])
+    assert connection.recv(1000).startswith(b"HTTP/1.1 401 ")
+    connection.sendall(WHOLE[-3:])
+    assert b"HTTP/1.1 " not in rest(connection)
+
+
+def test_an_answer_may_take_longer(serve: Serve, connect: Connect) -> None:
+    served = serve(silent, limits=SHORT, drain_timeout=0)
+    patient, slow = connect(served), connect(served)
+    patient.sendall(WHOLE)
+    slow.sendall(WHOLE[:-3])
+    assert rest(slow) == b""
+    late = connect(served)
+    assert rest(late) == b""  # so that much more than the limit has gone by
+    served.stop()
+    assert rest(patient).startswith(b"HTTP/1.1 503 ")
+
+
+def test_a_client_that_does_not_read(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = threading.Event()
+    lost = LimitedProtocol.connection_lost
+
+    def connection_lost(self: LimitedProtocol, error: Exception | None) -> None:
+        lost(self, error)
+        closed.set()
+
+    monkeypatch.setattr(LimitedProtocol, "connection_lost", connection_lost)
+    connection = connect(serve(limits=Limits(write_seconds=0.3)))
+    connection.sendall((GET.replace(b"version", b"openapi.json") + b"\r\n") * 2000)
+    assert closed.wait(60)
+    assert 0 < rest(connection).count(b"HTTP/1.1 200 OK\r\n") < 2000
+
+
+def get_version(connection: socket.socket) -> None:
+    connection.sendall(GET + b"\r\n")
+    answer = b""
+    while not answer.endswith(b"}"):
+        piece = connection.recv(1000)
+        assert piece
+        answer += piece
+
+
+def test_a_new_connection_takes_the_place_of_the_oldest_without_request(
+    serve: Serve, connect: Connect
+) -> None:
+    served = serve(silent, limits=Limits(max_connections=3), drain_timeout=0)
+    busy = connect(served)
+    busy.sendall(WHOLE)
+    served.asked.wait_for(5)  # with those of its start
+    first, second = connect(served), connect(served)
+    third = connect(served)
+    assert rest(first) == b""
+    get_version(second)
+    get_version(third)
+    fourth = connect(served)
+    assert rest(second) == b""
+    get_version(fourth)
+    served.stop()
+    assert rest(busy).startswith(b"HTTP/1.1 503 ")
+
+
+def test_there_are_fewer_connections_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for soft, most in ((1024, 896), (1 << 20, 1024 + 4 * 1280), (-1, 1024 + 4 * 1280), (10, 1)):
+        monkeypatch.setattr("resource.getrlimit", lambda _, soft=soft: (soft, soft))
+        assert limits_for(1 << 20, 1280).max_connections == most
