@@ -1,9 +1,10 @@
 """A ZeroMQ socket that speaks one union of messages."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from time import monotonic
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -37,7 +38,7 @@ MAX_FRAME_BYTES = 1 << 32
 """A longer frame ends its connection. Between our own processes this only guards against a length
 that is garbage, for which libzmq would get memory: a new detokenizer may be sent all tokens of
 2,048 streams of 131,072 (1 GiB) at once. 4 GiB is also the most that MessagePack's lengths say."""
-POLITE_BYTES = 1 << 24
+POLITE_BYTES = 1 << 22
 """A client's frame that is longer than allowed by up to so much is refused with a sentence; at a
 longer one libzmq hangs up before it is in memory."""
 CLUSTER = "cluster://"
@@ -86,6 +87,8 @@ class Channel(Generic[Received]):
     def __init__(self, socket: "zmq.Socket[bytes]", receives: Any = None) -> None:
         self.socket = socket
         self.num_bad_frames = 0
+        self._frames: list[zmq.Frame] = []
+        """of a message that `receive_uncopied` has in hand"""
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(receives).decode
         self._is_router = socket.type == zmq.ROUTER
@@ -129,10 +132,23 @@ class Channel(Generic[Received]):
         """What waits at the socket now, as it is; for MAX_TURN, then a next call has the rest."""
         return self._take_turn(lambda: self.socket.recv_multipart(zmq.DONTWAIT))
 
-    def receive_with_fd(self) -> Iterator[tuple[int, list[bytes]]]:
-        """As `receive_frames`, each with the file descriptor of the connection it came on."""
-        for frames in self._take_turn(lambda: self.socket.recv_multipart(zmq.DONTWAIT, copy=False)):
-            yield int(frames[0].get(zmq.SRCFD)), [frame.bytes for frame in frames]
+    def receive_uncopied(self, max_frames: int) -> Iterator[list[zmq.Frame]]:
+        """As `receive_frames`, uncopied. Of a message that has more frames the first `max_frames`
+        and one more are left, however many it has."""
+        deadline = monotonic() + MAX_TURN
+        while True:
+            try:
+                frame: zmq.Frame = self.socket.recv(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return
+            if len(self._frames) <= max_frames:
+                self._frames.append(frame)
+            if not frame.more:
+                frames, self._frames = self._frames, []
+                traffic.messages_received += 1
+                yield frames
+            if monotonic() >= deadline:
+                return
 
     def _take_turn(self, receive: Callable[[], Item]) -> Iterator[Item]:
         deadline = monotonic() + MAX_TURN
@@ -169,21 +185,22 @@ def bind(
     receives: Any,
     max_bytes: int = MAX_FRAME_BYTES,
     keys: str = "",
-    max_queue: int = 0,
+    options: Mapping[int, int] = MappingProxyType({}),
     monitor: str = "",
 ) -> Channel[Any]:
     """A bound channel.
 
-    `keys`, a folder, makes it speak CURVE; `max_queue` is the most messages that wait for one peer
-    (0: any number); to the PAIR socket that is connected to `monitor` libzmq tells of every peer
-    that comes or goes. Raises zmq.ZMQError with the address in it if that is taken, and KeysError.
+    `keys`, a folder, makes it speak CURVE; `options` are libzmq's, by number; to the PAIR socket
+    that is connected to `monitor` libzmq tells of every peer that comes or goes. Raises
+    zmq.ZMQError with the address in it if that is taken, and KeysError.
     """
     socket = _socket(context, kind, endpoint, max_bytes)
     if monitor:
         socket.monitor(monitor, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
     if keys:
         secure_server(socket, Path(keys))
-    socket.setsockopt(zmq.SNDHWM, max_queue)
+    for option, value in options.items():
+        socket.setsockopt(option, value)
     if kind == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:
@@ -206,8 +223,8 @@ def connect(
     wait: bool = True,
     on_return: Callable[[], None] | None = None,
 ) -> Channel[Any]:
-    """A connected channel; the peer may come later. `max_queue`: as in `bind`; `wait`, `on_return`:
-    as in `Network`."""
+    """A connected channel; the peer may come later. `max_queue`: the most messages that wait for it
+    (0: any number); `wait`, `on_return`: as in `Network`."""
     socket = _socket(context, kind, endpoint)
     socket.setsockopt(zmq.SNDHWM, max_queue)
     if identity:

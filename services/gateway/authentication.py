@@ -14,12 +14,20 @@ from penstock.protocol.config import Config
 from penstock.protocol.endpoints import check_reach, inner_clients, stays_on_host
 from penstock.protocol.keys import ZAP_DOMAIN, secure_server
 from penstock.protocol.sockets import POLITE_BYTES, Channel, bind
+from penstock.services.gateway import incoming
 from penstock.services.gateway.monitor import Monitor
 
 log = logging.getLogger(__name__)
 MAX_QUEUE = 4096
 """messages in libzmq's queue for one client; what does not fit in waits in the ledger"""
+HANDSHAKE_TIMEOUT = 10_000
+"""milliseconds in which a client shows its key"""
 Handlers = list[tuple[Channel[Any], Callable[[], None]]]
+
+
+def max_frame_bytes(config: Config) -> int:
+    """The limit of a frame of clients, at a longer one libzmq disconnects them."""
+    return max_request_bytes(config) + POLITE_BYTES
 
 
 def bind_clients(
@@ -40,7 +48,6 @@ def bind_clients(
             "prompts and answers",
             config.endpoint,
         )
-    limit = max_request_bytes(config) + POLITE_BYTES
     # On a cluster our own processes are clients elsewhere. What has no keys is bound first.
     inner = inner_clients(config)
     is_inner_first = isinstance(context, Cluster) and bool(config.keys)
@@ -49,9 +56,13 @@ def bind_clients(
         zmq.ROUTER,
         inner if is_inner_first else config.endpoint,
         None,
-        limit,
+        max_frame_bytes(config),
         "" if is_inner_first else config.keys,
-        max_queue=MAX_QUEUE,
+        options={
+            int(zmq.SNDHWM): MAX_QUEUE,
+            int(zmq.RCVHWM): incoming.MAX_QUEUE,
+            int(zmq.HANDSHAKE_IVL): HANDSHAKE_TIMEOUT,
+        },
         monitor=monitor.address,
     )
     if is_inner_first:

@@ -1,16 +1,25 @@
 """The clients' connections, and which requests are answered on them."""
 
 from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from penstock.protocol.client import Codec
+from penstock.services.gateway.wire import is_all_read, tcp_counters
 
 
 class Connection:
     """One connection of a client, and what its full queue keeps from it."""
 
-    def __init__(self) -> None:
+    def __init__(self, fd: int = -1) -> None:
+        """fd: libzmq's file descriptor."""
+        self.fd = fd
+        self.host = ""
+        """address of the client's machine; empty within this one"""
         self.is_gone = False
+        """nothing is sent on it any more: it is closed, or was cut off"""
+        self.was_cut_off = False
+        """what still comes on it is dropped"""
         self.request_ids: set[str] = set()
         self.unsent: dict[str, None] = {}
         """requests with news that wait until the queue has room, oldest first"""
@@ -19,12 +28,56 @@ class Connection:
         self.num_status_queries = 0
         """that wait"""
         self.retry_at = 0.0
-        self.was_cut_off = False
+        self.num_messages = 0
+        """received"""
+        self._num_messages_before = 0
+        self._num_received_before = 0
+        """bytes, when the last message had come"""
+        self.num_given = 0
+        """bytes of messages that libzmq was given to send, at least"""
+        self.num_read = 0
+        """of them, bytes that the client has read, when that was looked at last"""
+        self._num_read_before = 0
+        self.largest = 0
+        """bytes of the largest message given"""
 
     @property
     def is_full(self) -> bool:
         """Something waits: nothing else may overtake it."""
         return bool(self.unsent or self.replies)
+
+    @property
+    def num_queued(self) -> int:
+        """Bytes that libzmq and the kernel have for the client, or had when it was looked."""
+        return self.num_given - self.num_read
+
+    def gave(self, num_bytes: int) -> None:
+        """libzmq was given a message."""
+        self.num_given += num_bytes
+        if num_bytes > self.largest:
+            self.largest = num_bytes
+
+    def take_progress(self) -> int:
+        """Bytes that were read since the last call."""
+        before, self._num_read_before = self._num_read_before, self.num_read
+        return self.num_read - before
+
+    def num_unfinished(self, num_received: int) -> int:
+        """Bytes that have come since the last message, of all that have come (at most)."""
+        if self._num_messages_before != self.num_messages:
+            self._num_messages_before = self.num_messages
+            self._num_received_before = num_received
+        return num_received - self._num_received_before
+
+    def look(self) -> None:
+        """Finds out how much of what was given has been read. Of a connection that is not TCP the
+        kernel knows only whether all of it was."""
+        counters = tcp_counters(self.fd)
+        if counters:
+            self.num_read = max(self.num_read, counters.acked)
+            self.num_given = max(self.num_given, self.num_read)  # libzmq sends more than messages
+        elif is_all_read(self.fd):
+            self.num_read = self.num_given
 
 
 class Client(NamedTuple):
@@ -54,17 +107,27 @@ class Connections:
     def __len__(self) -> int:
         return len(self._by_fd)
 
-    def accepted(self, fd: int) -> None:
-        """A client has connected."""
-        self._by_fd[fd] = Connection()
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(list(self._by_fd.values()))
 
-    def closed(self, fd: int) -> None:
+    def accepted(self, fd: int) -> Connection:
+        """A client has connected."""
+        connection = self._by_fd[fd] = Connection(fd)
+        return connection
+
+    def closed(self, fd: int) -> Connection | None:
         """A connection is no more; its requests may be asked for on another one."""
-        if connection := self._by_fd.pop(fd, None):
-            connection.is_gone = True
-            connection.unsent.clear()
-            connection.replies.clear()
-            self._lost |= connection.request_ids
+        connection = self._by_fd.pop(fd, None)
+        if connection:
+            self.leave(connection)
+        return connection
+
+    def leave(self, connection: Connection) -> None:
+        """Nothing is sent on a connection any more."""
+        connection.is_gone = True
+        connection.unsent.clear()
+        connection.replies.clear()
+        self._lost |= connection.request_ids
 
     def of(self, fd: int) -> Connection:
         """The connection that a message came on; one that is gone, if it is closed by now."""

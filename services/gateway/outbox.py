@@ -10,6 +10,8 @@ from penstock.protocol.sockets import Channel
 from penstock.services.gateway.connections import Client, Connection, Connections
 from penstock.services.gateway.ledger import Entry, Ledger
 
+FRAME_BYTES, CURVE_FRAME_BYTES = 2, 35
+"""of a frame on the wire beside its content, at least"""
 RETRY_INTERVAL = 0.01
 """seconds in which a full queue is not tried again: a try costs the encoding of a reply"""
 
@@ -17,12 +19,23 @@ RETRY_INTERVAL = 0.01
 class Outbox:
     """Sends what the ledger has and the clients have not.
 
-    When the queue of one connection is full, its news stay in the ledger and go out together, as
+    When the queue of one connection is full (libzmq's, or because `max_unread_bytes` in it are not
+    read), its news stay in the ledger and go out together, as
     one delta a request, when there is room: at the next news for that connection, or at the next
     heartbeat.
     """
 
-    def __init__(self, channel: Channel[Any], ledger: Ledger, connections: Connections) -> None:
+    def __init__(
+        self,
+        channel: Channel[Any],
+        ledger: Ledger,
+        connections: Connections,
+        max_unread_bytes: int,
+        frame_overhead: int = FRAME_BYTES,
+    ) -> None:
+        """frame_overhead: bytes of a frame on the wire beside its content, at least."""
+        self._max_unread_bytes = max_unread_bytes
+        self._frame_overhead = frame_overhead
         self._channel = channel
         self._ledger = ledger
         self._connections = connections
@@ -50,18 +63,29 @@ class Outbox:
         elif not self._send(entry):
             connection.unsent[entry.request_id] = None
 
-    def on_heartbeat(self, max_unread_bytes: int) -> list[Connection]:
-        """Tries full queues again; the connections for which more than so many bytes wait."""
+    def on_heartbeat(self) -> list[Connection]:
+        """Tries full queues again. Returns the connections that are to be cut off.
+
+        They have left more unread than the limit, the largest message not counted, and have read
+        less than the limit since the last heartbeat.
+        """
         full = self._connections.full()
         for connection in full:
+            connection.look()
             self._flush(connection)
-        return [one for one in full if self.num_unread_bytes(one) > max_unread_bytes]
+        limit = self._max_unread_bytes
+        return [
+            one
+            for one in full
+            if one.take_progress() < limit < self.num_unread_bytes(one) - one.largest
+        ]
 
     def num_unread_bytes(self, connection: Connection) -> int:
-        """What waits for one connection."""
+        """What waits for one connection, here and in libzmq's queue."""
         entries = (self._ledger.find(request_id) for request_id in connection.unsent)
         num_bytes = sum(len(frame) for frames in connection.replies for frame in frames)
-        return num_bytes + sum(entry.num_unread_bytes for entry in entries if entry)
+        num_bytes += sum(entry.num_unread_bytes for entry in entries if entry)
+        return connection.num_queued + num_bytes
 
     def close(self, entry: Entry) -> None:
         """Forgets a request."""
@@ -76,7 +100,7 @@ class Outbox:
                 return
             connection.unsent.pop(request_id, None)
         while connection.replies:
-            if self._channel.try_send(connection.replies[0]) == zmq.EAGAIN:
+            if self._try_send(connection, connection.replies[0]) == zmq.EAGAIN:
                 connection.retry_at = monotonic() + RETRY_INTERVAL
                 return
             connection.replies.popleft()
@@ -84,12 +108,15 @@ class Outbox:
     def _send(self, entry: Entry) -> bool:
         """All that is new of a request; False if the queue is full."""
         client, error = entry.client, 0
+        connection = client.connection
         if delta := entry.untold():
-            error = self._channel.try_send([*client.envelope, client.codec.encode(delta)])
+            frames = [*client.envelope, client.codec.encode(delta)]
+            error = self._try_send(connection, frames)
             if not error:
                 entry.told()
         if entry.answer and not error:
-            error = self._channel.try_send([*client.envelope, client.codec.encode(entry.answer)])
+            frames = [*client.envelope, client.codec.encode(entry.answer)]
+            error = self._try_send(connection, frames)
             if not error:
                 self.close(entry)
         if not error:
@@ -97,11 +124,22 @@ class Outbox:
         if error == zmq.EHOSTUNREACH:
             entry.client = self._connections.lose(entry.request_id, client)
             return True
-        client.connection.retry_at = monotonic() + RETRY_INTERVAL
+        connection.retry_at = monotonic() + RETRY_INTERVAL
         return False
 
+    def _try_send(self, connection: Connection, frames: list[bytes]) -> int:
+        """As `Channel.try_send`; EAGAIN, too, where too much of what was sent is not read."""
+        if connection.num_queued > self._max_unread_bytes:
+            connection.look()
+            if connection.num_queued > self._max_unread_bytes:
+                return zmq.EAGAIN
+        error = self._channel.try_send(frames)
+        if not error:
+            connection.gave(len(frames[-1]) + self._frame_overhead * (len(frames) - 1))
+        return error
+
     def _is_full(self, client: Client, frames: list[bytes]) -> bool:
-        is_full = self._channel.try_send(frames) == zmq.EAGAIN
+        is_full = self._try_send(client.connection, frames) == zmq.EAGAIN
         if is_full:
             client.connection.retry_at = monotonic() + RETRY_INTERVAL
         return is_full

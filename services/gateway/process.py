@@ -8,17 +8,7 @@ from typing import Any
 
 import zmq
 
-from penstock.protocol.client import (
-    AbortReply,
-    AbortRequest,
-    DetokenizeRequest,
-    ErrorReply,
-    GenerateRequest,
-    Request,
-    StatusRequest,
-    TokenizePromptRequest,
-    codec_of,
-)
+from penstock.protocol.client import ErrorReply
 from penstock.protocol.incarnation import first_number
 from penstock.protocol.messages import (
     Answered,
@@ -39,13 +29,14 @@ from penstock.protocol.replicas import replica_of
 from penstock.protocol.sockets import Channel, Network, bind, connect
 from penstock.protocol.status import ProcessStatus, SchedulerStatus, StatusReply
 from penstock.protocol.tracing import Tracer
-from penstock.services.gateway.admission import RefusedError
-from penstock.services.gateway.authentication import bind_clients
-from penstock.services.gateway.connections import Client, Connections
+from penstock.services.gateway.authentication import bind_clients, max_frame_bytes
+from penstock.services.gateway.connections import Connections
+from penstock.services.gateway.dispatch import Dispatch
 from penstock.services.gateway.given_up import GivenUp
+from penstock.services.gateway.incoming import Incoming
 from penstock.services.gateway.ledger import Entry, Ledger
 from penstock.services.gateway.monitor import Monitor
-from penstock.services.gateway.outbox import Outbox
+from penstock.services.gateway.outbox import CURVE_FRAME_BYTES, FRAME_BYTES, Outbox
 from penstock.services.gateway.poison import Poison
 from penstock.services.gateway.questions import OpenQuestion, Questions
 from penstock.services.gateway.replicas import Replicas
@@ -76,7 +67,16 @@ class Gateway:
         ]
         self.replicas = Replicas(config.dp, config.routing)
         self.ledger = Ledger(first_number(process.incarnation))
-        self.outbox = Outbox(self.clients, self.ledger, self.connections)
+        self.outbox = Outbox(
+            self.clients,
+            self.ledger,
+            self.connections,
+            config.max_unread_bytes,
+            CURVE_FRAME_BYTES if config.keys else FRAME_BYTES,
+        )
+        self.incoming = Incoming(
+            self.clients, self.connections, self.monitor, max_frame_bytes(config)
+        )
         self.poison = Poison(DeathReports(process))
         self.status_queries = StatusQueries(self.outbox, self.status)
         self.tokenizers = Tokenizers(
@@ -99,15 +99,24 @@ class Gateway:
             Tracer(config, process.name),
             self.to_schedulers,
             call_later,
+            self.monitor.disconnect,
         )
         self.given_up = GivenUp(self.poison, self.requests, self.questions, self.replicas)
         self.statistics = self.requests.statistics
         for replica in range(config.dp):
             self.requests.introduce(replica, self.ledger.first_attempt)
+        self.dispatch = Dispatch(
+            self.incoming,
+            self.requests,
+            self.outbox,
+            self.status_queries,
+            self.poison,
+            lambda: self.ready,
+        )
         self.handlers: list[tuple[Channel[Any], Callable[[], None]]] = [
             (self.results, self.on_results),
             (self.to_tokenizers, self.on_tokenizers),
-            (self.clients, self.on_clients),
+            (self.clients, self.dispatch.handle),
             *about_clients,
         ]
         if isinstance(context, Network):
@@ -128,36 +137,6 @@ class Gateway:
     def drain(self) -> None:
         """Lets nothing in any more; `pump` ends the process when nothing is open."""
         self.requests.draining = True
-
-    # ---- clients -----------------------------------------------------------------------------
-
-    def on_clients(self) -> None:
-        """Requests; whatever is wrong with one is told to its sender alone."""
-        for fd, frames in self.clients.receive_with_fd():
-            self.monitor.handle()
-            connection = self.connections.of(fd)
-            client = Client(tuple(frames[:-1]), codec_of(frames[-1]), connection)
-            try:
-                request = self.requests.decode(client.codec, frames[-1])
-                self.on_request(client, request, len(frames[-1]))
-            except RefusedError as error:
-                self.statistics.failed(error.reply)
-                self.outbox.reply(client, error.reply)
-
-    def on_request(self, client: Client, request: Request, num_bytes: int) -> None:
-        """One good frame of so many bytes. Raises RefusedError."""
-        match request:
-            case GenerateRequest():
-                self.poison.check(request)
-                self.requests.ask(client, request, num_bytes)
-            case TokenizePromptRequest() | DetokenizeRequest():
-                self.poison.check(request)
-                self.requests.ask_tokenizer(client, request, num_bytes)
-            case AbortRequest():
-                found = self.requests.abort(request.request_id)
-                self.outbox.reply(client, AbortReply(request_id=request.request_id, found=found))
-            case StatusRequest():
-                self.status_queries.ask(client, request, self.ready)
 
     # ---- tokenizers --------------------------------------------------------------------------
 
@@ -283,7 +262,12 @@ class Gateway:
 
     def counters(self) -> dict[str, float]:
         """What this process counts about itself, for its pulses."""
-        return {"open_requests": self.ledger.num_open, "open_questions": len(self.questions)}
+        return {
+            "open_requests": self.ledger.num_open,
+            "open_questions": len(self.questions),
+            "connections": len(self.connections),
+            "disconnected_clients_total": self.monitor.num_disconnected,
+        }
 
     def on_heartbeat(self) -> None:
         """Gives up whoever is silent, and clients that are gone or do not read."""
@@ -291,5 +275,7 @@ class Gateway:
             self.tokenizers.lose(identity)
         self.replicas.on_heartbeat()
         self.requests.leave_lost()
+        self.monitor.handle()
         self.requests.on_heartbeat()
+        self.incoming.on_heartbeat()
         self.status_queries.on_heartbeat()

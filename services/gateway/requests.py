@@ -38,6 +38,7 @@ from penstock.services.gateway.timers import CallLater
 from penstock.services.gateway.tokenizers import Tokenizers
 
 log = logging.getLogger("gateway")
+UNREAD = "it does not read its answers (--max-unread-bytes)"
 DEFECT = "the gateway failed at this request; its log has the reason"
 
 
@@ -56,13 +57,14 @@ class Requests:
         tracer: Tracer,
         to_schedulers: list[Channel[Any]],
         call_later: CallLater,
+        disconnect: Callable[[Connection, str], None],
     ) -> None:
+        """disconnect: ends a client's connection, for a reason."""
         self._generation = read_generation_config(config.model_folder)
         self._admission = Admission(config, read_model_config(config.model_folder))
         self.statistics = Statistics(self._admission.max_model_len)
         self._overload = Overload(config, ledger, questions)
         self._max_request_bytes = max_request_bytes(config)
-        self._max_unread_bytes = config.max_unread_bytes
         self._ledger = ledger
         self._connections = connections
         self._outbox = outbox
@@ -72,6 +74,7 @@ class Requests:
         self._tracer = tracer
         self._to_schedulers = to_schedulers
         self._call_later = call_later
+        self._disconnect = disconnect
         self.draining = False
 
     def decode(self, codec: Codec, frame: bytes) -> Request:
@@ -212,7 +215,7 @@ class Requests:
         self._questions.on_heartbeat()
         lost = map(self._ledger.find, self._connections.take_lost())
         self.each(filter(None, lost), self._drop)
-        for connection in self._outbox.on_heartbeat(self._max_unread_bytes):
+        for connection in self._outbox.on_heartbeat():
             self._cut_off(connection)
 
     def _accept(self, client: Client, request: GenerateRequest, num_bytes: int) -> None:
@@ -283,18 +286,12 @@ class Requests:
         self._release(entry.replica, entry.request_id, entry.attempt)
 
     def _cut_off(self, connection: Connection) -> None:
-        """Ends the requests of a client that does not read."""
-        if not connection.was_cut_off:
-            log.warning(
-                "a client has left %d bytes of answers unread: its %d requests are aborted",
-                self._outbox.num_unread_bytes(connection),
-                len(connection.request_ids),
-            )
-        connection.was_cut_off = True
-        connection.replies.clear()
-        message = f"more than {self._max_unread_bytes} bytes of answers were left unread"
-        for entry in [self._ledger.find(request_id) for request_id in connection.request_ids]:
-            if entry:
-                self._drop(entry)
-                error = ErrorReply(code="failed", message=message, request_id=entry.request_id)
-                self._outbox.reply(entry.client, error)
+        """Ends the requests of a client that does not read, and its connection."""
+        log.warning(
+            "a client has left %d bytes of answers unread: its %d requests are aborted",
+            self._outbox.num_unread_bytes(connection),
+            len(connection.request_ids),
+        )
+        entries = [self._ledger.find(request_id) for request_id in connection.request_ids]
+        self.each(filter(None, entries), self._drop)
+        self._disconnect(connection, UNREAD)

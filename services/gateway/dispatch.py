@@ -1,0 +1,65 @@
+"""Messages of clients, each given to what handles its kind."""
+
+from collections.abc import Callable
+
+from penstock.protocol.client import (
+    AbortReply,
+    AbortRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    Request,
+    StatusRequest,
+    TokenizePromptRequest,
+)
+from penstock.services.gateway.admission import RefusedError
+from penstock.services.gateway.connections import Client
+from penstock.services.gateway.incoming import Incoming
+from penstock.services.gateway.outbox import Outbox
+from penstock.services.gateway.poison import Poison
+from penstock.services.gateway.requests import Requests
+from penstock.services.gateway.status_queries import StatusQueries
+
+
+class Dispatch:
+    """Decodes what comes in; whatever is wrong with it is reported to its sender alone."""
+
+    def __init__(
+        self,
+        incoming: Incoming,
+        requests: Requests,
+        outbox: Outbox,
+        status_queries: StatusQueries,
+        poison: Poison,
+        is_ready: Callable[[], bool],
+    ) -> None:
+        self._incoming = incoming
+        self._requests = requests
+        self._outbox = outbox
+        self._status_queries = status_queries
+        self._poison = poison
+        self._is_ready = is_ready
+
+    def handle(self) -> None:
+        """Everything that waits."""
+        for client, frame in self._incoming.receive():
+            try:
+                request = self._requests.decode(client.codec, frame)
+                self._on_request(client, request, len(frame))
+            except RefusedError as error:
+                self._requests.statistics.failed(error.reply)
+                self._outbox.reply(client, error.reply)
+
+    def _on_request(self, client: Client, request: Request, num_bytes: int) -> None:
+        """One request, of a frame of `num_bytes`. Raises RefusedError."""
+        match request:
+            case GenerateRequest():
+                self._poison.check(request)
+                self._requests.ask(client, request, num_bytes)
+            case TokenizePromptRequest() | DetokenizeRequest():
+                self._poison.check(request)
+                self._requests.ask_tokenizer(client, request, num_bytes)
+            case AbortRequest():
+                found = self._requests.abort(request.request_id)
+                self._outbox.reply(client, AbortReply(request_id=request.request_id, found=found))
+            case StatusRequest():
+                self._status_queries.ask(client, request, self._is_ready())

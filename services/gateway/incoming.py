@@ -1,0 +1,105 @@
+"""Messages of clients as they come in, and clients that send what no client sends."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import zmq
+
+from penstock.protocol.client import codec_of
+from penstock.protocol.sockets import Channel, traffic
+from penstock.services.gateway.connections import Client, Connection, Connections
+from penstock.services.gateway.monitor import Monitor
+from penstock.services.gateway.wire import tcp_counters
+
+log = logging.getLogger("gateway")
+MAX_FRAMES = 8
+"""of a message, its sender's identity included"""
+MAX_ENVELOPE_BYTES = 1024
+"""of the frames before the request"""
+MAX_QUEUE = 8
+"""messages of one client that libzmq receives ahead; then the client has to wait"""
+KERNEL_BYTES = 1 << 23
+"""more than the system receives ahead for one connection"""
+ENVELOPE = (
+    f"a message has more than {MAX_FRAMES} frames, or {MAX_ENVELOPE_BYTES} bytes before the request"
+)
+MAX_UNFINISHED_BYTES = 1 << 27
+"""of messages that clients have begun; libzmq needs up to 32 times as much, for tiny frames"""
+UNFINISHED = "a message was begun that is longer than any request, or all that were begun are"
+
+
+class Message(NamedTuple):
+    """A request that is not decoded yet."""
+
+    client: Client
+    frame: bytes
+
+
+class Incoming:
+    """Receives from the clients' socket. Who breaks a limit is disconnected.
+
+    libzmq limits the bytes of a frame, but not the frames of a message, which it keeps until the
+    last one has come. So `on_heartbeat` looks how much each connection has received since its last
+    message came (TCP only).
+    """
+
+    def __init__(
+        self, channel: Channel[Any], connections: Connections, monitor: Monitor, max_bytes: int
+    ) -> None:
+        """max_bytes: of a frame."""
+        self._channel = channel
+        self._connections = connections
+        self._monitor = monitor
+        self._max_bytes = max_bytes
+
+    def receive(self) -> Iterator[Message]:
+        """The messages that wait."""
+        for frames in self._channel.receive_uncopied(MAX_FRAMES):
+            self._monitor.handle()
+            if connection := self._connection_of(frames[0]):
+                if len(frames) > MAX_FRAMES or sum(map(len, frames[:-1])) > MAX_ENVELOPE_BYTES:
+                    self._monitor.disconnect(connection, ENVELOPE)
+                    continue
+                *envelope, frame = (one.bytes for one in frames)
+                yield Message(Client(tuple(envelope), codec_of(frame), connection), frame)
+
+    def on_heartbeat(self) -> None:
+        """Disconnects clients that send messages without an end: who has sent the most goes first
+        where all of them together have sent too much."""
+        unfinished: list[tuple[int, Connection]] = []
+        # Messages that are complete may wait in libzmq's queue.
+        waits = self._channel.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN  # type: ignore
+        limit = self._max_bytes * (MAX_QUEUE + 1 if waits else 1) + KERNEL_BYTES
+        for connection in self._connections:
+            counters = tcp_counters(connection.fd)
+            num_bytes = connection.num_unfinished(counters.received) if counters else 0
+            if num_bytes:
+                unfinished.append((num_bytes, connection))
+        num_all = sum(num_bytes for num_bytes, _ in unfinished)
+        for num_bytes, connection in sorted(unfinished, key=lambda one: -one[0]):
+            if num_bytes <= limit and num_all <= MAX_UNFINISHED_BYTES:
+                break
+            num_all -= num_bytes
+            self._monitor.disconnect(connection, UNFINISHED)
+
+    def _connection_of(self, frame: zmq.Frame) -> Connection | None:
+        """The connection that a message came on; None if it can't be known."""
+        try:
+            fd = int(frame.get(zmq.SRCFD))
+        except zmq.ZMQError:  # libzmq knows it for ZMTP 3 only
+            self._drop("a client speaks ZMTP before version 3 (of libzmq 4)")
+            return None
+        connection = self._connections.of(fd)
+        if connection.was_cut_off:
+            return None
+        if not connection.num_messages and not connection.is_gone:
+            self._monitor.limits.spoke(connection)
+        connection.num_messages += 1
+        return connection
+
+    def _drop(self, reason: str) -> None:
+        self._channel.num_bad_frames += 1
+        traffic.bad_frames += 1
+        if self._channel.num_bad_frames == 1:
+            log.warning("dropped a message (more are only counted): %s", reason)

@@ -1,0 +1,170 @@
+"""Clients that send what no client sends; others are served meanwhile."""
+
+import resource
+from collections.abc import Callable
+from threading import Thread
+
+import pytest
+import zmq
+
+from penstock.protocol.client import MSGPACK, AbortReply, AbortRequest
+from penstock.services.gateway import connection_limits, incoming
+from penstock.services.gateway.connection_limits import ConnectionLimits
+from penstock.services.gateway.connections import Connection
+from tests.services.gateway.conftest import Stage
+from tests.services.gateway.raw_client import MORE, RawClient, frame
+
+Start = Callable[..., Stage]
+TCP = "tcp://127.0.0.1:*"
+SMALL = MSGPACK.encode(AbortRequest(request_id="x"))
+PIECE = frame(bytes(1 << 20), MORE)
+
+
+def is_served(one: Stage, client: "zmq.Socket[bytes]") -> bool:
+    one.ask(client, AbortRequest(request_id="x"))
+    return isinstance(one.hear(client), AbortReply)
+
+
+@pytest.mark.parametrize("where", ["tcp", "ipc"])
+@pytest.mark.parametrize(
+    "envelope", [[b""] * 7, [bytes(1025)], [bytes(1 << 20)] * 60, [b""] * 50_000]
+)
+def test_an_envelope_has_limits(
+    stage: Start, where: str, envelope: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    one = stage(**({"endpoint": TCP} if where == "tcp" else {}))
+    hostile, client = one.connect(RECONNECT_IVL=-1), one.connect()
+    assert is_served(one, client)
+    sender = Thread(target=hostile.send_multipart, args=([*envelope, SMALL],))
+    sender.start()
+    one.work_until(lambda: one.gateway.monitor.num_disconnected)
+    sender.join()
+    one.work_until(lambda: len(one.gateway.connections) == 1)
+    assert is_served(one, client)
+    assert caplog.messages[-1].endswith(incoming.ENVELOPE)
+
+
+def test_an_envelope_within_the_limits(stage: Start) -> None:
+    one = stage()
+    client = one.connect()
+    envelope = [b"1" * 200] * 5 + [b""]
+    client.send_multipart([*envelope, SMALL])
+    one.work_until(lambda: client.poll(0))
+    assert client.recv_multipart()[:-1] == envelope
+
+
+def test_a_message_without_an_end(stage: Start) -> None:
+    one = stage(endpoint=TCP)
+    client = one.connect()
+    assert is_served(one, client)
+    hostile = RawClient(one.endpoint)
+    num_bytes = 0
+    while not hostile.is_closed:
+        num_bytes += hostile.send_some(PIECE[num_bytes % len(PIECE) :])
+        one.heartbeats(1)
+        assert num_bytes < 1 << 26
+        assert is_served(one, client)
+
+
+def test_messages_without_an_end_together(stage: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has sent most is disconnected."""
+    monkeypatch.setattr(incoming, "MAX_UNFINISHED_BYTES", 2 << 20)
+    one = stage(endpoint=TCP)
+    honest, *hostile = (RawClient(one.endpoint) for _ in range(4))
+    honest.send(PIECE[: 1 << 19])
+    for client in hostile:
+        client.send(PIECE)
+    while one.gateway.monitor.num_disconnected < 2:
+        one.gateway.monitor.handle()
+        one.heartbeats(1)
+    one.work_until(lambda: len(one.gateway.connections) == 2)
+    one.heartbeats(1)
+    assert one.gateway.monitor.num_disconnected == 2
+    assert not honest.is_closed
+
+
+def test_pipelined_requests_are_no_message_without_an_end(stage: Start) -> None:
+    """The gateway has not had its turn for a while."""
+    one = stage(endpoint=TCP, max_request_bytes=1 << 20)
+    client = RawClient(one.endpoint)
+    large = frame(b"x" * (1 << 20))
+    num_bytes, number = 0, 40
+    while num_bytes < number * len(large):
+        sent = client.send_some(large[num_bytes % len(large) :])
+        num_bytes += sent
+        if not sent:  # libzmq takes no more before the gateway does
+            one.heartbeats(1)
+            list(one.gateway.incoming.receive())
+    one.heartbeats(1)
+    assert not client.is_closed
+    assert not one.gateway.monitor.num_disconnected
+
+
+def test_clients_of_an_older_protocol_are_dropped(
+    stage: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = stage(endpoint=TCP)
+    client = one.connect()
+    old = RawClient(one.endpoint, handshake=False)
+    anonymous, message = b"\x01\x00", bytes([len(SMALL) + 1, 0]) + SMALL
+    old.send(anonymous + 100 * message)
+    one.work_until(lambda: one.gateway.status().num_bad_frames == 100)
+    assert is_served(one, client)
+    (logged,) = caplog.messages
+    assert "ZMTP before version 3" in logged
+
+
+def test_idle_connections_are_limited(stage: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limits, "max_connections", lambda: 32)
+    one = stage(endpoint=TCP)
+    client = one.connect()
+    assert is_served(one, client)
+    idle = [RawClient(one.endpoint, handshake=False) for _ in range(40)]
+    one.work_until(lambda: len(one.gateway.connections) == 1 + 32 // 8)
+    one.work_until(lambda: sum(one.is_closed for one in idle) == 36)
+    assert one.gateway.monitor.num_disconnected == 36
+    assert is_served(one, client)
+    for each in idle:
+        each.socket.close()
+    one.work_until(lambda: len(one.gateway.connections) == 1)
+    assert is_served(one, one.connect())
+
+
+def test_limits_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limits, "max_connections", lambda: 64)
+    limits = ConnectionLimits()
+
+    def connect(host: str, speaks: bool) -> tuple[Connection, str | None]:
+        connection = Connection()
+        connection.host = host
+        reason = limits.add(connection)
+        if speaks:
+            limits.spoke(connection)
+            connection.num_messages = 1
+        if reason:
+            limits.remove(connection)
+        return connection, reason
+
+    silent = [connect("a", False) for _ in range(9)]
+    assert [reason for _, reason in silent] == [None] * 8 + [connection_limits.TOO_MANY_SILENT]
+    speaking = [connect("a", True) for _ in range(25)]
+    assert [reason for _, reason in speaking[:8]] == [connection_limits.TOO_MANY_SILENT] * 8
+    for connection, _ in silent[:8]:
+        limits.remove(connection)
+    speaking = [connect("a", True) for _ in range(33)]
+    assert [reason for _, reason in speaking] == [None] * 32 + [connection_limits.TOO_MANY_OF_ONE]
+    others = [connect(host, True)[1] for host in "bcde" for _ in range(10)]
+    assert others == [None] * 32 + [connection_limits.TOO_MANY] * 8
+    limits.remove(speaking[0][0])
+    assert connect("f", False)[1] is None
+
+
+def test_the_limit_follows_that_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft = {1024: 768, 256: 128, 1 << 20: 4096, resource.RLIM_INFINITY: 4096}
+    for number, expected in soft.items():
+        monkeypatch.setattr(resource, "getrlimit", lambda _, number=number: (number, number))
+        assert connection_limits.max_connections() == expected
+
+
+def test_who_shows_no_key_has_ten_seconds(stage: Start) -> None:
+    assert stage().gateway.clients.socket.getsockopt(zmq.HANDSHAKE_IVL) == 10_000
