@@ -6,6 +6,7 @@ from typing import Any
 import zmq
 
 from penstock.protocol.client import Reply
+from penstock.protocol.config import Config
 from penstock.protocol.sockets import Channel
 from penstock.services.gateway.connections import Client, Connection, Connections
 from penstock.services.gateway.ledger import Entry, Ledger
@@ -26,16 +27,10 @@ class Outbox:
     """
 
     def __init__(
-        self,
-        channel: Channel[Any],
-        ledger: Ledger,
-        connections: Connections,
-        max_unread_bytes: int,
-        frame_overhead: int = FRAME_BYTES,
+        self, channel: Channel[Any], ledger: Ledger, connections: Connections, config: Config
     ) -> None:
-        """frame_overhead: bytes of a frame on the wire beside its content, at least."""
-        self._max_unread_bytes = max_unread_bytes
-        self._frame_overhead = frame_overhead
+        self._max_unread_bytes = config.max_unread_bytes
+        self._frame_overhead = CURVE_FRAME_BYTES if config.keys else FRAME_BYTES
         self._channel = channel
         self._ledger = ledger
         self._connections = connections

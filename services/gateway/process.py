@@ -2,7 +2,6 @@
 
 import signal
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -36,7 +35,7 @@ from penstock.services.gateway.given_up import GivenUp
 from penstock.services.gateway.incoming import Incoming
 from penstock.services.gateway.ledger import Entry, Ledger
 from penstock.services.gateway.monitor import Monitor
-from penstock.services.gateway.outbox import CURVE_FRAME_BYTES, FRAME_BYTES, Outbox
+from penstock.services.gateway.outbox import Outbox
 from penstock.services.gateway.poison import Poison
 from penstock.services.gateway.questions import OpenQuestion, Questions
 from penstock.services.gateway.replicas import Replicas
@@ -67,16 +66,9 @@ class Gateway:
         ]
         self.replicas = Replicas(config.dp, config.routing)
         self.ledger = Ledger(first_number(process.incarnation))
-        self.outbox = Outbox(
-            self.clients,
-            self.ledger,
-            self.connections,
-            config.max_unread_bytes,
-            CURVE_FRAME_BYTES if config.keys else FRAME_BYTES,
-        )
-        self.incoming = Incoming(
-            self.clients, self.connections, self.monitor, max_frame_bytes(config)
-        )
+        self.outbox = Outbox(self.clients, self.ledger, self.connections, config)
+        max_bytes = max_frame_bytes(config)
+        self.incoming = Incoming(self.clients, self.connections, self.monitor, max_bytes)
         self.poison = Poison(DeathReports(process))
         self.status_queries = StatusQueries(self.outbox, self.status)
         self.tokenizers = Tokenizers(
@@ -113,21 +105,20 @@ class Gateway:
             self.poison,
             lambda: self.ready,
         )
-        self.handlers: list[tuple[Channel[Any], Callable[[], None]]] = [
+        self.handlers = [
             (self.results, self.on_results),
             (self.to_tokenizers, self.on_tokenizers),
             (self.clients, self.dispatch.handle),
             *about_clients,
+            *(context.handlers if isinstance(context, Network) else ()),
         ]
-        if isinstance(context, Network):
-            self.handlers += context.handlers
 
     def pump(self) -> bool:
         """Handles what waits; True if something did, and more may. A ZeroMQ file descriptor signals
         changes, not states, and a send may swallow the change: so until it is False, go on."""
         busy = False
         for channel, handler in self.handlers:
-            if channel.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore
+            if channel.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
                 handler()
                 busy = True
         if self.requests.draining and not self.ledger and not self.questions:
