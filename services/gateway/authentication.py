@@ -8,12 +8,11 @@ from typing import Any
 import zmq
 
 from penstock.protocol.authentication import Authenticator
-from penstock.protocol.checkpoint import max_request_bytes
 from penstock.protocol.cluster import Cluster
 from penstock.protocol.config import Config
 from penstock.protocol.endpoints import check_reach, inner_clients, stays_on_host
 from penstock.protocol.keys import ZAP_DOMAIN, secure_server
-from penstock.protocol.sockets import POLITE_BYTES, Channel, bind
+from penstock.protocol.sockets import Channel, bind
 from penstock.services.gateway import incoming
 from penstock.services.gateway.monitor import Monitor
 
@@ -23,11 +22,6 @@ MAX_QUEUE = 4096
 HANDSHAKE_TIMEOUT = 10_000
 """milliseconds in which a client shows its key"""
 Handlers = list[tuple[Channel[Any], Callable[[], None]]]
-
-
-def max_frame_bytes(config: Config) -> int:
-    """The limit of a frame of clients, at a longer one libzmq disconnects them."""
-    return max_request_bytes(config) + POLITE_BYTES
 
 
 def bind_clients(
@@ -56,7 +50,7 @@ def bind_clients(
         zmq.ROUTER,
         inner if is_inner_first else config.endpoint,
         None,
-        max_frame_bytes(config),
+        incoming.max_frame_bytes(config),
         "" if is_inner_first else config.keys,
         options={
             int(zmq.SNDHWM): MAX_QUEUE,

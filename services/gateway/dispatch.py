@@ -1,7 +1,5 @@
 """Messages of clients, each given to what handles its kind."""
 
-from collections.abc import Callable
-
 from penstock.protocol.client import (
     AbortReply,
     AbortRequest,
@@ -30,26 +28,24 @@ class Dispatch:
         outbox: Outbox,
         status_queries: StatusQueries,
         poison: Poison,
-        is_ready: Callable[[], bool],
     ) -> None:
         self._incoming = incoming
         self._requests = requests
         self._outbox = outbox
         self._status_queries = status_queries
         self._poison = poison
-        self._is_ready = is_ready
 
-    def handle(self) -> None:
-        """Everything that waits."""
+    def handle(self, is_ready: bool) -> None:
+        """Everything that waits; `is_ready`: the pipeline is."""
         for client, frame in self._incoming.receive():
             try:
                 request = self._requests.decode(client.codec, frame)
-                self._on_request(client, request, len(frame))
+                self._on_request(client, request, len(frame), is_ready)
             except RefusedError as error:
                 self._requests.statistics.failed(error.reply)
                 self._outbox.reply(client, error.reply)
 
-    def _on_request(self, client: Client, request: Request, num_bytes: int) -> None:
+    def _on_request(self, client: Client, request: Request, num_bytes: int, is_ready: bool) -> None:
         """One request, of a frame of `num_bytes`. Raises RefusedError."""
         match request:
             case GenerateRequest():
@@ -62,4 +58,4 @@ class Dispatch:
                 found = self._requests.abort(request.request_id)
                 self._outbox.reply(client, AbortReply(request_id=request.request_id, found=found))
             case StatusRequest():
-                self._status_queries.ask(client, request, self._is_ready())
+                self._status_queries.ask(client, request, is_ready)

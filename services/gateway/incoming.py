@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import zmq
 
+from penstock.protocol.checkpoint import max_request_bytes
 from penstock.protocol.client import codec_of
-from penstock.protocol.sockets import Channel, traffic
+from penstock.protocol.config import Config
+from penstock.protocol.sockets import POLITE_BYTES, Channel, traffic
 from penstock.services.gateway.connections import Client, Connection, Connections
 from penstock.services.gateway.monitor import Monitor
 from penstock.services.gateway.wire import tcp_counters
@@ -29,6 +31,11 @@ MAX_UNFINISHED_BYTES = 1 << 27
 UNFINISHED = "a message was begun that is longer than any request, or all that were begun are"
 
 
+def max_frame_bytes(config: Config) -> int:
+    """The limit of a frame of clients, at a longer one libzmq disconnects them."""
+    return max_request_bytes(config) + POLITE_BYTES
+
+
 class Message(NamedTuple):
     """A request that is not decoded yet."""
 
@@ -45,13 +52,12 @@ class Incoming:
     """
 
     def __init__(
-        self, channel: Channel[Any], connections: Connections, monitor: Monitor, max_bytes: int
+        self, channel: Channel[Any], connections: Connections, monitor: Monitor, config: Config
     ) -> None:
-        """max_bytes: of a frame."""
         self._channel = channel
         self._connections = connections
         self._monitor = monitor
-        self._max_bytes = max_bytes
+        self._max_bytes = max_frame_bytes(config)
 
     def receive(self) -> Iterator[Message]:
         """The messages that wait."""

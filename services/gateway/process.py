@@ -28,7 +28,7 @@ from penstock.protocol.replicas import replica_of
 from penstock.protocol.sockets import Channel, Network, bind, connect
 from penstock.protocol.status import ProcessStatus, SchedulerStatus, StatusReply
 from penstock.protocol.tracing import Tracer
-from penstock.services.gateway.authentication import bind_clients, max_frame_bytes
+from penstock.services.gateway.authentication import bind_clients
 from penstock.services.gateway.connections import Connections
 from penstock.services.gateway.dispatch import Dispatch
 from penstock.services.gateway.given_up import GivenUp
@@ -67,8 +67,7 @@ class Gateway:
         self.replicas = Replicas(config.dp, config.routing)
         self.ledger = Ledger(first_number(process.incarnation))
         self.outbox = Outbox(self.clients, self.ledger, self.connections, config)
-        max_bytes = max_frame_bytes(config)
-        self.incoming = Incoming(self.clients, self.connections, self.monitor, max_bytes)
+        self.incoming = Incoming(self.clients, self.connections, self.monitor, config)
         self.poison = Poison(DeathReports(process))
         self.status_queries = StatusQueries(self.outbox, self.status)
         self.tokenizers = Tokenizers(
@@ -98,17 +97,12 @@ class Gateway:
         for replica in range(config.dp):
             self.requests.introduce(replica, self.ledger.first_attempt)
         self.dispatch = Dispatch(
-            self.incoming,
-            self.requests,
-            self.outbox,
-            self.status_queries,
-            self.poison,
-            lambda: self.ready,
+            self.incoming, self.requests, self.outbox, self.status_queries, self.poison
         )
         self.handlers = [
             (self.results, self.on_results),
             (self.to_tokenizers, self.on_tokenizers),
-            (self.clients, self.dispatch.handle),
+            (self.clients, lambda: self.dispatch.handle(self.ready)),
             *about_clients,
             *(context.handlers if isinstance(context, Network) else ()),
         ]

@@ -97,10 +97,14 @@ class Stage:
 
     def hear(self, socket: "zmq.Socket[bytes]", codec: Codec = MSGPACK) -> Any:
         """The next reply to a client."""
+        return codec.decode_reply(self.hear_frames(socket)[-1])
+
+    def hear_frames(self, socket: "zmq.Socket[bytes]") -> list[bytes]:
+        """As `hear`, not decoded."""
         self._poller.register(socket, zmq.POLLIN)
         self.work_until(lambda: socket.poll(0))
         self._poller.unregister(socket)
-        return codec.decode_reply(socket.recv_multipart()[-1])
+        return socket.recv_multipart()
 
     def generate(self, request_id: str, begin: int, end: int, **fields: Any) -> None:
         """A detokenizer has tokens `begin` to `end`, of one character each."""

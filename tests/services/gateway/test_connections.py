@@ -87,7 +87,7 @@ def test_events_count_before_the_request_that_is_read_behind_them(stage: Start) 
     second = one.connect()
     one.ask(second, request("b"))
     assert one.gateway.clients.socket.poll(TIMEOUT)
-    one.gateway.dispatch.handle()
+    one.gateway.dispatch.handle(False)
     one.heartbeats(2)
     assert [one.gateway.ledger.get(name) is None for name in "ab"] == [True, False]
 
