@@ -112,9 +112,10 @@ class AsyncClient:
         """The token ids of a prompt. `fields`: those of TokenizePromptRequest."""
         return await self._wait_for(TokenizePromptRequest(prompt=prompt, **fields), TokenizeReply)
 
-    async def detokenize(self, token_ids: list[int]) -> str:
-        """The text of token ids, special tokens too."""
-        return (await self._wait_for(DetokenizeRequest(token_ids=token_ids), DetokenizeReply)).text
+    async def detokenize(self, token_ids: list[int], **fields: Any) -> str:
+        """The text of token ids, special tokens too. `fields`: those of DetokenizeRequest."""
+        question = DetokenizeRequest(token_ids=token_ids, **fields)
+        return (await self._wait_for(question, DetokenizeReply)).text
 
     async def status(
         self, wait: bool = False, fresh: bool = False, metrics: bool = False

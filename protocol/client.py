@@ -23,6 +23,7 @@ StopReason = Annotated[
     Meta(description="which of `stop` or `stop_token_ids` ended the text; None: EOS, or no stop"),
 ]
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
+Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31, description="lower is handled earlier")]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
@@ -86,6 +87,9 @@ class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unkno
     truncation_side: Literal["left", "right"] = "left"
     cache_salt: CacheSalt | None = None
     """share KV blocks with requests of the same salt only"""
+    client: RequestId | None = None
+    """who asks: set by the pipeline's HTTP servers only, otherwise a client is one connection"""
+    priority: Priority = 0
     request_id: RequestId | None = None
     """the client's own name for the request; None: the gateway makes one"""
     stream: bool = False
@@ -100,11 +104,14 @@ class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unkno
 class TokenizePromptRequest(PromptFields, tag="tokenize", forbid_unknown_fields=True):
     """Asks for the token ids of a prompt."""
 
+    client: RequestId | None = None
+
 
 class DetokenizeRequest(Struct, kw_only=True, tag="detokenize", forbid_unknown_fields=True):
     """Asks for the text of token ids, special tokens too."""
 
     token_ids: list[TokenId]
+    client: RequestId | None = None
 
 
 class AbortRequest(Struct, kw_only=True, tag="abort", forbid_unknown_fields=True):

@@ -1,17 +1,19 @@
 """The table of sockets: who binds what, and where.
 
-| endpoint     | kind            | bound by  | connected by                        |
-| ------------ | --------------- | --------- | ----------------------------------- |
-| clients      | ROUTER ↔ DEALER | gateway   | clients (`--endpoint`)              |
-| tokenizers   | ROUTER ↔ DEALER | gateway   | tokenizers                          |
-| requests     | PULL ← PUSH     | scheduler | tokenizers, gateway, detokenizers   |
-| workers      | ROUTER ↔ DEALER | scheduler | workers                             |
-| detokenizers | ROUTER ↔ DEALER | scheduler | detokenizers                        |
-| results      | PULL ← PUSH     | gateway   | detokenizers, scheduler             |
-| pulses       | PULL ← PUSH     | launch    | every process (`launch all` binds)  |
+| endpoint      | kind            | bound by  | connected by                        |
+| ------------- | --------------- | --------- | ----------------------------------- |
+| clients       | ROUTER ↔ DEALER | gateway   | clients (`--endpoint`)              |
+| inner_clients | ROUTER ↔ DEALER | gateway   | http                                |
+| tokenizers    | ROUTER ↔ DEALER | gateway   | tokenizers                          |
+| requests      | PULL ← PUSH     | scheduler | tokenizers, gateway, detokenizers   |
+| workers       | ROUTER ↔ DEALER | scheduler | workers                             |
+| detokenizers  | ROUTER ↔ DEALER | scheduler | detokenizers                        |
+| results       | PULL ← PUSH     | gateway   | detokenizers, scheduler             |
+| pulses        | PULL ← PUSH     | launch    | every process (`launch all` binds)  |
 
-All but the first are `ipc://` files in the run folder, or, on a cluster, names that its directory
-knows the addresses of (`cluster.py`). What a scheduler binds there is once for each replica.
+All but the first are `ipc://` files in the run folder (`inner_clients` is `clients` there), or, on
+a cluster, names that its directory knows the addresses of (`cluster.py`). What a scheduler binds
+there is once for each replica.
 """
 
 from ipaddress import ip_address
@@ -25,6 +27,7 @@ class Endpoints(NamedTuple):
     """The address of every socket of one pipeline, as far as one replica uses it."""
 
     clients: str
+    inner_clients: str
     tokenizers: str
     requests: str
     workers: str
@@ -41,14 +44,14 @@ def endpoints(config: Config, replica: int = 0) -> Endpoints:
     where = CLUSTER if config.on == "ray" else f"ipc://{config.run_folder}/"
     inner = (
         f"{where}{name}{(replica or '') if name in _OF_SCHEDULER else ''}"
-        for name in Endpoints._fields[1:]
+        for name in ("clients", *Endpoints._fields[2:])
     )
     return Endpoints(config.endpoint, *inner)
 
 
 def inner_clients(config: Config) -> str:
     """Where a process of the pipeline is a client of the gateway."""
-    return f"{CLUSTER}clients" if config.on == "ray" else config.endpoint
+    return endpoints(config).inner_clients
 
 
 def stays_on_host(endpoint: str) -> bool:

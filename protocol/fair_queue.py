@@ -1,12 +1,12 @@
 """A queue that clients share in turns: no client waits for all that another one has sent."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Generic, TypeVar
 
-Item = TypeVar("Item", bound=Hashable)
+Item = TypeVar("Item")
 _SLACK = 8
 """removed entries that a heap keeps in addition to as many as it has others"""
 

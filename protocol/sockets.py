@@ -203,14 +203,27 @@ def bind(
         socket.setsockopt(option, value)
     if kind == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    channel: Channel[Any] = Channel(socket, receives)
+    bind_also(channel, endpoint)
+    return channel
+
+
+def bind_also(channel: Channel[Any], endpoint: str) -> None:
+    """Binds a channel, perhaps to one more endpoint. Raises zmq.ZMQError as `bind`."""
+    socket = channel.socket
     try:
-        if isinstance(context, Network) and endpoint.startswith(CLUSTER):
-            context.bind(socket, endpoint)
+        if isinstance(socket.context, Network) and endpoint.startswith(CLUSTER):
+            socket.context.bind(socket, endpoint)
         else:
             socket.bind(endpoint)
     except zmq.ZMQError as error:
         raise zmq.ZMQError(error.errno, f"{error} ({endpoint})") from error
-    return Channel(socket, receives)
+
+
+def last_endpoint(channel: Channel[Any]) -> bytes:
+    """The address of the last endpoint that a channel was bound to."""
+    endpoint: bytes = channel.socket.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
+    return endpoint.rstrip(b"\0")
 
 
 def connect(

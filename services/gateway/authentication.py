@@ -10,9 +10,9 @@ import zmq
 from penstock.protocol.authentication import Authenticator
 from penstock.protocol.cluster import Cluster
 from penstock.protocol.config import Config
-from penstock.protocol.endpoints import check_reach, inner_clients, stays_on_host
+from penstock.protocol.endpoints import check_reach, stays_on_host
 from penstock.protocol.keys import ZAP_DOMAIN, secure_server
-from penstock.protocol.sockets import Channel, bind
+from penstock.protocol.sockets import Channel, bind, bind_also, last_endpoint
 from penstock.services.gateway import incoming
 from penstock.services.gateway.monitor import Monitor
 
@@ -25,10 +25,11 @@ Handlers = list[tuple[Channel[Any], Callable[[], None]]]
 
 
 def bind_clients(
-    context: "zmq.Context[Any]", config: Config, monitor: Monitor
+    context: "zmq.Context[Any]", config: Config, monitor: Monitor, inner: str
 ) -> tuple[Channel[Any], Handlers]:
-    """The clients' socket, and what must be handled for it. Raises ValueError for an endpoint that
-    other machines may reach in the clear, and KeysError."""
+    """The clients' socket, and what must be handled for it. `inner`: where the pipeline's own
+    processes are clients. Raises ValueError for an endpoint that other machines may reach in the
+    clear, zmq.ZMQError with an address that is taken, and KeysError."""
     check_reach(config)
     handlers: Handlers = [(monitor.channel, monitor.handle)]
     if config.keys and isinstance(context, Cluster):
@@ -42,16 +43,14 @@ def bind_clients(
             "prompts and answers",
             config.endpoint,
         )
-    # On a cluster our own processes are clients elsewhere. What has no keys is bound first.
-    inner = inner_clients(config)
-    is_inner_first = isinstance(context, Cluster) and bool(config.keys)
+    # Our own processes are clients at an endpoint of their own. What has no keys is bound first.
+    is_inner_first = bool(config.keys) or not isinstance(context, Cluster)
     channel = bind(
         context,
         zmq.ROUTER,
         inner if is_inner_first else config.endpoint,
         None,
         incoming.max_frame_bytes(config),
-        "" if is_inner_first else config.keys,
         options={
             int(zmq.SNDHWM): MAX_QUEUE,
             int(zmq.RCVHWM): incoming.MAX_QUEUE,
@@ -60,10 +59,13 @@ def bind_clients(
         monitor=monitor.address,
     )
     if is_inner_first:
-        secure_server(channel.socket, Path(config.keys))
+        monitor.inner = last_endpoint(channel)
+        if config.keys:
+            secure_server(channel.socket, Path(config.keys))
         channel.socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
         channel.socket.setsockopt(zmq.IPV6, "[" in config.endpoint)
-        channel.socket.bind(config.endpoint)
+        bind_also(channel, config.endpoint)
     elif isinstance(context, Cluster):
         context.bind(channel.socket, inner)
+        monitor.inner = last_endpoint(channel)
     return channel, handlers

@@ -5,15 +5,20 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from penstock.protocol.client import Codec
+from penstock.services.gateway.admission import RefusedError
+from penstock.services.gateway.shares import Share, Shares
 from penstock.services.gateway.wire import is_all_read, tcp_counters
 
 
 class Connection:
     """One connection of a client, and what its full queue keeps from it."""
 
-    def __init__(self, fd: int = -1) -> None:
-        """fd: libzmq's file descriptor."""
+    def __init__(self, fd: int = -1, share: Share | None = None, is_inner: bool = False) -> None:
+        """fd: libzmq's file descriptor. is_inner: it is of a process of the pipeline, which may
+        name its clients."""
         self.fd = fd
+        self.share = share or Share("")
+        self.is_inner = is_inner
         self.host = ""
         """address of the client's machine; empty within this one"""
         self.is_gone = False
@@ -87,6 +92,13 @@ class Client(NamedTuple):
     """the frames before the message: identity, and an empty one for a REQ socket"""
     codec: Codec
     connection: Connection
+    named: Share | None = None
+    """of the client that one of our HTTP servers asks for"""
+
+    @property
+    def share(self) -> Share:
+        """What this client has open."""
+        return self.named or self.connection.share
 
 
 class Connections:
@@ -98,6 +110,7 @@ class Connections:
     """
 
     def __init__(self) -> None:
+        self.shares = Shares()
         self._by_fd: dict[int, Connection] = {}
         self._nobody = Connection()
         self._nobody.is_gone = True
@@ -110,9 +123,9 @@ class Connections:
     def __iter__(self) -> Iterator[Connection]:
         return iter(list(self._by_fd.values()))
 
-    def accepted(self, fd: int) -> Connection:
+    def accepted(self, fd: int, is_inner: bool = False) -> Connection:
         """A client has connected."""
-        connection = self._by_fd[fd] = Connection(fd)
+        connection = self._by_fd[fd] = Connection(fd, self.shares.of_connection(), is_inner)
         return connection
 
     def closed(self, fd: int) -> Connection | None:
@@ -132,6 +145,18 @@ class Connections:
     def of(self, fd: int) -> Connection:
         """The connection that a message came on; one that is gone, if it is closed by now."""
         return self._by_fd.get(fd, self._nobody)
+
+    def named(self, client: Client, name: str | None) -> Client:
+        """The client that a request names. Raises RefusedError where it may name none."""
+        if name is None:
+            return client
+        if not client.connection.is_inner:
+            raise RefusedError(
+                f"client: got {name!r}, expected no such field: only the HTTP servers of the "
+                "pipeline name their clients; leave it out",
+                "client",
+            )
+        return client._replace(named=self.shares.named(name))
 
     def full(self) -> list[Connection]:
         """Those for which something waits."""

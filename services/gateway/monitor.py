@@ -35,6 +35,8 @@ class Monitor:
         """clients, by the reason"""
         self._refused: list[tuple[Connection, str]] = []
         """connections that are to be ended, and why"""
+        self.inner = b""
+        """endpoint, as it is bound, at which the pipeline's own processes are clients"""
 
     def handle(self) -> None:
         """Every event up to now."""
@@ -65,7 +67,8 @@ class Monitor:
             event = parse_monitor_message(socket.recv_multipart())
             fd = int(event["value"])
             if event["event"] == zmq.EVENT_ACCEPTED:
-                connection = self._connections.accepted(fd)
+                is_inner = event["endpoint"] == self.inner
+                connection = self._connections.accepted(fd, is_inner)
                 connection.host = peer_host(fd)
                 if reason := self.limits.add(connection):
                     self._refused.append((connection, reason))

@@ -9,7 +9,8 @@ from penstock.protocol.client import Reply
 from penstock.protocol.config import Config
 from penstock.protocol.sockets import Channel
 from penstock.services.gateway.connections import Client, Connection, Connections
-from penstock.services.gateway.ledger import Entry, Ledger
+from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.ledger import Ledger
 
 FRAME_BYTES, CURVE_FRAME_BYTES = 2, 35
 """of a frame on the wire beside its content, at least"""

@@ -6,6 +6,7 @@ from penstock.protocol.config import Config
 from penstock.services.gateway.admission import RefusedError
 from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.questions import Questions
+from penstock.services.gateway.shares import Share, is_too_much
 
 NUM_SAMPLES = 20
 """heartbeats over which the rate of starts is taken"""
@@ -19,6 +20,7 @@ class Overload:
     What counts has been confirmed: a prompt's tokens by the tokenizer, its start by the first token
     that came out. A refused client is told in how many seconds what waits now will have started, at
     the rate of the last NUM_SAMPLES heartbeats; 1 to 60, and 1 where nothing started in them.
+    When one client has filled a limit, a few more are left for others: see `is_too_much`.
     """
 
     def __init__(self, config: Config, ledger: Ledger, questions: Questions) -> None:
@@ -34,20 +36,22 @@ class Overload:
         """To be called every heartbeat; `now` in seconds of one clock."""
         self._starts.append((now, self._ledger.num_started))
 
-    def check(self, num_bytes: int, num_tokens: int) -> None:
+    def check(self, num_bytes: int, num_tokens: int, share: Share) -> None:
         """Whether a request or a question of so many bytes and prompt tokens may come in. Raises
         RefusedError."""
         ledger, questions = self._ledger, self._questions
-        if (num_open := ledger.num_open + len(questions)) >= self._max_requests:
+        num_open = ledger.num_open + len(questions)
+        if is_too_much(1, share.num_open, num_open, self._max_requests):
             raise self._refusal(f"{num_open} requests are open; the limit is {self._max_requests}")
-        waiting = ledger.num_waiting_tokens + questions.num_tokens
-        if waiting and num_tokens and waiting + num_tokens > self._max_waiting_tokens:
+        waiting, limit = ledger.num_waiting_tokens + questions.num_tokens, self._max_waiting_tokens
+        is_over = is_too_much(num_tokens, share.num_waiting_tokens, waiting, limit)
+        if waiting and num_tokens and is_over:
             raise self._refusal(
                 f"{waiting + num_tokens} prompt tokens would wait, {num_tokens} of this request; "
-                f"the limit is {self._max_waiting_tokens}"
+                f"the limit is {limit}"
             )
         open_bytes = ledger.num_bytes + questions.num_bytes
-        if open_bytes + num_bytes > self._max_open_bytes:
+        if is_too_much(num_bytes, share.num_bytes, open_bytes, self._max_open_bytes):
             raise self._refusal(
                 f"open requests and their answers have {open_bytes} bytes, this request has "
                 f"{num_bytes}; the limit is {self._max_open_bytes}"

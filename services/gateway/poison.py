@@ -6,7 +6,7 @@ from penstock.protocol.client import DetokenizeRequest, GenerateRequest, Tokeniz
 from penstock.protocol.incarnation import Identity
 from penstock.protocol.poison import REFUSED, DeathReports, PoisonList, digest_of
 from penstock.services.gateway.admission import RefusedError
-from penstock.services.gateway.ledger import Entry
+from penstock.services.gateway.entry import Entry
 
 Asked = GenerateRequest | TokenizePromptRequest | DetokenizeRequest
 NOT_ASKED = {"seed", "request_id", "stream", "timeout", "output_token_ids", "priority"}

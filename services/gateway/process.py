@@ -31,9 +31,10 @@ from penstock.protocol.tracing import Tracer
 from penstock.services.gateway.authentication import bind_clients
 from penstock.services.gateway.connections import Connections
 from penstock.services.gateway.dispatch import Dispatch
+from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.given_up import GivenUp
 from penstock.services.gateway.incoming import Incoming
-from penstock.services.gateway.ledger import Entry, Ledger
+from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.monitor import Monitor
 from penstock.services.gateway.outbox import Outbox
 from penstock.services.gateway.poison import Poison
@@ -57,7 +58,7 @@ class Gateway:
         context, at = process.context, process.endpoints
         self.connections = Connections()
         self.monitor = Monitor(context, self.connections)
-        self.clients, about_clients = bind_clients(context, config, self.monitor)
+        self.clients, about_clients = bind_clients(context, config, self.monitor, at.inner_clients)
         self.to_tokenizers = bind(context, zmq.ROUTER, at.tokenizers, FromTokenizer)
         self.results = bind(context, zmq.PULL, at.results, ToGateway)
         self.to_schedulers: list[Channel[Any]] = [
@@ -97,7 +98,12 @@ class Gateway:
         for replica in range(config.dp):
             self.requests.introduce(replica, self.ledger.first_attempt)
         self.dispatch = Dispatch(
-            self.incoming, self.requests, self.outbox, self.status_queries, self.poison
+            self.incoming,
+            self.connections,
+            self.requests,
+            self.outbox,
+            self.status_queries,
+            self.poison,
         )
         self.handlers = [
             (self.results, self.on_results),

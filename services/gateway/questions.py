@@ -22,6 +22,8 @@ class OpenQuestion:
         self.client = client
         self.num_bytes = num_bytes
         self.size = num_bytes
+        self.share = client.share
+        self.priority = 0
         self.num_tokens = num_question_tokens(question)
         self.request = question
 
@@ -61,8 +63,7 @@ class Questions:
         """A client asks, with a frame of so many bytes."""
         one = OpenQuestion(next(self._numbers), client, question, num_bytes)
         self._open[one.key] = one
-        self.num_bytes += num_bytes
-        self.num_tokens += one.num_tokens
+        self._count(one, 1)
         self._tokenizers.submit(one)
 
     def answer(self, message: Answered) -> None:
@@ -84,6 +85,12 @@ class Questions:
     def _forget(self, number: int) -> OpenQuestion | None:
         one = self._open.pop(number, None)
         if one:
-            self.num_bytes -= one.num_bytes
-            self.num_tokens -= one.num_tokens
+            self._count(one, -1)
         return one
+
+    def _count(self, one: OpenQuestion, number: int) -> None:
+        self.num_bytes += number * one.num_bytes
+        self.num_tokens += number * one.num_tokens
+        one.share.num_open += number
+        one.share.num_waiting_tokens += number * one.num_tokens
+        one.share.num_bytes += number * one.num_bytes

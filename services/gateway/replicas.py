@@ -19,7 +19,7 @@ from penstock.protocol.client import GenerateRequest
 from penstock.protocol.plan import pack
 from penstock.protocol.sockets import LIVENESS
 from penstock.protocol.status import SchedulerStatus
-from penstock.services.gateway.ledger import Entry
+from penstock.services.gateway.entry import Entry
 
 PIECE_BYTES = 256
 """of text, or of token ids of 4 bytes"""

@@ -2,7 +2,7 @@
 
 from penstock.protocol.client import ErrorReply, GenerateReply
 from penstock.protocol.tracing import Tracer
-from penstock.services.gateway.ledger import Entry
+from penstock.services.gateway.entry import Entry
 
 
 def trace_request(tracer: Tracer, entry: Entry, reply: GenerateReply | ErrorReply) -> None:

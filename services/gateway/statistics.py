@@ -6,7 +6,7 @@ finer ones before the first of INTER_TOKEN, which is longer than a whole step of
 
 from penstock.protocol.client import ErrorReply, GenerateReply
 from penstock.protocol.metrics import Histogram, Metrics
-from penstock.services.gateway.ledger import Entry
+from penstock.services.gateway.entry import Entry
 
 # fmt: off
 FIRST_TOKEN = [

@@ -9,15 +9,20 @@ from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+from penstock.protocol.fair_queue import FairQueue
 from penstock.protocol.messages import Question, TokenizeRequest
 from penstock.protocol.peers import Peer, Peers
 from penstock.protocol.sockets import Channel
 from penstock.services.gateway.poison import MAX_DEATHS, Asked, Poison
+from penstock.services.gateway.shares import Share
 
 log = logging.getLogger("gateway")
 MAX_BYTES = 1 << 17
 """of work that one tokenizer has at a time, unless it is one piece: what nobody waits for any more
 is dropped here, and can't be once a tokenizer has it"""
+
+_LOST = 1 << 32
+"""more than any difference of priorities"""
 
 
 class Work(Protocol):
@@ -36,6 +41,14 @@ class Work(Protocol):
         """What its client asks for."""
 
     @property
+    def share(self) -> Share:
+        """Of the client that waits for it."""
+
+    @property
+    def priority(self) -> int:
+        """As in `GenerateRequest`."""
+
+    @property
     def is_open(self) -> bool:
         """Somebody waits for it."""
 
@@ -44,7 +57,7 @@ class Work(Protocol):
 
 
 class Tokenizers:
-    """Which tokenizer has which work; what none has room for waits here, oldest first."""
+    """Which tokenizer has which work; what none has room for waits here, in turns of clients."""
 
     def __init__(
         self,
@@ -59,7 +72,7 @@ class Tokenizers:
         of a lost one; `on_defect` in an `except` block, with work that can't be sent; `on_poison`
         with work that is given up."""
         self.peers: Peers[Work] = Peers()
-        self.unassigned: dict[Work, None] = {}
+        self.unassigned: FairQueue[Work] = FairQueue()
         self._num_bytes: dict[bytes, int] = {}
         """by tokenizer, of the work it has"""
         self._channel = channel
@@ -79,7 +92,7 @@ class Tokenizers:
         """Gives work away, now or when a tokenizer has room."""
         if num_deaths := self._poison.num_deaths(work.request):
             self._suspects[work] = num_deaths
-        self.unassigned[work] = None
+        self._add(work, work.priority)
         self._assign()
 
     def alive(self, identity: bytes, name: str) -> None:
@@ -101,16 +114,18 @@ class Tokenizers:
 
     def forget(self, work: Work) -> None:
         """Nobody waits for it any more. A tokenizer that has it still reports it as done."""
-        self.unassigned.pop(work, None)
+        self.unassigned.remove(work)
 
     def lose(self, identity: bytes, has_died: bool = True) -> None:
-        """Its unanswered work goes first to another one, or to the next that comes."""
+        """Its unanswered work goes to another one, or to the next that comes, first of each
+        client's."""
         had = self.peers.lost(identity)
         if has_died and had:
             had = self._blame(identity, had)
-        lost = {work: None for work in had if work.is_open}
+        for work in had:
+            if work.is_open:
+                self._add(work, work.priority - _LOST)
         self._num_bytes.pop(identity, None)
-        self.unassigned = lost | self.unassigned
         self._on_lost(identity)
         self._assign()
         self._on_change()
@@ -130,16 +145,19 @@ class Tokenizers:
 
     def _assign(self) -> None:
         """Sends what waits, as long as there is room."""
-        while self.unassigned:
-            work = next(iter(self.unassigned))
+        while work := self.unassigned.first():
             if not work.is_open:
-                del self.unassigned[work]
+                self.unassigned.remove(work)
                 continue
             having_room = [peer for peer in self.peers if self._has_room(peer, work)]
             if not having_room:
                 return
-            del self.unassigned[work]
+            self.unassigned.take()
             self._send(work, min(having_room, key=lambda peer: len(peer.work)))
+
+    def _add(self, work: Work, priority: int) -> None:
+        self.unassigned.remove(work)
+        self.unassigned.add(work, work.share.name, priority)
 
     def _has_room(self, peer: Peer[Work], work: Work) -> bool:
         if not peer.work:

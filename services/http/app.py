@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.launch.errors import RequestError
 from penstock.services.http.body import decode_body, read_body
+from penstock.services.http.caller import caller, name_of
 from penstock.services.http.errors import ApiError, answer_error
 from penstock.services.http.openapi import describe
 from penstock.services.http.page import Page
@@ -81,6 +82,7 @@ def _route(operation: Operation, service: Service) -> Route:
     async def endpoint(request: Request) -> Response:
         if config.api_key and not operation.is_open:
             _check_key(request, config.api_key)
+        caller.set(name_of(request))
         given: Any = request.path_params
         if operation.body:
             body = await read_body(request, service.max_request_bytes)

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from penstock.protocol.client import GenerateReply, TextDelta
+from penstock.services.http.caller import caller
 from penstock.services.http.convert import completion_fields, prompts_of, truncated
 from penstock.services.http.errors import ApiError
 from penstock.services.http.generation import Generation, gather
@@ -61,8 +62,11 @@ async def _texts(service: Service, questions: list[dict[str, Any]]) -> list[str]
         if fields["truncate_prompt_tokens"] is not None:
             names = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
             options = {name: fields[name] for name in names}
+            options["client"] = caller.get()
             prompt = (await service.client.tokenize(prompt, **options)).token_ids
-        return prompt if isinstance(prompt, str) else await service.client.detokenize(prompt)
+        if isinstance(prompt, str):
+            return prompt
+        return await service.client.detokenize(prompt, client=caller.get())
 
     return await gather(text(**question) for question in questions)
 

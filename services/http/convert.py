@@ -114,7 +114,8 @@ def _sampling_fields(request: ApiRequest) -> dict[str, Any]:
         sentence = "truncate_prompt_tokens: got 0, expected -1 or more than 0"
         raise ApiError(400, sentence, "truncate_prompt_tokens")
     fields = {name: getattr(request, name) for name in _SAME}
-    return fields | {"structured_outputs": structured_outputs(request)}
+    own = {"structured_outputs": structured_outputs(request), "priority": request.priority}
+    return fields | own
 
 
 def truncated(fields: dict[str, Any], max_model_len: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.launch.client import AsyncStream
 from penstock.launch.errors import RequestError
 from penstock.protocol.client import AbortRequest, GenerateReply, PromptFields, TextDelta
+from penstock.services.http.caller import caller
 from penstock.services.http.errors import ApiError, as_api_error
 from penstock.services.http.replies import ENCODER, PromptTokensDetails, Usage
 from penstock.services.http.schema import ApiRequest, ChatRequest
@@ -74,7 +75,7 @@ class Generation:
         request = self._request
         seed = None if request.seed is None else request.seed + index % request.n
         own = {"request_id": request_id, "seed": seed, "stream": request.stream}
-        return self._client.submit(**question | own)
+        return self._client.submit(**question | own, client=caller.get())
 
     async def replies(self, receive: Receive) -> list[GenerateReply]:
         """All answers, whole. Raises RequestError, ApiError, ClientDisconnect."""

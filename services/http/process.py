@@ -71,7 +71,7 @@ async def serve(process: Process) -> None:
     if process.network:
         _attend(process.network, loop)
     where = inner_clients(config)
-    async with AsyncClient(where, keys=config.keys, context=process.network) as client:
+    async with AsyncClient(where, context=process.network) as client:
         service = Service(config, client)
         server = Server(uvicorn_config(config, service))
         for number in (signal.SIGTERM, signal.SIGINT):

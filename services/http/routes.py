@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from penstock.protocol.status import StatusReply
+from penstock.services.http.caller import caller
 from penstock.services.http.chat import chat
 from penstock.services.http.completions import complete
 from penstock.services.http.convert import chat_messages, template_tools
@@ -139,6 +140,7 @@ class Routes:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             add_special_tokens=body.add_special_tokens,
+            client=caller.get(),
         )
         return json_response(
             TokenizeResult(
@@ -151,7 +153,7 @@ class Routes:
     async def detokenize(self, body: DetokenizeBody, _: Receive) -> Response:
         """vLLM's."""
         await self._service.check(body.model)
-        text = await self._service.client.detokenize(body.tokens)
+        text = await self._service.client.detokenize(body.tokens, client=caller.get())
         return json_response(DetokenizeResult(prompt=text))
 
     async def status(self, *_: object) -> Response:

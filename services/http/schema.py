@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from penstock.protocol.client import CacheSalt, RequestId
+from penstock.protocol.client import CacheSalt, Priority, RequestId
 from penstock.protocol.sampling import NumLogprobs, Positive, SamplingParams, TokenId
 
 MAX_N = 128
@@ -44,6 +44,7 @@ class ApiRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True):
     n: Annotated[int, Meta(ge=1, le=MAX_N, description="answers per prompt")] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    priority: Priority = 0
     response_format: ResponseFormat | None = None
     guided_json: Any | None = None
     guided_regex: str | None = None

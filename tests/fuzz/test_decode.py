@@ -34,7 +34,7 @@ from penstock.services.detokenizer.process import Detokenizer
 from penstock.services.detokenizer.token_bytes import token_bytes
 from penstock.services.gateway.admission import Admission, RefusedError, decode_request
 from penstock.services.gateway.connections import Client, Connection
-from penstock.services.gateway.ledger import Entry, GapError
+from penstock.services.gateway.entry import Entry, GapError
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.checks import CannotFitError

@@ -54,7 +54,7 @@ def refusal(frame: bytes) -> RefusedError:
         ({"stop": ["a", ""]}, "stop", "''", ">= 1"),
         ({"messages": [{"role": "cook", "content": "x"}]}, "messages", "'cook'", "enum"),
         ({"colour": "red"}, "colour", "colour", "max_tokens"),
-        ({"type": "tokenize", "stream": True}, "stream", "stream", "are prompt, messages, tools,"),
+        ({"type": "tokenize", "stream": True}, "stream", "stream", "prompt, messages, tools,"),
         ({"structured_outputs": {"xml": 1}}, "structured_outputs", "xml", "of structured_outputs"),
         ({"logit_bias": {5: 900.0}}, "logit_bias", ": 900.0}", "<= 100"),
         ({"logit_bias": {"five": 1.0}}, "logit_bias", "'five'", "a key: expected `int`"),

@@ -29,7 +29,9 @@ class Door:
     def __init__(self, context: "zmq.Context[Any]", config: Config) -> None:
         self.config = config
         monitor = Monitor(context, Connections())
-        self.channel, self.handlers = bind_clients(context, config, monitor)
+        self.channel, self.handlers = bind_clients(
+            context, config, monitor, f"{config.endpoint}-inner"
+        )
         self._context = context
 
     def knock(self, secure: Secure, frame: bytes) -> tuple[int, Socket]:
@@ -142,15 +144,19 @@ def test_where_nobody_answers_for_the_keys_nobody_gets_in(tmp_path: Path, keys: 
     assert event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
-def test_in_the_clear_only_where_it_was_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_in_the_clear_only_where_it_was_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = f"ipc://{tmp_path}/inner"
     with zmq.Context() as context:
         monitor = Monitor(context, Connections())
         with pytest.raises(ValueError, match=r"tcp://0.0.0.0:\* may be reached"):
-            bind_clients(context, Config(endpoint="tcp://0.0.0.0:*"), monitor)
+            bind_clients(context, Config(endpoint="tcp://0.0.0.0:*"), monitor, inner)
         channel, handlers = bind_clients(
             context,
             Config(endpoint="tcp://0.0.0.0:*", insecure=True, max_request_bytes=2000),
             monitor,
+            inner,
         )
         assert handlers == [(monitor.channel, monitor.handle)]
         assert "whoever sees the network's traffic reads" in caplog.text

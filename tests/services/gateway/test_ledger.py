@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from penstock.protocol.client import JSON, ChatMessage, GenerateRequest, RequestTimes, TextDelta
 from penstock.protocol.logprobs import TokenLogprobs
 from penstock.services.gateway.connections import Client, Connection
+from penstock.services.gateway.entry import Entry, GapError
 from penstock.services.gateway.estimates import estimated_tokens
-from penstock.services.gateway.ledger import Entry, GapError, Ledger
+from penstock.services.gateway.ledger import Ledger
 
 TEXT = "0123456789" * 4
 

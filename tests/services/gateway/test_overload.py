@@ -6,9 +6,11 @@ from penstock.protocol.client import JSON, GenerateRequest, TextDelta
 from penstock.protocol.config import Config
 from penstock.services.gateway.admission import RefusedError
 from penstock.services.gateway.connections import Client, Connection
-from penstock.services.gateway.ledger import Entry, Ledger
+from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.overload import NUM_SAMPLES, Overload
 from penstock.services.gateway.questions import Questions
+from penstock.services.gateway.shares import Share
 
 NO_QUESTIONS = Questions(0, outbox=None, tokenizers=None)  # type: ignore[arg-type]
 
@@ -41,8 +43,11 @@ def start(ledger: Ledger, entries: list[Entry]) -> None:
 
 
 def refusal(overload: Overload, num_bytes: int = 0, num_tokens: int = 1) -> RefusedError:
+    """Of the client that has everything."""
+    share = Share("")
+    share.num_open = share.num_waiting_tokens = share.num_bytes = 1 << 40
     with pytest.raises(RefusedError) as caught:
-        overload.check(num_bytes, num_tokens)
+        overload.check(num_bytes, num_tokens, share)
     assert caught.value.reply.code == "overloaded"
     return caught.value
 
@@ -51,42 +56,42 @@ def test_requests() -> None:
     ledger = Ledger()
     overload = Overload(Config(max_num_seqs=2, max_waiting_requests=3), ledger, NO_QUESTIONS)
     fill(ledger, 4)
-    overload.check(0, 1)
+    overload.check(0, 1, Share(""))
     (last,) = fill(ledger, 1)
     assert str(refusal(overload)) == "overloaded: 5 requests are open; the limit is 5"
     ledger.answer(last, last.reply("stop"))
-    overload.check(0, 1)
+    overload.check(0, 1, Share(""))
 
 
 def test_prompt_tokens_that_wait() -> None:
     ledger = Ledger()
     overload = Overload(Config(max_waiting_tokens=100), ledger, NO_QUESTIONS)
-    overload.check(0, 5000)  # nothing waits
+    overload.check(0, 5000, Share(""))  # nothing waits
     entries = fill(ledger, 2, num_tokens=40)
-    overload.check(0, 20)
+    overload.check(0, 20, Share(""))
     assert str(refusal(overload, num_tokens=21)) == (
         "overloaded: 101 prompt tokens would wait, 21 of this request; the limit is 100"
     )
     ledger.tokenized(entries[0], 60)
     refusal(overload, num_tokens=1)
     start(ledger, entries[:1])
-    overload.check(0, 60)
+    overload.check(0, 60, Share(""))
     start(ledger, entries[1:])
-    overload.check(0, 5000)
+    overload.check(0, 5000, Share(""))
 
 
 def test_bytes() -> None:
     ledger = Ledger()
     overload = Overload(Config(max_open_bytes=1000), ledger, NO_QUESTIONS)
     entries = fill(ledger, 3, num_bytes=300)
-    overload.check(100, 1)
+    overload.check(100, 1, Share(""))
     start(ledger, entries[:1])  # 8 bytes for its token
     assert str(refusal(overload, num_bytes=100)) == (
         "overloaded: open requests and their answers have 908 bytes, this request has 100; "
         "the limit is 1000"
     )
     ledger.close(entries[0])
-    overload.check(100, 1)
+    overload.check(100, 1, Share(""))
 
 
 def retry_after(overload: Overload) -> float | None:

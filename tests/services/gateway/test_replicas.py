@@ -13,7 +13,7 @@ from penstock.protocol.sockets import LIVENESS
 from penstock.protocol.status import SchedulerStatus
 from penstock.services.gateway import replicas as module
 from penstock.services.gateway.connections import Client, Connection
-from penstock.services.gateway.ledger import Entry
+from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.replicas import MUCH_MORE, PIECE_BYTES, Replicas, pieces_of
 
 TEXT = "".join(chr(97 + n % 26) for n in range(7 * PIECE_BYTES))

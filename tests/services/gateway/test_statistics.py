@@ -15,7 +15,7 @@ from penstock.protocol.messages import SupervisorReport
 from penstock.protocol.metrics import Histogram
 from penstock.protocol.status import ProcessStatus, SchedulerStatus
 from penstock.services.gateway.connections import Client, Connection
-from penstock.services.gateway.ledger import Entry
+from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.statistics import (
     END_TO_END,
     FIRST_TOKEN,

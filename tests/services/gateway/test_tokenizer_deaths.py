@@ -14,6 +14,7 @@ from penstock.protocol.incarnation import Identity
 from penstock.protocol.messages import Goodbye, Heartbeat, Tokenized, ToTokenizer
 from penstock.protocol.sockets import Channel, connect
 from penstock.services.gateway.poison import MAX_DEATHS, Poison
+from penstock.services.gateway.shares import Share
 from penstock.services.gateway.tokenizers import Tokenizers
 from tests.services.gateway.conftest import Stage
 
@@ -170,6 +171,8 @@ class Job:
     def __init__(self, key: int) -> None:
         self.key = key
         self.request = GenerateRequest(prompt=[key])
+        self.share = Share("")
+        self.priority = 0
 
     def submission(self) -> Any:
         return self.key

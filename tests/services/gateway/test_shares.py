@@ -1,0 +1,116 @@
+"""What one client may take of the places of all, and who may name clients."""
+
+from collections.abc import Callable
+
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.protocol.client import ErrorReply
+from penstock.services.gateway.shares import RESERVED, Shares, is_too_much
+from penstock.services.gateway.tokenizers import MAX_BYTES
+from tests.services.gateway.conftest import Stage, request
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=200), st.integers(1, 40))
+def test_whoever_has_few_gets_a_place_after_one_has_filled_the_limit(
+    asking: str, limit: int
+) -> None:
+    """Of what is reserved each leaves as much free as it has, as far as there is anything."""
+    own = dict.fromkeys(["greedy", *"abcd"], 0)
+
+    def ask(client: str) -> bool:
+        total = sum(own.values())
+        is_let_in = not is_too_much(1, own[client], total, limit)
+        own[client] += is_let_in
+        return is_let_in
+
+    while ask("greedy"):
+        pass
+    assert own["greedy"] == limit
+    reserved = -(-limit // RESERVED)
+    for client in asking:
+        free = limit + reserved - sum(own.values())
+        has_few = own[client] < free
+        assert ask(client) == has_few
+    assert sum(own.values()) <= limit + reserved
+
+
+def test_shares_are_forgotten_with_their_requests() -> None:
+    shares = Shares()
+    share = shares.named("10.0.0.1")
+    assert shares.named("10.0.0.1") is share
+    del share
+    assert not len(shares._by_name)
+    names = {shares.of_connection().name for _ in range(3)}
+    assert len(names) == 3
+
+
+def test_one_client_that_fills_all_places_leaves_one(
+    stage: Callable[..., Stage],
+) -> None:
+    one = stage(max_num_seqs=2, max_waiting_requests=2)
+    greedy, other = one.connect(), one.connect()
+    one.open(greedy, "a", "b", "c", "d")
+    one.ask(greedy, request("e"))
+    refused = one.hear(greedy)
+    assert isinstance(refused, ErrorReply)
+    assert refused.code == "overloaded"
+    one.open(other, "mine")
+    one.ask(other, request("more"))
+    assert one.hear(other).code == "overloaded"
+    for request_id in ("a", "mine"):
+        one.generate(request_id, 0, 1, finish_reason="stop")
+    one.open(greedy, "e")
+    assert [share.num_open for share in map(share_of(one), ("b", "e"))] == [4, 4]
+
+
+def share_of(stage: Stage) -> Callable[[str], object]:
+    return lambda request_id: stage.gateway.ledger.get(request_id).share  # type: ignore[union-attr]
+
+
+def test_shares_end_at_nothing(stage: Callable[..., Stage]) -> None:
+    one = stage()
+    socket = one.connect()
+    one.open(socket, "a", "b", "c")
+    share = share_of(one)("a")
+    one.tokenize()
+    one.generate("a", 0, 3)
+    assert share.num_open == 3  # type: ignore[attr-defined]
+    for request_id in "abc":
+        one.generate(request_id, 0, 4, finish_reason="stop")
+    assert vars(share) == {
+        "name": "connection 1",
+        "num_open": 0,
+        "num_waiting_tokens": 0,
+        "num_bytes": 0,
+    }
+
+
+def test_only_our_own_processes_name_clients(stage: Callable[..., Stage]) -> None:
+    one = stage()
+    outside = one.connect()
+    one.ask(outside, request("a", client="10.0.0.1"))
+    refused = one.hear(outside)
+    assert (refused.code, refused.field) == ("invalid", "client")
+    inside: zmq.Socket[bytes] = one.context.socket(zmq.DEALER)
+    inside.setsockopt(zmq.LINGER, 0)
+    inside.connect(one.gateway.monitor.inner.decode())
+    one.open(inside, "b", client="10.0.0.1")
+    one.open(inside, "c", client="10.0.0.1", priority=-3)
+    one.open(inside, "d", client="10.0.0.2")
+    tasks = [one.tokenize() for _ in range(3)]
+    found = [(task.request_id, task.client, task.priority) for task in tasks]
+    assert found == [("c", "10.0.0.1", -3), ("d", "10.0.0.2", 0), ("b", "10.0.0.1", 0)]
+
+
+def test_one_client_does_not_block_the_tokenizers_for_another(stage: Callable[..., Stage]) -> None:
+    one = stage()
+    greedy, other = one.connect(), one.connect()
+    first = one.connect()
+    one.open(first, "first")
+    assert one.tokenize().request_id == "first"
+    long = "word " * (MAX_BYTES // 8)
+    one.open(greedy, *(f"long {n}" for n in range(20)), prompt=long)
+    one.open(other, "short")
+    assert "short" in [one.tokenize().request_id for _ in range(3)]
