@@ -11,9 +11,8 @@
 | results       | PULL ← PUSH     | gateway   | detokenizers, scheduler             |
 | pulses        | PULL ← PUSH     | launch    | every process (`launch all` binds)  |
 
-All but the first are `ipc://` files in the run folder (`inner_clients` is `clients` there), or, on
-a cluster, names that its directory knows the addresses of (`cluster.py`). What a scheduler binds
-there is once for each replica.
+All but the first are `ipc://` files in the run folder, or, on a cluster, names that its directory
+knows the addresses of (`cluster.py`). What a scheduler binds there is once for each replica.
 """
 
 from ipaddress import ip_address
@@ -41,10 +40,13 @@ _OF_SCHEDULER = ("requests", "workers", "detokenizers")
 
 def endpoints(config: Config, replica: int = 0) -> Endpoints:
     """The addresses that follow from the configuration."""
-    where = CLUSTER if config.on == "ray" else f"ipc://{config.run_folder}/"
+    is_cluster = config.on == "ray"
+    where = CLUSTER if is_cluster else f"ipc://{config.run_folder}/"
+    # In the folder `clients` may be --endpoint.
+    own = "clients" if is_cluster else "inner"
     inner = (
         f"{where}{name}{(replica or '') if name in _OF_SCHEDULER else ''}"
-        for name in ("clients", *Endpoints._fields[2:])
+        for name in (own, *Endpoints._fields[2:])
     )
     return Endpoints(config.endpoint, *inner)
 
