@@ -3,7 +3,7 @@
 from penstock.protocol.client import ErrorReply
 from penstock.protocol.messages import RequestFailed
 from penstock.protocol.poison import REFUSED
-from penstock.services.gateway.ledger import Entry
+from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.poison import GIVEN_UP, Asked, Poison
 from penstock.services.gateway.questions import OpenQuestion, Questions
 from penstock.services.gateway.replicas import Replicas

@@ -73,6 +73,7 @@ class Tokenizers:
         with work that is given up."""
         self.peers: Peers[Work] = Peers()
         self.unassigned: FairQueue[Work] = FairQueue()
+        self._num_losses = 0
         self._num_bytes: dict[bytes, int] = {}
         """by tokenizer, of the work it has"""
         self._channel = channel
@@ -122,9 +123,7 @@ class Tokenizers:
         had = self.peers.lost(identity)
         if has_died and had:
             had = self._blame(identity, had)
-        for work in had:
-            if work.is_open:
-                self._add(work, work.priority - _LOST)
+        self._add_first(had)
         self._num_bytes.pop(identity, None)
         self._on_lost(identity)
         self._assign()
@@ -159,6 +158,13 @@ class Tokenizers:
         self.unassigned.remove(work)
         self.unassigned.add(work, work.share.name, priority)
 
+    def _add_first(self, lost: list[Work]) -> None:
+        """Before all other work of the same clients."""
+        self._num_losses += 1
+        for work in lost:
+            if work.is_open:
+                self._add(work, work.priority - _LOST * self._num_losses)
+
     def _has_room(self, peer: Peer[Work], work: Work) -> bool:
         if not peer.work:
             return True
@@ -181,7 +187,7 @@ class Tokenizers:
         else:
             if not is_sent:  # nobody died of this one
                 self._take_back(peer, work.key)
-                self.unassigned = {work: None} | self.unassigned
+                self._add_first([work])
                 self.lose(peer.identity)
 
     def _take_back(self, peer: Peer[Work], key: object) -> Work | None:
