@@ -10,7 +10,7 @@ from penstock.protocol.client import (
     TokenizePromptRequest,
 )
 from penstock.services.gateway.admission import RefusedError
-from penstock.services.gateway.connections import Client, Connections
+from penstock.services.gateway.connections import Client
 from penstock.services.gateway.incoming import Incoming
 from penstock.services.gateway.outbox import Outbox
 from penstock.services.gateway.poison import Poison
@@ -24,14 +24,12 @@ class Dispatch:
     def __init__(
         self,
         incoming: Incoming,
-        connections: Connections,
         requests: Requests,
         outbox: Outbox,
         status_queries: StatusQueries,
         poison: Poison,
     ) -> None:
         self._incoming = incoming
-        self._connections = connections
         self._requests = requests
         self._outbox = outbox
         self._status_queries = status_queries
@@ -42,7 +40,7 @@ class Dispatch:
         for client, frame in self._incoming.receive():
             try:
                 request = self._requests.decode(client.codec, frame)
-                client = self._connections.named(client, getattr(request, "client", None))
+                client = self._incoming.connections.named(client, getattr(request, "client", None))
                 self._on_request(client, request, len(frame), is_ready)
             except RefusedError as error:
                 self._requests.statistics.failed(error.reply)

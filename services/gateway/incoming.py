@@ -55,7 +55,7 @@ class Incoming:
         self, channel: Channel[Any], connections: Connections, monitor: Monitor, config: Config
     ) -> None:
         self._channel = channel
-        self._connections = connections
+        self.connections = connections
         self._monitor = monitor
         self._max_bytes = max_frame_bytes(config)
 
@@ -77,7 +77,7 @@ class Incoming:
         # Messages that are complete may wait in libzmq's queue.
         waits = self._channel.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN  # type: ignore
         limit = self._max_bytes * (MAX_QUEUE + 1 if waits else 1) + KERNEL_BYTES
-        for connection in self._connections:
+        for connection in self.connections:
             counters = tcp_counters(connection.fd)
             num_bytes = connection.num_unfinished(counters.received) if counters else 0
             if num_bytes:
@@ -96,7 +96,7 @@ class Incoming:
         except zmq.ZMQError:  # libzmq knows it for ZMTP 3 only
             self._drop("a client speaks ZMTP before version 3 (of libzmq 4)")
             return None
-        connection = self._connections.of(fd)
+        connection = self.connections.of(fd)
         if connection.was_cut_off:
             return None
         if not connection.num_messages and not connection.is_gone:

@@ -98,12 +98,7 @@ class Gateway:
         for replica in range(config.dp):
             self.requests.introduce(replica, self.ledger.first_attempt)
         self.dispatch = Dispatch(
-            self.incoming,
-            self.connections,
-            self.requests,
-            self.outbox,
-            self.status_queries,
-            self.poison,
+            self.incoming, self.requests, self.outbox, self.status_queries, self.poison
         )
         self.handlers = [
             (self.results, self.on_results),
