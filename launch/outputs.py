@@ -35,6 +35,7 @@ class SamplingParams(sampling.SamplingParams, kw_only=True):
             fields["seed"] = self.seed + index
         if index:
             fields["prompt_logprobs"] = None  # those of the first answer are for all
+        fields["num_answers"] = 0 if index else self.n
         return GenerateRequest(prompt=token_ids, request_id=f"{name}-{index}", **fields)
 
 

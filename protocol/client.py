@@ -99,6 +99,9 @@ class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unkno
     stream have all of it"""
     timeout: Annotated[float, Meta(gt=0)] | None = None
     """seconds after which the request is aborted: it is answered with what it has by then"""
+    num_answers: Annotated[int, Meta(ge=0)] = 1
+    """for metrics, of a client that sends a request for each of several answers to a prompt: their
+    number in the first one, and 0 in the others"""
 
 
 class TokenizePromptRequest(PromptFields, tag="tokenize", forbid_unknown_fields=True):

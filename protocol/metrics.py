@@ -5,6 +5,9 @@ from bisect import bisect_left
 
 from msgspec import Struct
 
+ITERATION_TOKENS = [1.0, *(float(1 << bits) for bits in range(3, 14))]
+"""bounds of the tokens of a step: 1, 8, 16, 32, … 8,192"""
+
 
 class Histogram(Struct, kw_only=True):
     """How often a value was at most each bound, as Prometheus counts it."""
@@ -42,5 +45,12 @@ class Metrics(Struct, kw_only=True):
     time_to_first_token_seconds: Histogram
     inter_token_latency_seconds: Histogram
     e2e_request_latency_seconds: Histogram
+    request_queue_time_seconds: Histogram
+    request_prefill_time_seconds: Histogram
+    request_decode_time_seconds: Histogram
+    request_inference_time_seconds: Histogram
+    request_time_per_output_token_seconds: Histogram
     request_prompt_tokens: Histogram
     request_generation_tokens: Histogram
+    request_params_max_tokens: Histogram
+    request_params_n: Histogram

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from penstock.protocol.metrics import Metrics
+from penstock.protocol.metrics import Histogram, Metrics
 
 
 class ProcessStatus(Struct, kw_only=True, omit_defaults=True):
@@ -47,6 +47,10 @@ class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):
     num_free_blocks: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+    block_size: int = 0
+    """tokens per KV block; 0: not known yet"""
+    step_tokens: Histogram | None = None
+    """tokens of each step that computed any"""
     gpu_idle_us: tuple[float, float] = (0.0, 0.0)
     """median and 99th percentile of the GPU's wait between two steps; 0 on CPUs"""
     num_bad_frames: int = 0
@@ -66,6 +70,7 @@ class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):
             ready=self.ready and other.ready,
             workers_ready=self.workers_ready and other.workers_ready,
             gpu_idle_us=max(self.gpu_idle_us, other.gpu_idle_us),
+            block_size=max(self.block_size, other.block_size),
             workers=self.workers + other.workers,
             detokenizers={
                 name: self.detokenizers.get(name, 0) + other.detokenizers.get(name, 0)

@@ -4,7 +4,7 @@ The bounds of the histograms are vLLM's (vllm/v1/metrics/loggers.py, commit 005a
 finer ones before the first of INTER_TOKEN, which is longer than a whole step of a small model.
 """
 
-from penstock.protocol.client import ErrorReply, GenerateReply
+from penstock.protocol.client import ErrorReply, GenerateReply, RequestTimes
 from penstock.protocol.metrics import Histogram, Metrics
 from penstock.services.gateway.entry import Entry
 
@@ -22,6 +22,7 @@ END_TO_END = [
     240.0, 480.0, 960.0, 1920.0, 7680.0,
 ]
 # fmt: on
+NUM_ANSWERS = [1.0, 2.0, 5.0, 10.0, 20.0]
 
 
 def token_bounds(largest: int) -> list[float]:
@@ -40,8 +41,15 @@ class Statistics:
             time_to_first_token_seconds=Histogram.of(FIRST_TOKEN),
             inter_token_latency_seconds=Histogram.of(INTER_TOKEN),
             e2e_request_latency_seconds=Histogram.of(END_TO_END),
+            request_queue_time_seconds=Histogram.of(END_TO_END),
+            request_prefill_time_seconds=Histogram.of(END_TO_END),
+            request_decode_time_seconds=Histogram.of(END_TO_END),
+            request_inference_time_seconds=Histogram.of(END_TO_END),
+            request_time_per_output_token_seconds=Histogram.of(INTER_TOKEN),
             request_prompt_tokens=Histogram.of(token_bounds(max_model_len)),
             request_generation_tokens=Histogram.of(token_bounds(max_model_len)),
+            request_params_max_tokens=Histogram.of(token_bounds(max_model_len)),
+            request_params_n=Histogram.of(NUM_ANSWERS),
         )
 
     def got_tokens(self, entry: Entry, num_tokens: int, now: float) -> None:
@@ -68,6 +76,22 @@ class Statistics:
         metrics.e2e_request_latency_seconds.add(now - entry.accepted_at)
         metrics.request_prompt_tokens.add(reply.usage.prompt_tokens)
         metrics.request_generation_tokens.add(reply.usage.output_tokens)
+        if entry.sampling.max_tokens is not None:
+            metrics.request_params_max_tokens.add(entry.sampling.max_tokens)
+        if entry.request.num_answers:
+            metrics.request_params_n.add(entry.request.num_answers)
+        if reply.times:
+            self._took(reply.times, reply.usage.output_tokens)
+
+    def _took(self, times: RequestTimes, num_tokens: int) -> None:
+        metrics = self.metrics
+        metrics.request_decode_time_seconds.add(times.decode)
+        if num_tokens > 1:
+            metrics.request_time_per_output_token_seconds.add(times.decode / (num_tokens - 1))
+        if times.prefill:  # else the scheduler's part is not known
+            metrics.request_queue_time_seconds.add(times.queue)
+            metrics.request_prefill_time_seconds.add(times.prefill)
+            metrics.request_inference_time_seconds.add(times.prefill + times.decode)
 
     def failed(self, error: ErrorReply) -> None:
         """A request, of any kind, was refused or has failed."""

@@ -73,8 +73,13 @@ class Generation:
 
     def _ask(self, question: dict[str, Any], request_id: str, index: int) -> AsyncStream:
         request = self._request
-        seed = None if request.seed is None else request.seed + index % request.n
-        own = {"request_id": request_id, "seed": seed, "stream": request.stream}
+        index %= request.n
+        own = {
+            "request_id": request_id,
+            "seed": None if request.seed is None else request.seed + index,
+            "stream": request.stream,
+            "num_answers": 0 if index else request.n,
+        }
         return self._client.submit(**question | own, client=caller.get())
 
     async def replies(self, receive: Receive) -> list[GenerateReply]:

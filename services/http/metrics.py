@@ -4,6 +4,7 @@ Every process of kind http answers the same, since the gateway counts: scrape on
 """
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -13,6 +14,7 @@ from prometheus_client.core import (
     Metric,
 )
 
+from penstock.protocol.config import Config
 from penstock.protocol.metrics import Histogram, Metrics
 from penstock.protocol.status import ProcessStatus, SchedulerStatus, StatusReply
 
@@ -20,8 +22,15 @@ _HISTOGRAMS = {
     "time_to_first_token_seconds": "From a request's arrival to its first token.",
     "inter_token_latency_seconds": "Between two tokens of a request.",
     "e2e_request_latency_seconds": "From a request's arrival to its answer.",
+    "request_queue_time_seconds": "In the scheduler's queue.",
+    "request_prefill_time_seconds": "From the first step that had a request to its first token.",
+    "request_decode_time_seconds": "From a request's first token to its last.",
+    "request_inference_time_seconds": "Prefill and decode of a request.",
+    "request_time_per_output_token_seconds": "Decode time per token after the first, by request.",
     "request_prompt_tokens": "Tokens of prompts.",
     "request_generation_tokens": "Tokens of answers.",
+    "request_params_max_tokens": "What requests gave as max_tokens.",
+    "request_params_n": "What requests gave as n.",
 }
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens of answered requests.",
@@ -44,9 +53,10 @@ _COUNTERS_OF_SCHEDULER = ("num_preemptions", "num_steps")
 class StatusCollector:
     """One look at the pipeline, for a registry of prometheus_client."""
 
-    def __init__(self, status: StatusReply, model: str) -> None:
+    def __init__(self, status: StatusReply, model: str, config: Config) -> None:
         self._status = status
         self._model = model
+        self._config = config
 
     def collect(self) -> Iterator[Metric]:
         """All metrics."""
@@ -67,21 +77,47 @@ class StatusCollector:
             for one in schedulers:
                 family.add_metric([self._model, str(one.replica)], getattr(one, field))
             yield family
-        idle = GaugeMetricFamily(
-            "penstock:gpu_idle_seconds",
-            "The GPU's wait between two steps.",
-            labels=["model_name", "replica", "quantile"],
+        name = "penstock:gpu_idle_seconds"
+        idle = Metric(name, "The GPU's wait between two steps, of the newest ones.", "summary")
+        steps = HistogramMetricFamily(
+            "penstock:iteration_tokens_total",
+            "Tokens that a step computes.",
+            labels=["model_name", "replica"],
         )
         for one in schedulers:
+            labels = {"model_name": self._model, "replica": str(one.replica)}
             for quantile, microseconds in zip(("0.5", "0.99"), one.gpu_idle_us, strict=True):
-                idle.add_metric([self._model, str(one.replica), quantile], microseconds / 1e6)
+                idle.add_sample(name, labels | {"quantile": quantile}, microseconds / 1e6)
+            if one.step_tokens:
+                steps.add_metric(list(labels.values()), *_summed(one.step_tokens))
         yield idle
+        yield steps
+        yield self._cache(schedulers)
+
+    def _cache(self, schedulers: list[SchedulerStatus]) -> Metric:
+        """vLLM's way to report a configuration: labels of a gauge that is 1."""
+        config = self._config
+        given = {
+            "model_name": self._model,
+            "cache_dtype": config.kv_cache_dtype,
+            "enable_prefix_caching": str(config.enable_prefix_caching),
+            "gpu_memory_utilization": str(config.gpu_memory_utilization),
+        }
+        names = [*given, "replica", "block_size", "num_gpu_blocks"]
+        family = GaugeMetricFamily("penstock:cache_config_info", "Of the KV cache.", labels=names)
+        for one in schedulers:
+            values = (str(one.replica), str(one.block_size), str(one.num_blocks))
+            family.add_metric([*given.values(), *values], 1)
+        return family
 
     def _of_requests(self, metrics: Metrics) -> Iterator[Metric]:
         for name, text in _COUNTERS.items():
             yield self._counter(name, text, getattr(metrics, name))
         for name, text in _HISTOGRAMS.items():
             yield self._histogram(name, text, getattr(metrics, name))
+        between = metrics.inter_token_latency_seconds
+        text = "As inter_token_latency_seconds, by vLLM's older name."
+        yield self._histogram("time_per_output_token_seconds", text, between)
         for name, label, values in (
             ("request_success", "finished_reason", metrics.request_success),
             ("request_failed", "code", metrics.request_failed),
@@ -105,12 +141,14 @@ class StatusCollector:
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(f"penstock:{name}", text, labels=["model_name"])
-        buckets, total = [], 0
-        for bound, count in zip([*histogram.bounds, "+Inf"], histogram.counts, strict=True):
-            total += count
-            buckets.append((str(bound), total))
-        family.add_metric([self._model], buckets, histogram.sum)
+        family.add_metric([self._model], *_summed(histogram))
         return family
+
+
+def _summed(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
+    """Cumulative buckets, and the sum of the values."""
+    bounds = [*map(str, histogram.bounds), "+Inf"]
+    return list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.sum
 
 
 def _of_processes(processes: list[ProcessStatus]) -> Iterator[Metric]:
@@ -132,8 +170,8 @@ def _of_processes(processes: list[ProcessStatus]) -> Iterator[Metric]:
     yield from families.values()
 
 
-def render(status: StatusReply, model: str) -> bytes:
+def render(status: StatusReply, model: str, config: Config) -> bytes:
     """The text that Prometheus reads."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(StatusCollector(status, model))
+    registry.register(StatusCollector(status, model, config))
     return generate_latest(registry)

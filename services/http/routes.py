@@ -162,7 +162,7 @@ class Routes:
 
     async def metrics(self, *_: object) -> Response:
         """The same for Prometheus."""
-        text = render(await self._status(), self._service.model)
+        text = render(await self._status(), self._service.model, self._service.config)
         return Response(text, headers={"content-type": PROMETHEUS})
 
     async def health(self, *_: object) -> Response:

@@ -27,6 +27,8 @@ def fill(
     status.num_free_blocks = scheduler.block_manager.num_free_blocks
     status.num_steps = scheduler.num_steps
     status.num_preemptions = scheduler.num_preemptions
+    status.block_size = scheduler.block_manager.block_size
+    status.step_tokens = scheduler.step_tokens
 
 
 def counters(scheduler: Scheduler | None) -> dict[str, float]:

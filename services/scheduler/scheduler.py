@@ -9,11 +9,12 @@ are published there, too; those of given tokens as soon as a plan computes them.
 from bisect import insort
 from collections import deque
 from functools import partial
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from operator import attrgetter
 
 from penstock.protocol.client import FinishReason
 from penstock.protocol.config import Config
+from penstock.protocol.metrics import ITERATION_TOKENS, Histogram
 from penstock.protocol.plan import BatchPlan, SampledTokens, unpack
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.checks import limit_length
@@ -41,14 +42,13 @@ class Scheduler:
         self.in_flight: deque[Step] = deque()
         self.max_plans = config.num_plans_in_flight
         """in flight at once; may be changed at any time"""
-        self.num_steps = 0
-        self.num_preemptions = 0
+        self.num_steps = self.num_preemptions = 0
+        self.step_tokens = Histogram.of(ITERATION_TOKENS)
         self._block_size = block_manager.block_size
         self._max_tokens_per_step = config.max_num_batched_tokens
         self._max_length = min(max_model_len, block_manager.num_tokens)
         self._max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._free_slots = list(range(self._max_rows))
-        heapify(self._free_slots)
         self.drafter = Drafter(config, block_manager)
         self._removed: list[int] = []
         """slots to leave the persistent batch with the next plan"""
@@ -140,7 +140,9 @@ class Scheduler:
         budget = self._admit(step, changes, budget)
         num_rows = self._max_rows - num_decoding - len(step.chunks)
         self.drafter.add(self.running, step, changes, min(num_rows, budget))
-        if not step.computes and not (self.in_flight and self.in_flight[-1].computes):
+        if step.computes:
+            self.step_tokens.add(self._max_tokens_per_step - budget)
+        elif not (self.in_flight and self.in_flight[-1].computes):
             return None
         self._retire_rows(step)
         step.sampled.sort(key=attrgetter("slot"))

@@ -21,7 +21,7 @@ def metrics_of(tokens: int, *ttft: float) -> Metrics:
         field: Histogram.of([0.1, 0.2, 0.4])
         for field in Metrics.__struct_fields__
         if field.endswith("_seconds")
-        or (field.startswith("request_") and field.endswith("_tokens"))
+        or (field.startswith("request_") and field.endswith(("_tokens", "_n")))
     }
     for seconds in ttft:
         histograms["time_to_first_token_seconds"].add(seconds)

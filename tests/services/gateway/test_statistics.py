@@ -41,6 +41,8 @@ def counted(histogram: Histogram) -> dict[float, int]:
 
 def test_a_request_from_its_acceptance_to_its_answer() -> None:
     statistics, one = Statistics(4096), entry(accepted_at=100.0)
+    one.phase_seconds = (0.02, 0.9)
+    one.sampling.max_tokens = 5
     for num_tokens, now in ((1, 100.2), (3, 100.26), (1, 100.5)):
         one.token_ids += [7] * num_tokens
         statistics.got_tokens(one, num_tokens, now)
@@ -56,6 +58,26 @@ def test_a_request_from_its_acceptance_to_its_answer() -> None:
     assert counted(metrics.request_prompt_tokens) == {50.0: 1}
     assert counted(metrics.request_generation_tokens) == {5.0: 1}
     assert (metrics.request_success, metrics.request_failed) == ({"length": 1}, {})
+    assert counted(metrics.request_queue_time_seconds) == {0.3: 1}
+    assert counted(metrics.request_prefill_time_seconds) == {1.0: 1}
+    assert metrics.request_decode_time_seconds.sum == pytest.approx(0.3)
+    assert metrics.request_inference_time_seconds.sum == pytest.approx(1.2)
+    assert metrics.request_time_per_output_token_seconds.sum == pytest.approx(0.3 / 4)
+    assert counted(metrics.request_params_max_tokens) == {5.0: 1}
+    assert counted(metrics.request_params_n) == {1.0: 1}
+
+
+def test_n_is_counted_once_though_each_answer_is_a_request() -> None:
+    statistics = Statistics(4096)
+    for num_answers in (3, 0, 0, 1):
+        one = entry(1.0)
+        one.request.num_answers = num_answers
+        statistics.ended(one, one.reply("abort"), 2.0)
+    metrics = statistics.metrics
+    assert metrics.request_params_n.sum == 4.0
+    assert counted(metrics.request_params_n) == {1.0: 1, 5.0: 1}
+    assert counted(metrics.request_decode_time_seconds) == {}
+    assert counted(metrics.request_params_max_tokens) == {}
 
 
 def test_errors_are_in_no_histogram() -> None:

@@ -1,11 +1,21 @@
 """What Prometheus reads."""
 
+import json
+import re
+from pathlib import Path
+from typing import get_type_hints
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics import exposition
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.protocol.config import Config
 from penstock.protocol.metrics import Histogram, Metrics
 from penstock.protocol.status import ProcessStatus, SchedulerStatus, StatusReply
-from penstock.services.http.metrics import render
+from penstock.services.http.metrics import StatusCollector, render
 
+HISTOGRAMS = [name for name, kind in get_type_hints(Metrics).items() if kind is Histogram]
 HISTOGRAM = Histogram(bounds=[0.1, 1.0], counts=[2, 1, 1], sum=3.5)
 STATUS = StatusReply(
     ready=True,
@@ -21,6 +31,8 @@ STATUS = StatusReply(
             num_blocks=10,
             num_free_blocks=4,
             gpu_idle_us=(5.0, 50.0),
+            block_size=16,
+            step_tokens=HISTOGRAM,
         ),
         SchedulerStatus(epoch=2, ready=True, replica=1, num_running=9, num_steps=5),
     ],
@@ -33,17 +45,13 @@ STATUS = StatusReply(
         request_success={"stop": 2},
         request_failed={"invalid": 1},
         prompt_tokens=7,
-        time_to_first_token_seconds=HISTOGRAM,
-        inter_token_latency_seconds=HISTOGRAM,
-        e2e_request_latency_seconds=HISTOGRAM,
-        request_prompt_tokens=HISTOGRAM,
-        request_generation_tokens=HISTOGRAM,
+        **dict.fromkeys(HISTOGRAMS, HISTOGRAM),
     ),
 )
 
 
 def samples(status: StatusReply) -> dict[tuple[str, ...], float]:
-    text = render(status, "demo").decode()
+    text = render(status, "demo", Config()).decode()
     return {
         (sample.name, *(value for name, value in sample.labels.items() if name != "model_name")): (
             sample.value
@@ -63,6 +71,9 @@ def test_values() -> None:
         ("penstock:kv_cache_usage_perc", "1"): 0,
         ("penstock:num_steps_total", "1"): 5,
         ("penstock:gpu_idle_seconds", "0.99", "0"): 5e-5,
+        ("penstock:iteration_tokens_total_count", "0"): 4,
+        ("penstock:request_queue_time_seconds_count",): 4,
+        ("penstock:cache_config_info", "16", "auto", "True", "0.9", "10", "0"): 1,
         ("penstock:request_success_total", "stop"): 2,
         ("penstock:request_failed_total", "invalid"): 1,
         ("penstock:prompt_tokens_total",): 7,
@@ -91,3 +102,67 @@ def test_what_is_not_there_is_left_out() -> None:
         ("penstock:num_requests_open",): 0,
         ("penstock:bad_frames_total",): 0,
     }
+
+
+OF_VLLM = (
+    "num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total "
+    "prefix_cache_hits_total num_preemptions_total prompt_tokens_total generation_tokens_total "
+    "request_success_total iteration_tokens_total time_to_first_token_seconds "
+    "inter_token_latency_seconds time_per_output_token_seconds e2e_request_latency_seconds "
+    "request_time_per_output_token_seconds request_queue_time_seconds "
+    "request_prefill_time_seconds request_decode_time_seconds request_inference_time_seconds "
+    "request_prompt_tokens request_generation_tokens request_params_max_tokens request_params_n "
+    "cache_config_info"
+)
+
+
+def shown() -> set[str]:
+    """Names of samples, and of the histograms that they are of."""
+    names = {name for name, *_ in samples(STATUS)}
+    return names | {re.sub("_(bucket|sum|count)$", "", name) for name in names}
+
+
+def test_names_of_vllm() -> None:
+    assert {f"penstock:{name}" for name in OF_VLLM.split()} <= shown()
+
+
+def test_the_text_is_what_promtool_accepts() -> None:
+    """Its rules of names and types; a histogram with `_total` has vLLM's name."""
+    text = render(STATUS, "demo", Config()).decode()
+    families = list(text_string_to_metric_families(text))
+    names = [family.name for family in families]
+    assert len(names) == len(set(names))
+    for family in families:
+        labels = {label for sample in family.samples for label in sample.labels}
+        assert family.type in ("counter", "gauge", "histogram", "summary"), family.name
+        assert family.documentation
+        assert ("quantile" in labels) == (family.type == "summary"), family.name
+        assert ("le" in labels) == (family.type == "histogram"), family.name
+        if family.type == "counter":
+            assert all(sample.name.endswith("_total") for sample in family.samples)
+        elif family.name != "penstock:iteration_tokens_total":
+            assert not family.name.endswith(("_total", "_count", "_sum", "_bucket")), family.name
+
+
+def test_openmetrics_parses_it_strictly() -> None:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StatusCollector(STATUS, "demo", Config()))
+    text = exposition.generate_latest(registry).decode()
+    assert len(list(openmetrics.text_string_to_metric_families(text))) > 30
+
+
+def test_the_dashboard_names_what_there_is() -> None:
+    path = Path(__file__).parents[3] / "examples" / "grafana.json"
+    dashboard = json.loads(path.read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [one["query"]["query"] for one in dashboard["templating"]["list"][1:]]
+    named = {name for query in queries for name in re.findall(r"penstock:\w+", query)}
+    assert len(named) > 20
+    assert named <= shown(), named - shown()
+    labels = {"model", "datasource", "__rate_interval"}
+    assert set(re.findall(r"\$(\w+)", " ".join(queries))) <= labels
+    by = {label for query in queries for label in re.findall(r"by \((\w+)\)", query)}
+    text = render(STATUS, "demo", Config()).decode()
+    assert all(re.search(rf'[{{,]{label}="', text) for label in by)
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
+    assert len(places) == len(set(places))
