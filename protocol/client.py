@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.protocol.logprobs import TokenLogprobs
+from penstock.protocol.metrics import RequestTimes
 from penstock.protocol.sampling import Positive, SamplingParams, TokenId
 from penstock.protocol.status import StatusReply
 
@@ -142,36 +143,6 @@ class Usage(Struct, kw_only=True):
     cached_tokens: int
     """prompt tokens whose KV came from the prefix cache"""
     output_tokens: int
-
-
-class RequestTimes(Struct, kw_only=True):
-    """How long the parts of one request took, seconds."""
-
-    queue: float
-    """from its arrival at the scheduler until a step first had it"""
-    prefill: float
-    """from then to its first token, at the scheduler"""
-    decode: float
-    """from its first token to its last, at the gateway"""
-    first_token: float
-    """from its arrival at the gateway to its first token there"""
-
-    @classmethod
-    def of(
-        cls,
-        accepted_at: float,
-        first_token_at: float,
-        last_token_at: float,
-        phase_seconds: tuple[float, float],
-    ) -> "RequestTimes | None":
-        """Makes them from moments of one clock; None where no token has come."""
-        if not first_token_at:
-            return None
-        queue, prefill = phase_seconds
-        decode = last_token_at - first_token_at
-        return cls(
-            queue=queue, prefill=prefill, decode=decode, first_token=first_token_at - accepted_at
-        )
 
 
 class GenerateReply(Struct, kw_only=True, tag="generated"):

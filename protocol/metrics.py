@@ -29,6 +29,36 @@ class Histogram(Struct, kw_only=True):
         self.sum += value
 
 
+class RequestTimes(Struct, kw_only=True):
+    """How long the parts of one request took, seconds."""
+
+    queue: float
+    """from its arrival at the scheduler until a step first had it"""
+    prefill: float
+    """from then to its first token, at the scheduler"""
+    decode: float
+    """from its first token to its last, at the gateway"""
+    first_token: float
+    """from its arrival at the gateway to its first token there"""
+
+    @classmethod
+    def of(
+        cls,
+        accepted_at: float,
+        first_token_at: float,
+        last_token_at: float,
+        phase_seconds: tuple[float, float],
+    ) -> "RequestTimes | None":
+        """Makes them from moments of one clock; None where no token has come."""
+        if not first_token_at:
+            return None
+        queue, prefill = phase_seconds
+        decode = last_token_at - first_token_at
+        return cls(
+            queue=queue, prefill=prefill, decode=decode, first_token=first_token_at - accepted_at
+        )
+
+
 class Metrics(Struct, kw_only=True):
     """Since the start of this gateway."""
 

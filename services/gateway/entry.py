@@ -6,13 +6,13 @@ from penstock.protocol.client import (
     GenerateReply,
     GenerateRequest,
     PromptFields,
-    RequestTimes,
     StopReason,
     TextDelta,
     Usage,
 )
 from penstock.protocol.logprobs import TokenLogprobs
 from penstock.protocol.messages import TokenizeRequest
+from penstock.protocol.metrics import RequestTimes
 from penstock.protocol.sampling import SamplingParams
 from penstock.services.gateway.connections import Client
 from penstock.services.gateway.estimates import (

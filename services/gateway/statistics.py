@@ -4,8 +4,8 @@ The bounds of the histograms are vLLM's (vllm/v1/metrics/loggers.py, commit 005a
 finer ones before the first of INTER_TOKEN, which is longer than a whole step of a small model.
 """
 
-from penstock.protocol.client import ErrorReply, GenerateReply, RequestTimes
-from penstock.protocol.metrics import Histogram, Metrics
+from penstock.protocol.client import ErrorReply, GenerateReply
+from penstock.protocol.metrics import Histogram, Metrics, RequestTimes
 from penstock.services.gateway.entry import Entry
 
 # fmt: off

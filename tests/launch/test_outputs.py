@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from penstock.launch.outputs import RequestOutput, prompts_of
-from penstock.protocol.client import GenerateReply, RequestTimes, Usage
+from penstock.protocol.client import GenerateReply, Usage
 from penstock.protocol.logprobs import TokenLogprobs
+from penstock.protocol.metrics import RequestTimes
 
 
 def reply(**fields: Any) -> GenerateReply:
