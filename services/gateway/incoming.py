@@ -26,8 +26,9 @@ KERNEL_BYTES = 1 << 23
 ENVELOPE = (
     f"a message has more than {MAX_FRAMES} frames, or {MAX_ENVELOPE_BYTES} bytes before the request"
 )
-MAX_UNFINISHED_BYTES = 1 << 27
-"""of messages that clients have begun; libzmq needs up to 32 times as much, for tiny frames"""
+EXPANSION = 32
+"""bytes of memory that libzmq may need for each byte of an unfinished message: 64 for an empty
+frame, which has two"""
 UNFINISHED = "a message was begun that is longer than any request, or all that were begun are"
 
 
@@ -58,6 +59,7 @@ class Incoming:
         self.connections = connections
         self._monitor = monitor
         self._max_bytes = max_frame_bytes(config)
+        self._max_unfinished_bytes = config.max_open_bytes // EXPANSION
 
     def receive(self) -> Iterator[Message]:
         """The messages that wait."""
@@ -84,7 +86,7 @@ class Incoming:
                 unfinished.append((num_bytes, connection))
         num_all = sum(num_bytes for num_bytes, _ in unfinished)
         for num_bytes, connection in sorted(unfinished, key=lambda one: -one[0]):
-            if num_bytes <= limit and num_all <= MAX_UNFINISHED_BYTES:
+            if num_bytes <= limit and num_all <= self._max_unfinished_bytes:
                 break
             num_all -= num_bytes
             self._monitor.disconnect(connection, UNFINISHED)

@@ -27,6 +27,9 @@ class RawClient:
             ready = b"\x05READY" + property_of(b"Socket-Type", b"DEALER")
             ready += property_of(b"Identity", identity)
             self.socket.sendall(GREETING + bytes([4, len(ready)]) + ready)
+            heard = b""
+            while b"READY" not in heard:  # of libzmq's I/O thread; before it nothing may follow
+                heard += self.socket.recv(1 << 16)
         self.socket.setblocking(False)
 
     @property

@@ -65,10 +65,9 @@ def test_a_message_without_an_end(stage: Start) -> None:
         assert is_served(one, client)
 
 
-def test_messages_without_an_end_together(stage: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_without_an_end_together(stage: Start) -> None:
     """Who has sent most is disconnected."""
-    monkeypatch.setattr(incoming, "MAX_UNFINISHED_BYTES", 2 << 20)
-    one = stage(endpoint=TCP)
+    one = stage(endpoint=TCP, max_open_bytes=(2 << 20) * incoming.EXPANSION)
     honest, *hostile = (RawClient(one.endpoint) for _ in range(4))
     honest.send(PIECE[: 1 << 19])
     for client in hostile:
