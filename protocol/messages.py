@@ -217,6 +217,8 @@ class TokenDelta(Struct, tag=True, omit_defaults=True):
     """(index in `stream_ids`; its logprobs), of the streams that asked, in ascending order"""
     number: int = 0
     """1 for the first message since the detokenizer registered itself, then 2 …; 0: not counted"""
+    confirm: bool = False
+    """the detokenizer is to answer with `Confirmed` when it has handled this message"""
 
     def __post_init__(self) -> None:
         check_packed(self.stream_ids, self.token_ids)
@@ -224,6 +226,10 @@ class TokenDelta(Struct, tag=True, omit_defaults=True):
             raise ValueError(
                 f"{len(self.token_ids)} bytes of tokens, {len(self.stream_ids)} of streams"
             )
+
+
+class Confirmed(Struct, tag=True):
+    """Detokenizer → scheduler: the message that was to be confirmed is handled."""
 
 
 class TextDeltas(Struct, tag=True):
@@ -286,7 +292,7 @@ ToTokenizer = TokenizeRequest | Question | Refused
 FromTokenizer = Heartbeat | Goodbye | Tokenized | RequestFailed | Answered
 ToScheduler = TokenizedRequest | ReleaseRequest | StopFound | GatewayStarted
 ToDetokenizer = TokenDelta | Refused
-FromDetokenizer = Heartbeat | Goodbye
+FromDetokenizer = Heartbeat | Goodbye | Confirmed
 ToWorker = WorkerAssignment | WorkerExit | BatchPlan
 FromWorker = WorkerHello | SampledTokens
 ToGateway = TextDeltas | RequestFailed | SchedulerStatus | SupervisorReport

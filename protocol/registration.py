@@ -1,13 +1,19 @@
 """Checks of processes that register themselves."""
 
+import logging
+
 from penstock.protocol.messages import PROTOCOL_VERSION, Heartbeat, WorkerHello
+
+log = logging.getLogger(__name__)
 
 
 def refusal(message: Heartbeat | WorkerHello) -> str | None:
-    """Why the process that registers itself can't take part; None if it can."""
+    """Return, and log, why the process that registers itself can't take part; None if it can."""
     if message.version == PROTOCOL_VERSION:
         return None
-    return (
+    reason = (
         f"{message.name} speaks version {message.version} of the protocol; "
         f"this pipeline speaks version {PROTOCOL_VERSION}"
     )
+    log.warning("refused: %s", reason)
+    return reason

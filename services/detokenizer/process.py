@@ -11,6 +11,7 @@ from penstock.protocol.client import ErrorReply, FinishReason, TextDelta
 from penstock.protocol.heartbeat import HeartbeatThread
 from penstock.protocol.logprobs import PackedLogprobs
 from penstock.protocol.messages import (
+    Confirmed,
     FromDetokenizer,
     Goodbye,
     Heartbeat,
@@ -174,6 +175,8 @@ class DetokenizerProcess:
             except LostError:
                 self.begin_again(tokens, detokenizer)
                 continue
+            if message.confirm:
+                tokens.send(Confirmed())
             while detokenizer.failures:
                 self.gateway.send(detokenizer.failures.pop())
             if deltas:

@@ -146,7 +146,6 @@ class Gateway:
     def on_heartbeat_of(self, identity: bytes, message: Heartbeat) -> None:
         """Registers a new tokenizer, or refuses it."""
         if reason := refusal(message):
-            self.log.warning("refused: %s", reason)
             self.to_tokenizers.send(Refused(reason), identity)
         else:
             self.tokenizers.alive(identity, message.name)

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
+from penstock.protocol.incarnation import Identity
 from penstock.protocol.plan import pack
 from penstock.protocol.poison import DeathReports, PoisonList, digest_of
 from penstock.services.scheduler.sequence import Sequence
@@ -38,6 +39,14 @@ class Poison:
         """Workers, by name and pid, died with these steps in flight."""
         suspects = {sequence for step in in_flight for sequence in step.sequences}
         self._reports.died(workers, [_digest(sequence) for sequence in suspects])
+
+    def died_at(
+        self, detokenizer: bytes, suspects: list[Sequence], given_up: list[Sequence]
+    ) -> list[Sequence]:
+        """A detokenizer, by its routing id, died with these sequences. Return `given_up`."""
+        dead = Identity.decode(detokenizer)
+        self._reports.died([(dead.name, dead.pid)], [_digest(one) for one in suspects])
+        return given_up
 
     def found(self, sequence: Sequence) -> None:
         """A sequence is given up."""

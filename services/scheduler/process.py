@@ -9,6 +9,7 @@ from penstock.protocol.client import ErrorReply
 from penstock.protocol.heartbeat import HeartbeatThread
 from penstock.protocol.incarnation import first_number
 from penstock.protocol.messages import (
+    Confirmed,
     FromDetokenizer,
     FromWorker,
     GatewayStarted,
@@ -26,10 +27,10 @@ from penstock.protocol.plan import SampledTokens
 from penstock.protocol.poison import REFUSED, DeathReports
 from penstock.protocol.process import Loop, Process
 from penstock.protocol.registration import refusal
-from penstock.protocol.sockets import bind, connect
+from penstock.protocol.sockets import bind, connect, traffic
 from penstock.protocol.status import SchedulerStatus
 from penstock.protocol.tracing import Tracer
-from penstock.services.scheduler import report
+from penstock.services.scheduler import report, trials
 from penstock.services.scheduler.build import make_scheduler
 from penstock.services.scheduler.checks import CannotFitError, check_request
 from penstock.services.scheduler.lease import Lease
@@ -41,6 +42,8 @@ from penstock.services.scheduler.streams import Streams
 from penstock.services.scheduler.suspects import GIVEN_UP
 from penstock.services.scheduler.traces import Traces
 from penstock.services.scheduler.workers import NO_GROUP, Letter, WorkerGroup
+
+Request = TokenizedRequest | Sequence
 
 
 class SchedulerProcess:
@@ -71,7 +74,10 @@ class SchedulerProcess:
         self.workers = bind(context, zmq.ROUTER, at.workers, FromWorker)
         self.detokenizers = bind(context, zmq.ROUTER, at.detokenizers, FromDetokenizer)
         self.gateway = connect(context, zmq.PUSH, at.results, on_return=self.on_gateway_returned)
-        self.loop = Loop(self.on_heartbeat, HeartbeatThread(process, self.counters))
+        self.loop = Loop(
+            self.on_heartbeat,
+            HeartbeatThread(process, lambda: report.counters(self.scheduler, self.plan_bytes)),
+        )
         self.loop.add(self.workers, self.on_workers)
         self.loop.add(self.inbox, self.on_requests)
         self.loop.add(self.detokenizers, self.on_detokenizers)
@@ -132,9 +138,7 @@ class SchedulerProcess:
         self.streams.open(sequence)
         self.traces.arrived(sequence)
 
-    def fail(
-        self, request: TokenizedRequest | Sequence, reply: ErrorReply, is_poison: bool = False
-    ) -> None:
+    def fail(self, request: Request, reply: ErrorReply, is_poison: bool = False) -> None:
         """Tells the gateway why a request can't be served."""
         self.gateway.send(RequestFailed(request.request_id, request.attempt, reply, is_poison))
 
@@ -181,7 +185,6 @@ class SchedulerProcess:
     def on_hello(self, identity: bytes, hello: WorkerHello) -> None:
         """Seats the worker; when the last one is ready, plans can go out."""
         if reason := refusal(hello):
-            self.log.warning("refused: %s", reason)
             self.workers.send(WorkerExit(reason), identity)
             return
         was_ready = self.group.ready
@@ -216,7 +219,6 @@ class SchedulerProcess:
             self.poison.died(self.group.members_before, self.scheduler.in_flight)
             for sequence in self.scheduler.restart(NO_GROUP):
                 self.give_up(sequence, GIVEN_UP, is_poison=True)
-                self.poison.found(sequence)
 
     def give_up(self, sequence: Sequence, reason: str, is_poison: bool = False) -> None:
         """The others go on without a request that can't, or that may kill workers."""
@@ -224,8 +226,8 @@ class SchedulerProcess:
         self.log.error("%s: %s", sequence.request_id, reason, extra=about)
         self.fail(sequence, ErrorReply(code="failed", message=reason), is_poison)
         self.release(sequence.request_id, sequence.attempt)
-
-    # ---- steps, and the rest -----------------------------------------------------------------
+        if is_poison:
+            self.poison.found(sequence)
 
     def advance(self) -> None:
         """Sends every plan that may be sent, and then the tokens that have come."""
@@ -251,7 +253,9 @@ class SchedulerProcess:
     def lose_detokenizer(self, identity: bytes) -> None:
         """Its sequences go to another one at once, or to the next that comes."""
         self.log.warning("detokenizer %s is gone", identity.decode(errors="replace"))
-        self.streams.lost(identity)
+        lost = self.streams.lost(identity, has_died=True)
+        for sequence in self.poison.died_at(identity, *lost):
+            self.give_up(sequence, trials.GIVEN_UP, is_poison=True)
         self.advance()
 
     def on_detokenizers(self) -> None:
@@ -259,11 +263,13 @@ class SchedulerProcess:
         for identity, message in self.detokenizers.receive():
             if isinstance(message, Goodbye):
                 self.streams.lost(identity)
+            elif isinstance(message, Confirmed):
+                self.streams.confirmed(identity)
             elif reason := refusal(message):
-                self.log.warning("refused: %s", reason)
                 self.detokenizers.send(Refused(reason), identity)
-            else:
-                self.streams.alive(identity, message.name)
+            elif self.streams.alive(identity, message.name):
+                for dead in self.streams.detokenizers.predecessors(identity):
+                    self.lose_detokenizer(dead)
         self.advance()
 
     def on_heartbeat(self) -> None:
@@ -276,10 +282,6 @@ class SchedulerProcess:
             self.advance()
         self.send_status()
 
-    def counters(self) -> dict[str, float]:
-        """For metrics."""
-        return {"plan_bytes_total": self.plan_bytes, **report.counters(self.scheduler)}
-
     @property
     def ready(self) -> bool:
         """Requests can be served from here on."""
@@ -291,7 +293,6 @@ class SchedulerProcess:
         self.end_group()
         status = SchedulerStatus(epoch=self.epoch, ready=self.ready, replica=self.replica)
         status.first_attempt = self.lease.first_attempt
-        for channel in (self.inbox, self.workers, self.detokenizers):
-            status.num_bad_frames += channel.num_bad_frames
+        status.num_bad_frames = traffic.bad_frames
         report.fill(status, self.scheduler, self.group, self.streams)
         self.gateway.send(status)

@@ -31,8 +31,9 @@ def fill(
     status.step_tokens = scheduler.step_tokens
 
 
-def counters(scheduler: Scheduler | None) -> dict[str, float]:
-    """Return the age of the queue's head (seconds; 0 if nothing waits) and counts of drafts."""
+def counters(scheduler: Scheduler | None, plan_bytes: int) -> dict[str, float]:
+    """Return metrics; the age of the queue's head in seconds, 0 if nothing waits."""
     head = next(iter(scheduler.waiting), None) if scheduler else None
     age = monotonic() - head.arrived_at if head else 0.0
-    return {"queue_age_seconds": age, **(scheduler.drafter.counters() if scheduler else {})}
+    drafts = scheduler.drafter.counters() if scheduler else {}
+    return {"plan_bytes_total": plan_bytes, "queue_age_seconds": age, **drafts}

@@ -9,6 +9,7 @@ from penstock.protocol.peers import Peers
 from penstock.protocol.plan import pack
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.step import StepOutput
+from penstock.services.scheduler.trials import Trials
 
 MAX_CHARACTER_TOKENS = 4
 """a character has at most 4 bytes, and a token at least one"""
@@ -34,9 +35,16 @@ class Outbox:
         if self.opened.pop(stream_id, None) is None:
             self.closed.append(stream_id)
 
-    def take(self, epoch: int) -> TokenDelta | None:
+    def take_alone(self, epoch: int, sequences: list[Sequence]) -> TokenDelta:
+        """A message that opens these streams, is to be confirmed, and goes before all others."""
+        self._num_taken += 1
+        opened = [_opened(sequence) for sequence in sequences]
+        return TokenDelta(epoch, opened, number=self._num_taken, confirm=True)
+
+    def take(self, epoch: int, confirm: bool = False) -> TokenDelta | None:
         """The message made since the last call; None if there is nothing to say."""
-        if not (self.opened or self.stream_ids or self.finished or self.closed):
+        has_content = self.opened or self.stream_ids or self.finished or self.closed
+        if not (has_content or confirm):
             return None
         self._num_taken += 1
         delta = TokenDelta(
@@ -48,6 +56,7 @@ class Outbox:
             self.closed,
             self.logprobs,
             self._num_taken,
+            confirm,
         )
         self._clear()
         return delta
@@ -68,19 +77,65 @@ class Streams:
         self._unassigned: dict[int, Sequence] = {}
         self._unopened: set[int] = set()
         """streams that no detokenizer has been told of: their prompt is not computed yet"""
+        self._trials = Trials()
+        self._trial: tuple[bytes, TokenDelta] | None = None
+        """the next message of a trial, and to whom"""
 
-    def alive(self, identity: bytes, name: str) -> None:
-        """A heartbeat came; the first one registers the detokenizer and gives it its share."""
-        if self.detokenizers.alive(identity, name):
-            self._outboxes[identity] = Outbox()
-            orphans, self._unassigned = self._unassigned, {}
-            self._assign(orphans.values())
-            self._rebalance()
+    def alive(self, identity: bytes, name: str) -> bool:
+        """A heartbeat came; the first one registers the detokenizer and gives it its share. Return
+        whether it is the first one."""
+        if not self.detokenizers.alive(identity, name):
+            return False
+        self._outboxes[identity] = Outbox()
+        orphans, self._unassigned = self._unassigned, {}
+        self._assign(orphans.values())
+        self._rebalance()
+        return True
 
-    def lost(self, identity: bytes) -> None:
-        """A detokenizer is gone: its sequences go to others with all their tokens."""
+    def lost(
+        self, identity: bytes, has_died: bool = False
+    ) -> tuple[list[Sequence], list[Sequence]]:
+        """A detokenizer is gone: its sequences go to others with all their tokens.
+
+        If `has_died`, those that may be the reason are tried first. Return these, and what is given
+        up of them, which is nobody's any more.
+        """
         self._outboxes.pop(identity, None)
-        self._assign(self.detokenizers.lost(identity))
+        lost = self.detokenizers.lost(identity)
+        trials = self._trials
+        is_tried = identity == trials.at
+        suspects = [one for one in lost if has_died and one.stream_id not in self._unopened]
+        given_up: list[Sequence] = []
+        if is_tried and has_died and trials.batch and not self._trial:
+            suspects, given_up = trials.batch, trials.failed()
+        elif is_tried:  # it has seen nothing of the trial
+            trials.add(trials.batch)
+            trials.at, trials.batch = b"", []
+            trials.add(suspects)
+        else:
+            trials.add(suspects)
+        if is_tried:
+            self._trial = None
+        for sequence in suspects:
+            sequence.detokenizer = None
+        gone = {one.stream_id for one in given_up} | trials.waiting.keys()
+        self._assign(one for one in lost if one.stream_id not in gone)
+        return suspects, given_up
+
+    def confirmed(self, identity: bytes) -> None:
+        """A detokenizer has handled what it was to confirm: a trial begins, or has passed."""
+        trials, outbox = self._trials, self._outboxes.get(identity)
+        if identity != trials.at or outbox is None:
+            return
+        if trials.batch or not trials.waiting:
+            trials.passed()
+            return
+        batch = trials.next_batch()
+        peer = self.detokenizers.get(identity)
+        for sequence in batch:
+            sequence.detokenizer = identity
+            peer.work[sequence.stream_id] = sequence  # type: ignore[union-attr]
+        self._trial = identity, outbox.take_alone(self._epoch, batch)
 
     def open(self, sequence: Sequence) -> None:
         """A new sequence needs a detokenizer."""
@@ -92,6 +147,7 @@ class Streams:
         """Nothing more is wanted of a sequence."""
         stream_id = sequence.stream_id
         self._unassigned.pop(stream_id, None)
+        self._trials.close(sequence)
         peer = self.detokenizers.get(sequence.detokenizer)
         if peer:
             del peer.work[stream_id]
@@ -127,6 +183,8 @@ class Streams:
         num_sequences = sum(len(peer.work) for peer in self.detokenizers)
         share = -(-num_sequences // len(self.detokenizers))
         for peer in self.detokenizers:
+            if peer.identity == self._trials.at:
+                continue
             surplus = list(peer.work.values())[share:]
             for sequence in surplus:
                 self.close(sequence)
@@ -157,10 +215,22 @@ class Streams:
 
     def take_deltas(self) -> Iterator[tuple[bytes, TokenDelta]]:
         """A message for each detokenizer that has something to be told."""
+        if self._trials.waiting and not self._trials.at:
+            self._begin_trial()
+        if self._trial:
+            yield self._trial
+            self._trial = None  # unless it was lost: then it has died of something else
         for identity, outbox in list(self._outboxes.items()):
-            delta = outbox.take(self._epoch)
-            if delta:
+            if identity != self._trials.at and (delta := outbox.take(self._epoch)):
                 yield identity, delta
+
+    def _begin_trial(self) -> None:
+        """One detokenizer is to confirm all that it has been told: what follows is alone."""
+        if peer := self.detokenizers.least_loaded():
+            self._trials.at = peer.identity
+            message = self._outboxes[peer.identity].take(self._epoch, confirm=True)
+            assert message  # noqa: S101
+            self._trial = peer.identity, message
 
 
 def _opened(sequence: Sequence) -> StreamOpened:

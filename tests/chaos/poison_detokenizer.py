@@ -1,0 +1,21 @@
+"""The detokenizer, but the text of a request whose id begins with `poison` kills it."""
+
+import os
+import signal
+from typing import Any
+
+from penstock.protocol.messages import TokenDelta
+from penstock.services.detokenizer import process
+
+handle = process.Detokenizer.handle
+
+
+def handle_or_die(self: process.Detokenizer, message: TokenDelta) -> Any:
+    if any(opened.request_id.startswith("poison") for opened in message.opened):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return handle(self, message)
+
+
+if __name__ == "__main__":
+    process.Detokenizer.handle = handle_or_die  # type: ignore[method-assign]
+    process.main()

@@ -1,0 +1,39 @@
+"""Requests whose text kills every detokenizer get an error; all others are answered."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.launch.errors import RequestError
+from penstock.launch.procfile import PROCFILE
+from penstock.models.demo.tasks import answer_to, count_prompt
+from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
+
+pytestmark = pytest.mark.chaos
+PROMPT = count_prompt(1, 90)
+DETOKENIZER = Path(__file__).with_name("poison_detokenizer.py")
+
+
+def test_poison_is_given_up_and_the_others_are_right(
+    pipeline: Callable[..., Pipeline],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    procfile = tmp_path / "procfile"
+    line = f"detokenizer: python -P {DETOKENIZER}"
+    text = re.sub("^detokenizer: .*$", line, PROCFILE.read_text(), flags=re.MULTILINE)
+    procfile.write_text(text)
+    running = pipeline("--procfile", str(procfile))
+    with running.client() as client:
+        streams = [client.stream(PROMPT) for _ in range(6)]
+        for number in range(2):  # more deaths than end a pipeline
+            poison = client.submit(f"repeat: {number}", request_id=f"poison-{number}")
+            with pytest.raises(RequestError, match="2 detokenizers died while they made the text"):
+                poison.result()
+            assert client.generate("17+25=").text == "42"
+            with pytest.raises(RequestError, match="it is not tried again"):
+                client.generate(f"repeat: {number}")
+        texts = ["".join(delta.text for delta in stream) for stream in streams]
+        assert texts == [answer_to(PROMPT)] * 6
+    assert running.restarts()["detokenizer.1"] in (5, 6)
