@@ -26,6 +26,7 @@ from penstock.protocol.client import (
 from penstock.protocol.logprobs import Logprob, PackedLogprobs, TokenLogprobs
 from penstock.protocol.messages import (
     Answered,
+    Confirmed,
     GatewayStarted,
     Goodbye,
     Heartbeat,
@@ -47,6 +48,7 @@ from penstock.protocol.messages import (
     WorkerHello,
 )
 from penstock.protocol.plan import BatchPlan, RowAdded, RowExtras, SampledTokens, pack
+from penstock.protocol.poison import PoisonFound, ProcessesDied, ToSupervisor
 from penstock.protocol.sampling import SamplingParams
 from penstock.protocol.status import ProcessStatus, SchedulerStatus, StatusReply
 from penstock.protocol.structured import StructuredOutputs
@@ -184,7 +186,7 @@ MESSAGES: dict[str, list[Struct]] = {
         TokenDelta(1, [OPENED], pack([1, 1]), pack([52, 50]), [(1, "stop")], [2], [(1, PACKED)]),
         Refused("no"),
     ],
-    "FromDetokenizer": [Heartbeat("fuzz"), Goodbye()],
+    "FromDetokenizer": [Heartbeat("fuzz"), Goodbye(), Confirmed()],
     "ToWorker": [
         WorkerAssignment(1, "g", 0, 1, "tcp://127.0.0.1:1"),
         WorkerExit("no"),
@@ -196,11 +198,15 @@ MESSAGES: dict[str, list[Struct]] = {
         SampledTokens(1, 2, pack([52, 50]), [(1, PACKED)], [(0, [PACKED])], [(0, "no")]),
     ],
     "ToGateway": [TextDeltas([DELTA, DELTA]), FAILED, STATUS, SupervisorReport([PROCESS])],
-    "Pulse": [Pulse("fuzz", 2**31 - 1, 1.0, "g", {"messages_sent": 1.0})],
+    "ToSupervisor": [
+        Pulse("fuzz", 2**31 - 1, 1.0, "g", {"messages_sent": 1.0}),
+        ProcessesDied([("fuzz", 7)], [b"digest"]),
+        PoisonFound(b"digest"),
+    ],
 }
 """an example of each message of every union, by the union's name"""
 
-UNIONS: dict[str, Any] = {"Pulse": Pulse} | {
+UNIONS: dict[str, Any] = {"ToSupervisor": ToSupervisor} | {
     name: union
     for module in (client, messages)
     for name, union in vars(module).items()

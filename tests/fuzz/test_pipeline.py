@@ -37,7 +37,7 @@ INNER_SOCKETS = {
     "workers": (zmq.DEALER, "FromWorker"),
     "detokenizers": (zmq.DEALER, "FromDetokenizer"),
     "results": (zmq.PUSH, "ToGateway"),
-    "pulses": (zmq.PUSH, "Pulse"),
+    "pulses": (zmq.PUSH, "ToSupervisor"),
 }
 """what connects to each, and what it says"""
 
