@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 
 from penstock.launch.chaos.options import KINDS, ChaosOptions
-from penstock.launch.options import add_options, add_pipeline_options, given_options
+from penstock.launch.options import add_options, add_pipeline_options, as_flags, given_options
 from penstock.protocol.config import Config
 
 EXIT_CODE = (
@@ -26,6 +26,11 @@ def add_chaos(command: ArgumentParser) -> None:
     command.add_argument(
         "--only", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=text
     )
+    text = (
+        "instead of kills: known attacks, one after the other, each on a pipeline of its own; only "
+        "those whose names contain one of these words (default: all)"
+    )
+    command.add_argument("--aimed", nargs="*", metavar="WORD", help=text)
     command.add_argument("--json", action="store_true", help="for programs")
     command.add_argument("--name", help=RUNNING)
     own = [field for field in Config.__struct_fields__ if field not in ("name", "endpoint")]
@@ -34,9 +39,14 @@ def add_chaos(command: ArgumentParser) -> None:
 
 def _chaos(arguments: Namespace) -> int:
     from penstock.launch.bench.report import as_json
+    from penstock.launch.chaos.aimed import aimed
     from penstock.launch.chaos.report import as_table
     from penstock.launch.chaos.run import chaos
 
+    if arguments.aimed is not None:
+        given = given_options(arguments, Config)
+        given.pop("name", None)
+        return aimed(arguments.aimed, list(as_flags(given)))
     options = ChaosOptions(**given_options(arguments, ChaosOptions))
     report = chaos(arguments, options, arguments.only)
     print(as_json(report) if arguments.json else as_table(report))

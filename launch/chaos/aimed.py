@@ -1,0 +1,169 @@
+"""`launch chaos --aimed`: each attack on a pipeline of its own, and what innocent clients saw."""
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from penstock.launch.chaos.attacks import ATTACKS, Attack
+from penstock.launch.chaos.ground import Ground, ground
+from penstock.launch.errors import LaunchError, RequestError
+
+HEAD = "| attack | asked | lost | different | restarted | gateway MiB | pipeline | seen |"
+
+
+class Result(Struct):
+    """What one attack did."""
+
+    attack: str
+    num_asked: int = 0
+    num_lost: int = 0
+    num_different: int = 0
+    num_restarts: int = 0
+    peak_bytes: int = 0
+    has_ended: bool = False
+    seen: str = ""
+    reasons: list[str] = []
+    is_fault: bool = False
+
+    def __str__(self) -> str:
+        end = "ended" if self.has_ended else "runs"
+        numbers = [self.num_asked, self.num_lost, self.num_different, self.num_restarts]
+        peak = self.peak_bytes >> 20 or ""
+        cells = [self.attack, *numbers, peak, end, self.seen + "".join(self.reasons[:1])]
+        return "| " + " | ".join(str(cell).replace("\n", " ")[:120] for cell in cells) + " |"
+
+
+def aimed(names: list[str], flags: list[str]) -> int:
+    """Runs the attacks whose names contain one of `names` (all without), prints a line for each;
+    returns 1 if one succeeded."""
+    print(HEAD, "| --- " * HEAD.count(" | ") + "| --- |", sep="\n", flush=True)
+    results = []
+    for result in _results(
+        [a for a in ATTACKS if not names or any(n in a.name for n in names)], flags
+    ):
+        print(result, flush=True)
+        results.append(result)
+    if not names:
+        result = symlink()
+        print(result)
+        results.append(result)
+    failed = [one.attack for one in results if one.is_fault]
+    print(f"{len(results) - len(failed)} of {len(results)} attacks had no effect on others", end="")
+    print(f"; these had: {', '.join(failed)}" if failed else "")
+    return 1 if failed else 0
+
+
+def _results(attacks: list[Attack], flags: list[str]) -> Iterator[Result]:
+    """A pipeline is used for the next attack, too, unless that needs its own or this ended it."""
+    with ExitStack() as stack:
+        shared: Ground | None = None
+        for attack in attacks:
+            result = Result(attack.name)
+            begin = time.monotonic()
+            try:
+                if attack.needs_own or not shared or shared.has_ended:
+                    stack.close()
+                    one = _start(stack, attack, flags)
+                    shared = None if attack.needs_own else one
+                else:
+                    one = shared
+                _attack(attack, one, result)
+            except (LaunchError, RequestError, OSError) as error:
+                result.seen, result.is_fault = f"{type(error).__name__}: {error}", True
+                shared = None
+            result.seen += f" ({time.monotonic() - begin:.0f} s)"
+            yield result
+
+
+def _start(stack: ExitStack, attack: Attack, flags: list[str]) -> Ground:
+    stdout = stack.enter_context(_Blocked()) if attack.is_output_blocked else subprocess.DEVNULL
+    commands = {
+        kind: _program(stack, source, arguments)
+        for kind, (source, arguments) in attack.programs.items()
+    }
+    return stack.enter_context(ground(flags, commands, stdout))
+
+
+def _attack(attack: Attack, one: Ground, result: Result) -> None:
+    one.begin()
+    innocents = one.innocents
+    try:
+        result.seen = attack.run(one) or ""
+    except Exception as error:  # noqa: BLE001  a line of the table
+        result.seen, result.is_fault = f"{type(error).__name__}: {error}", True
+    innocents.wait()
+    result.num_asked, result.num_lost = innocents.num_asked, innocents.num_lost
+    result.num_different, result.reasons = innocents.num_different, innocents.reasons
+    result.has_ended = one.has_ended
+    if not (result.has_ended or attack.ends):
+        result.num_restarts = one.num_restarts
+        result.peak_bytes = one.peak_bytes()
+    is_wrong = result.num_lost or result.num_different or (result.has_ended and not attack.ends)
+    result.is_fault |= bool(is_wrong) or "WRONG" in result.seen
+
+
+def symlink() -> Result:
+    """A run folder whose parent is a symbolic link: `launch all` refuses it, and leaves it."""
+    result = Result("symlinked run folder")
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as theirs:
+        (Path(folder) / f"penstock-{os.getuid()}").symlink_to(theirs)
+        kept = Path(theirs) / "aimed"
+        kept.mkdir(mode=0o755)
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "penstock.launch",
+                "all",
+                "--name",
+                "aimed",
+                "--http",
+                "0",
+            ],
+            env=os.environ | {"XDG_RUNTIME_DIR": folder},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        is_left = kept.exists() and kept.stat().st_mode & 0o777 == 0o755
+        result.seen = (done.stderr.strip().splitlines() or [""])[-1]
+        result.has_ended, result.is_fault = True, not (is_left and done.returncode)
+    return result
+
+
+def _program(stack: ExitStack, source: str, arguments: str) -> str:
+    """The command of a process that is started from source text."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    (folder / "program.py").write_text(source)
+    words = [*arguments.split(), str(folder / "mark")] if arguments else []
+    return shlex.join([sys.executable, "-P", str(folder / "program.py"), *words])
+
+
+class _Blocked:
+    """A pipe that is full, and nobody reads."""
+
+    def __enter__(self) -> Any:
+        self._ends = os.pipe()
+        writer = self._ends[1]
+        os.set_blocking(writer, False)
+        try:
+            while os.write(writer, bytes(4096)):
+                pass
+        except BlockingIOError:
+            os.set_blocking(writer, True)
+        return writer
+
+    def __exit__(self, *_: object) -> None:
+        for end in self._ends:
+            os.close(end)
