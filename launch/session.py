@@ -118,6 +118,7 @@ def _as_delta(reply: GenerateReply) -> TextDelta:
         finish_reason=reply.finish_reason,
         logprobs=reply.logprobs,
         cached_tokens=reply.usage.cached_tokens,
+        starts_reasoning=reply.starts_reasoning,
     )
 
 

@@ -154,6 +154,8 @@ class GenerateReply(Struct, kw_only=True, tag="generated"):
     finish_reason: FinishReason
     stop_reason: StopReason = None
     usage: Usage
+    starts_reasoning: bool = False
+    """the prompt ends within `<think>`: the text begins with reasoning, up to `</think>`"""
     times: RequestTimes | None = None
     """None where no token has come"""
     logprobs: list[TokenLogprobs | None] | None = None
@@ -182,6 +184,8 @@ class TextDelta(Struct, kw_only=True, tag="delta", omit_defaults=True):
     """one for each of `token_ids`, if they were asked for"""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """in the first one only; the client gets them with the reply"""
+    starts_reasoning: bool = False
+    """as in `GenerateReply`"""
     attempt: int = 0
     """which submission of the request this answers; the client does not see it, nor these:"""
     prompt_tokens: int = 0

@@ -19,6 +19,7 @@ from penstock.protocol.logprobs import PackedLogprobs
 from penstock.protocol.plan import BatchPlan, SampledTokens, check_packed
 from penstock.protocol.sampling import Positive, SamplingParams, TokenId
 from penstock.protocol.status import ProcessStatus, SchedulerStatus
+from penstock.protocol.structured import Reasoning
 
 PROTOCOL_VERSION = 8
 """of this module and `plan.py`; the messages that register a process carry it"""
@@ -130,6 +131,7 @@ class TokenizedRequest(Struct, tag=True):
     client: str = ""
     """who has sent the request: clients take turns"""
     priority: int = 0
+    reasoning: Reasoning = "none"
 
     def __post_init__(self) -> None:
         check_packed(self.prompt_token_ids, self.output_token_ids)
@@ -174,8 +176,7 @@ class StreamOpened(Struct, tag=True, omit_defaults=True):
     attempt: int
     prompt_tail: bytes
     """the last prompt tokens, which may end within a character: int32"""
-    output_token_ids: bytes
-    """int32 [num_output_tokens]"""
+    output_token_ids: bytes  # int32 [num_output_tokens]
     stop: list[str] = []
     stop_token_ids: list[int] = []
     """tokens that end the output; their text is left out as that of stop strings is"""
@@ -188,6 +189,7 @@ class StreamOpened(Struct, tag=True, omit_defaults=True):
     """one for each prompt token but the first"""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    starts_reasoning: bool = False
     phase_seconds: tuple[float, float] = (0.0, 0.0)
     """in the scheduler's queue, and from then to the first token"""
     finish_reason: FinishReason | None = None

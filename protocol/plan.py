@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from penstock.protocol.logprobs import PackedLogprobs
-from penstock.protocol.structured import StructuredOutputs
+from penstock.protocol.structured import Reasoning, StructuredOutputs
 
 assert array("i").itemsize == 4  # noqa: S101  the wire format; true wherever CPython runs today
 
@@ -78,6 +78,8 @@ class RowExtras(Struct, array_like=True):
     num_prompt_logprobs: int = -1
     """likewise for each prompt token behind the first; then num_computed_tokens is 0"""
     structured_outputs: StructuredOutputs | None = None
+    reasoning: Reasoning = "none"
+    """of a row with `structured_outputs`: how its output begins"""
 
 
 class RowAdded(Struct, array_like=True):

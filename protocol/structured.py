@@ -1,11 +1,14 @@
 """What the text of an answer must match."""
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
+Reasoning = Literal["none", "optional", "open"]
+"""how an answer begins: at once; with `<think>` if the model likes; within it, as the prompt has
+opened it. A grammar is for what follows `</think>`"""
 MAX_GRAMMAR_BYTES = 1 << 16
 """of a schema, a regex, the choices or a grammar, as JSON; longer ones are refused"""
 GRAMMAR_LIMITS: dict[str, Any] = {

@@ -20,6 +20,7 @@ class TextStream:
         self.attempt = opened.attempt
         self._prompt_tokens = opened.prompt_tokens
         self._cached_tokens = opened.cached_tokens
+        self._starts_reasoning = opened.starts_reasoning
         self._phase_seconds = opened.phase_seconds
         """not sent yet; then 0"""
         self._table = table
@@ -89,6 +90,7 @@ class TextStream:
             attempt=self.attempt,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
+            starts_reasoning=self._starts_reasoning,
             phase_seconds=self._phase_seconds,
         )
         self._phase_seconds = (0.0, 0.0)

@@ -68,6 +68,7 @@ class Entry:
         """of the prompt, while nothing has come out of it; then 0"""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self._starts_reasoning = False
         self.phase_seconds = (0.0, 0.0)  # as in `StreamOpened`
         self._stop_reason: StopReason = None
         self.token_ids: list[int] = list(request.output_token_ids)
@@ -137,6 +138,7 @@ class Entry:
         self.num_bytes += len(text) + self._token_bytes * len(token_ids)
         self.num_prompt_tokens = delta.prompt_tokens
         self.num_cached_tokens = delta.cached_tokens
+        self._starts_reasoning = delta.starts_reasoning
         self._stop_reason = delta.stop_reason
         if not self.phase_seconds[1]:
             self.phase_seconds = delta.phase_seconds
@@ -162,6 +164,7 @@ class Entry:
             char_offset=self._told_chars,
             token_ids=token_ids,
             text=text,
+            starts_reasoning=self._starts_reasoning,
             logprobs=self._logprobs and self._logprobs[self._told_tokens :],
         )
 
@@ -191,6 +194,7 @@ class Entry:
             text="".join(self._text),
             token_ids=self.token_ids,
             finish_reason=reason,
+            starts_reasoning=self._starts_reasoning,
             stop_reason=self._why_stopped() if reason == "stop" else None,
             times=RequestTimes.of(
                 self.accepted_at, self.first_token_at, self.last_token_at, self.phase_seconds

@@ -31,7 +31,7 @@ async def chat(service: Service, request: ChatRequest, receive: Receive) -> Resp
     """Answers a conversation. Raises ApiError, RequestError, ClientDisconnect."""
     question = truncated(chat_fields(request, service.tags_are_tokens), service.max_model_len)
     generation = Generation(service, "chatcmpl", request, [question])
-    choices = [ChatChoice(index, request, service.starts_thinking) for index in range(request.n)]
+    choices = [ChatChoice(index, request) for index in range(request.n)]
     if request.stream:
         return generation.stream("chat.completion.chunk", choices)
     replies = await generation.replies(receive)
@@ -54,9 +54,9 @@ async def chat(service: Service, request: ChatRequest, receive: Receive) -> Resp
 class ChatChoice:
     """One answer: thinking, content and tool calls, told from its text."""
 
-    def __init__(self, index: int, request: ChatRequest, starts_thinking: bool) -> None:
+    def __init__(self, index: int, request: ChatRequest) -> None:
         self._index = index
-        self._splitter = ReasoningSplitter(starts_thinking)
+        self._splitter = ReasoningSplitter()
         has_tools = bool(request.tools) and request.tool_choice != "none"
         self._parser = ToolCallParser(is_forced(request)) if has_tools else None
         self._may_call_twice = request.parallel_tool_calls
@@ -72,6 +72,7 @@ class ChatChoice:
         """
         if not self._has_begun:
             self._has_begun = True
+            self._splitter = ReasoningSplitter(delta.starts_reasoning)
             yield ChatChunk(index=self._index, delta=Delta(role="assistant", content=""))
         deltas = list(self._deltas(*self._splitter.feed(delta.text)))
         logprobs = chat_logprobs(delta.logprobs, self._names_token_ids)
@@ -95,6 +96,7 @@ class ChatChoice:
 
     def whole(self, reply: GenerateReply) -> ChatChoiceReply:
         """The same from a whole answer."""
+        self._splitter = ReasoningSplitter(reply.starts_reasoning)
         deltas = [*self._deltas(*self._splitter.feed(reply.text)), *self._finish(reply)]
         content = "".join(one.content or "" for one in deltas)
         reasoning = "".join(one.reasoning_content or "" for one in deltas)

@@ -17,7 +17,7 @@ class ReasoningSplitter:
     tag, or newlines before it, is held back until it is clear.
 
     Args:
-        starts_thinking: the prompt ends with `<think>`, so that the text begins behind it.
+        starts_thinking: the prompt ends within `<think>`, so that the text begins in there.
     """
 
     def __init__(self, starts_thinking: bool = False) -> None:

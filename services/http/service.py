@@ -5,7 +5,6 @@ import time
 
 from penstock.launch.client import AsyncClient
 from penstock.protocol.checkpoint import max_request_bytes, read_model_config
-from penstock.protocol.client import ChatMessage
 from penstock.protocol.config import Config
 from penstock.services.http.errors import ApiError
 
@@ -28,18 +27,13 @@ class Service:
         self.max_request_bytes = max_request_bytes(config)
         self.max_answers = config.max_running + config.max_waiting_requests
         """to one HTTP request: the gateway would refuse more"""
-        self.starts_thinking = False
-        """the chat template ends with `<think>`, so that answers begin behind it"""
         self.tags_are_tokens = False
         """the vocabulary has `<tool_call>`"""
         self._was_ready = asyncio.Event()
 
     async def start(self) -> None:
-        """Waits for the pipeline, and looks at its chat template and vocabulary."""
+        """Waits for the pipeline, and looks at its vocabulary."""
         await self.client.status(wait=True)
-        prompt = await self.client.tokenize(messages=[ChatMessage(role="user", content="?")])
-        text = await self.client.detokenize(prompt.token_ids)
-        self.starts_thinking = text.rstrip().endswith("<think>")
         tag = await self.client.tokenize("<tool_call>")
         self.tags_are_tokens = len(tag.token_ids) == 1
         self._was_ready.set()

@@ -56,6 +56,7 @@ class Sequence:
         "priority",
         "prompt_logprobs",
         "published_content",
+        "reasoning",
         "request_id",
         "sampling",
         "scheduled_at",
@@ -73,7 +74,7 @@ class Sequence:
         self.request_id = request.request_id
         self.arrived_at = self.scheduled_at = self.first_token_at = 0.0
         """at the scheduler, of `time.monotonic`; 0: not yet"""
-        self.attempt = request.attempt
+        self.attempt, self.reasoning = request.attempt, request.reasoning
         self.client = request.client
         self.priority = request.priority
         self.admission = -1
@@ -218,6 +219,8 @@ class Sequence:
         if extras == RowExtras(self.num_prompt_tokens):
             return None
         extras.end_token_ids = sorted(self.stop_token_ids)
+        if sampling.structured_outputs:
+            extras.reasoning = self.reasoning
         return extras
 
 

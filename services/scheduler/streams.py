@@ -250,6 +250,7 @@ def _opened(sequence: Sequence) -> StreamOpened:
         prompt_logprobs=None if sequence.needs_prompt_logprobs else sequence.prompt_logprobs,
         prompt_tokens=end,
         cached_tokens=sequence.num_cached_tokens,
+        starts_reasoning=sequence.reasoning == "open",
         phase_seconds=sequence.phase_seconds(),
         finish_reason=sequence.finish_reason,
     )

@@ -18,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.client import ChatMessage, PromptFields
+from penstock.services.tokenizer.reasoning import SWITCH
 from penstock.services.tokenizer.time_limit import TimeLimitError, time_limit
 
 NOT_FOR_CLIENTS = frozenset(
@@ -52,6 +53,8 @@ class ChatTemplate:
             file = folder / "chat_template.jinja"
             source = file.read_text() if file.exists() else config.get("chat_template")
             self._template: Any = source and _environment().from_string(source)
+            self.opens_reasoning = SWITCH in (source or "")
+            """the model itself, where the prompt leaves it to it"""
         except (OSError, msgspec.MsgspecError, TemplateError, TypeError) as error:
             raise ModelError(f"the chat template of {folder} can't be read: {error}") from error
         self._special_tokens = {

@@ -23,6 +23,7 @@ from penstock.protocol.messages import (
 from penstock.protocol.plan import pack
 from penstock.protocol.process import Loop, Process
 from penstock.protocol.sockets import connect
+from penstock.protocol.structured import Reasoning
 from penstock.protocol.tracing import Tracer
 from penstock.services.tokenizer.grammar_check import GrammarChecker
 from penstock.services.tokenizer.prompts import PromptError, Tokenizer
@@ -76,13 +77,13 @@ class TokenizerProcess:
         begin = monotonic()
         try:
             with self.heartbeats.working():
-                token_ids = self.tokenizer.encode(request)
+                prompt = self.tokenizer.encode(request)
         except Exception as error:  # noqa: BLE001
             self._refuse(request, error)
             return
         wanted = request.sampling.structured_outputs
         if wanted is None:
-            self._pass_on(request, token_ids, begin)
+            self._pass_on(request, *prompt, begin)
             return
 
         def on_checked(reason: str) -> None:
@@ -90,7 +91,7 @@ class TokenizerProcess:
                 message = f"structured_outputs can't be served: {reason}"
                 self._refuse(request, PromptError("structured_outputs", message))
             else:
-                self._pass_on(request, token_ids, begin)
+                self._pass_on(request, *prompt, begin)
 
         self.grammars.check(wanted.to_llguidance(), on_checked)
 
@@ -103,7 +104,9 @@ class TokenizerProcess:
         except Exception as error:  # noqa: BLE001
             return Answered(message.number, _error_reply(error))
 
-    def _pass_on(self, request: TokenizeRequest, token_ids: list[int], begin: float) -> None:
+    def _pass_on(
+        self, request: TokenizeRequest, token_ids: list[int], reasoning: Reasoning, begin: float
+    ) -> None:
         self.schedulers[request.replica].send(
             TokenizedRequest(
                 request.request_id,
@@ -115,6 +118,7 @@ class TokenizerProcess:
                 cache_salt=request.cache_salt,
                 client=request.client,
                 priority=request.priority,
+                reasoning=reasoning,
             )
         )
         self.gateway.send(Tokenized(request.request_id, request.attempt, len(token_ids)))

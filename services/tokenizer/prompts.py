@@ -14,11 +14,13 @@ from penstock.protocol.client import (
     TokenizeReply,
 )
 from penstock.protocol.messages import TokenizeRequest
+from penstock.protocol.structured import Reasoning
 from penstock.services.tokenizer.chat_template import (
     NOT_FOR_CLIENTS,
     ChatTemplate,
     ChatTemplateError,
 )
+from penstock.services.tokenizer.reasoning import reasoning_after
 
 
 class PromptError(ValueError):
@@ -44,9 +46,9 @@ class Tokenizer:
         self._chat_template = ChatTemplate(folder)
         self._max_model_len = max_model_len
 
-    def encode(self, request: TokenizeRequest) -> list[int]:
-        """The prompt's token ids. Raises PromptError."""
-        token_ids = self._encode(request)
+    def encode(self, request: TokenizeRequest) -> tuple[list[int], Reasoning]:
+        """Returns the prompt's token ids, and how its answer begins. Raises PromptError."""
+        token_ids, text = self._encode(request)
         field = "messages" if request.messages else "prompt"
         if not token_ids:
             raise PromptError(field, f"{field} has no token")
@@ -56,7 +58,9 @@ class Tokenizer:
                 f"{field} has {len(token_ids)} tokens; at most {self._max_model_len - 1} leave "
                 f"room for an answer in the context of {self._max_model_len}",
             )
-        return token_ids
+        if text is None and request.sampling.structured_outputs:
+            text = self._decode(token_ids)
+        return token_ids, reasoning_after(text or "", self._chat_template.opens_reasoning)
 
     def answer(
         self, question: TokenizePromptRequest | DetokenizeRequest
@@ -64,21 +68,26 @@ class Tokenizer:
         """What a client wants to know. A prompt may be longer than the context here. Raises
         PromptError."""
         if isinstance(question, TokenizePromptRequest):
-            token_ids = self._encode(question)
+            token_ids, _ = self._encode(question)
             return TokenizeReply(token_ids=token_ids, max_model_len=self._max_model_len)
-        text = self._tokenizer.decode_batch([question.token_ids], skip_special_tokens=False)[0]
-        return DetokenizeReply(text=text)
+        return DetokenizeReply(text=self._decode(question.token_ids))
 
-    def _encode(self, request: PromptFields) -> list[int]:
-        token_ids = self._all_tokens(request)
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)[0])
+
+    def _encode(self, request: PromptFields) -> tuple[list[int], str | None]:
+        """Token ids, and the text as far as it is known and they end with it."""
+        token_ids, text = self._all_tokens(request)
         most = request.truncate_prompt_tokens
         if most is None or len(token_ids) <= most:
-            return token_ids
-        return token_ids[:most] if request.truncation_side == "right" else token_ids[-most:]
+            return token_ids, text
+        if request.truncation_side == "right":
+            return token_ids[:most], None
+        return token_ids[-most:], text
 
-    def _all_tokens(self, request: PromptFields) -> list[int]:
+    def _all_tokens(self, request: PromptFields) -> tuple[list[int], str | None]:
         if isinstance(request.prompt, list):
-            return request.prompt
+            return request.prompt, None
         text, adds_special = request.prompt, True
         if text is None:
             text, adds_special = self._render(request), False
@@ -86,7 +95,7 @@ class Tokenizer:
             adds_special = request.add_special_tokens
         # of the methods that encode, those of a batch let other threads run meanwhile
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)
-        return list(encoding.ids)
+        return list(encoding.ids), text
 
     def _render(self, request: PromptFields) -> str:
         if taken := sorted(NOT_FOR_CLIENTS & request.chat_template_kwargs.keys()):

@@ -11,10 +11,12 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from penstock.protocol.checkpoint import ModelError
-from penstock.protocol.structured import GRAMMAR_LIMITS, StructuredOutputs
+from penstock.protocol.structured import GRAMMAR_LIMITS, Reasoning, StructuredOutputs
 
 Bitmask = NDArray[np.int32]
 """int32 [rows, ceil(vocab_size / 32)]: bit i of word w is token 32 w + i"""
+TAGS = ("<think>", "</think>")
+"""around reasoning"""
 
 
 class _Words:
@@ -36,8 +38,35 @@ class _Words:
         masks[..., self._at] &= ~self._bits
 
 
+class _State:
+    """How far a row's output has come."""
+
+    def __init__(self, matcher: LLMatcher, reasoning: Reasoning, tags: tuple[int, int]) -> None:
+        """tags: as `Grammars._tags`."""
+        self.matcher = matcher
+        self.reasoning = reasoning if min(tags) >= 0 else "none"
+        """"open": the grammar begins after `</think>`; "optional": the next token may be `<think>`,
+        see `opening_tag`"""
+        self._tags = tags
+
+    def take(self, token_id: int) -> None:
+        """The row has said this token; the next mask shows whether the grammar refused it."""
+        begin, end = self._tags
+        if self.reasoning == "open":
+            self.reasoning = "none" if token_id == end else "open"
+        elif (
+            self.reasoning == "optional"
+            and token_id == begin
+            and not self.matcher.validate_tokens([begin])
+        ):
+            self.reasoning = "open"
+        else:
+            self.reasoning = "none"
+            self.matcher.consume_token(token_id)
+
+
 class _Row:
-    def __init__(self, compiled: "Future[LLMatcher]", end_token_ids: Iterable[int]) -> None:
+    def __init__(self, compiled: "Future[_State]", end_token_ids: Iterable[int]) -> None:
         self.compiled = compiled
         self.end_token_ids = frozenset(end_token_ids)
         self.end_words = _Words(end_token_ids)
@@ -45,7 +74,7 @@ class _Row:
         self.failure = ""
 
     @cached_property
-    def matcher(self) -> LLMatcher:
+    def state(self) -> _State:
         """Waits for it."""
         return self.compiled.result()
 
@@ -61,6 +90,9 @@ class Grammars:
     that may overlap, `minProperties` and `patternProperties` in some places. What is no keyword of
     the schema's draft means nothing, as in JSON Schema. It departs from a schema in one point:
     keys that only `additionalProperties` or `patternProperties` describe may come twice.
+
+    A grammar is for what follows `</think>` where an answer begins with reasoning. In there all
+    tokens are allowed but the row's end tokens: a text that has ended matches its grammar.
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
@@ -89,9 +121,10 @@ class Grammars:
         spec: StructuredOutputs,
         output_token_ids: list[int],
         end_token_ids: list[int],
+        reasoning: Reasoning = "none",
     ) -> None:
         """Begins to compile the grammar of a row, which has said `output_token_ids` already."""
-        compiled = self._compiler.submit(self._compile, spec, output_token_ids)
+        compiled = self._compiler.submit(self._compile, spec, output_token_ids, reasoning)
         known = [token_id for token_id in end_token_ids if token_id < 32 * self._num_words]
         self._rows[slot] = _Row(compiled, known)
 
@@ -113,7 +146,14 @@ class Grammars:
         if token_id in row.end_token_ids:
             row.ended = True
         elif not row.ended:
-            row.matcher.consume_token(token_id)  # the next mask tells if it was refused
+            row.state.take(token_id)
+
+    def opening_tag(self, slot: int) -> int:
+        """The token with which the row may begin to reason now, if the model draws it from all
+        tokens; -2: there is none. The mask does not say it: where a grammar forbids what the model
+        likes, the tag would be drawn for want of something better."""
+        state = self._rows[slot].state
+        return self._tags[0] if state.reasoning == "optional" else -2
 
     def bitmask(self, slots: list[int]) -> tuple[Bitmask, dict[int, str]]:
         """The tokens that each of `slots` may draw next, and why rows can't go on.
@@ -134,36 +174,56 @@ class Grammars:
         }
 
     def _fill(self, masks: Bitmask, rows: list[_Row]) -> None:
-        going = [(row.matcher, index) for index, row in enumerate(rows) if _goes_on(row)]
+        tokenizer = self._tokenizer.result()
+        thinks = [row.state.reasoning == "open" for row in rows]
+        going = [
+            (row.state.matcher, index)
+            for index, row in enumerate(rows)
+            if not thinks[index] and _goes_on(row)
+        ]
         if going:
-            tokenizer = self._tokenizer.result()
             # as wide as the tokenizer's vocabulary, which may be smaller than the model's
             width = (tokenizer.vocab_size + 31) // 32
             texts = masks if width == self._num_words else np.zeros((len(rows), width), np.int32)
             fill_next_token_bitmask_par(self._executor, going, texts)
             masks[:, :width] = texts
-            _Words(tokenizer.eos_tokens).forbid(masks)
-        may_end = {index: matcher.is_accepting() for matcher, index in going}
+        masks[thinks] = -1
+        _Words(tokenizer.eos_tokens).forbid(masks)
+        may_end = [not is_thinking for is_thinking in thinks]
+        for matcher, index in going:
+            may_end[index] = matcher.is_accepting()
         for index, row in enumerate(rows):
-            change = row.end_words.allow if may_end.get(index, True) else row.end_words.forbid
+            change = row.end_words.allow if may_end[index] else row.end_words.forbid
             change(masks[index])
         for matcher, index in going:
             rows[index].failure = _failure(matcher)
 
-    def _compile(self, spec: StructuredOutputs, output_token_ids: list[int]) -> LLMatcher:
+    @cached_property
+    def _tags(self) -> tuple[int, int]:
+        """The tokens `<think>` and `</think>`; -1: the vocabulary has no such token."""
+        tokenizer = self._tokenizer.result()
+        tags = [tokenizer.tokenize_str(tag, parse_special=True) for tag in TAGS]
+        begin, end = (ids[0] if len(ids) == 1 else -1 for ids in tags)
+        return begin, end
+
+    def _compile(
+        self, spec: StructuredOutputs, output_token_ids: list[int], reasoning: Reasoning
+    ) -> _State:
         limits = LLParserLimits(**GRAMMAR_LIMITS)
         matcher = LLMatcher(
             self._tokenizer.result(), spec.to_llguidance(), log_level=0, limits=limits
         )
-        matcher.consume_tokens(output_token_ids)
-        return matcher
+        state = _State(matcher, reasoning, self._tags)
+        for token_id in output_token_ids:
+            state.take(token_id)
+        return state
 
 
 def _goes_on(row: _Row) -> bool:
     """Whether its text is not at its end; waits for its matcher."""
     if not row.ended and not row.failure:
-        row.failure = _failure(row.matcher)
-        row.ended = row.matcher.is_stopped()
+        row.failure = _failure(row.state.matcher)
+        row.ended = row.state.matcher.is_stopped()
     return not row.ended and not row.failure
 
 

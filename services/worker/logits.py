@@ -9,9 +9,11 @@ Rank 0 gets the logits of the rows that ask; the other ranks take part in its co
 they, too, must know which rows ask.
 """
 
+import math
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -122,7 +124,7 @@ class SecondPass:
         if extra.has_penalties:
             extra.place = self._penalties.add(extras, *self._to_device(prompt, output))
         if extras.structured_outputs and self._grammars:
-            given = output.tolist(), extras.end_token_ids
+            given = output.tolist(), extras.end_token_ids, extras.reasoning
             self._grammars.add(row.slot, extras.structured_outputs, *given)
 
     def _remove(self, slot: int) -> None:
@@ -147,7 +149,8 @@ class SecondPass:
             (index,) = self._to_device(rows.sampled[part])
             logits = self._model.head.join(computed.logits[index])
             if logits is not None:
-                computed.tokens[index] = self._sample(part, rows, logits, index, way)
+                drawn = computed.tokens[index]
+                computed.tokens[index] = self._sample(part, rows, logits, drawn, index, way)
         return way
 
     def _tell_prompt(self, row: list[int], hidden_states: Tensor, way: OnItsWay) -> None:
@@ -175,10 +178,17 @@ class SecondPass:
             self._awaited.clear()
 
     def _sample(
-        self, which: Integers, rows: Rows, logits: Tensor, index: Tensor, way: OnItsWay
+        self,
+        which: Integers,
+        rows: Rows,
+        logits: Tensor,
+        drawn: Tensor,
+        index: Tensor,
+        way: OnItsWay,
     ) -> Tensor:
         """Draws for some of the sampled rows, at most MAX_ROWS; which: indices among these;
-        index: among all rows; logits: theirs, which are overwritten."""
+        index: among all rows; logits: theirs, which are overwritten; drawn: by these as they are.
+        """
         table = rows.table[rows.sampled[which]]
         extras = [self.rows[slot] for slot in table[:, 0].tolist()]
         penalized = [n for n, row in enumerate(extras) if row.place >= 0]
@@ -190,7 +200,7 @@ class SecondPass:
         if penalized:
             logits[on_penalized] = self._penalties.apply(logits[on_penalized], places)
         self._add_bias(logits, extras, table)
-        self._restrict(logits, extras, which, table, way)
+        self._restrict(logits, drawn, which, table, way)
         slots, positions = self._buffers.slots[index], self._buffers.next_positions[index]
         tokens = draw(logits, self._slots, slots, positions)
         if penalized:
@@ -213,10 +223,11 @@ class SecondPass:
         logits.view(-1).index_add_(0, flat, to_device(values.astype(np.float32), self._device))
 
     def _restrict(
-        self, logits: Tensor, extras: list[ExtraRow], which: Integers, table: Record, way: OnItsWay
+        self, logits: Tensor, drawn: Tensor, which: Integers, table: Record, way: OnItsWay
     ) -> None:
-        """Leaves what grammars allow."""
-        restricted = [n for n, row in enumerate(extras) if row.extras.structured_outputs]
+        """Leaves what grammars allow, or `<think>` where a row may begin with it and drew it."""
+        slots = table[:, 0].tolist()
+        restricted = [n for n, s in enumerate(slots) if self.rows[s].extras.structured_outputs]
         if not restricted or not self._grammars:
             return
         slots = table[restricted, 0].tolist()
@@ -225,6 +236,12 @@ class SecondPass:
         way.failed.extend((self._awaited[slot], reason) for slot, reason in failed.items())
         (index,) = self._to_device(restricted)
         logits[index] = apply_bitmask(logits[index], to_device(bitmask, self._device))
+        tags = [self._grammars.opening_tag(slot) for slot in slots]
+        if max(tags) >= 0:
+            (tag,) = self._to_device(tags)
+            only = torch.full_like(logits[index], -math.inf)
+            only.scatter_(1, tag.clamp(min=0)[:, None], 0.0)
+            logits[index] = torch.where((drawn[index] == tag)[:, None], only, logits[index])
 
     def _to_device(self, *lists: Integers | list[int]) -> tuple[Tensor, ...]:
         return integers_to_device(lists, self._device)

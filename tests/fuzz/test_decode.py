@@ -77,7 +77,7 @@ def use_tokens(message: TokenDelta) -> None:
 def use_prompt(message: TokenizeRequest) -> None:
     pack(message.output_token_ids)
     try:
-        pack(TOKENIZER.encode(message))
+        pack(TOKENIZER.encode(message)[0])
     except PromptError:
         return
 

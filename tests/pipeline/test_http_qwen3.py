@@ -124,3 +124,56 @@ def test_guided(api: Api, extra: dict[str, Any]) -> None:
 
 def test_guided_json(api: Api) -> None:
     assert json.loads(api.text(extra_body={"guided_json": {"const": 5}})) == 5
+
+
+IN_THOUGHT: list[Any] = [
+    {"role": "user", "content": "17+25="},
+    {"role": "assistant", "content": "<think>\nWell"},
+]
+"""the prompt ends within a thought, as with a template that ends with `<think>`"""
+CLOSES = {"260": 100}
+"""a bias that makes the demo model, which never thinks, write `</think>` wherever it may"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_follows_the_thought(api: Api, stream: bool) -> None:
+    """`</think>` is no part of the grammar, and what comes before it is no part of the content."""
+    fields: dict[str, Any] = {
+        "logit_bias": CLOSES,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}},
+        "extra_body": {"continue_final_message": True},
+    }
+    answer = api.chat(IN_THOUGHT, stream=stream, **fields)
+    content = content_of(answer) if stream else answer.choices[0].message.content
+    jsonschema.validate(json.loads(content), SCHEMA)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_follows_the_thought(api: Api, stream: bool) -> None:
+    answer = api.chat(
+        IN_THOUGHT,
+        stream=stream,
+        logit_bias=CLOSES,
+        tools=[TOOL],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        extra_body={"continue_final_message": True},
+    )
+    if stream:
+        deltas = [chunk.choices[0].delta for chunk in answer]
+        calls = [call for delta in deltas for call in delta.tool_calls or []]
+    else:
+        assert answer.choices[0].finish_reason == "tool_calls"
+        calls = answer.choices[0].message.tool_calls
+    arguments = "".join(call.function.arguments for call in calls)
+    jsonschema.validate(json.loads(arguments), SCHEMA)  # type: ignore[arg-type]
+
+
+def test_what_ends_within_the_thought_is_reasoning(api: Api) -> None:
+    fields: dict[str, Any] = {"max_tokens": 3, "extra_body": {"continue_final_message": True}}
+    message = api.chat(IN_THOUGHT, **fields).choices[0].message
+    assert message.reasoning_content
+    assert not message.content
+    chunks = list(api.chat(IN_THOUGHT, stream=True, **fields))
+    assert content_of(chunks, "reasoning_content") == message.reasoning_content
+    assert content_of(chunks) == ""

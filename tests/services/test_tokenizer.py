@@ -40,21 +40,25 @@ def request(request_id: str = "r", **fields: Any) -> TokenizeRequest:
     return TokenizeRequest(request_id, 0, SamplingParams(), **fields)
 
 
+def encode(asked: TokenizeRequest) -> list[int]:
+    return TOKENIZER.encode(asked)[0]
+
+
 def test_text() -> None:
-    assert len(TOKENIZER.encode(request(prompt="née"))) == len("née".encode())
+    assert len(encode(request(prompt="née"))) == len("née".encode())
 
 
 def test_token_ids_are_taken_as_they_are() -> None:
-    assert TOKENIZER.encode(request(prompt=[5, 6])) == [5, 6]
+    assert encode(request(prompt=[5, 6])) == [5, 6]
 
 
 @pytest.mark.parametrize(("side", "kept"), [("left", [7, 8]), ("right", [5, 6])])
 def test_a_long_prompt_is_cut_where_that_is_wanted(side: str, kept: list[int]) -> None:
     cut = {"truncate_prompt_tokens": 2, "truncation_side": side}
-    assert TOKENIZER.encode(request(prompt=[5, 6, 7, 8], **cut)) == kept
-    assert TOKENIZER.encode(request(prompt=[5], **cut)) == [5]
-    assert len(TOKENIZER.encode(request(prompt="a" * 100, truncate_prompt_tokens=63))) == 63
-    assert len(TOKENIZER.encode(request(prompt="a", truncate_prompt_tokens=9))) == 1
+    assert encode(request(prompt=[5, 6, 7, 8], **cut)) == kept
+    assert encode(request(prompt=[5], **cut)) == [5]
+    assert len(encode(request(prompt="a" * 100, truncate_prompt_tokens=63))) == 63
+    assert len(encode(request(prompt="a", truncate_prompt_tokens=9))) == 1
 
 
 def test_special_tokens_are_added_to_prompts_only_unless_given(tmp_path: Path) -> None:
@@ -71,7 +75,11 @@ def test_special_tokens_are_added_to_prompts_only_unless_given(tmp_path: Path) -
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(made))
     shutil.copy(folder / "tokenizer_config.json", tmp_path)
-    encode = Tokenizer(tmp_path, max_model_len=64).encode
+    tokenizer = Tokenizer(tmp_path, max_model_len=64)
+
+    def encode(asked: TokenizeRequest) -> list[int]:
+        return tokenizer.encode(asked)[0]
+
     messages = [ChatMessage(role="user", content="hi")]
     assert encode(request(prompt="a"))[0] == 7
     assert encode(request(prompt="a", add_special_tokens=False))[0] == ord("a")
@@ -83,27 +91,27 @@ def test_messages_go_through_the_chat_template() -> None:
     """With the template's own arguments; it knows no tools and leaves them out."""
     messages = [ChatMessage(role="user", content="hi")]
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert TOKENIZER.encode(request(messages=messages)) == TOKENIZER.encode(request(prompt=text))
+    assert encode(request(messages=messages)) == encode(request(prompt=text))
     asked = request(
         messages=messages,
         tools=[{"type": "function", "function": {"name": "f"}}],
         chat_template_kwargs={"enable_thinking": False},
     )
     silent = request(prompt=text + "<think>\n\n</think>\n\n")
-    assert TOKENIZER.encode(asked) == TOKENIZER.encode(silent)
+    assert encode(asked) == encode(silent)
 
 
 def test_what_a_client_can_not_give_to_the_template() -> None:
     messages = [ChatMessage(role="user", content="hi")]
     with pytest.raises(PromptError, match="has messages, which it can't set") as caught:
-        TOKENIZER.encode(request(messages=messages, chat_template_kwargs={"messages": []}))
+        encode(request(messages=messages, chat_template_kwargs={"messages": []}))
     assert caught.value.field == "chat_template_kwargs"
 
 
 def test_the_context_limit_and_one_more() -> None:
-    assert len(TOKENIZER.encode(request(prompt="x" * 63))) == 63
+    assert len(encode(request(prompt="x" * 63))) == 63
     with pytest.raises(PromptError, match=r"64 tokens; at most 63 .* context of 64") as caught:
-        TOKENIZER.encode(request(prompt="x" * 64))
+        encode(request(prompt="x" * 64))
     assert caught.value.field == "prompt"
 
 

@@ -48,7 +48,7 @@ def logprob(token: str, value: float = -1.0, *top: Logprob) -> TokenLogprobs:
 
 
 def streamed(text: str, asked: ChatRequest, size: int = 1) -> list[dict[str, Any]]:
-    choice = ChatChoice(0, asked, starts_thinking=False)
+    choice = ChatChoice(0, asked)
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
     chunks = [chunk for piece in pieces for chunk in choice.grow(delta(piece))]
     chunks += choice.end(reply(text))
@@ -56,7 +56,7 @@ def streamed(text: str, asked: ChatRequest, size: int = 1) -> list[dict[str, Any
 
 
 def whole(text: str, asked: ChatRequest, *args: Any) -> ChatChoiceReply:
-    return ChatChoice(0, asked, starts_thinking=False).whole(reply(text, *args))
+    return ChatChoice(0, asked).whole(reply(text, *args))
 
 
 def joined(chunks: list[dict[str, Any]], field: str) -> str:
@@ -66,7 +66,7 @@ def joined(chunks: list[dict[str, Any]], field: str) -> str:
 def test_the_reason_of_a_stop_is_reported_as_by_vllm() -> None:
     ended = reply("hello", stop_reason="!")
     for choice in (
-        ChatChoice(0, request(), starts_thinking=False),
+        ChatChoice(0, request()),
         CompletionChoice(0, COMPLETION),
     ):
         first, *_ = choice.grow(delta("hello"))
@@ -146,7 +146,7 @@ def test_an_answer_cut_short_is_no_call() -> None:
 
 def test_a_forced_call_that_is_cut_off() -> None:
     asked = request(has_tools=True, tool_choice="required")
-    choice = ChatChoice(0, asked, starts_thinking=False).whole(reply(CALL[:-15], "length"))
+    choice = ChatChoice(0, asked).whole(reply(CALL[:-15], "length"))
     (call,) = choice.message.tool_calls  # type: ignore[misc]
     assert (call.function.name, call.function.arguments) == ("f", '{"a": 1')
     assert (choice.finish_reason, choice.message.content) == ("length", None)
@@ -154,7 +154,7 @@ def test_a_forced_call_that_is_cut_off() -> None:
 
 def test_logprobs_of_a_chat() -> None:
     other = Logprob(token_id=1, token="b", logprob=-2.0, bytes=[98])  # noqa: S106
-    choice = ChatChoice(0, request(), starts_thinking=False)
+    choice = ChatChoice(0, request())
     chunks = list(choice.grow(delta("a", logprobs=[logprob("a", -1.0, other)])))
     content = msgspec.json.decode(ENCODER.encode(chunks[1]))["logprobs"]["content"]
     assert content == [
@@ -168,7 +168,7 @@ def test_logprobs_of_a_chat() -> None:
 
 
 def test_logprobs_are_told_where_the_text_is_held_back() -> None:
-    choice = ChatChoice(0, request(), starts_thinking=False)
+    choice = ChatChoice(0, request())
     chunks = list(choice.grow(delta("<", logprobs=[logprob("<")])))
     assert [chunk.logprobs is None for chunk in chunks] == [True, False]
     assert chunks[1].delta.content == ""
@@ -185,7 +185,7 @@ def test_reasoning_is_left_out_where_it_is_not_wanted() -> None:
 
 def test_token_ids() -> None:
     """Of each piece of a stream once, whatever the pieces of its text are."""
-    choice = ChatChoice(0, request(return_token_ids=True), starts_thinking=False)
+    choice = ChatChoice(0, request(return_token_ids=True))
     chunks = list(choice.grow(delta("<think>\nhm\n</think>\n\nanswer")))
     assert [chunk.token_ids for chunk in chunks] == [UNSET, [1], UNSET]
     assert choice.whole(reply("a")).token_ids == []
@@ -213,7 +213,7 @@ def test_tokens_named_by_their_ids() -> None:
 
 def test_each_token_is_seen_in_a_stream() -> None:
     """Benchmarks time tokens by chunks, also of a token without text: half a character, EOS."""
-    choice, text = ChatChoice(0, request(), starts_thinking=False), CompletionChoice(0, COMPLETION)
+    choice, text = ChatChoice(0, request()), CompletionChoice(0, COMPLETION)
     for piece in ("", "a", ""):
         *_, chunk = choice.grow(delta(piece))
         assert chunk.delta.content == piece
@@ -271,3 +271,29 @@ def test_prompt_logprobs_have_ranks() -> None:
     assert second["1"].rank == 1
     assert second["98"].rank is None
     assert second["98"].decoded_token == "b"  # noqa: S105
+
+
+def test_the_reply_says_whether_the_text_begins_with_reasoning() -> None:
+    """The prompt of one request may end within a thought, and that of the next may not."""
+    text = 'Well\n</think>\n\n{"a": 1}'
+    for starts, expected in ((True, ("Well", '{"a": 1}')), (False, ("", text))):
+        whole = reply(text)
+        whole.starts_reasoning = starts
+        message = ChatChoice(0, request()).whole(whole).message
+        assert (message.reasoning_content or "", message.content) == expected
+        choice, told = ChatChoice(0, request()), ["", ""]
+        for number, character in enumerate(text):
+            delta = TextDelta(
+                request_id="r",
+                token_offset=number,
+                char_offset=number,
+                token_ids=[number],
+                text=character,
+                starts_reasoning=starts,
+            )
+            for chunk in choice.grow(delta):
+                told[0] += chunk.delta.reasoning_content or ""
+                told[1] += chunk.delta.content or ""
+        for chunk in choice.end(whole):
+            told[1] += chunk.delta.content or ""
+        assert tuple(told) == expected

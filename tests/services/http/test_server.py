@@ -48,7 +48,7 @@ def test_what_is_not_finished_when_the_server_stops_is_a_503(serve: Serve) -> No
     threads = [threading.Thread(target=ask, kwargs=one) for one in asked]
     for thread in threads:
         thread.start()
-    served.asked.wait_for(4 + len(threads))  # with those of its start
+    served.asked.wait_for(2 + len(threads))  # with those of its start
     served.stop()
     for thread in threads:
         thread.join()

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.protocol.plan import RowExtras, SampledTokens, pack
 from penstock.protocol.structured import StructuredOutputs
+from penstock.services.scheduler.streams import _opened
 from tests.services.scheduler.builders import long_prompt, make_sequence
 from tests.services.scheduler.reference import EOS
 from tests.services.scheduler.simulation import Simulation
@@ -139,3 +140,17 @@ def test_a_void_guess_without_a_token_fails_nobody() -> None:
             assert sequence.token_ids[-1] == wrong
             return
     raise AssertionError("nothing was guessed")
+
+
+def test_a_grammar_knows_how_its_answer_begins() -> None:
+    """And the detokenizer whether the text begins with reasoning; rows without a grammar pay
+    nothing."""
+    sequence = make_sequence(structured_outputs=StructuredOutputs(regex="a"))
+    sequence.reasoning = "open"
+    extras = sequence.as_row().extras
+    assert extras
+    assert extras.reasoning == "open"
+    plain = make_sequence()
+    plain.reasoning = "open"
+    assert plain.as_row().extras is None
+    assert [_opened(one).starts_reasoning for one in (plain, make_sequence())] == [True, False]

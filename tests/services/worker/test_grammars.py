@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.protocol.config import Config
-from penstock.protocol.structured import StructuredOutputs
+from penstock.protocol.structured import Reasoning, StructuredOutputs
 from penstock.services.worker.grammars import Grammars
 
 FOLDER = Config().model_folder
@@ -184,3 +185,90 @@ def test_a_larger_vocabulary() -> None:
     masks, _ = grammars.bitmask([0])
     assert masks.shape == (1, 32)
     assert max(ids(masks[0])) == 261
+
+
+# ---- reasoning -------------------------------------------------------------------------------
+
+QWEN3_VOCAB_SIZE = 151_936
+QWEN3_THINK, QWEN3_END_THINK, QWEN3_IM_END = 151_667, 151_668, 151_645
+
+
+@pytest.fixture(scope="module")
+def of_qwen3(qwen3_folder: Path) -> Grammars:
+    return Grammars(qwen3_folder, QWEN3_VOCAB_SIZE)
+
+
+def begin(grammars: Grammars, said: list[int], reasoning: Reasoning, **fields: Any) -> None:
+    grammars.remove(0)
+    grammars.add(0, StructuredOutputs(**fields), said, [QWEN3_IM_END], reasoning)
+
+
+def allowed_of_qwen3(grammars: Grammars) -> set[int]:
+    masks, failed = grammars.bitmask([0])
+    assert failed == {}
+    return ids(masks[0])
+
+
+def test_a_grammar_begins_after_an_open_thought(of_qwen3: Grammars) -> None:
+    """In there everything may be said, but nothing may end the text; however it was resumed."""
+    begin(of_qwen3, [], "open", choice=["0", "1"])
+    thought = [32313, 11, QWEN3_THINK, 198]
+    for token_id in [*thought, QWEN3_END_THINK]:
+        free = allowed_of_qwen3(of_qwen3)
+        assert {token_id, QWEN3_END_THINK, 0, 15} < free
+        assert QWEN3_IM_END not in free
+        of_qwen3.accept(0, token_id)
+    zero_and_one = {15, 16}
+    assert allowed_of_qwen3(of_qwen3) == zero_and_one
+    begin(of_qwen3, [*thought, QWEN3_END_THINK], "open", choice=["0", "1"])
+    assert allowed_of_qwen3(of_qwen3) == zero_and_one
+    begin(of_qwen3, [*thought, QWEN3_END_THINK, 15], "open", choice=["0", "1"])
+    assert allowed_of_qwen3(of_qwen3) == {QWEN3_IM_END}
+    begin(of_qwen3, thought, "open", choice=["0", "1"])
+    assert len(allowed_of_qwen3(of_qwen3)) > QWEN3_VOCAB_SIZE - 10
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_model_may_open_a_thought_first(of_qwen3: Grammars, resumes: bool) -> None:
+    """Then the grammar waits; a model that answers at once follows it at once."""
+
+    def say(*token_ids: int) -> set[int]:
+        for said, token_id in enumerate(token_ids):
+            if resumes:
+                begin(of_qwen3, list(token_ids[:said]), "optional", choice=["0", "1"])
+            assert of_qwen3.opening_tag(0) == (-2 if said else QWEN3_THINK)
+            assert token_id in allowed_of_qwen3(of_qwen3) | {of_qwen3.opening_tag(0)}
+            of_qwen3.accept(0, token_id)
+        return allowed_of_qwen3(of_qwen3)
+
+    begin(of_qwen3, [], "optional", choice=["0", "1"])
+    assert allowed_of_qwen3(of_qwen3) == {15, 16}
+    assert say(16) == {QWEN3_IM_END}
+    begin(of_qwen3, [], "optional", choice=["0", "1"])
+    assert say(QWEN3_THINK, 198, 0, QWEN3_END_THINK) == {15, 16}
+
+
+def test_a_closed_thought_leaves_nothing_but_the_grammar(of_qwen3: Grammars) -> None:
+    begin(of_qwen3, [], "none", choice=["0", "1"])
+    assert allowed_of_qwen3(of_qwen3) == {15, 16}
+
+
+def test_a_grammar_may_have_the_thought_itself(of_qwen3: Grammars) -> None:
+    begin(of_qwen3, [], "optional", grammar='start: <think> "0" </think> "1"')
+    for token_id in (QWEN3_THINK, 15, QWEN3_END_THINK, 16):
+        assert allowed_of_qwen3(of_qwen3) == {token_id}
+        of_qwen3.accept(0, token_id)
+    assert allowed_of_qwen3(of_qwen3) == {QWEN3_IM_END}
+
+
+def test_rows_in_thought_stand_beside_others(grammars: Grammars) -> None:
+    """By a vocabulary that is smaller than the model's."""
+    add(grammars, 0, regex="a")
+    grammars.add(1, StructuredOutputs(regex="b"), [], ENDS, "open")
+    add(grammars, 2, b"c", regex="c")
+    masks, failed = grammars.bitmask([0, 1, 2])
+    assert not failed
+    assert ids(masks[0]) == {ord("a")}
+    assert ids(masks[1]) >= set(range(256)) | {THINK}
+    assert not ids(masks[1]) & set(ENDS)
+    assert ids(masks[2]) == set(ENDS)

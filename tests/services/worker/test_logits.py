@@ -1,19 +1,16 @@
 """Rows that ask for more than a token, by the real model: transformers' logits, changed by hand."""
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from penstock.protocol.config import Config
 from penstock.protocol.logprobs import PackedLogprobs
-from penstock.protocol.plan import BatchPlan, RowAdded, RowExtras
-from penstock.protocol.structured import StructuredOutputs
+from penstock.protocol.plan import BatchPlan, RowExtras
 from penstock.services.worker import logits as second_pass
 from penstock.services.worker.told import Told
 from tests.models.forward import random_prompts
@@ -220,74 +217,3 @@ def test_refuses_a_bias_of_a_token_that_the_model_does_not_have(folder: Path) ->
     added = [row(0, PROMPT, range(5), extras=extras(logit_bias={264: 1.0}))]
     with pytest.raises(ValueError, match="bias of token 264; ids go up to 263"):
         make_runner(folder).launch(plan(added=added, chunks=[(0, 37)]))
-
-
-class Chats:
-    """The demo model: rows that answer, with and without a grammar."""
-
-    def __init__(self) -> None:
-        self.driver = Driver(make_runner(Config().model_folder, num_blocks=100))
-        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(Config().model_folder)
-        self.failed: list[tuple[int, str]] = []
-        launch = self.driver.runner.launch
-
-        def launch_and_listen(step_plan: BatchPlan):  # type: ignore[no-untyped-def]
-            step = launch(step_plan)
-            self.failed += step.told().failed
-            return step
-
-        self.driver.runner.launch = launch_and_listen  # type: ignore[method-assign]
-
-    def row(self, slot: int, prompt: str, regex: str | None, output: str = "") -> RowAdded:
-        given = self.tokenizer.encode(prompt)
-        asked = None
-        if regex:
-            grammar = StructuredOutputs(regex=regex)
-            end = [self.tokenizer.eos_token_id]
-            asked = extras(given, structured_outputs=grammar, end_token_ids=end)
-        given = given + self.tokenizer.encode(output)
-        return row(slot, given, range(8 * slot, 8 * slot + 8), extras=asked)
-
-    def add(self, *added: RowAdded, removed: Sequence[int] = ()) -> None:
-        chunks = [(one.slot, len(one.token_ids) // 4) for one in added]
-        for slot in removed:
-            self.driver.tokens.pop(slot)
-        running = {*self.driver.tokens, *(one.slot for one in added)}
-        self.driver.step(plan(removed=removed, added=added, chunks=chunks), *running)
-
-    def text(self, slot: int) -> str:
-        """Up to the first EOS."""
-        text: str = self.tokenizer.decode(self.driver.tokens[slot])
-        return text.partition(self.tokenizer.eos_token)[0]
-
-
-def test_grammars() -> None:
-    """Beside rows without; a row takes another's slot in the plan that removes it."""
-    chats = Chats()
-    chats.add(chats.row(0, "count from 3 to 9", None), chats.row(1, "17+25=", "[a-f]{5}"))
-    chats.driver.decode(3, 0, 1)
-    chats.add(chats.row(2, "17+25=", "4[0-9]|[A-Z]{4}"))
-    chats.driver.decode(4, 0, 1, 2)
-    assert re.fullmatch("[a-f]{5}", chats.text(1))
-    assert chats.text(2) == "42"
-    chats.add(chats.row(1, "17+25=", "xyz{3}abc", output="xyzz"), removed=[1])
-    chats.driver.decode(10, 0, 1, 2)
-    assert chats.text(1) == "zabc"
-    assert chats.driver.tokens[0] == alone("count from 3 to 9", 20)
-    assert not chats.failed
-
-
-def alone(prompt: str, num_tokens: int) -> list[int]:
-    chats = Chats()
-    chats.add(chats.row(0, prompt, None))
-    chats.driver.decode(num_tokens - 1, 0)
-    return chats.driver.tokens[0]
-
-
-def test_a_row_whose_grammar_fails_says_so() -> None:
-    chats = Chats()
-    chats.add(chats.row(0, "17+25=", None), chats.row(4, "17+25=", "ab", output="x"))
-    chats.driver.decode(2, 0, 4)
-    assert [index for index, _ in chats.failed] == [1, 1, 1]
-    assert "grammar" in chats.failed[0][1]
-    assert chats.driver.tokens[0] == alone("17+25=", 3)

@@ -1,0 +1,74 @@
+"""How an answer begins, by Qwen3's own vocabulary and template."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.protocol.client import ChatMessage
+from penstock.protocol.messages import TokenizeRequest
+from penstock.protocol.sampling import SamplingParams
+from penstock.protocol.structured import StructuredOutputs
+from penstock.services.tokenizer.prompts import Tokenizer
+
+USER = ChatMessage(role="user", content="What do <think> and </think> mean? <think>")
+THINKING = """{%- for message in messages -%}
+{{- "<|im_start|>" + message.role + "\n" + message.content + "<|im_end|>\n" -}}
+{%- endfor -%}{{- "<|im_start|>assistant\n<think>\n" -}}"""
+"""ends as that of Qwen3-Thinking-2507"""
+NEVER = THINKING.replace("<think>\n", "")
+"""and as that of Qwen3-Instruct-2507"""
+REASONING: dict[str, tuple[str | None, dict[str, Any], str]] = {
+    "hybrid": (None, {"messages": [USER]}, "optional"),
+    "hybrid, on": (
+        None,
+        {"messages": [USER], "chat_template_kwargs": {"enable_thinking": True}},
+        "optional",
+    ),
+    "hybrid, off": (
+        None,
+        {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}},
+        "none",
+    ),
+    "no answer wanted": (None, {"messages": [USER], "add_generation_prompt": False}, "none"),
+    "thinking": (THINKING, {"messages": [USER]}, "open"),
+    "never": (NEVER, {"messages": [USER]}, "none"),
+    "cut off": (
+        None,
+        {
+            "messages": [USER, ChatMessage(role="assistant", content="<think>\nWell, <b>")],
+            "continue_final_message": True,
+        },
+        "open",
+    ),
+    "done": (
+        None,
+        {
+            "messages": [USER, ChatMessage(role="assistant", content="<think>a</think>\n\nb")],
+            "continue_final_message": True,
+        },
+        "none",
+    ),
+    "text": (None, {"prompt": "What does <think> mean?"}, "none"),
+    "text that thinks": (None, {"prompt": "2 + 2\n<think>\n"}, "open"),
+    "text of a turn": (None, {"prompt": "<|im_start|>assistant\n"}, "optional"),
+}
+
+
+@pytest.mark.parametrize(("template", "asked", "reasoning"), REASONING.values(), ids=REASONING)
+def test_how_an_answer_begins(
+    qwen3_folder: Path, tmp_path: Path, template: str | None, asked: dict[str, Any], reasoning: str
+) -> None:
+    """What a user writes does not count."""
+    shutil.copytree(qwen3_folder, tmp_path, dirs_exist_ok=True)
+    if template:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer(tmp_path, max_model_len=1000)
+    token_ids, found = tokenizer.encode(TokenizeRequest("r", 0, SamplingParams(), **asked))
+    assert found == reasoning
+    ids = TokenizeRequest("r", 0, SamplingParams(), prompt=token_ids)
+    assert tokenizer.encode(ids)[1] == "none"  # it is of no use
+    ids.sampling.structured_outputs = StructuredOutputs(regex="a")
+    expected = "optional" if template is None and reasoning == "optional" else reasoning
+    assert tokenizer.encode(ids)[1] == expected
