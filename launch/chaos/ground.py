@@ -15,7 +15,7 @@ import psutil
 
 from penstock.launch.client import Client
 from penstock.launch.control import command
-from penstock.launch.errors import LaunchError, RequestError
+from penstock.launch.errors import ClientError, LaunchError
 from penstock.launch.owner import ReadySocket
 from penstock.launch.private import free_port
 from penstock.launch.procfile import read_procfile
@@ -63,7 +63,7 @@ class Innocents:
         try:
             for delta in client.stream(prompt):
                 tokens += delta.token_ids
-        except (RequestError, LaunchError) as error:
+        except ClientError as error:
             lost = str(error)
         with self._lock:
             self.num_asked += 1

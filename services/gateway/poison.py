@@ -9,7 +9,7 @@ from penstock.services.gateway.admission import RefusedError
 from penstock.services.gateway.entry import Entry
 
 Asked = GenerateRequest | TokenizePromptRequest | DetokenizeRequest
-NOT_ASKED = {"seed", "request_id", "stream", "timeout", "output_token_ids", "priority"}
+NOT_ASKED = {"seed", "request_id", "stream", "timeout", "output_token_ids", "priority", "client"}
 """fields that do not change what a process has to do for a request"""
 MAX_DEATHS = 2
 """of tokenizers that worked at a request and nothing else"""
