@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from penstock.protocol.client import Codec
+from penstock.protocol.sockets import LIVENESS
 from penstock.services.gateway.admission import RefusedError
 from penstock.services.gateway.shares import Share, Shares
 from penstock.services.gateway.wire import is_all_read, tcp_counters
@@ -36,6 +37,7 @@ class Connection:
         self.num_messages = 0
         """received"""
         self._num_messages_before = 0
+        self._num_received_last = self._num_quiet_heartbeats = 0
         self._num_received_before = 0
         """bytes, when the last message had come"""
         self.num_given = 0
@@ -73,6 +75,16 @@ class Connection:
             self._num_messages_before = self.num_messages
             self._num_received_before = num_received
         return num_received - self._num_received_before
+
+    def is_ignored(self, num_received: int, max_handshake_bytes: int) -> bool:
+        """Whether more than a handshake has come, nothing for a while, and no message of it: libzmq
+        ignores a client whose identity another one has. To be called every heartbeat."""
+        if self.num_messages or num_received <= max_handshake_bytes:
+            return False
+        if num_received > self._num_received_last:
+            self._num_received_last, self._num_quiet_heartbeats = num_received, 0
+        self._num_quiet_heartbeats += 1
+        return self._num_quiet_heartbeats > LIVENESS
 
     def look(self) -> None:
         """Finds out how much of what was given has been read. Of a connection that is not TCP the

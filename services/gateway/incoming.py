@@ -29,6 +29,7 @@ ENVELOPE = (
 EXPANSION = 32
 """bytes of memory that libzmq may need for each byte of an unfinished message: 64 for an empty
 frame, which has two"""
+IGNORED = "its ZeroMQ identity is that of another client, or its first message does not end"
 UNFINISHED = "a message was begun that is longer than any request, or all that were begun are"
 
 
@@ -59,6 +60,8 @@ class Incoming:
         self.connections = connections
         self._monitor = monitor
         self._max_bytes = max_frame_bytes(config)
+        may_be_curve = config.keys or config.on != "local"
+        self._max_handshake_bytes = 1024 if may_be_curve else 400  # with the longest identity
         self._max_unfinished_bytes = config.max_open_bytes // EXPANSION
 
     def receive(self) -> Iterator[Message]:
@@ -81,8 +84,11 @@ class Incoming:
         limit = self._max_bytes * (MAX_QUEUE + 1 if waits else 1) + KERNEL_BYTES
         for connection in self.connections:
             counters = tcp_counters(connection.fd)
-            num_bytes = connection.num_unfinished(counters.received) if counters else 0
-            if num_bytes:
+            if counters is None:
+                continue
+            if connection.is_ignored(counters.received, self._max_handshake_bytes):
+                self._monitor.disconnect(connection, IGNORED)
+            elif num_bytes := connection.num_unfinished(counters.received):
                 unfinished.append((num_bytes, connection))
         num_all = sum(num_bytes for num_bytes, _ in unfinished)
         for num_bytes, connection in sorted(unfinished, key=lambda one: -one[0]):

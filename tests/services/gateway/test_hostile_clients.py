@@ -2,15 +2,18 @@
 
 import resource
 from collections.abc import Callable
+from pathlib import Path
 from threading import Thread
 
 import pytest
 import zmq
 
+from penstock.launch.keys import make_keys
 from penstock.protocol.client import MSGPACK, AbortReply, AbortRequest
 from penstock.services.gateway import connection_limits, incoming
 from penstock.services.gateway.connection_limits import ConnectionLimits
 from penstock.services.gateway.connections import Connection
+from penstock.services.gateway.wire import tcp_counters
 from tests.services.gateway.conftest import Stage
 from tests.services.gateway.raw_client import MORE, RawClient, frame
 
@@ -72,9 +75,13 @@ def test_messages_without_an_end_together(stage: Start) -> None:
     honest.send(PIECE[: 1 << 19])
     for client in hostile:
         client.send(PIECE)
-    while one.gateway.monitor.num_disconnected < 2:
-        one.gateway.monitor.handle()
-        one.heartbeats(1)
+    one.work_until(lambda: len(one.gateway.connections) == 4)
+    fds = [connection.fd for connection in one.gateway.connections]
+    num_bytes = (1 << 19) + 3 * len(PIECE)
+    while sum(its.received for its in map(tcp_counters, fds) if its) < num_bytes:
+        one.gateway.pump()
+    one.heartbeats(1)
+    assert one.gateway.monitor.num_disconnected == 2
     one.work_until(lambda: len(one.gateway.connections) == 2)
     one.heartbeats(1)
     assert one.gateway.monitor.num_disconnected == 2
@@ -110,6 +117,38 @@ def test_clients_of_an_older_protocol_are_dropped(
     assert is_served(one, client)
     (logged,) = caplog.messages
     assert "ZMTP before version 3" in logged
+
+
+@pytest.mark.parametrize("keys", [False, True])
+def test_a_second_client_of_an_identity_is_disconnected(
+    stage: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, keys: bool
+) -> None:
+    """libzmq ignores it. One that is idle stays."""
+    folder = tmp_path / "keys" if keys else None
+    if folder:
+        make_keys(folder, None)
+    one = stage(endpoint=TCP, keys=str(folder or ""))
+
+    def connect(identity: bytes) -> "zmq.Socket[bytes]":
+        client = one.connect(folder, RECONNECT_IVL=-1, IDENTITY=identity)  # type: ignore[arg-type]
+        number = len(one.gateway.connections)
+        one.work_until(lambda: len(one.gateway.connections) > number)
+        return client
+
+    first = connect(b"x" * 200)
+    assert is_served(one, first)
+    idle = connect(b"y" * 255)
+    second = connect(b"x" * 200)
+    second.send(MSGPACK.encode(AbortRequest(request_id="x")) + bytes(1000))
+    while not one.gateway.monitor.num_disconnected:
+        one.gateway.pump()  # for its key
+        one.heartbeats(1)
+    one.work_until(lambda: len(one.gateway.connections) == 2)
+    (logged,) = caplog.messages
+    assert logged.endswith(incoming.IGNORED)
+    one.heartbeats(30)
+    assert is_served(one, first)
+    assert is_served(one, idle)
 
 
 def test_idle_connections_are_limited(stage: Start, monkeypatch: pytest.MonkeyPatch) -> None:
