@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import zmq
 
@@ -38,13 +38,6 @@ def max_frame_bytes(config: Config) -> int:
     return max_request_bytes(config) + POLITE_BYTES
 
 
-class Message(NamedTuple):
-    """A request that is not decoded yet."""
-
-    client: Client
-    frame: bytes
-
-
 class Incoming:
     """Receives from the clients' socket. Who breaks a limit is disconnected.
 
@@ -64,8 +57,8 @@ class Incoming:
         self._max_handshake_bytes = 1024 if may_be_curve else 400  # with the longest identity
         self._max_unfinished_bytes = config.max_open_bytes // EXPANSION
 
-    def receive(self) -> Iterator[Message]:
-        """The messages that wait."""
+    def receive(self) -> Iterator[tuple[Client, bytes]]:
+        """The messages that wait, not decoded."""
         for frames in self._channel.receive_uncopied(MAX_FRAMES):
             self._monitor.handle()
             if connection := self._connection_of(frames[0]):
@@ -73,7 +66,7 @@ class Incoming:
                     self._monitor.disconnect(connection, ENVELOPE)
                     continue
                 *envelope, frame = (one.bytes for one in frames)
-                yield Message(Client(tuple(envelope), codec_of(frame), connection), frame)
+                yield Client(tuple(envelope), codec_of(frame), connection), frame
 
     def on_heartbeat(self) -> None:
         """Disconnects clients that send messages without an end: who has sent the most goes first
