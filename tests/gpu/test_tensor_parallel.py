@@ -4,6 +4,7 @@ Cases for more GPUs than there are, are skipped.
 """
 
 import gc
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
