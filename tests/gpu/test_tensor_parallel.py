@@ -159,7 +159,7 @@ def test_gpus_without_peer_access(
         "    return False\n"
         "torch.cuda.can_device_access_peer = none\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     found = [output.outputs[0].token_ids for output in answers(folder, 2)]
     assert asked.exists()
     assert sum(one[0] == other[0] for one, other in zip(found, expected, strict=True)) >= 23
