@@ -34,6 +34,13 @@ class Report:
         at = endpoints(config).results
         # one report waits at most for a gateway that is not there; newer ones are dropped
         self._channel = connect(processes.context, zmq.PUSH, at, max_queue=1, wait=False)
+        self._is_draining = False
+        self._send()
+
+    def drain(self) -> None:
+        """Reports from now on that the pipeline is to stop."""
+        self._is_draining = True
+        self._timer.cancel()
         self._send()
 
     def close(self) -> None:
@@ -62,4 +69,4 @@ class Report:
 
     def _send(self) -> None:
         self._timer = self._loop.call_later(HEARTBEAT_INTERVAL, self._send)
-        self._channel.send(SupervisorReport(self.processes()))
+        self._channel.send(SupervisorReport(self.processes(), self._is_draining))

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from penstock.launch.arbiter import make_arbiter, tell_spawned
-from penstock.launch.child import CRASH_WINDOW, Child, kind_of, process_names
+from penstock.launch.child import CRASH_WINDOW, Child, end_of, kind_of, process_names
 from penstock.launch.circus_processes import CircusProcesses
 from penstock.launch.client import AsyncClient
 from penstock.launch.commands import Commands
@@ -53,6 +53,7 @@ class Supervisor:
         self._make_processes = make_processes
         self._children: dict[str, Child] = {}
         self._was_ready = self._draining = False
+        self._report: Report | None = None
         self._started = time.monotonic()
 
     async def run(self) -> int:
@@ -95,6 +96,7 @@ class Supervisor:
         await self._add(process_names(self._config, self._commands))
         kinds = list(self._commands)
         report = Report(self._config, kinds, processes, self._children, self._pulses)
+        self._report = report
         commands.start(processes, report)
         tasks = Tasks(self._fail)
         for coroutine in (self._announce(), processes.keep()):
@@ -140,13 +142,13 @@ class Supervisor:
         child.num_starts += 1
         if child.num_starts == 1:
             return True
-        if self._draining and kind_of(name) == "gateway":  # it has nothing open
-            self._stop(0)
-            return False
         if child.asked_for:
             child.asked_for = False
             self.say(f"{name} restarted on request")
             return True
+        if self._draining and kind_of(name) == "gateway" and child.end == end_of(0):
+            self._stop(0)  # nothing is open; one that was killed is restarted, and drained on
+            return False
         num_deaths = child.count_death()
         limit = self._max_deaths if self._was_ready else min(self._max_deaths, MAX_EARLY_DEATHS)
         if num_deaths < limit:
@@ -185,14 +187,13 @@ class Supervisor:
 
     def _drain(self) -> None:
         """On a signal: the gateway ends when nothing is open, and we then; or now, on the next."""
-        gateways = [one for one in self._processes.running() if kind_of(one.name) == "gateway"]
-        if self._draining or not gateways:
+        has_gateway = any(kind_of(name) == "gateway" for name in self._children)
+        if self._draining or not has_gateway or self._report is None:
             self._stop(0)
             return
         self._draining = True
         seconds = self._config.drain_timeout
-        for gateway in gateways:
-            self._processes.signal(gateway.name, gateway.pid, signal.SIGUSR1)
+        self._report.drain()
         self.say(f"no new requests; open ones have {seconds:g} s, or until the next signal")
         asyncio.get_running_loop().call_later(seconds, self._stop, 0)
 

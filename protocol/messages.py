@@ -52,6 +52,8 @@ class SupervisorReport(Struct, tag=True):
     """Supervisor → gateway, every heartbeat: the processes it keeps running."""
 
     processes: list[ProcessStatus]
+    draining: bool = False
+    """the pipeline is to stop when nothing is open"""
 
 
 class Refused(Struct, tag=True):

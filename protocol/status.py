@@ -36,6 +36,8 @@ class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):
     """all workers are in place and so is a detokenizer"""
     first_attempt: int = 0
     """of the gateway that it serves, the newest it has heard of"""
+    unclaimed: list[str] = []
+    """requests of an earlier gateway that have a lease: no client has asked the newest for them"""
     replica: Annotated[int, Meta(ge=0)] = 0
     workers_ready: bool = False
     """plans can be run, whether or not there is a detokenizer"""

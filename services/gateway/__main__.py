@@ -14,7 +14,8 @@ from penstock.services.gateway.timers import Timer
 
 
 def main() -> None:
-    """Runs until SIGTERM; after SIGUSR1 until nothing is open."""
+    """Runs until SIGTERM, or, when the supervisor reports that the pipeline is to stop, until
+    nothing is open."""
     process = Process("gateway")
     loop = uvloop.new_event_loop()
     goes_on = False
@@ -46,15 +47,10 @@ def main() -> None:
         heartbeats.beat()
         pump()
 
-    def drain() -> None:
-        gateway.drain()
-        pump()
-
     for channel, _ in gateway.handlers:
         loop.add_reader(channel.socket.getsockopt(zmq.FD), pump)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, loop.stop)
-    loop.add_signal_handler(signal.SIGUSR1, drain)
     heartbeat()
     loop.run_forever()
     heartbeats.stop()

@@ -116,13 +116,10 @@ class Gateway:
             if channel.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
                 handler()
                 busy = True
-        if self.requests.draining and not self.ledger and not self.questions:
+        is_idle = not (self.ledger or self.questions)
+        if self.requests.drain.is_on and is_idle and not self.replicas.await_claims:
             signal.raise_signal(signal.SIGTERM)
         return busy
-
-    def drain(self) -> None:
-        """Lets nothing in any more; `pump` ends the process when nothing is open."""
-        self.requests.draining = True
 
     # ---- tokenizers --------------------------------------------------------------------------
 
@@ -188,7 +185,8 @@ class Gateway:
                         self.given_up.on_failed(entry, message)
                 case SchedulerStatus():
                     self.on_scheduler(message)
-                case SupervisorReport(processes):
+                case SupervisorReport(processes, draining):
+                    self.requests.drain.is_on |= draining
                     self.on_report(processes)
 
     def on_report(self, processes: list[ProcessStatus]) -> None:
@@ -240,7 +238,7 @@ class Gateway:
             tokenizers={peer.name: len(peer.work) for peer in self.tokenizers.peers},
             schedulers=self.replicas.statuses,
             num_bad_frames=sum(channel.num_bad_frames for channel, _ in self.handlers),
-            draining=self.requests.draining,
+            draining=self.requests.drain.is_on,
             processes=self.processes,
             metrics=self.statistics.metrics if metrics else None,
         )

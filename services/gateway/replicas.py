@@ -70,6 +70,22 @@ class Replica:
         return bool(self.status and self.status.first_attempt <= self.first_attempt)
 
     @property
+    def awaits_claims(self) -> bool:
+        """Clients may ask for requests that its scheduler has of an earlier gateway."""
+        return not self.is_silent and self._unclaimed() != []
+
+    def may_have(self, request_id: str) -> bool:
+        """Whether this is one of them; True if they are not known yet."""
+        unclaimed = self._unclaimed()
+        return not self.is_silent and (unclaimed is None or request_id in unclaimed)
+
+    def _unclaimed(self) -> list[str] | None:
+        """As in its status; None until it has heard of this gateway, or of none."""
+        if self.status is None or 0 < self.status.first_attempt < self.first_attempt:
+            return None
+        return self.status.unclaimed
+
+    @property
     def is_down(self) -> bool:
         """It said that it can't run anything, or has said nothing for long."""
         return self.is_silent or bool(self.status and not self.status.workers_ready)
@@ -123,12 +139,25 @@ class Replicas:
     @property
     def statuses(self) -> list[SchedulerStatus]:
         """The newest reports; `ready` is False in those of replicas that do not serve us now."""
-        return [replace(one.status, ready=one.is_ready) for one in self._all if one.status]
+        return [
+            replace(one.status, ready=one.is_ready, unclaimed=[])  # not for other clients' eyes
+            for one in self._all
+            if one.status
+        ]
 
     @property
     def ready(self) -> bool:
         """All are."""
         return all(one.is_ready for one in self._all)
+
+    @property
+    def await_claims(self) -> bool:
+        """As `Replica.awaits_claims`, of any."""
+        return any(one.awaits_claims for one in self._all)
+
+    def may_have(self, request_id: str) -> bool:
+        """As `Replica.may_have`, of any."""
+        return any(one.may_have(request_id) for one in self._all)
 
     def introduced(self, replica: int, first_attempt: int) -> None:
         """The scheduler of a replica was sent this number."""

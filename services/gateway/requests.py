@@ -26,6 +26,7 @@ from penstock.protocol.sockets import UNREADABLE, Channel
 from penstock.protocol.tracing import Tracer
 from penstock.services.gateway.admission import Admission, RefusedError, decode_request, is_same
 from penstock.services.gateway.connections import Client, Connection, Connections
+from penstock.services.gateway.drain import Drain
 from penstock.services.gateway.entry import Entry, GapError
 from penstock.services.gateway.estimates import estimated_tokens
 from penstock.services.gateway.ledger import Ledger
@@ -34,7 +35,6 @@ from penstock.services.gateway.overload import Overload
 from penstock.services.gateway.questions import AskedTokenizer, Questions, num_question_tokens
 from penstock.services.gateway.replicas import Replicas
 from penstock.services.gateway.request_trace import trace_request
-from penstock.services.gateway.shares import Share
 from penstock.services.gateway.statistics import Statistics
 from penstock.services.gateway.timers import CallLater
 from penstock.services.gateway.tokenizers import Tokenizers
@@ -75,7 +75,7 @@ class Requests:
         self._replicas = replicas
         self._tracer, self._to_schedulers, self._call_later = tracer, to_schedulers, call_later
         self._disconnect = disconnect
-        self.draining = False
+        self.drain = Drain(replicas)
 
     def decode(self, codec: Codec, frame: bytes) -> Request:
         """As `decode_request`."""
@@ -98,7 +98,8 @@ class Requests:
 
     def ask_tokenizer(self, client: Client, question: AskedTokenizer, num_bytes: int) -> None:
         """A client asks what a tokenizer answers alone. Raises RefusedError."""
-        self._let_in(num_bytes, num_question_tokens(question), client.share)
+        self.drain.check(question)
+        self._overload.check(num_bytes, num_question_tokens(question), client.share)
         self._admission.check_question(question)
         self._check_encoding(Question(0, question))
         self._questions.ask(client, question, num_bytes)
@@ -220,7 +221,8 @@ class Requests:
 
     def _accept(self, client: Client, request: GenerateRequest, num_bytes: int) -> None:
         """Writes a request into the ledger and sends it on its way."""
-        self._let_in(num_bytes, estimated_tokens(request), client.share)
+        self.drain.check(request)
+        self._overload.check(num_bytes, estimated_tokens(request), client.share)
         self._admission.check(request, is_req_socket=client.envelope[-1] == b"")
         entry = Entry(request, request.request_id or uuid4().hex, client, num_bytes)
         entry.accepted_at = time.monotonic()
@@ -239,11 +241,6 @@ class Requests:
             self._tokenizers.check(submission)
         except UNREADABLE as error:
             raise RefusedError(f"request can't be encoded as MessagePack: {error}") from error
-
-    def _let_in(self, num_bytes: int, num_tokens: int, share: Share) -> None:
-        if self.draining:
-            raise RefusedError("the pipeline stops and takes no more requests", code="overloaded")
-        self._overload.check(num_bytes, num_tokens, share)
 
     def _adopt(self, entry: Entry, client: Client) -> None:
         """Who asked last gets the answer, from its start."""

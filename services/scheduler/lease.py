@@ -1,6 +1,15 @@
 """The time in which clients may ask a new gateway for what an old one has left running."""
 
 import math
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class Request(Protocol):
+    """A request, of the gateway that began its attempt."""
+
+    request_id: str
+    attempt: int
 
 
 class Lease:
@@ -17,6 +26,12 @@ class Lease:
         if first_attempt > self.first_attempt:
             self.first_attempt = first_attempt
             self._end = now + self._timeout
+
+    def unclaimed(self, requests: Iterable[Request]) -> list[str]:
+        """Returns the ids of those that have it now."""
+        if self._end == math.inf:
+            return []
+        return [one.request_id for one in requests if one.attempt < self.first_attempt]
 
     def ends(self, now: float) -> bool:
         """True once, when the time is over: what nobody has asked for may go."""

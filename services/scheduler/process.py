@@ -294,5 +294,6 @@ class SchedulerProcess:
         status = SchedulerStatus(epoch=self.epoch, ready=self.ready, replica=self.replica)
         status.first_attempt = self.lease.first_attempt
         status.num_bad_frames = traffic.bad_frames
+        status.unclaimed = self.lease.unclaimed([*self.requests.values(), *self.early])
         report.fill(status, self.scheduler, self.group, self.streams)
         self.gateway.send(status)

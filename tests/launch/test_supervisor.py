@@ -26,8 +26,14 @@ from penstock.protocol.messages import SupervisorReport, ToGateway
 from penstock.protocol.sockets import bind
 
 CONFIG = Config(name="x", endpoint="ipc://nowhere", tp=2)
-HOLD_DRAIN = "from signal import *; pthread_sigmask(SIG_BLOCK, [SIGUSR1]); print(1, flush=True); "
-"""a gateway that has got its line out, and whose drain waits for what follows"""
+GATEWAY = (
+    f'{sys.executable} -P -c "import os, signal, zmq; from penstock.protocol.process import *; '
+    "from penstock.protocol.messages import ToGateway; from penstock.protocol.sockets import bind; "
+    "p = Process('x'); r = bind(p.context, zmq.PULL, p.endpoints.results, ToGateway); "
+    "print(1, flush=True); "
+    'any(m.draining for m in iter(lambda: r.socket.poll() and next(r.receive())[1], 0)); %s"'
+)
+"""a gateway that has got its line out, and, when it has heard of the drain, does something"""
 Supervise = Callable[..., int]
 
 
@@ -220,12 +226,26 @@ def test_output_that_nobody_reads_holds_nothing_up(
 def test_a_gateway_ends_before_the_others(
     supervise: Supervise, capfd: pytest.CaptureFixture[str], number: int
 ) -> None:
-    gateway = f"python -c '{HOLD_DRAIN} sigwait([SIGUSR1]); print(2)'"
+    gateway = GATEWAY % "print(2)"
     assert supervise(stop_by(number), gateway=gateway, worker="sleep 60") == 0
     assert capfd.readouterr().out.splitlines() == [
         "gateway.1     | 1",
         "launch        | no new requests; open ones have 30 s, or until the next signal",
         "gateway.1     | 2",
+    ]
+
+
+def test_a_gateway_that_is_killed_in_a_drain_is_restarted(
+    supervise: Supervise, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    once = f"os.path.exists('{tmp_path}/1') or open('{tmp_path}/1', 'x') and os.kill(p.pid, 9)"
+    gateway = GATEWAY % once.replace("p.pid", "os.getpid()")
+    assert supervise(stop_by(signal.SIGTERM), gateway=gateway, worker="sleep 60") == 0
+    assert capfd.readouterr().out.splitlines() == [
+        "gateway.1     | 1",
+        "launch        | no new requests; open ones have 30 s, or until the next signal",
+        "launch        | gateway.1 died with signal 9; restarted",
+        "gateway.1     | 1",
     ]
 
 
@@ -240,7 +260,7 @@ def test_a_gateway_ends_before_the_others(
 )
 def test_what_ends_a_drain(supervise: Supervise, numbers: list[int], drain_timeout: float) -> None:
     config = msgspec.structs.replace(CONFIG, drain_timeout=drain_timeout)
-    gateway = f"python -c '{HOLD_DRAIN} pause()'"
+    gateway = GATEWAY % "signal.pause()"
     assert supervise(stop_by(*numbers), config, gateway=gateway) == 0
 
 

@@ -149,6 +149,33 @@ def test_what_runs_is_finished_and_nothing_begun(pipeline: Start) -> None:
     assert running.wait() == 0
 
 
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_drain_outlives_the_gateway(pipeline: Start, is_before: bool) -> None:
+    """It is killed just before or in it: its clients ask the next one again, which lets nobody
+    else in."""
+    running = pipeline(*PATIENT)
+    with running.client() as client:
+        with halted(running, "worker.1"):
+            streams = [client.stream(PROMPT) for _ in range(6)]
+            while client.status(fresh=True).num_requests < 6:
+                pass  # reports come from the scheduler, every heartbeat
+            gateway = psutil.Process(running.processes()["gateway.1"])
+            if is_before:
+                gateway.kill()
+            running.process.terminate()
+            running.wait_for(r"launch +\| no new requests")
+            if not is_before:
+                gateway.kill()
+            running.wait_for(r"launch +\| gateway\.1 died with signal 9; restarted")
+            while not client.status().draining:
+                pass
+            with pytest.raises(RequestError, match="the pipeline stops"):
+                client.generate(PROMPT)
+        texts = ["".join(delta.text for delta in stream) for stream in streams]
+        assert texts == [answer_to(PROMPT)] * 6
+    assert running.wait() == 0
+
+
 def test_the_second_signal_waits_for_nothing(pipeline: Start) -> None:
     running = pipeline("--drain-timeout", "3600", *PATIENT)
     with running.client() as client, halted(running, "worker.1"):

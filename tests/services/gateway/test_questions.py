@@ -14,6 +14,7 @@ from penstock.protocol.client import (
     TokenizeReply,
 )
 from penstock.protocol.messages import Answered, Goodbye, Question
+from penstock.protocol.status import SchedulerStatus
 from tests.services.gateway.conftest import Stage
 
 Start = Callable[..., Stage]
@@ -141,7 +142,8 @@ def test_a_drain_waits_for_them(stage: Start, monkeypatch: pytest.MonkeyPatch) -
     client = one.connect()
     one.ask(client, TEXT)
     one.work_until(lambda: len(one.gateway.questions))
-    one.gateway.drain()
+    one.gateway.requests.drain.is_on = True
+    one.gateway.replicas.heard(SchedulerStatus(epoch=1, ready=True))
     one.ask(client, TEXT)
     assert one.hear(client).code == "overloaded"
     assert not ended

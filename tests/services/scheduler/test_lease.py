@@ -1,5 +1,7 @@
 """How long a new gateway may be asked for what runs."""
 
+from types import SimpleNamespace
+
 from penstock.services.scheduler.lease import Lease
 
 
@@ -9,6 +11,16 @@ def test_a_lease_ends_once() -> None:
     lease.begin(7, now=100.0)
     assert lease.first_attempt == 7
     assert [lease.ends(now) for now in (100.0, 129.9, 130.0, 130.5)] == [False, False, True, False]
+
+
+def test_what_is_not_claimed_is_known_while_the_lease_lasts() -> None:
+    requests = [SimpleNamespace(request_id=str(n), attempt=n) for n in (5, 6, 7, 8)]
+    lease = Lease(30.0)
+    assert lease.unclaimed(requests) == []
+    lease.begin(7, now=100.0)
+    assert lease.unclaimed(requests) == ["5", "6"]
+    assert lease.ends(130.0)
+    assert lease.unclaimed(requests) == []
 
 
 def test_a_second_gateway_begins_another_lease() -> None:
