@@ -132,7 +132,10 @@ class CircusProcesses:
 
     def _may_spawn(self, watcher: Watcher, **_: Any) -> bool:
         watcher.env[INCARNATION_VARIABLE] = str(next(self._incarnations))
-        return self._policy.may_spawn(watcher.name)
+        if not self._policy.may_spawn(watcher.name):
+            return False
+        self._logs[watcher.name].restore()
+        return True
 
     def _spawned(self, watcher: Watcher, pid: int, **_: Any) -> bool:
         self._policy.spawned(watcher.name, pid)

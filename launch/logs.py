@@ -50,10 +50,13 @@ class Log:
         self.path = path
         self._on_line = on_line
         self._lines = Lines()
-        os.mkfifo(path, 0o600)
-        # for writing too, so that the pipe has no end when a process dies
-        self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
-        asyncio.get_running_loop().add_reader(self._pipe, self._read)
+        self._open()
+
+    def restore(self) -> None:
+        """Makes the pipe again if its name was removed, before a process is to open it."""
+        if not self.path.is_fifo():
+            self._close()
+            self._open()
 
     def drain(self) -> None:
         """Takes what is in the pipe now."""
@@ -64,9 +67,18 @@ class Log:
         """Passes on what is left."""
         self.drain()
         self._pass_on(self._lines.take_rest())
+        self._close()
+
+    def _open(self) -> None:
+        os.mkfifo(self.path, 0o600)
+        # for writing too, so that the pipe has no end when a process dies
+        self._pipe = os.open(self.path, os.O_RDWR | os.O_NONBLOCK)
+        asyncio.get_running_loop().add_reader(self._pipe, self._read)
+
+    def _close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pipe)
         os.close(self._pipe)
-        self.path.unlink()
+        self.path.unlink(missing_ok=True)
 
     def _read(self) -> bool:
         try:

@@ -19,7 +19,9 @@ from penstock.protocol.config import (
     make_run_folder,
     read_config,
     run_folder,
+    write_config,
 )
+from penstock.protocol.folders import check_own_folder
 
 LOCK_FILE = "lock"
 CONTROL_SOCKET = "control"
@@ -32,16 +34,34 @@ def claim(config: Config) -> Iterator[Path]:
     The kernel drops the lock when its holder dies, so a folder left by a killed pipeline is free.
     """
     lock = _lock(config)
+    folder = os.open(config.run_folder, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_SH)  # systemd-tmpfiles cleans no folder that has a lock
     try:
         for left in config.run_folder.iterdir():
-            if left.is_dir():
+            if left.is_dir() and not left.is_symlink():
                 shutil.rmtree(left)
             elif left.name != LOCK_FILE:
                 left.unlink()
         yield config.run_folder
     finally:
-        shutil.rmtree(config.run_folder)
+        shutil.rmtree(config.run_folder, ignore_errors=True)
+        os.close(folder)
         os.close(lock)
+
+
+def restore_config(config: Config) -> None:
+    """Writes `config.json` again if it was removed or changed, before a process reads it. Raises
+    LaunchError if the run folder itself was removed: processes could not reach each other."""
+    folder = config.run_folder
+    if not (folder / LOCK_FILE).is_file():
+        raise LaunchError(
+            f"run folder {folder} was removed while the pipeline ran; start it again, with "
+            "XDG_RUNTIME_DIR set to a folder that nothing cleans"
+        )
+    with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
+        if read_config(folder / CONFIG_FILE) == config:
+            return
+    write_config(config)
 
 
 def _lock(config: Config) -> int:
@@ -49,7 +69,7 @@ def _lock(config: Config) -> int:
         path = make_run_folder(config) / LOCK_FILE
     except OSError as error:
         raise LaunchError(f"the run folder can't be made: {error}") from error
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     if not _try_lock(lock, fcntl.LOCK_EX):
         raise LaunchError(f"a pipeline {config.name!r} runs already; --name gives another name")
     if not path.exists() or not os.path.samestat(os.fstat(lock), path.stat()):
@@ -71,10 +91,15 @@ def _try_lock(lock: int, kind: int) -> bool:
 @contextlib.contextmanager
 def _open_lock(name: str) -> Iterator[int]:
     """The lock of a pipeline that runs. Raises LaunchError if none does."""
+    folder = run_folder(name)
     try:
-        lock = os.open(run_folder(name) / LOCK_FILE, os.O_RDONLY)
+        for path in (folder.parent, folder):
+            check_own_folder(path)
+        lock = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
         raise _not_running(name) from None
+    except OSError as error:
+        raise LaunchError(f"the run folder can't be used: {error}") from error
     try:
         if _try_lock(lock, fcntl.LOCK_SH):
             raise _not_running(name)

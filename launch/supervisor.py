@@ -19,6 +19,7 @@ from penstock.launch.circus_processes import CircusProcesses
 from penstock.launch.client import AsyncClient
 from penstock.launch.commands import Commands
 from penstock.launch.deaths import ExplainedDeaths
+from penstock.launch.errors import LaunchError
 from penstock.launch.logs import Show, as_json, behind_name
 from penstock.launch.output import LogToOutput, Output
 from penstock.launch.owner import notify_ready, watch_owner
@@ -26,7 +27,7 @@ from penstock.launch.processes import Policy, Processes
 from penstock.launch.procfile import read_procfile
 from penstock.launch.pulses import Pulses
 from penstock.launch.report import Report
-from penstock.launch.running import base_url, model_name
+from penstock.launch.running import base_url, model_name, restore_config
 from penstock.launch.tasks import Tasks, traceback_lines
 from penstock.protocol.config import Config
 from penstock.protocol.endpoints import inner_clients
@@ -140,6 +141,8 @@ class Supervisor:
         """As `Policy.may_spawn`; the first start is no restart."""
         child = self._children[name]
         child.num_starts += 1
+        if not self._has_config():
+            return False
         if child.num_starts == 1:
             return True
         if child.asked_for:
@@ -156,6 +159,19 @@ class Supervisor:
             return True
         self._give_up(name, child, num_deaths)
         return False
+
+    def _has_config(self) -> bool:
+        """Restores the configuration that a process finds in the run folder of this machine; ends
+        the pipeline if that is not possible."""
+        if self._config.on == "local":
+            try:
+                restore_config(self._config)
+            except (LaunchError, OSError) as error:
+                text = f"launch: {error}; the pipeline stops"
+                self._output.write(self._plain(text), is_error=True)
+                self._stop(1)
+                return False
+        return True
 
     def spawned(self, name: str, pid: int, node: str = "") -> None:
         """As `Policy.spawned`."""

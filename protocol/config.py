@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from penstock.protocol.folders import make_own_folder
 from penstock.protocol.plan import MAX_BLOCKS, MAX_SLOTS
 
 CONFIG_FILE = "config.json"
@@ -268,7 +269,8 @@ def run_folder(name: str) -> Path:
 
 
 def make_run_folder(config: Config) -> Path:
-    """Creates the run folder, for this user only. Raises PermissionError if another owns it.
+    """Creates the run folder, for this user only. Raises PermissionError if another user owns it,
+    or could have put something there.
 
     What this process, or a child, makes from now on is for this user only, too: sockets get their
     mode from the umask when they are bound.
@@ -276,18 +278,17 @@ def make_run_folder(config: Config) -> Path:
     os.umask(0o077)
     folder = config.run_folder
     for path in (folder.parent, folder):
-        path.mkdir(mode=0o700, exist_ok=True)
-        if path.stat().st_uid != os.getuid():
-            raise PermissionError(f"{path} belongs to user {path.stat().st_uid}")
-        path.chmod(0o700)
+        make_own_folder(path)
     return folder
 
 
 def write_config(config: Config) -> Path:
-    """Writes `config.json` into the run folder and returns its path."""
+    """Writes `config.json` into the run folder, whole for whoever reads it; returns its path."""
     path = make_run_folder(config) / CONFIG_FILE
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
-    return path
+    descriptor, new = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(config)))
+    return Path(new).rename(path)
 
 
 def read_config(path: Path) -> Config:

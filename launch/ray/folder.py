@@ -6,6 +6,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from penstock.protocol.folders import make_own_folder
+
 LOCK_FILE = "lock"
 
 
@@ -21,9 +23,7 @@ class NodeFolder:
         # a name that no pipeline can have
         parent = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}" / ".ray"
         for path in (parent.parent, parent):
-            path.mkdir(mode=0o700, exist_ok=True)
-            if path.stat().st_uid != os.getuid():
-                raise PermissionError(f"{path} belongs to user {path.stat().st_uid}")
+            make_own_folder(path)
         for left in parent.iterdir():
             _remove_if_left(left)
         self.path = parent / run

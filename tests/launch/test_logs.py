@@ -45,6 +45,20 @@ def test_the_pipe_outlives_its_writer(tmp_path: Path) -> None:
     assert {len(line) for line in lines} == {4 + 1 + 20_000 + 1}
 
 
+def test_a_pipe_whose_name_was_removed_is_made_again(tmp_path: Path) -> None:
+    def write(log: Log) -> None:
+        log.restore()
+        _put(log, b"1\n")
+        log.path.unlink()
+        log.drain()
+        log.restore()
+        _put(log, b"2\n")
+
+    lines, log = written(tmp_path, write)
+    assert lines == ["x | 1\n", "x | 2\n"]
+    assert not log.path.exists()
+
+
 def test_a_line_without_end_is_cut(tmp_path: Path) -> None:
     def write(log: Log) -> None:
         for _ in range(3):

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.launch.errors import LaunchError
-from penstock.launch.running import LOCK_FILE, claim, running_config, stop
+from penstock.launch.running import LOCK_FILE, claim, restore_config, running_config, stop
 from penstock.protocol.config import Config, run_folder, write_config
 
 CONFIG = Config(name="x", tp=2)
@@ -49,6 +50,61 @@ def test_a_folder_that_someone_else_made_a_file_is_a_sentence(tmp_path: Path) ->
     (tmp_path / f"penstock-{os.getuid()}").touch()
     with pytest.raises(LaunchError, match="run folder"), claim(CONFIG):
         pass
+
+
+@pytest.mark.parametrize("which", ["parent", "folder"])
+def test_a_link_is_not_followed(tmp_path: Path, which: str) -> None:
+    """Somebody else may have made it, to have a folder of this user chmodded and emptied."""
+    target, folder = tmp_path / "precious", run_folder("x")
+    (target / "x").mkdir(parents=True)
+    for path in (target, target / "x"):
+        path.chmod(0o755)
+    (target / "x" / LOCK_FILE).write_text("1")
+    (target / "x" / "file").touch()
+    if which == "parent":
+        folder.parent.symlink_to(target)
+    else:
+        folder.parent.mkdir()
+        folder.symlink_to(target / "x")
+    with pytest.raises(LaunchError, match=r"is a symbolic link.*XDG_RUNTIME_DIR"), claim(CONFIG):
+        pass
+    for ask in (running_config, stop):  # the file may name any process of this user
+        with pytest.raises(LaunchError, match="is a symbolic link"):
+            ask("x")
+    assert (target / "x" / "file").exists()
+    assert [path.stat().st_mode & 0o777 for path in (target, target / "x")] == [0o755] * 2
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_folder_that_others_may_write_into_is_refused(mode: int) -> None:
+    run_folder("x").parent.mkdir()
+    run_folder("x").parent.chmod(mode)
+    with pytest.raises(LaunchError, match=f"has mode {mode:o}, so that others"), claim(CONFIG):
+        pass
+
+
+def test_a_link_in_the_folder_is_removed_and_not_what_it_points_to(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    run_folder("x").mkdir(parents=True)
+    (run_folder("x") / "link").symlink_to(tmp_path / "precious")
+    with claim(CONFIG) as folder:
+        assert [left.name for left in folder.iterdir()] == [LOCK_FILE]
+    assert (tmp_path / "precious").exists()
+
+
+def test_a_configuration_that_was_removed_or_changed_is_restored() -> None:
+    with claim(CONFIG) as folder:
+        for spoil in (Path.unlink, lambda path: path.write_text("{")):
+            path = write_config(CONFIG)
+            spoil(path)
+            restore_config(CONFIG)
+            assert running_config("x") == CONFIG
+        before = path.stat().st_ino
+        restore_config(CONFIG)
+        assert path.stat().st_ino == before
+        shutil.rmtree(folder)
+        with pytest.raises(LaunchError, match="was removed while the pipeline ran"):
+            restore_config(CONFIG)
 
 
 def test_only_a_running_pipeline_has_a_configuration() -> None:

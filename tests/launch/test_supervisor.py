@@ -222,6 +222,23 @@ def test_output_that_nobody_reads_holds_nothing_up(
         assert lines.readline() == b"tokenizer.1   | 1\n"
 
 
+def test_files_that_are_removed_from_the_run_folder_are_made_again(
+    supervise: Supervise, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The next process reads its configuration; without the folder there is none."""
+
+    def act() -> None:
+        for path in run_folder("x").iterdir():
+            if path.name != "lock":
+                path.unlink()
+
+    tokenizer = "sh -c 'echo up; if [ -f \"$PENSTOCK_CONFIG\" ]; then rm -r {}; exit 3; fi'"
+    assert supervise(act, tokenizer=tokenizer.format(run_folder("x"))) == 1
+    printed = capfd.readouterr()
+    assert "run folder" in printed.err
+    assert "was removed while the pipeline ran" in printed.err
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_gateway_ends_before_the_others(
     supervise: Supervise, capfd: pytest.CaptureFixture[str], number: int

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.launch.errors import RequestError
 from penstock.models.demo.tasks import answer_to, count_prompt
+from penstock.protocol.status import StatusReply
 from tests.pipeline.conftest import LAUNCH, Pipeline
 
 pytestmark = pytest.mark.pipeline
@@ -157,7 +158,7 @@ def test_a_drain_outlives_the_gateway(pipeline: Start, is_before: bool) -> None:
     with running.client() as client:
         with halted(running, "worker.1"):
             streams = [client.stream(PROMPT) for _ in range(6)]
-            while client.status(fresh=True).num_requests < 6:
+            while (status := client.status(fresh=True)).num_requests < 6:
                 pass  # reports come from the scheduler, every heartbeat
             gateway = psutil.Process(running.processes()["gateway.1"])
             if is_before:
@@ -167,13 +168,19 @@ def test_a_drain_outlives_the_gateway(pipeline: Start, is_before: bool) -> None:
             if not is_before:
                 gateway.kill()
             running.wait_for(r"launch +\| gateway\.1 died with signal 9; restarted")
-            while not client.status().draining:
+            while not (after := client.status()).draining or not is_heard(after, status):
                 pass
             with pytest.raises(RequestError, match="the pipeline stops"):
                 client.generate(PROMPT)
         texts = ["".join(delta.text for delta in stream) for stream in streams]
         assert texts == [answer_to(PROMPT)] * 6
     assert running.wait() == 0
+
+
+def is_heard(status: StatusReply, before: StatusReply) -> bool:
+    """The scheduler has reported to the gateway that was started after `before`."""
+    (old,) = before.schedulers
+    return any(one.first_attempt > old.first_attempt for one in status.schedulers)
 
 
 def test_the_second_signal_waits_for_nothing(pipeline: Start) -> None:

@@ -56,9 +56,16 @@ def test_a_folder_that_is_just_being_removed_is_made_again(parent: Path) -> None
 
 
 def test_a_folder_of_another_user_is_refused(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parent.mkdir(parents=True)
     uid = os.getuid()
-    (parent.parent.parent / f"penstock-{uid + 1}").symlink_to(parent.parent)
+    (parent.parent.parent / f"penstock-{uid + 1}").mkdir()
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)
     with pytest.raises(PermissionError, match=f"belongs to user {uid}"):
         NodeFolder("a")
+
+
+def test_a_link_to_another_folder_is_refused(parent: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    parent.parent.symlink_to(tmp_path / "other")
+    with pytest.raises(PermissionError, match="is a symbolic link"):
+        NodeFolder("a")
+    assert not list((tmp_path / "other").iterdir())
