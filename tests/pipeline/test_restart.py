@@ -154,7 +154,7 @@ def test_what_runs_is_finished_and_nothing_begun(pipeline: Start) -> None:
 def test_a_drain_outlives_the_gateway(pipeline: Start, is_before: bool) -> None:
     """It is killed just before or in it: its clients ask the next one again, which lets nobody
     else in."""
-    running = pipeline(*PATIENT)
+    running = pipeline("--drain-timeout", "3600", *PATIENT)
     with running.client() as client:
         with halted(running, "worker.1"):
             streams = [client.stream(PROMPT) for _ in range(6)]
