@@ -154,10 +154,11 @@ def test_what_runs_is_finished_and_nothing_begun(pipeline: Start) -> None:
 def test_a_drain_outlives_the_gateway(pipeline: Start, is_before: bool) -> None:
     """It is killed just before or in it: its clients ask the next one again, which lets nobody
     else in."""
+    prompt = count_prompt(1, 20)
     running = pipeline("--drain-timeout", "3600", *PATIENT)
     with running.client() as client:
         with halted(running, "worker.1"):
-            streams = [client.stream(PROMPT) for _ in range(6)]
+            streams = [client.stream(prompt) for _ in range(6)]
             while (status := client.status(fresh=True)).num_requests < 6:
                 pass  # reports come from the scheduler, every heartbeat
             gateway = psutil.Process(running.processes()["gateway.1"])
@@ -173,7 +174,7 @@ def test_a_drain_outlives_the_gateway(pipeline: Start, is_before: bool) -> None:
             with pytest.raises(RequestError, match="the pipeline stops"):
                 client.generate(PROMPT)
         texts = ["".join(delta.text for delta in stream) for stream in streams]
-        assert texts == [answer_to(PROMPT)] * 6
+        assert texts == [answer_to(prompt)] * 6
     assert running.wait() == 0
 
 
