@@ -1,7 +1,6 @@
 """What the processes of the pipeline say to each other, in MessagePack.
 
-One union per direction of a socket; `endpoints.py` has the table of sockets.
-"""
+One union per direction of a socket; `endpoints.py` has the table of sockets."""
 
 from msgspec import Struct, field
 
@@ -49,11 +48,10 @@ class Pulse(Struct, tag=True):
 
 
 class SupervisorReport(Struct, tag=True):
-    """Supervisor → gateway, every heartbeat: the processes it keeps running."""
+    """Supervisor → gateway, every heartbeat; `draining`: to end when nothing is open."""
 
     processes: list[ProcessStatus]
     draining: bool = False
-    """the pipeline is to stop when nothing is open"""
 
 
 class Refused(Struct, tag=True):
