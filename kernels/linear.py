@@ -16,7 +16,7 @@ from penstock.kernels.activation import silu_and_mul
 from penstock.kernels.batch_invariant import product
 from penstock.kernels.checks import check_contiguous, check_tensor
 from penstock.kernels.norm import rms_norm
-from penstock.kernels.quantize import FP8, Matrix, Quantized, parts, quantize
+from penstock.kernels.quantize import FP8, Matrix, Quantized, parts, quantize, scale_shape
 
 MAX_FUSED_ROWS = 64
 """of a product by one kernel"""
@@ -131,8 +131,8 @@ def _check(x: Matrix, weight: Matrix) -> None:
     values, scale = parts(weight)
     check_tensor("x", parts(x)[0], (-1, -1))
     check_tensor("weight", values, (-1, x.shape[1]), FP8 if scale is not None else _dtype(x))
-    if scale is not None:
-        check_tensor("weight's scale", scale, (len(values),), torch.float32)
+    if isinstance(weight, Quantized):
+        check_tensor("weight's scale", weight.scale, scale_shape(weight), torch.float32)
 
 
 def _check_out(
@@ -183,7 +183,12 @@ def _product(x: Matrix, weight: Matrix, out: Tensor | None = None) -> Tensor:
 
 
 def _scaled_product(x: Quantized, weight: Quantized, out: Tensor | None) -> Tensor:
-    """By cuBLAS, in bfloat16; in_features and out_features are multiples of 16."""
+    """In bfloat16, by cuBLAS, for which in_features and out_features are multiples of 16; or in
+    Triton, where blocks of the weight have scales."""
+    if weight.in_blocks:
+        from penstock.kernels.gpu.block_scales import block_product
+
+        return block_product(x, weight, out)
     return torch._scaled_mm(
         x.values,
         weight.values.t(),
@@ -220,6 +225,8 @@ def _scaled_logits(
 
 
 def _linear_reference(x: Tensor, weight: Matrix) -> Tensor:
+    if isinstance(weight, Quantized) and weight.in_blocks:
+        return product(x, weight.dequantized().to(x.dtype))
     values, scale = parts(weight)
     out = product(x, values)
     return out if scale is None else out * scale

@@ -11,7 +11,7 @@ from penstock.kernels.activation import silu_and_mul
 from penstock.kernels.checks import check_contiguous, check_tensor
 from penstock.kernels.linear import linear
 from penstock.kernels.norm import rms_norm
-from penstock.kernels.quantize import FP8, Matrix, parts
+from penstock.kernels.quantize import FP8, Matrix, Quantized, parts, scale_shape
 
 
 def norm_moe(
@@ -83,8 +83,8 @@ def _check_experts(name: str, weight: Matrix, shape: tuple[int, ...], dtype: tor
     values, scale = parts(weight)
     check_tensor(name, values, shape, dtype if scale is None else FP8)
     check_contiguous(name, values)
-    if scale is not None:
-        check_tensor(f"{name}'s scale", scale, tuple(values.shape[:2]), torch.float32)
+    if isinstance(weight, Quantized) and scale is not None:
+        check_tensor(f"{name}'s scale", scale, scale_shape(weight), torch.float32)
         check_contiguous(f"{name}'s scale", scale)
 
 

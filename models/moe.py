@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.kernels.moe import norm_moe
 from penstock.kernels.quantize import parts
-from penstock.models.parallel import Layer, RMSNorm, Slice, add_weight, parameter
+from penstock.models.parallel import Fp8, Layer, RMSNorm, Slice, add_weight, kept, parameter
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.checkpoint import ModelConfig
 
@@ -43,7 +43,7 @@ class Experts(Layer):
         part: int,
         experts: range,
         num_experts: int,
-        is_fp8: bool,
+        fp8: Fp8,
     ) -> None:
         """names: of an expert's layers in the checkpoint; shape: each one's, of which `dim` is cut
         into `num_parts`, one of them for this rank; experts: those of this rank."""
@@ -54,7 +54,9 @@ class Experts(Layer):
         sizes[dim] //= num_parts
         self.size = sizes[dim]
         self.num_rows = sizes[0]
-        add_weight(self, len(experts), len(names) * sizes[0], sizes[1], is_fp8=is_fp8)
+        if num_parts > 1 or len(names) > 1:
+            fp8 = kept(fp8, sizes[dim])
+        add_weight(self, len(experts), len(names) * sizes[0], sizes[1], fp8=fp8)
 
     def slices(self, name: str) -> Iterator[Slice]:
         """Of an expert that is elsewhere nothing is taken."""
@@ -86,7 +88,7 @@ class MoE(nn.Module):
         self.first = tp.rank * num_here if expert_parallel else 0
         cut = (1, 0) if expert_parallel else (tp.size, tp.rank)
         experts = range(self.first, self.first + num_here)
-        here = (*cut, experts, num_experts, config.is_fp8)
+        here = (*cut, experts, num_experts, config.fp8)
         hidden, inner = config.hidden_size, config.moe_intermediate_size
         self.gate = Router(hidden, num_experts)
         self.gate_up_proj = Experts(("gate_proj", "up_proj"), (inner, hidden), 0, *here)

@@ -6,16 +6,19 @@ built on torch's default device, in its default dtype, for inference only.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from penstock.kernels.embedding import embedding
 from penstock.kernels.linear import linear, linear_add, norm_linear
-from penstock.kernels.quantize import FP8, Matrix, Quantized
+from penstock.kernels.quantize import BLOCK, FP8, Matrix, Quantized
 from penstock.kernels.sampling import shard_size
 from penstock.models.tensor_parallel import TensorParallel
+
+Fp8 = Literal["", "rows", "blocks"]
+"""what has scales in a weight of 8 bits; "": it is not in 8 bits"""
 
 
 class Slice(NamedTuple):
@@ -51,7 +54,7 @@ class ColumnParallelLinear(Layer):
         in_features: int,
         outputs: dict[str, int],
         num_parts: dict[str, int] | None = None,
-        is_fp8: bool = False,
+        fp8: Fp8 = "",
     ) -> None:
         """outputs: the layers' names in the checkpoint → their numbers of output features;
         num_parts: the layers that can't be cut into a part for each rank → into how many they can,
@@ -62,7 +65,7 @@ class ColumnParallelLinear(Layer):
         self.num_parts = dict.fromkeys(outputs, tp.size) | (num_parts or {})
         self.sizes = [size // self.num_parts[layer] for layer, size in outputs.items()]
         """this rank's output features of each layer"""
-        add_weight(self, sum(self.sizes), in_features, is_fp8=is_fp8)
+        add_weight(self, sum(self.sizes), in_features, fp8=kept(fp8, *self.sizes))
 
     def forward(self, x: Tensor, norm: "RMSNorm") -> Tensor:
         """The layers of the norm of x: [num_tokens, in_features] → [num_tokens, sum of `sizes`]."""
@@ -84,12 +87,13 @@ class RowParallelLinear(Layer):
     """A linear layer whose inputs are spread over the ranks; every rank has the whole output."""
 
     def __init__(
-        self, tp: TensorParallel, in_features: int, out_features: int, is_fp8: bool = False
+        self, tp: TensorParallel, in_features: int, out_features: int, fp8: Fp8 = ""
     ) -> None:
         super().__init__()
         self.tp = tp
         self.in_features = in_features
-        add_weight(self, out_features, in_features // tp.size, is_fp8=is_fp8)
+        size = in_features // tp.size
+        add_weight(self, out_features, size, fp8=fp8 if tp.size == 1 else kept(fp8, size))
 
     def forward(self, x: Matrix, residual: Tensor) -> Tensor:
         """residual + layer: [num_tokens, in_features / size] → [num_tokens, out_features]."""
@@ -132,7 +136,7 @@ class ParallelLMHead(Layer):
             num_rows = shard_size(vocab_size, tp.size)
         self.start = min(tp.rank * num_rows, vocab_size)
         self.stop = min(self.start + num_rows, vocab_size)
-        add_weight(self, num_rows, hidden_size, is_fp8=is_fp8)
+        add_weight(self, num_rows, hidden_size, fp8="rows" if is_fp8 else "")
 
     def logits(self, hidden_states: Tensor, norm: "RMSNorm", out: Tensor | None = None) -> Tensor:
         """This rank's scores of the norm of hidden_states [num_rows, hidden_size].
@@ -189,13 +193,23 @@ class RMSNorm(Layer):
         yield Slice(f"{name}.weight", (size,), 0, 0, size, self.weight)
 
 
-def add_weight(layer: Layer, *shape: int, is_fp8: bool) -> None:
-    """Makes `layer.weight`, [..., out_features, in_features]; is_fp8: each row with a scale."""
-    if not is_fp8:
+def kept(fp8: Fp8, *sizes: int) -> Fp8:
+    """Returns what has scales in a weight cut into parts of these sizes, or put together of them.
+
+    Blocks keep theirs where each part has whole ones; elsewhere rows get scales of their own.
+    """
+    return "rows" if fp8 == "blocks" and any(size % BLOCK for size in sizes) else fp8
+
+
+def add_weight(layer: Layer, *shape: int, fp8: Fp8) -> None:
+    """Makes `layer.weight`, [..., out_features, in_features]; fp8: what has scales, if anything."""
+    if not fp8:
         layer.weight = parameter(*shape)
         return
+    *others, rows, columns = shape
+    blocks = -(-rows // BLOCK), -(-columns // BLOCK)
     layer.values = parameter(*shape, dtype=FP8)
-    layer.scale = parameter(*shape[:-1], dtype=torch.float32)
+    layer.scale = parameter(*others, *((rows,) if fp8 == "rows" else blocks), dtype=torch.float32)
     layer.weight = Quantized(layer.values, layer.scale)
 
 

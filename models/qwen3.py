@@ -39,10 +39,10 @@ class Attention(nn.Module):
         kv_size = config.num_key_value_heads * config.head_dim
         outputs = {"q_proj": size, "k_proj": kv_size, "v_proj": kv_size}
         shared = {"k_proj": num_parts, "v_proj": num_parts}
-        self.qkv_proj = ColumnParallelLinear(tp, config.hidden_size, outputs, shared, config.is_fp8)
+        self.qkv_proj = ColumnParallelLinear(tp, config.hidden_size, outputs, shared, config.fp8)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.o_proj = RowParallelLinear(tp, size, config.hidden_size, config.is_fp8)
+        self.o_proj = RowParallelLinear(tp, size, config.hidden_size, config.fp8)
 
     def forward(
         self, residual: Tensor, norm: RMSNorm, step: Step, rope: Tensor, kv_cache: KVCache
@@ -70,11 +70,9 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         outputs = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-        self.gate_up_proj = ColumnParallelLinear(
-            tp, config.hidden_size, outputs, is_fp8=config.is_fp8
-        )
+        self.gate_up_proj = ColumnParallelLinear(tp, config.hidden_size, outputs, fp8=config.fp8)
         self.down_proj = RowParallelLinear(
-            tp, config.intermediate_size, config.hidden_size, config.is_fp8
+            tp, config.intermediate_size, config.hidden_size, config.fp8
         )
 
     def forward(self, residual: Tensor, norm: RMSNorm) -> Tensor:

@@ -17,11 +17,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from penstock.kernels.backends import Attention
+from penstock.kernels.quantize import quantize_blocks
 from penstock.models.demo.tokenizer import CHAT_TEMPLATE, byte_characters
 from penstock.models.parallel import Layer
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
-from penstock.models.weights import BLOCK, INDEX_FILE, SCALES
+from penstock.models.weights import INDEX_FILE, SCALES
 from penstock.protocol.checkpoint import (
     ARCHITECTURE,
     FP8_BLOCKS,
@@ -67,7 +68,6 @@ EXPERTS = {
 }
 MAX_SHARD_BYTES = 4 << 30
 DEVIATION = 0.02
-FP8_MAX = 448.0
 """largest number of e4m3"""
 
 
@@ -124,9 +124,9 @@ def _tensors(config: ModelConfig, dtype: torch.dtype, is_fp8: bool) -> Iterator[
         weight = torch.empty(shape, dtype=dtype, device=device)
         weight.normal_(0, DEVIATION, generator=noise)
         if is_fp8 and ".layers." in name and not name.endswith("mlp.gate.weight"):  # the router
-            quantized, scales = _quantized(weight)
-            yield name, quantized.cpu()
-            yield f"{name}{SCALES}", scales.cpu()
+            quantized = quantize_blocks(weight)
+            yield name, quantized.values.cpu()
+            yield f"{name}{SCALES}", quantized.scale.cpu()
         else:
             yield name, weight.cpu()
 
@@ -136,16 +136,6 @@ def _shapes(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
         model = Qwen3(config, TensorParallel(), Attention(16, 1.0), 1)
     layers = ((name, one) for name, one in model.named_modules() if isinstance(one, Layer))
     return [(part.name, part.shape) for name, layer in layers for part in layer.slices(name)]
-
-
-def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """In e4m3, and float32 scales, [blocks, blocks]."""
-    rows, columns = weight.shape
-    scales = torch.nn.functional.max_pool2d(
-        weight.float().abs()[None], BLOCK, BLOCK, ceil_mode=True
-    )[0].div_(FP8_MAX)
-    spread = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-    return (weight.float() / spread).to(torch.float8_e4m3fn), scales
 
 
 def _save(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> int:

@@ -1,7 +1,8 @@
 """Loading a Hugging Face checkpoint: safetensors, in one file or sharded.
 
 Of every tensor only this rank's slice is read. A weight in 8 bits has a scale for each block of
-128 by 128 (Qwen3-*-FP8); what is served in 8 bits has one for each row of the slice.
+128 by 128 (Qwen3-*-FP8) and keeps these; where the rank's part does not begin and end between
+blocks, or where a weight of 16 bits is to be served in 8, each row of the part gets a scale.
 """
 
 from collections import defaultdict
@@ -9,11 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.nn import functional
 
-from penstock.kernels.quantize import FP8
+from penstock.kernels.quantize import BLOCK, FP8, Quantized
 from penstock.models.parallel import Layer, Slice
 from penstock.protocol.checkpoint import ModelError
 
@@ -27,7 +28,6 @@ BARE = "embed_tokens.weight"
 SCORES = ("score.", "classifier.")
 SCALES = "_scale_inv"
 """behind a weight's name: its blocks' scales"""
-BLOCK = 128
 
 
 class _Index(msgspec.Struct):
@@ -120,26 +120,29 @@ def _read(path: Path, parts: list[Slice], scales: dict[str, Tensor]) -> Iterator
                 cut = slice(part.start, part.stop)
                 tensor = source[cut] if part.dim == 0 else source[:, cut]
                 if tensor.dtype == FP8:
-                    tensor = _dequantized(tensor, part, scales, path)
-                part.target.copy_(tensor)
+                    _copy_in_blocks(tensor, part, scales, path)
+                else:
+                    part.target.copy_(tensor)
                 yield part.name
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} can't be read: {error}") from error
 
 
-def _dequantized(tensor: Tensor, part: Slice, scales: dict[str, Tensor], path: Path) -> Tensor:
-    """The slice of a weight in float32, where it goes; it may begin within a block."""
+def _copy_in_blocks(tensor: Tensor, part: Slice, scales: dict[str, Tensor], path: Path) -> None:
+    """Copies the slice of a weight as it is, where whole blocks go into blocks; else by float32."""
     scale = scales.get(f"{part.name}{SCALES}")
     num_blocks = [-(-size // BLOCK) for size in part.shape]
     if scale is None or list(scale.shape) != num_blocks:
         found = "no scales" if scale is None else f"scales of shape {list(scale.shape)}"
         raise ModelError(f"{part.name} in {path} has {found}; {num_blocks} is needed")
-    begin = [0, 0]
-    begin[part.dim] = part.start
-    rows, columns = (
-        torch.arange(first, first + size) // BLOCK
-        for first, size in zip(begin, tensor.shape, strict=True)
-    )
     device = part.target.device
-    wide = scale[rows].to(device)[:, columns.to(device)]
-    return wide.mul_(tensor.to(device).float())
+    first, rest = part.start // BLOCK, part.start % BLOCK
+    blocks = slice(first, -(-part.stop // BLOCK))
+    scale = (scale[blocks] if part.dim == 0 else scale[:, blocks]).to(device)
+    if isinstance(part.target, Quantized) and part.target.in_blocks:
+        part.target.copy_(Quantized(tensor, scale))
+        return
+    padding = (rest, 0, 0, 0) if part.dim else (0, 0, rest, 0)
+    values = functional.pad(tensor.to(device).float(), padding)  # from the beginning of a block on
+    wide = Quantized(values, scale).dequantized()
+    part.target.copy_(wide[:, rest:] if part.dim else wide[rest:])

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -80,6 +80,13 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
         return self.quantization_config is not None
 
     @property
+    def fp8(self) -> Literal["", "rows", "blocks"]:
+        """What has a scale in weights of 8 bits: rows, or blocks as in the checkpoint."""
+        if self.quantization_config is None:
+            return ""
+        return "blocks" if self.quantization_config.get("weight_block_size") else "rows"
+
+    @property
     def rope(self) -> Rope:
         """RoPE, from wherever the checkpoint keeps it. Raises ValueError for what is not served."""
         return read_rope(
@@ -102,27 +109,6 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
                 f"the model{'' if self.rope.yarn else '; a rope_scaling by YaRN allows more'}"
             )
         return max_model_len or longest
-
-
-class _AddedToken(Struct):
-    content: str
-    id: int | None = None
-
-
-class _TokenizerConfig(Struct):
-    eos_token: str | _AddedToken | None = None
-
-
-class _AddedTokens(Struct):
-    added_tokens: list[_AddedToken] = []
-
-
-class _BytePairs(Struct):
-    vocab: dict[str, int]
-
-
-class _Vocabulary(Struct):
-    model: _BytePairs
 
 
 class GenerationConfig(Struct, kw_only=True, frozen=True):
@@ -163,7 +149,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 def _read_config(path: Path) -> ModelConfig:
     """Reads null as a field that is absent, except for `head_dim`, as transformers does."""
-    fields = _read(path, dict[str, Any])
+    fields = read_json(path, dict[str, Any])
     given = {name: value for name, value in fields.items() if value is not None}
     try:
         config = msgspec.convert(given, ModelConfig)
@@ -226,7 +212,7 @@ def _check_fields(config: ModelConfig) -> None:
 def quantized(config: ModelConfig, quantization: str) -> ModelConfig:
     """The model as `--quantization` wants it."""
     if quantization == "fp8" and not config.is_fp8:
-        return msgspec.structs.replace(config, quantization_config=FP8_BLOCKS)
+        return msgspec.structs.replace(config, quantization_config={"quant_method": "fp8"})
     return config
 
 
@@ -255,33 +241,11 @@ def check_tp(config: ModelConfig, tp_size: int, expert_parallel: bool = False) -
 def read_generation_config(folder: Path) -> GenerationConfig:
     """All defaults where the file is missing."""
     path = folder / "generation_config.json"
-    return _read(path, GenerationConfig) if path.exists() else GenerationConfig()
+    return read_json(path, GenerationConfig) if path.exists() else GenerationConfig()
 
 
-def read_eos_token_ids(folder: Path) -> list[int]:
-    """Reads every id that ends a text: those of `generation_config.json`, or, where it has none, of
-    `config.json`; and the tokenizer's own."""
-    ids = read_generation_config(folder).eos_token_id
-    if ids is None:
-        ids = read_model_config(folder).eos_token_id
-    known = [ids] if isinstance(ids, int) else ids or []
-    own = _tokenizer_eos(folder)
-    return known if own is None or own in known else [*known, own]
-
-
-def _tokenizer_eos(folder: Path) -> int | None:
-    """The id of `eos_token` in tokenizer_config.json; None where there is none."""
-    path, vocabulary = folder / "tokenizer_config.json", folder / "tokenizer.json"
-    token = _read(path, _TokenizerConfig).eos_token if path.exists() else None
-    content = token.content if isinstance(token, _AddedToken) else token
-    if content is None or not vocabulary.exists():
-        return None
-    added = _read(vocabulary, _AddedTokens).added_tokens
-    ids = [one.id for one in added if one.content == content]
-    return ids[0] if ids else _read(vocabulary, _Vocabulary).model.vocab.get(content)
-
-
-def _read(path: Path, type_: type[T]) -> T:
+def read_json(path: Path, type_: type[T]) -> T:
+    """Decodes a file of a checkpoint. Raises ModelError."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=type_)
     except (OSError, msgspec.MsgspecError) as error:

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from penstock.protocol.checkpoint import read_eos_token_ids, read_model_config
+from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.config import Config
+from penstock.protocol.eos import read_eos_token_ids
 from penstock.protocol.messages import TokenizedRequest, WorkerAssignment
 from penstock.protocol.plan import BatchPlan, SampledTokens, pack
 from penstock.protocol.sampling import SamplingParams

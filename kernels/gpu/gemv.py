@@ -11,6 +11,7 @@ from penstock.kernels.gpu.skinny_kernels import (
     norm_factor,
     prefetch_rows,
     store_result,
+    weight_tile,
 )
 
 
@@ -25,9 +26,9 @@ def _row(x, norm_weight, k, inside, NORM: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _row_products(
-    x, norm_weight, weight, rows, N, K,
+    x, norm_weight, weight, scale, rows, N, K,
     NORM: tl.constexpr, SWIGLU: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Unreduced sums of gate (or the only product) and up [BN, BK] and of the squares of x [BK]."""
     k = tl.arange(0, BK)
@@ -39,10 +40,12 @@ def _row_products(
         row, more = _row(x, norm_weight, first + k, inside, NORM, EVEN)
         squares += more
         at = weight + rows[:, None] * K + (first + k)[None, :]
-        acc += load(at, inside[None, :], EVEN).to(tl.float32) * row[None, :]
+        tile = weight_tile(at, inside[None, :], scale, rows, first, K, EVEN, BLOCKS, BK, 1)
+        acc += tile.to(tl.float32) * row[None, :]
         if SWIGLU:
             at = weight + (rows + N)[:, None] * K + (first + k)[None, :]
-            acc_up += load(at, inside[None, :], EVEN).to(tl.float32) * row[None, :]
+            up = weight_tile(at, inside[None, :], scale, rows + N, first, K, EVEN, BLOCKS, BK, 1)
+            acc_up += up.to(tl.float32) * row[None, :]
     return acc, acc_up, squares
 
 
@@ -51,7 +54,7 @@ def gemv(
     x, norm_weight, weight, scale, residual, out, N, K, eps,
     NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    PREFETCH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One program: BN columns of out. WHOLE: BK >= K, all of a program's loads are in flight.
 
@@ -60,14 +63,16 @@ def gemv(
     launch_dependents()
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.minimum(column, N - 1).to(tl.int64)
-    gate_scale, up_scale = load_scales(scale, column, N, SWIGLU)
+    gate_scale, up_scale = load_scales(scale, column, N, SWIGLU, BLOCKS)
     if WHOLE:
         k = tl.arange(0, BK)
         inside = k < K
-        tile = load(weight + rows[:, None] * K + k[None, :], inside[None, :], EVEN)
+        at = weight + rows[:, None] * K + k[None, :]
+        tile = weight_tile(at, inside[None, :], scale, rows, 0, K, EVEN, BLOCKS, BK, 1)
         up = tile
         if SWIGLU:
-            up = load(weight + (rows + N)[:, None] * K + k[None, :], inside[None, :], EVEN)
+            at = weight + (rows + N)[:, None] * K + k[None, :]
+            up = weight_tile(at, inside[None, :], scale, rows + N, 0, K, EVEN, BLOCKS, BK, 1)
         factor = 1.0
         if NORM:
             factor = load(norm_weight + k, inside, EVEN).to(tl.float32)
@@ -85,7 +90,7 @@ def gemv(
         wait()
         more = load_residual(residual, column, column < N, ADD)
         acc, acc_up, squares = _row_products(
-            x, norm_weight, weight, rows, N, K, NORM, SWIGLU, BN, BK, STAGES, EVEN
+            x, norm_weight, weight, scale, rows, N, K, NORM, SWIGLU, BN, BK, STAGES, EVEN, BLOCKS
         )
     acc, acc_up = tl.sum(acc, 1), tl.sum(acc_up, 1)
     norm = norm_factor(tl.sum(squares, 0), K, eps, NORM)

@@ -142,6 +142,7 @@ def grouped(x: Tensor, routing: Routing, weight: Matrix, swiglu: bool, bm: int, 
     multiply[grid](
         x, routing.sources, routing.tiles, *parts(weight), out, columns, inner,
         SWIGLU=swiglu, BM=bm, BN=cut.bn, BK=cut.bk, EVEN=inner % cut.bk == 0,
+        BLOCKS=isinstance(weight, Quantized) and weight.in_blocks,
         num_warps=cut.num_warps, num_stages=cut.num_stages, **LAUNCH,
     )  # fmt: skip
     return out

@@ -10,9 +10,11 @@ front, and the rows above in its own. So the order is always the same.
 import triton
 import triton.language as tl
 
+from penstock.kernels import quantize
 from penstock.kernels.gpu.pdl import launch_dependents, wait
-from penstock.kernels.gpu.skinny_kernels import load
+from penstock.kernels.gpu.skinny_kernels import weight_tile
 
+BLOCK = tl.constexpr(quantize.BLOCK)
 TILE = tl.constexpr(4)
 """int32 of a tile in the list: expert, first pair, end of the pairs, void"""
 
@@ -155,7 +157,7 @@ def sort(
 def _multiply_tile(
     x, sources, tile, weight, scale, out, column, N, K,
     SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     pair = tl.load(tile + 1) + tl.arange(0, BM)
     exists = pair < tl.load(tile + 2)
@@ -167,18 +169,25 @@ def _multiply_tile(
     first_row = tl.load(tile).to(tl.int64) * (NUM * N)
     weight += first_row * K
     x_at = x + row[:, None].to(tl.int64) * K + k[None, :]
-    weight_at = weight + tl.minimum(column, N - 1)[:, None] * K + k[None, :]
+    weight_row = tl.minimum(column, N - 1)
+    weight_at = weight + weight_row[:, None] * K + k[None, :]
+    if BLOCKS:
+        scale += first_row // (NUM * N) * (tl.cdiv(NUM * N, BLOCK) * tl.cdiv(K, BLOCK))
     acc = tl.zeros((BM, BN), tl.float32)
     acc_up = acc
     for first in tl.range(0, K, BK):
         inside = first + k[None, :] < K
         x_tile = tl.load(x_at + first, exists[:, None] if EVEN else exists[:, None] & inside, 0.0)
-        gate = load(weight_at + first, inside, EVEN).to(x_tile.dtype)
+        gate = weight_tile(
+            weight_at + first, inside, scale, weight_row, first, K, EVEN, BLOCKS, BK, 1
+        ).to(x_tile.dtype)
         acc = tl.dot(x_tile, gate.T, acc, input_precision="ieee")
         if SWIGLU:
-            up = load(weight_at + N * K + first, inside, EVEN).to(x_tile.dtype)
+            up_at, up_row = weight_at + N * K + first, weight_row + N
+            up = weight_tile(up_at, inside, scale, up_row, first, K, EVEN, BLOCKS, BK, 1)
+            up = up.to(x_tile.dtype)
             acc_up = tl.dot(x_tile, up.T, acc_up, input_precision="ieee")
-    if scale is not None:
+    if scale is not None and not BLOCKS:
         scale_at = scale + first_row + tl.minimum(column, N - 1)
         acc *= tl.load(scale_at)[None, :]
         if SWIGLU:
@@ -193,13 +202,13 @@ def _multiply_tile(
 def multiply(
     x, sources, tiles, weight, scale, out, N, K,
     SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One program: BN columns of one tile's pairs, out [num_pairs, N].
 
     SWIGLU: gate and up, of the pairs' tokens' rows of x; else of the pairs' own. There are more
     programs than tiles: the grid is for whatever the router may choose. EVEN: BK divides K. scale:
-    of each row of the weights in 8 bits, which become x's type in registers.
+    of each row of the weights in 8 bits, which become x's type in registers; or BLOCKS: of blocks.
     """
     wait()
     columns = tl.cdiv(N, BN)
@@ -208,7 +217,7 @@ def multiply(
     if tile < tl.load(tiles):
         _multiply_tile(
             x, sources, tiles + (tile + 1) * TILE, weight, scale, out, column, N, K,
-            SWIGLU, BM, BN, BK, EVEN,
+            SWIGLU, BM, BN, BK, EVEN, BLOCKS,
         )  # fmt: skip
 
 

@@ -197,6 +197,7 @@ def launch(product: Product, config: Config) -> None:
         "BN": config.bn,
         "EVEN": inner % config.bk == 0,
         "PREFETCH": config.prefetch,
+        "BLOCKS": isinstance(weight, Quantized) and weight.in_blocks,
         "num_warps": config.num_warps,
         **LAUNCH,
     }

@@ -9,12 +9,13 @@ inner dimension has been read. Of several rows, every program needs all squares,
 longer than a kernel of its own.
 
 Weights of 8 bits become x's type in registers, and the sums of a column are multiplied by its
-scale.
+scale; or the weights by those of their blocks, before.
 """
 
 import triton
 import triton.language as tl
 
+from penstock.kernels.gpu.block_scales import scaled_tile
 from penstock.kernels.gpu.pdl import PDL, launch_dependents, wait
 
 LINE = tl.constexpr(128)
@@ -57,6 +58,18 @@ def load(at, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
+def weight_tile(
+    at, inside, scale, rows, first, K,
+    EVEN: tl.constexpr, BLOCKS: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """A tile of a weight's rows; BLOCKS: with the scales of its blocks, in float32."""
+    tile = load(at, inside, EVEN)
+    if BLOCKS:
+        tile = scaled_tile(tile, scale, rows, first, K, BK, SLICES)
+    return tile
+
+
+@triton.jit
 def _dot(x, weight, acc, SLICES: tl.constexpr):
     weight = tl.permute(weight, (1, 0)) if SLICES == 1 else tl.permute(weight, (0, 2, 1))
     if weight.dtype != x.dtype:  # by float32: 8 bits to bfloat16 at once is a slow instruction
@@ -90,24 +103,27 @@ def _reduced(acc, acc_up, squares, SLICES: tl.constexpr):
 
 @triton.jit
 def _whole_products(
-    x, norm_weight, weight, weight_rows, num_rows, begin, end, N, K,
+    x, norm_weight, weight, scale, weight_rows, num_rows, begin, end, N, K,
     NORM: tl.constexpr, SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr,
+    BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """As `_products` for one tile, whose weights are read before the kernels in front end."""
     m, k = _indices(tl.arange(0, BM), BK, SLICES)
     n, _ = _indices(weight_rows, BK, SLICES)
     inside = begin + k < end
-    tile = load(weight + n * K + begin + k, inside, EVEN)
+    tile = weight_tile(
+        weight + n * K + begin + k, inside, scale, weight_rows, begin, K, EVEN, BLOCKS, BK, SLICES
+    )
     up = tile
     if SWIGLU:
-        up = load(weight + (n + N) * K + begin + k, inside, EVEN)
-    scale = load(norm_weight + begin + k, inside, EVEN) if NORM else 1.0
+        up_at, up_rows = weight + (n + N) * K + begin + k, weight_rows + N
+        up = weight_tile(up_at, inside, scale, up_rows, begin, K, EVEN, BLOCKS, BK, SLICES)
+    factor = load(norm_weight + begin + k, inside, EVEN) if NORM else 1.0
     wait()
     x_at = x + m * K + begin + k
     x_tile = tl.load(x_at, m < num_rows if EVEN else (m < num_rows) & inside, 0.0)
     squares = tl.zeros((BM, 8) if SLICES == 1 else (SLICES, BM, 8), tl.float32)
-    x_tile, squares = _scaled(x_tile, scale, squares, NORM, BK, SLICES)
+    x_tile, squares = _scaled(x_tile, factor, squares, NORM, BK, SLICES)
     zeros = tl.zeros((BM, BN) if SLICES == 1 else (SLICES, BM, BN), tl.float32)
     acc = _dot(x_tile, tile, zeros, SLICES)
     acc_up = _dot(x_tile, up, zeros, SLICES) if SWIGLU else zeros
@@ -116,9 +132,9 @@ def _whole_products(
 
 @triton.jit
 def _products(
-    x, norm_weight, weight, weight_rows, num_rows, begin, end, N, K,
+    x, norm_weight, weight, scale, weight_rows, num_rows, begin, end, N, K,
     NORM: tl.constexpr, SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr,
+    BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Sums over [begin, end): of gate (or the only product), of up, and of the squares of x."""
     wait()
@@ -133,11 +149,17 @@ def _products(
     for first in tl.range(begin, end, BK * SLICES):
         inside = first + k < end
         x_tile = tl.load(x_at + first, m < num_rows if EVEN else (m < num_rows) & inside, 0.0)
-        scale = load(norm_weight + first + k, inside, EVEN) if NORM else 1.0
-        x_tile, squares = _scaled(x_tile, scale, squares, NORM, BK, SLICES)
-        acc = _dot(x_tile, load(weight_at + first, inside, EVEN), acc, SLICES)
+        factor = load(norm_weight + first + k, inside, EVEN) if NORM else 1.0
+        x_tile, squares = _scaled(x_tile, factor, squares, NORM, BK, SLICES)
+        tile = weight_tile(
+            weight_at + first, inside, scale, weight_rows, first, K, EVEN, BLOCKS, BK, SLICES
+        )
+        acc = _dot(x_tile, tile, acc, SLICES)
         if SWIGLU:
-            up = load(up_at + first, inside, EVEN)
+            up_rows = weight_rows + N
+            up = weight_tile(
+                up_at + first, inside, scale, up_rows, first, K, EVEN, BLOCKS, BK, SLICES
+            )
             acc_up = _dot(x_tile, up, acc_up, SLICES)
     return _reduced(acc, acc_up, squares, SLICES)
 
@@ -155,9 +177,9 @@ def norm_factor(squares, K, eps, NORM: tl.constexpr):
 
 
 @triton.jit
-def load_scales(scale, column, N, SWIGLU: tl.constexpr):
+def load_scales(scale, column, N, SWIGLU: tl.constexpr, BLOCKS: tl.constexpr):
     """What the sums of columns are multiplied with, those of gate (or all) and of up."""
-    if scale is None:
+    if scale is None or BLOCKS:
         return 1.0, 1.0
     else:
         gate = tl.load(scale + column, column < N, 0.0)
@@ -222,6 +244,7 @@ def skinny(
     NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
     EVEN: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One program: BN columns of out, over one range of the inner dimension.
 
@@ -243,16 +266,16 @@ def skinny(
         prefetch_rows(weight, weight_rows, begin, end, K, PREFETCH)
         if SWIGLU:
             prefetch_rows(weight, weight_rows + N, begin, end, K, PREFETCH)
-    gate_scale, up_scale = load_scales(scale, column[None, :], N, SWIGLU)
+    gate_scale, up_scale = load_scales(scale, column[None, :], N, SWIGLU, BLOCKS)
     if WHOLE:
         acc, acc_up, squares = _whole_products(
-            x, norm_weight, weight, weight_rows, num_rows, begin, end, N, K,
-            NORM, SWIGLU, BM, BN, BK, SLICES, EVEN,
+            x, norm_weight, weight, scale, weight_rows, num_rows, begin, end, N, K,
+            NORM, SWIGLU, BM, BN, BK, SLICES, EVEN, BLOCKS,
         )  # fmt: skip
     else:
         acc, acc_up, squares = _products(
-            x, norm_weight, weight, weight_rows, num_rows, begin, end, N, K,
-            NORM, SWIGLU, BM, BN, BK, SLICES, EVEN,
+            x, norm_weight, weight, scale, weight_rows, num_rows, begin, end, N, K,
+            NORM, SWIGLU, BM, BN, BK, SLICES, EVEN, BLOCKS,
         )  # fmt: skip
     row = tl.arange(0, BM)[:, None]
     exists = (row < num_rows) & (column < N)[None, :]

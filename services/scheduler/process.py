@@ -4,8 +4,9 @@ from time import monotonic
 
 import zmq
 
-from penstock.protocol.checkpoint import read_eos_token_ids, read_model_config
+from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.client import ErrorReply
+from penstock.protocol.eos import read_eos_token_ids
 from penstock.protocol.heartbeat import HeartbeatThread
 from penstock.protocol.incarnation import first_number
 from penstock.protocol.messages import (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.linear import linear, linear_add, norm_linear, norm_swiglu
-from penstock.kernels.quantize import quantize
+from penstock.kernels.quantize import Quantized, quantize, quantize_blocks
 
 SHAPES = [(5, 7), (64, 333), (256, 1024), (768, 256), (1024, 300), (1500, 64)]
 NUM_ROWS = [1, 2, 3, 7, 8, 15, 16, 17, 31, 64, 100, 129, 200]
@@ -106,6 +106,25 @@ def test_a_quantised_weight_is_what_it_stands_for(inner: int, outer: int) -> Non
     assert isinstance(activated, Tensor)
     expected = torch.nn.functional.silu(gate) * up
     torch.testing.assert_close(activated.double(), expected, atol=2e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(64, 332), (300, 256)])
+def test_blocks_have_scales(inner: int, outer: int) -> None:
+    x, weight, residual = torch.randn(20, inner), torch.randn(outer, inner), torch.randn(20, outer)
+    quantized = quantize_blocks(weight * torch.linspace(0.1, 9, outer)[:, None])
+    wide = quantized.dequantized().double()
+    assert quantized.scale.shape == (-(-outer // 128), -(-inner // 128))
+    out = linear_add(x, quantized, residual)
+    expected = residual.double() + x.double() @ wide.T
+    torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=1e-5)
+    same = linear(x[3:4], quantized)
+    assert torch.equal(same, linear(x, quantized)[3:4])
+    first, second = quantized.split([128, outer - 128])
+    torch.testing.assert_close(second.dequantized(), wide[128:].float())
+    torch.testing.assert_close(first.dequantized(), wide[:128].float())
+    wrong = Quantized(quantized.values, quantized.scale[:1])
+    with pytest.raises(ValueError, match=r"weight's scale has shape \[1, \d\]"):
+        linear(x, wrong)
 
 
 def test_refuses_a_weight_for_other_features() -> None:

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.kernels.quantize import FP8, Quantized, quantize
+from penstock.kernels.quantize import BLOCK, FP8, Quantized, quantize, quantize_blocks
 from penstock.models.parallel import Layer
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
-from penstock.models.weights import BLOCK, INDEX_FILE, SCALES, SINGLE_FILE
+from penstock.models.weights import INDEX_FILE, SCALES, SINGLE_FILE
 from penstock.protocol.checkpoint import FP8_BLOCKS, ModelError
 from penstock.protocol.config import Config
 from tests.gpu.accuracy import measure, num_right, tasks
@@ -112,6 +112,14 @@ def test_the_head_alone_is_quantised(tmp_path: Path, size: int, tie_word_embeddi
         assert_same(found, plain)
 
 
+def quantize_each(weight: Tensor) -> Quantized:
+    """One matrix, or several."""
+    if weight.ndim == 2:
+        return quantize(weight)
+    each = [quantize(one) for one in weight]
+    return Quantized(torch.stack([e.values for e in each]), torch.stack([e.scale for e in each]))
+
+
 def save_in_blocks(folder: Path, wide: Path, shape: dict[str, object]) -> dict[str, Tensor]:
     """A checkpoint in blocks, its scales in a file of their own, and in `wide` what it stands for.
 
@@ -139,12 +147,64 @@ def save_in_blocks(folder: Path, wide: Path, shape: dict[str, object]) -> dict[s
     return scales
 
 
+EVEN = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+"""parts of two ranks that begin between blocks"""
+EVEN_SPARSE = EXPERTS | EVEN | {"moe_intermediate_size": 256}
+
+
+@pytest.mark.parametrize("shape", [EVEN, EVEN_SPARSE], ids=["dense", "experts"])
+@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize("tp", WHOLE_AND_PARTS, ids=["whole", "first", "second"])
+def test_a_checkpoint_in_blocks_keeps_its_scales(
+    tmp_path: Path, tp: TensorParallel, expert_parallel: bool, shape: dict[str, object]
+) -> None:
+    save_in_blocks(tmp_path / "blocks", tmp_path / "wide", shape)
+    found = weights(load_model(tmp_path / "blocks", tp, expert_parallel))
+    for name, weight in weights(load_model(tmp_path / "wide", tp, expert_parallel)).items():
+        assert isinstance(weight, Tensor)
+        other = found[name]
+        if "proj" in name:
+            assert isinstance(other, Quantized)
+            assert other.in_blocks
+            other = other.dequantized()
+        assert isinstance(other, Tensor)
+        torch.testing.assert_close(other, weight, atol=0.0, rtol=1e-6)
+
+
+def test_the_error_of_8_bits_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    """With scales of rows, numbers of 8 bits are rounded again: √2 times as much."""
+    shape = EVEN | {"num_hidden_layers": 1}
+    original = save_checkpoint(tmp_path / "original", **shape)
+    save_checkpoint(tmp_path / "blocks", **shape)
+    tensors = load_file(tmp_path / "blocks" / SINGLE_FILE)
+    for name in [name for name in tensors if "proj" in name]:
+        quantized = quantize_blocks(tensors[name])
+        tensors |= {name: quantized.values, f"{name}{SCALES}": quantized.scale}
+    save_file(tensors, tmp_path / "blocks" / SINGLE_FILE)
+    config = json.loads((tmp_path / "blocks" / "config.json").read_text())
+    (tmp_path / "blocks" / "config.json").write_text(
+        json.dumps(config | {"quantization_config": FP8_BLOCKS})
+    )
+    found = weights(load_model(tmp_path / "blocks"))["model.layers.0.mlp.down_proj"]
+    exact = original.state_dict()["model.layers.0.mlp.down_proj.weight"]
+    assert isinstance(found, Quantized)
+    error = float((found.dequantized() - exact).norm() / exact.norm())
+    again = quantize(found.dequantized()).dequantized()
+    before = float((again - exact).norm() / exact.norm())
+    assert 0.025 < error < 0.028
+    assert 1.3 < before / error < 1.5
+
+
 @SHAPES
-def test_a_checkpoint_in_blocks_is_quantised_anew(tmp_path: Path, shape: dict[str, object]) -> None:
+def test_parts_within_blocks_are_quantised_anew(tmp_path: Path, shape: dict[str, object]) -> None:
     folder, wide = tmp_path / "blocks", tmp_path / "wide"
     scales = save_in_blocks(folder, wide, shape)
     for tp in WHOLE_AND_PARTS:
-        assert_same(load_model(folder, tp), load_model(wide, tp, quantization="fp8"))
+        found = load_model(folder, tp)
+        for layer in [one for one in found.modules() if isinstance(one, Layer)]:
+            if isinstance(layer.weight, Quantized) and layer.weight.in_blocks:  # is not cut
+                layer.weight = quantize_each(layer.weight.dequantized())
+        assert_same(found, load_model(wide, tp, quantization="fp8"))
     name = min(scales)
     save_file(scales | {name: torch.ones(1, 1)}, folder / "scales.safetensors")
     with pytest.raises(ModelError, match=r"has scales of shape \[1, 1\]; \[\d, \d\] is needed"):

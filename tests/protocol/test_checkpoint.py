@@ -11,10 +11,10 @@ from penstock.protocol.checkpoint import (
     ModelError,
     check_tp,
     quantized,
-    read_eos_token_ids,
     read_model_config,
 )
 from penstock.protocol.config import Config
+from penstock.protocol.eos import read_eos_token_ids
 from penstock.protocol.sampling import SamplingParams
 
 DEMO = Config().model_folder

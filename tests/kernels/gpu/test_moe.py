@@ -1,6 +1,7 @@
 """The kernels of a mixture of experts against the reference: routing, sorting, products, sum."""
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from penstock.kernels import moe as reference
 from penstock.kernels.gpu import moe
 from penstock.kernels.gpu.moe import Cut, Tuning, choose_tuning, experts, sort_by_expert
-from penstock.kernels.quantize import FP8, Matrix, Quantized, quantize
+from penstock.kernels.quantize import FP8, Matrix, Quantized, quantize, quantize_blocks
 from tests.kernels.gpu.conftest import on_gpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -112,16 +113,33 @@ def in_8_bits(weight: Tensor) -> Quantized:
     return Quantized(torch.stack(values), torch.stack(scales))
 
 
+def in_blocks(weight: Tensor) -> Quantized:
+    """Each expert's blocks with a scale, far from its neighbours'."""
+    each = [quantize_blocks(expert) for expert in weight]
+    values, scales = (torch.stack([getattr(one, n) for one in each]) for n in ("values", "scale"))
+    return Quantized(values, scales * torch.logspace(-1, 1, scales.numel()).view_as(scales))
+
+
 @pytest.mark.parametrize(
-    ("tokens", "tuning"),
-    [(1, SMALL), (20, UNEVEN), on_gpu(70, SMALL), on_gpu(70, UNEVEN)],
+    ("tokens", "tuning", "sizes", "narrow"),
+    [
+        *((1, SMALL, (40, 24), in_8_bits), (20, UNEVEN, (40, 24), in_8_bits)),
+        (1, SMALL, (144, 128), in_blocks),
+        *(on_gpu(70, SMALL, (40, 24), in_8_bits), on_gpu(70, UNEVEN, (40, 24), in_8_bits)),
+        *(on_gpu(70, SMALL, (400, 256), in_blocks), on_gpu(70, UNEVEN, (400, 256), in_blocks)),
+    ],
 )
 def test_small_experts_in_8_bits(
-    tokens: int, tuning: Tuning, device: str, dtype: torch.dtype
+    tokens: int,
+    tuning: Tuning,
+    sizes: tuple[int, int],
+    narrow: Callable[[Tensor], Quantized],
+    device: str,
+    dtype: torch.dtype,
 ) -> None:
-    x, logits, *plain = operands(tokens, 6, 40, 24)
-    weights = [in_8_bits(weight) for weight in plain]
-    stand_for = [weight.values.float() * weight.scale[..., None] for weight in weights]
+    x, logits, *plain = operands(tokens, 6, *sizes)
+    weights = [narrow(weight) for weight in plain]
+    stand_for = [weight.dequantized() for weight in weights]
     wanted = expected(x, logits, *stand_for, 3, True, 0)
     there = [Quantized(one.values.to(device), one.scale.to(device)) for one in weights]
     out = experts(x.to(device, dtype), logits.to(device), *there, 3, True, tuning=tuning)
