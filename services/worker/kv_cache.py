@@ -1,7 +1,7 @@
 """The memory of keys and values."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -74,20 +74,23 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def free_gpu_bytes(
-    worst_case: Callable[[], object], utilization: float, device: torch.device
+    worst_cases: Sequence[Callable[[], object]], utilization: float, device: torch.device
 ) -> int:
     """What a GPU has left for the KV cache beside everything else that is on it.
 
-    worst_case runs the largest step. utilization: share of the GPU's memory that may be used, by
-    whatever process.
+    worst_cases run the largest step: of rows that want no more than a token, which graphs have
+    memory of their own for, then of rows that ask for all there is. utilization: share of the GPU's
+    memory that may be used, by whatever process.
     """
     before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    worst_case()
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
+    peaks = []
+    for worst_case in worst_cases:
+        torch.cuda.reset_peak_memory_stats(device)
+        worst_case()
+        torch.cuda.synchronize(device)
+        peaks.append(torch.cuda.max_memory_allocated(device) - before)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    log.info("the largest step takes %.2f GiB beside the weights", peak / 2**30)
-    # once for steps that run eagerly, once for the CUDA graphs' pool
-    return int(free - (1 - utilization) * total - 2 * peak)
+    log.info("the largest step takes %.2f GiB beside the weights", max(peaks) / 2**30)
+    # once for the CUDA graphs' pool, once for steps that run eagerly or behind a graph
+    return int(free - (1 - utilization) * total - peaks[0] - max(peaks))

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -25,7 +26,8 @@ from penstock.protocol.checkpoint import (
 from penstock.protocol.cluster import NODE_VARIABLE
 from penstock.protocol.config import Config, make_run_folder
 from penstock.protocol.messages import WorkerAssignment
-from penstock.protocol.plan import BatchPlan, RowAdded, pack
+from penstock.protocol.plan import BatchPlan, RowAdded, RowExtras, pack
+from penstock.protocol.structured import StructuredOutputs
 from penstock.services.worker.cuda_graphs import decode_shapes, prefill_shapes
 from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.kv_cache import (
@@ -191,11 +193,11 @@ def _make_runner(
         num_bytes = config.kv_cache_gib * 2**30
         if weight.is_cuda and not num_bytes:
             trial = make(1)
-            plan = worst_case_plan(config, max_blocks * block_size, block_size)
-            num_bytes = free_gpu_bytes(
-                lambda: trial.launch(plan).token_ids(), config.gpu_memory_utilization, weight.device
-            )
-            del trial
+            sizes = config, max_blocks * block_size, block_size
+            plans = [worst_case_plan(*sizes), worst_case_plan(*sizes, asks=True)]
+            steps = [partial(_run_alone, trial, plan) for plan in plans]
+            num_bytes = free_gpu_bytes(steps, config.gpu_memory_utilization, weight.device)
+            del trial, steps
         num_blocks = num_fitting_blocks(num_bytes or CPU_KV_BYTES, *shape, kv_dtype)
     return make(num_blocks)
 
@@ -210,11 +212,21 @@ def _graph_shapes(config: Config, model: Qwen3, max_model_len: int) -> list[Shap
     return shapes
 
 
-def worst_case_plan(config: Config, max_model_len: int, block_size: int) -> BatchPlan:
-    """As many tokens and rows as a step may have, all in block 0."""
+def _run_alone(runner: ModelRunner, plan: BatchPlan) -> None:
+    runner.launch(plan).told()
+    runner.clear()
+
+
+def worst_case_plan(
+    config: Config, max_model_len: int, block_size: int, asks: bool = False
+) -> BatchPlan:
+    """As many tokens and rows as a step may have, all in block 0.
+
+    asks: one row has most of the tokens, and all ask for what takes memory beside a token.
+    """
     num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-    lengths = [config.max_num_batched_tokens // num_rows] * num_rows
-    lengths[0] += config.max_num_batched_tokens % num_rows
+    lengths = [1 if asks else config.max_num_batched_tokens // num_rows] * num_rows
+    lengths[0] += config.max_num_batched_tokens - sum(lengths)
     lengths = [min(length, max_model_len) for length in lengths]
     added = [
         RowAdded(
@@ -227,8 +239,14 @@ def worst_case_plan(config: Config, max_model_len: int, block_size: int) -> Batc
             top_p=0.95,
             min_p=0.0,
             seed=slot,
+            extras=_all_extras(length) if asks else None,
         )
         for slot, length in enumerate(lengths)
     ]
     chunks = pack(number for pair in enumerate(lengths) for number in pair)
     return BatchPlan(epoch=0, step=0, added=added, chunks=chunks)
+
+
+def _all_extras(num_prompt_tokens: int) -> RowExtras:
+    grammar = StructuredOutputs(regex="a*")
+    return RowExtras(num_prompt_tokens, 1.0, 1.0, 1.5, {0: 1.0}, 0, [], 20, 20, grammar)

@@ -88,7 +88,8 @@ class SecondPass:
         self._device = device = slots.last_token.device
         self._vocab_size = vocab_size
         self._asks = np.zeros(len(slots.seeds), np.bool_)
-        self._penalties = Penalties(vocab_size, device)
+        num_places = 0 if model.tp.rank else len(slots.seeds)
+        self._penalties = Penalties(num_places, vocab_size, device)
         self._grammars = grammars
         self._awaited: dict[int, int] = {}
         """slot of a row with a grammar → which of the tokens sampled last is its own"""
@@ -122,7 +123,8 @@ class SecondPass:
         extras = extra.extras
         prompt, output = np.split(extra.token_ids, [extras.num_prompt_tokens])
         if extra.has_penalties:
-            extra.place = self._penalties.add(extras, *self._to_device(prompt, output))
+            extra.place = row.slot
+            self._penalties.add(row.slot, extras, *self._to_device(prompt, output))
         if extras.structured_outputs and self._grammars:
             given = output.tolist(), extras.end_token_ids, extras.reasoning
             self._grammars.add(row.slot, extras.structured_outputs, *given)
@@ -131,8 +133,6 @@ class SecondPass:
         extra = self.rows.pop(slot)
         self._asks[slot] = False
         self._awaited.pop(slot, None)
-        if extra.place >= 0:
-            self._penalties.remove(extra.place)
         if extra.extras.structured_outputs and self._grammars:
             self._grammars.remove(slot)
 

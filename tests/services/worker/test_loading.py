@@ -21,6 +21,7 @@ from penstock.services.worker.loading import (
     load,
     worst_case_plan,
 )
+from penstock.services.worker.logits import MAX_PROMPT_TOKENS
 from penstock.services.worker.persistent_batch import PersistentBatch
 from tests.models.checkpoints import save_checkpoint
 
@@ -191,3 +192,25 @@ def test_the_worst_case_is_a_full_step(max_tokens: int, max_seqs: int) -> None:
     rows = batch.advance(plan.chunks)
     assert rows is not None
     assert (rows.shape.num_tokens, len(rows.sampled)) == (max_tokens, min(max_seqs, max_tokens))
+
+
+def test_the_worst_case_asks_for_all_that_takes_memory(folder: Path) -> None:
+    """So that the profile run measures what rows that ask take: nothing grows later."""
+    config = Config(
+        model=str(folder), device="cpu", max_num_seqs=80, max_num_batched_tokens=400, num_blocks=30
+    )
+    runner = load(config, WorkerAssignment(1, "group", 0, 1, ""), lambda: None)
+    tables = runner._second._penalties
+    assert tables._counts.shape == (80, 264)
+    where = tables._counts.data_ptr(), tables._in_prompt.data_ptr()
+    plan = worst_case_plan(config, 512, runner.block_size, asks=True)
+    told = runner.launch(plan).told()
+    assert len(told.logprobs) == 80
+    assert not told.failed
+    ((slot, of_prompt),) = told.prompt_logprobs
+    assert (slot, len(of_prompt)) == (0, 400 - 79 - 1)
+    assert len(of_prompt) > MAX_PROMPT_TOKENS
+    assert all(row.place >= 0 for row in runner._second.rows.values())
+    runner.clear()
+    runner.launch(plan).told()
+    assert where == (tables._counts.data_ptr(), tables._in_prompt.data_ptr())
