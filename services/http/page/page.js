@@ -1,5 +1,7 @@
 // A chat with the model, and the pipeline behind it. Model text is only ever set as text.
 
+import { showMarkdown } from "./markdown.js";
+
 const $ = (id) => document.getElementById(id);
 const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 const format = (number) => number.toLocaleString("en", { maximumFractionDigits: number < 10 ? 1 : 0 });
@@ -74,21 +76,6 @@ async function* events(response) {
 let turns = [];
 let stream = null; // the AbortController of the answer that comes
 
-/** Shows text, and what stands between ``` fences as code; only what is new is touched. */
-function showText(element, text) {
-  const parts = text.split(/^`{3,}/m);
-  while (element.children.length > parts.length) element.lastChild.remove();
-  parts.forEach((part, i) => {
-    const isCode = i % 2 === 1;
-    const trimmed = i < parts.length - 1 ? part.replace(/\n+$/, "") : part;
-    const shown = isCode ? trimmed.replace(/^.*\n?/, "") : trimmed.replace(i ? /^\n+/ : "", "");
-    element.children[i] ?? element.append(document.createElement(isCode ? "pre" : "span"));
-    const { firstChild } = element.children[i];
-    if (firstChild && shown.startsWith(firstChild.data)) firstChild.appendData(shown.slice(firstChild.length));
-    else element.children[i].textContent = shown;
-  });
-}
-
 /** Does something to the conversation and stays at its end, if the reader is there. */
 function keepingEnd(change) {
   const log = $("log");
@@ -121,7 +108,8 @@ function messagesUntil(turn) {
     { role: "user", content: one.question },
     { role: "assistant", content: one.answer },
   ]);
-  return [...said, { role: "user", content: turn.question }];
+  const system = $("system").value.trim();
+  return [...(system ? [{ role: "system", content: system }] : []), ...said, { role: "user", content: turn.question }];
 }
 
 function chatBody(turn) {
@@ -150,8 +138,8 @@ function showAnswer(turn, times) {
   const seconds = times.answer && ((times.answer - times.first) / 1000).toFixed(1);
   turn.thinking.hidden = !turn.reasoning;
   setText(turn.thinking.querySelector("summary"), seconds ? `Thought for ${seconds} s` : "Thinking …");
-  showText(turn.thinking.querySelector(".text"), turn.reasoning);
-  showText(turn.answerText, turn.answer);
+  showMarkdown(turn.thinking.querySelector(".text"), turn.reasoning);
+  showMarkdown(turn.answerText, turn.answer);
 }
 
 /** What an answer cost: tokens, time to the first, rate of the others. */
@@ -182,6 +170,7 @@ async function answer(turn) {
   update();
   turn.note.textContent = "";
   setBusy(turn, true, "The model answers.");
+  keep();
   let failure = null;
   try {
     const headers = { "Content-Type": "application/json" };
@@ -209,6 +198,7 @@ function endTurn(turn, signal, failure, times) {
   turn.failure.hidden = turn.retry.hidden = isWhole || isStopped;
   if (!turn.failure.hidden) turn.failure.textContent = sentence(failure);
   setBusy(turn, false, isWhole ? "The answer is complete." : isStopped ? "Stopped." : "The answer failed.");
+  keep();
 }
 
 function setBusy(turn, isBusy, progress) {
@@ -237,9 +227,53 @@ $("new").addEventListener("click", () => {
   stream?.abort();
   for (const turn of turns) turn.element.remove();
   turns = [];
+  keep();
   $("empty").hidden = false;
   $("prompt").focus();
 });
+
+for (const button of document.querySelectorAll("#demo button")) {
+  button.addEventListener("click", () => stream || answer(addTurn(button.textContent)));
+}
+
+// ---- what a reload keeps ----
+
+const [CONVERSATION, SYSTEM] = ["penstock-conversation", "penstock-system"];
+const DEMO = "qwen3-demo";
+
+/** Keeps the conversation in this browser; where there is no room, its newest part. */
+function keep() {
+  const kept = turns.map(({ question, reasoning, answer, isUsable, note, thinking }) => {
+    const summary = thinking.querySelector("summary").textContent;
+    return { question, reasoning, answer, isUsable, note: note.textContent, summary };
+  });
+  for (; kept.length; kept.shift()) {
+    try {
+      localStorage.setItem(CONVERSATION, JSON.stringify(kept));
+      return;
+    } catch { /* QuotaExceededError: without the oldest turn */ }
+  }
+  localStorage.removeItem(CONVERSATION);
+}
+
+function restore() {
+  $("system").value = localStorage.getItem(SYSTEM) ?? "";
+  let kept = [];
+  try {
+    kept = JSON.parse(localStorage.getItem(CONVERSATION) ?? "[]");
+  } catch { /* SyntaxError: nothing of ours */ }
+  for (const { question, note, summary, ...rest } of kept) {
+    const turn = Object.assign(addTurn(question), rest);
+    showAnswer(turn, {});
+    turn.thinking.querySelector("summary").textContent = summary;
+    turn.note.textContent = note;
+    turn.retry.hidden = turn.isUsable;
+  }
+}
+
+$("system").addEventListener("change", () => localStorage.setItem(SYSTEM, $("system").value));
+if (matchMedia("(max-width: 560px)").matches) $("settings").open = false;
+restore();
 
 // ---- pipeline ----
 
@@ -451,6 +485,7 @@ function show(status) {
 async function fetchStatus(path) {
   const status = await (await request(path, { signal: AbortSignal.timeout(5000) })).json();
   if (!$("model").textContent) setText($("model"), (await (await request("v1/models")).json()).data[0].id);
+  $("demo").hidden = $("model").textContent !== DEMO;
   return status;
 }
 
