@@ -342,7 +342,7 @@ def test_a_phone_has_a_small_composer(pages: Pages) -> None:
     composer = page.locator("#composer").bounding_box()
     assert composer["height"] < 844 / 5
     assert composer["y"] + composer["height"] <= 844
-    page.get_by_text("Settings", exact=True).click()
+    page.locator("#settings summary").click()
     expect(page.locator("#temperature")).to_be_visible()
     width = page.evaluate("document.documentElement.scrollWidth")
     assert width <= 390
