@@ -36,7 +36,7 @@ TASKS = ["count from 3 to 40", "17+25=", "reverse: penstock", "repeat: abcabd", 
 COUNT = "count from 1 to 60"
 NUM_STREAMS = 8
 NUM_PROCESSES = 9
-WORDS = "quixotic zephyrs jab"
+WORDS = "quixotic zephyrs juggling"
 FRAMES = "frames.pcap"
 CURVE, NULL = b"CURVE" + bytes(15), b"NULL" + bytes(16)
 """what a ZeroMQ greeting says of a connection's security"""
