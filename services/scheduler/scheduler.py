@@ -21,7 +21,7 @@ from penstock.services.scheduler.checks import limit_length
 from penstock.services.scheduler.drafts import Drafter
 from penstock.services.scheduler.sequence import Sequence, Status
 from penstock.services.scheduler.step import Changes, Step, StepOutput
-from penstock.services.scheduler.suspects import count_death, is_suspect
+from penstock.services.scheduler.suspects import Trial, count_death
 from penstock.services.scheduler.waiting_queue import WaitingQueue
 
 WAITING, RUNNING, DRAINING, FINISHED = Status
@@ -50,6 +50,7 @@ class Scheduler:
         self._max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._free_slots = list(range(self._max_rows))
         self.drafter = Drafter(config, block_manager)
+        self._trial = Trial(self.running, self.in_flight)
         self._removed: list[int] = []
         """slots to leave the persistent batch with the next plan"""
 
@@ -111,6 +112,7 @@ class Scheduler:
         self.in_flight.clear()
         for sequence in self.waiting:
             sequence.last_step = -1
+        self.waiting.find_suspects()
         self._removed.clear()
         self.num_steps = 0
         self.epoch = epoch
@@ -131,6 +133,9 @@ class Scheduler:
             return None
         step = Step(self.num_steps, [], {})
         changes = Changes([], [], [], [])
+        if self.waiting.has_suspects and not self._trial.is_on:
+            for sequence in reversed(self.running):
+                self.preempt(sequence)
         prefilling = self._schedule_decode(step, changes)
         num_decoding = len(step.sampled)
         budget = self._max_tokens_per_step - num_decoding
@@ -196,13 +201,14 @@ class Scheduler:
     def _admit(self, step: Step, changes: Changes, budget: int) -> int:
         may_admit = budget and self._free_slots and self.block_manager.has_room(bool(self.running))
         for sequence in self.waiting.candidates() if may_admit else ():
-            if self._is_in_flight(sequence) or self._waits_for_suspect(sequence):
+            if self._is_in_flight(sequence) or self._trial.keeps_out(sequence):
                 break
             if not self._allocate(sequence):
                 self.waiting.hold(sequence)
                 continue
             self.waiting.admit(sequence)
             self._run(sequence)
+            self._trial.admitted(sequence)
             changes.added.append(sequence.as_row())
             self.drafter.begin(sequence, changes.added[-1])
             budget -= self._add_chunk(sequence, step, changes, budget)
@@ -227,13 +233,6 @@ class Scheduler:
 
     def _is_in_flight(self, sequence: Sequence) -> bool:
         return bool(self.in_flight) and sequence.last_step >= self.in_flight[0].number
-
-    def _waits_for_suspect(self, sequence: Sequence) -> bool:
-        """Of the suspects one at a time runs: when the workers die again, it was that one."""
-        if not is_suspect(sequence):
-            return False
-        in_flight = [other for step in self.in_flight for other in step.sequences]
-        return any(map(is_suspect, self.running + in_flight))
 
     def _retire_rows(self, step: Step) -> None:
         """Rows whose last token is sampled by this step have no place in the next plan."""

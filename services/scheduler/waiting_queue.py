@@ -6,6 +6,7 @@ from itertools import count, islice
 
 from penstock.protocol.fair_queue import FairQueue
 from penstock.services.scheduler.sequence import Sequence
+from penstock.services.scheduler.suspects import is_suspect
 
 MAX_RETRIED = 4
 """held sequences that are tried again in one step, the oldest first"""
@@ -14,18 +15,20 @@ MAX_TRIES = 4
 
 
 class WaitingQueue:
-    """Sequences without a place in the running batch, in three parts.
+    """Sequences without a place in the running batch, in four parts.
 
-    1. Preempted sequences go first, and nothing passes them.
-    2. Held sequences: the first of a client that did not get its blocks; one a client. Others may
+    1. Suspects go first: each runs alone, and so the others can go on together.
+    2. Preempted sequences; nothing but suspects passes them.
+    3. Held sequences: the first of a client that did not get its blocks; one a client. Others may
        pass a held sequence, until as many tokens have passed as it has itself: from then on freed
        blocks are reserved for it. So it starves nobody, and nobody starves it.
-    3. New sequences: round-robin over clients, by (priority, arrival) in one client.
+    4. New sequences: round-robin over clients, by (priority, arrival) in one client.
 
     Adding and removing cost O(log n); the candidates of a step do not depend on n.
     """
 
     def __init__(self) -> None:
+        self._suspects: OrderedDict[Sequence, None] = OrderedDict()
         self._preempted: OrderedDict[Sequence, None] = OrderedDict()
         self._held: OrderedDict[Sequence, int] = OrderedDict()
         """→ tokens that have passed it"""
@@ -35,39 +38,56 @@ class WaitingQueue:
         self._admissions = count()
 
     def __len__(self) -> int:
-        return len(self._preempted) + len(self._held) + len(self._new)
+        return len(self._suspects) + len(self._preempted) + len(self._held) + len(self._new)
 
     def __iter__(self) -> Iterator[Sequence]:
         """Those that nothing passes first; new sequences by arrival."""
+        yield from self._suspects
         yield from self._preempted
         yield from self._held
         yield from self._new
 
     def add(self, sequence: Sequence) -> None:
-        """Appends a new sequence."""
+        """Appends a new sequence, which may have been at deaths elsewhere."""
+        if is_suspect(sequence):
+            self._suspects[sequence] = None
+            return
         self._new.add(sequence, sequence.client, sequence.priority)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Puts a preempted sequence before all others."""
-        self._preempted[sequence] = None
-        self._preempted.move_to_end(sequence, last=False)
+        """Puts a preempted sequence before all others, or a suspect before all suspects."""
+        queue = self._suspects if is_suspect(sequence) else self._preempted
+        queue[sequence] = None
+        queue.move_to_end(sequence, last=False)
+
+    @property
+    def has_suspects(self) -> bool:
+        """One waits, to run alone."""
+        return bool(self._suspects)
+
+    def find_suspects(self) -> None:
+        """After a death: sequences that were preempted before it may have become suspects."""
+        for sequence in filter(is_suspect, list(self._preempted)):
+            del self._preempted[sequence]
+            self._suspects[sequence] = None
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence that has ended."""
         if self._held.pop(sequence, None) is not None:
             self._holding.discard(sequence.client)
         elif not self._new.remove(sequence):
-            del self._preempted[sequence]
+            del (self._suspects if sequence in self._suspects else self._preempted)[sequence]
 
     def candidates(self) -> Iterator[Sequence]:
         """Yields sequences in the order in which a step may admit them.
 
         Of each the caller calls `admit` or `hold` before the next one, or stops.
         """
-        while self._preempted:
-            yield (sequence := next(iter(self._preempted)))
-            if sequence in self._preempted:
-                return
+        for queue in (self._suspects, self._preempted):
+            while queue:
+                yield (sequence := next(iter(queue)))
+                if sequence in queue:
+                    return
         for sequence in list(islice(self._held, MAX_RETRIED)):
             if not self._may_pass(before=sequence):
                 return

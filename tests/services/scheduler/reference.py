@@ -22,6 +22,8 @@ EOS = 0
 NUM_TOKEN_IDS = 4
 POISON = 1_000_000
 """the token id that a worker dies of"""
+LATE_POISON = POISON + 1
+"""the token id that a worker dies of when a row with it decodes: it gets a token before"""
 DEAD_END = 3
 """the token id that a row with a grammar fails at"""
 VOID = -1
@@ -177,6 +179,8 @@ class ReferenceWorker:
             for slot, row in self.rows.items()
             if slot not in chunks and row.num_computed >= row.num_given and row.num_drafted < 2
         }
+        if any(LATE_POISON in self.rows[slot].token_ids for slot in decoding):
+            raise WorkerDiedError
         work = chunks | decoding | drafted
         num_rows = len(chunks) + sum((decoding | drafted).values())
         assert sum(work.values()) <= self.config.max_num_batched_tokens, "the step is too long"

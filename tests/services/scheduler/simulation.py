@@ -84,10 +84,15 @@ class Simulation:
     # ---- moves -------------------------------------------------------------------------------
 
     def add(
-        self, prompt: SequenceOf[int] = (1, 2, 3), output: SequenceOf[int] = (), **sampling: object
+        self,
+        prompt: SequenceOf[int] = (1, 2, 3),
+        output: SequenceOf[int] = (),
+        num_deaths: int = 0,
+        **sampling: object,
     ) -> Sequence:
         """A request comes. Raises CannotFitError."""
         sequence = make_sequence(prompt, output, **sampling)
+        sequence.num_deaths = self.num_deaths[sequence] = num_deaths
         self.scheduler.add(sequence)
         self.sequences.append(sequence)
         self.received[sequence] = list(output)
@@ -164,15 +169,17 @@ class Simulation:
     def restart(self) -> None:
         """The worker is lost, and with it what was in flight; another one comes.
 
-        Whoever was in flight at the third death in a row is given up.
+        Whoever was alone in flight at its third death in a row is given up.
         """
-        at_risk = [sequence for sequence in self.in_flight if sequence.finish_reason is None]
-        self.num_deaths.update(at_risk)
+        at_risk = self.in_flight
+        may_be_guilty = {one for one in at_risk if self.num_deaths[one] == 2 and len(at_risk) == 1}
+        for sequence in at_risk - may_be_guilty:
+            self.num_deaths[sequence] = min(2, self.num_deaths[sequence] + 1)
         epoch = self.scheduler.epoch + 1
         self.worker = self._new_worker(epoch)
         self.results.clear()
         given_up = self.scheduler.restart(epoch)
-        assert given_up == [sequence for sequence in at_risk if self.num_deaths[sequence] == 3]
+        assert set(given_up) == {one for one in may_be_guilty if one.finish_reason == "abort"}
         self.cut.update(given_up)
         self.check()
 
@@ -192,8 +199,9 @@ class Simulation:
             assert self.received[sequence] == sequence.output_token_ids
             self.check_logprobs(sequence)
         at_risk = self.in_flight.union(self.scheduler.running)
-        num_suspects = sum(self.num_deaths[sequence] >= 2 for sequence in at_risk)
-        assert num_suspects <= 1, "at the next death, two would be given up"
+        for sequence in at_risk:
+            if self.num_deaths[sequence] == 2 and sequence.finish_reason is None:
+                assert at_risk == {sequence}, "a suspect is not alone"
 
     def check_logprobs(self, sequence: Sequence) -> None:
         """One for each token of this attempt; those of the prompt with the first token."""

@@ -149,17 +149,20 @@ def test_deaths_are_counted_over_replicas(process: SchedulerProcess, gateway: Ga
     twice = request(3, "twice")
     twice.num_deaths = 2
     assert process.scheduler
-    for one in (request(3, "once"), twice):
-        process.accept(one)
+    process.accept(request(3, "once"))
     process.scheduler.schedule()
     process.accept(request(3, "waits"))
     process.group.lost(b"w")
-    (failed,) = gateway.failures(process)
-    assert failed.request_id == "twice"
     process.send_status()
     assert gateway.results.socket.poll(10_000)
     ((_, status),) = gateway.results.receive()
     assert (status.workers_ready, status.num_deaths) == (False, {"once": 1})
+    restart_workers(process, 10)
+    process.accept(twice)
+    process.scheduler.schedule()
+    process.group.lost(b"w")
+    (failed,) = gateway.failures(process)
+    assert failed.request_id == "twice"
 
 
 class Reports:

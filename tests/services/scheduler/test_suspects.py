@@ -1,10 +1,14 @@
 """Requests that kill workers, and those beside them. A block has 4 tokens, the context 32."""
 
-import pytest
+from typing import Any
 
-from penstock.services.scheduler.sequence import Status
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.services.scheduler.sequence import Sequence, Status
 from tests.services.scheduler.builders import long_prompt
-from tests.services.scheduler.reference import POISON
+from tests.services.scheduler.reference import LATE_POISON, POISON
 from tests.services.scheduler.simulation import Simulation
 
 
@@ -36,29 +40,106 @@ def die_twice(sim: Simulation) -> None:
         sim.restart()
 
 
-def test_suspects_are_tried_one_at_a_time_until_their_first_token() -> None:
+def step_until_runs(sim: Simulation, sequence: Sequence) -> None:
+    for _ in range(10):
+        if sequence in sim.scheduler.running:
+            return
+        sim.step()
+    raise AssertionError("it is not admitted")
+
+
+def test_suspects_are_tried_alone_until_their_first_token() -> None:
     sim = Simulation(max_num_seqs=8)
     one, two, three = [sim.add(max_tokens=9, ignore_eos=True) for _ in range(3)]
     die_twice(sim)
-    assert not sim.step().sequences[1:]  # type: ignore[union-attr]
-    sim.send()
-    assert sim.scheduler.running == [one, two]
+    assert sim.step().sequences == [one]  # type: ignore[union-attr]
+    step_until_runs(sim, two)
+    assert sim.scheduler.running == [two]
     sim.restart()
     assert sim.cut == {two}
-    assert list(sim.scheduler.waiting) == [one, three]
+    assert list(sim.scheduler.waiting) == [three, one]
+    assert one.num_deaths == 0
     sim.run()
 
 
-def test_request_without_deaths_runs_beside_a_suspect() -> None:
+def test_request_without_deaths_waits_for_the_end_of_a_trial() -> None:
+    """It might kill the workers itself; the suspect would be given up for it."""
     sim = Simulation()
     suspect = sim.add(max_tokens=9, ignore_eos=True)
     die_twice(sim)
-    fresh = sim.add(max_tokens=9, ignore_eos=True)
+    fresh = sim.add([POISON], max_tokens=9)
     sim.send()
-    assert sim.scheduler.running == [suspect, fresh]
-    sim.restart()
-    assert sim.cut == {suspect}
+    assert sim.scheduler.running == [suspect]
+    sim.receive()
     sim.run()
+    assert sim.cut == {fresh}
+
+
+def test_suspect_that_comes_from_elsewhere_has_others_preempted() -> None:
+    """They go on after its first token, and lose none of theirs."""
+    sim = Simulation(num_blocks=64, max_num_seqs=8)
+    others = [sim.add(long_prompt(6, first), max_tokens=9, ignore_eos=True) for first in (1, 9)]
+    sim.step()
+    sim.step()
+    suspect = sim.add(max_tokens=9, ignore_eos=True, num_deaths=2)
+    step_until_runs(sim, suspect)
+    assert sim.scheduler.running == [suspect]
+    assert list(sim.scheduler.waiting) == others
+    sim.step()
+    sim.step()
+    assert sim.scheduler.running == [*others, suspect]
+    sim.run()
+    assert not sim.cut
+
+
+moves = st.one_of(
+    st.tuples(st.just("add"), st.sampled_from([0, 0, 0, POISON, LATE_POISON]), st.integers(1, 12)),
+    st.tuples(st.just("steps"), st.integers(1, 6), st.just(0)),
+    st.tuples(
+        st.sampled_from(["send", "receive", "abort", "preempt"]), st.integers(0, 9), st.just(0)
+    ),
+)
+
+
+@settings(settings.get_profile("scheduler"))
+@given(
+    moves=st.lists(moves, min_size=3, max_size=30),
+    num_plans=st.sampled_from([1, 2, 4]),
+    max_tokens_per_step=st.sampled_from([3, 8, 32]),
+)
+def test_whatever_comes_in_whatever_order_exactly_the_poison_is_given_up(
+    moves: list[tuple[str, int, int]], num_plans: int, max_tokens_per_step: int
+) -> None:
+    """Late poison, too, ends no request but itself; it is given up where the workers die before its
+    first token is back."""
+    sim = Simulation(
+        num_blocks=64,
+        max_num_seqs=8,
+        num_plans_in_flight=num_plans,
+        max_num_batched_tokens=max_tokens_per_step,
+    )
+    aborted = set()
+    for move, number, length in moves:
+        one: Any = sim.sequences[number % len(sim.sequences)] if sim.sequences else None
+        if move == "add":
+            prompt = [*long_prompt(length - 1, len(sim.sequences)), number]
+            sim.add(prompt, max_tokens=5, ignore_eos=True)
+        elif move == "steps":
+            for _ in range(number):
+                sim.step()
+        elif move == "send":
+            sim.send()
+        elif move == "receive" and sim.has_result:
+            sim.receive()
+        elif move == "abort" and one and one.status is not Status.FINISHED:
+            aborted.add(one)
+            sim.finish(one, "abort")
+        elif move == "preempt" and one and one.status is Status.RUNNING:
+            sim.preempt(one)
+    sim.run()
+    poison = {one for one in sim.sequences if POISON in one.token_ids}
+    late = {one for one in sim.sequences if LATE_POISON in one.token_ids}
+    assert poison - aborted <= sim.cut <= poison | late | aborted
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
