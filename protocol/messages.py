@@ -132,6 +132,7 @@ class TokenizedRequest(Struct, tag=True):
     """who has sent the request: clients take turns"""
     priority: int = 0
     reasoning: Reasoning = "none"
+    bad_words: list[list[TokenId]] = []  # those of `sampling`, as token sequences
 
     def __post_init__(self) -> None:
         check_packed(self.prompt_token_ids, self.output_token_ids)
@@ -277,8 +278,7 @@ class WorkerAssignment(Struct, array_like=True, tag=True):
     num_blocks: int = 0
     """KV blocks that the group before had, whose requests wait; 0: there was none"""
     pids_before: list[int] = []
-    """of those of that group that were on this worker's machine: their memory is free when they
-    are gone"""
+    """of that group's members on this worker's machine: their memory is free once they exit"""
     replica: int = 0
     spans_nodes: bool = False
     """whether the group's workers are on several machines"""

@@ -80,6 +80,10 @@ class RowExtras(Struct, array_like=True):
     structured_outputs: StructuredOutputs | None = None
     reasoning: Reasoning = "none"
     """of a row with `structured_outputs`: how its output begins"""
+    allowed_token_ids: list[int] = []
+    """the only tokens that may be drawn; empty: all"""
+    bad_words: list[list[int]] = []
+    """token sequences that the output must not contain"""
 
 
 class RowAdded(Struct, array_like=True):

@@ -18,6 +18,7 @@ RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class SamplingParams(Struct, kw_only=True, omit_defaults=True):
@@ -55,6 +56,14 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
     logit_bias: Annotated[
         dict[TokenId, Bias], Meta(max_length=1024, description="token id → added to its logit")
     ] = {}
+    allowed_token_ids: Annotated[
+        Annotated[list[TokenId], Meta(min_length=1, max_length=4096)] | None,
+        Meta(description="the only ids that may be sampled; EOS needs to be among them"),
+    ] = None
+    bad_words: Annotated[
+        list[BadWord],
+        Meta(max_length=64, description="strings that must not be generated"),
+    ] = []
     seed: Annotated[
         Int64 | None, Meta(description="of the noise; otherwise it follows from the request id")
     ] = None

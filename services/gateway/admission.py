@@ -155,6 +155,7 @@ class Admission:
         self._check_token_ids("output_token_ids", request.output_token_ids)
         self._check_token_ids("stop_token_ids", request.stop_token_ids)
         self._check_token_ids("logit_bias", request.logit_bias)
+        self._check_token_ids("allowed_token_ids", request.allowed_token_ids or [])
 
     def check_question(self, question: TokenizePromptRequest | DetokenizeRequest) -> None:
         """Raises RefusedError."""

@@ -27,11 +27,14 @@ def check_request(sequence: Sequence, vocab_size: int) -> None:
     for extreme in (min(sequence.token_ids), max(sequence.token_ids)):
         if not 0 <= extreme < vocab_size:  # every worker, and the next one, would end
             raise CannotFitError(f"prompt has token id {extreme}; ids go up to {vocab_size - 1}")
-    for token_id in sequence.sampling.logit_bias:
-        if token_id >= vocab_size:
-            raise CannotFitError(
-                f"logit_bias has token id {token_id}; ids go up to {vocab_size - 1}"
-            )
+    sampling = sequence.sampling
+    named = {
+        "logit_bias": sampling.logit_bias,
+        "allowed_token_ids": sampling.allowed_token_ids or (),
+    }
+    for field, token_ids in named.items():
+        if (largest := max(token_ids, default=0)) >= vocab_size:
+            raise CannotFitError(f"{field} has token id {largest}; ids go up to {vocab_size - 1}")
     num_top = sequence.sampling.prompt_logprobs
     if num_top is not None and (1 + num_top) * sequence.num_prompt_tokens > MAX_PROMPT_LOGPROBS:
         raise CannotFitError(

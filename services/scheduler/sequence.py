@@ -10,7 +10,6 @@ from penstock.protocol.client import FinishReason
 from penstock.protocol.logprobs import PackedLogprobs
 from penstock.protocol.messages import TokenizedRequest
 from penstock.protocol.plan import RowAdded, RowExtras, pack, unpack
-from penstock.protocol.sampling import SamplingParams
 from penstock.services.scheduler.speculation import Speculation
 
 MAX_PREEMPTIONS = 4
@@ -36,6 +35,7 @@ class Sequence:
         "admission",
         "arrived_at",
         "attempt",
+        "bad_words",
         "block_table",
         "cache_root",
         "client",
@@ -79,9 +79,9 @@ class Sequence:
         self.priority = request.priority
         self.admission = -1
         """number of its first admission to the running batch"""
-        self.sampling: SamplingParams = request.sampling
+        self.sampling = sampling = request.sampling
+        self.bad_words = request.bad_words
         self.seed = seed_of(request)
-        sampling = request.sampling
         # A grammar has an end, behind which nothing but these tokens can be drawn.
         ignores_eos = sampling.ignore_eos and sampling.structured_outputs is None
         eos = frozenset() if ignores_eos else eos_token_ids
@@ -215,6 +215,8 @@ class Sequence:
             num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
             num_prompt_logprobs=(sampling.prompt_logprobs or 0) if needs_prompt_logprobs else -1,
             structured_outputs=sampling.structured_outputs,
+            allowed_token_ids=sampling.allowed_token_ids or [],
+            bad_words=self.bad_words,
         )
         if extras == RowExtras(self.num_prompt_tokens):
             return None

@@ -78,12 +78,13 @@ class TokenizerProcess:
         try:
             with self.heartbeats.working():
                 prompt = self.tokenizer.encode(request)
+                bad_words = self.tokenizer.encode_bad_words(request.sampling.bad_words)
         except Exception as error:  # noqa: BLE001
             self._refuse(request, error)
             return
         wanted = request.sampling.structured_outputs
         if wanted is None:
-            self._pass_on(request, *prompt, begin)
+            self._pass_on(request, *prompt, bad_words, begin)
             return
 
         def on_checked(reason: str) -> None:
@@ -91,7 +92,7 @@ class TokenizerProcess:
                 message = f"structured_outputs can't be served: {reason}"
                 self._refuse(request, PromptError("structured_outputs", message))
             else:
-                self._pass_on(request, *prompt, begin)
+                self._pass_on(request, *prompt, bad_words, begin)
 
         self.grammars.check(wanted.to_llguidance(), on_checked)
 
@@ -105,7 +106,12 @@ class TokenizerProcess:
             return Answered(message.number, _error_reply(error))
 
     def _pass_on(
-        self, request: TokenizeRequest, token_ids: list[int], reasoning: Reasoning, begin: float
+        self,
+        request: TokenizeRequest,
+        token_ids: list[int],
+        reasoning: Reasoning,
+        bad_words: list[list[int]],
+        begin: float,
     ) -> None:
         self.schedulers[request.replica].send(
             TokenizedRequest(
@@ -119,6 +125,7 @@ class TokenizerProcess:
                 client=request.client,
                 priority=request.priority,
                 reasoning=reasoning,
+                bad_words=bad_words,
             )
         )
         self.gateway.send(Tokenized(request.request_id, request.attempt, len(token_ids)))

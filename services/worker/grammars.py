@@ -8,34 +8,13 @@ from pathlib import Path
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask_par
-from numpy.typing import NDArray
 
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.structured import GRAMMAR_LIMITS, Reasoning, StructuredOutputs
+from penstock.services.worker.token_masks import Bitmask, TokenBits
 
-Bitmask = NDArray[np.int32]
-"""int32 [rows, ceil(vocab_size / 32)]: bit i of word w is token 32 w + i"""
 TAGS = ("<think>", "</think>")
 """around reasoning"""
-
-
-class _Words:
-    """Some tokens as bits of a mask's words."""
-
-    def __init__(self, token_ids: Iterable[int]) -> None:
-        bits: dict[int, int] = {}
-        for token_id in token_ids:
-            bits[token_id // 32] = bits.get(token_id // 32, 0) | 1 << token_id % 32
-        self._at = np.array(list(bits), np.int64)
-        self._bits = np.array(list(bits.values()), np.uint32).view(np.int32)
-
-    def allow(self, masks: Bitmask) -> None:
-        """In a mask, or in several."""
-        masks[..., self._at] |= self._bits
-
-    def forbid(self, masks: Bitmask) -> None:
-        """Likewise."""
-        masks[..., self._at] &= ~self._bits
 
 
 class _State:
@@ -69,7 +48,7 @@ class _Row:
     def __init__(self, compiled: "Future[_State]", end_token_ids: Iterable[int]) -> None:
         self.compiled = compiled
         self.end_token_ids = frozenset(end_token_ids)
-        self.end_words = _Words(end_token_ids)
+        self.end_words = TokenBits(end_token_ids)
         self.ended = False
         self.failure = ""
 
@@ -188,7 +167,7 @@ class Grammars:
             fill_next_token_bitmask_par(self._executor, going, texts)
             masks[:, :width] = texts
         masks[thinks] = -1
-        _Words(tokenizer.eos_tokens).forbid(masks)
+        TokenBits(tokenizer.eos_tokens).forbid(masks)
         may_end = [not is_thinking for is_thinking in thinks]
         for matcher, index in going:
             may_end[index] = matcher.is_accepting()

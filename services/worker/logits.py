@@ -2,8 +2,9 @@
 
 A step samples every row, in a CUDA graph where there is one. Behind it this pass takes the logits
 of the rows that ask, changes them, samples these rows again, and overwrites their tokens; it tells
-logprobs, those of prompts too. Nothing here waits for the device but rows with a grammar: which
-tokens it allows is known when the token before is on the host. By then the GPU computes the step.
+logprobs, those of prompts too. Nothing here waits for the device except for rows with a
+grammar, or with bad words of several tokens: what these allow is known when the token before is on
+the host. By then the GPU computes the step.
 
 Rank 0 gets the logits of the rows that ask; the other ranks take part in its collectives, so that
 they, too, must know which rows ask.
@@ -14,19 +15,20 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.candidates import is_enough
 from penstock.kernels.logits import apply_bitmask
 from penstock.kernels.plan import Slots, StepBuffers
 from penstock.models.qwen3 import Qwen3
-from penstock.protocol.plan import BatchPlan, RowAdded, RowExtras, unpack
+from penstock.protocol.plan import BatchPlan, RowAdded, unpack
 from penstock.services.worker.cuda_graphs import Computed
+from penstock.services.worker.extra_row import ExtraRow
 from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.penalties import Penalties
 from penstock.services.worker.persistent_batch import Integers, Record, Rows
 from penstock.services.worker.sampler import draw
+from penstock.services.worker.token_masks import Bitmask
 from penstock.services.worker.told import OnItsWay, pack_logprobs
 from penstock.services.worker.transfers import integers_to_device, to_device, to_host
 
@@ -34,38 +36,6 @@ MAX_ROWS = 64
 """whose logits are worked on at a time: it bounds the memory"""
 MAX_PROMPT_TOKENS = 256
 """likewise, of a prompt"""
-NEVER = -1e30
-"""added to the logit of what may not be drawn: finite, so that it can be drawn where a grammar
-allows nothing else"""
-
-
-class ExtraRow:
-    """A row that asks, as far as the host must know it."""
-
-    def __init__(self, row: RowAdded, vocab_size: int) -> None:
-        """Raises ValueError for a bias of a token that the model does not have."""
-        self.extras = extras = row.extras or RowExtras(0)
-        self.token_ids = np.frombuffer(row.token_ids, "<i4").astype(np.int64)
-        self.place = -1
-        """in `Penalties`, if it has any"""
-        self._min_length = extras.num_prompt_tokens + extras.min_tokens
-        self._bias = _entries(extras.logit_bias)
-        wrong = [token_id for token_id in extras.logit_bias if not 0 <= token_id < vocab_size]
-        if wrong:
-            raise ValueError(f"bias of token {wrong[0]}; ids go up to {vocab_size - 1}")
-        never = {token_id: NEVER for token_id in extras.end_token_ids if token_id < vocab_size}
-        self._long_bias = np.concatenate([self._bias, _entries(never)], 1)
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether its logits depend on what it has said."""
-        extras = self.extras
-        penalties = extras.repetition_penalty, extras.frequency_penalty, extras.presence_penalty
-        return penalties != (1.0, 0.0, 0.0)
-
-    def bias(self, position: int) -> NDArray[np.float64]:
-        """Token ids and what is added to their logits, [2, n], for the token at `position`."""
-        return self._long_bias if position < self._min_length else self._bias
 
 
 class SecondPass:
@@ -92,7 +62,7 @@ class SecondPass:
         self._penalties = Penalties(num_places, vocab_size, device)
         self._grammars = grammars
         self._awaited: dict[int, int] = {}
-        """slot of a row with a grammar → which of the tokens sampled last is its own"""
+        """slot of a row that needs its tokens → which of the tokens sampled last is its own"""
         self._last_tokens: Callable[[], list[int]] = list
         """waits for the tokens sampled last"""
 
@@ -170,12 +140,17 @@ class SecondPass:
                 way.prompt_logprobs.setdefault(slot, []).append(to_host(packed))
 
     def _accept(self) -> None:
-        """The matchers of grammars take the tokens drawn last."""
-        if self._awaited and self._grammars:
-            token_ids = self._last_tokens()
-            for slot, index in self._awaited.items():
+        """The matchers of grammars and the masks of bad words take the tokens drawn last."""
+        if not self._awaited:
+            return
+        token_ids = self._last_tokens()
+        for slot, index in self._awaited.items():
+            row = self.rows[slot]
+            if row.mask:
+                row.mask.accept(token_ids[index])
+            if row.extras.structured_outputs and self._grammars:
                 self._grammars.accept(slot, token_ids[index])
-            self._awaited.clear()
+        self._awaited.clear()
 
     def _sample(
         self,
@@ -225,23 +200,45 @@ class SecondPass:
     def _restrict(
         self, logits: Tensor, drawn: Tensor, which: Integers, table: Record, way: OnItsWay
     ) -> None:
-        """Leaves what grammars allow, or `<think>` where a row may begin with it and drew it."""
+        """Leaves what grammars and token masks allow, or `<think>` where a row may begin with it
+        and drew it."""
         slots = table[:, 0].tolist()
-        restricted = [n for n, s in enumerate(slots) if self.rows[s].extras.structured_outputs]
-        if not restricted or not self._grammars:
+        restricted = [n for n, slot in enumerate(slots) if self.rows[slot].is_restricted]
+        if not restricted:
             return
-        slots = table[restricted, 0].tolist()
-        bitmask, failed = self._grammars.bitmask(slots)
-        self._awaited |= zip(slots, which[restricted].tolist(), strict=True)
-        way.failed.extend((self._awaited[slot], reason) for slot, reason in failed.items())
+        slots = [slots[n] for n in restricted]
+        order = dict(zip(slots, which[restricted].tolist(), strict=True))
+        self._awaited |= {slot: n for slot, n in order.items() if self.rows[slot].needs_tokens}
+        bitmask, tags, failed = self._bitmask(slots)
+        way.failed.extend((order[slot], reason) for slot, reason in failed.items())
         (index,) = self._to_device(restricted)
         logits[index] = apply_bitmask(logits[index], to_device(bitmask, self._device))
-        tags = [self._grammars.opening_tag(slot) for slot in slots]
         if max(tags) >= 0:
             (tag,) = self._to_device(tags)
             only = torch.full_like(logits[index], -math.inf)
             only.scatter_(1, tag.clamp(min=0)[:, None], 0.0)
             logits[index] = torch.where((drawn[index] == tag)[:, None], only, logits[index])
+
+    def _bitmask(self, slots: list[int]) -> tuple[Bitmask, list[int], dict[int, str]]:
+        """Returns what rows may draw, their opening tags or -2, and why rows can't go on; as in
+        `Grammars`."""
+        bitmask = np.full((len(slots), (self._vocab_size + 31) // 32), -1, np.int32)
+        tags = [-2] * len(slots)
+        failed: dict[int, str] = {}
+        with_grammar = [
+            n for n, slot in enumerate(slots) if self.rows[slot].extras.structured_outputs
+        ]
+        if with_grammar and self._grammars:
+            bitmask[with_grammar], failed = self._grammars.bitmask([slots[n] for n in with_grammar])
+            for n in with_grammar:
+                tags[n] = self._grammars.opening_tag(slots[n])
+        for n, slot in enumerate(slots):
+            if mask := self.rows[slot].mask:
+                words = mask.bitmask()
+                bitmask[n] &= words
+                if tags[n] >= 0 and not words[tags[n] // 32] >> tags[n] % 32 & 1:
+                    tags[n] = -2
+        return bitmask, tags, failed
 
     def _to_device(self, *lists: Integers | list[int]) -> tuple[Tensor, ...]:
         return integers_to_device(lists, self._device)
@@ -249,8 +246,3 @@ class SecondPass:
 
 def _sampler_is_enough(row: RowAdded) -> bool:
     return is_enough(row.temperature, row.top_k, row.top_p, row.min_p)
-
-
-def _entries(bias: dict[int, float]) -> NDArray[np.float64]:
-    """Token ids and values, [2, n]."""
-    return np.array([list(bias), list(bias.values())], np.float64).reshape(2, -1)

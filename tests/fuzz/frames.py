@@ -64,6 +64,8 @@ EXTRA_SAMPLING = SamplingParams(
     frequency_penalty=-0.5,
     repetition_penalty=1.2,
     logit_bias={52: 1.5},
+    allowed_token_ids=[*range(48, 58), 258],
+    bad_words=["42", "7"],
     min_tokens=2,
     max_tokens=4,
     logprobs=2,
@@ -116,6 +118,8 @@ EXTRAS = RowExtras(
     end_token_ids=[258],
     num_logprobs=2,
     structured_outputs=StructuredOutputs(json_object=True),
+    allowed_token_ids=[*range(128)],
+    bad_words=[[52, 50], [55]],
 )
 ROW = RowAdded(0, pack(PROMPT), pack([0]), 0, 1.0, 5, 0.9, 0.1, 3, EXTRAS)
 
@@ -177,7 +181,7 @@ MESSAGES: dict[str, list[Struct]] = {
     "ToScheduler": [
         TokenizedRequest(INNER_ID, 0, SAMPLING, pack(PROMPT), pack([52])),
         TokenizedRequest(INNER_ID, 1, SamplingParams(max_tokens=4), pack(PROMPT)),
-        TokenizedRequest(INNER_ID, 2, EXTRA_SAMPLING, pack(PROMPT)),
+        TokenizedRequest(INNER_ID, 2, EXTRA_SAMPLING, pack(PROMPT), bad_words=[[52, 50], [55]]),
         ReleaseRequest(INNER_ID, 1),
         StopFound(INNER_ID, 0),
         GatewayStarted(0),

@@ -71,6 +71,8 @@ def test_what_has_parts_is_json() -> None:
     [
         ("logit_bias", '{"5": 101}', "expected `float` <= 100.0"),
         ("logit_bias", "{", "truncated"),
+        ("allowed_token_ids", "[]", "length >= 1"),
+        ("bad_words", '[""]', "length >= 1"),
         ("structured_outputs", '{"regx": "x"}', "unknown field `regx`"),
     ],
 )

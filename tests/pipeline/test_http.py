@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import openai
 import pytest
 
 from tests.pipeline.http_api import (
@@ -122,6 +123,17 @@ def test_sampling(api: Api) -> None:
 
 def test_logit_bias(api: Api) -> None:
     assert api.text(logit_bias={str(ord("x")): 100}, max_tokens=4) == "xxxx"
+
+
+def test_restricted_tokens(api: Api) -> None:
+    digits = {"allowed_token_ids": [ord(digit) for digit in "0123456789"]}
+    assert set(api.text(max_tokens=9, extra_body=digits)) <= set("0123456789")
+    text = api.text(max_tokens=14, extra_body={"bad_words": ["4 5", "9"]})
+    assert text.startswith("3 4 ")
+    assert "4 5" not in text
+    assert "9" not in text
+    with pytest.raises(openai.BadRequestError, match=r"allowed_token_ids\[0\] is 264"):
+        api.text(extra_body={"allowed_token_ids": [264]})
 
 
 def test_penalties(api: Api) -> None:

@@ -166,6 +166,18 @@ def test_the_gateway_is_told_how_long_a_prompt_is(pipeline: Pipeline) -> None:
     assert passed_on.request_id == "r"
 
 
+@pytest.mark.parametrize("grammar", [None, StructuredOutputs(regex="a")])
+def test_the_scheduler_gets_bad_words_as_tokens(
+    pipeline: Pipeline, grammar: StructuredOutputs | None
+) -> None:
+    sampling = SamplingParams(bad_words=["ab", "c"], structured_outputs=grammar)
+    pipeline.process.handle(TokenizeRequest("r", 0, sampling, prompt="x"))
+    assert pipeline.wait_for(1) == [Tokenized("r", 0, 1)]
+    pipeline.scheduler.socket.poll(10_000)
+    ((_, passed_on),) = pipeline.scheduler.receive()
+    assert passed_on.bad_words == [[97, 98], [99]]
+
+
 def test_a_grammar_that_compiles(pipeline: Pipeline) -> None:
     """The second time it is known, and the answer there at once."""
     pipeline.ask("r", json_object=True)

@@ -57,6 +57,11 @@ def refusal(frame: bytes) -> RefusedError:
         ({"type": "tokenize", "stream": True}, "stream", "stream", "prompt, messages, tools,"),
         ({"structured_outputs": {"xml": 1}}, "structured_outputs", "xml", "of structured_outputs"),
         ({"logit_bias": {5: 900.0}}, "logit_bias", ": 900.0}", "<= 100"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "is []", "length >= 1"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids", "[0] is -1", ">= 0"),
+        ({"bad_words": [""]}, "bad_words", "[0] is ''", "length >= 1"),
+        ({"bad_words": ["x" * 129]}, "bad_words", "[0] is 'xxx", "length <= 128"),
+        ({"bad_words": ["x"] * 65}, "bad_words", "is ['x'", "length <= 64"),
         ({"logit_bias": {"five": 1.0}}, "logit_bias", "'five'", "a key: expected `int`"),
         ({"type": "steal"}, "type", "'steal'", "enum"),
     ],
@@ -134,6 +139,7 @@ def test_tokens_that_the_client_has_got_are_not_too_many_bytes() -> None:
         (GenerateRequest(prompt="a", output_token_ids=[264]), r"output_token_ids\[0\] is 264"),
         (GenerateRequest(prompt="a", stop_token_ids=[1, 264]), r"stop_token_ids\[1\] is 264"),
         (GenerateRequest(prompt="a", logit_bias={264: 1.0, 3: 1.0}), r"logit_bias\[0\] is 264"),
+        (GenerateRequest(prompt="a", allowed_token_ids=[3, 264]), r"allowed_token_ids\[1\] is 264"),
         (
             GenerateRequest(prompt="a", max_tokens=5, min_tokens=6),
             "min_tokens is 6; the limit is max_tokens, 5",
@@ -151,7 +157,7 @@ def test_what_the_model_can_not_do(request_: GenerateRequest, sentence: str) -> 
     [
         {"max_tokens": 6, "min_tokens": 6},
         {"min_tokens": 9000},
-        {"stop_token_ids": [263], "logit_bias": {263: 1.0}},
+        {"stop_token_ids": [263], "logit_bias": {263: 1.0}, "allowed_token_ids": [263]},
     ],
 )
 def test_what_the_model_can_do(fields: dict[str, Any]) -> None:

@@ -4,8 +4,12 @@ from typing import Any
 
 import pytest
 
+from penstock.protocol.messages import TokenizedRequest
 from penstock.protocol.plan import RowExtras, SampledTokens, pack
+from penstock.protocol.sampling import SamplingParams
 from penstock.protocol.structured import StructuredOutputs
+from penstock.services.scheduler.checks import CannotFitError, check_request
+from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.streams import _opened
 from tests.services.scheduler.builders import long_prompt, make_sequence
 from tests.services.scheduler.reference import EOS
@@ -19,6 +23,7 @@ ASKING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "min_tokens": ({"min_tokens": 2}, {"min_tokens": 2}),
     "logprobs": ({"logprobs": 0}, {"num_logprobs": 0}),
     "prompt_logprobs": ({"prompt_logprobs": 5}, {"num_prompt_logprobs": 5}),
+    "allowed": ({"allowed_token_ids": [7, 5]}, {"allowed_token_ids": [7, 5]}),
     "grammar": (
         {"structured_outputs": StructuredOutputs(regex="a")},
         {"structured_outputs": StructuredOutputs(regex="a")},
@@ -48,6 +53,21 @@ def test_a_grammar_has_an_end(grammar: StructuredOutputs | None, ends: list[int]
     extras = sequence.as_row().extras
     assert extras
     assert extras.end_token_ids == sorted(sequence.stop_token_ids) == ends
+
+
+def test_bad_words_come_as_the_tokenizer_has_encoded_them() -> None:
+    sampling = SamplingParams(bad_words=["ab"])
+    request = TokenizedRequest("r", 0, sampling, pack([5]), bad_words=[[97, 98], [3]])
+    sequence = Sequence(request, frozenset())
+    expected = RowExtras(1, bad_words=[[97, 98], [3]])
+    assert sequence.as_row().extras == expected
+
+
+def test_an_allowed_token_that_no_model_has_ends_no_worker() -> None:
+    sequence = make_sequence((5, 6), allowed_token_ids=[7, 264])
+    with pytest.raises(CannotFitError, match="allowed_token_ids has token id 264; ids"):
+        check_request(sequence, 264)
+    check_request(make_sequence((5, 6), allowed_token_ids=[7, 263]), 264)
 
 
 # ---- logprobs --------------------------------------------------------------------------------

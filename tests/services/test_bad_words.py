@@ -1,0 +1,47 @@
+"""`bad_words` as the token sequences that must not be generated."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from penstock.protocol.config import Config
+from penstock.services.tokenizer.prompts import PromptError, Tokenizer
+
+
+def test_bad_words_of_qwen3(qwen3_folder: Path) -> None:
+    """With and without a space before it, where that makes other tokens."""
+    tokenizer = Tokenizer(qwen3_folder, max_model_len=64)
+    vocabulary = HuggingFaceTokenizer.from_file(str(qwen3_folder / "tokenizer.json"))
+
+    def texts(word: str) -> list[list[str]]:
+        found = tokenizer.encode_bad_words([word])
+        return [[vocabulary.decode([one], skip_special_tokens=False) for one in w] for w in found]
+
+    assert texts("dog") == texts(" dog") == [["dog"], [" dog"]]
+    assert texts("penstock") == [["pen", "stock"], [" pen", "stock"]]
+    assert texts("idiot") == [["id", "iot"], [" idiot"]]
+    assert texts("\n") == [["\n"], [" \n"]]
+    assert texts("<|im_end|>") == [["<|im_end|>"]]
+    assert texts("  ") == [["  "], ["   "]]
+    both = tokenizer.encode_bad_words(["dog", "penstock"])
+    assert both == tokenizer.encode_bad_words(["dog"]) + tokenizer.encode_bad_words(["penstock"])
+    assert tokenizer.encode_bad_words([]) == []
+
+
+def test_bad_words_of_bytes() -> None:
+    """The word's bytes; those of the word with a space end with them."""
+    tokenizer = Tokenizer(Config().model_folder, max_model_len=64)
+    assert tokenizer.encode_bad_words(["é", " ab"]) == [[0xC3, 0xA9], [97, 98]]
+
+
+def test_a_bad_word_without_a_token(tmp_path: Path) -> None:
+    made = json.loads((Config().model_folder / "tokenizer.json").read_text())
+    made["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    shutil.copy(Config().model_folder / "tokenizer_config.json", tmp_path)
+    with pytest.raises(PromptError, match=r"bad_words\[1\]: got ' ', expected") as caught:
+        Tokenizer(tmp_path, max_model_len=64).encode_bad_words(["a", " "])
+    assert caught.value.field == "bad_words"
