@@ -14,8 +14,8 @@ from penstock.kernels.gpu.pdl import LAUNCH, launch_dependents, wait
 from penstock.kernels.quantize import BLOCK, Quantized
 
 _BLOCK = tl.constexpr(BLOCK)
-TILE = 128, 128
-"""of a tile of the result"""
+Tile = tuple[int, int, int, int]
+"""rows and columns of a tile of the result, at most 128 columns; warps; stages"""
 GROUP = 8
 """tiles of rows that take the same weights after one another, from the L2"""
 
@@ -38,21 +38,30 @@ def scaled_tile(tile, scale, rows, first, K, BK: tl.constexpr, SLICES: tl.conste
     return tl.reshape(wide * factors[:, :, :, None], tile.shape)
 
 
-def block_product(x: Quantized, weight: Quantized, out: Tensor | None = None) -> Tensor:
-    """`x @ weight.T`, bfloat16; x [num_rows, K] has scales of rows, weight [N, K] of blocks.
+def tile_of(num_rows: int) -> Tile:
+    """Choose a tile for a product of `num_rows` rows, as measured on an H200."""
+    if num_rows > 64:
+        return 128, 128, 8, 4
+    return max(16, triton.next_power_of_2(num_rows)), 64, 4, 4
 
-    out: where it goes, contiguous. All tensors are contiguous.
+
+def block_product(
+    x: Quantized, weight: Quantized, out: Tensor | None = None, tile: Tile | None = None
+) -> Tensor:
+    """Return `x @ weight.T`, bfloat16; x [num_rows, K] has scales of rows, weight [N, K] of blocks.
+
+    out: where it goes, contiguous. tile: `tile_of` the rows by default. All tensors are contiguous.
     """
     (num_rows, inner), num_columns = x.shape, len(weight)
     if out is None:
         out = torch.empty(num_rows, num_columns, dtype=torch.bfloat16, device=x.device)
-    bm, bn = TILE
+    bm, bn, num_warps, num_stages = tile or tile_of(num_rows)
     tiles = triton.cdiv(num_rows, bm) * triton.cdiv(num_columns, bn)
     if tiles:
         _block_product[(tiles,)](
             x.values, x.scale, weight.values, weight.scale, out, num_rows, num_columns, inner,
-            BM=bm, BN=bn, GROUP=GROUP, EVEN=inner % BLOCK == 0, num_warps=8, num_stages=4,
-            **LAUNCH,
+            BM=bm, BN=bn, GROUP=GROUP, EVEN=inner % BLOCK == 0,
+            num_warps=num_warps, num_stages=num_stages, **LAUNCH,
         )  # fmt: skip
     return out
 

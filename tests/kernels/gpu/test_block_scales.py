@@ -50,7 +50,16 @@ def blocks_of(weight: Tensor) -> Quantized:
     return Quantized(quantized.values, quantized.scale * factors)
 
 
-@pytest.mark.parametrize("sizes", [(130, 256, 144), (5, 272, 128), on_gpu((700, 1024, 3072))])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (130, 256, 144),
+        (5, 272, 128),
+        (40, 256, 144),
+        on_gpu((700, 1024, 3072)),
+        on_gpu((64, 4096, 6144)),
+    ],
+)
 def test_many_rows_with_scales_of_blocks(sizes: tuple[int, int, int], device: str) -> None:
     rows, inner, columns = sizes
     x = quantize(torch.randn(rows, inner) * torch.rand(rows, 1))
