@@ -45,6 +45,10 @@ from penstock.services.gateway.status_queries import StatusQueries
 from penstock.services.gateway.timers import CallLater
 from penstock.services.gateway.tokenizers import Tokenizers
 
+LAST_WORDS = 1.0
+"""seconds at the end of a drain: a client that uses ZMQ_IMMEDIATE, as ours does, discards what it
+has not read when its connection is closed"""
+
 
 class Gateway:
     """Answers clients; gives requests to tokenizers; collects text from detokenizers."""
@@ -54,7 +58,8 @@ class Gateway:
         self.config = config = process.config
         self.processes: list[ProcessStatus] = []
         """of the supervisor's newest report; it can't end before this process"""
-        self.was_ready = False
+        self.was_ready = self.has_drained = False
+        self.call_later = call_later
         context, at = process.context, process.endpoints
         self.connections = Connections()
         self.monitor = Monitor(context, self.connections)
@@ -118,8 +123,19 @@ class Gateway:
                 busy = True
         is_idle = not (self.ledger or self.questions)
         if self.requests.drain.is_on and is_idle and not self.replicas.await_claims:
-            signal.raise_signal(signal.SIGTERM)
+            self.end_drain()
         return busy
+
+    def end_drain(self) -> None:
+        """Ends the process; while clients are connected, after LAST_WORDS."""
+        if self.has_drained:
+            return
+        self.has_drained = True
+        end = partial(signal.raise_signal, signal.SIGTERM)
+        if len(self.connections):
+            self.call_later(LAST_WORDS, end)
+        else:
+            end()
 
     # ---- tokenizers --------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import pytest
 from penstock.protocol.messages import SupervisorReport
 from penstock.protocol.sockets import LIVENESS
 from penstock.protocol.status import SchedulerStatus
+from penstock.services.gateway.process import LAST_WORDS
 from tests.services.gateway.conftest import Stage, request
 
 Start = Callable[..., Stage]
@@ -62,6 +63,10 @@ def test_what_is_asked_for_again_is_finished_and_nothing_begun(
     one.hear(client)
     assert not ended
     report(one, attempt)
+    assert not ended  # the client may not have read its answer
+    (timer,) = one.timers
+    assert timer.seconds == LAST_WORDS
+    timer.fire()
     assert ended
     assert one.gateway.status().draining
 
