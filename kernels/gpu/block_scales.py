@@ -40,9 +40,9 @@ def scaled_tile(tile, scale, rows, first, K, BK: tl.constexpr, SLICES: tl.conste
 
 def tile_of(num_rows: int) -> Tile:
     """Choose a tile for a product of `num_rows` rows, as measured on an H200."""
-    if num_rows > 64:
+    if num_rows > 256:
         return 128, 128, 8, 4
-    return max(16, triton.next_power_of_2(num_rows)), 64, 4, 4
+    return min(64, max(16, triton.next_power_of_2(num_rows))), 64, 4, 6
 
 
 def block_product(
