@@ -1,6 +1,6 @@
 """Products with weights of 8 bits, whose rows or blocks have scales: time, and error.
 
-    python -P -m tests.gpu.block_scales [--sizes 8B] [--rows 1 16 64 256 2048]
+    python -m tests.gpu.block_scales [--sizes 8B] [--rows 1 16 64 256 2048]
 
 The error is that against float32 with what the weights stand for, so that it is of activations in
 8 bits, of sums, and of the result's rounding. Ways of many rows are measured with few as well.
