@@ -36,9 +36,9 @@ class Result(Struct):
 
     def __str__(self) -> str:
         end = "ended" if self.has_ended else "runs"
-        numbers = [self.num_asked, self.num_lost, self.num_different, self.num_restarts]
-        peak = self.peak_bytes >> 20 or ""
-        cells = [self.attack, *numbers, peak, end, self.seen + "".join(self.reasons[:1])]
+        numbers = [self.num_asked, self.num_lost, self.num_different]
+        restarts, peak = "" if self.has_ended else self.num_restarts, self.peak_bytes >> 20 or ""
+        cells = [self.attack, *numbers, restarts, peak, end, self.seen + "".join(self.reasons[:1])]
         return "| " + " | ".join(str(cell).replace("\n", " ")[:120] for cell in cells) + " |"
 
 
@@ -103,11 +103,11 @@ def _attack(attack: Attack, one: Ground, result: Result) -> None:
     innocents.wait()
     result.num_asked, result.num_lost = innocents.num_asked, innocents.num_lost
     result.num_different, result.reasons = innocents.num_different, innocents.reasons
-    result.has_ended = one.has_ended
+    result.has_ended = one.ends() if attack.ends else one.has_ended
     if not (result.has_ended or attack.ends):
         result.num_restarts = one.num_restarts
         result.peak_bytes = one.peak_bytes()
-    is_wrong = result.num_lost or result.num_different or (result.has_ended and not attack.ends)
+    is_wrong = result.num_lost or result.num_different or result.has_ended != attack.ends
     result.is_fault |= bool(is_wrong) or "WRONG" in result.seen
 
 

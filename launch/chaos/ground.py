@@ -107,6 +107,12 @@ class Ground:
             self.supervisor.status() == psutil.STATUS_ZOMBIE
         )
 
+    def ends(self) -> bool:
+        """Waits for the supervisor's exit; returns False if it does not come."""
+        with contextlib.suppress(psutil.TimeoutExpired):
+            self.supervisor.wait(END_TIMEOUT)
+        return self.has_ended
+
     def processes(self) -> list[dict[str, Any]]:
         """`ProcessStatus` of each. Raises LaunchError if the supervisor does not answer."""
         found: list[dict[str, Any]] = command(self.name, "processes", 20)["processes"]
