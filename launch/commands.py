@@ -13,6 +13,7 @@ from penstock.launch.client import AsyncClient
 from penstock.launch.processes import Processes
 from penstock.launch.report import Report
 from penstock.launch.restart import restart
+from penstock.protocol.config import MAX_PROCESSES
 
 Answer = dict[str, Any]
 Run = Callable[..., Awaitable[Answer]]
@@ -68,6 +69,9 @@ class Commands:
         return {}
 
     async def _scale(self, kind: str, number: int) -> Answer:
+        if number > MAX_PROCESSES:
+            return {"error": f"number: got {number}, expected up to {MAX_PROCESSES} of a kind"}
+
         async def scale() -> Answer:
             names = self._of(kind)
             await self._processes.remove(names[number:])

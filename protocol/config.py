@@ -23,6 +23,8 @@ DEFAULT_CLIENT = "client"
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,32}$")]
 Count = Annotated[int, Meta(ge=1)]
+MAX_PROCESSES = 256
+"""of one kind; each takes some descriptors of the supervisor"""
 
 
 class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +56,12 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         ),
     ] = False
     http: Annotated[
-        int, Meta(ge=0, description="HTTP processes at start: OpenAI's API, metrics, a page")
+        int,
+        Meta(
+            ge=0,
+            le=MAX_PROCESSES,
+            description="HTTP processes at start: OpenAI's API, metrics, a page",
+        ),
     ] = 1
     http_host: Annotated[str, Meta(description="address where they listen")] = "127.0.0.1"
     http_port: Annotated[
@@ -120,8 +127,12 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
             "place of those that die",
         ),
     ] = 0
-    tokenizers: Annotated[Count, Meta(description="tokenizer processes at start")] = 1
-    detokenizers: Annotated[Count, Meta(description="detokenizer processes at start")] = 1
+    tokenizers: Annotated[
+        Count, Meta(le=MAX_PROCESSES, description="tokenizer processes at start")
+    ] = 1
+    detokenizers: Annotated[
+        Count, Meta(le=MAX_PROCESSES, description="detokenizer processes at start")
+    ] = 1
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         Meta(description="where the model runs; auto: on GPUs if there is one for each worker"),

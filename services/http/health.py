@@ -40,6 +40,8 @@ class Watch:
             raise _unavailable("the gateway does not answer") from None
         if not status.serves:
             raise _unavailable(missing(status))
+        if status.draining:
+            raise _unavailable("the pipeline stops and takes no more requests")
 
     def _seconds_at_step(self, schedulers: list[SchedulerStatus]) -> float:
         """A step that was there at the look before, too, has lasted since at least then. The

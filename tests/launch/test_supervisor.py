@@ -20,7 +20,7 @@ from penstock.launch import circus_processes as module
 from penstock.launch import output
 from penstock.launch.running import CONTROL_SOCKET, claim
 from penstock.launch.supervisor import MAX_EARLY_DEATHS, Supervisor
-from penstock.protocol.config import Config, run_folder, write_config
+from penstock.protocol.config import MAX_PROCESSES, Config, run_folder, write_config
 from penstock.protocol.endpoints import endpoints
 from penstock.protocol.messages import SupervisorReport, ToGateway
 from penstock.protocol.sockets import bind
@@ -185,6 +185,7 @@ def test_commands_for_one_kind_run_one_after_the_other(supervise: Supervise) -> 
     def send() -> None:
         endpoint = f"ipc://{run_folder('x')}/{CONTROL_SOCKET}"
         commands = [("scale", {"kind": "tokenizer", "number": number}) for number in numbers]
+        commands.append(("scale", {"kind": "tokenizer", "number": MAX_PROCESSES + 1}))
         commands += [("restart", {"names": ["tokenizer.9"]}), ("processes", {})]
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.connect(endpoint)
@@ -203,6 +204,9 @@ def test_commands_for_one_kind_run_one_after_the_other(supervise: Supervise) -> 
     thread = threading.Thread(target=send)
     assert supervise(thread.start, tokenizer="sh -c 'echo up; exec sleep 60'") == 0
     thread.join()
+    refused = next(reply for reply in replies if "expected up to" in reply.get("error", ""))
+    replies.remove(refused)
+    assert refused["error"] == "number: got 257, expected up to 256 of a kind"
     *scaled, restarted, processes = replies
     assert [reply.get("number") for reply in scaled] == numbers
     assert restarted["error"] == "there is no process 'tokenizer.9' any more"
@@ -231,7 +235,8 @@ def test_files_that_are_removed_from_the_run_folder_are_made_again(
         for path in run_folder("x").iterdir():
             if path.name != "lock":
                 path.unlink()
-        (child,) = psutil.Process().children()
+        children = psutil.Process().children()
+        (child,) = (one for one in children if str(tmp_path) in " ".join(one.cmdline()))
         child.kill()
 
     code = f'cat "$PENSTOCK_CONFIG" && mkdir {tmp_path}/1 && exec sleep 60; kill -TERM $PPID'

@@ -149,6 +149,7 @@ def test_a_drain_waits_for_them(stage: Start, monkeypatch: pytest.MonkeyPatch) -
     assert not ended
     one.tokenizer.send(Answered(one.ask_tokenizer().number, DetokenizeReply(text="")))
     one.hear(client)
+    one.timers[-1].fire()
     assert ended
 
 

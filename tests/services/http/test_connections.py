@@ -181,7 +181,7 @@ def test_a_new_connection_takes_the_place_of_the_oldest_without_request(
     served = serve(silent, limits=Limits(max_connections=3), drain_timeout=0)
     busy = connect(served)
     busy.sendall(WHOLE)
-    served.asked.wait_for(5)  # with those of its start
+    served.asked.wait_for(3)  # with those of its start
     first, second = connect(served), connect(served)
     third = connect(served)
     assert rest(first) == b""

@@ -5,6 +5,7 @@ import pytest
 from penstock.launch.client import AsyncClient
 from penstock.protocol.status import SchedulerStatus, StatusReply
 from penstock.services.http import health
+from penstock.services.http.errors import ApiError
 from penstock.services.http.health import Watch, missing
 
 
@@ -73,3 +74,22 @@ def test_time_at_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert look(6, 1, epoch=2) == 0
     now += 70
     assert look(6, 0, epoch=2) == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("is_draining", [False, True])
+async def test_a_pipeline_that_drains_is_not_ready(
+    monkeypatch: pytest.MonkeyPatch, is_draining: bool
+) -> None:
+    async def report(*_: object, **__: object) -> StatusReply:
+        one = status({"t": 0}, SchedulerStatus(epoch=1, ready=True))
+        one.ready, one.draining = True, is_draining
+        return one
+
+    monkeypatch.setattr(AsyncClient, "status", report)
+    watch = Watch(AsyncClient(), step_timeout=60.0)
+    if is_draining:
+        with pytest.raises(ApiError, match="takes no more requests"):
+            await watch.check_ready()
+    else:
+        await watch.check_ready()
