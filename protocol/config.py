@@ -57,11 +57,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     ] = False
     http: Annotated[
         int,
-        Meta(
-            ge=0,
-            le=MAX_PROCESSES,
-            description="HTTP processes at start: OpenAI's API, metrics, a page",
-        ),
+        Meta(ge=0, le=256, description="HTTP processes at start: OpenAI's API, metrics, a page"),
     ] = 1
     http_host: Annotated[str, Meta(description="address where they listen")] = "127.0.0.1"
     http_port: Annotated[
@@ -127,12 +123,8 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
             "place of those that die",
         ),
     ] = 0
-    tokenizers: Annotated[
-        Count, Meta(le=MAX_PROCESSES, description="tokenizer processes at start")
-    ] = 1
-    detokenizers: Annotated[
-        Count, Meta(le=MAX_PROCESSES, description="detokenizer processes at start")
-    ] = 1
+    tokenizers: Annotated[Count, Meta(le=256, description="tokenizer processes at start")] = 1
+    detokenizers: Annotated[Count, Meta(le=256, description="detokenizer processes at start")] = 1
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         Meta(description="where the model runs; auto: on GPUs if there is one for each worker"),
