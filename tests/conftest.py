@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,3 +28,9 @@ def qwen3_folder() -> Path:
     digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     assert digest.startswith(QWEN3_SHA256), f"{folder}: not Qwen3's tokenizer.json: {digest}"
     return folder
+
+
+def pytest_configure() -> None:
+    """Lets tests send SIGINT where a shell has started them in its background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
