@@ -17,28 +17,28 @@ def limit(text: str) -> tuple[str, float]:
 def count(text: str) -> int:
     """A whole number, 1 or more."""
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is no number from 1 on")
+        raise ArgumentTypeError(f"got {text!r}, expected an integer of at least 1")
     return int(text)
 
 
 def positive(text: str) -> float:
     """A finite number above 0."""
     if not 0 < _number(text) < math.inf:
-        raise ArgumentTypeError(f"{text!r} is no finite number above 0")
+        raise ArgumentTypeError(f"got {text!r}, expected a finite number above 0")
     return float(text)
 
 
 def share(text: str) -> float:
     """A number from 0 to 1."""
     if not 0 <= _number(text) <= 1:
-        raise ArgumentTypeError(f"{text!r} is no number from 0 to 1")
+        raise ArgumentTypeError(f"got {text!r}, expected a number from 0 to 1")
     return float(text)
 
 
 def below_one(text: str) -> float:
     """A number between 0 and 1."""
     if not 0 < _number(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is no number between 0 and 1")
+        raise ArgumentTypeError(f"got {text!r}, expected a number between 0 and 1")
     return float(text)
 
 

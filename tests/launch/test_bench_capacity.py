@@ -110,7 +110,7 @@ def test_costs_of_another_machine(
     ("flags", "message"),
     [
         (("--tp", "8"), "--tp has 1 numbers, --tokens-per-gpu 3"),
-        (("--utilization", "1"), "'1' is no number between 0 and 1"),
+        (("--utilization", "1"), "got '1', expected a number between 0 and 1"),
         (("--costs", "/nowhere"), "--costs /nowhere: "),
         (("--costs", "{file}"), "unknown field `tokens`"),
     ],

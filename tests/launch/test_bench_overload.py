@@ -189,7 +189,7 @@ def test_options_that_cannot_be(
     monkeypatch.setattr("sys.argv", ["launch", "bench", "overload", flag, "0"])
     with pytest.raises(SystemExit):
         main()
-    assert f"{flag}: '0' is no finite number above 0" in capsys.readouterr().err
+    assert f"{flag}: got '0', expected a finite number above 0" in capsys.readouterr().err
 
 
 @pytest.mark.pipeline

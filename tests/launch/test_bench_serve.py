@@ -202,14 +202,14 @@ def test_serve_as_a_table() -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "sentence"),
     [
-        ("--request-rate", "0", "'0' is no finite number above 0"),
-        ("--request-rate", "inf", "'inf' is no finite number above 0"),
-        ("--request-rate", "fast", "'fast' is no finite number above 0"),
-        ("--long-share", "2", "'2' is no number from 0 to 1"),
-        ("--long-share", "nan", "'nan' is no number from 0 to 1"),
-        ("--num-requests", "0", "'0' is no number from 1 on"),
+        ("--request-rate", "0", "got '0', expected a finite number above 0"),
+        ("--request-rate", "inf", "got 'inf', expected a finite number above 0"),
+        ("--request-rate", "fast", "got 'fast', expected a finite number above 0"),
+        ("--long-share", "2", "got '2', expected a number from 0 to 1"),
+        ("--long-share", "nan", "got 'nan', expected a number from 0 to 1"),
+        ("--num-requests", "0", "got '0', expected an integer of at least 1"),
         ("--goodput", "itl:5", "'itl:5' is none of ttft, tpot, e2el with :MILLISECONDS"),
-        ("--goodput", "ttft:-5", "'-5' is no finite number above 0"),
+        ("--goodput", "ttft:-5", "got '-5', expected a finite number above 0"),
     ],
 )
 def test_options_that_cannot_be(
