@@ -35,7 +35,7 @@ class Report:
         # one report waits at most for a gateway that is not there; newer ones are dropped
         self._channel = connect(processes.context, zmq.PUSH, at, max_queue=1, wait=False)
         self._is_draining = False
-        self._send()
+        self._timer = self._loop.call_later(HEARTBEAT_INTERVAL, self._send)
 
     def drain(self) -> None:
         """Reports from now on that the pipeline is to stop."""

@@ -94,10 +94,10 @@ class Supervisor:
             Tasks(self._say_error),
             ExplainedDeaths(self._children).handle,
         )
-        await self._add(process_names(self._config, self._commands))
         kinds = list(self._commands)
         report = Report(self._config, kinds, processes, self._children, self._pulses)
-        self._report = report
+        self._report = report  # before the first process runs: a signal may follow at once
+        await self._add(process_names(self._config, self._commands))
         commands.start(processes, report)
         tasks = Tasks(self._fail)
         for coroutine in (self._announce(), processes.keep()):
