@@ -36,6 +36,7 @@ $(VENV)/.dev: $(VENV)/.serve
 .PHONY: typing
 typing:
 	mkdir -p build/typing/penstock
+	ln -sfn ../../../launch/api/__init__.py build/typing/penstock/__init__.py
 	for folder in $(PACKAGES); do ln -sfn ../../../$$folder build/typing/penstock/$$folder; done
 
 clean:

@@ -1,5 +1,5 @@
 """`python -P -m penstock.launch`: the command line, where `launch` is not on the PATH."""
 
-from penstock.launch.cli import main
+from penstock.launch.commands.cli import main
 
 main()

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from penstock.launch.errors import ClientError
+from penstock.protocol.client.errors import ClientError
 
 
 class HttpError(ClientError):

@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.embedding import embedding
-from penstock.kernels.linear import linear, linear_add, norm_linear
-from penstock.kernels.quantize import BLOCK, FP8, Matrix, Quantized
-from penstock.kernels.sampling import shard_size
+from penstock.kernels.elementwise.embedding import embedding
+from penstock.kernels.linear.linear import linear, linear_add, norm_linear
+from penstock.kernels.quantize.quantize import BLOCK, FP8, Matrix, Quantized
+from penstock.kernels.sampling.sampling import shard_size
 from penstock.models.tensor_parallel import TensorParallel
 
 Fp8 = Literal["", "rows", "blocks"]

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from penstock.kernels.backends import Attention as AttentionBackend
-from penstock.kernels.kv_cache import KVCache
-from penstock.kernels.linear import norm_swiglu
-from penstock.kernels.rope import Yarn, qk_norm_rope_store, rope_table
-from penstock.kernels.step import Step
+from penstock.kernels.attention.backends import Attention as AttentionBackend
+from penstock.kernels.attention.kv_cache import KVCache
+from penstock.kernels.elementwise.rope import Yarn, qk_norm_rope_store, rope_table
+from penstock.kernels.linear.linear import norm_swiglu
+from penstock.kernels.step.forward_batch import Step
 from penstock.models.moe import MoE
 from penstock.models.parallel import (
     ColumnParallelLinear,

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from penstock.kernels.backends import Attention
-from penstock.kernels.quantize import quantize_blocks
+from penstock.kernels.attention.backends import Attention
+from penstock.kernels.quantize.quantize import quantize_blocks
 from penstock.models.demo.tokenizer import CHAT_TEMPLATE, byte_characters
 from penstock.models.parallel import Layer
 from penstock.models.qwen3 import Qwen3

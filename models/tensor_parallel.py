@@ -104,7 +104,10 @@ class TensorParallel:
         """Makes room for what `empty` gives out, of at most so many elements. Raises GroupError."""
         if not self.shares_memory:
             return
-        from penstock.kernels.gpu.all_reduce import PushAllReduce, inbox_size  # Triton: GPUs only
+        from penstock.kernels.collectives.triton_all_reduce import (  # Triton: GPUs only
+            PushAllReduce,
+            inbox_size,
+        )
 
         if self.size > 2:
             self._turns = cycle([self.symmetric(num_elements, dtype)[0] for _ in range(2)])

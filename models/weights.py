@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.kernels.quantize import BLOCK, FP8, Quantized
+from penstock.kernels.quantize.quantize import BLOCK, FP8, Quantized
 from penstock.models.parallel import Layer, Slice
 from penstock.protocol.checkpoint import ModelError
 

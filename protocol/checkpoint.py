@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.protocol.config import Config
+from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.rope import Rope, read_rope
-from penstock.protocol.sampling import SamplingParams
 
 T = TypeVar("T")
 MIN_REQUEST_BYTES = 1 << 20

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.protocol.folders import make_own_folder
-from penstock.protocol.plan import MAX_BLOCKS, MAX_SLOTS
+from penstock.protocol.messages.plan import MAX_BLOCKS, MAX_SLOTS
 
 CONFIG_FILE = "config.json"
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"

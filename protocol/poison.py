@@ -13,9 +13,9 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from penstock.protocol.messages import Pulse
-from penstock.protocol.process import SUPERVISOR_VARIABLE, Process
-from penstock.protocol.sockets import Channel, connect
+from penstock.protocol.messages.supervisor import Pulse
+from penstock.protocol.transport.channel import Channel, connect
+from penstock.protocol.transport.process import SUPERVISOR_VARIABLE, Process
 
 MEMORY = 600.0
 """seconds for which a digest is remembered"""

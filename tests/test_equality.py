@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from penstock.models.demo.tasks import TASK_NAMES, Sizes, make_example
 from penstock.protocol.config import Config
-from penstock.protocol.sampling import SamplingParams
+from penstock.protocol.messages.sampling import SamplingParams
 from tests.engine import Engine
 
 NUM_GREEDY = int(os.environ.get("PENSTOCK_REQUESTS", "25"))

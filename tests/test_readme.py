@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launch import cli
+from penstock.launch.commands import cli
 from penstock.launch.errors import LaunchError
 
 README = (Path(__file__).parents[1] / "README.md").read_text()

@@ -17,22 +17,23 @@ def test_pyproject_names_every_folder() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {p.parent.relative_to(ROOT) for top in PACKAGES for p in (ROOT / top).rglob("*.py")}
     names = {f"penstock.{'.'.join(folder.parts)}": str(folder) for folder in folders}
+    names["penstock"] = str(names.pop("penstock.launch.api"))
     assert set(setuptools["packages"]) == set(names)
     assert setuptools["package-dir"] == names
 
 
 def test_init_files_hold_a_docstring_alone() -> None:
-    """launch's is what programs import: `from penstock.launch import LLM`."""
+    """Except the one of `penstock` itself."""
     for path in (path for top in PACKAGES for path in (ROOT / top).rglob("__init__.py")):
         (docstring, *code) = ast.parse(path.read_text()).body
         assert isinstance(docstring, ast.Expr), path
-        assert not code or path == ROOT / "launch" / "__init__.py", path
+        assert not code or path == ROOT / "launch" / "api" / "__init__.py", path
 
 
 @pytest.mark.parametrize(
     "module",
     [
-        "penstock.launch.cli",
+        "penstock.launch.commands.cli",
         "penstock.services.detokenizer.process",
         "penstock.services.gateway.process",
         "penstock.services.scheduler.process",

@@ -21,9 +21,9 @@ from statistics import geometric_mean
 import torch
 from torch import Tensor
 
+from penstock.kernels.attention.triton_decode_items import FEW_ROWS, Tuning, default_tuning
 from penstock.kernels.bench.decode_layers import FLASH_BLOCK_SIZE, Layers, Point, relative_error
 from penstock.kernels.bench.timing import graph_us
-from penstock.kernels.gpu.decode_items import FEW_ROWS, Tuning, default_tuning
 
 HEADS = ((16, 8), (32, 8), (40, 8), (64, 8), (16, 2))
 BATCHES = (1, 16, 64, 256)

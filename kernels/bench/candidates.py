@@ -3,8 +3,8 @@
 import itertools
 from typing import NamedTuple
 
-from penstock.kernels.gpu.skinny import MAX_PARTIALS, NUM_SMS, Config, row_block
-from penstock.kernels.sampling import shard_size
+from penstock.kernels.linear.small_m_gemm import MAX_PARTIALS, NUM_SMS, Config, row_block
+from penstock.kernels.sampling.sampling import shard_size
 
 PUBLISHED = {
     "0.6B": (1024, 3072, 16, 8),
@@ -61,7 +61,7 @@ def candidates(shape: Shape, rows: int, weight_bytes: int = 2) -> list[Config]:
     """Worth measuring: enough programs for all SMs, enough bytes in flight, and they fit."""
     ways = [one for one in _tensor_cores(shape, rows) if _fits(shape, rows, one, weight_bytes)]
     outside = [one for one in ways if one.num_warps > 2]
-    if weight_bytes == 1:  # a norm is outside: see `penstock.kernels.gpu.skinny.choose`
+    if weight_bytes == 1:  # a norm is outside: see `penstock.kernels.linear.small_m_gemm.choose`
         return (_gemvs(shape, 256) if rows == 1 else []) + outside
     if rows == 1:
         return _gemvs(shape, 128) + [one for one in ways if one.kernel == "slices"]

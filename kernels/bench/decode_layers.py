@@ -8,11 +8,11 @@ import torch
 from flash_attn import flash_attn_with_kvcache
 from torch import Tensor
 
+from penstock.kernels.attention.kv_cache import KVCache
+from penstock.kernels.attention.triton_decode import DecodeAttention
+from penstock.kernels.attention.triton_decode_items import Tuning
 from penstock.kernels.bench.timing import L2_BYTES
-from penstock.kernels.gpu.decode_attention import DecodeAttention
-from penstock.kernels.gpu.decode_items import Tuning
-from penstock.kernels.kv_cache import KVCache
-from penstock.kernels.quantize import quantize
+from penstock.kernels.quantize.quantize import quantize
 
 HEAD_DIM = 128
 FLASH_BLOCK_SIZE = 256

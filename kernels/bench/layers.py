@@ -7,14 +7,14 @@ be overlapped, an input that has just been written. So they are timed in their p
 import torch
 from torch import Tensor
 
-from penstock.kernels import linear
+from penstock.kernels.attention.kv_cache import KVCache
+from penstock.kernels.attention.triton_decode import DecodeAttention
 from penstock.kernels.bench.candidates import HEAD_DIM, SIZES, Shape, shapes
 from penstock.kernels.bench.timing import L2_BYTES, graph_us
-from penstock.kernels.gpu.decode_attention import DecodeAttention
-from penstock.kernels.gpu.skinny import Config, Product, empty_product, launch
-from penstock.kernels.kv_cache import KVCache
-from penstock.kernels.quantize import FP8, Matrix, Quantized, parts
-from penstock.kernels.rope import qk_norm_rope_store, rope_table
+from penstock.kernels.elementwise.rope import qk_norm_rope_store, rope_table
+from penstock.kernels.linear import linear
+from penstock.kernels.linear.small_m_gemm import Config, Product, empty_product, launch
+from penstock.kernels.quantize.quantize import FP8, Matrix, Quantized, parts
 
 CONTEXT = 384
 """tokens: the middle of 256 in, 256 out"""

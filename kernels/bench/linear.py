@@ -25,8 +25,8 @@ from triton.errors import TritonError
 from penstock.kernels.bench.candidates import PUBLISHED, SIZES, Shape, candidates, shapes
 from penstock.kernels.bench.layers import EPS, Configs, Layers, cut, separately
 from penstock.kernels.bench.timing import graph_us
-from penstock.kernels.gpu import skinny_table
-from penstock.kernels.gpu.skinny import (
+from penstock.kernels.linear import small_m_gemm_table
+from penstock.kernels.linear.small_m_gemm import (
     EARLY,
     Config,
     Product,
@@ -35,9 +35,9 @@ from penstock.kernels.gpu.skinny import (
     row_block,
     workspace,
 )
-from penstock.kernels.quantize import FP8, Matrix, parts
+from penstock.kernels.quantize.quantize import FP8, Matrix, parts
 
-Table = dict[skinny_table.Key, skinny_table.Entry | None]
+Table = dict[small_m_gemm_table.Key, small_m_gemm_table.Entry | None]
 ROWS = (1, 16, 32, 64)
 MAX_ERROR = 1e-2
 FINALISTS = 3
@@ -190,8 +190,8 @@ def _readable(config: Config | None) -> str:
 
 
 def write(path: Path, tables: dict[str, Table]) -> None:
-    """The module `penstock.kernels.gpu.skinny_table` with these tables."""
-    source = Path(skinny_table.__file__).read_text()
+    """The module `penstock.kernels.linear.small_m_gemm_table` with these tables."""
+    source = Path(small_m_gemm_table.__file__).read_text()
     text = source[: source.index("\nTABLE")]
     for name, table in tables.items():
         lines = [f"    {key!r}: {table[key]!r},".replace("'", '"') for key in sorted(table)]
@@ -217,7 +217,10 @@ def main() -> None:
     measured = list(itertools.product(unique, arguments.rows))
     compile_all(measured, pool.dtype)
     workspace(torch.device("cuda", torch.cuda.current_device()))
-    tables = {"TABLE": dict(skinny_table.TABLE), "FP8_TABLE": dict(skinny_table.FP8_TABLE)}
+    tables = {
+        "TABLE": dict(small_m_gemm_table.TABLE),
+        "FP8_TABLE": dict(small_m_gemm_table.FP8_TABLE),
+    }
     table = tables["FP8_TABLE" if is_fp8 else "TABLE"]
     print("| product | rows | cuBLAS µs | ours µs | config |")
     print("| --- | --: | --: | --: | --- |", flush=True)

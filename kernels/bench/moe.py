@@ -19,7 +19,8 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from penstock.kernels.bench.timing import graph_us
-from penstock.kernels.gpu.moe import (
+from penstock.kernels.moe.moe import norm_moe
+from penstock.kernels.moe.triton_moe import (
     Cut,
     Routing,
     Tuning,
@@ -29,8 +30,7 @@ from penstock.kernels.gpu.moe import (
     router_logits,
     sort_by_expert,
 )
-from penstock.kernels.moe import norm_moe
-from penstock.kernels.quantize import FP8, Matrix, Quantized, parts
+from penstock.kernels.quantize.quantize import FP8, Matrix, Quantized, parts
 
 SIZES = {"30B": (2048, 768), "235B": (4096, 1536)}
 """hidden size, size of an expert in the published Qwen3 with 128 experts"""

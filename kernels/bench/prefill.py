@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.kernels.attention.kv_cache import KVCache
+from penstock.kernels.attention.triton_prefill import Tuning, default_tuning, prefill_attention
 from penstock.kernels.bench.timing import graph_us
-from penstock.kernels.gpu.prefill_attention import Tuning, default_tuning, prefill_attention
-from penstock.kernels.kv_cache import KVCache
-from penstock.kernels.step import tile_size
+from penstock.kernels.step.forward_batch import tile_size
 
 try:
     from flash_attn import flash_attn_varlen_func

@@ -7,8 +7,8 @@ from typing import Any
 
 from penstock.launch.bench.make_model import add_make_model
 from penstock.launch.bench.numbers import below_one, count, limit, positive, share
+from penstock.launch.commands.options import add_options, add_pipeline_options
 from penstock.launch.errors import LaunchError
-from penstock.launch.options import add_options, add_pipeline_options
 from penstock.protocol.config import Config
 
 PREFIX_CACHING = (

@@ -10,11 +10,12 @@ from msgspec import Struct
 from penstock.launch.bench.streams import Stamps, Streaming, as_streaming
 from penstock.launch.bench.target import Target, is_running
 from penstock.launch.bench.workload import Item
-from penstock.launch.client import Client
-from penstock.launch.errors import LaunchError, NoAnswer
-from penstock.launch.session import Answer
-from penstock.protocol.client import ErrorReply, GenerateReply, GenerateRequest
-from penstock.protocol.status import SchedulerStatus, StatusReply
+from penstock.launch.errors import LaunchError
+from penstock.protocol.client.client import Client
+from penstock.protocol.client.errors import NoAnswer
+from penstock.protocol.client.session import Answer
+from penstock.protocol.messages.client import ErrorReply, GenerateReply, GenerateRequest
+from penstock.protocol.messages.status import SchedulerStatus, StatusReply
 
 SILENCE = 10.0
 """seconds without any answer after which a look is taken whether the pipeline is still there"""

@@ -21,11 +21,11 @@ from msgspec import Struct
 from penstock.launch.bench.measure import Meter
 from penstock.launch.bench.streams import percentile
 from penstock.launch.bench.workload import MAX_TOKEN_ID, Item, arrival_times
-from penstock.launch.control import command
+from penstock.launch.control_client import command
 from penstock.launch.errors import LaunchError
-from penstock.launch.session import Answer
-from penstock.protocol.client import ErrorReply, GenerateReply
+from penstock.protocol.client.session import Answer
 from penstock.protocol.config import Config
+from penstock.protocol.messages.client import ErrorReply, GenerateReply
 
 NUM_PROMPTS = 61
 """A prime, and so none of the divisors of a vocabulary: the prompts are all different for long."""

@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 from msgspec import Struct
 
-from penstock.launch.client import Client
-from penstock.launch.control import command
-from penstock.launch.private import private_pipeline
+from penstock.launch.control_client import command
+from penstock.launch.offline.ephemeral_pipeline import private_pipeline
+from penstock.protocol.client.client import Client
 
 PROMPT = "x" * 100
-STAND_IN = "python -P -m penstock.launch.standin_worker"
+STAND_IN = "python -P -m penstock.launch.bench.standin_worker"
 MIN_SECONDS = 2.0
 KINDS = ("gateway", "tokenizer", "scheduler", "worker", "detokenizer", "client")
 

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from penstock.launch.bench.target import Target, target
 from penstock.launch.bench.workload import MAX_TOKEN_ID
-from penstock.launch.client import AsyncClient
+from penstock.protocol.client.client import AsyncClient
 from penstock.protocol.config import Config
 
 

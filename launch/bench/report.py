@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.launch.bench.measure import Run
 from penstock.launch.bench.overload import Figures
-from penstock.launch.options import flag
+from penstock.launch.commands.options import flag
 from penstock.protocol.config import Config
 
 RUN_COLUMNS = {

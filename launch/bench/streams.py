@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from penstock.launch.session import Answer
+from penstock.protocol.client.session import Answer
 
 
 class Streaming(Struct):

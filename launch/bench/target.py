@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from penstock.launch.commands.options import as_flags, flag, given_options
 from penstock.launch.errors import LaunchError
-from penstock.launch.options import as_flags, flag, given_options
-from penstock.launch.private import free_port, private_pipeline
-from penstock.launch.running import base_url, model_name, running_config
+from penstock.launch.offline.ephemeral_pipeline import free_port, private_pipeline
+from penstock.launch.run_folder import base_url, model_name, running_config
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.config import Config
 

@@ -11,9 +11,9 @@ import msgspec
 
 from penstock.launch.bench.report import hardware, versions
 from penstock.launch.bench.workload import fixed_lengths, variant
+from penstock.launch.commands.options import given_options
 from penstock.launch.errors import LaunchError
-from penstock.launch.options import given_options
-from penstock.launch.running import model_name
+from penstock.launch.run_folder import model_name
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.config import Config
 

@@ -23,15 +23,15 @@ from penstock.launch.chaos.process_attacks import (
     freeze,
     scales,
 )
-from penstock.launch.client import Stream
-from penstock.launch.errors import RequestError
-from penstock.protocol.client import GenerateRequest, StatusRequest, TokenizePromptRequest
-from penstock.protocol.structured import StructuredOutputs
+from penstock.protocol.client.client import Stream
+from penstock.protocol.client.errors import RequestError
+from penstock.protocol.messages.client import GenerateRequest, StatusRequest, TokenizePromptRequest
+from penstock.protocol.messages.structured import StructuredOutputs
 
 POISON = "☠"
 POISON_WORKER = """
 import os, signal
-from penstock.protocol.plan import unpack
+from penstock.protocol.messages.plan import unpack
 from penstock.services.worker import loading
 from penstock.services.worker.process import main
 def load(*given):

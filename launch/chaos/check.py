@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from penstock.protocol.client import ErrorReply, FinishReason, GenerateReply
+from penstock.protocol.messages.client import ErrorReply, FinishReason, GenerateReply
 
 
 class Expected(Struct, frozen=True):

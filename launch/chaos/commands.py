@@ -3,7 +3,12 @@
 from argparse import ArgumentParser, Namespace
 
 from penstock.launch.chaos.options import KINDS, ChaosOptions
-from penstock.launch.options import add_options, add_pipeline_options, as_flags, given_options
+from penstock.launch.commands.options import (
+    add_options,
+    add_pipeline_options,
+    as_flags,
+    given_options,
+)
 from penstock.protocol.config import Config
 
 EXIT_CODE = (

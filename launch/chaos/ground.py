@@ -13,13 +13,14 @@ from typing import Any
 
 import psutil
 
-from penstock.launch.client import Client
-from penstock.launch.control import command
-from penstock.launch.errors import ClientError, LaunchError
-from penstock.launch.owner import ReadySocket
-from penstock.launch.private import free_port
-from penstock.launch.procfile import read_procfile
-from penstock.launch.running import running_config
+from penstock.launch.control_client import command
+from penstock.launch.errors import LaunchError
+from penstock.launch.offline.ephemeral_pipeline import free_port
+from penstock.launch.run_folder import running_config
+from penstock.launch.supervisor.owner import ReadySocket
+from penstock.launch.supervisor.procfile import read_procfile
+from penstock.protocol.client.client import Client
+from penstock.protocol.client.errors import ClientError
 
 PROMPTS = [f"count from {first} to {first + 30}" for first in range(10, 90, 20)]
 ANSWER_TIMEOUT = 60.0

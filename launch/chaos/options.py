@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from penstock.protocol.sampling import Share
+from penstock.protocol.messages.sampling import Share
 
 Count = Annotated[int, Meta(ge=1)]
 KINDS = ("gateway", "tokenizer", "scheduler", "worker", "detokenizer")

@@ -9,7 +9,7 @@ import time
 import psutil
 
 from penstock.launch.chaos.ground import Ground
-from penstock.launch.control import scale
+from penstock.launch.control_client import scale
 from penstock.launch.errors import LaunchError
 
 BEHIND = """

@@ -11,11 +11,11 @@ import psutil
 import zmq
 import zmq.asyncio
 
-from penstock.launch.arbiter import SPAWNED
 from penstock.launch.chaos.schedule import Kill
-from penstock.launch.child import kind_of
-from penstock.launch.control import command
-from penstock.launch.running import CONTROL_SOCKET
+from penstock.launch.control_client import command
+from penstock.launch.run_folder import CONTROL_SOCKET
+from penstock.launch.supervisor.child import kind_of
+from penstock.launch.supervisor.control_server import SPAWNED
 from penstock.protocol.config import run_folder
 
 

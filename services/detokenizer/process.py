@@ -7,26 +7,24 @@ from time import monotonic
 
 import zmq
 
-from penstock.protocol.client import ErrorReply, FinishReason, TextDelta
-from penstock.protocol.heartbeat import HeartbeatThread
-from penstock.protocol.logprobs import PackedLogprobs
-from penstock.protocol.messages import (
+from penstock.protocol.messages.client import ErrorReply, FinishReason, TextDelta
+from penstock.protocol.messages.detokenizer import (
     Confirmed,
     FromDetokenizer,
-    Goodbye,
-    Heartbeat,
-    Refused,
-    RequestFailed,
-    StopFound,
+    StepTokens,
     StreamOpened,
     TextDeltas,
     ToDetokenizer,
-    TokenDelta,
 )
-from penstock.protocol.plan import unpack
-from penstock.protocol.process import Loop, Process
-from penstock.protocol.sockets import Channel, Network, connect
+from penstock.protocol.messages.logprobs import PackedLogprobs
+from penstock.protocol.messages.plan import unpack
+from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
+from penstock.protocol.messages.scheduler import StopFound
+from penstock.protocol.messages.tokenizer import RequestFailed
 from penstock.protocol.tracing import Tracer
+from penstock.protocol.transport.channel import Channel, Network, connect
+from penstock.protocol.transport.heartbeat import HeartbeatThread
+from penstock.protocol.transport.process import Loop, Process
 from penstock.services.detokenizer.text_stream import TextStream
 from penstock.services.detokenizer.token_bytes import TokenBytes, token_bytes
 
@@ -50,7 +48,7 @@ class Detokenizer:
         self.failures: list[RequestFailed] = []
         """requests whose text can't be made, to be taken by the caller"""
 
-    def handle(self, message: TokenDelta) -> tuple[list[TextDelta], list[StopFound]]:
+    def handle(self, message: StepTokens) -> tuple[list[TextDelta], list[StopFound]]:
         """The texts that a step brings, and the requests that a stop string ended. Raises LostError
         where a message is missing before this one."""
         if message.epoch > self._epoch:  # another scheduler: it opens its streams anew
@@ -159,7 +157,7 @@ class DetokenizerProcess:
             self.loop.add(tokens, partial(self.on_tokens, tokens, scheduler, detokenizer))
             self.loop.add_connection(tokens, self.on_heartbeat)
             if isinstance(context, Network):
-                again = partial(self.begin_again, tokens, detokenizer)
+                again = partial(self.resubmit_all, tokens, detokenizer)
                 context.on_return(tokens.socket, again)
 
     def on_tokens(
@@ -173,7 +171,7 @@ class DetokenizerProcess:
                 with self.heartbeats.working():
                     deltas, stops = detokenizer.handle(message)
             except LostError:
-                self.begin_again(tokens, detokenizer)
+                self.resubmit_all(tokens, detokenizer)
                 continue
             if message.confirm:
                 tokens.send(Confirmed())
@@ -186,18 +184,18 @@ class DetokenizerProcess:
             if self.tracer.is_on:
                 self.trace(message, deltas)
 
-    def begin_again(self, tokens: Channel[ToDetokenizer], detokenizer: Detokenizer) -> None:
+    def resubmit_all(self, tokens: Channel[ToDetokenizer], detokenizer: Detokenizer) -> None:
         """Has a scheduler tell all its streams from their start: tokens, or texts, may be lost."""
         detokenizer.forget()
         tokens.send(Goodbye())
         tokens.send(Heartbeat(self.name))
 
     def begin_all_again(self) -> None:
-        """As `begin_again`, of every scheduler."""
+        """As `resubmit_all`, of every scheduler."""
         for tokens, detokenizer in zip(self.tokens, self.detokenizers, strict=True):
-            self.begin_again(tokens, detokenizer)
+            self.resubmit_all(tokens, detokenizer)
 
-    def trace(self, message: TokenDelta, deltas: list[TextDelta]) -> None:
+    def trace(self, message: StepTokens, deltas: list[TextDelta]) -> None:
         """The time from a stream's first token to its end."""
         for opened in message.opened:
             self.began[opened.request_id] = monotonic()

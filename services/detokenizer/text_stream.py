@@ -3,10 +3,10 @@
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
 
-from penstock.protocol.client import FinishReason, TextDelta
-from penstock.protocol.logprobs import PackedLogprobs
-from penstock.protocol.messages import StreamOpened
-from penstock.protocol.plan import unpack
+from penstock.protocol.messages.client import FinishReason, TextDelta
+from penstock.protocol.messages.detokenizer import StreamOpened
+from penstock.protocol.messages.logprobs import PackedLogprobs
+from penstock.protocol.messages.plan import unpack
 from penstock.services.detokenizer.token_bytes import TokenBytes
 
 Utf8Decoder = getincrementaldecoder("utf-8")

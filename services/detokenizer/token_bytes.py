@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from penstock.protocol.checkpoint import ModelError
-from penstock.protocol.logprobs import Logprob, PackedLogprobs, TokenLogprobs
+from penstock.protocol.messages.logprobs import Logprob, PackedLogprobs, TokenLogprobs
 
 
 class _AddedToken(Struct):

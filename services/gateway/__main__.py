@@ -6,9 +6,9 @@ from collections.abc import Callable
 import uvloop
 import zmq
 
-from penstock.protocol.heartbeat import HeartbeatThread
-from penstock.protocol.process import Process
-from penstock.protocol.sockets import HEARTBEAT_INTERVAL
+from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
+from penstock.protocol.transport.heartbeat import HeartbeatThread
+from penstock.protocol.transport.process import Process
 from penstock.services.gateway.process import Gateway
 from penstock.services.gateway.timers import Timer
 

@@ -1,204 +1,72 @@
-"""What the gateway lets in: every check of a client's request, and the sentence that refuses it."""
+"""How much the gateway lets in, and when it goes better."""
 
-import re
-from collections.abc import Collection
-from typing import Any
+from collections import deque
 
-import msgspec
-
-from penstock.protocol.checkpoint import ModelConfig
-from penstock.protocol.client import (
-    REQUEST_TYPES,
-    Codec,
-    DetokenizeRequest,
-    ErrorReply,
-    GenerateRequest,
-    Request,
-    TokenizePromptRequest,
-)
 from penstock.protocol.config import Config
-from penstock.protocol.nesting import MAX_DEPTH, is_too_deep
-from penstock.protocol.sockets import UNREADABLE
+from penstock.services.gateway.ledger import Ledger
+from penstock.services.gateway.shares import Share, is_too_much
+from penstock.services.gateway.tokenizer_queries import Questions
+from penstock.services.gateway.validation import RefusedError
 
-TOKEN_BYTES = 5
-"""of a token id in MessagePack, at most"""
-_SHOWN = 60
-"""characters of a bad value that an error repeats"""
-UNTYPED = ("messages", "tools", "chat_template_kwargs", "structured_outputs")
-"""fields of requests in which clients nest what they like"""
+NUM_SAMPLES = 20
+"""heartbeats over which the rate of starts is taken"""
+MAX_RETRY_AFTER = 60.0
+"""seconds"""
 
 
-class RefusedError(Exception):
-    """A request that is not accepted, with the reply that says why."""
+class Overload:
+    """Limits on what the gateway holds, in requests and questions, prompt tokens and bytes.
 
-    def __init__(
-        self,
-        message: str,
-        field: str | None = None,
-        code: str = "invalid",
-        retry_after: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.reply = ErrorReply(
-            code=code,  # type: ignore[arg-type]
-            message=message,
-            field=field,
-            retry_after=retry_after,
+    What counts has been confirmed: a prompt's tokens by the tokenizer, its start by the first token
+    that came out. A refused client is told in how many seconds what waits now will have started, at
+    the rate of the last NUM_SAMPLES heartbeats; 1 to 60, and 1 where nothing started in them.
+    When one client has filled a limit, a few more are left for others: see `is_too_much`.
+    """
+
+    def __init__(self, config: Config, ledger: Ledger, questions: Questions) -> None:
+        self._ledger = ledger
+        self._questions = questions
+        self._max_requests = config.max_running + config.max_waiting_requests
+        self._max_waiting_tokens = config.max_waiting_tokens
+        self._max_open_bytes = config.max_open_bytes
+        self._starts: deque[tuple[float, int]] = deque(maxlen=NUM_SAMPLES)
+        """(moment, requests started until then)"""
+
+    def sample(self, now: float) -> None:
+        """To be called every heartbeat; `now` in seconds of one clock."""
+        self._starts.append((now, self._ledger.num_started))
+
+    def check(self, num_bytes: int, num_tokens: int, share: Share) -> None:
+        """Whether a request or a question of so many bytes and prompt tokens may come in. Raises
+        RefusedError."""
+        ledger, questions = self._ledger, self._questions
+        num_open = ledger.num_open + len(questions)
+        if is_too_much(1, share.num_open, num_open, self._max_requests):
+            raise self._refusal(f"{num_open} requests are open; the limit is {self._max_requests}")
+        waiting, limit = ledger.num_waiting_tokens + questions.num_tokens, self._max_waiting_tokens
+        is_over = is_too_much(num_tokens, share.num_waiting_tokens, waiting, limit)
+        if waiting and num_tokens and is_over:
+            raise self._refusal(
+                f"{waiting + num_tokens} prompt tokens would wait, {num_tokens} of this request; "
+                f"the limit is {limit}"
+            )
+        open_bytes = ledger.num_bytes + questions.num_bytes
+        if is_too_much(num_bytes, share.num_bytes, open_bytes, self._max_open_bytes):
+            raise self._refusal(
+                f"open requests and their answers have {open_bytes} bytes, this request has "
+                f"{num_bytes}; the limit is {self._max_open_bytes}"
+            )
+
+    def _refusal(self, reason: str) -> RefusedError:
+        return RefusedError(
+            f"overloaded: {reason}", code="overloaded", retry_after=self._retry_after()
         )
 
-
-def decode_request(
-    codec: Codec, frame: bytes, max_bytes: int, max_output_tokens: int = 0
-) -> Request:
-    """A client's frame as a request. Raises RefusedError, naming field, value and limit.
-
-    max_bytes: of all but `output_token_ids`: who asks again is not refused for what it has got.
-    """
-    if len(frame) <= max_bytes + TOKEN_BYTES * max_output_tokens:
-        request = _decode(codec, frame)
-        if len(frame) - TOKEN_BYTES * len(getattr(request, "output_token_ids", ())) <= max_bytes:
-            return request
-    raise RefusedError(f"request has {len(frame)} bytes; the limit is {max_bytes}")
-
-
-def _decode(codec: Codec, frame: bytes) -> Request:
-    try:
-        request = codec.decode_request(frame)
-    except msgspec.ValidationError as error:
-        field, message = explain(str(error), _raw(codec, frame))
-        raise RefusedError(message, field) from error
-    except UNREADABLE as error:
-        raise RefusedError(f"request can't be decoded as JSON or MessagePack: {error}") from error
-    _check_depth(request)
-    return request
-
-
-def _check_depth(request: Request) -> None:
-    for field in UNTYPED:
-        value = getattr(request, field, None)
-        if not value or (field == "messages" and not any(one.tool_calls for one in value)):
-            continue
-        if is_too_deep(value):
-            raise RefusedError(
-                f"{field} is nested more than {MAX_DEPTH} levels deep, which is the limit", field
-            )
-
-
-def _raw(codec: Codec, frame: bytes) -> Any:
-    """The frame without a type, to repeat a bad value; None if it is broken further on."""
-    try:
-        return codec.decode_any(frame)
-    except UNREADABLE:
-        return None
-
-
-def explain(error: str, raw: Any) -> tuple[str | None, str]:
-    """msgspec's sentence, with the name of the field and its value: (field, message)."""
-    limit, _, where = error.partition(" - at ")
-    path = where.partition("`$.")[2].removesuffix("`")
-    field = re.split(r"[.\[]", path)[0] or None
-    if unknown := re.search(r"unknown field `(.*)`", limit):
-        if field:
-            return field, f"{unknown[1]} is not a field of {path}"
-        kind = REQUEST_TYPES[(raw or {}).get("type", "generate")]
-        known = ", ".join(kind.__struct_fields__)
-        return unknown[1], f"{unknown[1]} is not a field of a request; the fields are {known}"
-    if not field:
-        return None, error
-    of_key = "a key: " if where.startswith("`key`") else ""
-    return field, f"{path} is {_shown(raw, path)}: {of_key}{limit[0].lower()}{limit[1:]}"
-
-
-def _shown(raw: Any, path: str) -> str:
-    """The value at msgspec's path `messages[0].role`, cut where it is long.
-
-    None where it is not in `raw`: of a key that stands there twice `raw` has the last value only.
-    """
-    try:
-        for part in re.findall(r"[^.\[\]]+", path):
-            raw = raw[int(part) if isinstance(raw, list) else part]
-        value = repr(raw)
-    except (LookupError, TypeError, ValueError):
-        return "None"
-    except RecursionError:
-        return "nested too deep"
-    return value if len(value) <= _SHOWN else f"{value[:_SHOWN]}…"
-
-
-class Admission:
-    """Checks that need the model's facts."""
-
-    def __init__(self, config: Config, model: ModelConfig) -> None:
-        self.vocab_size = model.vocab_size
-        self.max_model_len = model.context(config.max_model_len)
-        self.trusts_templates = config.trust_request_chat_template
-
-    def check(self, request: GenerateRequest, is_req_socket: bool) -> None:
-        """Raises RefusedError."""
-        self._check_prompt(request)
-        if request.stream and is_req_socket:
-            raise RefusedError(
-                "stream is true: a REQ socket gets one reply; use a DEALER socket", "stream"
-            )
-        if request.max_tokens is not None and request.max_tokens > self.max_model_len:
-            raise RefusedError(
-                f"max_tokens is {request.max_tokens}; the limit is the context of "
-                f"{self.max_model_len} tokens",
-                "max_tokens",
-            )
-        if request.max_tokens is not None and request.min_tokens > request.max_tokens:
-            raise RefusedError(
-                f"min_tokens is {request.min_tokens}; the limit is max_tokens, "
-                f"{request.max_tokens}",
-                "min_tokens",
-            )
-        self._check_token_ids("output_token_ids", request.output_token_ids)
-        self._check_token_ids("stop_token_ids", request.stop_token_ids)
-        self._check_token_ids("logit_bias", request.logit_bias)
-        self._check_token_ids("allowed_token_ids", request.allowed_token_ids or [])
-
-    def check_question(self, question: TokenizePromptRequest | DetokenizeRequest) -> None:
-        """Raises RefusedError."""
-        if isinstance(question, DetokenizeRequest):
-            self._check_token_ids("token_ids", question.token_ids)
-        else:
-            self._check_prompt(question)
-
-    def _check_prompt(self, request: GenerateRequest | TokenizePromptRequest) -> None:
-        if (request.prompt is None) == (request.messages is None):
-            given = "neither" if request.prompt is None else "both"
-            raise RefusedError(f"give prompt or messages; {given} is given", "prompt")
-        if request.tools is not None and request.messages is None:
-            raise RefusedError(
-                f"tools has {len(request.tools)} functions, but no messages are given: only the "
-                "chat template tells a model of them",
-                "tools",
-            )
-        if isinstance(request.prompt, list):
-            self._check_token_ids("prompt", request.prompt)
-        if request.chat_template is not None and not self.trusts_templates:
-            raise RefusedError(
-                "chat_template: got one, but this pipeline renders its model's only; start it with "
-                "--trust-request-chat-template",
-                "chat_template",
-            )
-        if request.continue_final_message and request.add_generation_prompt:
-            raise RefusedError(
-                "continue_final_message and add_generation_prompt are both true; give one of them",
-                "continue_final_message",
-            )
-
-    def _check_token_ids(self, field: str, token_ids: Collection[int]) -> None:
-        largest = max(token_ids, default=0)
-        if largest >= self.vocab_size:
-            raise RefusedError(
-                f"{field}[{list(token_ids).index(largest)}] is {largest}; token ids go up to "
-                f"{self.vocab_size - 1}",
-                field,
-            )
-
-
-def is_same(request: GenerateRequest, other: GenerateRequest) -> bool:
-    """Return True if both requests ask for one answer; who asks again may have some of it."""
-    has = other.output_token_ids
-    return msgspec.structs.replace(request, output_token_ids=has) == other
+    def _retry_after(self) -> float:
+        if not self._starts:
+            return 1.0
+        (begin, before), (end, now) = self._starts[0], self._starts[-1]
+        if now == before:
+            return 1.0
+        seconds = self._ledger.num_waiting * (end - begin) / (now - before)
+        return min(max(1.0, seconds), MAX_RETRY_AFTER)

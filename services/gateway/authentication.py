@@ -7,12 +7,12 @@ from typing import Any
 
 import zmq
 
-from penstock.protocol.authentication import Authenticator
-from penstock.protocol.cluster import Cluster
 from penstock.protocol.config import Config
-from penstock.protocol.endpoints import check_reach, stays_on_host
-from penstock.protocol.keys import ZAP_DOMAIN, secure_server
-from penstock.protocol.sockets import Channel, bind, bind_also, last_endpoint
+from penstock.protocol.transport.authentication import Authenticator
+from penstock.protocol.transport.channel import Channel, bind, bind_also, last_endpoint
+from penstock.protocol.transport.curve import ZAP_DOMAIN, secure_server
+from penstock.protocol.transport.discovery import Cluster
+from penstock.protocol.transport.endpoints import check_reach, stays_on_host
 from penstock.services.gateway import incoming
 from penstock.services.gateway.monitor import Monitor
 

@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from penstock.protocol.client import Codec
-from penstock.protocol.sockets import LIVENESS
-from penstock.services.gateway.admission import RefusedError
+from penstock.protocol.messages.client import Codec
+from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
 from penstock.services.gateway.shares import Share, Shares
+from penstock.services.gateway.validation import RefusedError
 from penstock.services.gateway.wire import is_all_read, tcp_counters
 
 
@@ -84,7 +84,7 @@ class Connection:
         if num_received > self._num_received_last:
             self._num_received_last, self._num_quiet_heartbeats = num_received, 0
         self._num_quiet_heartbeats += 1
-        return self._num_quiet_heartbeats > LIVENESS
+        return self._num_quiet_heartbeats > MAX_MISSED_HEARTBEATS
 
     def look(self) -> None:
         """Finds out how much of what was given has been read. Of a connection that is not TCP the

@@ -1,6 +1,6 @@
 """Messages of clients, each given to what handles its kind."""
 
-from penstock.protocol.client import (
+from penstock.protocol.messages.client import (
     AbortReply,
     AbortRequest,
     DetokenizeRequest,
@@ -9,13 +9,13 @@ from penstock.protocol.client import (
     StatusRequest,
     TokenizePromptRequest,
 )
-from penstock.services.gateway.admission import RefusedError
 from penstock.services.gateway.connections import Client
+from penstock.services.gateway.delivery import Outbox
 from penstock.services.gateway.incoming import Incoming
-from penstock.services.gateway.outbox import Outbox
 from penstock.services.gateway.poison import Poison
 from penstock.services.gateway.requests import Requests
 from penstock.services.gateway.status_queries import StatusQueries
+from penstock.services.gateway.validation import RefusedError
 
 
 class Dispatch:

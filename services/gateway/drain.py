@@ -1,9 +1,9 @@
 """The end of a pipeline: what is open is finished, and nothing else accepted."""
 
-from penstock.protocol.client import GenerateRequest
-from penstock.services.gateway.admission import RefusedError
-from penstock.services.gateway.questions import AskedTokenizer
-from penstock.services.gateway.replicas import Replicas
+from penstock.protocol.messages.client import GenerateRequest
+from penstock.services.gateway.router import Replicas
+from penstock.services.gateway.tokenizer_queries import AskedTokenizer
+from penstock.services.gateway.validation import RefusedError
 
 
 class Drain:

@@ -1,6 +1,6 @@
 """One accepted request, with all that is needed to begin it again."""
 
-from penstock.protocol.client import (
+from penstock.protocol.messages.client import (
     ErrorReply,
     FinishReason,
     GenerateReply,
@@ -10,10 +10,10 @@ from penstock.protocol.client import (
     TextDelta,
     Usage,
 )
-from penstock.protocol.logprobs import TokenLogprobs
-from penstock.protocol.messages import TokenizeRequest
-from penstock.protocol.metrics import RequestTimes
-from penstock.protocol.sampling import SamplingParams
+from penstock.protocol.messages.logprobs import TokenLogprobs
+from penstock.protocol.messages.metrics import RequestTimes
+from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.tokenizer import TokenizeRequest
 from penstock.services.gateway.connections import Client
 from penstock.services.gateway.estimates import (
     TEXT_BYTES,

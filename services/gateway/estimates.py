@@ -1,6 +1,6 @@
 """Sizes of requests that are estimated, for the limits of the ledger."""
 
-from penstock.protocol.client import GenerateRequest, TokenizePromptRequest
+from penstock.protocol.messages.client import GenerateRequest, TokenizePromptRequest
 
 TOKEN_BYTES = 8
 """that a token id counts for, in memory and on its way"""

@@ -1,13 +1,13 @@
 """Requests that are given up as poison, and the others that ask for the same."""
 
-from penstock.protocol.client import ErrorReply
-from penstock.protocol.messages import RequestFailed
+from penstock.protocol.messages.client import ErrorReply
+from penstock.protocol.messages.tokenizer import RequestFailed
 from penstock.protocol.poison import REFUSED
 from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.poison import GIVEN_UP, Asked, Poison
-from penstock.services.gateway.questions import OpenQuestion, Questions
-from penstock.services.gateway.replicas import Replicas
 from penstock.services.gateway.requests import Requests
+from penstock.services.gateway.router import Replicas
+from penstock.services.gateway.tokenizer_queries import OpenQuestion, Questions
 
 
 class GivenUp:

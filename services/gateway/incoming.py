@@ -7,9 +7,9 @@ from typing import Any
 import zmq
 
 from penstock.protocol.checkpoint import max_request_bytes
-from penstock.protocol.client import codec_of
 from penstock.protocol.config import Config
-from penstock.protocol.sockets import POLITE_BYTES, Channel, traffic
+from penstock.protocol.messages.client import codec_of
+from penstock.protocol.transport.channel import OVERSIZE_SLACK, Channel, traffic
 from penstock.services.gateway.connections import Client, Connection, Connections
 from penstock.services.gateway.monitor import Monitor
 from penstock.services.gateway.wire import tcp_counters
@@ -35,7 +35,7 @@ UNFINISHED = "a message was begun that is longer than any request, or all that w
 
 def max_frame_bytes(config: Config) -> int:
     """The limit of a frame of clients, at a longer one libzmq disconnects them."""
-    return max_request_bytes(config) + POLITE_BYTES
+    return max_request_bytes(config) + OVERSIZE_SLACK
 
 
 class Incoming:

@@ -2,7 +2,7 @@
 
 from itertools import count
 
-from penstock.protocol.client import (
+from penstock.protocol.messages.client import (
     ErrorReply,
     GenerateReply,
     TextDelta,

@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from penstock.protocol.sockets import connect
+from penstock.protocol.transport.channel import connect
 from penstock.services.gateway.connection_limits import ConnectionLimits
 from penstock.services.gateway.connections import Connection, Connections
 from penstock.services.gateway.wire import peer_host, shut_down

@@ -2,11 +2,15 @@
 
 from collections.abc import Iterable
 
-from penstock.protocol.client import DetokenizeRequest, GenerateRequest, TokenizePromptRequest
-from penstock.protocol.incarnation import Identity
+from penstock.protocol.messages.client import (
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizePromptRequest,
+)
 from penstock.protocol.poison import REFUSED, DeathReports, PoisonList, digest_of
-from penstock.services.gateway.admission import RefusedError
+from penstock.protocol.transport.incarnation import Identity
 from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.validation import RefusedError
 
 Asked = GenerateRequest | TokenizePromptRequest | DetokenizeRequest
 NOT_ASKED = {"seed", "request_id", "stream", "timeout", "output_token_ids", "priority", "client"}

@@ -7,42 +7,40 @@ from typing import Any
 
 import zmq
 
-from penstock.protocol.client import ErrorReply
-from penstock.protocol.incarnation import first_number
-from penstock.protocol.messages import (
-    Answered,
+from penstock.protocol.messages.client import ErrorReply
+from penstock.protocol.messages.detokenizer import TextDeltas
+from penstock.protocol.messages.gateway import ToGateway
+from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
+from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
+from penstock.protocol.messages.supervisor import SupervisorReport
+from penstock.protocol.messages.tokenizer import (
     FromTokenizer,
-    Goodbye,
-    Heartbeat,
-    Refused,
     RequestFailed,
-    SupervisorReport,
-    TextDeltas,
-    ToGateway,
-    Tokenized,
+    TokenizeDone,
+    TokenizerReply,
 )
 from penstock.protocol.poison import DeathReports
-from penstock.protocol.process import Process
-from penstock.protocol.registration import refusal
 from penstock.protocol.replicas import replica_of
-from penstock.protocol.sockets import Channel, Network, bind, connect
-from penstock.protocol.status import ProcessStatus, SchedulerStatus, StatusReply
 from penstock.protocol.tracing import Tracer
+from penstock.protocol.transport.channel import Channel, Network, bind, connect
+from penstock.protocol.transport.incarnation import first_number
+from penstock.protocol.transport.process import Process
+from penstock.protocol.transport.registration import refusal
 from penstock.services.gateway.authentication import bind_clients
 from penstock.services.gateway.connections import Connections
+from penstock.services.gateway.delivery import Outbox
 from penstock.services.gateway.dispatch import Dispatch
 from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.given_up import GivenUp
 from penstock.services.gateway.incoming import Incoming
 from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.monitor import Monitor
-from penstock.services.gateway.outbox import Outbox
 from penstock.services.gateway.poison import Poison
-from penstock.services.gateway.questions import OpenQuestion, Questions
-from penstock.services.gateway.replicas import Replicas
 from penstock.services.gateway.requests import DEFECT, Requests
+from penstock.services.gateway.router import Replicas
 from penstock.services.gateway.status_queries import StatusQueries
 from penstock.services.gateway.timers import CallLater
+from penstock.services.gateway.tokenizer_queries import OpenQuestion, Questions
 from penstock.services.gateway.tokenizers import Tokenizers
 
 LAST_WORDS = 1.0
@@ -147,10 +145,10 @@ class Gateway:
                     self.on_heartbeat_of(identity, message)
                 case Goodbye():
                     self.tokenizers.lose(identity, has_died=False)
-                case Tokenized() | RequestFailed():
+                case TokenizeDone() | RequestFailed():
                     self.tokenizers.done(identity, (message.request_id, message.attempt))
                     self.on_tokenized(identity, message)
-                case Answered():
+                case TokenizerReply():
                     self.tokenizers.done(identity, message.number)
                     self.questions.answer(message)
                     if isinstance(message.reply, ErrorReply):
@@ -163,7 +161,7 @@ class Gateway:
         else:
             self.tokenizers.alive(identity, message.name)
 
-    def on_tokenized(self, identity: bytes, message: Tokenized | RequestFailed) -> None:
+    def on_tokenized(self, identity: bytes, message: TokenizeDone | RequestFailed) -> None:
         """A tokenizer is done with a request."""
         entry = self.ledger.get(message.request_id)
         if entry is None:  # ended meanwhile: the scheduler must not go on with it
@@ -210,7 +208,7 @@ class Gateway:
         self.processes = processes
         schedulers = [one.name for one in processes if one.name.startswith("scheduler.")]
         self.replicas.reported({replica_of(name, self.config) for name in schedulers})
-        self.requests.leave_lost()
+        self.requests.migrate_lost()
 
     def on_scheduler(self, status: SchedulerStatus) -> None:
         """A new epoch is a new scheduler, which knows nothing: its requests are submitted again.
@@ -221,8 +219,8 @@ class Gateway:
         if is_new is None:
             return
         if is_new:
-            self.requests.begin_again(status.replica)
-        self.requests.leave_lost()
+            self.requests.resubmit_all(status.replica)
+        self.requests.migrate_lost()
         self.tell_ready()
         self.status_queries.on_report(status.replica, self.replicas.are_all)
 
@@ -230,7 +228,7 @@ class Gateway:
         """The connection to a scheduler was lost and is back, so messages may be lost: it is told
         all that is open once more, and forgets what is not."""
         self.requests.introduce(replica, self.ledger.new_first_attempt())
-        self.requests.begin_again(replica)
+        self.requests.resubmit_all(replica)
 
     # ---- status ------------------------------------------------------------------------------
 
@@ -273,7 +271,7 @@ class Gateway:
         for identity in self.tokenizers.peers.silent():
             self.tokenizers.lose(identity)
         self.replicas.on_heartbeat()
-        self.requests.leave_lost()
+        self.requests.migrate_lost()
         self.monitor.handle()
         self.requests.on_heartbeat()
         self.incoming.on_heartbeat()

@@ -1,6 +1,6 @@
 """The span of a whole request, around the spans of the other processes."""
 
-from penstock.protocol.client import ErrorReply, GenerateReply
+from penstock.protocol.messages.client import ErrorReply, GenerateReply
 from penstock.protocol.tracing import Tracer
 from penstock.services.gateway.entry import Entry
 

@@ -11,7 +11,8 @@ from penstock.protocol.checkpoint import (
     read_generation_config,
     read_model_config,
 )
-from penstock.protocol.client import (
+from penstock.protocol.config import Config
+from penstock.protocol.messages.client import (
     Codec,
     ErrorReply,
     FinishReason,
@@ -20,24 +21,28 @@ from penstock.protocol.client import (
     Request,
     TextDelta,
 )
-from penstock.protocol.config import Config
-from penstock.protocol.messages import GatewayStarted, Question, ReleaseRequest, TokenizeRequest
-from penstock.protocol.sockets import UNREADABLE, Channel
+from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
+from penstock.protocol.messages.tokenizer import TokenizeRequest, TokenizerQuery
 from penstock.protocol.tracing import Tracer
-from penstock.services.gateway.admission import Admission, RefusedError, decode_request, is_same
+from penstock.protocol.transport.channel import DECODE_ERRORS, Channel
+from penstock.services.gateway.admission import Overload
 from penstock.services.gateway.connections import Client, Connection, Connections
+from penstock.services.gateway.delivery import Outbox
 from penstock.services.gateway.drain import Drain
 from penstock.services.gateway.entry import Entry, GapError
 from penstock.services.gateway.estimates import estimated_tokens
 from penstock.services.gateway.ledger import Ledger
-from penstock.services.gateway.outbox import Outbox
-from penstock.services.gateway.overload import Overload
-from penstock.services.gateway.questions import AskedTokenizer, Questions, num_question_tokens
-from penstock.services.gateway.replicas import Replicas
+from penstock.services.gateway.metrics import Statistics
 from penstock.services.gateway.request_trace import trace_request
-from penstock.services.gateway.statistics import Statistics
+from penstock.services.gateway.router import Replicas
 from penstock.services.gateway.timers import CallLater
+from penstock.services.gateway.tokenizer_queries import (
+    AskedTokenizer,
+    Questions,
+    num_question_tokens,
+)
 from penstock.services.gateway.tokenizers import Tokenizers
+from penstock.services.gateway.validation import Admission, RefusedError, decode_request, is_same
 
 log = logging.getLogger("gateway")
 UNREAD = "it does not read its answers (--max-unread-bytes)"
@@ -101,7 +106,7 @@ class Requests:
         self.drain.check(question)
         self._overload.check(num_bytes, num_question_tokens(question), client.share)
         self._admission.check_question(question)
-        self._check_encoding(Question(0, question))
+        self._check_encoding(TokenizerQuery(0, question))
         self._questions.ask(client, question, num_bytes)
 
     def abort(self, request_id: str) -> bool:
@@ -168,14 +173,14 @@ class Requests:
         self._replicas.introduced(replica, first_attempt)
         self._to_schedulers[replica].send(GatewayStarted(first_attempt))
 
-    def begin_again(self, replica: int) -> None:
+    def resubmit_all(self, replica: int) -> None:
         """Its scheduler is a new one and knows nothing."""
         entries = self._replicas.entries(replica)
         if entries:
             log.warning("scheduler.%d is a new one: %d requests go on", replica + 1, len(entries))
         self.each(entries, self.again)
 
-    def leave_lost(self) -> None:
+    def migrate_lost(self) -> None:
         """What a replica can't run goes on in another one."""
         entries = self._replicas.lost()
         if entries:
@@ -235,11 +240,11 @@ class Requests:
             entry.timer = self._call_later(request.timeout, lambda: self._finish(entry, "abort"))
         self._tokenizers.submit(entry)
 
-    def _check_encoding(self, submission: TokenizeRequest | Question) -> None:
+    def _check_encoding(self, submission: TokenizeRequest | TokenizerQuery) -> None:
         """What is accepted can be sent on, now and after a restart. Raises RefusedError."""
         try:
             self._tokenizers.check(submission)
-        except UNREADABLE as error:
+        except DECODE_ERRORS as error:
             raise RefusedError(f"request can't be encoded as MessagePack: {error}") from error
 
     def _adopt(self, entry: Entry, client: Client) -> None:

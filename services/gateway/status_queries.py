@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from penstock.protocol.client import Codec, StatusRequest
-from penstock.protocol.status import StatusReply
-from penstock.services.gateway.admission import RefusedError
+from penstock.protocol.messages.client import Codec, StatusRequest
+from penstock.protocol.messages.status import StatusReply
 from penstock.services.gateway.connections import Client
-from penstock.services.gateway.outbox import Outbox
+from penstock.services.gateway.delivery import Outbox
+from penstock.services.gateway.validation import RefusedError
 
 MAX_WAITING = 1024
 """that are answered at once, when a report comes: in a few milliseconds"""

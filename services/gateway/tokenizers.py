@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from penstock.protocol.fair_queue import FairQueue
-from penstock.protocol.messages import Question, TokenizeRequest
-from penstock.protocol.peers import Peer, Peers
-from penstock.protocol.sockets import Channel
+from penstock.protocol.messages.tokenizer import TokenizeRequest, TokenizerQuery
+from penstock.protocol.transport.channel import Channel
+from penstock.protocol.transport.peers import Peer, Peers
 from penstock.services.gateway.poison import MAX_DEATHS, Asked, Poison
 from penstock.services.gateway.shares import Share
 
@@ -52,7 +52,7 @@ class Work(Protocol):
     def is_open(self) -> bool:
         """Somebody waits for it."""
 
-    def submission(self) -> TokenizeRequest | Question:
+    def submission(self) -> TokenizeRequest | TokenizerQuery:
         """What the tokenizer is sent."""
 
 
@@ -85,8 +85,8 @@ class Tokenizers:
         self._suspects: WeakKeyDictionary[Work, int] = WeakKeyDictionary()
         """→ deaths at which it was alone"""
 
-    def check(self, submission: TokenizeRequest | Question) -> None:
-        """Raises one of UNREADABLE if `submission` can't be encoded."""
+    def check(self, submission: TokenizeRequest | TokenizerQuery) -> None:
+        """Raises one of DECODE_ERRORS if `submission` can't be encoded."""
         self._channel.encode(submission)
 
     def submit(self, work: Work) -> None:

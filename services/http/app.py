@@ -16,7 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.launch.errors import RequestError
+from penstock.protocol.client.errors import RequestError
+from penstock.services.http.app_state import Service
 from penstock.services.http.body import decode_body, read_body
 from penstock.services.http.caller import caller, name_of
 from penstock.services.http.errors import ApiError, answer_error
@@ -24,7 +25,6 @@ from penstock.services.http.openapi import describe
 from penstock.services.http.page import Page
 from penstock.services.http.routes import Operation, Routes
 from penstock.services.http.schema import ApiRequest
-from penstock.services.http.service import Service
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 _MAX_ID = 128

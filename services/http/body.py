@@ -8,7 +8,7 @@ from msgspec import Struct
 from starlette.requests import Request
 
 from penstock.protocol.nesting import MAX_DEPTH, is_too_deep
-from penstock.protocol.sockets import UNREADABLE
+from penstock.protocol.transport.channel import DECODE_ERRORS
 from penstock.services.http.errors import ApiError, explain
 from penstock.services.http.neutral_fields import without_neutral
 
@@ -54,7 +54,7 @@ def decode_body(body: bytes, kind: type[T]) -> T:
     """A JSON map as `kind`; what is null in it counts as left out. Raises ApiError."""
     try:
         raw = decode_json(body)
-    except UNREADABLE as error:
+    except DECODE_ERRORS as error:
         raise ApiError(400, f"the body can't be decoded as JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ApiError(400, f"the body is a JSON {type(raw).__name__}; it is to be a map")
@@ -71,7 +71,7 @@ def decode_body(body: bytes, kind: type[T]) -> T:
 
 
 def decode_json(data: bytes | str) -> Any:
-    """JSON that can be passed on in MessagePack. Raises one of UNREADABLE."""
+    """JSON that can be passed on in MessagePack. Raises one of DECODE_ERRORS."""
     raw = msgspec.json.decode(data)
     msgspec.msgpack.encode(raw)
     return raw

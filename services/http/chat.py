@@ -6,9 +6,8 @@ from msgspec import UNSET
 from starlette.responses import Response
 from starlette.types import Receive
 
-from penstock.protocol.client import GenerateReply, TextDelta
-from penstock.services.http.convert import chat_fields, truncated
-from penstock.services.http.forced import is_forced
+from penstock.protocol.messages.client import GenerateReply, TextDelta
+from penstock.services.http.app_state import Service
 from penstock.services.http.generation import Generation
 from penstock.services.http.logprobs import chat_logprobs, prompt_logprobs
 from penstock.services.http.reasoning import ReasoningSplitter
@@ -23,8 +22,9 @@ from penstock.services.http.replies import (
     json_response,
 )
 from penstock.services.http.schema import ChatRequest
-from penstock.services.http.service import Service
+from penstock.services.http.to_generate_request import chat_fields, truncated
 from penstock.services.http.tool_calls import ContentPiece, Piece, ToolCallDelta, ToolCallParser
+from penstock.services.http.tool_choice import is_forced
 
 
 async def chat(service: Service, request: ChatRequest, receive: Receive) -> Response:

@@ -7,9 +7,9 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive
 
-from penstock.protocol.client import GenerateReply, TextDelta
+from penstock.protocol.messages.client import GenerateReply, TextDelta
+from penstock.services.http.app_state import Service
 from penstock.services.http.caller import caller
-from penstock.services.http.convert import completion_fields, prompts_of, truncated
 from penstock.services.http.errors import ApiError
 from penstock.services.http.generation import Generation, gather
 from penstock.services.http.logprobs import completion_logprobs, first_token, prompt_logprobs
@@ -20,7 +20,7 @@ from penstock.services.http.replies import (
     json_response,
 )
 from penstock.services.http.schema import CompletionRequest
-from penstock.services.http.service import Service
+from penstock.services.http.to_generate_request import completion_fields, prompts_of, truncated
 
 
 async def complete(service: Service, request: CompletionRequest, receive: Receive) -> Response:

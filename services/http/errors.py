@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from penstock.launch.errors import RequestError
+from penstock.protocol.client.errors import RequestError
 from penstock.services.http.replies import ErrorBody, ErrorDetail, json_response
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

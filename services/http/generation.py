@@ -12,14 +12,14 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.launch.client import AsyncStream
-from penstock.launch.errors import RequestError
-from penstock.protocol.client import AbortRequest, GenerateReply, PromptFields, TextDelta
+from penstock.protocol.client.client import AsyncStream
+from penstock.protocol.client.errors import RequestError
+from penstock.protocol.messages.client import AbortRequest, GenerateReply, PromptFields, TextDelta
+from penstock.services.http.app_state import Service
 from penstock.services.http.caller import caller
 from penstock.services.http.errors import ApiError, as_api_error
 from penstock.services.http.replies import ENCODER, PromptTokensDetails, Usage
 from penstock.services.http.schema import ApiRequest, ChatRequest
-from penstock.services.http.service import Service
 from penstock.services.http.structured import rename_field
 
 T = TypeVar("T")

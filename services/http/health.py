@@ -3,8 +3,8 @@
 import asyncio
 import time
 
-from penstock.launch.client import AsyncClient
-from penstock.protocol.status import SchedulerStatus, StatusReply
+from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.messages.status import SchedulerStatus, StatusReply
 from penstock.services.http.errors import ApiError
 
 LOOK_TIMEOUT = 2.0

@@ -2,7 +2,7 @@
 
 from itertools import accumulate
 
-from penstock.protocol.logprobs import Logprob, TokenLogprobs
+from penstock.protocol.messages.logprobs import Logprob, TokenLogprobs
 from penstock.services.http.replies import (
     ChatLogprob,
     ChatLogprobs,

@@ -15,8 +15,8 @@ from prometheus_client.core import (
 )
 
 from penstock.protocol.config import Config
-from penstock.protocol.metrics import Histogram, Metrics
-from penstock.protocol.status import ProcessStatus, SchedulerStatus, StatusReply
+from penstock.protocol.messages.metrics import Histogram, Metrics
+from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
 
 _HISTOGRAMS = {
     "time_to_first_token_seconds": "From a request's arrival to its first token.",

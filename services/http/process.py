@@ -9,17 +9,17 @@ import uvicorn
 import uvloop
 import zmq
 
-from penstock.launch.client import AsyncClient
-from penstock.launch.errors import ClientError
-from penstock.protocol.cluster import Cluster, pump
+from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.client.errors import ClientError
 from penstock.protocol.config import Config
-from penstock.protocol.endpoints import inner_clients
-from penstock.protocol.heartbeat import HeartbeatThread
-from penstock.protocol.process import Process
-from penstock.protocol.sockets import HEARTBEAT_INTERVAL
+from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
+from penstock.protocol.transport.discovery import Cluster, pump
+from penstock.protocol.transport.endpoints import inner_clients
+from penstock.protocol.transport.heartbeat import HeartbeatThread
+from penstock.protocol.transport.process import Process
 from penstock.services.http.app import make_app
+from penstock.services.http.app_state import Service
 from penstock.services.http.connections import Limits, limited_protocol, limits_for
-from penstock.services.http.service import Service
 
 MAX_GRACE = 4
 """seconds that running answers have behind SIGTERM, if --drain-timeout is not less: SIGKILL comes

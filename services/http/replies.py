@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
-from penstock.protocol.client import StopReason
+from penstock.protocol.messages.client import StopReason
 
 ENCODER = msgspec.json.Encoder()
 

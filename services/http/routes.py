@@ -9,11 +9,11 @@ from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Receive
 
-from penstock.protocol.status import StatusReply
+from penstock.protocol.messages.status import StatusReply
+from penstock.services.http.app_state import Service
 from penstock.services.http.caller import caller
 from penstock.services.http.chat import chat
 from penstock.services.http.completions import complete
-from penstock.services.http.convert import chat_messages, template_tools
 from penstock.services.http.errors import ApiError
 from penstock.services.http.health import LOOK_TIMEOUT, Watch
 from penstock.services.http.metrics import render
@@ -34,7 +34,7 @@ from penstock.services.http.schema import (
     DetokenizeBody,
     TokenizeBody,
 )
-from penstock.services.http.service import Service
+from penstock.services.http.to_generate_request import chat_messages, template_tools
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 Run = Callable[[Any, Receive], Awaitable[Response]]

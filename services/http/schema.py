@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from penstock.protocol.client import CacheSalt, Priority, RequestId
-from penstock.protocol.sampling import NumLogprobs, Positive, SamplingParams, TokenId
+from penstock.protocol.messages.client import CacheSalt, Priority, RequestId
+from penstock.protocol.messages.sampling import NumLogprobs, Positive, SamplingParams, TokenId
 
 MAX_N = 128
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import msgspec
 
-from penstock.launch.errors import RequestError
-from penstock.protocol.structured import StructuredOutputs
+from penstock.protocol.client.errors import RequestError
+from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.http.errors import ApiError
-from penstock.services.http.forced import forced_call, forced_tools, is_forced
 from penstock.services.http.schema import ApiRequest, ChatRequest
+from penstock.services.http.tool_choice import forced_call, forced_tools, is_forced
 
 _KINDS = {
     "guided_json": "json",

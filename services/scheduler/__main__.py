@@ -1,6 +1,6 @@
 """`python -P -m penstock.services.scheduler`."""
 
-from penstock.protocol.process import Process
+from penstock.protocol.transport.process import Process
 from penstock.services.scheduler.process import SchedulerProcess
 
 

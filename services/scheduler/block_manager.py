@@ -1,7 +1,7 @@
 """The block tables of sequences, over the pool of blocks."""
 
 from penstock.protocol.config import Config
-from penstock.protocol.plan import pack
+from penstock.protocol.messages.plan import pack
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.sequence import Sequence
 
@@ -54,7 +54,7 @@ class BlockManager:
         sequence.published_content = self.pool.share(matched)
         sequence.num_published_blocks = len(matched)
         sequence.block_table = matched + [self.pool.take() for _ in range(num_new)]
-        sequence.num_given_tokens = num_tokens
+        sequence.num_prefill_tokens = num_tokens
         sequence.num_planned_tokens = len(matched) * self.block_size
         return True
 

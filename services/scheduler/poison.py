@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from penstock.protocol.incarnation import Identity
-from penstock.protocol.plan import pack
+from penstock.protocol.messages.plan import pack
 from penstock.protocol.poison import DeathReports, PoisonList, digest_of
+from penstock.protocol.transport.incarnation import Identity
+from penstock.services.scheduler.in_flight_plan import Step
 from penstock.services.scheduler.sequence import Sequence
-from penstock.services.scheduler.step import Step
 from penstock.services.scheduler.suspects import MAX_DEATHS
 
 
@@ -31,7 +31,7 @@ class Poison:
 
     def left(self, sequence: Sequence) -> None:
         """A sequence is released: remember its deaths, or that it has got a token since."""
-        got_token = len(sequence.token_ids) > sequence.num_given_tokens > 0
+        got_token = len(sequence.token_ids) > sequence.num_prefill_tokens > 0
         if sequence.num_deaths or (got_token and len(self._known)):
             self._known.put(_digest(sequence), sequence.num_deaths)
 

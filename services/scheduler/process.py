@@ -5,32 +5,28 @@ from time import monotonic
 import zmq
 
 from penstock.protocol.checkpoint import read_model_config
-from penstock.protocol.client import ErrorReply
 from penstock.protocol.eos import read_eos_token_ids
-from penstock.protocol.heartbeat import HeartbeatThread
-from penstock.protocol.incarnation import first_number
-from penstock.protocol.messages import (
-    Confirmed,
-    FromDetokenizer,
-    FromWorker,
+from penstock.protocol.messages.client import ErrorReply
+from penstock.protocol.messages.detokenizer import Confirmed, FromDetokenizer
+from penstock.protocol.messages.plan import SampledTokens
+from penstock.protocol.messages.registration import Goodbye, Refused
+from penstock.protocol.messages.scheduler import (
     GatewayStarted,
-    Goodbye,
-    Refused,
     ReleaseRequest,
-    RequestFailed,
     StopFound,
     TokenizedRequest,
     ToScheduler,
-    WorkerExit,
-    WorkerHello,
 )
-from penstock.protocol.plan import SampledTokens
+from penstock.protocol.messages.status import SchedulerStatus
+from penstock.protocol.messages.tokenizer import RequestFailed
+from penstock.protocol.messages.worker import FromWorker, WorkerExit, WorkerState
 from penstock.protocol.poison import REFUSED, DeathReports
-from penstock.protocol.process import Loop, Process
-from penstock.protocol.registration import refusal
-from penstock.protocol.sockets import bind, connect, traffic
-from penstock.protocol.status import SchedulerStatus
 from penstock.protocol.tracing import Tracer
+from penstock.protocol.transport.channel import bind, connect, traffic
+from penstock.protocol.transport.heartbeat import HeartbeatThread
+from penstock.protocol.transport.incarnation import first_number
+from penstock.protocol.transport.process import Loop, Process
+from penstock.protocol.transport.registration import refusal
 from penstock.services.scheduler import report, trials
 from penstock.services.scheduler.build import make_scheduler
 from penstock.services.scheduler.checks import CannotFitError, check_request
@@ -167,7 +163,7 @@ class SchedulerProcess:
     def on_workers(self) -> None:
         """Tokens of the oldest step, or news of a worker."""
         for identity, message in self.workers.receive():
-            if isinstance(message, WorkerHello):
+            if isinstance(message, WorkerState):
                 self.on_hello(identity, message)
             elif identity in self.group.members[:1]:  # rank 0
                 self.on_tokens(message)
@@ -183,7 +179,7 @@ class SchedulerProcess:
             for sequence, reason in output.failed:
                 self.give_up(sequence, reason)
 
-    def on_hello(self, identity: bytes, hello: WorkerHello) -> None:
+    def on_hello(self, identity: bytes, hello: WorkerState) -> None:
         """Seats the worker; when the last one is ready, plans can go out."""
         if reason := refusal(hello):
             self.workers.send(WorkerExit(reason), identity)

@@ -2,7 +2,7 @@
 
 from time import monotonic
 
-from penstock.protocol.status import SchedulerStatus
+from penstock.protocol.messages.status import SchedulerStatus
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.streams import Streams
 from penstock.services.scheduler.workers import WorkerGroup

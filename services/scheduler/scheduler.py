@@ -12,15 +12,15 @@ from functools import partial
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from penstock.protocol.client import FinishReason
 from penstock.protocol.config import Config
-from penstock.protocol.metrics import ITERATION_TOKENS, Histogram
-from penstock.protocol.plan import BatchPlan, SampledTokens, unpack
+from penstock.protocol.messages.client import FinishReason
+from penstock.protocol.messages.metrics import ITERATION_TOKENS, Histogram
+from penstock.protocol.messages.plan import BatchPlan, SampledTokens, unpack
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.checks import limit_length
-from penstock.services.scheduler.drafts import Drafter
+from penstock.services.scheduler.in_flight_plan import Changes, Step, StepOutput
+from penstock.services.scheduler.ngram_proposer import Drafter
 from penstock.services.scheduler.sequence import Sequence, Status
-from penstock.services.scheduler.step import Changes, Step, StepOutput
 from penstock.services.scheduler.suspects import Trial, count_death
 from penstock.services.scheduler.waiting_queue import WaitingQueue
 
@@ -162,7 +162,7 @@ class Scheduler:
         while index < len(running):
             sequence = running[index]
             position = sequence.num_planned_tokens
-            if position < sequence.num_given_tokens:
+            if position < sequence.num_prefill_tokens:
                 prefilling.append(sequence)
             elif sequence.speculation and sequence.rests and position >= len(sequence.token_ids):
                 pass  # what comes next can only be guessed
@@ -186,7 +186,7 @@ class Scheduler:
         return True
 
     def _add_chunk(self, sequence: Sequence, step: Step, changes: Changes, budget: int) -> int:
-        num_tokens = min(budget, sequence.num_given_tokens - sequence.num_planned_tokens)
+        num_tokens = min(budget, sequence.num_prefill_tokens - sequence.num_planned_tokens)
         sequence.num_planned_tokens += num_tokens
         sequence.last_step = step.number
         changes.chunks.extend((sequence.slot, num_tokens))
@@ -194,7 +194,7 @@ class Scheduler:
         # A layer stores the keys and values of a whole step before it reads any: the rows that
         # are admitted behind this one, even to this plan, find its blocks.
         self.block_manager.publish(sequence, sequence.num_planned_tokens)
-        if sequence.num_planned_tokens == sequence.num_given_tokens:
+        if sequence.num_planned_tokens == sequence.num_prefill_tokens:
             step.sampled.append(sequence)
         return num_tokens
 

@@ -6,11 +6,11 @@ from time import monotonic
 
 import xxhash
 
-from penstock.protocol.client import FinishReason
-from penstock.protocol.logprobs import PackedLogprobs
-from penstock.protocol.messages import TokenizedRequest
-from penstock.protocol.plan import RowAdded, RowExtras, pack, unpack
-from penstock.services.scheduler.speculation import Speculation
+from penstock.protocol.messages.client import FinishReason
+from penstock.protocol.messages.logprobs import PackedLogprobs
+from penstock.protocol.messages.plan import RowAdded, RowExtras, pack, unpack
+from penstock.protocol.messages.scheduler import TokenizedRequest
+from penstock.services.scheduler.speculative import Speculation
 
 MAX_PREEMPTIONS = 4
 """of a sequence by others with a better priority; then it keeps its blocks"""
@@ -48,9 +48,9 @@ class Sequence:
         "max_length",
         "num_cached_tokens",
         "num_deaths",
-        "num_given_tokens",
         "num_planned_tokens",
         "num_preemptions",
+        "num_prefill_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
         "priority",
@@ -104,7 +104,7 @@ class Sequence:
         self.slot = -1
         self.last_step = -1
         """number of the last plan it is part of"""
-        self.num_given_tokens = 0
+        self.num_prefill_tokens = 0
         """tokens known when it was last admitted: these are prefilled, the rest is decoded"""
         self.num_planned_tokens = 0
         """positions whose KV is computed by the plans sent so far, or was found in the cache; some

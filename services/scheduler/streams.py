@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 
-from penstock.protocol.client import FinishReason
-from penstock.protocol.logprobs import PackedLogprobs
-from penstock.protocol.messages import StreamOpened, TokenDelta
-from penstock.protocol.peers import Peers
-from penstock.protocol.plan import pack
+from penstock.protocol.messages.client import FinishReason
+from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
+from penstock.protocol.messages.logprobs import PackedLogprobs
+from penstock.protocol.messages.plan import pack
+from penstock.protocol.transport.peers import Peers
+from penstock.services.scheduler.in_flight_plan import StepOutput
 from penstock.services.scheduler.sequence import Sequence
-from penstock.services.scheduler.step import StepOutput
 from penstock.services.scheduler.trials import Trials
 
 MAX_CHARACTER_TOKENS = 4
@@ -35,19 +35,19 @@ class Outbox:
         if self.opened.pop(stream_id, None) is None:
             self.closed.append(stream_id)
 
-    def take_alone(self, epoch: int, sequences: list[Sequence]) -> TokenDelta:
+    def take_alone(self, epoch: int, sequences: list[Sequence]) -> StepTokens:
         """A message that opens these streams, is to be confirmed, and goes before all others."""
         self._num_taken += 1
         opened = [_opened(sequence) for sequence in sequences]
-        return TokenDelta(epoch, opened, number=self._num_taken, confirm=True)
+        return StepTokens(epoch, opened, number=self._num_taken, confirm=True)
 
-    def take(self, epoch: int, confirm: bool = False) -> TokenDelta | None:
+    def take(self, epoch: int, confirm: bool = False) -> StepTokens | None:
         """The message made since the last call; None if there is nothing to say."""
         has_content = self.opened or self.stream_ids or self.finished or self.closed
         if not (has_content or confirm):
             return None
         self._num_taken += 1
-        delta = TokenDelta(
+        delta = StepTokens(
             epoch,
             list(self.opened.values()),
             pack(self.stream_ids),
@@ -78,7 +78,7 @@ class Streams:
         self._unopened: set[int] = set()
         """streams that no detokenizer has been told of: their prompt is not computed yet"""
         self._trials = Trials()
-        self._trial: tuple[bytes, TokenDelta] | None = None
+        self._trial: tuple[bytes, StepTokens] | None = None
         """the next message of a trial, and to whom"""
 
     def alive(self, identity: bytes, name: str) -> bool:
@@ -170,7 +170,7 @@ class Streams:
                 sequence.detokenizer = peer.identity
                 peer.work[sequence.stream_id] = sequence
                 self._unopened.add(sequence.stream_id)
-                is_begun = sequence.num_given_tokens and not sequence.needs_prompt_logprobs
+                is_begun = sequence.num_prefill_tokens and not sequence.needs_prompt_logprobs
                 if is_begun or sequence.finish_reason:
                     self._open(sequence, self._outboxes[peer.identity])
 
@@ -213,7 +213,7 @@ class Streams:
                 outbox.token_ids.append(token_id)
         self.finish(output.finished)
 
-    def take_deltas(self) -> Iterator[tuple[bytes, TokenDelta]]:
+    def take_deltas(self) -> Iterator[tuple[bytes, StepTokens]]:
         """A message for each detokenizer that has something to be told."""
         if self._trials.waiting and not self._trials.at:
             self._begin_trial()

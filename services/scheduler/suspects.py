@@ -8,8 +8,8 @@ that only ran beside the cause get their token and are cleared.
 
 from collections.abc import Collection
 
+from penstock.services.scheduler.in_flight_plan import Step
 from penstock.services.scheduler.sequence import Sequence, Status
-from penstock.services.scheduler.step import Step
 
 _, RUNNING, DRAINING, _ = Status
 MAX_DEATHS = 3

@@ -3,8 +3,8 @@
 from time import monotonic
 
 from penstock.protocol.tracing import Tracer
+from penstock.services.scheduler.in_flight_plan import Step, StepOutput
 from penstock.services.scheduler.sequence import Sequence
-from penstock.services.scheduler.step import Step, StepOutput
 
 
 class Traces:

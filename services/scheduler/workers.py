@@ -2,8 +2,8 @@
 
 from itertools import count
 
-from penstock.protocol.messages import WorkerAssignment, WorkerExit, WorkerHello
-from penstock.protocol.sockets import LIVENESS
+from penstock.protocol.messages.worker import WorkerAssignment, WorkerExit, WorkerState
+from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
 
 Letter = tuple[bytes, WorkerAssignment | WorkerExit]
 """identity of the worker, and what to tell it"""
@@ -31,7 +31,7 @@ class WorkerGroup:
         node: str = "",
         first_epoch: int = 1,
     ) -> None:
-        """node: the scheduler's own, as `WorkerHello.node`; first_epoch: above all epochs of
+        """node: the scheduler's own, as `WorkerState.node`; first_epoch: above all epochs of
         earlier schedulers, and positive."""
         self._epochs = count(first_epoch)
         self.tp_size = tp_size
@@ -44,7 +44,7 @@ class WorkerGroup:
         """of this group's plans; 0 while there is no group"""
         self.members: list[bytes] = []
         """identities by rank; empty while there is no group"""
-        self._hellos: dict[bytes, WorkerHello] = {}
+        self._hellos: dict[bytes, WorkerState] = {}
         self._num_missed: dict[bytes, int] = {}
         """heartbeats since the last hello"""
         self._assignments: list[Letter] = []
@@ -81,7 +81,7 @@ class WorkerGroup:
         """Names of the members by rank."""
         return [self._hellos[member].name for member in self.members]
 
-    def hello(self, identity: bytes, hello: WorkerHello) -> list[Letter]:
+    def hello(self, identity: bytes, hello: WorkerState) -> list[Letter]:
         """A worker tells what it is and holds.
 
         Of two of one name the one that started earlier has been given up: it was killed unseen, or
@@ -116,12 +116,17 @@ class WorkerGroup:
         """One more interval is over.
 
         The members are told their places again, which changes nothing and shows who can't be
-        reached: one that is at a long step can. Others who miss LIVENESS intervals are forgotten.
+        reached: one that is at a long step can. Others who miss MAX_MISSED_HEARTBEATS intervals are
+        forgotten.
         """
         self._num_heartbeats += 1
         for identity in self._num_missed:
             self._num_missed[identity] += 1
-        silent = {identity for identity, missed in self._num_missed.items() if missed > LIVENESS}
+        silent = {
+            identity
+            for identity, missed in self._num_missed.items()
+            if missed > MAX_MISSED_HEARTBEATS
+        }
         for identity in silent.difference(self.members):
             self._forget(identity)
         return self._assignments

@@ -17,7 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.protocol.checkpoint import ModelError
-from penstock.protocol.client import ChatMessage, PromptFields
+from penstock.protocol.messages.client import ChatMessage, PromptFields
 from penstock.services.tokenizer.reasoning import SWITCH
 from penstock.services.tokenizer.time_limit import TimeLimitError, time_limit
 

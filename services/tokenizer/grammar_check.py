@@ -17,8 +17,8 @@ from typing import NoReturn
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from penstock.protocol.process import Loop
-from penstock.protocol.structured import GRAMMAR_LIMITS
+from penstock.protocol.messages.structured import GRAMMAR_LIMITS
+from penstock.protocol.transport.process import Loop
 
 MAX_COMPILE_SECONDS = 0.5
 """of CPU time: so long may a worker's other rows have to wait for one that is compiled"""

@@ -6,25 +6,23 @@ from time import monotonic
 import zmq
 
 from penstock.protocol.checkpoint import read_model_config
-from penstock.protocol.client import ErrorReply
-from penstock.protocol.heartbeat import HeartbeatThread
-from penstock.protocol.messages import (
-    Answered,
-    Goodbye,
-    Heartbeat,
-    Question,
-    Refused,
+from penstock.protocol.messages.client import ErrorReply
+from penstock.protocol.messages.plan import pack
+from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
+from penstock.protocol.messages.scheduler import TokenizedRequest
+from penstock.protocol.messages.structured import Reasoning
+from penstock.protocol.messages.tokenizer import (
     RequestFailed,
-    Tokenized,
-    TokenizedRequest,
+    TokenizeDone,
     TokenizeRequest,
+    TokenizerQuery,
+    TokenizerReply,
     ToTokenizer,
 )
-from penstock.protocol.plan import pack
-from penstock.protocol.process import Loop, Process
-from penstock.protocol.sockets import connect
-from penstock.protocol.structured import Reasoning
 from penstock.protocol.tracing import Tracer
+from penstock.protocol.transport.channel import connect
+from penstock.protocol.transport.heartbeat import HeartbeatThread
+from penstock.protocol.transport.process import Loop, Process
 from penstock.services.tokenizer.grammar_check import GrammarChecker
 from penstock.services.tokenizer.prompts import PromptError, Tokenizer
 
@@ -48,10 +46,10 @@ class TokenizerProcess:
             at.tokenizers,
             ToTokenizer,
             process.identity,
-            on_return=self.begin_again,
+            on_return=self.resubmit_all,
         )
         self.schedulers = [
-            connect(context, zmq.PUSH, one.requests, on_return=self.begin_again)
+            connect(context, zmq.PUSH, one.requests, on_return=self.resubmit_all)
             for one in process.all_endpoints
         ]
         self.tracer = Tracer(config, process.name)
@@ -67,7 +65,7 @@ class TokenizerProcess:
             match message:
                 case TokenizeRequest():
                     self.handle(message)
-                case Question():
+                case TokenizerQuery():
                     self.gateway.send(self.answer(message))
                 case Refused():
                     raise SystemExit(message.reason)
@@ -96,14 +94,14 @@ class TokenizerProcess:
 
         self.grammars.check(wanted.to_llguidance(), on_checked)
 
-    def answer(self, message: Question) -> Answered:
+    def answer(self, message: TokenizerQuery) -> TokenizerReply:
         """Token ids of a prompt, or the text of token ids."""
         try:
             with self.heartbeats.working():
                 reply = self.tokenizer.answer(message.question)
-            return Answered(message.number, reply)
+            return TokenizerReply(message.number, reply)
         except Exception as error:  # noqa: BLE001
-            return Answered(message.number, _error_reply(error))
+            return TokenizerReply(message.number, _error_reply(error))
 
     def _pass_on(
         self,
@@ -128,7 +126,7 @@ class TokenizerProcess:
                 bad_words=bad_words,
             )
         )
-        self.gateway.send(Tokenized(request.request_id, request.attempt, len(token_ids)))
+        self.gateway.send(TokenizeDone(request.request_id, request.attempt, len(token_ids)))
         attributes = {"gen_ai.usage.input_tokens": len(token_ids)}
         self.tracer.span("tokenize", request.request_id, begin, attributes)
 
@@ -136,7 +134,7 @@ class TokenizerProcess:
         failed = RequestFailed(request.request_id, request.attempt, _error_reply(error))
         self.gateway.send(failed)
 
-    def begin_again(self) -> None:
+    def resubmit_all(self) -> None:
         """Requests may be lost on their way from here: the gateway has them begin again."""
         self.gateway.send(Goodbye())
         self.on_heartbeat()

@@ -6,15 +6,15 @@ from pathlib import Path
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from penstock.protocol.checkpoint import ModelError
-from penstock.protocol.client import (
+from penstock.protocol.messages.client import (
     DetokenizeReply,
     DetokenizeRequest,
     PromptFields,
     TokenizePromptRequest,
     TokenizeReply,
 )
-from penstock.protocol.messages import TokenizeRequest
-from penstock.protocol.structured import Reasoning
+from penstock.protocol.messages.structured import Reasoning
+from penstock.protocol.messages.tokenizer import TokenizeRequest
 from penstock.services.tokenizer.chat_template import (
     NOT_FOR_CLIENTS,
     ChatTemplate,

@@ -1,6 +1,6 @@
 """Where an answer begins: in reasoning, perhaps with reasoning, or with itself."""
 
-from penstock.protocol.structured import Reasoning
+from penstock.protocol.messages.structured import Reasoning
 
 OPEN, CLOSE = "<think>", "</think>"
 _TURN, _END_OF_TURN = "<|im_start|>assistant\n", "<|im_end|>"

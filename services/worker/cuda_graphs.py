@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.plan import APPENDED, HEADER, PARAMETERS, ROW
-from penstock.kernels.step import LARGE_TILE, LONG_CHUNK, SMALL_TILE, Shape
+from penstock.kernels.step.apply_plan import APPENDED, HEADER, PARAMETERS, ROW
+from penstock.kernels.step.forward_batch import LARGE_TILE, LONG_CHUNK, SMALL_TILE, Shape
 
 log = logging.getLogger(__name__)
 

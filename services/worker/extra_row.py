@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.protocol.plan import RowAdded, RowExtras
+from penstock.protocol.messages.plan import RowAdded, RowExtras
 from penstock.services.worker.token_masks import token_mask
 
 NEVER = -1e30

@@ -10,7 +10,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from penstock.protocol.checkpoint import ModelError
-from penstock.protocol.structured import GRAMMAR_LIMITS, Reasoning, StructuredOutputs
+from penstock.protocol.messages.structured import GRAMMAR_LIMITS, Reasoning, StructuredOutputs
 from penstock.services.worker.token_masks import Bitmask, TokenBits
 
 TAGS = ("<think>", "</think>")

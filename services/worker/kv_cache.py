@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.kv_cache import KVCache
-from penstock.kernels.quantize import FP8
+from penstock.kernels.attention.kv_cache import KVCache
+from penstock.kernels.quantize.quantize import FP8
 from penstock.protocol.checkpoint import ModelConfig, ModelError
-from penstock.protocol.plan import MAX_BLOCKS
+from penstock.protocol.messages.plan import MAX_BLOCKS
 
 log = logging.getLogger(__name__)
 

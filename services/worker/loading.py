@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 
-from penstock.kernels.backends import Attention, choose_attention
-from penstock.kernels.quantize import FP8
-from penstock.kernels.step import Shape
+from penstock.kernels.attention.backends import Attention, choose_attention
+from penstock.kernels.quantize.quantize import FP8
+from penstock.kernels.step.forward_batch import Shape
 from penstock.models.moe import MoE
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
@@ -23,11 +23,11 @@ from penstock.protocol.checkpoint import (
     quantized,
     read_model_config,
 )
-from penstock.protocol.cluster import NODE_VARIABLE
 from penstock.protocol.config import Config, make_run_folder
-from penstock.protocol.messages import WorkerAssignment
-from penstock.protocol.plan import BatchPlan, RowAdded, RowExtras, pack
-from penstock.protocol.structured import StructuredOutputs
+from penstock.protocol.messages.plan import BatchPlan, RowAdded, RowExtras, pack
+from penstock.protocol.messages.structured import StructuredOutputs
+from penstock.protocol.messages.worker import WorkerAssignment
+from penstock.protocol.transport.discovery import NODE_VARIABLE
 from penstock.services.worker.cuda_graphs import decode_shapes, prefill_shapes
 from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.kv_cache import (

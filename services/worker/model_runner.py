@@ -7,18 +7,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.kv_cache import KVCache
-from penstock.kernels.plan import StepBuffers, apply_plan, make_slots, make_step_buffers
-from penstock.kernels.step import Shape
+from penstock.kernels.attention.kv_cache import KVCache
+from penstock.kernels.step.apply_plan import StepBuffers, apply_plan, make_slots, make_step_buffers
+from penstock.kernels.step.forward_batch import Shape
 from penstock.models.qwen3 import Qwen3
-from penstock.protocol.plan import BatchPlan
+from penstock.protocol.messages.plan import BatchPlan
 from penstock.services.worker.cuda_graphs import Computed, CudaGraphs
 from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.idle_times import IdleTimes
-from penstock.services.worker.logits import SecondPass
+from penstock.services.worker.logits_processor import SecondPass
 from penstock.services.worker.persistent_batch import NONE, Integers, PersistentBatch
 from penstock.services.worker.sampler import Sampler
-from penstock.services.worker.told import BAD_LOGITS, OnItsWay, Told
+from penstock.services.worker.step_output import BAD_LOGITS, OnItsWay, Told
 from penstock.services.worker.transfers import to_device, to_host
 
 

@@ -6,8 +6,8 @@ They grow with each token that is drawn there, so that steps need not wait for t
 import torch
 from torch import Tensor
 
-from penstock.kernels.logits import penalize
-from penstock.protocol.plan import RowExtras
+from penstock.kernels.sampling.penalties import penalize
+from penstock.protocol.messages.plan import RowExtras
 
 
 class Penalties:

@@ -2,7 +2,7 @@
 
 Lengths are known on the host, without asking the device: each step adds a known number of tokens
 to a row. What the model and the sampler read lies on the device; each step brings it the record
-that `penstock.kernels.plan` describes.
+that `penstock.kernels.step.apply_plan` describes.
 """
 
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.plan import HEADER
-from penstock.kernels.step import Shape, tile_size
-from penstock.protocol.plan import BLOCK_BITS, MAX_BLOCKS, BatchPlan, RowAdded
+from penstock.kernels.step.apply_plan import HEADER
+from penstock.kernels.step.forward_batch import Shape, tile_size
+from penstock.protocol.messages.plan import BLOCK_BITS, MAX_BLOCKS, BatchPlan, RowAdded
 
 Integers = NDArray[np.int64]
 Record = NDArray[np.int32]

@@ -15,13 +15,13 @@ import zmq
 
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
-from penstock.protocol.messages import ToWorker, WorkerAssignment, WorkerExit, WorkerHello
-from penstock.protocol.plan import BatchPlan, SampledTokens, pack
-from penstock.protocol.process import Loop, Process
-from penstock.protocol.sockets import HEARTBEAT_INTERVAL, connect
+from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack
+from penstock.protocol.messages.worker import ToWorker, WorkerAssignment, WorkerExit, WorkerState
+from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, connect
+from penstock.protocol.transport.process import Loop, Process
+from penstock.services.worker.heartbeat import Watchdog
 from penstock.services.worker.network import free_rendezvous, use_interface_of
-from penstock.services.worker.told import Told
-from penstock.services.worker.watchdog import Watchdog
+from penstock.services.worker.step_output import Told
 
 
 class Launched(Protocol):
@@ -93,7 +93,7 @@ class Worker:
 
     def say_hello(self) -> None:
         """Tells the scheduler that this worker lives, and what it holds."""
-        hello = WorkerHello(self._process.name, self._group, self._rank, pid=os.getpid())
+        hello = WorkerState(self._process.name, self._group, self._rank, pid=os.getpid())
         hello.node, hello.incarnation = self._process.node_id, self._process.incarnation
         if not self._group:
             hello.rendezvous = free_rendezvous(self._process.host)

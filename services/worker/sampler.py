@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from penstock.kernels.candidates import candidates, draw_candidate
-from penstock.kernels.plan import Slots
-from penstock.kernels.sampling import sample
+from penstock.kernels.sampling.candidates import candidates, draw_candidate
+from penstock.kernels.sampling.sampling import sample
+from penstock.kernels.step.apply_plan import Slots
 from penstock.models.qwen3 import Qwen3
 
 
@@ -13,9 +13,9 @@ class Sampler:
     """Draws a token for each row. Each rank has the logits of its run of the vocabulary.
 
     On several GPUs of a node each rank finds the best of its own run, and reads what the others
-    have found (`penstock.kernels.gpu.sharded_sampling`). On several nodes the ranks tell each other
-    their candidates, and all draw from these (`penstock.kernels.candidates`); rows for which that
-    is not enough take part in the second pass. On CPUs of a node rank 0 draws and tells the others.
+    have found (`triton_sharded_sampling`). On several nodes the ranks exchange their candidates,
+    and all draw from these (`penstock.kernels.sampling.candidates`); rows for which that is not
+    enough take part in the second pass. On CPUs of a node rank 0 draws and tells the others.
     """
 
     def __init__(self, model: Qwen3, slots: Slots, max_rows: int, vocab_size: int) -> None:
@@ -24,7 +24,10 @@ class Sampler:
         self._slots = slots
         self._sharded = None
         if model.tp.shares_memory:
-            from penstock.kernels.gpu.sharded_sampling import ShardedSampler, buffer_size
+            from penstock.kernels.sampling.triton_sharded_sampling import (
+                ShardedSampler,
+                buffer_size,
+            )
 
             size = buffer_size(max_rows, vocab_size, model.tp.size)
             memory = model.tp.symmetric(size, torch.float32)

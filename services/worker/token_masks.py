@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.protocol.plan import RowExtras, pack
+from penstock.protocol.messages.plan import RowExtras, pack
 
 Bitmask = NDArray[np.int32]
 """int32 [..., ceil(vocab_size / 32)]: bit i of word w is token 32 w + i"""

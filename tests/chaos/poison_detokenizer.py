@@ -4,13 +4,13 @@ import os
 import signal
 from typing import Any
 
-from penstock.protocol.messages import TokenDelta
+from penstock.protocol.messages.detokenizer import StepTokens
 from penstock.services.detokenizer import process
 
 handle = process.Detokenizer.handle
 
 
-def handle_or_die(self: process.Detokenizer, message: TokenDelta) -> Any:
+def handle_or_die(self: process.Detokenizer, message: StepTokens) -> Any:
     if any(opened.request_id.startswith("poison") for opened in message.opened):
         os.kill(os.getpid(), signal.SIGKILL)
     return handle(self, message)

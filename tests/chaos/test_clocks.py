@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launch.procfile import PROCFILE
+from penstock.launch.supervisor.procfile import PROCFILE
 from penstock.models.demo.tasks import answer_to, count_prompt
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
 

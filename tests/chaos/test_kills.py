@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from penstock.models.demo.tasks import answer_to, count_prompt
-from penstock.protocol.client import TextDelta
+from penstock.protocol.messages.client import TextDelta
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.chaos

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launch.errors import RequestError
-from penstock.launch.procfile import PROCFILE
+from penstock.launch.supervisor.procfile import PROCFILE
 from penstock.models.demo.tasks import answer_to, count_prompt
+from penstock.protocol.client.errors import RequestError
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.chaos

@@ -16,14 +16,14 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from penstock.launch import LLM, SamplingParams
+from penstock import LLM, SamplingParams
 from penstock.launch.chaos.check import Expected, Received, Verdict, check
-from penstock.launch.client import AsyncClient, Client
-from penstock.launch.errors import RequestError
-from penstock.launch.keys import make_keys
-from penstock.protocol.cluster import KEYS_FOLDER
+from penstock.launch.commands.keys import make_keys
+from penstock.protocol.client.client import AsyncClient, Client
+from penstock.protocol.client.errors import RequestError
 from penstock.protocol.config import DEFAULT_CLIENT
-from penstock.protocol.keys import secure_client
+from penstock.protocol.transport.curve import secure_client
+from penstock.protocol.transport.discovery import KEYS_FOLDER
 from tests.cluster.machines import RAY_PORT, Cluster, Machine, ip, wait_for_ray
 from tests.cluster.pipeline import PORT, START_TIMEOUT, STOP_TIMEOUT, Pipeline
 from tests.cluster.test_wire import PYTHON, frames

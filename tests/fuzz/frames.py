@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from penstock.protocol import client, messages
-from penstock.protocol.client import (
+from penstock.protocol.messages import client, detokenizer, gateway, scheduler, tokenizer, worker
+from penstock.protocol.messages.client import (
     AbortReply,
     AbortRequest,
     ChatMessage,
@@ -23,35 +23,29 @@ from penstock.protocol.client import (
     TokenizeReply,
     Usage,
 )
-from penstock.protocol.logprobs import Logprob, PackedLogprobs, TokenLogprobs
-from penstock.protocol.messages import (
-    Answered,
-    Confirmed,
+from penstock.protocol.messages.detokenizer import Confirmed, StepTokens, StreamOpened, TextDeltas
+from penstock.protocol.messages.logprobs import Logprob, PackedLogprobs, TokenLogprobs
+from penstock.protocol.messages.plan import BatchPlan, RowAdded, RowExtras, SampledTokens, pack
+from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
+from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.scheduler import (
     GatewayStarted,
-    Goodbye,
-    Heartbeat,
-    Pulse,
-    Question,
-    Refused,
     ReleaseRequest,
-    RequestFailed,
     StopFound,
-    StreamOpened,
-    SupervisorReport,
-    TextDeltas,
-    TokenDelta,
-    Tokenized,
     TokenizedRequest,
-    TokenizeRequest,
-    WorkerAssignment,
-    WorkerExit,
-    WorkerHello,
 )
-from penstock.protocol.plan import BatchPlan, RowAdded, RowExtras, SampledTokens, pack
+from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
+from penstock.protocol.messages.structured import StructuredOutputs
+from penstock.protocol.messages.supervisor import Pulse, SupervisorReport
+from penstock.protocol.messages.tokenizer import (
+    RequestFailed,
+    TokenizeDone,
+    TokenizeRequest,
+    TokenizerQuery,
+    TokenizerReply,
+)
+from penstock.protocol.messages.worker import WorkerAssignment, WorkerExit, WorkerState
 from penstock.protocol.poison import PoisonFound, ProcessesDied, ToSupervisor
-from penstock.protocol.sampling import SamplingParams
-from penstock.protocol.status import ProcessStatus, SchedulerStatus, StatusReply
-from penstock.protocol.structured import StructuredOutputs
 
 INNER_ID = "inner"
 """no client's request has it"""
@@ -168,15 +162,15 @@ MESSAGES: dict[str, list[Struct]] = {
         TokenizeRequest(INNER_ID, 0, SAMPLING, prompt="17+25=", output_token_ids=[52]),
         TokenizeRequest(INNER_ID, 1, SamplingParams(), prompt=PROMPT),
         TokenizeRequest(INNER_ID, 2, EXTRA_SAMPLING, messages=CHAT, tools=TOOLS),
-        Question(1, TokenizePromptRequest(prompt="17+25=")),
+        TokenizerQuery(1, TokenizePromptRequest(prompt="17+25=")),
         Refused("no"),
     ],
     "FromTokenizer": [
         Heartbeat("fuzz"),
         Goodbye(),
-        Tokenized(INNER_ID, 0),
+        TokenizeDone(INNER_ID, 0),
         FAILED,
-        Answered(1, DetokenizeReply(text="42")),
+        TokenizerReply(1, DetokenizeReply(text="42")),
     ],
     "ToScheduler": [
         TokenizedRequest(INNER_ID, 0, SAMPLING, pack(PROMPT), pack([52])),
@@ -187,7 +181,7 @@ MESSAGES: dict[str, list[Struct]] = {
         GatewayStarted(0),
     ],
     "ToDetokenizer": [
-        TokenDelta(1, [OPENED], pack([1, 1]), pack([52, 50]), [(1, "stop")], [2], [(1, PACKED)]),
+        StepTokens(1, [OPENED], pack([1, 1]), pack([52, 50]), [(1, "stop")], [2], [(1, PACKED)]),
         Refused("no"),
     ],
     "FromDetokenizer": [Heartbeat("fuzz"), Goodbye(), Confirmed()],
@@ -197,8 +191,8 @@ MESSAGES: dict[str, list[Struct]] = {
         BatchPlan(1, 2, pack([3]), [ROW], pack([4]), pack([0, 6])),
     ],
     "FromWorker": [
-        WorkerHello("fuzz", "g", 0, 100, 16, (1.0, 2.0)),
-        WorkerHello("fuzz"),
+        WorkerState("fuzz", "g", 0, 100, 16, (1.0, 2.0)),
+        WorkerState("fuzz"),
         SampledTokens(1, 2, pack([52, 50]), [(1, PACKED)], [(0, [PACKED])], [(0, "no")]),
     ],
     "ToGateway": [TextDeltas([DELTA, DELTA]), FAILED, STATUS, SupervisorReport([PROCESS])],
@@ -212,7 +206,7 @@ MESSAGES: dict[str, list[Struct]] = {
 
 UNIONS: dict[str, Any] = {"ToSupervisor": ToSupervisor} | {
     name: union
-    for module in (client, messages)
+    for module in (client, detokenizer, gateway, scheduler, tokenizer, worker)
     for name, union in vars(module).items()
     if isinstance(union, UnionType)
 }

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from penstock.protocol.client import MSGPACK, codec_of
-from penstock.protocol.sockets import UNREADABLE
+from penstock.protocol.messages.client import MSGPACK, codec_of
+from penstock.protocol.transport.channel import DECODE_ERRORS
 
 Place = tuple[Any, Any]
 """a list or map, and the index or key of something in it"""
@@ -113,7 +113,7 @@ class Mutator:
             root = [codec_of(frame).decode_any(frame)]
             self._change(*self._rng.choice(list(_places(root))), is_msgpack)
             return _encode(root[0], is_msgpack) if root else b""
-        except (*UNREADABLE, OverflowError):  # by an earlier fault it has no structure
+        except (*DECODE_ERRORS, OverflowError):  # by an earlier fault it has no structure
             return self._flip(frame)
 
     def _change(self, container: Any, key: Any, is_msgpack: bool) -> None:

@@ -18,23 +18,19 @@ from penstock.protocol.checkpoint import (
     read_generation_config,
     read_model_config,
 )
-from penstock.protocol.client import GenerateRequest, Reply, codec_of
 from penstock.protocol.config import Config
-from penstock.protocol.messages import (
-    Pulse,
-    TextDeltas,
-    TokenDelta,
-    TokenizedRequest,
-    TokenizeRequest,
-    ToTokenizer,
-)
-from penstock.protocol.plan import BatchPlan, SampledTokens, pack, unpack
-from penstock.protocol.sockets import UNREADABLE, Channel
+from penstock.protocol.messages.client import GenerateRequest, Reply, codec_of
+from penstock.protocol.messages.detokenizer import StepTokens, TextDeltas
+from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack, unpack
+from penstock.protocol.messages.scheduler import TokenizedRequest
+from penstock.protocol.messages.supervisor import Pulse
+from penstock.protocol.messages.tokenizer import TokenizeRequest, ToTokenizer
+from penstock.protocol.transport.channel import DECODE_ERRORS, Channel
 from penstock.services.detokenizer.process import Detokenizer
 from penstock.services.detokenizer.token_bytes import token_bytes
-from penstock.services.gateway.admission import Admission, RefusedError, decode_request
 from penstock.services.gateway.connections import Client, Connection
 from penstock.services.gateway.entry import Entry, GapError
+from penstock.services.gateway.validation import Admission, RefusedError, decode_request
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.checks import CannotFitError
@@ -68,7 +64,7 @@ def test_every_union_has_an_example_of_each_message() -> None:
     }
 
 
-def use_tokens(message: TokenDelta) -> None:
+def use_tokens(message: StepTokens) -> None:
     deltas, stops = Detokenizer(TABLE).handle(message)
     pack(token_id for delta in deltas for token_id in delta.token_ids)
     assert len(stops) <= len(deltas)
@@ -132,7 +128,7 @@ def use_pulse(message: Pulse) -> None:
 
 
 USES: dict[type[Struct], Callable[[Any], None]] = {
-    TokenDelta: use_tokens,
+    StepTokens: use_tokens,
     TokenizeRequest: use_prompt,
     TokenizedRequest: use_request,
     TextDeltas: use_texts,
@@ -181,7 +177,7 @@ def test_replies() -> None:
     for frame in Mutator("Reply", encoded("Reply")).frames(NUM_FRAMES):
         try:
             message = codec_of(frame).decode_reply(frame)
-        except UNREADABLE:
+        except DECODE_ERRORS:
             continue
         assert isinstance(message, Reply)
         num_messages += 1

@@ -12,14 +12,14 @@ import msgspec
 import pytest
 import zmq
 
-from penstock.protocol.client import JSON, MSGPACK, GenerateRequest, codec_of
 from penstock.protocol.config import Config
-from penstock.protocol.endpoints import endpoints
-from penstock.protocol.messages import GatewayStarted, TokenizedRequest
-from penstock.protocol.plan import pack
-from penstock.protocol.sampling import SamplingParams
-from penstock.protocol.sockets import UNREADABLE, connect
-from penstock.protocol.status import SchedulerStatus
+from penstock.protocol.messages.client import JSON, MSGPACK, GenerateRequest, codec_of
+from penstock.protocol.messages.plan import pack
+from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.scheduler import GatewayStarted, TokenizedRequest
+from penstock.protocol.messages.status import SchedulerStatus
+from penstock.protocol.transport.channel import DECODE_ERRORS, connect
+from penstock.protocol.transport.endpoints import endpoints
 from penstock.services.gateway.incoming import MAX_ENVELOPE_BYTES
 from tests.fuzz.frames import INNER_ID, UNIONS, encoded, num_frames
 from tests.fuzz.mutator import Mutator
@@ -117,7 +117,7 @@ def is_forged(frame: bytes, union: str) -> bool:
     and attempt 0, long past."""
     try:
         message = msgspec.msgpack.decode(frame, type=UNIONS[union])
-    except UNREADABLE:
+    except DECODE_ERRORS:
         return False
     match message:
         case SchedulerStatus(epoch=number) | GatewayStarted(first_attempt=number):

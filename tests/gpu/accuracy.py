@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from transformers import AutoTokenizer
 
-from penstock.launch.options import add_options, given_options
+from penstock.launch.commands.options import add_options, given_options
 from penstock.models.demo.dialogues import IGNORED, plain
 from penstock.models.demo.tasks import TASK_NAMES, Sizes, make_example
 from penstock.protocol.config import Config
-from penstock.protocol.sampling import SamplingParams
+from penstock.protocol.messages.sampling import SamplingParams
 from tests.engine import Engine
 
 TEXT = Path(__file__).with_name("accuracy.txt")

@@ -16,10 +16,10 @@ from functools import partial
 
 import msgspec
 
-from penstock.launch.options import add_options, given_options
+from penstock.launch.commands.options import add_options, given_options
 from penstock.protocol.config import Config
-from penstock.protocol.plan import BatchPlan, SampledTokens, pack
-from penstock.protocol.sampling import SamplingParams
+from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack
+from penstock.protocol.messages.sampling import SamplingParams
 from tests.engine import Engine
 
 PLANS = msgspec.msgpack.Decoder(BatchPlan)

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from penstock.models.demo.tasks import Example, Sizes, TaskName, is_right, make_example
 from penstock.protocol.config import Config
-from penstock.protocol.sampling import SamplingParams
+from penstock.protocol.messages.sampling import SamplingParams
 from tests.engine import Engine
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ from transformers import Qwen3ForCausalLM
 
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.config import Config
-from penstock.protocol.sampling import SamplingParams
+from penstock.protocol.messages.sampling import SamplingParams
 from tests.engine import Engine
 from tests.models.checkpoints import save_checkpoint
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.launch import LLM, SamplingParams
-from penstock.launch.outputs import ByToken, RequestOutput
+from penstock import LLM, SamplingParams
+from penstock.launch.offline.outputs import ByToken, RequestOutput
 from penstock.protocol.config import Config
 from tests.gpu.test_logits import SMALL
 from tests.models.checkpoints import save_checkpoint

@@ -1,9 +1,13 @@
-"""Kernel tests run on one thread: others use the machine too."""
+"""Fixtures of kernel tests: on a GPU, or without one in Triton's interpreter, on one thread."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+
+from penstock.kernels.attention.kv_cache import KVCache
+from penstock.kernels.quantize.quantize import FP8
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +17,45 @@ def _one_thread() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def device() -> str:
+    """Where the tensors of a test lie."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def dtype(device: str) -> torch.dtype:
+    """Of activations: the interpreter can't compute in bfloat16."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+def in_8_bits(kv_cache: KVCache) -> KVCache:
+    """The same numbers, quantised by the reference; NaN stays so."""
+    device, (num_blocks, block_size, num_kv_heads, _) = kv_cache.k.device, kv_cache.k.shape
+    k, v = kv_cache.k.cpu(), kv_cache.v.cpu()
+    scales = tuple(torch.empty(2, num_blocks, num_kv_heads, block_size))
+    quantized = KVCache(torch.empty_like(k, dtype=FP8), torch.empty_like(v, dtype=FP8), scales)
+    quantized.store(torch.arange(num_blocks * block_size), k.flatten(0, 1), v.flatten(0, 1))
+    return on(device, quantized)
+
+
+def on(device: str | torch.device, kv_cache: KVCache) -> KVCache:
+    """The same cache there."""
+    k, v, scales = kv_cache
+    moved = scales and (scales[0].to(device), scales[1].to(device))
+    return KVCache(k.to(device), v.to(device), moved)
+
+
+def numbers_of(kv_cache: KVCache) -> KVCache:
+    """What a cache stands for, in float32 on the CPU, with 0 in place of NaN."""
+    k, v, scales = on("cpu", kv_cache)
+    k_scale, v_scale = (s.transpose(1, 2).unsqueeze(3) for s in scales or torch.ones(2, 1, 1, 1))
+    return KVCache((k.float() * k_scale).nan_to_num(), (v.float() * v_scale).nan_to_num())
+
+
+def on_gpu(*values: Any) -> Any:
+    """A parameter that is run on a GPU only: the interpreter is slow, and other values go the same
+    ways through the kernel."""
+    return pytest.param(*values, marks=pytest.mark.gpu)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.launch.private import private_pipeline
-from penstock.launch.running import running_config
+from penstock.launch.offline.ephemeral_pipeline import private_pipeline
+from penstock.launch.run_folder import running_config
 from penstock.protocol.config import Config
 from tests.launch.supervised import supervised
 

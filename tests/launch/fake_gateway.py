@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import zmq
 
-from penstock.protocol.client import (
+from penstock.protocol.messages.client import (
     MSGPACK,
     AbortReply,
     AbortRequest,
@@ -18,7 +18,7 @@ from penstock.protocol.client import (
     TextDelta,
     Usage,
 )
-from penstock.protocol.status import StatusReply
+from penstock.protocol.messages.status import StatusReply
 
 Behaviour = Callable[[Request], list[Reply]]
 TEXT = "one two"

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import zmq
 
-from penstock.launch.processes import Host
-from penstock.launch.pulses import LocalHost, Pulses
-from penstock.launch.tasks import Tasks
+from penstock.launch.supervisor.processes import Host
+from penstock.launch.supervisor.tasks import Tasks
+from penstock.launch.supervisor.watchdog import LocalHost, Pulses
 from penstock.protocol.config import Config, make_run_folder
-from penstock.protocol.endpoints import endpoints
-from penstock.protocol.messages import Pulse
-from penstock.protocol.sockets import connect
+from penstock.protocol.messages.supervisor import Pulse
+from penstock.protocol.transport.channel import connect
+from penstock.protocol.transport.endpoints import endpoints
 
 LONG = 3600.0
 """seconds; no test waits for them"""

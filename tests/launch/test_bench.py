@@ -24,10 +24,10 @@ from penstock.launch.bench.report import (
 from penstock.launch.bench.streams import Streaming, percentile
 from penstock.launch.bench.target import Target
 from penstock.launch.bench.workload import Item, fixed_lengths, random_lengths, variant
-from penstock.launch.cli import main
+from penstock.launch.commands.cli import main
 from penstock.launch.errors import LaunchError
-from penstock.protocol.client import GenerateRequest
 from penstock.protocol.config import Config
+from penstock.protocol.messages.client import GenerateRequest
 from tests.launch.fake_gateway import Gateway, echo
 
 SMALL = ("--num-threads", "1", "--kv-cache-gib", "0.1")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.launch.bench.capacity import COSTS, Capacity, Cost
-from penstock.launch.cli import main
+from penstock.launch.commands.cli import main
 from tests.launch.test_bench import bench
 
 NOTHING = dict.fromkeys(COSTS, Cost())

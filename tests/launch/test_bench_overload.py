@@ -24,10 +24,10 @@ from penstock.launch.bench.overload import (
 from penstock.launch.bench.report import overload_table
 from penstock.launch.bench.target import Target
 from penstock.launch.bench.workload import Item
-from penstock.launch.cli import main
+from penstock.launch.commands.cli import main
 from penstock.launch.errors import LaunchError
-from penstock.protocol.client import ErrorReply, GenerateRequest, Reply, Request
 from penstock.protocol.config import Config
+from penstock.protocol.messages.client import ErrorReply, GenerateRequest, Reply, Request
 from tests.launch.fake_gateway import Gateway, delta, echo, reply
 from tests.launch.test_bench import HEADLINE, bench, report_of
 

@@ -22,11 +22,11 @@ from penstock.launch.bench.workload import (
     given_lengths,
     random_kinds,
 )
-from penstock.launch.cli import main
+from penstock.launch.commands.cli import main
 from penstock.launch.errors import LaunchError
-from penstock.launch.session import Answer
-from penstock.protocol.client import GenerateRequest, TextDelta
+from penstock.protocol.client.session import Answer
 from penstock.protocol.config import Config
+from penstock.protocol.messages.client import GenerateRequest, TextDelta
 from tests.launch.fake_gateway import Gateway, echo
 from tests.launch.test_bench import HEADLINE, SMALL, bench, report_of, run_of, streaming_of
 

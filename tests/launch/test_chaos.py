@@ -13,10 +13,10 @@ from penstock.launch.chaos.outcome import Outcome, Recovery
 from penstock.launch.chaos.report import as_table, faults, make_report
 from penstock.launch.chaos.schedule import Event, Kill, make_schedule
 from penstock.launch.chaos.target import left_behind, shared_memory
-from penstock.launch.cli import main
-from penstock.launch.session import Answer
-from penstock.protocol.client import GenerateReply, GenerateRequest, Usage
+from penstock.launch.commands.cli import main
+from penstock.protocol.client.session import Answer
 from penstock.protocol.config import run_folder
+from penstock.protocol.messages.client import GenerateReply, GenerateRequest, Usage
 
 NAMES = ["gateway.1", "tokenizer.1", "scheduler.1", "worker.1", "worker.2", "detokenizer.1"]
 RIGHT = Expected([1, 2, 3, 4], "abcd", "stop")

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.kernels.backends import Attention
-from penstock.kernels.kv_cache import KVCache
-from penstock.kernels.step import Shape, Step
+from penstock.kernels.attention.backends import Attention
+from penstock.kernels.attention.kv_cache import KVCache
+from penstock.kernels.step.forward_batch import Shape, Step
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.models.weights import load_weights

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.config import Config
-from penstock.protocol.sampling import SamplingParams
+from penstock.protocol.messages.sampling import SamplingParams
 from tests.engine import Engine
 from tests.models.checkpoints import EXPERTS, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts

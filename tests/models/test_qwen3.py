@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from penstock.kernels.rope import Yarn, rope_table
+from penstock.kernels.elementwise.rope import Yarn, rope_table
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.config import Config
 from tests.models.checkpoints import SHAPE, save_checkpoint

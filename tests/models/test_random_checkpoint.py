@@ -11,7 +11,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.launch.bench.make_model import SIZES
-from penstock.launch.cli import main
+from penstock.launch.commands.cli import main
 from penstock.models import random_checkpoint
 from penstock.models.random_checkpoint import DENSE, VOCAB_SIZE, make_checkpoint, shape_of
 from penstock.protocol.checkpoint import read_model_config

@@ -16,7 +16,7 @@ from typing import Any, Self
 import psutil
 import pytest
 
-from penstock.launch.client import Client
+from penstock.protocol.client.client import Client
 from penstock.protocol.config import run_folder
 
 LAUNCH = (sys.executable, "-P", "-m", "penstock.launch")

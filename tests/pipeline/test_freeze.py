@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from penstock.models.demo.tasks import answer_to, count_prompt
-from penstock.protocol.sockets import HEARTBEAT_INTERVAL, LIVENESS
+from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, MAX_MISSED_HEARTBEATS
 from tests.pipeline.conftest import Pipeline
 
 pytestmark = pytest.mark.pipeline
@@ -25,7 +25,7 @@ def test_all_stand_still_and_go_on(pipeline: Callable[..., Pipeline]) -> None:
         begun = [next(iter(stream)).text for stream in streams]
         for process in everyone:
             process.send_signal(signal.SIGSTOP)
-        subprocess.run(["sleep", str((LIVENESS + 2) * HEARTBEAT_INTERVAL)], check=True)
+        subprocess.run(["sleep", str((MAX_MISSED_HEARTBEATS + 2) * HEARTBEAT_INTERVAL)], check=True)
         for process in everyone:
             process.send_signal(signal.SIGCONT)
         rest = ["".join(delta.text for delta in stream) for stream in streams]

@@ -11,9 +11,9 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from penstock.launch.client import Client
-from penstock.launch.errors import RequestError
-from penstock.launch.keys import make_keys
+from penstock.launch.commands.keys import make_keys
+from penstock.protocol.client.client import Client
+from penstock.protocol.client.errors import RequestError
 from tests.pipeline.conftest import LAUNCH, START_TIMEOUT, Pipeline
 
 pytestmark = pytest.mark.pipeline

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.launch.client import AsyncClient
-from penstock.launch.procfile import PROCFILE
+from penstock.launch.supervisor.procfile import PROCFILE
+from penstock.protocol.client.client import AsyncClient
 from penstock.protocol.config import run_folder
 from tests.pipeline.conftest import LAUNCH, START_TIMEOUT, Pipeline
 

@@ -6,7 +6,7 @@ import pytest
 import zmq
 
 from penstock.models.demo.tasks import answer_to, count_prompt
-from penstock.protocol.client import JSON, GenerateReply, GenerateRequest
+from penstock.protocol.messages.client import JSON, GenerateReply, GenerateRequest
 from tests.pipeline.conftest import Pipeline
 from tests.pipeline.test_restart import PATIENT, halted
 

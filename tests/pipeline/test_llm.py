@@ -9,10 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.launch import LLM, SamplingParams, StructuredOutputs
-from penstock.launch.client import Client
-from penstock.launch.errors import LaunchError, RequestError
-from penstock.launch.llm import Prompt
+from penstock import LLM, SamplingParams, StructuredOutputs
+from penstock.launch.errors import LaunchError
+from penstock.launch.offline.llm import Prompt
+from penstock.protocol.client.client import Client
+from penstock.protocol.client.errors import RequestError
 from penstock.protocol.config import run_folder
 from tests.pipeline.conftest import START_TIMEOUT, STOP_TIMEOUT
 
@@ -21,7 +22,7 @@ SMALL = {"device": "cpu", "num_threads": 1, "kv_cache_gib": 0.1}
 PROGRAM = f"""
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from penstock.launch import LLM, SamplingParams
+from penstock import LLM, SamplingParams
 with ThreadPoolExecutor() as thread:  # that ends before the program
     llm = thread.submit(lambda: LLM(log_format="json", **{SMALL})).result()
 print(llm.config.name, llm.config.endpoint, flush=True)

@@ -11,8 +11,8 @@ from random import Random
 import psutil
 import pytest
 
-from penstock.launch.client import AsyncClient
 from penstock.models.demo.tasks import answer_to, count_prompt
+from penstock.protocol.client.client import AsyncClient
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.pipeline

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from penstock.models.demo.tasks import answer_to, count_prompt
-from penstock.protocol.status import SchedulerStatus
+from penstock.protocol.messages.status import SchedulerStatus
 from tests.pipeline.conftest import LAUNCH, Pipeline
 
 pytestmark = pytest.mark.pipeline

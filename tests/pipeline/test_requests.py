@@ -9,20 +9,17 @@ import msgspec
 import pytest
 import zmq
 
-from penstock.launch.client import Client
-from penstock.launch.errors import RequestError
 from penstock.models.demo.tasks import TASK_NAMES, Sizes, make_example
-from penstock.protocol.client import GenerateReply, codec_of
+from penstock.protocol.client.client import Client
+from penstock.protocol.client.errors import RequestError
 from penstock.protocol.config import Config
-from penstock.protocol.endpoints import endpoints
-from penstock.protocol.messages import (
-    Heartbeat,
-    ToDetokenizer,
-    ToTokenizer,
-    ToWorker,
-    WorkerHello,
-)
-from penstock.protocol.sockets import connect
+from penstock.protocol.messages.client import GenerateReply, codec_of
+from penstock.protocol.messages.detokenizer import ToDetokenizer
+from penstock.protocol.messages.registration import Heartbeat
+from penstock.protocol.messages.tokenizer import ToTokenizer
+from penstock.protocol.messages.worker import ToWorker, WorkerState
+from penstock.protocol.transport.channel import connect
+from penstock.protocol.transport.endpoints import endpoints
 from tests.pipeline.conftest import Pipeline
 
 pytestmark = pytest.mark.pipeline
@@ -272,7 +269,7 @@ def test_garbage_on_internal_sockets_is_counted(served: Pipeline, client: Client
     [
         ("tokenizers", Heartbeat("old", version=0), ToTokenizer),
         ("detokenizers", Heartbeat("old", version=0), ToDetokenizer),
-        ("workers", WorkerHello("old", version=0), ToWorker),
+        ("workers", WorkerState("old", version=0), ToWorker),
     ],
 )
 def test_another_version_of_the_protocol_is_refused(

@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 import psutil
 import pytest
 
-from penstock.launch.errors import RequestError
 from penstock.models.demo.tasks import answer_to, count_prompt
-from penstock.protocol.status import StatusReply
+from penstock.protocol.client.errors import RequestError
+from penstock.protocol.messages.status import StatusReply
 from tests.pipeline.conftest import LAUNCH, Pipeline
 
 pytestmark = pytest.mark.pipeline

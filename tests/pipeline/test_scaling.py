@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.launch.client import Client, Stream
 from penstock.models.demo.tasks import answer_to, count_prompt
+from penstock.protocol.client.client import Client, Stream
 from tests.pipeline.conftest import Pipeline
 
 pytestmark = pytest.mark.pipeline

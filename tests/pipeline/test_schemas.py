@@ -9,7 +9,7 @@ import os
 import pytest
 from jsonschema import Draft202012Validator
 
-from penstock.launch import LLM, SamplingParams, StructuredOutputs
+from penstock import LLM, SamplingParams, StructuredOutputs
 from tests.services.worker.test_schemas import Schemas
 
 pytestmark = pytest.mark.pipeline

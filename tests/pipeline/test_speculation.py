@@ -9,7 +9,7 @@ import torch
 from penstock.models.demo.tasks import Sizes, make_example
 from penstock.models.demo.texts import random_text
 from penstock.protocol.config import Config
-from penstock.protocol.sampling import SamplingParams
+from penstock.protocol.messages.sampling import SamplingParams
 from tests.engine import Engine
 
 GREEDY = SamplingParams(max_tokens=90)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import zmq
 
-from penstock.protocol.client import StatusRequest
+from penstock.protocol.messages.client import StatusRequest
 from tests.pipeline.conftest import Pipeline
 
 pytestmark = pytest.mark.pipeline

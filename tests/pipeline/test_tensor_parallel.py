@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.launch import LLM, SamplingParams
+from penstock import LLM, SamplingParams
 
 TASKS = ["count from 3 to 40", "17+25=", "reverse: penstock", "repeat: abcabd", "a b c", "so be it"]
 GREEDY = [SamplingParams(max_tokens=80, temperature=0.0) for _ in TASKS]

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.launch.client import Client
+from penstock.protocol.client.client import Client
 from penstock.protocol.tracing import trace_ids
 from tests.collector import Collector
 from tests.pipeline.conftest import START_TIMEOUT, Pipeline

@@ -15,7 +15,7 @@ from penstock.protocol.checkpoint import (
 )
 from penstock.protocol.config import Config
 from penstock.protocol.eos import read_eos_token_ids
-from penstock.protocol.sampling import SamplingParams
+from penstock.protocol.messages.sampling import SamplingParams
 
 DEMO = Config().model_folder
 

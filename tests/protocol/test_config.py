@@ -13,9 +13,9 @@ from penstock.protocol.config import (
     read_config,
     write_config,
 )
-from penstock.protocol.endpoints import endpoints
 from penstock.protocol.environment import config_from_environment, with_api_key
-from penstock.protocol.sockets import bind
+from penstock.protocol.transport.channel import bind
+from penstock.protocol.transport.endpoints import endpoints
 
 
 @pytest.fixture(autouse=True)

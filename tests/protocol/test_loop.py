@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from penstock.protocol.process import Loop
-from penstock.protocol.sockets import bind, connect
+from penstock.protocol.transport.channel import bind, connect
+from penstock.protocol.transport.process import Loop
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from penstock.protocol.checkpoint import ModelError
-from penstock.protocol.client import (
+from penstock.protocol.config import Config
+from penstock.protocol.messages.client import (
     ChatMessage,
     PromptFields,
     TokenizePromptRequest,
     TokenizeReply,
 )
-from penstock.protocol.config import Config
 from penstock.services.tokenizer import chat_template as module
 from penstock.services.tokenizer.chat_template import ChatTemplate, ChatTemplateError
 from penstock.services.tokenizer.prompts import Tokenizer

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from penstock.protocol.config import Config
-from penstock.protocol.logprobs import PackedLogprobs, TokenLogprobs
-from penstock.protocol.messages import StopFound, StreamOpened, TokenDelta
-from penstock.protocol.plan import pack
+from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
+from penstock.protocol.messages.logprobs import PackedLogprobs, TokenLogprobs
+from penstock.protocol.messages.plan import pack
+from penstock.protocol.messages.scheduler import StopFound
 from penstock.services.detokenizer.process import Detokenizer, LostError
 from penstock.services.detokenizer.text_stream import TextStream
 from penstock.services.detokenizer.token_bytes import token_bytes
@@ -147,11 +148,11 @@ def test_times_are_sent_once() -> None:
 def test_a_stop_string_ends_the_stream_once() -> None:
     detokenizer = Detokenizer(TABLE)
     first, second = ids("ab")
-    message = TokenDelta(1, [opened(stop=["a"])], pack([1]), pack([first]))
+    message = StepTokens(1, [opened(stop=["a"])], pack([1]), pack([first]))
     deltas, stops = detokenizer.handle(message)
     assert [d.finish_reason for d in deltas] == [None, "stop"]
     assert stops == [StopFound("r", 0)]
-    late = TokenDelta(1, [], pack([1]), pack([second]), [(1, "length")])
+    late = StepTokens(1, [], pack([1]), pack([second]), [(1, "length")])
     assert detokenizer.handle(late) == ([], [])
 
 
@@ -162,7 +163,7 @@ def test_a_stream_that_moves_has_the_same_text(text: str, at: int) -> None:
     moved = opened()
     moved.output_token_ids = pack(token_ids[:at])
     rest = token_ids[at:]
-    message = TokenDelta(1, [moved], pack([1] * len(rest)), pack(rest), finished=[(1, "length")])
+    message = StepTokens(1, [moved], pack([1] * len(rest)), pack(rest), finished=[(1, "length")])
     deltas, _ = Detokenizer(TABLE).handle(message)
     assert "".join(delta.text for delta in deltas) == text
     assert [token for delta in deltas for token in delta.token_ids] == token_ids
@@ -179,7 +180,7 @@ def test_a_missing_message_is_noticed_before_it_makes_wrong_text() -> None:
 
     def tell(number: int, text: str, *opened: StreamOpened) -> str:
         token_ids = ids(text)
-        message = TokenDelta(1, list(opened), pack([1] * len(token_ids)), pack(token_ids))
+        message = StepTokens(1, list(opened), pack([1] * len(token_ids)), pack(token_ids))
         message.number = number
         deltas, _ = detokenizer.handle(message)
         return "".join(delta.text for delta in deltas)
@@ -195,9 +196,9 @@ def test_a_missing_message_is_noticed_before_it_makes_wrong_text() -> None:
 
 def test_messages_of_an_older_scheduler_are_dropped() -> None:
     detokenizer = Detokenizer(TABLE)
-    detokenizer.handle(TokenDelta(2, [opened()]))
-    assert detokenizer.handle(TokenDelta(1, [], pack([1]), pack([65]))) == ([], [])
-    assert detokenizer.handle(TokenDelta(3, [], pack([1]), pack([65]))) == ([], [])
+    detokenizer.handle(StepTokens(2, [opened()]))
+    assert detokenizer.handle(StepTokens(1, [], pack([1]), pack([65]))) == ([], [])
+    assert detokenizer.handle(StepTokens(3, [], pack([1]), pack([65]))) == ([], [])
 
 
 # ---- logprobs --------------------------------------------------------------------------------
@@ -240,7 +241,7 @@ def test_logprobs_come_with_their_tokens() -> None:
     asked = opened(output="ab", logprobs=[None, packed(98)], prompt_logprobs=[packed(49)])
     silent = opened()
     silent.stream_id = 2
-    message = TokenDelta(1, [asked, silent], pack([2, 1]), pack([66, 67]))
+    message = StepTokens(1, [asked, silent], pack([2, 1]), pack([66, 67]))
     message.logprobs = [(1, packed(67))]
     deltas, _ = Detokenizer(TABLE).handle(message)
     assert [delta.token_ids for delta in deltas] == [[97, 98], [], [66], [67]]
@@ -252,13 +253,13 @@ def test_logprobs_come_with_their_tokens() -> None:
 
 
 def test_logprobs_of_a_prompt_of_one_token() -> None:
-    deltas, _ = Detokenizer(TABLE).handle(TokenDelta(1, [opened(prompt_logprobs=[])]))
+    deltas, _ = Detokenizer(TABLE).handle(StepTokens(1, [opened(prompt_logprobs=[])]))
     assert [delta.prompt_logprobs for delta in deltas] == [[None]]
 
 
 def test_logprobs_behind_a_stop_string_are_dropped() -> None:
     message = opened(output="axbc", stop=["x"], logprobs=[packed(token) for token in b"axbc"])
-    deltas, _ = Detokenizer(TABLE).handle(TokenDelta(1, [message]))
+    deltas, _ = Detokenizer(TABLE).handle(StepTokens(1, [message]))
     assert [delta.token_ids for delta in deltas] == [ids("ax")]
     assert token_ids_of(deltas[0].logprobs) == ids("ax")
 
@@ -283,8 +284,8 @@ def test_a_stream_that_raises_is_failed_alone(where: str, monkeypatch: pytest.Mo
     detokenizer = Detokenizer(TABLE)
     streams = [opened(output="a"), opened(output="b")]
     streams[1].stream_id, streams[1].request_id = 2, "bad"
-    deltas, _ = detokenizer.handle(TokenDelta(1, streams, number=1))
-    more = TokenDelta(1, stream_ids=pack([2, 1]), token_ids=pack([98, 97]), number=2)
+    deltas, _ = detokenizer.handle(StepTokens(1, streams, number=1))
+    more = StepTokens(1, stream_ids=pack([2, 1]), token_ids=pack([98, 97]), number=2)
     deltas += detokenizer.handle(more)[0]
     assert [(one.request_id, one.text) for one in deltas] == [("r", "a"), ("r", "a")]
     [failed] = detokenizer.failures

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.client import ChatMessage
-from penstock.protocol.messages import TokenizeRequest
-from penstock.protocol.sampling import SamplingParams
-from penstock.protocol.structured import StructuredOutputs
+from penstock.protocol.messages.client import ChatMessage
+from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.structured import StructuredOutputs
+from penstock.protocol.messages.tokenizer import TokenizeRequest
 from penstock.services.tokenizer.prompts import Tokenizer
 
 USER = ChatMessage(role="user", content="What do <think> and </think> mean? <think>")

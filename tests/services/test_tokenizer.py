@@ -10,26 +10,26 @@ from typing import Any
 import pytest
 import zmq
 
-from penstock.protocol.client import (
+from penstock.protocol.config import Config
+from penstock.protocol.messages.client import (
     ChatMessage,
     DetokenizeReply,
     DetokenizeRequest,
     TokenizePromptRequest,
     TokenizeReply,
 )
-from penstock.protocol.config import Config
-from penstock.protocol.endpoints import Endpoints
-from penstock.protocol.messages import (
+from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.scheduler import ToScheduler
+from penstock.protocol.messages.structured import StructuredOutputs
+from penstock.protocol.messages.tokenizer import (
     FromTokenizer,
-    Question,
     RequestFailed,
-    Tokenized,
+    TokenizeDone,
     TokenizeRequest,
-    ToScheduler,
+    TokenizerQuery,
 )
-from penstock.protocol.sampling import SamplingParams
-from penstock.protocol.sockets import bind
-from penstock.protocol.structured import StructuredOutputs
+from penstock.protocol.transport.channel import bind
+from penstock.protocol.transport.endpoints import Endpoints
 from penstock.services.tokenizer.process import TokenizerProcess
 from penstock.services.tokenizer.prompts import PromptError, Tokenizer
 
@@ -145,7 +145,7 @@ class Pipeline:
 
     def _receive(self, num_answers: int) -> None:
         answers = (message for _, message in self.gateway.receive())
-        self.answers += [m for m in answers if isinstance(m, Tokenized | RequestFailed)]
+        self.answers += [m for m in answers if isinstance(m, TokenizeDone | RequestFailed)]
         if len(self.answers) >= num_answers:
             self.process.loop._stop()  # as a signal does
 
@@ -160,7 +160,7 @@ def pipeline(tmp_path: Path) -> Iterator[Pipeline]:
 
 def test_the_gateway_is_told_how_long_a_prompt_is(pipeline: Pipeline) -> None:
     pipeline.process.handle(request(prompt="née"))
-    assert pipeline.wait_for(1) == [Tokenized("r", 0, 4)]
+    assert pipeline.wait_for(1) == [TokenizeDone("r", 0, 4)]
     pipeline.scheduler.socket.poll(10_000)
     ((_, passed_on),) = pipeline.scheduler.receive()
     assert passed_on.request_id == "r"
@@ -172,7 +172,7 @@ def test_the_scheduler_gets_bad_words_as_tokens(
 ) -> None:
     sampling = SamplingParams(bad_words=["ab", "c"], structured_outputs=grammar)
     pipeline.process.handle(TokenizeRequest("r", 0, sampling, prompt="x"))
-    assert pipeline.wait_for(1) == [Tokenized("r", 0, 1)]
+    assert pipeline.wait_for(1) == [TokenizeDone("r", 0, 1)]
     pipeline.scheduler.socket.poll(10_000)
     ((_, passed_on),) = pipeline.scheduler.receive()
     assert passed_on.bad_words == [[97, 98], [99]]
@@ -181,7 +181,7 @@ def test_the_scheduler_gets_bad_words_as_tokens(
 def test_a_grammar_that_compiles(pipeline: Pipeline) -> None:
     """The second time it is known, and the answer there at once."""
     pipeline.ask("r", json_object=True)
-    assert pipeline.wait_for(1) == [Tokenized("r", 0, 3)]
+    assert pipeline.wait_for(1) == [TokenizeDone("r", 0, 3)]
     reasons: list[str] = []
     pipeline.process.grammars.check(
         StructuredOutputs(json_object=True).to_llguidance(), reasons.append
@@ -227,7 +227,7 @@ def test_slow_grammars_delay_no_other_request(pipeline: Pipeline) -> None:
         pipeline.ask(f"slow{number}", **SLOW)
     pipeline.process.handle(request(prompt="x"))
     answers = pipeline.wait_for(4)
-    assert answers[0] == Tokenized("r", 0, 1)
+    assert answers[0] == TokenizeDone("r", 0, 1)
     assert {answer.request_id for answer in answers[1:]} == {f"slow{number}" for number in range(3)}
 
 
@@ -235,7 +235,7 @@ def test_questions(pipeline: Pipeline) -> None:
     """A prompt may be longer than the context; special tokens have a text."""
 
     def answer(question: TokenizePromptRequest | DetokenizeRequest) -> Any:
-        answered = pipeline.process.answer(Question(7, question))
+        answered = pipeline.process.answer(TokenizerQuery(7, question))
         assert answered.number == 7
         return answered.reply
 
@@ -265,6 +265,6 @@ def test_a_defect_fails_its_prompt_alone(
     pipeline.process.handle(request("good", prompt="good"))
     failed, done = pipeline.wait_for(2)
     assert (failed.request_id, failed.error.code) == ("bad", "failed")
-    assert isinstance(done, Tokenized)
-    answered = pipeline.process.answer(Question(7, TokenizePromptRequest(prompt="bad")))
+    assert isinstance(done, TokenizeDone)
+    answered = pipeline.process.answer(TokenizerQuery(7, TokenizePromptRequest(prompt="bad")))
     assert answered.reply.code == "failed"  # type: ignore[union-attr]

@@ -9,18 +9,15 @@ from typing import Any
 import pytest
 import zmq
 
-from penstock.protocol.client import MSGPACK, Codec, GenerateRequest, Request, TextDelta
 from penstock.protocol.config import Config
-from penstock.protocol.endpoints import Endpoints
-from penstock.protocol.keys import secure_client
-from penstock.protocol.messages import (
-    Heartbeat,
-    TextDeltas,
-    Tokenized,
-    ToScheduler,
-    ToTokenizer,
-)
-from penstock.protocol.sockets import bind, connect
+from penstock.protocol.messages.client import MSGPACK, Codec, GenerateRequest, Request, TextDelta
+from penstock.protocol.messages.detokenizer import TextDeltas
+from penstock.protocol.messages.registration import Heartbeat
+from penstock.protocol.messages.scheduler import ToScheduler
+from penstock.protocol.messages.tokenizer import TokenizeDone, ToTokenizer
+from penstock.protocol.transport.channel import bind, connect
+from penstock.protocol.transport.curve import secure_client
+from penstock.protocol.transport.endpoints import Endpoints
 from penstock.services.gateway.process import Gateway
 
 TIMEOUT = 10_000
@@ -135,7 +132,7 @@ class Stage:
     def tokenize(self) -> Any:
         """The tokenizer's next request, which it passes on."""
         task = self.ask_tokenizer()
-        self.tokenizer.send(Tokenized(task.request_id, task.attempt, 7))
+        self.tokenizer.send(TokenizeDone(task.request_id, task.attempt, 7))
         peer = self.gateway.tokenizers.peers.get(b"t")
         assert peer
         self.work_until(lambda: (task.request_id, task.attempt) not in peer.work)

@@ -1,260 +1,122 @@
-"""Every refusal names the field, the value and the limit."""
+"""What is refused when there is too much, and when to come again."""
 
-from typing import Any
-
-import msgspec
 import pytest
-from msgspec.inspect import AnyType, type_info
 
-from penstock.protocol.checkpoint import read_model_config
-from penstock.protocol.client import (
-    JSON,
-    MSGPACK,
-    REQUEST_TYPES,
-    ChatMessage,
-    DetokenizeRequest,
-    GenerateRequest,
-    TokenizePromptRequest,
-)
 from penstock.protocol.config import Config
-from penstock.protocol.nesting import MAX_DEPTH
-from penstock.services.gateway.admission import (
-    UNTYPED,
-    Admission,
-    RefusedError,
-    decode_request,
-)
+from penstock.protocol.messages.client import JSON, GenerateRequest, TextDelta
+from penstock.services.gateway.admission import NUM_SAMPLES, Overload
+from penstock.services.gateway.connections import Client, Connection
+from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.ledger import Ledger
+from penstock.services.gateway.shares import Share
+from penstock.services.gateway.tokenizer_queries import Questions
+from penstock.services.gateway.validation import RefusedError
 
-MAX_BYTES = 100_000
-
-
-def admission() -> Admission:
-    """Of the demo model."""
-    config = Config()
-    return Admission(config, read_model_config(config.model_folder))
+NO_QUESTIONS = Questions(0, outbox=None, tokenizers=None)  # type: ignore[arg-type]
 
 
-def refusal(frame: bytes) -> RefusedError:
+def fill(ledger: Ledger, number: int, num_tokens: int = 1, num_bytes: int = 0) -> list[Entry]:
+    """So many requests come in."""
+    entries = []
+    for _ in range(number):
+        request = GenerateRequest(prompt=[1] * num_tokens)
+        client = Client((b"c",), JSON, Connection())
+        entries.append(Entry(request, f"{len(ledger)}", client, num_bytes))
+        ledger.add(entries[-1])
+    return entries
+
+
+def start(ledger: Ledger, entries: list[Entry]) -> None:
+    """Their first tokens come."""
+    for entry in entries:
+        ledger.append(
+            entry,
+            TextDelta(
+                request_id=entry.request_id,
+                token_offset=0,
+                char_offset=0,
+                token_ids=[1],
+                text="",
+                attempt=entry.attempt,
+            ),
+        )
+
+
+def refusal(overload: Overload, num_bytes: int = 0, num_tokens: int = 1) -> RefusedError:
+    """Of the client that has everything."""
+    share = Share("")
+    share.num_open = share.num_waiting_tokens = share.num_bytes = 1 << 40
     with pytest.raises(RefusedError) as caught:
-        decode_request(JSON if frame[:1] < b"\x80" else MSGPACK, frame, MAX_BYTES)
+        overload.check(num_bytes, num_tokens, share)
+    assert caught.value.reply.code == "overloaded"
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("fields", "field", "value", "limit"),
-    [
-        ({"max_tokens": 0}, "max_tokens", "0", ">= 1"),
-        ({"max_tokens": "many"}, "max_tokens", "'many'", "`int"),
-        ({"temperature": 3.5}, "temperature", "3.5", "<= 2"),
-        ({"top_p": 0}, "top_p", "0", "> 0"),
-        ({"n": 2}, "n", "2", "<= 1"),
-        ({"prompt": ""}, "prompt", "''", ">= 1"),
-        ({"prompt": [1, -5]}, "prompt", "-5", ">= 0"),
-        ({"prompt": 7}, "prompt", "7", "`str"),
-        ({"stop": ["a", ""]}, "stop", "''", ">= 1"),
-        ({"messages": [{"role": "cook", "content": "x"}]}, "messages", "'cook'", "enum"),
-        ({"colour": "red"}, "colour", "colour", "max_tokens"),
-        ({"type": "tokenize", "stream": True}, "stream", "stream", "prompt, messages, tools,"),
-        ({"structured_outputs": {"xml": 1}}, "structured_outputs", "xml", "of structured_outputs"),
-        ({"logit_bias": {5: 900.0}}, "logit_bias", ": 900.0}", "<= 100"),
-        ({"allowed_token_ids": []}, "allowed_token_ids", "is []", "length >= 1"),
-        ({"allowed_token_ids": [-1]}, "allowed_token_ids", "[0] is -1", ">= 0"),
-        ({"bad_words": [""]}, "bad_words", "[0] is ''", "length >= 1"),
-        ({"bad_words": ["x" * 129]}, "bad_words", "[0] is 'xxx", "length <= 128"),
-        ({"bad_words": ["x"] * 65}, "bad_words", "is ['x'", "length <= 64"),
-        ({"logit_bias": {"five": 1.0}}, "logit_bias", "'five'", "a key: expected `int`"),
-        ({"type": "steal"}, "type", "'steal'", "enum"),
-    ],
-)
-@pytest.mark.parametrize("encode", [msgspec.json.encode, msgspec.msgpack.encode])
-def test_bad_fields(encode, fields, field, value, limit) -> None:  # type: ignore[no-untyped-def]
-    error = refusal(encode({"prompt": "p"} | fields))
-    assert error.reply.field == field
-    assert value in str(error)
-    assert limit in str(error)
+def test_requests() -> None:
+    ledger = Ledger()
+    overload = Overload(Config(max_num_seqs=2, max_waiting_requests=3), ledger, NO_QUESTIONS)
+    fill(ledger, 4)
+    overload.check(0, 1, Share(""))
+    (last,) = fill(ledger, 1)
+    assert str(refusal(overload)) == "overloaded: 5 requests are open; the limit is 5"
+    ledger.answer(last, last.reply("stop"))
+    overload.check(0, 1, Share(""))
 
 
-def test_a_long_value_is_cut() -> None:
-    assert len(str(refusal(msgspec.json.encode({"prompt": "p", "n": "9" * 900})))) < 200
-
-
-NESTED = [
-    b"[" * 5000,
-    b'{"prompt":' + b"[" * 5000 + b"]" * 5000 + b"}",
-    b"\x91" * 5000,
-    b"\x81\xa6prompt" + b"\x91" * 5000,
-]
-
-
-@pytest.mark.parametrize(
-    "frame",
-    [
-        b'{"messages": [{"role": 5}], "messages": 3}',
-        b'{"messages": [{"role": 5}], "messages": [["user"]]}',
-        b'{"stop": ["a", 5], "stop": []}',
-        b'{"stop": ["a", 5], "stop": "b"}',
-    ],
-)
-def test_a_key_twice(frame: bytes) -> None:
-    """What is wrong is in the first value; the frame without a type has the second only."""
-    error = refusal(frame)
-    assert error.reply.field == frame.split(b'"')[1].decode()
-    assert "is None: expected" in str(error)
-
-
-def test_any_depth() -> None:
-    """At some depth a value can be decoded, and is too deep to be shown."""
-    for depth in range(900, 1100):
-        assert refusal(b"\x81\xa6prompt" + b"\x81\xa1a" * depth + b"\x01").reply.code == "invalid"
-
-
-@pytest.mark.parametrize(
-    "frame", [b"", b"hello", b"\xff\xfe", b"\xc1", b"[1]", b"\x93\x01", b"{", *NESTED]
-)
-def test_garbage(frame: bytes) -> None:
-    assert refusal(frame).reply.code == "invalid"
-
-
-def test_too_many_bytes() -> None:
-    assert str(refusal(b" " * 100_001)) == "request has 100001 bytes; the limit is 100000"
-
-
-def test_tokens_that_the_client_has_got_are_not_too_many_bytes() -> None:
-    request = GenerateRequest(prompt="x" * 50, output_token_ids=[100_000] * 20)
-    frame = MSGPACK.encode(request)
-    assert decode_request(MSGPACK, frame, 100, max_output_tokens=20) == request
-    for max_bytes, max_output_tokens in ((100, 10), (40, 40)):
-        with pytest.raises(RefusedError, match=f"the limit is {max_bytes}"):
-            decode_request(MSGPACK, frame, max_bytes, max_output_tokens)
-
-
-@pytest.mark.parametrize(
-    ("request_", "sentence"),
-    [
-        (GenerateRequest(), "neither is given"),
-        (GenerateRequest(prompt="a", messages=[]), "both is given"),
-        (GenerateRequest(prompt="a", stream=True), "REQ socket gets one reply"),
-        (GenerateRequest(prompt="a", max_tokens=4097), "4097; the limit is the context of 4096"),
-        (GenerateRequest(prompt=[1, 264]), r"prompt\[1\] is 264; token ids go up to 263"),
-        (GenerateRequest(prompt="a", output_token_ids=[264]), r"output_token_ids\[0\] is 264"),
-        (GenerateRequest(prompt="a", stop_token_ids=[1, 264]), r"stop_token_ids\[1\] is 264"),
-        (GenerateRequest(prompt="a", logit_bias={264: 1.0, 3: 1.0}), r"logit_bias\[0\] is 264"),
-        (GenerateRequest(prompt="a", allowed_token_ids=[3, 264]), r"allowed_token_ids\[1\] is 264"),
-        (
-            GenerateRequest(prompt="a", max_tokens=5, min_tokens=6),
-            "min_tokens is 6; the limit is max_tokens, 5",
-        ),
-        (GenerateRequest(prompt="a", tools=[{}, {}]), "tools has 2 functions, but no messages"),
-    ],
-)
-def test_what_the_model_can_not_do(request_: GenerateRequest, sentence: str) -> None:
-    with pytest.raises(RefusedError, match=sentence):
-        admission().check(request_, is_req_socket=True)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"max_tokens": 6, "min_tokens": 6},
-        {"min_tokens": 9000},
-        {"stop_token_ids": [263], "logit_bias": {263: 1.0}, "allowed_token_ids": [263]},
-    ],
-)
-def test_what_the_model_can_do(fields: dict[str, Any]) -> None:
-    admission().check(GenerateRequest(prompt="a", **fields), is_req_socket=False)
-
-
-MESSAGES = [ChatMessage(role="user", content="x")]
-
-
-@pytest.mark.parametrize(
-    ("question", "sentence"),
-    [
-        (TokenizePromptRequest(), "neither is given"),
-        (TokenizePromptRequest(prompt="a", messages=MESSAGES), "both is given"),
-        (TokenizePromptRequest(prompt=[264]), r"prompt\[0\] is 264"),
-        (TokenizePromptRequest(prompt="a", tools=[{}]), "tools has 1 functions"),
-        (DetokenizeRequest(token_ids=[5, 264]), r"token_ids\[1\] is 264; token ids go up to 263"),
-    ],
-)
-def test_what_a_tokenizer_can_not_answer(
-    question: TokenizePromptRequest | DetokenizeRequest, sentence: str
-) -> None:
-    with pytest.raises(RefusedError, match=sentence):
-        admission().check_question(question)
-
-
-def test_what_a_tokenizer_can_answer() -> None:
-    admission().check_question(TokenizePromptRequest(messages=MESSAGES, tools=[{}]))
-    admission().check_question(DetokenizeRequest(token_ids=[]))
-
-
-def test_templates_of_requests_need_an_option() -> None:
-    request = GenerateRequest(messages=MESSAGES, chat_template="{{ 1 }}")
-    with pytest.raises(RefusedError, match="start it with --trust-request-chat-template") as caught:
-        admission().check(request, is_req_socket=False)
-    assert caught.value.reply.field == "chat_template"
-    config = Config(trust_request_chat_template=True)
-    Admission(config, read_model_config(config.model_folder)).check(request, is_req_socket=False)
-
-
-def test_a_message_is_continued_or_answered() -> None:
-    request = GenerateRequest(
-        messages=MESSAGES, continue_final_message=True, add_generation_prompt=True
+def test_prompt_tokens_that_wait() -> None:
+    ledger = Ledger()
+    overload = Overload(Config(max_waiting_tokens=100), ledger, NO_QUESTIONS)
+    overload.check(0, 5000, Share(""))  # nothing waits
+    entries = fill(ledger, 2, num_tokens=40)
+    overload.check(0, 20, Share(""))
+    assert str(refusal(overload, num_tokens=21)) == (
+        "overloaded: 101 prompt tokens would wait, 21 of this request; the limit is 100"
     )
-    with pytest.raises(RefusedError, match="both true"):
-        admission().check(request, is_req_socket=False)
+    ledger.tokenized(entries[0], 60)
+    refusal(overload, num_tokens=1)
+    start(ledger, entries[:1])
+    overload.check(0, 60, Share(""))
+    start(ledger, entries[1:])
+    overload.check(0, 5000, Share(""))
 
 
-def nested(levels: int) -> Any:
-    """Maps and lists in turns."""
-    value: Any = 1
-    for level in range(levels):
-        value = [value] if level % 2 else {"a": value}
-    return value
+def test_bytes() -> None:
+    ledger = Ledger()
+    overload = Overload(Config(max_open_bytes=1000), ledger, NO_QUESTIONS)
+    entries = fill(ledger, 3, num_bytes=300)
+    overload.check(100, 1, Share(""))
+    start(ledger, entries[:1])  # 8 bytes for its token
+    assert str(refusal(overload, num_bytes=100)) == (
+        "overloaded: open requests and their answers have 908 bytes, this request has 100; "
+        "the limit is 1000"
+    )
+    ledger.close(entries[0])
+    overload.check(100, 1, Share(""))
 
 
-@pytest.mark.parametrize("encode", [msgspec.json.encode, msgspec.msgpack.encode])
-@pytest.mark.parametrize("field", ["tools", "chat_template_kwargs", "messages"])
-def test_depth_has_a_limit(encode, field) -> None:  # type: ignore[no-untyped-def]
-    def frame(depth: int) -> bytes:
-        untyped = {"a": nested(depth - 1)}  # at depth 1
-        around = {
-            "tools": [untyped],
-            "chat_template_kwargs": untyped,
-            "messages": [{"role": "user", "content": "x", "tool_calls": [untyped]}],
-        }
-        return encode({"messages": [{"role": "user", "content": "x"}]} | {field: around[field]})
-
-    levels_around = {"tools": 1, "chat_template_kwargs": 0, "messages": 3}[field]
-    fits = MAX_DEPTH - levels_around
-    codec = JSON if encode is msgspec.json.encode else MSGPACK
-    decode_request(codec, frame(fits), MAX_BYTES)
-    for depth in (fits + 1, 900):
-        error = refusal(frame(depth))
-        assert error.reply.field == field
-        assert str(error) == f"{field} is nested more than 64 levels deep, which is the limit"
+def retry_after(overload: Overload) -> float | None:
+    return refusal(overload).reply.retry_after
 
 
-def test_what_recurses_too_deep_to_be_decoded_is_refused() -> None:
-    for frame in (b'{"tools": [' + b"[" * 50_000, b"\x81\xa5tools" + b"\x91" * 50_000 + b"\xc0"):
-        assert "can't be decoded" in str(refusal(frame))
-
-
-def test_every_field_that_takes_anything_has_its_depth_checked() -> None:
-    found = {
-        field.name
-        for kind in REQUEST_TYPES.values()
-        for field in type_info(kind).fields  # type: ignore[attr-defined]
-        if takes_anything(field.type)
-    }
-    assert found == set(UNTYPED)
-
-
-def takes_anything(info: Any) -> bool:
-    if isinstance(info, AnyType):
-        return True
-    inner = [getattr(info, name, None) for name in ("type", "item_type", "value_type", "key_type")]
-    inner += getattr(info, "types", ())
-    inner += [field.type for field in getattr(info, "fields", ())]
-    return any(takes_anything(one) for one in inner if isinstance(one, msgspec.inspect.Type))
+def test_when_to_come_again() -> None:
+    """30 wait, and 2 a second were started: in 15 seconds."""
+    ledger = Ledger()
+    overload = Overload(Config(max_num_seqs=1, max_waiting_requests=0), ledger, NO_QUESTIONS)
+    entries = fill(ledger, 40)
+    assert retry_after(overload) == 1.0  # nothing is known
+    overload.sample(100.0)
+    assert retry_after(overload) == 1.0
+    start(ledger, entries[:10])
+    overload.sample(105.0)
+    assert retry_after(overload) == 15.0
+    overload.sample(205.0)
+    assert retry_after(overload) == 60.0  # the most
+    start(ledger, entries[10:39])
+    overload.sample(205.5)
+    assert retry_after(overload) == pytest.approx(105.5 / 39)
+    start(ledger, entries[39:])
+    assert retry_after(overload) == 1.0  # the least
+    fill(ledger, 10)
+    for second in range(NUM_SAMPLES):
+        overload.sample(300.0 + second)
+    assert retry_after(overload) == 1.0  # what started before is forgotten

@@ -10,10 +10,10 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from penstock.launch.keys import make_keys
+from penstock.launch.commands.keys import make_keys
 from penstock.protocol.config import Config
-from penstock.protocol.keys import secure_client
-from penstock.protocol.sockets import POLITE_BYTES, bind
+from penstock.protocol.transport.channel import OVERSIZE_SLACK, bind
+from penstock.protocol.transport.curve import secure_client
 from penstock.services.gateway.authentication import bind_clients
 from penstock.services.gateway.connections import Connections
 from penstock.services.gateway.monitor import Monitor
@@ -160,6 +160,6 @@ def test_in_the_clear_only_where_it_was_asked_for(
         )
         assert handlers == [(monitor.channel, monitor.handle)]
         assert "whoever sees the network's traffic reads" in caplog.text
-        assert channel.socket.getsockopt(zmq.MAXMSGSIZE) == 2000 + POLITE_BYTES
+        assert channel.socket.getsockopt(zmq.MAXMSGSIZE) == 2000 + OVERSIZE_SLACK
         channel.socket.close()
         monitor.channel.socket.close()

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.messages import SupervisorReport
-from penstock.protocol.sockets import LIVENESS
-from penstock.protocol.status import SchedulerStatus
+from penstock.protocol.messages.status import SchedulerStatus
+from penstock.protocol.messages.supervisor import SupervisorReport
+from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
 from penstock.services.gateway.process import LAST_WORDS
 from tests.services.gateway.conftest import Stage, request
 
@@ -90,7 +90,7 @@ def test_a_scheduler_that_is_not_there_has_nothing_to_wait_for(
     if is_gone:
         type(one.gateway.replicas).reported(one.gateway.replicas, ())
     else:
-        for _ in range(LIVENESS + 1):
+        for _ in range(MAX_MISSED_HEARTBEATS + 1):
             one.gateway.on_heartbeat()
     one.gateway.pump()
     assert ended

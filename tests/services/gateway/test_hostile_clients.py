@@ -8,8 +8,8 @@ from threading import Thread
 import pytest
 import zmq
 
-from penstock.launch.keys import make_keys
-from penstock.protocol.client import MSGPACK, AbortReply, AbortRequest
+from penstock.launch.commands.keys import make_keys
+from penstock.protocol.messages.client import MSGPACK, AbortReply, AbortRequest
 from penstock.services.gateway import connection_limits, incoming
 from penstock.services.gateway.connection_limits import ConnectionLimits
 from penstock.services.gateway.connections import Connection

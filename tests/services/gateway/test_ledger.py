@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.client import JSON, ChatMessage, GenerateRequest, TextDelta
-from penstock.protocol.logprobs import TokenLogprobs
-from penstock.protocol.metrics import RequestTimes
+from penstock.protocol.messages.client import JSON, ChatMessage, GenerateRequest, TextDelta
+from penstock.protocol.messages.logprobs import TokenLogprobs
+from penstock.protocol.messages.metrics import RequestTimes
 from penstock.services.gateway.connections import Client, Connection
 from penstock.services.gateway.entry import Entry, GapError
 from penstock.services.gateway.estimates import estimated_tokens

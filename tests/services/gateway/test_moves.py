@@ -3,15 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from penstock.protocol.client import StatusRequest, TextDelta
-from penstock.protocol.messages import (
-    GatewayStarted,
-    ReleaseRequest,
-    SupervisorReport,
-    TextDeltas,
-    Tokenized,
-)
-from penstock.protocol.status import ProcessStatus, SchedulerStatus
+from penstock.protocol.messages.client import StatusRequest, TextDelta
+from penstock.protocol.messages.detokenizer import TextDeltas
+from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
+from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus
+from penstock.protocol.messages.supervisor import SupervisorReport
+from penstock.protocol.messages.tokenizer import TokenizeDone
 from tests.services.gateway.conftest import Stage
 
 Start = Callable[..., Stage]
@@ -80,7 +77,7 @@ def test_what_a_lost_replica_has_is_released_there_and_goes_on(stage: Start) -> 
         attempt=first.attempt,
     )
     one.detokenizer.send(TextDeltas([late]))
-    one.tokenizer.send(Tokenized("a", first.attempt, 8))
+    one.tokenizer.send(TokenizeDone("a", first.attempt, 8))
     one.work_until(lambda: one.gateway.ledger.get("a").num_prompt_tokens == 8)  # type: ignore
     one.generate("a", 3, 4)
     assert one.gateway.ledger.get("a").num_deaths == 0  # type: ignore[union-attr]

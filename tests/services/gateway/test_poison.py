@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from penstock.protocol.client import ErrorReply
-from penstock.protocol.messages import RequestFailed
+from penstock.protocol.messages.client import ErrorReply
+from penstock.protocol.messages.tokenizer import RequestFailed
 from tests.services.gateway.conftest import Stage, request
 
 Start = Callable[..., Stage]

@@ -5,9 +5,11 @@ from random import Random
 
 import pytest
 
-from penstock.protocol.client import JSON, AbortRequest, TextDelta
-from penstock.protocol.messages import Goodbye, Heartbeat, ReleaseRequest, TextDeltas
-from penstock.protocol.status import SchedulerStatus
+from penstock.protocol.messages.client import JSON, AbortRequest, TextDelta
+from penstock.protocol.messages.detokenizer import TextDeltas
+from penstock.protocol.messages.registration import Goodbye, Heartbeat
+from penstock.protocol.messages.scheduler import ReleaseRequest
+from penstock.protocol.messages.status import SchedulerStatus
 from tests.services.gateway.conftest import PROMPT, Stage, request
 
 Start = Callable[..., Stage]

@@ -6,7 +6,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.client import ErrorReply
+from penstock.protocol.messages.client import ErrorReply
 from penstock.services.gateway.shares import RESERVED, Shares, is_too_much
 from penstock.services.gateway.tokenizers import MAX_BYTES
 from tests.services.gateway.conftest import Stage, request

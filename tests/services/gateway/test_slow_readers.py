@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from penstock.protocol.client import (
+from penstock.protocol.messages.client import (
     MSGPACK,
     AbortReply,
     AbortRequest,

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from penstock.protocol.client import JSON, StatusRequest
-from penstock.protocol.status import SchedulerStatus, StatusReply
+from penstock.protocol.messages.client import JSON, StatusRequest
+from penstock.protocol.messages.status import SchedulerStatus, StatusReply
 from penstock.services.gateway import status_queries
 from tests.services.gateway.conftest import Stage
 

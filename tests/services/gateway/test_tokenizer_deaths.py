@@ -9,10 +9,11 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.protocol.client import GenerateRequest, TokenizePromptRequest
-from penstock.protocol.incarnation import Identity
-from penstock.protocol.messages import Goodbye, Heartbeat, Tokenized, ToTokenizer
-from penstock.protocol.sockets import Channel, connect
+from penstock.protocol.messages.client import GenerateRequest, TokenizePromptRequest
+from penstock.protocol.messages.registration import Goodbye, Heartbeat
+from penstock.protocol.messages.tokenizer import TokenizeDone, ToTokenizer
+from penstock.protocol.transport.channel import Channel, connect
+from penstock.protocol.transport.incarnation import Identity
 from penstock.services.gateway.poison import MAX_DEATHS, Poison
 from penstock.services.gateway.shares import Share
 from penstock.services.gateway.tokenizers import Tokenizers
@@ -66,7 +67,7 @@ class Successors:
         """Does the first of it."""
         [peer] = self.one.gateway.tokenizers.peers
         key = request_id, attempt = next(iter(peer.work))  # type: ignore[misc]
-        self.channel.send(Tokenized(request_id, attempt, 3))
+        self.channel.send(TokenizeDone(request_id, attempt, 3))
         self.one.work_until(lambda: key not in peer.work)
 
 

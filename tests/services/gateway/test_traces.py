@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from penstock.protocol.client import AbortRequest
-from penstock.protocol.status import SchedulerStatus
+from penstock.protocol.messages.client import AbortRequest
+from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.tracing import trace_ids
 from tests.collector import Collector
 from tests.services.gateway.conftest import PROMPT, Stage

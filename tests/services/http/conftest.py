@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.launch.client import AsyncClient
-from penstock.protocol.client import (
+from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.config import Config
+from penstock.protocol.messages.client import (
     DetokenizeReply,
     DetokenizeRequest,
     Reply,
@@ -19,10 +20,9 @@ from penstock.protocol.client import (
     TokenizePromptRequest,
     TokenizeReply,
 )
-from penstock.protocol.config import Config
+from penstock.services.http.app_state import Service
 from penstock.services.http.connections import Limits
 from penstock.services.http.process import Server, listen, run, uvicorn_config
-from penstock.services.http.service import Service
 from tests.launch.fake_gateway import Behaviour, Gateway, echo, gateway
 
 

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
-from penstock.protocol.client import FinishReason, GenerateReply, TextDelta, Usage
-from penstock.protocol.logprobs import Logprob, TokenLogprobs
+from penstock.protocol.messages.client import FinishReason, GenerateReply, TextDelta, Usage
+from penstock.protocol.messages.logprobs import Logprob, TokenLogprobs
 from penstock.services.http.chat import ChatChoice
 from penstock.services.http.completions import CompletionChoice
 from penstock.services.http.logprobs import (

@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from penstock.protocol.client import GenerateRequest, Reply, Request
+from penstock.protocol.messages.client import GenerateRequest, Reply, Request
 from penstock.services.http.connections import LimitedProtocol, Limits, limits_for
 from tests.services.http.conftest import Served, behave
 

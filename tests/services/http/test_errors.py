@@ -4,8 +4,8 @@ import msgspec
 import pytest
 from starlette.exceptions import HTTPException
 
-from penstock.launch.errors import RequestError
-from penstock.protocol.client import ErrorReply
+from penstock.protocol.client.errors import RequestError
+from penstock.protocol.messages.client import ErrorReply
 from penstock.services.http.body import decode_body
 from penstock.services.http.errors import ApiError, as_api_error
 from penstock.services.http.schema import ChatRequest, CompletionRequest

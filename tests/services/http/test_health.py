@@ -2,8 +2,8 @@
 
 import pytest
 
-from penstock.launch.client import AsyncClient
-from penstock.protocol.status import SchedulerStatus, StatusReply
+from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.messages.status import SchedulerStatus, StatusReply
 from penstock.services.http import health
 from penstock.services.http.errors import ApiError
 from penstock.services.http.health import Watch, missing

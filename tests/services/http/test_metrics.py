@@ -11,8 +11,8 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.protocol.config import Config
-from penstock.protocol.metrics import Histogram, Metrics
-from penstock.protocol.status import ProcessStatus, SchedulerStatus, StatusReply
+from penstock.protocol.messages.metrics import Histogram, Metrics
+from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
 from penstock.services.http.metrics import StatusCollector, render
 
 HISTOGRAMS = [name for name, kind in get_type_hints(Metrics).items() if kind is Histogram]

@@ -8,10 +8,10 @@ from openai.types.chat import completion_create_params as of_chats
 from openai.types.completion_create_params import CompletionCreateParamsBase
 
 from penstock.services.http.body import decode_body
-from penstock.services.http.convert import chat_fields, completion_fields
 from penstock.services.http.errors import ApiError
 from penstock.services.http.neutral_fields import IGNORED, NEUTRAL, RENAMED
 from penstock.services.http.schema import ApiRequest, ChatRequest, CompletionRequest
+from penstock.services.http.to_generate_request import chat_fields, completion_fields
 
 REQUIRED = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}
 VLLM = """frequency_penalty logit_bias logprobs max_tokens n presence_penalty response_format seed

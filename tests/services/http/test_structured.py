@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from penstock.launch.errors import RequestError
-from penstock.protocol.client import ErrorReply
-from penstock.protocol.structured import StructuredOutputs
-from penstock.services.http.convert import chat_fields, completion_fields
+from penstock.protocol.client.errors import RequestError
+from penstock.protocol.messages.client import ErrorReply
+from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.http.structured import rename_field
-from tests.services.http.test_convert import chat, completion, refusal
+from penstock.services.http.to_generate_request import chat_fields, completion_fields
+from tests.services.http.test_to_generate_request import chat, completion, refusal
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -3,9 +3,9 @@
 from collections.abc import Sequence as SequenceOf
 from itertools import count
 
-from penstock.protocol.messages import TokenizedRequest
-from penstock.protocol.plan import pack
-from penstock.protocol.sampling import SamplingParams
+from penstock.protocol.messages.plan import pack
+from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.services.scheduler.sequence import Sequence
 from tests.services.scheduler.reference import EOS, expected_output
 

@@ -12,9 +12,10 @@ import zmq
 from hypothesis import settings
 
 from penstock.protocol.config import Config
-from penstock.protocol.endpoints import Endpoints
-from penstock.protocol.messages import Heartbeat, ToDetokenizer
-from penstock.protocol.sockets import Channel, connect
+from penstock.protocol.messages.detokenizer import ToDetokenizer
+from penstock.protocol.messages.registration import Heartbeat
+from penstock.protocol.transport.channel import Channel, connect
+from penstock.protocol.transport.endpoints import Endpoints
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.process import SchedulerProcess

@@ -1,10 +1,10 @@
 """`Streams` with detokenizers that only note what they are told."""
 
-from penstock.protocol.logprobs import PackedLogprobs
-from penstock.protocol.messages import StreamOpened, TokenDelta
-from penstock.protocol.plan import pack, unpack
+from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
+from penstock.protocol.messages.logprobs import PackedLogprobs
+from penstock.protocol.messages.plan import pack, unpack
+from penstock.services.scheduler.in_flight_plan import StepOutput
 from penstock.services.scheduler.sequence import Sequence
-from penstock.services.scheduler.step import StepOutput
 from penstock.services.scheduler.streams import Streams
 from tests.services.scheduler.builders import make_sequence
 
@@ -19,7 +19,7 @@ class Reader:
         self.finished: dict[int, str] = {}
         self.num_read = 0
 
-    def read(self, delta: TokenDelta) -> None:
+    def read(self, delta: StepTokens) -> None:
         self.num_read += 1
         assert delta.number == self.num_read
         for stream_id in delta.closed:
@@ -62,7 +62,7 @@ class Desk:
         sequences = [make_sequence(**sampling) for _ in range(num_sequences)]  # type: ignore
         for sequence in sequences:
             self.streams.open(sequence)
-            sequence.num_given_tokens = sequence.num_prompt_tokens
+            sequence.num_prefill_tokens = sequence.num_prompt_tokens
         return sequences
 
     def step(self, sequences: list[Sequence], token_id: int) -> None:

@@ -4,18 +4,14 @@ from typing import Any
 
 import zmq
 
-from penstock.protocol.endpoints import Endpoints
-from penstock.protocol.messages import (
-    RequestFailed,
-    StreamOpened,
-    ToGateway,
-    TokenDelta,
-    TokenizedRequest,
-    ToScheduler,
-)
-from penstock.protocol.plan import SampledTokens, pack
-from penstock.protocol.sampling import SamplingParams
-from penstock.protocol.sockets import Channel, bind, connect
+from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
+from penstock.protocol.messages.gateway import ToGateway
+from penstock.protocol.messages.plan import SampledTokens, pack
+from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.scheduler import TokenizedRequest, ToScheduler
+from penstock.protocol.messages.tokenizer import RequestFailed
+from penstock.protocol.transport.channel import Channel, bind, connect
+from penstock.protocol.transport.endpoints import Endpoints
 from penstock.services.scheduler.process import SchedulerProcess
 
 SAMPLING = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=9)
@@ -42,7 +38,7 @@ class Gateway:
         raise AssertionError("the scheduler says nothing")
 
 
-def deltas(process: SchedulerProcess) -> list[TokenDelta]:
+def deltas(process: SchedulerProcess) -> list[StepTokens]:
     """What the detokenizer is told."""
     return [delta for _, delta in process.streams.take_deltas()]
 

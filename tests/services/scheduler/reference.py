@@ -4,10 +4,10 @@ from collections.abc import Sequence as SequenceOf
 
 import msgspec
 
-from penstock.protocol.client import FinishReason
 from penstock.protocol.config import Config
-from penstock.protocol.logprobs import PackedLogprobs
-from penstock.protocol.plan import (
+from penstock.protocol.messages.client import FinishReason
+from penstock.protocol.messages.logprobs import PackedLogprobs
+from penstock.protocol.messages.plan import (
     BLOCK_BITS,
     MAX_BLOCKS,
     BatchPlan,
@@ -16,7 +16,7 @@ from penstock.protocol.plan import (
     pack,
     unpack,
 )
-from penstock.protocol.sampling import SamplingParams
+from penstock.protocol.messages.sampling import SamplingParams
 
 EOS = 0
 NUM_TOKEN_IDS = 4
@@ -94,7 +94,7 @@ class Row:
 
 
 class ReferenceWorker:
-    """Runs encoded plans as `protocol/plan.py` says, and asserts what a real worker relies on.
+    """Runs encoded plans as `messages/plan.py` says, and asserts what a real worker relies on.
 
     A cell of the KV memory holds the number of the exact prefix that it was computed from, so a
     wrong block, a lost write or a false prefix hit is seen by the next step that reads it. What a

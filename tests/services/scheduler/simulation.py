@@ -6,14 +6,14 @@ from collections.abc import Sequence as SequenceOf
 
 import msgspec
 
-from penstock.protocol.client import FinishReason
 from penstock.protocol.config import Config
-from penstock.protocol.plan import BatchPlan, SampledTokens
+from penstock.protocol.messages.client import FinishReason
+from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool, hash_block
+from penstock.services.scheduler.in_flight_plan import StepOutput
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence, Status
-from penstock.services.scheduler.step import StepOutput
 from tests.services.scheduler.builders import make_sequence
 from tests.services.scheduler.invariants import check_blocks, check_slots
 from tests.services.scheduler.reference import (

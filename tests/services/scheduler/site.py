@@ -4,7 +4,7 @@ from itertools import count
 
 from msgspec.structs import replace
 
-from penstock.protocol.messages import WorkerAssignment, WorkerExit, WorkerHello
+from penstock.protocol.messages.worker import WorkerAssignment, WorkerExit, WorkerState
 from penstock.services.scheduler.workers import Letter, WorkerGroup
 
 
@@ -14,7 +14,7 @@ class Site:
     def __init__(self, tp_size: int = 2, num_spares: int = 0, node: str = "") -> None:
         """node: the scheduler's."""
         self.group = WorkerGroup(tp_size, num_spares, node=node)
-        self.hellos: dict[bytes, WorkerHello] = {}
+        self.hellos: dict[bytes, WorkerState] = {}
         self.assignments: dict[bytes, WorkerAssignment] = {}
         self.exits: list[bytes] = []
         self._numbers = count()
@@ -28,7 +28,7 @@ class Site:
         """
         identities = [f"{name}-{next(self._numbers)}".encode() for name in names]
         for name, identity in zip(names, identities, strict=True):
-            self.hellos[identity] = WorkerHello(
+            self.hellos[identity] = WorkerState(
                 name,
                 pid=int(name[1:]),
                 node=node,

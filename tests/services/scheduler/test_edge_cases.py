@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.protocol.plan import unpack
+from penstock.protocol.messages.plan import unpack
 from penstock.services.scheduler.checks import CannotFitError
 from penstock.services.scheduler.sequence import Sequence, Status
 from tests.services.scheduler.builders import long_prompt, seed_for_eos_after

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.messages import TokenizedRequest
-from penstock.protocol.plan import RowExtras, SampledTokens, pack
-from penstock.protocol.sampling import SamplingParams
-from penstock.protocol.structured import StructuredOutputs
+from penstock.protocol.messages.plan import RowExtras, SampledTokens, pack
+from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.scheduler import TokenizedRequest
+from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.scheduler.checks import CannotFitError, check_request
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.streams import _opened

@@ -4,12 +4,9 @@ from typing import Any
 
 import zmq
 
-from penstock.protocol.messages import (
-    GatewayStarted,
-    ReleaseRequest,
-    WorkerHello,
-)
-from penstock.protocol.sockets import Channel
+from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
+from penstock.protocol.messages.worker import WorkerState
+from penstock.protocol.transport.channel import Channel
 from penstock.services.scheduler.lease import Lease
 from penstock.services.scheduler.process import SchedulerProcess
 from penstock.services.scheduler.sequence import Status
@@ -69,7 +66,7 @@ def test_requests_before_the_first_worker_are_accepted_within_their_lease(
     """The later attempt of one takes the earlier over."""
     say(fresh, request(7, "left"), request(7, "wanted"), GatewayStarted(1_000))
     say(fresh, request(1_000, "wanted"), ReleaseRequest("nobody", 1_000))
-    fresh.group.hello(b"w", WorkerHello("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
+    fresh.group.hello(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
     fresh.start_group()
     assert {one.request_id: one.attempt for one in fresh.requests.values()} == {
         "left": 7,

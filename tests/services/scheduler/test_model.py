@@ -17,9 +17,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from penstock.protocol.client import FinishReason
-from penstock.protocol.structured import StructuredOutputs
-from penstock.services.scheduler import speculation
+from penstock.protocol.messages.client import FinishReason
+from penstock.protocol.messages.structured import StructuredOutputs
+from penstock.services.scheduler import speculative as speculation
 from penstock.services.scheduler.block_pool import hash_block
 from penstock.services.scheduler.checks import CannotFitError
 from penstock.services.scheduler.sequence import Sequence

@@ -3,14 +3,11 @@
 import pytest
 from msgspec.structs import replace
 
-from penstock.protocol.incarnation import first_number
-from penstock.protocol.messages import (
-    StopFound,
-    TokenizedRequest,
-    WorkerHello,
-)
-from penstock.protocol.plan import SampledTokens, pack
-from penstock.protocol.sampling import SamplingParams
+from penstock.protocol.messages.plan import SampledTokens, pack
+from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.scheduler import StopFound, TokenizedRequest
+from penstock.protocol.messages.worker import WorkerState
+from penstock.protocol.transport.incarnation import first_number
 from penstock.services.scheduler import checks
 from penstock.services.scheduler.poison import Poison
 from penstock.services.scheduler.process import SchedulerProcess
@@ -133,7 +130,7 @@ def test_a_request_that_kills_workers_is_answered_with_an_error(
         process.scheduler.schedule()
         process.accept(request(3, "late"))
         process.group.lost(b"w")
-        process.group.hello(b"w", WorkerHello("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
+        process.group.hello(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
         process.start_group()
     (failed,) = gateway.failures(process)
     assert (failed.request_id, failed.attempt, failed.error.code) == ("poison", 3, "failed")
@@ -144,7 +141,7 @@ def test_a_request_that_kills_workers_is_answered_with_an_error(
 def test_deaths_are_counted_over_replicas(process: SchedulerProcess, gateway: Gateway) -> None:
     """Those elsewhere came with the request; those here are told as soon as the workers are gone,
     for it may go on in another replica."""
-    process.group.hello(b"w", WorkerHello("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
+    process.group.hello(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
     process.start_group()
     twice = request(3, "twice")
     twice.num_deaths = 2
@@ -181,7 +178,7 @@ class Reports:
 
 def restart_workers(process: SchedulerProcess, pid: int) -> None:
     """After a step, for a worker's death with it in flight."""
-    hello = WorkerHello("worker.1", num_blocks=NUM_BLOCKS, block_size=4, pid=pid)
+    hello = WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4, pid=pid)
     process.group.lost(b"w")
     process.group.hello(b"w", hello)
     process.start_group()
@@ -253,7 +250,7 @@ def test_a_worker_that_can_t_be_reached_has_lost_its_place(
     process: SchedulerProcess,
 ) -> None:
     """Nobody starts another one in its place when it was not started by the supervisor."""
-    process.group.hello(b"w", WorkerHello("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
+    process.group.hello(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
     assert process.ready
     process.on_heartbeat()
     assert (process.group.members, process.ready) == ([], False)

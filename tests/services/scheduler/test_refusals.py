@@ -2,8 +2,8 @@
 
 import pytest
 
-from penstock.protocol.messages import WorkerHello
-from penstock.protocol.plan import SampledTokens, pack
+from penstock.protocol.messages.plan import SampledTokens, pack
+from penstock.protocol.messages.worker import WorkerState
 from penstock.services.scheduler.process import SchedulerProcess
 from tests.services.scheduler.processes import NUM_BLOCKS, Gateway, request
 
@@ -26,7 +26,7 @@ def run_step(process: SchedulerProcess) -> None:
 
 def restart_workers(process: SchedulerProcess) -> None:
     process.group.lost(b"w")
-    process.group.hello(b"w", WorkerHello("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
+    process.group.hello(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
     process.start_group()
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from penstock.protocol.config import Config
-from penstock.protocol.plan import SampledTokens, pack, unpack
+from penstock.protocol.messages.plan import SampledTokens, pack, unpack
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.scheduler import Scheduler
@@ -36,7 +36,7 @@ def test_watermark_is_left_to_those_who_run(num_watermark_blocks: int, admitted:
     sim.send()
     sequence = sim.add(long_prompt(5, first=40), max_tokens=1)
     sim.send()
-    assert (sequence.num_given_tokens > 0) == admitted
+    assert (sequence.num_prefill_tokens > 0) == admitted
     sim.run()
 
 

@@ -1,6 +1,6 @@
 """Workers that wait to take the place of those that die."""
 
-from penstock.protocol.messages import WorkerHello
+from penstock.protocol.messages.worker import WorkerState
 from penstock.services.scheduler.workers import LISTENING
 from tests.services.scheduler.site import Site
 
@@ -30,7 +30,7 @@ def test_spares_that_are_heard_first_do_not_end_a_group_that_survived_the_schedu
     for name in ("w3", "w4"):
         site.start(name)
     for rank, member in enumerate(members):
-        site.hellos[member] = WorkerHello(member.decode(), "g", rank, 8, 16)
+        site.hellos[member] = WorkerState(member.decode(), "g", rank, 8, 16)
         site.say_hello(member)
     assert (site.group.members, site.exits) == (members, [])
 

@@ -4,7 +4,7 @@ from time import monotonic
 
 import pytest
 
-from penstock.protocol.plan import unpack
+from penstock.protocol.messages.plan import unpack
 from tests.services.scheduler.builders import make_sequence
 from tests.services.scheduler.desk import Desk, packed
 
@@ -151,7 +151,7 @@ def test_stream_is_opened_when_its_cached_tokens_are_known() -> None:
     desk.streams.open(sequence)
     desk.deliver()
     assert desk.readers[b"a"].opened == []
-    sequence.num_given_tokens, sequence.num_cached_tokens = 10, 8
+    sequence.num_prefill_tokens, sequence.num_cached_tokens = 10, 8
     desk.step([sequence], 5)
     desk.deliver()
     [opened] = desk.readers[b"a"].opened

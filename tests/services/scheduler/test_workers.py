@@ -1,6 +1,6 @@
 """Workers that come, load, die and come back, and the group they make."""
 
-from penstock.protocol.sockets import LIVENESS
+from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
 from tests.services.scheduler.site import Site
 
 
@@ -172,7 +172,7 @@ def test_silent_worker_without_a_place_is_forgotten() -> None:
     """So that it is not given one when another comes, and that nothing grows for ever."""
     site = Site()
     [gone] = site.start("w1")
-    site.pass_time(LIVENESS)
+    site.pass_time(MAX_MISSED_HEARTBEATS)
     assert gone in site.group._hellos
     site.pass_time(1)
     assert not site.group._hellos
@@ -187,7 +187,7 @@ def test_worker_that_is_heard_is_not_forgotten() -> None:
     site = Site()
     members = site.start("w1", "w2", num_blocks=8)
     [spare] = site.start("w3")
-    assert spare not in site.pass_time(3 * LIVENESS, *members, spare)
+    assert spare not in site.pass_time(3 * MAX_MISSED_HEARTBEATS, *members, spare)
     site.kill(members[0])
     [other] = site.start("w4")
     assert site.group.members == [spare, other]
@@ -199,7 +199,7 @@ def test_members_are_told_their_places_again() -> None:
     members = _, two = site.start("w1", "w2", num_blocks=8)
     before = dict(site.assignments)
     site.assignments.clear()
-    assert site.pass_time(LIVENESS + 2, two) == members * (LIVENESS + 2)
+    assert site.pass_time(MAX_MISSED_HEARTBEATS + 2, two) == members * (MAX_MISSED_HEARTBEATS + 2)
     assert site.group.members == members
     assert site.group.ready
     assert site.assignments == before
@@ -212,7 +212,7 @@ def test_nobody_is_written_to_when_there_is_no_group_any_more() -> None:
     last_heartbeat = site.hellos[two]
     site.kill(one)
     site.deliver(site.group.hello(two, last_heartbeat))
-    assert site.pass_time(LIVENESS + 1) == []
+    assert site.pass_time(MAX_MISSED_HEARTBEATS + 1) == []
 
 
 def test_no_epoch_comes_twice_and_later_ones_are_larger() -> None:

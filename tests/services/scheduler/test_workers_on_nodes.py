@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.messages import WorkerAssignment
+from penstock.protocol.messages.worker import WorkerAssignment
 from tests.services.scheduler.site import Site
 
 

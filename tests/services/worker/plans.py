@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from itertools import chain
 
-from penstock.protocol.plan import BLOCK_BITS, BatchPlan, RowAdded, RowExtras, pack
+from penstock.protocol.messages.plan import BLOCK_BITS, BatchPlan, RowAdded, RowExtras, pack
 
 Pairs = Iterable[tuple[int, int]]
 

@@ -10,12 +10,12 @@ from typing import Any
 import zmq
 
 from penstock.protocol.config import Config
-from penstock.protocol.logprobs import PackedLogprobs
-from penstock.protocol.messages import FromWorker, WorkerAssignment, WorkerHello
-from penstock.protocol.plan import BatchPlan, SampledTokens, pack
-from penstock.protocol.sockets import bind
+from penstock.protocol.messages.logprobs import PackedLogprobs
+from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack
+from penstock.protocol.messages.worker import FromWorker, WorkerAssignment, WorkerState
+from penstock.protocol.transport.channel import bind
 from penstock.services.worker.process import Worker
-from penstock.services.worker.told import Told
+from penstock.services.worker.step_output import Told
 
 TIMEOUT = 10_000
 """milliseconds that a message may take"""
@@ -124,21 +124,21 @@ class Talk:
         assert self.scheduler.send_bytes(frame, b"worker.1/7")
         assert self.worker.channel.socket.poll(TIMEOUT)
 
-    def answer(self) -> WorkerHello | SampledTokens:
+    def answer(self) -> WorkerState | SampledTokens:
         """The worker's next message."""
         assert self.scheduler.socket.poll(TIMEOUT)
         identity, frame = self.scheduler.socket.recv_multipart()
-        message: WorkerHello | SampledTokens = self.scheduler.decode([identity, frame])
+        message: WorkerState | SampledTokens = self.scheduler.decode([identity, frame])
         return message
 
     def says_nothing_more(self) -> bool:
         """Whether a hello sent now is the next that comes."""
         self.worker.say_hello()
-        return isinstance(self.answer(), WorkerHello)
+        return isinstance(self.answer(), WorkerState)
 
 
-def hello(*fields: Any) -> WorkerHello:
-    return WorkerHello(*fields, pid=os.getpid(), node="node-a", incarnation=17)
+def hello(*fields: Any) -> WorkerState:
+    return WorkerState(*fields, pid=os.getpid(), node="node-a", incarnation=17)
 
 
 def assignment(epoch: int = 1, group: str = "g", rank: int = 0) -> WorkerAssignment:

@@ -7,10 +7,10 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from penstock.protocol.config import Config
-from penstock.protocol.plan import BatchPlan, RowAdded
-from penstock.protocol.structured import StructuredOutputs
+from penstock.protocol.messages.plan import BatchPlan, RowAdded
+from penstock.protocol.messages.structured import StructuredOutputs
 from tests.services.worker.plans import plan, row
-from tests.services.worker.test_logits import NUM_STEPS, PROMPT, Listener, extras, plain
+from tests.services.worker.test_logits_processor import NUM_STEPS, PROMPT, Listener, extras, plain
 from tests.services.worker.test_model_runner import Driver, make_runner
 
 __all__ = ["plain"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.protocol.config import Config
-from penstock.protocol.structured import Reasoning, StructuredOutputs
+from penstock.protocol.messages.structured import Reasoning, StructuredOutputs
 from penstock.services.worker.grammars import Grammars
 
 FOLDER = Config().model_folder

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from penstock.kernels.quantize import FP8
+from penstock.kernels.quantize.quantize import FP8
 from penstock.models.demo.tasks import TASK_NAMES, Sizes, is_right, make_example
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.config import Config
-from penstock.protocol.sampling import SamplingParams
+from penstock.protocol.messages.sampling import SamplingParams
 from penstock.services.worker.kv_cache import allocate_kv_cache, num_fitting_blocks
 from tests.engine import Engine
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from llguidance import LLTokenizer
 
-from penstock.kernels.step import Shape
+from penstock.kernels.step.forward_batch import Shape
 from penstock.protocol.checkpoint import ModelError
-from penstock.protocol.cluster import NODE_VARIABLE
 from penstock.protocol.config import Config
-from penstock.protocol.messages import WorkerAssignment
-from penstock.protocol.structured import StructuredOutputs
+from penstock.protocol.messages.structured import StructuredOutputs
+from penstock.protocol.messages.worker import WorkerAssignment
+from penstock.protocol.transport.discovery import NODE_VARIABLE
 from penstock.services.worker import grammars
 from penstock.services.worker.cuda_graphs import choose, decode_shapes, order, prefill_shapes
 from penstock.services.worker.loading import (
@@ -21,7 +21,7 @@ from penstock.services.worker.loading import (
     load,
     worst_case_plan,
 )
-from penstock.services.worker.logits import MAX_PROMPT_TOKENS
+from penstock.services.worker.logits_processor import MAX_PROMPT_TOKENS
 from penstock.services.worker.persistent_batch import PersistentBatch
 from tests.models.checkpoints import save_checkpoint
 

@@ -9,12 +9,12 @@ from transformers import Qwen3ForCausalLM
 
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.config import Config
-from penstock.protocol.messages import WorkerAssignment
-from penstock.protocol.plan import BatchPlan, RowExtras
-from penstock.protocol.structured import StructuredOutputs
+from penstock.protocol.messages.plan import BatchPlan, RowExtras
+from penstock.protocol.messages.structured import StructuredOutputs
+from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.services.worker.loading import load
 from penstock.services.worker.model_runner import ModelRunner
-from penstock.services.worker.told import BAD_LOGITS
+from penstock.services.worker.step_output import BAD_LOGITS
 from tests.models.checkpoints import save_checkpoint
 from tests.models.forward import random_prompts
 from tests.services.worker.plans import plan, row

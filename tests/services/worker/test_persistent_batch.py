@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.plan import apply_plan, make_slots, make_step_buffers
-from penstock.kernels.step import Shape, Step
-from penstock.protocol.plan import BatchPlan, pack
+from penstock.kernels.step.apply_plan import apply_plan, make_slots, make_step_buffers
+from penstock.kernels.step.forward_batch import Shape, Step
+from penstock.protocol.messages.plan import BatchPlan, pack
 from penstock.services.worker.persistent_batch import PersistentBatch
 from tests.services.worker.plans import plan, row
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import zmq
 
-from penstock.protocol.messages import WorkerExit, WorkerHello
+from penstock.protocol.messages.worker import WorkerExit, WorkerState
 from penstock.services.worker.process import WorkerError
 from tests.services.worker.plans import plan
 from tests.services.worker.talk import Talk, assignment, hello, tokens_of
@@ -36,7 +36,7 @@ def seated(talk: Talk) -> Talk:
 def test_says_who_it_is_and_then_what_it_holds(talk: Talk) -> None:
     talk.worker.say_hello()
     first = talk.answer()
-    assert isinstance(first, WorkerHello)
+    assert isinstance(first, WorkerState)
     assert first.rendezvous.startswith("tcp://127.0.0.1:")
     first.rendezvous = ""
     assert first == hello("worker.1")

@@ -13,7 +13,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from penstock.protocol.config import Config
-from penstock.protocol.structured import StructuredOutputs
+from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.worker.grammars import Grammars
 
 NUM_SCHEMAS = int(os.environ.get("PENSTOCK_SCHEMAS", "200"))

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from penstock.protocol.plan import RowExtras
-from penstock.protocol.structured import StructuredOutputs
+from penstock.protocol.messages.plan import RowExtras
+from penstock.protocol.messages.structured import StructuredOutputs
+from penstock.services.worker.step_output import BAD_LOGITS
 from penstock.services.worker.token_masks import Bitmask, TokenMask, token_mask
-from penstock.services.worker.told import BAD_LOGITS
 from tests.services.worker.plans import plan, row
-from tests.services.worker.test_logits import (
+from tests.services.worker.test_logits_processor import (
     NUM_STEPS,
     PENALTIES,
     PROMPT,

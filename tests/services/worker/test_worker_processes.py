@@ -13,11 +13,11 @@ import torch
 import zmq
 
 from penstock.protocol.config import CONFIG_VARIABLE, Config, write_config
-from penstock.protocol.endpoints import endpoints
-from penstock.protocol.messages import FromWorker, WorkerAssignment, WorkerHello
-from penstock.protocol.plan import BatchPlan, RowExtras, SampledTokens, unpack
-from penstock.protocol.process import PROCESS_VARIABLE
-from penstock.protocol.sockets import bind
+from penstock.protocol.messages.plan import BatchPlan, RowExtras, SampledTokens, unpack
+from penstock.protocol.messages.worker import FromWorker, WorkerAssignment, WorkerState
+from penstock.protocol.transport.channel import bind
+from penstock.protocol.transport.endpoints import endpoints
+from penstock.protocol.transport.process import PROCESS_VARIABLE
 from tests.models.forward import load_model, prefill_logits, random_prompts
 from tests.models.test_parallel import free_rendezvous
 from tests.services.worker.plans import plan, row
@@ -52,9 +52,9 @@ class Workers:
         """identity → name, in order of rank"""
         self.rendezvous: dict[bytes, str] = {}
         """identity → where it could listen"""
-        self._messages: deque[tuple[bytes, WorkerHello | SampledTokens]] = deque()
+        self._messages: deque[tuple[bytes, WorkerState | SampledTokens]] = deque()
 
-    def receive(self) -> tuple[bytes, WorkerHello | SampledTokens]:
+    def receive(self) -> tuple[bytes, WorkerState | SampledTokens]:
         """The next message of a worker, and its identity."""
         while not self._messages:
             assert self.channel.socket.poll(TIMEOUT * 1000)
@@ -65,7 +65,7 @@ class Workers:
         """Waits for a hello of every worker."""
         while len(self.members) < self.config.tp:
             identity, hello = self.receive()
-            assert isinstance(hello, WorkerHello)
+            assert isinstance(hello, WorkerState)
             self.members[identity] = hello.name
             self.rendezvous[identity] = hello.rendezvous
 
@@ -78,7 +78,7 @@ class Workers:
         ready: set[bytes] = set()
         while len(ready) < self.config.tp:
             identity, hello = self.receive()
-            if isinstance(hello, WorkerHello) and hello.num_blocks:
+            if isinstance(hello, WorkerState) and hello.num_blocks:
                 assert hello.rank == list(self.members).index(identity)
                 assert hello.num_blocks == self.config.num_blocks
                 ready.add(identity)

@@ -1,0 +1,171 @@
+"""Attention over a paged KV cache, for any mix of prefill chunks and decode.
+
+Causal softmax attention (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762) in which groups of
+query heads share a key-value head (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245); keys
+and values lie in blocks (Kwon et al. 2023, https://arxiv.org/abs/2309.06180). The arguments have
+flash-attn's names and meaning.
+
+In the reference, a token's result has the same bits whatever else is in the step and however its
+sequence was cut into chunks: keys are taken in tiles of a fixed length, and the tiles added up in
+their order. Keys beyond a token's own position have weight 0, which changes no bit.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.kernels.attention.kv_cache import KVCache
+from penstock.kernels.checks import check_tensor
+from penstock.kernels.linear.batch_invariant import batched_product, pad_rows
+from penstock.kernels.quantize.quantize import FP8
+
+KEY_TILE = 128
+QUERY_TILE = 64
+ROW_ALIGNMENT = 8
+
+
+def attend(
+    q: Tensor,
+    kv_cache: KVCache,
+    *,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+) -> Tensor:
+    """Attention of the tokens of a step, [num_tokens, num_heads, head_dim].
+
+    q [num_tokens, num_heads, head_dim]: the tokens of sequence i are cu_seqlens_q[i] to
+    cu_seqlens_q[i + 1], the last of the sequence so far (causal, aligned at the bottom right).
+    kv_cache: with this step's tokens stored and every other slot finite; cu_seqlens_q int32
+    [num_seqs + 1]; max_seqlen_q: most tokens of one sequence in the step; context_lens int32
+    [num_seqs]: tokens of each sequence, with this step's; block_tables int32 [num_seqs,
+    max_blocks]; scale: factor of the scores.
+    """
+    num_seqs = context_lens.shape[0]
+    check_tensor("q", q, (-1, -1, -1))
+    num_tokens, num_heads, head_dim = q.shape
+    kv_cache.check(q.dtype, -1, -1, head_dim)
+    check_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32)
+    check_tensor("context_lens", context_lens, (num_seqs,), torch.int32)
+    check_tensor("block_tables", block_tables, (num_seqs, -1), torch.int32)
+    if num_heads % kv_cache.k.shape[2]:
+        raise ValueError(f"{num_heads} heads do not divide by {kv_cache.k.shape[2]} KV heads")
+    if num_tokens > num_seqs * max_seqlen_q:
+        raise ValueError(
+            f"{num_tokens} tokens; {num_seqs} sequences have at most {max_seqlen_q} each"
+        )
+    return _attend_reference(q, kv_cache, cu_seqlens_q, context_lens, block_tables, scale)
+
+
+def _attend_reference(
+    q: Tensor,
+    kv_cache: KVCache,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+) -> Tensor:
+    num_tokens, num_heads, head_dim = q.shape
+    block_size, num_kv_heads = kv_cache.k.shape[1:3]
+    k_scale, v_scale = kv_cache.scales or (None, None)
+    grouped = (q * scale).view(num_tokens, num_kv_heads, -1, head_dim).transpose(0, 1).contiguous()
+    out = torch.empty_like(grouped)
+    keys, values = _Tiles(kv_cache.k, k_scale, q.dtype), _Tiles(kv_cache.v, v_scale, q.dtype)
+    pieces = keys.pieces(block_tables)
+    bounds = cu_seqlens_q.tolist()
+    for seq, context_len in enumerate(context_lens.tolist()):
+        begin, end = bounds[seq], bounds[seq + 1]
+        _check_lengths(seq, end - begin, context_len, block_tables.shape[1] * block_size)
+        tiles = pieces[seq].unbind(0)
+        for first in range(begin, end, QUERY_TILE):
+            tokens = slice(first, min(first + QUERY_TILE, end))
+            position = context_len - end + first
+            _attend_tile(grouped[:, tokens], keys, values, tiles, position, out[:, tokens])
+    return out.transpose(0, 1).reshape(num_tokens, num_heads, head_dim)
+
+
+def _check_lengths(seq: int, num_tokens: int, context_len: int, capacity: int) -> None:
+    if not num_tokens <= context_len <= capacity:
+        raise ValueError(
+            f"context_lens[{seq}] is {context_len}; the step has {num_tokens} tokens of the "
+            f"sequence and its blocks hold {capacity}"
+        )
+
+
+class _Tiles:
+    """Reads a cache in tiles of KEY_TILE tokens, as [num_kv_heads, KEY_TILE, head_dim].
+
+    A tile is put together from pieces: as many tokens as divide both a block and a tile.
+    """
+
+    def __init__(self, cache: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
+        """scale: of a cache in FP8; dtype: of the tiles."""
+        num_blocks, block_size, num_kv_heads, head_dim = cache.shape
+        self._piece = math.gcd(block_size, KEY_TILE)
+        self._pieces_per_block = block_size // self._piece
+        self._dtype, self._scale = dtype, None
+        if scale is not None:
+            self._scale = scale.view(num_blocks, num_kv_heads, -1, self._piece)
+            cache = cache.view(torch.uint8)  # of which parts can be taken on every device
+        self._source = cache.view(-1, self._piece * num_kv_heads * head_dim)
+        self._buffer = self._source.new_empty(KEY_TILE // self._piece, self._source.shape[1])
+        self._tile = self._buffer.view(KEY_TILE, num_kv_heads, head_dim).transpose(0, 1)
+
+    def pieces(self, block_tables: Tensor) -> Tensor:
+        """Indices of pieces, int64 [num_seqs, num_tiles, pieces per tile].
+
+        The last tile is filled up with piece 0: its keys are masked.
+        """
+        offsets = torch.arange(self._pieces_per_block, device=block_tables.device)
+        pieces = (block_tables.long().unsqueeze(2) * self._pieces_per_block + offsets).flatten(1)
+        per_tile = KEY_TILE // self._piece
+        padded = functional.pad(pieces, (0, -pieces.shape[1] % per_tile))
+        return padded.view(len(padded), -1, per_tile)
+
+    def read(self, pieces: Tensor) -> Tensor:
+        """One tile, valid until the next is read."""
+        torch.index_select(self._source, 0, pieces, out=self._buffer)
+        if self._scale is None:
+            return self._tile
+        blocks, places = pieces // self._pieces_per_block, pieces % self._pieces_per_block
+        scale = self._scale[blocks, :, places].transpose(0, 1).flatten(1)
+        return (self._tile.view(FP8).float() * scale.unsqueeze(2)).to(self._dtype)
+
+
+def _attend_tile(
+    q: Tensor, keys: _Tiles, values: _Tiles, tiles: tuple[Tensor, ...], position: int, out: Tensor
+) -> None:
+    """Attention of successive tokens of one sequence, the first at `position`.
+
+    q, out [num_kv_heads, num_tokens, group, head_dim]; tiles: the pieces of each key tile.
+    """
+    num_kv_heads, num_tokens, group, head_dim = q.shape
+    tiles = tiles[: -(-(position + num_tokens) // KEY_TILE)]
+    rows = pad_rows(q.reshape(num_kv_heads, -1, head_dim), ROW_ALIGNMENT)
+    num_rows = num_tokens * group
+    scores = q.new_empty(len(tiles), num_kv_heads, rows.shape[1], KEY_TILE)
+    for tile_scores, pieces in zip(scores.unbind(0), tiles, strict=True):
+        batched_product(rows, keys.read(pieces).transpose(1, 2), tile_scores)
+    by_token = (len(tiles), num_kv_heads, num_tokens, group, KEY_TILE)
+    _mask_later_keys(scores[:, :, :num_rows].view(by_token), position)
+    weights = scores.sub_(scores.amax((0, 3), keepdim=True)).exp_()
+    weighted = torch.zeros_like(rows)
+    for tile_weights, pieces in zip(weights.unbind(0), tiles, strict=True):
+        batched_product(tile_weights, values.read(pieces), weighted, add=True)
+    # cumsum adds in order, where sum would choose an order by the number of tiles.
+    total = weights.sum(-1, keepdim=True).cumsum(0)[-1]
+    out.copy_((weighted / total)[:, :num_rows].view_as(out))
+
+
+def _mask_later_keys(scores: Tensor, position: int) -> None:
+    """scores [num_tiles, num_kv_heads, num_tokens, group, KEY_TILE], the first token's position."""
+    num_tiles, _, num_tokens, _, _ = scores.shape
+    first_tile = position // KEY_TILE  # the tiles before have no later key
+    keys = torch.arange(first_tile * KEY_TILE, num_tiles * KEY_TILE, device=scores.device)
+    queries = torch.arange(position, position + num_tokens, device=scores.device)
+    later = keys.view(-1, 1, 1, 1, KEY_TILE) > queries.view(-1, 1, 1)
+    scores[first_tile:].masked_fill_(later, -math.inf)

@@ -1,0 +1,257 @@
+"""Attention of one new token per sequence over a paged KV cache, split over the keys.
+
+Flash-decoding (Dao et al. 2023, https://pytorch.org/blog/flash-decoding/): several programs share
+the keys of a long sequence, and the last of them to end merges their results. Which program reads
+which keys is laid down on the device once a step, since lengths change from one replay of a CUDA
+graph to the next and the grid does not.
+
+A row's sums are taken in one order whichever program ends last; but how a row is split, and with
+it the last bits of its result, depends on the lengths of the others.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.attention.kv_cache import KVCache
+from penstock.kernels.attention.triton_decode_items import (
+    ITEM_INTS,
+    Tuning,
+    default_tuning,
+    plan_kernel,
+)
+from penstock.kernels.attention.triton_decode_keys import attend_keys, slots_from
+from penstock.kernels.checks import check_contiguous, check_tensor
+from penstock.kernels.triton_pdl import LAUNCH, wait
+
+MAX_ROWS = 4096
+MAX_GROUP = 16
+"""query heads per KV head: the rows of one tensor core instruction"""
+MERGED_FLOATS = 4096
+"""of partial results that are merged in one turn"""
+
+
+class DecodeAttention:
+    """Work list and workspace, one for all layers of a model and all its graphs on a device.
+
+    One call at a time: `plan` once a step, then the layers of this step one after another.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        device: torch.device | str,
+        *,
+        is_fp8: bool = False,
+        tuning: Tuning | None = None,
+    ) -> None:
+        """is_fp8: of the KV cache. Raises ValueError for sizes that the kernel can't do."""
+        self._fixed_tuning, self._group = tuning, num_heads // num_kv_heads
+        self._is_fp8 = is_fp8
+        _check_sizes(max_rows, num_heads, num_kv_heads, head_dim, block_size, self._tuning(1))
+        self._max_rows, self._num_heads, self._num_kv_heads = max_rows, num_heads, num_kv_heads
+        self._head_dim, self._block_size = head_dim, block_size
+        self._num_sms = _num_sms(torch.device(device))
+        max_items = max(self.max_items(rows) for rows in range(1, max_rows + 1))
+        parts = (max_items, num_kv_heads, self._group)
+        self.items = torch.full((max_items, ITEM_INTS.value), -1, dtype=torch.int32, device=device)
+        self._partials = torch.empty((*parts, head_dim), dtype=torch.float32, device=device)
+        self._lses = torch.empty(parts, dtype=torch.float32, device=device)
+        # The program that merges a row's splits sets the row's counters back to 0.
+        self._arrived = torch.zeros((max_rows, num_kv_heads), dtype=torch.int32, device=device)
+
+    def max_items(self, num_rows: int) -> int:
+        """Items that `num_rows` rows are cut into at most, whatever their lengths are."""
+        return max(self._target_items(num_rows), num_rows + num_rows // 2)
+
+    def _tuning(self, num_rows: int) -> Tuning:
+        return self._fixed_tuning or default_tuning(num_rows, self._group, is_fp8=self._is_fp8)
+
+    def _target_items(self, num_rows: int) -> int:
+        """Enough to fill the GPU."""
+        programs = self._num_sms * self._tuning(num_rows).programs_per_sm
+        return max(1, programs // self._num_kv_heads)
+
+    def plan(self, context_lens: Tensor) -> None:
+        """Makes the work list of a step from context_lens, int32 [num_rows], 0 for a padded row.
+
+        Between this and the first layer must lie a kernel that is launched without programmatic
+        dependent launch, as the embedding is: the layers read the list before they wait.
+        """
+        num_rows = context_lens.shape[0]
+        check_tensor("context_lens", context_lens, (-1,), torch.int32)
+        check_contiguous("context_lens", context_lens)
+        self._check_rows(num_rows)
+        rows = max(16, triton.next_power_of_2(num_rows))
+        tuning, max_items = self._tuning(num_rows), self.max_items(num_rows)
+        plan_kernel[(1,)](
+            context_lens, self.items, num_rows, max_items, self._target_items(num_rows),
+            triton.cdiv(tuning.min_split, tuning.block_n), tuning.block_n, rows,
+            num_warps=8 if rows > 256 else 4, **LAUNCH
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv_cache: KVCache,
+        *,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        scale: float,
+        out: Tensor,
+    ) -> None:
+        """Writes the attention of every row to `out`; nothing for a padded row.
+
+        q [num_rows, num_heads, head_dim], rows any distance apart; kv_cache: with this step's
+        tokens stored; context_lens as given to `plan`; block_tables int32 [num_rows, max_blocks];
+        scale: factor of the scores; out like q, contiguous.
+        """
+        num_rows = q.shape[0]
+        tuning = self._tuning(num_rows)
+        self._check_rows(num_rows)
+        self._check_tensors(q, kv_cache, out)
+        check_tensor("context_lens", context_lens, (num_rows,), torch.int32)
+        check_tensor("block_tables", block_tables, (num_rows, -1), torch.int32)
+        if block_tables.stride(1) != 1:
+            raise ValueError(f"block_tables has stride {block_tables.stride(1)} in a row, not 1")
+        _decode_kernel[(self._num_kv_heads, self.max_items(num_rows))](
+            q, kv_cache.k, kv_cache.v, *(kv_cache.scales or (None, None)),
+            block_tables, self.items, out,
+            self._partials, self._lses, self._arrived,
+            scale * math.log2(math.e), q.stride(0), block_tables.stride(0),
+            self._num_kv_heads, self._group, self._head_dim, self._block_size,
+            tuning.block_n, merged_splits(self._group, self._head_dim),
+            num_warps=tuning.num_warps, num_stages=tuning.num_stages, **LAUNCH
+        )  # fmt: skip
+
+    def _check_rows(self, num_rows: int) -> None:
+        if not 1 <= num_rows <= self._max_rows:
+            raise ValueError(f"{num_rows} rows; 1 to {self._max_rows} are possible")
+
+    def _check_tensors(self, q: Tensor, kv_cache: KVCache, out: Tensor) -> None:
+        check_tensor("q", q, (-1, self._num_heads, self._head_dim))
+        if q.stride()[1:] != (self._head_dim, 1):
+            raise ValueError(f"q has strides {list(q.stride())}; each row must be contiguous")
+        kv_cache.check(q.dtype, self._block_size, self._num_kv_heads, self._head_dim)
+        check_tensor("out", out, tuple(q.shape), q.dtype)
+        check_contiguous("out", out)
+
+
+def merged_splits(group: int, head_dim: int) -> int:
+    """How many splits are merged in one turn, a power of two."""
+    return max(1, MERGED_FLOATS // (int(triton.next_power_of_2(group)) * head_dim))
+
+
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # the interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _check_sizes(
+    max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, tuning: Tuning
+) -> None:
+    if not 1 <= max_rows <= MAX_ROWS:
+        raise ValueError(f"max_rows is {max_rows}; 1 to {MAX_ROWS} is possible")
+    if num_heads % num_kv_heads or not 1 <= num_heads // num_kv_heads <= MAX_GROUP:
+        raise ValueError(
+            f"{num_heads} heads over {num_kv_heads} KV heads; 1 to {MAX_GROUP} for each is possible"
+        )
+    if head_dim not in (16, 32, 64, 128, 256):
+        raise ValueError(f"head_dim is {head_dim}; a power of two from 16 to 256 is possible")
+    if block_size < 1:
+        raise ValueError(f"block_size is {block_size}; at least 1 is needed")
+    if tuning.block_n < 16 or tuning.block_n & (tuning.block_n - 1):
+        raise ValueError(f"block_n is {tuning.block_n}; a power of two from 16 is needed")
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, block_tables_ptr, items_ptr, out_ptr,
+    partials_ptr, lses_ptr, arrived_ptr, scale_log2, q_stride, table_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MERGED_SPLITS: tl.constexpr
+):  # fmt: skip
+    """One program for each item and KV head; the heads of an item, adjacent in memory, together.
+
+    The next kernel is not launched early: its reads of the output projection's weights would come
+    before those of keys and values (8B, batch 16: 132 instead of 120 µs a layer).
+    """
+    head, item = tl.program_id(0), tl.program_id(1)
+    item_ptr = items_ptr + item * ITEM_INTS
+    row = tl.load(item_ptr).to(tl.int64)
+    if row < 0:
+        wait()
+        return
+    begin, end = tl.load(item_ptr + 1), tl.load(item_ptr + 2)
+    first, num_splits = tl.load(item_ptr + 3), tl.load(item_ptr + 4)
+    table_ptr = block_tables_ptr + row * table_stride
+    slots = slots_from(table_ptr, begin, end, BLOCK_SIZE, BLOCK_N)
+    wait()
+    query = tl.arange(0, 16)
+    tile = query[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    real = (query < GROUP)[:, None]
+    q = tl.load(q_ptr + row * q_stride + head * (GROUP * HEAD_DIM) + tile, real, 0.0)
+    acc, lse = attend_keys(
+        q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, slots, head, begin, end, scale_log2,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N
+    )  # fmt: skip
+    out_ptr += (row * NUM_KV_HEADS + head) * (GROUP * HEAD_DIM)
+    if num_splits == 1:
+        tl.store(out_ptr + tile, acc.to(out_ptr.dtype.element_ty), real)
+    else:
+        part = (item.to(tl.int64) * NUM_KV_HEADS + head) * GROUP
+        tl.store(partials_ptr + part * HEAD_DIM + tile, acc, real)
+        tl.store(lses_ptr + part + query, lse, query < GROUP)
+        # Every thread's stores come before the counter's addition, which releases them.
+        tl.debug_barrier()
+        counter_ptr = arrived_ptr + row * NUM_KV_HEADS + head
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_splits - 1:
+            tl.store(counter_ptr, 0)
+            part = (first.to(tl.int64) * NUM_KV_HEADS + head) * GROUP
+            _merge(
+                partials_ptr + part * HEAD_DIM, lses_ptr + part, num_splits, out_ptr,
+                NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, MERGED_SPLITS
+            )  # fmt: skip
+
+
+@triton.jit
+def _merge(
+    partials_ptr, lses_ptr, num_splits, out_ptr, SPLIT_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MERGED_SPLITS: tl.constexpr
+):  # fmt: skip
+    """Writes the mean of a row's partial results, weighted by 2 ** lse, in the splits' order.
+
+    partials [num_splits, SPLIT_HEADS, HEAD_DIM] and lses [num_splits, SPLIT_HEADS], of which the
+    first GROUP heads are taken.
+    """
+    FILLED: tl.constexpr = triton.next_power_of_2(GROUP)
+    heads = tl.minimum(tl.arange(0, FILLED), GROUP - 1)  # the last head fills up
+    dims = tl.arange(0, HEAD_DIM)
+    top = tl.full([FILLED], float("-inf"), tl.float32)
+    total = tl.zeros([FILLED], tl.float32)
+    acc = tl.zeros([FILLED, HEAD_DIM], tl.float32)
+    # Heads come first: so the warps share them, and no sum over splits needs another warp.
+    for turn in range(0, num_splits, MERGED_SPLITS):
+        splits = turn + tl.arange(0, MERGED_SPLITS)[None, :]
+        there = splits < num_splits
+        rows = splits * SPLIT_HEADS + heads[:, None]
+        cells = rows[:, :, None] * HEAD_DIM + dims[None, None, :]
+        # Before the lses, or some of these loads wait for them.
+        partials = tl.load(partials_ptr + cells, there[:, :, None], 0.0)
+        lses = tl.load(lses_ptr + rows, there, float("-inf"))
+        new_top = tl.maximum(top, tl.max(lses, 1))
+        weights = tl.exp2(lses - new_top[:, None])
+        fade = tl.exp2(top - new_top)
+        total = total * fade + tl.sum(weights, 1)
+        acc = acc * fade[:, None] + tl.sum(partials * weights[:, :, None], 1)
+        top = new_top
+    result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + heads[:, None] * HEAD_DIM + dims[None, :], result)

@@ -1,0 +1,87 @@
+"""Work list of decode attention: which program reads which keys."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.triton_pdl import launch_dependents, wait
+
+ITEM_INTS = tl.constexpr(8)
+"""int32 per item, 32 bytes so that one sector holds it: row (-1: no item), first key, end of keys,
+the row's first item, number of the row's items"""
+
+
+FEW_ROWS = 32
+"""up to which a GPU is filled by splits rather than by rows"""
+
+
+class Tuning(NamedTuple):
+    """What is chosen by measurement."""
+
+    block_n: int = 64
+    """keys per tile, a power of two of at least 16"""
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_sm: int = 3
+    """aimed at, for all KV heads together; more where there are more rows"""
+    min_split: int = 64
+    """keys of a split at least, rounded up to tiles"""
+
+
+def default_tuning(num_rows: int, group: int, *, is_fp8: bool = False) -> Tuning:
+    """For `group` query heads per KV head; measured on an H200, in layers and alone."""
+    if num_rows <= FEW_ROWS:
+        return Tuning(128, 4, 3, 1, min_split=128)
+    if is_fp8:
+        return Tuning(128, 4, 3, 2, 128) if num_rows <= 64 else Tuning(64, 2, 2, 2, min_split=64)
+    return Tuning(64, 4, 2, 2, min_split=64) if group <= 2 else Tuning(32, 4, 4, 2, min_split=32)
+
+
+@triton.jit
+def _split_tiles(tiles, target_items, min_tiles):
+    """The shortest split with which the items are few enough, by bisection; in tiles.
+
+    tiles int32 [ROWS]. Where the rows alone are too many, half of them may be cut once: then no
+    program has so much to do that the others wait for it.
+    """
+    num_rows = tl.sum((tiles > 0).to(tl.int32))
+    limit = tl.maximum(target_items, num_rows + num_rows // 2)
+    low = tl.maximum(tl.cdiv(tl.sum(tiles), limit), min_tiles)
+    high = tl.maximum(tl.max(tiles), low)
+    while low < high:
+        middle = (low + high) // 2
+        fits = tl.sum(tl.cdiv(tiles, middle)) <= limit
+        low = tl.where(fits, low, middle + 1)
+        high = tl.where(fits, middle, high)
+    return low
+
+
+@triton.jit(do_not_specialize=["num_rows", "max_items", "target_items", "min_tiles"])
+def plan_kernel(
+    context_lens_ptr, items_ptr, num_rows, max_items, target_items, min_tiles,
+    BLOCK_N: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Cuts every row into items of equal length, the longest items first; one program."""
+    launch_dependents()
+    wait()
+    index = tl.arange(0, ROWS)
+    tiles = tl.cdiv(tl.load(context_lens_ptr + index, index < num_rows, 0), BLOCK_N)
+    most = _split_tiles(tiles, target_items, min_tiles)
+    size = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, most), 1))
+    # Programs start in the order of the items: what takes longest must not start last.
+    order = tl.sort(size * ROWS + index, descending=True)
+    row, size = order % ROWS, tl.maximum(order // ROWS, 1) * BLOCK_N
+    context_len = tl.load(context_lens_ptr + row, row < num_rows, 0)
+    num_splits = tl.cdiv(context_len, size)
+    first = tl.cumsum(num_splits, 0) - num_splits
+    for split in range(tl.max(num_splits)):
+        item_ptr = items_ptr + (first + split) * ITEM_INTS
+        used = split < num_splits
+        tl.store(item_ptr, row, used)
+        tl.store(item_ptr + 1, split * size, used)
+        tl.store(item_ptr + 2, tl.minimum((split + 1) * size, context_len), used)
+        tl.store(item_ptr + 3, first, used)
+        tl.store(item_ptr + 4, num_splits, used)
+    for unused in range(tl.sum(num_splits), max_items, ROWS):
+        tl.store(items_ptr + (unused + index) * ITEM_INTS, -1, unused + index < max_items)

@@ -1,0 +1,236 @@
+"""Causal attention of prefill chunks over the paged KV cache, in Triton.
+
+FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691): a program holds one tile of queries
+of one head and goes over the keys once, with a running maximum and sum of the softmax.
+"""
+
+import math
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.attention.kv_cache import KVCache
+from penstock.kernels.attention.triton_fp8_cache import scale_places
+from penstock.kernels.step.forward_batch import SMALL_TILE
+from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
+
+MIN_HEAD_DIM = 16
+
+
+class Tuning(NamedTuple):
+    """How the work of the kernel is cut; changes its speed only."""
+
+    block_n: int
+    """keys of one step"""
+    num_warps: int
+    num_stages: int
+    """steps whose keys and values are on their way from memory at once"""
+
+
+def default_tuning(tile_size: int, block_size: int) -> Tuning:
+    """The fastest on an H200, for a cache whose blocks hold block_size tokens."""
+    if tile_size <= SMALL_TILE:
+        return Tuning(32, 4, 3)
+    return Tuning(64 if block_size % 128 else 128, 8, 3)
+
+
+def prefill_attention(
+    q: Tensor,
+    kv_cache: KVCache,
+    *,
+    tiles: Tensor,
+    tile_size: int,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    out: Tensor,
+    tuning: Tuning | None = None,
+) -> None:
+    """Writes the attention of the tiles' tokens into `out`, and no other row of it.
+
+    tiles int32 [num_tiles, 2]: sequence and first of `tile_size` tokens (a power of two) in its
+    chunk, or -1. Other arguments as in penstock.kernels.attention.reference.attend. q, out
+    contiguous [num_tokens, num_heads, head_dim]; each row of block_tables contiguous; scale > 0.
+    Raises ValueError if head_dim is no power of two, or below MIN_HEAD_DIM.
+    """
+    _, num_heads, head_dim = q.shape
+    block_size, num_kv_heads = kv_cache.k.shape[1:3]
+    if head_dim < MIN_HEAD_DIM or head_dim & (head_dim - 1):
+        raise ValueError(f"head_dim is {head_dim}; a power of 2 from {MIN_HEAD_DIM} on is needed")
+    block_n, num_warps, num_stages = tuning or default_tuning(tile_size, block_size)
+    if not tiles.shape[0]:
+        return
+    _prefill_attention_kernel[(num_heads, tiles.shape[0])](
+        q,
+        kv_cache.k,
+        kv_cache.v,
+        *(kv_cache.scales or (None, None)),
+        out,
+        tiles,
+        cu_seqlens_q,
+        context_lens,
+        block_tables,
+        block_tables.stride(0),
+        scale * math.log2(math.e),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        tile_size,
+        block_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **LAUNCH,
+    )
+
+
+@triton.jit(do_not_specialize=["max_blocks"])
+def _prefill_attention_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    out_ptr,
+    tiles_ptr,
+    cu_seqlens_q_ptr,
+    context_lens_ptr,
+    block_tables_ptr,
+    max_blocks,
+    scale,  # of the scores, as powers of 2
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: BLOCK_M queries of one head; the heads of a group are neighbours in the grid."""
+    launch_dependents()
+    wait()
+    head, tile = tl.program_id(0), tl.program_id(1)
+    seq, first = tl.load(tiles_ptr + 2 * tile), tl.load(tiles_ptr + 2 * tile + 1)
+    if seq < 0:
+        return
+    begin = tl.load(cu_seqlens_q_ptr + seq)
+    num_queries = tl.load(cu_seqlens_q_ptr + seq + 1) - begin
+    context_len = tl.load(context_lens_ptr + seq)
+    table = block_tables_ptr + seq.to(tl.int64) * max_blocks
+    kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+    keys, values = k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM
+
+    rows = tl.arange(0, BLOCK_M)
+    q_offset = (begin + first).to(tl.int64) * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
+    q_offsets = rows[:, None] * (NUM_HEADS * HEAD_DIM) + tl.arange(0, HEAD_DIM)[None, :]
+    q_mask = (first + rows < num_queries)[:, None]
+    q = tl.load(q_ptr + q_offset + q_offsets, q_mask, 0)
+    if k_scale_ptr is not None:
+        k_scale_ptr += kv_head * BLOCK_SIZE
+        v_scale_ptr += kv_head * BLOCK_SIZE
+        q = q.to(tl.float32 if q.dtype == tl.float32 else tl.float16)  # as for decoding
+    position = context_len - num_queries + first  # of the first query
+    positions = position + rows
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    end = tl.minimum(context_len, position + BLOCK_M)
+    full_end = (position + 1) // BLOCK_N * BLOCK_N  # every query sees every key before
+    acc, highest, total = _attend_keys(
+        q, keys, values, k_scale_ptr, v_scale_ptr, table, 0, full_end,
+        acc, highest, total, positions, scale, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, False,
+    )  # fmt: skip
+    acc, highest, total = _attend_keys(
+        q, keys, values, k_scale_ptr, v_scale_ptr, table, full_end, end,
+        acc, highest, total, positions, scale, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, True,
+    )  # fmt: skip
+    result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + q_offset + q_offsets, result, q_mask)
+
+
+@triton.jit
+def _attend_keys(
+    q,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    table,
+    begin,
+    end,
+    acc,
+    highest,
+    total,
+    positions,
+    scale,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The running softmax with the keys from `begin` to `end`; begin a multiple of BLOCK_N.
+
+    MASKED: some query is before some key, or `end` within a tile; positions of the queries.
+    """
+    row_size: tl.constexpr = NUM_KV_HEADS * q.shape[1]
+    slots = _slots(table, begin, end, BLOCK_SIZE, BLOCK_N)
+    for key in range(begin, end, BLOCK_N):
+        offsets = _offsets(slots, row_size, q.shape[1], BLOCK_N)
+        if k_scale_ptr is not None:
+            places = scale_places(slots, NUM_KV_HEADS, BLOCK_SIZE)
+            places = _offsets(places, 1, 1, BLOCK_N)
+        slots = _slots(table, key + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+        key_positions = key + tl.arange(0, BLOCK_N)
+        # what lies behind the last key may be NaN, which a weight of 0 would not remove
+        stored = (key_positions < end)[:, None] if MASKED else None
+        k = tl.load(k_ptr + offsets, stored)
+        v = tl.load(v_ptr + offsets, stored, 0.0 if MASKED else None)
+        if k_scale_ptr is not None:
+            k_scale = tl.load(k_scale_ptr + places, stored)
+            v_scale = tl.load(v_scale_ptr + places, stored, 0.0 if MASKED else None)
+            k = (k.to(tl.float32) * k_scale).to(q.dtype)
+            v = (v.to(tl.float32) * v_scale).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            seen = key_positions[None, :] <= positions[:, None]
+            scores = tl.where(seen, scores, float("-inf"))
+        acc, highest, total = _add_tile(acc, highest, total, scores, v, scale)
+    return acc, highest, total
+
+
+@triton.jit
+def _slots(table, key, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Slots of the keys from `key` on: int64 [BLOCK_N], or only the first where they are in a row.
+
+    They are read one step ahead, so that no key waits for its slot.
+    """
+    if BLOCK_SIZE % BLOCK_N == 0:
+        block = tl.load(table + key // BLOCK_SIZE, key < end, 0).to(tl.int64)
+        return block * BLOCK_SIZE + key % BLOCK_SIZE
+    else:
+        positions = key + tl.arange(0, BLOCK_N)
+        blocks = tl.load(table + positions // BLOCK_SIZE, positions < end, 0).to(tl.int64)
+        return blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
+@triton.jit
+def _offsets(slots, ROW_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Elements from the start of a head's cache to its keys in `slots`: [BLOCK_N, HEAD_DIM]."""
+    columns = tl.arange(0, HEAD_DIM)[None, :]
+    if len(slots.shape) == 0:
+        return slots * ROW_SIZE + (tl.arange(0, BLOCK_N)[:, None] * ROW_SIZE + columns)
+    else:
+        return slots[:, None] * ROW_SIZE + columns
+
+
+@triton.jit
+def _add_tile(acc, highest, total, scores, v, scale):
+    """The running softmax with one more tile: scores float32 [BLOCK_M, BLOCK_N], v its values."""
+    higher = tl.maximum(highest, tl.max(scores, 1) * scale)
+    weights = tl.exp2(scores * scale - higher[:, None])
+    correction = tl.exp2(highest - higher)
+    total = total * correction + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
+    return acc, higher, total

@@ -1,0 +1,1 @@
+"""All-reduce over NVLink."""

@@ -1,0 +1,134 @@
+"""All-reduce of small messages over NVLink, with one trip and no barrier.
+
+Every rank writes its message into the inboxes of all, and adds up what it finds in its own. A word
+that is not there yet reads as `_MISSING`, which is never sent: nothing else tells that a message
+has come (NCCL's low-latency protocol and TensorRT-LLM's "Lamport" all-reduce work like this).
+Inboxes are used in turns of three: one is read; one is emptied, which the call before has read;
+to the third, peers that are a call ahead write already. They cannot be two ahead, for that takes
+this rank's next message.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.checks import check_contiguous, check_tensor
+from penstock.kernels.collectives.triton_shards import distances_to
+from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
+
+_BLOCK = tl.constexpr(512)
+"""words of a program: four for each thread, so that a store has 16 bytes"""
+_TURNS = tl.constexpr(3)
+_MISSING = tl.constexpr(-(2**31) + 2**15)
+"""two bfloat16 -0.0; sent as 0.0"""
+
+
+def inbox_size(max_elements: int, num_ranks: int) -> int:
+    """int32 words of each rank's inboxes, for messages of so many elements at most."""
+    capacity = -(-max_elements // (2 * _BLOCK.value)) * _BLOCK.value
+    return int(_TURNS.value * num_ranks * capacity)
+
+
+class PushAllReduce:
+    """One rank's. All ranks make the same calls, which may be captured in CUDA graphs."""
+
+    def __init__(
+        self, inbox: Tensor, addresses: Sequence[int], rank: int, max_elements: int
+    ) -> None:
+        """inbox: this rank's, int32 [inbox_size(...)]; addresses: of those of all ranks.
+
+        No rank may make a call before all ranks have come here. Raises ValueError.
+        """
+        check_tensor("inbox", inbox, (inbox_size(max_elements, len(addresses)),), torch.int32)
+        self.max_elements = max_elements
+        self._inbox = inbox.fill_(_MISSING.value)
+        self._distances = distances_to(addresses, rank, inbox.device)
+        self._rank = rank
+        self._num_ranks = len(addresses)
+        self._capacity = inbox.numel() // (_TURNS.value * len(addresses))
+        """words of a message"""
+        self._calls = inbox.new_zeros(self._capacity // _BLOCK.value)
+        """of each program"""
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x, overwritten with the sum of the ranks' x: bfloat16, contiguous, of an even size.
+
+        residual: of x's shape, the same on all ranks, is added to the sum. All is added in float32,
+        in the same order on all ranks, and rounded once. Raises ValueError.
+        """
+        check_tensor("x", x, tuple(x.shape), torch.bfloat16)
+        check_contiguous("x", x)
+        if residual is not None:
+            check_tensor("residual", residual, tuple(x.shape), torch.bfloat16)
+            check_contiguous("residual", residual)
+            residual = residual.view(-1).view(torch.int32)
+        if x.numel() > self.max_elements or x.numel() % 2:
+            raise ValueError(f"{x.numel()} elements; an even number to {self.max_elements} can be")
+        _push_and_sum[(triton.cdiv(x.numel(), 2 * _BLOCK.value),)](
+            x.view(-1).view(torch.int32),
+            residual,
+            self._inbox,
+            self._distances,
+            self._calls,
+            x.numel() // 2,
+            self._capacity,
+            self._rank,
+            num_ranks=self._num_ranks,
+            num_warps=4,
+            **LAUNCH,
+        )
+        return x
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _push_and_sum(
+    x_ptr, residual_ptr, inbox_ptr, distances_ptr, calls_ptr, num_words, capacity, rank,
+    num_ranks: tl.constexpr,
+):  # fmt: skip
+    """Grid (num_words / _BLOCK,). A program has to do with its like on the other ranks only."""
+    launch_dependents()
+    wait()
+    program = tl.program_id(0)
+    call = tl.load(calls_ptr + program)
+    lane = program * _BLOCK + tl.arange(0, _BLOCK)
+    there = lane < num_words
+    sent = tl.load(x_ptr + lane, there, other=0)
+    sent = tl.where(sent == _MISSING, 0, sent)
+    more = tl.zeros_like(sent)
+    if residual_ptr is not None:
+        more = tl.load(residual_ptr + lane, there, other=0)
+    turn = call % _TURNS * num_ranks
+    for peer in tl.static_range(num_ranks):
+        distance = tl.multiple_of(tl.load(distances_ptr + peer), 4)
+        tl.store(inbox_ptr + (distance + ((turn + rank) * capacity + lane)), sent, there)
+    senders = tl.arange(0, num_ranks)[:, None] * capacity
+    emptied = (call + 2) % _TURNS * num_ranks * capacity + senders + lane[None, :]
+    tl.store(inbox_ptr + emptied, tl.full(emptied.shape, _MISSING, tl.int32))
+    inbox_ptrs = inbox_ptr + (turn * capacity + senders + lane[None, :])
+    words = tl.load(inbox_ptrs, there[None, :], other=0, volatile=True)
+    while tl.max((words == _MISSING).to(tl.int32)) > 0:
+        words = tl.load(inbox_ptrs, there[None, :], other=0, volatile=True)
+    low = tl.sum(_low(words), 0) + _low(more)
+    high = tl.sum(_high(words), 0) + _high(more)
+    tl.store(x_ptr + lane, _bits(low) | (_bits(high) << 16), there)
+    tl.store(calls_ptr + program, call + 1)
+
+
+@triton.jit
+def _low(words):
+    """The first bfloat16 of each word, as float32."""
+    return (words << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _high(words):
+    return (words & -(2**16)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bits(value):
+    """Of the bfloat16 next to it, as an int32 of 16 bits."""
+    return value.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)

@@ -1,0 +1,1 @@
+"""Elementwise operations, normalization and rotary embedding."""

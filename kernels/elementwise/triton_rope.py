@@ -1,0 +1,155 @@
+"""RMSNorm per head, RoPE and the store into the paged KV cache, in one Triton kernel."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.attention.kv_cache import KVCache
+from penstock.kernels.attention.triton_fp8_cache import store_scales
+from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
+
+HEADS = 8
+"""heads of one kind that a program takes"""
+MIN_HEAD_DIM = 16
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    weights: tuple[Tensor, Tensor],
+    rope: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    kv_cache: KVCache,
+    eps: float,
+) -> Tensor:
+    """As in penstock.kernels.elementwise.rope; weights: of queries and keys.
+
+    Raises ValueError if head_dim is no power of two, or below MIN_HEAD_DIM.
+    """
+    block_size, num_kv_heads, head_dim = kv_cache.k.shape[1:]
+    if head_dim < MIN_HEAD_DIM or head_dim & (head_dim - 1):
+        raise ValueError(f"head_dim is {head_dim}; a power of 2 from {MIN_HEAD_DIM} on is needed")
+    num_tokens = qkv.shape[0]
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    q = qkv.new_empty(num_tokens, num_heads, head_dim)
+    groups = triton.cdiv(num_heads, HEADS) + 2 * triton.cdiv(num_kv_heads, HEADS)
+    if num_tokens:
+        _qk_norm_rope_store_kernel[(num_tokens * groups,)](
+            qkv,
+            q,
+            kv_cache.k,
+            kv_cache.v,
+            *(kv_cache.scales or (None, None)),
+            *weights,
+            rope,
+            positions,
+            slot_mapping,
+            eps,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
+            HEADS,
+            num_warps=max(1, HEADS * head_dim // 512),  # 16 bytes of each half for a thread
+            **LAUNCH,
+        )
+    return q
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slot_mapping_ptr"])
+def _qk_norm_rope_store_kernel(
+    qkv_ptr,
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    rope_ptr,
+    positions_ptr,
+    slot_mapping_ptr,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """One program: HEADS heads of one token, all of them queries, keys or values."""
+    launch_dependents()
+    q_groups: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    kv_groups: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    groups: tl.constexpr = q_groups + 2 * kv_groups
+    token = (tl.program_id(0) // groups).to(tl.int64)
+    group = tl.program_id(0) % groups
+    q_row = qkv_ptr + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    k_row = q_row + NUM_HEADS * HEAD_DIM
+    v_row = k_row + NUM_KV_HEADS * HEAD_DIM
+    rope_row = rope_ptr + tl.load(positions_ptr + token) * HEAD_DIM
+    slot = tl.load(slot_mapping_ptr + token)
+    slot_offset = slot * NUM_KV_HEADS * HEAD_DIM
+    num_stored = tl.where(slot >= 0, NUM_KV_HEADS, 0)
+    if group < q_groups:
+        heads = group * HEADS + tl.arange(0, HEADS)[:, None]
+        out_row = q_ptr + token * NUM_HEADS * HEAD_DIM
+        stored = heads < NUM_HEADS
+        a, b = _norm_and_rotate(q_row, q_weight_ptr, rope_row, eps, heads, stored, HEAD_DIM)
+        _store_halves(out_row, a, b, heads, stored, HEAD_DIM)
+    elif group < q_groups + kv_groups:
+        heads = (group - q_groups) * HEADS + tl.arange(0, HEADS)[:, None]
+        out_row = k_cache_ptr + slot_offset
+        stored = heads < num_stored
+        a, b = _norm_and_rotate(k_row, k_weight_ptr, rope_row, eps, heads, stored, HEAD_DIM)
+        if k_scale_ptr is not None:
+            top = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 1, keep_dims=True)
+            inverse = store_scales(k_scale_ptr, top, slot, heads, stored, NUM_KV_HEADS, BLOCK_SIZE)
+            a, b = a * inverse, b * inverse
+        _store_halves(out_row, a, b, heads, stored, HEAD_DIM)
+    else:
+        heads = (group - q_groups - kv_groups) * HEADS + tl.arange(0, HEADS)[:, None]
+        offsets = heads * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        wait()
+        stored = heads < num_stored
+        v = tl.load(v_row + offsets, stored)
+        if v_scale_ptr is not None:
+            v = v.to(tl.float32)
+            top = tl.max(tl.abs(v), 1, keep_dims=True)
+            v *= store_scales(v_scale_ptr, top, slot, heads, stored, NUM_KV_HEADS, BLOCK_SIZE)
+        tl.store(v_cache_ptr + slot_offset + offsets, v.to(v_cache_ptr.dtype.element_ty), stored)
+
+
+@triton.jit
+def _norm_and_rotate(in_row, weight_ptr, rope_row, eps, heads, stored, HEAD_DIM: tl.constexpr):
+    """The halves of some heads of one token, float32; heads, stored [number, 1]."""
+    half: tl.constexpr = HEAD_DIM // 2
+    columns = tl.arange(0, half)[None, :]
+    offsets = heads * HEAD_DIM + columns
+    first_weight, second_weight = (
+        tl.load(weight_ptr + columns),
+        tl.load(weight_ptr + half + columns),
+    )
+    cos, sin = tl.load(rope_row + columns), tl.load(rope_row + half + columns)
+    wait()
+    first = tl.load(in_row + offsets, stored, 0).to(tl.float32)
+    second = tl.load(in_row + half + offsets, stored, 0).to(tl.float32)
+    square = tl.sum(first * first + second * second, 1, keep_dims=True)
+    scale = tl.rsqrt(square / HEAD_DIM + eps)
+    first, second = _scaled(first, scale, first_weight), _scaled(second, scale, second_weight)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _store_halves(out_row, first, second, heads, stored, HEAD_DIM: tl.constexpr):
+    half: tl.constexpr = HEAD_DIM // 2
+    offsets = heads * HEAD_DIM + tl.arange(0, half)[None, :]
+    dtype: tl.constexpr = out_row.dtype.element_ty
+    tl.store(out_row + offsets, first.to(dtype), stored)
+    tl.store(out_row + half + offsets, second.to(dtype), stored)
+
+
+@triton.jit
+def _scaled(x, scale, weight):
+    """x * scale * weight, rounded to the weight's type after each product, as float32."""
+    normed = (x * scale).to(weight.dtype).to(tl.float32)
+    return (normed * weight.to(tl.float32)).to(weight.dtype).to(tl.float32)

@@ -1,1 +1,0 @@
-"""Triton kernels for NVIDIA GPUs. What calls them is in `penstock.kernels`, with the checks."""

@@ -1,0 +1,232 @@
+"""Matrix products with what stands around them: a norm in front, an activation or a sum behind.
+
+On a CPU a row's bits do not depend on the other rows: see `batch_invariant.py`.
+
+On a GPU all tensors must be contiguous; up to 64 rows of bfloat16 are multiplied by one kernel of
+`penstock.kernels.linear.small_m_gemm` where it is faster than cuBLAS and separate kernels.
+
+A weight may be `Quantized`. On a CPU, and in that kernel, x is multiplied with what it stands for;
+where cuBLAS multiplies, x is quantised as well, each row by itself, and tensor cores take 8 bits.
+"""
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.checks import check_contiguous, check_tensor
+from penstock.kernels.elementwise.activation import silu_and_mul
+from penstock.kernels.elementwise.norm import rms_norm
+from penstock.kernels.linear.batch_invariant import product
+from penstock.kernels.quantize.quantize import FP8, Matrix, Quantized, parts, quantize, scale_shape
+
+MAX_FUSED_ROWS = 64
+"""of a product by one kernel"""
+
+
+def linear(x: Matrix, weight: Matrix, out: Tensor | None = None) -> Tensor:
+    """`x @ weight.T`; x [num_rows, in_features], weight [out_features, in_features].
+
+    out: where it goes, contiguous.
+    """
+    _check(x, weight)
+    _check_out(x, weight, out)
+    fused = _fused("add", x, weight, out=out)
+    return _product(x, weight, out) if fused is None else fused
+
+
+def linear_add(x: Matrix, weight: Matrix, residual: Tensor, out: Tensor | None = None) -> Tensor:
+    """`residual + x @ weight.T`; residual [num_rows, out_features].
+
+    out: where it goes, contiguous; without it, `residual` may be overwritten.
+    """
+    _check(x, weight)
+    check_tensor("residual", residual, (x.shape[0], weight.shape[0]), _dtype(x))
+    _check_out(x, weight, out)
+    fused = _fused("add", x, weight, residual=residual, out=out)
+    return add_separately(x, weight, residual, out) if fused is None else fused
+
+
+def norm_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Matrix,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`rms_norm(x) @ weight.T`; norm_weight [in_features].
+
+    out_dtype: x's, the default, or torch.float32; other dtypes raise ValueError. out: where it
+    goes, contiguous.
+    """
+    _check(x, weight)
+    check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype)
+    if out_dtype not in (None, x.dtype, torch.float32):
+        raise ValueError(f"out_dtype is {out_dtype}; {x.dtype} or torch.float32 is needed")
+    out_dtype = out_dtype or x.dtype
+    _check_out(x, weight, out, out_dtype)
+    kind = "norm" if out_dtype == x.dtype else "logits"
+    fused = _fused(kind, x, weight, norm_weight, eps, out=out)
+    return norm_separately(x, norm_weight, eps, weight, out_dtype, out) if fused is None else fused
+
+
+def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix) -> Matrix:
+    """`silu_and_mul(rms_norm(x) @ weight.T)`, [num_rows, intermediate_size].
+
+    weight: [2 * intermediate_size, in_features], the gate's rows, then up's. The result is for
+    another product: where cuBLAS will multiply it with a weight that is `Quantized`, it is, too.
+    """
+    _check(x, weight)
+    check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype)
+    if weight.shape[0] % 2:
+        raise ValueError(f"weight has {weight.shape[0]} rows; an even number is needed")
+    fused = _fused("swiglu", x, weight, norm_weight, eps)
+    return swiglu_separately(x, norm_weight, eps, weight) if fused is None else fused
+
+
+def add_separately(
+    x: Matrix, weight: Matrix, residual: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """As `linear_add`, without our own product; on a GPU in place: a copy would show."""
+    if x.is_cuda and out is None:
+        out = residual
+    if isinstance(x, Tensor) and isinstance(weight, Tensor) and x.is_cuda:
+        return torch.addmm(residual, x, weight.t(), out=out)
+    return torch.add(residual, _product(x, weight), out=out)
+
+
+def norm_separately(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Matrix,
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As `norm_linear`, in separate kernels."""
+    if x.is_cuda and out_dtype != x.dtype:
+        if isinstance(weight, Quantized):
+            return _scaled_logits(x, norm_weight, eps, weight, out)
+        normed = rms_norm(x, norm_weight, eps)
+        return torch.mm(normed, weight.t(), out_dtype=out_dtype, out=out)
+    return _norm_product(x, norm_weight, eps, weight, out).to(out_dtype)
+
+
+def swiglu_separately(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix) -> Matrix:
+    """As `norm_swiglu`, in separate kernels."""
+    gate_up = _norm_product(x, norm_weight, eps, weight)
+    if isinstance(weight, Quantized) and x.is_cuda and len(x) > MAX_FUSED_ROWS:
+        return quantize(gate_up, swiglu=True)
+    return silu_and_mul(gate_up)
+
+
+def _norm_product(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix, out: Tensor | None = None
+) -> Tensor:
+    if isinstance(weight, Quantized) and x.is_cuda:
+        return _product(quantize(x, norm_weight, eps), weight, out)
+    return _product(rms_norm(x, norm_weight, eps), weight, out)
+
+
+def _check(x: Matrix, weight: Matrix) -> None:
+    values, scale = parts(weight)
+    check_tensor("x", parts(x)[0], (-1, -1))
+    check_tensor("weight", values, (-1, x.shape[1]), FP8 if scale is not None else _dtype(x))
+    if isinstance(weight, Quantized):
+        check_tensor("weight's scale", weight.scale, scale_shape(weight), torch.float32)
+
+
+def _check_out(
+    x: Matrix, weight: Matrix, out: Tensor | None, dtype: torch.dtype | None = None
+) -> None:
+    if out is not None:
+        check_tensor("out", out, (x.shape[0], weight.shape[0]), dtype or _dtype(x))
+        check_contiguous("out", out)
+
+
+def _dtype(x: Matrix) -> torch.dtype:
+    """Of a product with x."""
+    return torch.bfloat16 if isinstance(x, Quantized) else x.dtype
+
+
+def _fused(
+    kind: str,
+    x: Matrix,
+    weight: Matrix,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | None:
+    """By one kernel of ours, where that is faster; else None."""
+    if isinstance(x, Quantized) or not x.is_cuda:
+        return None
+    from penstock.kernels.linear.small_m_gemm import multiply
+
+    check_contiguous("x", x)
+    check_contiguous("weight", parts(weight)[0])
+    if norm_weight is not None:
+        check_contiguous("norm_weight", norm_weight)
+    if residual is not None:
+        check_contiguous("residual", residual)
+    return multiply(kind, x, weight, norm_weight, eps, residual, out)
+
+
+def _product(x: Matrix, weight: Matrix, out: Tensor | None = None) -> Tensor:
+    if isinstance(weight, Quantized) and x.is_cuda:
+        return _scaled_product(x if isinstance(x, Quantized) else quantize(x), weight, out)
+    if isinstance(x, Quantized):
+        raise ValueError("x is quantised: on a GPU only, and with such a weight")
+    if isinstance(weight, Tensor) and x.is_cuda:
+        return torch.mm(x, weight.t(), out=out)
+    product = _linear_reference(x, weight)
+    return product if out is None else out.copy_(product)
+
+
+def _scaled_product(x: Quantized, weight: Quantized, out: Tensor | None) -> Tensor:
+    """In bfloat16, by cuBLAS, for which in_features and out_features are multiples of 16; or in
+    Triton, where blocks of the weight have scales."""
+    if weight.in_blocks:
+        from penstock.kernels.linear.triton_block_scales import block_product
+
+        return block_product(x, weight, out)
+    return torch._scaled_mm(
+        x.values,
+        weight.values.t(),
+        x.scale[:, None],
+        weight.scale[None],
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+        out=out,
+    )
+
+
+def _scaled_logits(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Quantized, out: Tensor | None
+) -> Tensor:
+    """In float32, where cuBLAS takes one scale for a matrix: those of rows are applied behind it.
+
+    It takes multiples of 16 only; a vocabulary that is none is multiplied in float32.
+    """
+    if weight.shape[0] % 16:
+        product = _linear_reference(rms_norm(x, norm_weight, eps).float(), weight)
+        return product if out is None else out.copy_(product)
+    quantized = quantize(x, norm_weight, eps)
+    one = torch.ones((), device=x.device)
+    product = torch._scaled_mm(
+        quantized.values,
+        weight.values.t(),
+        one,
+        one,
+        out_dtype=torch.float32,
+        use_fast_accum=True,
+        out=out,
+    )
+    return product.mul_(quantized.scale[:, None]).mul_(weight.scale)
+
+
+def _linear_reference(x: Tensor, weight: Matrix) -> Tensor:
+    if isinstance(weight, Quantized) and weight.in_blocks:
+        return product(x, weight.dequantized().to(x.dtype))
+    values, scale = parts(weight)
+    out = product(x, values)
+    return out if scale is None else out * scale

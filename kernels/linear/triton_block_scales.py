@@ -1,0 +1,101 @@
+"""Weights of 8 bits whose blocks of 128 by 128 have scales (Qwen3-*-FP8, DeepSeek-V3).
+
+Few rows, and experts: a tile of weights becomes what it stands for in registers, before it is
+multiplied (`scaled_tile`). Many rows: tensor cores multiply 8 bits, and what a block adds to a sum
+is multiplied with its scale, in float32 (`block_product`).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.quantize.quantize import BLOCK, Quantized
+from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
+
+_BLOCK = tl.constexpr(BLOCK)
+Tile = tuple[int, int, int, int]
+"""rows and columns of a tile of the result, at most 128 columns; warps; stages"""
+GROUP = 8
+"""tiles of rows that take the same weights after one another, from the L2"""
+
+
+@triton.jit
+def scaled_tile(tile, scale, rows, first, K, BK: tl.constexpr, SLICES: tl.constexpr):
+    """The tile [BN, BK] or [SLICES, BN, BK] of a weight [.., K] in float32.
+
+    scale: of its blocks; rows [BN]: of the weight; first: the tile's first column, a multiple of
+    BK, a power of two; slices follow one another.
+    """
+    COLUMNS = tl.cdiv(K, _BLOCK)
+    NUM: tl.constexpr = BK // _BLOCK if BK > _BLOCK else 1
+    BN: tl.constexpr = rows.shape[0]
+    begin = first + tl.arange(0, SLICES)[:, None, None] * BK
+    column = begin // _BLOCK + tl.arange(0, NUM)[None, None, :]
+    at = (rows // _BLOCK)[None, :, None] * COLUMNS + tl.minimum(column, COLUMNS - 1)
+    factors = tl.load(scale + at)  # [SLICES, BN, NUM]
+    wide = tl.reshape(tile.to(tl.float32), (SLICES, BN, NUM, BK // NUM))
+    return tl.reshape(wide * factors[:, :, :, None], tile.shape)
+
+
+def tile_of(num_rows: int) -> Tile:
+    """Choose a tile for a product of `num_rows` rows, as measured on an H200."""
+    if num_rows > 256:
+        return 128, 128, 8, 4
+    return min(64, max(16, triton.next_power_of_2(num_rows))), 64, 4, 6
+
+
+def block_product(
+    x: Quantized, weight: Quantized, out: Tensor | None = None, tile: Tile | None = None
+) -> Tensor:
+    """Return `x @ weight.T`, bfloat16; x [num_rows, K] has scales of rows, weight [N, K] of blocks.
+
+    out: where it goes, contiguous. tile: `tile_of` the rows by default. All tensors are contiguous.
+    """
+    (num_rows, inner), num_columns = x.shape, len(weight)
+    if out is None:
+        out = torch.empty(num_rows, num_columns, dtype=torch.bfloat16, device=x.device)
+    bm, bn, num_warps, num_stages = tile or tile_of(num_rows)
+    tiles = triton.cdiv(num_rows, bm) * triton.cdiv(num_columns, bn)
+    if tiles:
+        _block_product[(tiles,)](
+            x.values, x.scale, weight.values, weight.scale, out, num_rows, num_columns, inner,
+            BM=bm, BN=bn, GROUP=GROUP, EVEN=inner % BLOCK == 0,
+            num_warps=num_warps, num_stages=num_stages, **LAUNCH,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _block_product(
+    x, x_scale, weight, scale, out, num_rows, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile [BM, BN] of out, whose columns are of one row of blocks."""
+    launch_dependents()
+    row_tiles, column_tiles = tl.cdiv(num_rows, BM), tl.cdiv(N, BN)
+    group = tl.program_id(0) // (GROUP * column_tiles) * GROUP
+    in_group = tl.minimum(row_tiles - group, GROUP)
+    place = tl.program_id(0) % (GROUP * column_tiles)
+    row = (group + place % in_group) * BM + tl.arange(0, BM)
+    first = place // in_group * BN
+    column = first + tl.arange(0, BN)
+    k = tl.arange(0, _BLOCK)
+    x_at = x + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * K + k[None, :]
+    weight_at = weight + tl.minimum(column, N - 1).to(tl.int64)[:, None] * K + k[None, :]
+    scale_at = scale + first // _BLOCK * tl.cdiv(K, _BLOCK)
+    acc = tl.zeros((BM, BN), tl.float32)
+    wait()
+    for block in tl.range(0, tl.cdiv(K, _BLOCK)):
+        begin = block * _BLOCK
+        if EVEN:
+            x_tile, weight_tile = tl.load(x_at + begin), tl.load(weight_at + begin)
+        else:
+            inside = begin + k[None, :] < K
+            x_tile = tl.load(x_at + begin, inside, 0.0)
+            weight_tile = tl.load(weight_at + begin, inside, 0.0)
+        acc += tl.dot(x_tile, weight_tile.T) * tl.load(scale_at + block)
+    acc *= tl.load(x_scale + row, row < num_rows, 0.0)[:, None]
+    exists = (row < num_rows)[:, None] & (column < N)[None, :]
+    at = row.to(tl.int64)[:, None] * N + column[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), exists)

@@ -1,0 +1,291 @@
+"""The kernels of `penstock.kernels.linear.small_m_gemm`.
+
+Each program reads a tile of weight rows with many bytes in flight, and x, small, comes from the L2.
+Where there are too few weight rows for all SMs, the inner dimension is split as well: split-K, with
+the last program to arrive adding up the partial sums, as in Stream-K (Osama et al. 2023,
+https://arxiv.org/abs/2301.03598). A norm in front needs no kernel of its own:
+`rms_norm(x) @ w.T = (x * norm_weight) @ w.T / rms(x)`, and the root mean square is known when the
+inner dimension has been read. Of several rows, every program needs all squares, which may take
+longer than a kernel of its own.
+
+Weights of 8 bits become x's type in registers, and the sums of a column are multiplied by its
+scale; or the weights by those of their blocks, before.
+"""
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.linear.triton_block_scales import scaled_tile
+from penstock.kernels.triton_pdl import PDL, launch_dependents, wait
+
+LINE = tl.constexpr(128)
+"""bytes that one prefetch brings into the L2"""
+MAX_SPLIT_K = tl.constexpr(8)
+
+
+@triton.jit
+def prefetch_rows(weight, rows, begin, end, K, COUNT: tl.constexpr):
+    """`COUNT` elements of each row from `begin` on come into the L2."""
+    if PDL:
+        PER_LINE: tl.constexpr = LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)
+        LINES: tl.constexpr = (COUNT + PER_LINE - 1) // PER_LINE
+        k = tl.minimum(begin + tl.arange(0, LINES) * PER_LINE, end - 1)
+        address = (weight + rows[:, None] * K + k[None, :]).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _indices(rows, BK: tl.constexpr, SLICES: tl.constexpr):
+    """[.., rows, 1], [.., 1, BK]: indices of a tile, in front of them one of a slice if SLICES."""
+    k = tl.arange(0, BK)
+    if SLICES == 1:
+        return rows[:, None], k[None, :]
+    else:
+        slices = tl.arange(0, SLICES)
+        return rows[None, :, None], slices[:, None, None] * BK + k[None, None, :]
+
+
+@triton.jit
+def load(at, inside, EVEN: tl.constexpr):
+    """Zeros where not `inside`; EVEN: all is inside."""
+    if EVEN:
+        return tl.load(at)
+    else:
+        return tl.load(at, inside, 0.0)
+
+
+@triton.jit
+def weight_tile(
+    at, inside, scale, rows, first, K,
+    EVEN: tl.constexpr, BLOCKS: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """A tile of a weight's rows; BLOCKS: with the scales of its blocks, in float32."""
+    tile = load(at, inside, EVEN)
+    if BLOCKS:
+        tile = scaled_tile(tile, scale, rows, first, K, BK, SLICES)
+    return tile
+
+
+@triton.jit
+def _dot(x, weight, acc, SLICES: tl.constexpr):
+    weight = tl.permute(weight, (1, 0)) if SLICES == 1 else tl.permute(weight, (0, 2, 1))
+    if weight.dtype != x.dtype:  # by float32: 8 bits to bfloat16 at once is a slow instruction
+        weight = weight.to(tl.float32).to(x.dtype)
+    return tl.dot(x, weight, acc, input_precision="ieee")
+
+
+@triton.jit
+def _scaled(
+    x_tile, norm_weight, squares, NORM: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr
+):  # fmt: skip
+    """x times the norm's weight, and the sums of x's squares in 8 columns, all alike.
+
+    Tensor cores add them up as well, since a thread then needs the same elements of x for both;
+    a square is rounded as x itself is, the sum is in float32.
+    """
+    if NORM:
+        ones = tl.full((BK, 8) if SLICES == 1 else (SLICES, BK, 8), 1.0, x_tile.dtype)
+        squares = tl.dot(x_tile * x_tile, ones, squares, input_precision="ieee")
+        x_tile *= norm_weight
+    return x_tile, squares
+
+
+@triton.jit
+def _reduced(acc, acc_up, squares, SLICES: tl.constexpr):
+    """Sums over the slices, and one of the squares' columns."""
+    if SLICES > 1:
+        acc, acc_up, squares = tl.sum(acc, 0), tl.sum(acc_up, 0), tl.sum(squares, 0)
+    return acc, acc_up, tl.max(squares, 1)[:, None]
+
+
+@triton.jit
+def _whole_products(
+    x, norm_weight, weight, scale, weight_rows, num_rows, begin, end, N, K,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """As `_products` for one tile, whose weights are read before the kernels in front end."""
+    m, k = _indices(tl.arange(0, BM), BK, SLICES)
+    n, _ = _indices(weight_rows, BK, SLICES)
+    inside = begin + k < end
+    tile = weight_tile(
+        weight + n * K + begin + k, inside, scale, weight_rows, begin, K, EVEN, BLOCKS, BK, SLICES
+    )
+    up = tile
+    if SWIGLU:
+        up_at, up_rows = weight + (n + N) * K + begin + k, weight_rows + N
+        up = weight_tile(up_at, inside, scale, up_rows, begin, K, EVEN, BLOCKS, BK, SLICES)
+    factor = load(norm_weight + begin + k, inside, EVEN) if NORM else 1.0
+    wait()
+    x_at = x + m * K + begin + k
+    x_tile = tl.load(x_at, m < num_rows if EVEN else (m < num_rows) & inside, 0.0)
+    squares = tl.zeros((BM, 8) if SLICES == 1 else (SLICES, BM, 8), tl.float32)
+    x_tile, squares = _scaled(x_tile, factor, squares, NORM, BK, SLICES)
+    zeros = tl.zeros((BM, BN) if SLICES == 1 else (SLICES, BM, BN), tl.float32)
+    acc = _dot(x_tile, tile, zeros, SLICES)
+    acc_up = _dot(x_tile, up, zeros, SLICES) if SWIGLU else zeros
+    return _reduced(acc, acc_up, squares, SLICES)
+
+
+@triton.jit
+def _products(
+    x, norm_weight, weight, scale, weight_rows, num_rows, begin, end, N, K,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Sums over [begin, end): of gate (or the only product), of up, and of the squares of x."""
+    wait()
+    m, k = _indices(tl.arange(0, BM), BK, SLICES)
+    n, _ = _indices(weight_rows, BK, SLICES)
+    x_at = x + m * K + k
+    weight_at = weight + n * K + k
+    up_at = weight + (n + N) * K + k
+    acc = tl.zeros((BM, BN) if SLICES == 1 else (SLICES, BM, BN), tl.float32)
+    acc_up = acc
+    squares = tl.zeros((BM, 8) if SLICES == 1 else (SLICES, BM, 8), tl.float32)
+    for first in tl.range(begin, end, BK * SLICES):
+        inside = first + k < end
+        x_tile = tl.load(x_at + first, m < num_rows if EVEN else (m < num_rows) & inside, 0.0)
+        factor = load(norm_weight + first + k, inside, EVEN) if NORM else 1.0
+        x_tile, squares = _scaled(x_tile, factor, squares, NORM, BK, SLICES)
+        tile = weight_tile(
+            weight_at + first, inside, scale, weight_rows, first, K, EVEN, BLOCKS, BK, SLICES
+        )
+        acc = _dot(x_tile, tile, acc, SLICES)
+        if SWIGLU:
+            up_rows = weight_rows + N
+            up = weight_tile(
+                up_at + first, inside, scale, up_rows, first, K, EVEN, BLOCKS, BK, SLICES
+            )
+            acc_up = _dot(x_tile, up, acc_up, SLICES)
+    return _reduced(acc, acc_up, squares, SLICES)
+
+
+@triton.jit
+def load_residual(residual, at, exists, ADD: tl.constexpr):
+    """What is added to a result, in float32; not ADD: nothing."""
+    return tl.load(residual + at, exists, 0.0).to(tl.float32) if ADD else 0.0
+
+
+@triton.jit
+def norm_factor(squares, K, eps, NORM: tl.constexpr):
+    """What a norm multiplies a row with, by the sum of its squares; 1 without a norm."""
+    return tl.rsqrt(squares / K + eps) if NORM else 1.0
+
+
+@triton.jit
+def load_scales(scale, column, N, SWIGLU: tl.constexpr, BLOCKS: tl.constexpr):
+    """What the sums of columns are multiplied with, those of gate (or all) and of up."""
+    if scale is None or BLOCKS:
+        return 1.0, 1.0
+    else:
+        gate = tl.load(scale + column, column < N, 0.0)
+        return gate, tl.load(scale + N + column, column < N, 0.0) if SWIGLU else gate
+
+
+@triton.jit
+def store_result(
+    acc, acc_up, norm, scale, up_scale, more, out, at, exists, SWIGLU: tl.constexpr
+):  # fmt: skip
+    """Stores `more + act(norm * scale * acc)`; SWIGLU: acc is the gate's sums, acc_up up's."""
+    acc = acc * norm * scale
+    if SWIGLU:
+        acc = acc / (1 + tl.exp(-acc)) * (acc_up * norm * up_scale)
+    acc += more
+    tl.store(out + at, acc.to(out.dtype.element_ty), exists)
+
+
+@triton.jit
+def _total(partials, at, exists, size):
+    """The sum over all splits, in their order: always the same bits."""
+    total = tl.load(partials + at, exists, 0.0, cache_modifier=".cg")
+    for split in tl.static_range(1, MAX_SPLIT_K):  # unrolled: all loads are in flight at once
+        place = split * size + at
+        there = exists & (place < tl.num_programs(1) * size)
+        total += tl.load(partials + place, there, 0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _merge(
+    acc, acc_up, squares, scale, up_scale, partials, counters, residual, out,
+    at, row, exists, size, num_rows, K, eps,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """The last program of a tile adds up all splits' sums."""
+    split = tl.program_id(1)
+    ups = partials + tl.num_programs(1) * size
+    row_squares = ups + tl.num_programs(1) * size if SWIGLU else ups
+    tl.store(partials + split * size + at, acc, exists)
+    if SWIGLU:
+        tl.store(ups + split * size + at, acc_up, exists)
+    if NORM:  # the tiles of other columns write the same bits to the same place
+        tl.store(row_squares + split * num_rows + row, squares, row < num_rows)
+    tl.debug_barrier()  # all threads' stores come before the one thread's release
+    counter = counters + tl.program_id(0)
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
+        more = load_residual(residual, at, exists, ADD)
+        acc = _total(partials, at, exists, size)
+        if SWIGLU:
+            acc_up = _total(ups, at, exists, size)
+        if NORM:
+            squares = _total(row_squares, row, row < num_rows, num_rows)
+        norm = norm_factor(squares, K, eps, NORM)
+        store_result(acc, acc_up, norm, scale, up_scale, more, out, at, exists, SWIGLU)
+        tl.store(counter, 0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def skinny(
+    x, norm_weight, weight, scale, residual, out, partials, counters, num_rows, N, K, eps,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One program: BN columns of out, over one range of the inner dimension.
+
+    NORM: of x, here. SPLIT: of several ranges, at most MAX_SPLIT_K; their number is that of
+    programs on axis 1. EVEN: BK * SLICES divides K. WHOLE: a range is one tile. SLICES: warps
+    between which BK * SLICES elements are divided, each with all rows and columns, since a tile of
+    few rows and columns keeps but one warp busy. EARLY: the next kernel may start beside this one.
+    Where a product takes long, its programs would get the places that are free and not those that
+    keep all SMs equally busy.
+    """
+    if EARLY:
+        launch_dependents()
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    weight_rows = tl.minimum(column, N - 1).to(tl.int64)
+    share = tl.cdiv(tl.cdiv(K, BK * SLICES), tl.num_programs(1)) * BK * SLICES
+    begin = tl.program_id(1) * share
+    end = tl.minimum(begin + share, K)
+    if PREFETCH:
+        prefetch_rows(weight, weight_rows, begin, end, K, PREFETCH)
+        if SWIGLU:
+            prefetch_rows(weight, weight_rows + N, begin, end, K, PREFETCH)
+    gate_scale, up_scale = load_scales(scale, column[None, :], N, SWIGLU, BLOCKS)
+    if WHOLE:
+        acc, acc_up, squares = _whole_products(
+            x, norm_weight, weight, scale, weight_rows, num_rows, begin, end, N, K,
+            NORM, SWIGLU, BM, BN, BK, SLICES, EVEN, BLOCKS,
+        )  # fmt: skip
+    else:
+        acc, acc_up, squares = _products(
+            x, norm_weight, weight, scale, weight_rows, num_rows, begin, end, N, K,
+            NORM, SWIGLU, BM, BN, BK, SLICES, EVEN, BLOCKS,
+        )  # fmt: skip
+    row = tl.arange(0, BM)[:, None]
+    exists = (row < num_rows) & (column < N)[None, :]
+    at = row.to(tl.int64) * N + column[None, :]
+    if SPLIT:
+        _merge(
+            acc, acc_up, squares, gate_scale, up_scale, partials, counters, residual, out,
+            at, row, exists, num_rows.to(tl.int64) * N, num_rows, K, eps, NORM, SWIGLU, ADD,
+        )  # fmt: skip
+    else:
+        more = load_residual(residual, at, exists, ADD)
+        norm = norm_factor(squares, K, eps, NORM)
+        store_result(acc, acc_up, norm, gate_scale, up_scale, more, out, at, exists, SWIGLU)

@@ -1,0 +1,178 @@
+"""A mixture of experts in Triton: route, sort, two grouped products, and the sum.
+
+Nothing is waited for, and no shape depends on what the router chooses, so that all of it can be
+part of a CUDA graph. Few tokens take as long as the weights of the experts that they touch take to
+read: these pass once, in tiles narrow enough to keep all SMs busy. Many tokens are multiplied in
+large tiles on the tensor cores.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from penstock.kernels.linear.small_m_gemm import MAX_ROWS, NUM_SMS, Config, Product, choose, launch
+from penstock.kernels.moe.triton_moe_kernels import TILE, combine, multiply, route, sort
+from penstock.kernels.quantize.quantize import Matrix, Quantized, parts
+from penstock.kernels.triton_pdl import LAUNCH
+
+ROUTER = Config("mma", 16, 128, 4, 4, 3, 512)
+"""of a few rows; where one row is guessed better, that is taken"""
+COUNTS = 32
+BLOCK = 512
+"""columns of a program that adds up"""
+
+
+class Cut(NamedTuple):
+    """How a grouped product is cut up."""
+
+    bn: int
+    """columns of a tile, in gate and up each"""
+    bk: int
+    """elements of the inner dimension per iteration"""
+    num_warps: int
+    num_stages: int
+
+
+class Tuning(NamedTuple):
+    """How both products are cut up."""
+
+    bm: int
+    """pairs of a tile"""
+    gate_up: Cut
+    down: Cut
+
+
+NARROW = Tuning(16, Cut(16, 128, 2, 4), Cut(32, 128, 4, 4))
+"""of weights in 16 bits, where wider tiles leave SMs idle"""
+TUNINGS = (
+    (8, Tuning(16, Cut(32, 128, 4, 3), Cut(32, 256, 4, 3))),
+    (24, Tuning(32, Cut(64, 64, 4, 4), Cut(64, 128, 4, 3))),
+    (96, Tuning(64, Cut(64, 64, 4, 4), Cut(128, 64, 4, 4))),
+    (1 << 30, Tuning(128, Cut(128, 64, 8, 4), Cut(256, 64, 8, 4))),
+)
+"""(up to so many pairs for an expert on average, …)"""
+FP8_TUNINGS = (
+    (8, Tuning(16, Cut(32, 128, 4, 3), Cut(64, 128, 4, 3))),
+    (24, Tuning(32, Cut(64, 128, 4, 3), Cut(128, 64, 4, 3))),
+    (1 << 30, Tuning(64, Cut(64, 64, 4, 3), Cut(128, 64, 4, 3))),
+)
+"""of weights in 8 bits"""
+
+
+def choose_tuning(num_pairs: int, num_experts: int, size: int, is_fp8: bool = False) -> Tuning:
+    """num_experts: that the pairs are spread over; size: of an expert; is_fp8: of the weights."""
+    per_expert = num_pairs / num_experts
+    tunings = FP8_TUNINGS if is_fp8 else TUNINGS
+    tuning = next(tuning for most, tuning in tunings if per_expert <= most)
+    few = num_pairs * triton.cdiv(size, tuning.gate_up.bn) < 2 * NUM_SMS
+    return NARROW if few and not is_fp8 and tuning.bm == NARROW.bm else tuning
+
+
+class Routing(NamedTuple):
+    """Pairs of a token and one of its experts, sorted by expert; those of others are left out."""
+
+    weights: Tensor
+    """float32 [num_tokens, top_k]"""
+    sources: Tensor
+    """int32 [pairs]: the token of each"""
+    places: Tensor
+    """int32 [num_tokens, top_k]: where a token's pairs are; -1: the expert is not here"""
+    tiles: Tensor
+    """int32 [1 + most tiles, TILE]: the number of tiles, then each one"""
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight.T` in float32."""
+    num_rows, inner = x.shape
+    if num_rows > MAX_ROWS or inner % 16:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    logits = x.new_empty(num_rows, len(weight), dtype=torch.float32)
+    if num_rows:
+        launch(Product(x, weight, logits), choose("logits", num_rows, *weight.shape) or ROUTER)
+    return logits
+
+
+def sort_by_expert(
+    logits: Tensor, top_k: int, normalize: bool, first: int, num_here: int, bm: int
+) -> Routing:
+    """logits float32 [num_tokens, num_experts]; experts from `first` on are here; tiles of bm."""
+    num_tokens, num_experts = logits.shape
+    num_pairs = num_tokens * top_k
+    used = min(num_pairs, num_here)  # each expert has one tile that may not be full
+    most_tiles = used + (num_pairs - used) // bm
+    chunk = 16 if num_tokens <= 16 else 64
+    num_chunks = triton.cdiv(num_tokens, chunk)
+    here = triton.next_power_of_2(num_here)
+    empty = partial(logits.new_empty, dtype=torch.int32)
+    routing = Routing(
+        logits.new_empty(num_tokens, top_k),
+        empty(num_pairs),
+        empty(num_tokens, top_k),
+        empty(1 + most_tiles, TILE.value),
+    )
+    weights, *sorted_pairs = routing
+    ids, counts = empty(num_tokens, top_k), empty(num_chunks, here)
+    sizes = {"CHUNK": chunk, "K": top_k, "KB": triton.next_power_of_2(top_k), "LB": here}
+    sizes |= {"num_warps": 4 if chunk == 16 else 8} | LAUNCH
+    route[(num_chunks,)](
+        logits, ids, weights, counts, *sorted_pairs, num_tokens, num_experts, first, num_here, bm,
+        NORMALIZE=normalize, ALL=num_chunks == 1, EB=triton.next_power_of_2(num_experts),
+        **sizes,
+    )  # fmt: skip
+    if num_chunks > 1:
+        sort[(num_chunks,)](
+            ids, counts, *sorted_pairs, num_tokens, first, num_here, bm,
+            COUNTS=COUNTS, **sizes,
+        )  # fmt: skip
+    return routing
+
+
+def grouped(x: Tensor, routing: Routing, weight: Matrix, swiglu: bool, bm: int, cut: Cut) -> Tensor:
+    """Each pair's product with its expert's weight: [pairs, columns].
+
+    swiglu: x has a row for each token, weight the gate's rows and up's; else one for each pair.
+    """
+    inner = x.shape[1]
+    columns = weight.shape[1] // (2 if swiglu else 1)
+    out = x.new_empty(len(routing.sources), columns)
+    grid = ((len(routing.tiles) - 1) * triton.cdiv(columns, cut.bn),)
+    multiply[grid](
+        x, routing.sources, routing.tiles, *parts(weight), out, columns, inner,
+        SWIGLU=swiglu, BM=bm, BN=cut.bn, BK=cut.bk, EVEN=inner % cut.bk == 0,
+        BLOCKS=isinstance(weight, Quantized) and weight.in_blocks,
+        num_warps=cut.num_warps, num_stages=cut.num_stages, **LAUNCH,
+    )  # fmt: skip
+    return out
+
+
+def experts(
+    x: Tensor,
+    logits: Tensor,
+    gate_up: Matrix,
+    down: Matrix,
+    top_k: int,
+    normalize: bool,
+    first: int = 0,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    tuning: Tuning | None = None,
+) -> Tensor:
+    """Compute `norm_moe` after the router; x is the norm, the residual is added."""
+    num_tokens, hidden_size = x.shape
+    out = torch.empty_like(x) if out is None else out
+    if not num_tokens:
+        return out
+    if tuning is None:
+        is_fp8 = isinstance(down, Quantized)
+        tuning = choose_tuning(num_tokens * top_k, logits.shape[1], down.shape[2], is_fp8)
+    routing = sort_by_expert(logits, top_k, normalize, first, len(down), tuning.bm)
+    activated = grouped(x, routing, gate_up, True, tuning.bm, tuning.gate_up)
+    outputs = grouped(activated, routing, down, False, tuning.bm, tuning.down)
+    combine[(num_tokens, triton.cdiv(hidden_size, BLOCK))](
+        outputs, routing.weights, routing.places, residual, out, hidden_size,
+        ADD=residual is not None, K=top_k, BLOCK=BLOCK, **LAUNCH,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,1 @@
+"""Sampling, penalties and logprobs."""

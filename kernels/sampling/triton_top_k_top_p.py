@@ -1,0 +1,175 @@
+"""Drawing, in Triton and with no sort, from the tokens that top-k, top-p and min-p leave.
+
+They are all from some logit up. The largest logits of the groups of 32 ids tell how high it is at
+least (the k-th largest of them is no larger than the k-th largest logit); mostly a few dozen groups
+have so large a logit. In these the k-th largest logit is found bit by bit. Top-p is met by drawing:
+the winner is taken if what is likelier sums to less than top_p, else all up to its logit are
+dropped and the next winner is drawn (FlashInfer, "Sorting-Free GPU Kernels for LLM Sampling",
+https://flashinfer.ai/2025/03/10/sampling.html). As the noise stays the same, it is the winner among
+the tokens that `penstock.kernels.sampling.sampling.keep_likely` leaves.
+"""
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.collectives.triton_shards import shift
+from penstock.kernels.sampling.triton_gumbel import RUN, best, noise_of, weight
+
+GROUP = tl.constexpr(32)
+GROUPS_PER_RUN = tl.constexpr(RUN.value // GROUP.value)
+_TILE = tl.constexpr(128)
+"""groups read at a time"""
+_LOWEST = tl.constexpr(-(2**31))
+_NO_GROUP = tl.constexpr(2**25)
+"""its token ids are larger than any vocabulary"""
+
+
+@triton.jit
+def list_groups(
+    group_max_ptr,
+    group_list_ptr,
+    softmax,
+    limits,
+    shards,
+    num_groups: tl.constexpr,
+    padded: tl.constexpr,
+):
+    """Writes the groups that may have a token that may be drawn, ascending; returns their number.
+
+    softmax: the largest logit, the scale of logits, the sum of all weights; limits: top_k (0: all),
+    top_p, min_p; shards: as for `shift`.
+    """
+    largest, scale, total = softmax
+    top_k, top_p, min_p = limits
+    groups = tl.arange(0, padded)
+    at = groups + shift(groups, shards, GROUPS_PER_RUN)
+    group_max = tl.load(group_max_ptr + at, groups < num_groups, other=-float("inf"))
+    keys, weights = _key(group_max), weight(group_max, largest, scale)
+    lowest = tl.full((), _LOWEST, tl.int32)
+    least = min_p * 0.9999  # a margin, here and below: sums in another order round differently
+    if top_k > 0:
+        lowest = _threshold(keys, tl.full(keys.shape, 1.0, tl.float32), top_k.to(tl.float32))
+        least = min_p * 0  # top-p is a part of what top-k leaves, before min-p
+    elif top_p < 1:
+        lowest = _threshold(keys, weights, total * top_p * 1.0001)
+    likely = ((keys >= lowest) & (weights >= least)) | (group_max == largest)
+    listed = (likely & (groups < num_groups)).to(tl.int32)
+    tl.store(group_list_ptr + tl.cumsum(listed) - 1, groups, listed > 0)
+    tl.debug_barrier()  # other threads read the list
+    return tl.sum(listed)
+
+
+@triton.jit
+def draw(row, groups, softmax, limits, noise, vocab_size: tl.constexpr):
+    """The token of a row that is restricted; softmax and limits as for `list_groups`.
+
+    row: where its logits begin, and `shards`; groups: the list and its length; noise: the seed and
+    the position.
+    """
+    largest, _scale, total = softmax
+    top_k, top_p, min_p = limits
+    above = tl.full((), -float("inf"), tl.float32)
+    kth = above
+    if top_k > 0:
+        kth = _kth_largest(row, groups, top_k, vocab_size)
+        if top_p < 1:
+            total = _mass_above(row, groups, softmax, above, kth, vocab_size)
+    token = tl.full((), 0, tl.int32)
+    drawing = token == 0
+    while drawing:
+        token = _winner(row, groups, softmax, above, kth, min_p, noise, vocab_size)
+        some_token = tl.minimum(token, vocab_size - 1)
+        logit = tl.load(row[0] + (some_token + shift(some_token, row[1], RUN)))
+        # The likeliest token is always kept. What is no number ends the loop too.
+        drawing = (top_p < 1) & (logit < largest) & (logit > above)
+        if drawing:
+            mass = _mass_above(row, groups, softmax, logit, kth, vocab_size)
+            drawing = mass >= top_p * total
+        above = logit
+    return token
+
+
+@triton.jit
+def _winner(row, groups, softmax, above, kth, min_p, noise, vocab_size: tl.constexpr):
+    """The token of the best score among those larger than `above` that top-k and min-p leave."""
+    largest, scale, _total = softmax
+    seed, position = noise
+    top = tl.full((), -float("inf"), tl.float32)
+    token = tl.full((), 2**31 - 1, tl.int32)
+    for start in range(0, groups[1], _TILE):
+        logits, ids = _tile(row, groups, start, vocab_size)
+        likely = (weight(logits, largest, scale) >= min_p) | (logits == largest)
+        kept = likely & (logits > above) & (logits >= kth)
+        scores = (logits - largest) * scale + noise_of(ids, seed, position)
+        tile_top, tile_token = best(tl.where(kept, scores, -float("inf")), ids)
+        token = tl.where(tile_top > top, tile_token, token)
+        top = tl.maximum(top, tile_top)
+    return token
+
+
+@triton.jit
+def _mass_above(row, groups, softmax, above, kth, vocab_size: tl.constexpr):
+    """Sum of the weights of logits larger than `above` and at least `kth`."""
+    largest, scale, _total = softmax
+    mass = tl.full((), 0.0, tl.float32)
+    for start in range(0, groups[1], _TILE):
+        logits, _ids = _tile(row, groups, start, vocab_size)
+        counted = (logits > above) & (logits >= kth)
+        mass += tl.sum(tl.where(counted, weight(logits, largest, scale), 0.0))
+    return mass
+
+
+@triton.jit
+def _kth_largest(row, groups, top_k, vocab_size: tl.constexpr):
+    """The k-th largest logit."""
+    if groups[1] <= _TILE:
+        logits, _ids = _tile(row, groups, 0, vocab_size)
+        found = _threshold(
+            _key(logits), tl.full(logits.shape, 1.0, tl.float32), top_k.to(tl.float32)
+        )
+    else:
+        found = tl.full((), _LOWEST, tl.int32)
+        for i in range(32):
+            candidate = found ^ (tl.full((), 1, tl.int32) << (31 - i))
+            count = tl.full((), 0, tl.int32)
+            for start in range(0, groups[1], _TILE):
+                logits, _ids = _tile(row, groups, start, vocab_size)
+                count += tl.sum((_key(logits) >= candidate).to(tl.int32))
+            found = tl.where(count >= top_k, candidate, found)
+    return _value(found)
+
+
+@triton.jit
+def _tile(row, groups, start, vocab_size: tl.constexpr):
+    """Logits and token ids, both [128, 32], of the listed groups from `start` on."""
+    list_ptr, num_listed = groups
+    index = start + tl.arange(0, _TILE)
+    group = tl.load(list_ptr + index, index < num_listed, other=_NO_GROUP)
+    ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    at = ids + shift(group * GROUP, row[1], RUN)[:, None]
+    return tl.load(row[0] + at, ids < vocab_size, other=-float("inf")), ids
+
+
+@triton.jit
+def _threshold(keys, weights, limit):
+    """The largest key such that all from it up weigh `limit` or more; the lowest if none does."""
+    found = tl.full((), _LOWEST, tl.int32)
+    for i in range(32):
+        candidate = found ^ (tl.full((), 1, tl.int32) << (31 - i))
+        total = tl.sum(tl.where(keys >= candidate, weights, 0.0))
+        found = tl.where(total >= limit, candidate, found)
+    return found
+
+
+@triton.jit
+def _key(value):
+    """int32 in the order of the float32."""
+    bits = value.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _value(key):
+    """The float32 of a key; -inf if that is the lowest."""
+    bits = key ^ ((key >> 31) & 0x7FFFFFFF)
+    return tl.where(key == _LOWEST, -float("inf"), bits.to(tl.float32, bitcast=True))

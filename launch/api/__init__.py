@@ -1,0 +1,40 @@
+"""Penstock for programs: offline inference and clients of a running pipeline.
+
+from penstock import LLM, AsyncClient, Client, SamplingParams
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.launch.offline.llm import LLM
+    from penstock.launch.offline.outputs import CompletionOutput, RequestOutput, SamplingParams
+    from penstock.protocol.client.async_client import AsyncClient
+    from penstock.protocol.client.client import Client
+    from penstock.protocol.messages.structured import StructuredOutputs
+
+_MODULES = {
+    "LLM": "penstock.launch.offline.llm",
+    "CompletionOutput": "penstock.launch.offline.outputs",
+    "RequestOutput": "penstock.launch.offline.outputs",
+    "SamplingParams": "penstock.launch.offline.outputs",
+    "AsyncClient": "penstock.protocol.client.async_client",
+    "Client": "penstock.protocol.client.client",
+    "StructuredOutputs": "penstock.protocol.messages.structured",
+}
+__all__ = [
+    "LLM",
+    "AsyncClient",
+    "Client",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputs",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a name at its first use: processes of a pipeline need none of them."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,0 +1,76 @@
+"""A worker without a model, for `launch bench pipeline`: every token comes at once.
+
+It follows the plans as a real worker does, as far as needed to know how many tokens a step
+samples, so that all that is left to measure is the pipeline around it.
+"""
+
+import zmq
+
+from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack, unpack
+from penstock.protocol.messages.worker import ToWorker, WorkerAssignment, WorkerExit, WorkerState
+from penstock.protocol.transport.channel import connect
+from penstock.protocol.transport.heartbeat import HeartbeatThread
+from penstock.protocol.transport.process import Loop, Process
+
+TOKEN_ID = 65
+NUM_BLOCKS = 1 << 16
+BLOCK_SIZE = 16
+
+
+class StandInWorker:
+    """Knows of each row how many given tokens are left to compute."""
+
+    def __init__(self, process: Process) -> None:
+        self.hello = WorkerState(process.name)
+        self.num_left: dict[int, int] = {}
+        self.epoch = -1
+        self.plans = connect(
+            process.context, zmq.DEALER, process.endpoints.workers, ToWorker, process.identity
+        )
+        self.loop = Loop(self.say_hello, HeartbeatThread(process))
+        self.loop.add(self.plans, self.on_messages)
+
+    def say_hello(self) -> None:
+        """A heartbeat, too."""
+        self.plans.send(self.hello)
+
+    def on_messages(self) -> None:
+        """Plans, and the place in the group."""
+        for _, message in self.plans.receive():
+            match message:
+                case BatchPlan():
+                    tokens = self.run(message)
+                    if self.hello.rank == 0:
+                        self.plans.send(tokens)
+                case WorkerAssignment() if message.epoch > self.epoch:
+                    self.epoch = message.epoch
+                    self.hello = WorkerState(
+                        self.hello.name, message.group, message.rank, NUM_BLOCKS, BLOCK_SIZE
+                    )
+                    self.num_left.clear()
+                    self.say_hello()
+                case WorkerExit(reason):
+                    raise SystemExit(reason)
+
+    def run(self, plan: BatchPlan) -> SampledTokens:
+        """One token for each row that has no given token left."""
+        for slot in unpack(plan.removed):
+            del self.num_left[slot]
+        for row in plan.added:
+            self.num_left[row.slot] = len(row.token_ids) // 4 - row.num_computed_tokens
+        chunks = unpack(plan.chunks)
+        for slot, num_tokens in zip(chunks[::2], chunks[1::2], strict=True):
+            self.num_left[slot] -= num_tokens
+        num_sampled = sum(left == 0 for left in self.num_left.values())
+        return SampledTokens(plan.epoch, plan.step, pack([TOKEN_ID] * num_sampled))
+
+
+def main() -> None:
+    """Runs until SIGTERM."""
+    process = Process("worker")
+    StandInWorker(process).loop.run()
+    process.context.destroy()
+
+
+if __name__ == "__main__":
+    main()

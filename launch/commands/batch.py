@@ -1,0 +1,194 @@
+"""`launch batch`: runs a file of requests in OpenAI's batch format, over HTTP.
+
+Results are written as they come. What is stopped can be run again: what has a result is skipped,
+and a last line that was not written to its end is cut off.
+"""
+
+import asyncio
+import contextlib
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Literal
+
+import msgspec
+from msgspec import Struct
+from tqdm import tqdm
+
+from penstock.launch.commands.options import as_flags, flag, given_options
+from penstock.launch.errors import LaunchError
+from penstock.launch.http_client import Answered, HttpClient, HttpError, UnreachableError
+from penstock.launch.offline.ephemeral_pipeline import free_port, private_pipeline
+from penstock.launch.run_folder import base_url, running_config
+from penstock.protocol.config import Config
+
+TRIES = 5
+"""of a request whose connection is lost"""
+TRY_AGAIN = (429, 503)
+"""the pipeline is overloaded, or a part of it is about to come back"""
+
+
+class Line(Struct):
+    """One line of the input."""
+
+    custom_id: str
+    url: Literal["/v1/chat/completions", "/v1/completions"]
+    body: dict[str, Any]
+    method: Literal["POST"] = "POST"
+
+
+class Outcome(Struct):
+    """One line of the output."""
+
+    id: str
+    """of the line's number"""
+    custom_id: str | None
+    response: dict[str, Any] | None
+    """status_code, request_id and body; None for a line that was not asked"""
+    error: dict[str, str] | None
+
+
+def run_batch(arguments: Namespace) -> int:
+    """Runs the file: 1 if a line was refused or failed. Raises LaunchError, HttpError."""
+    with _target(arguments) as config, _open(arguments) as (lines, output):
+        counts = asyncio.run(Batch(config, output).run(lines, arguments.concurrency))
+    parts = ", ".join(f"{number} {name}" for name, number in sorted(counts.items()))
+    print(f"{arguments.output}: {parts or 'nothing to do'}", file=sys.stderr)
+    return 1 if set(counts) - {"done", "skipped"} else 0
+
+
+@contextlib.contextmanager
+def _target(arguments: Namespace) -> Iterator[Config]:
+    """The pipeline that runs, or with --model one that ends with the block."""
+    options = given_options(arguments, Config)
+    name = options.pop("name", None)
+    if "model" not in options:
+        if options:
+            raise LaunchError(f"{flag(next(iter(options)))} is for a pipeline of --model")
+        yield running_config(name or Config().name)
+        return
+    options = {"http": 1, "http_port": free_port(), "log_level": "warning"} | options
+    name = f"batch-{options['http_port']}"
+    with private_pipeline(name, *as_flags(options)):
+        yield running_config(name)
+
+
+@contextlib.contextmanager
+def _open(arguments: Namespace) -> Iterator[tuple[Iterator[bytes], BinaryIO]]:
+    try:
+        with arguments.input.open("rb") as lines, arguments.output.open("a+b") as output:
+            yield lines, output
+    except OSError as error:
+        raise LaunchError(f"{error.filename}: {error.strerror}") from error
+
+
+class _Named(Struct):
+    custom_id: str | None = None
+
+
+class Batch:
+    """The lines of a file on their way, and what has come of them."""
+
+    def __init__(self, config: Config, output: BinaryIO) -> None:
+        """Cuts off what was not written to its end."""
+        self._where = base_url(config), config.api_key
+        self._output = output
+        self._done = _read_done(output)
+        self._counts: Counter[str] = Counter()
+
+    async def run(self, lines: Iterator[bytes], concurrency: int) -> Counter[str]:
+        """So many requests at once. Returns how many lines were done, skipped, refused, bad."""
+        numbered = enumerate(lines, 1)
+        with tqdm(desc="requests", dynamic_ncols=True) as self._bar:
+            await asyncio.gather(*(self._work(numbered) for _ in range(concurrency)))
+        return self._counts
+
+    async def _work(self, numbered: Iterator[tuple[int, bytes]]) -> None:
+        client = HttpClient(*self._where)
+        for number, text in numbered:
+            if text.strip():
+                await self._line(client, f"batch_req_{number}", text)
+        client.close()
+
+    async def _line(self, client: HttpClient, name: str, text: bytes) -> None:
+        try:
+            line = msgspec.json.decode(text, type=Line)
+            if line.body.get("stream"):
+                raise msgspec.ValidationError("a batch has no streams")
+        except msgspec.DecodeError as error:
+            if name not in self._done:
+                reason = {"code": "invalid_line", "message": str(error)}
+                self._write("bad", Outcome(name, _custom_id(text), None, reason))
+            return
+        if line.custom_id in self._done:
+            self._counts["skipped"] += 1
+            return
+        self._done.add(line.custom_id)
+        answered, body = await _ask(client, line)
+        response = {
+            "status_code": answered.status,
+            "request_id": answered.headers.get("x-request-id", name),
+            "body": body,
+        }
+        what = "done" if answered.status == 200 else "refused"
+        self._write(what, Outcome(name, line.custom_id, response, None))
+
+    def _write(self, what: str, outcome: Outcome) -> None:
+        self._output.write(msgspec.json.encode(outcome) + b"\n")
+        self._output.flush()
+        self._counts[what] += 1
+        self._bar.update()
+
+
+async def _ask(client: HttpClient, line: Line) -> tuple[Answered, Any]:
+    """The answer and its body. Raises HttpError if the connection is lost again and again."""
+    num_lost, question = 0, msgspec.json.encode(line.body)
+    while True:
+        body = bytearray()
+        try:
+            answered = await client.post(line.url, question, body.extend)
+        except UnreachableError:
+            raise
+        except HttpError:
+            num_lost += 1
+            if num_lost == TRIES:
+                raise
+            continue
+        if answered.status not in TRY_AGAIN:
+            return answered, _json(bytes(body))
+        await asyncio.sleep(float(answered.headers.get("retry-after", 1)))
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return body.decode(errors="replace")
+
+
+def _custom_id(text: bytes) -> str | None:
+    """Of a line that is not as it should be."""
+    with contextlib.suppress(msgspec.DecodeError):
+        return msgspec.json.decode(text, type=_Named).custom_id
+    return None
+
+
+def _read_done(output: BinaryIO) -> set[str | None]:
+    """What has a result, by custom_id, or by id if it was not asked; cuts off half a line.
+
+    Raises LaunchError for a file of something else."""
+    done: set[str | None] = set()
+    end = 0
+    output.seek(0)
+    for number, text in enumerate(output, 1):
+        if not text.endswith(b"\n"):
+            break
+        try:
+            outcome = msgspec.json.decode(text, type=Outcome)
+        except msgspec.DecodeError as error:
+            raise LaunchError(f"{output.name}:{number} is no result of a batch: {error}") from None
+        done.add(outcome.custom_id if outcome.response else outcome.id)
+        end += len(text)
+    output.truncate(end)
+    return done

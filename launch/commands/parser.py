@@ -1,0 +1,84 @@
+"""An argument parser whose errors are one sentence, and whose help is short."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from penstock.launch.commands.options import OTHER_NAMES, flag
+from penstock.launch.errors import LaunchError
+
+MAX_SHOWN_OPTIONS = 12
+"""options that a usage line lists"""
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of `launch` and, by argparse's rules, of each of its commands."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises LaunchError."""
+        raise LaunchError(message)
+
+    def format_help(self) -> str:
+        """The help; a usage line of many options names the positional arguments only."""
+        optional = [one for one in self._actions if one.option_strings]
+        if self.usage is None and len(optional) > MAX_SHOWN_OPTIONS:
+            positional = [one.metavar or one.dest for one in self._actions if one not in optional]
+            self.usage = " ".join(["%(prog)s [options]", *map(str, positional)])
+        return super().format_help()
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse does, but refuses what is unknown here, where it is known what could be."""
+        args = sys.argv[1:] if args is None else args
+        if self._subparsers:  # argparse would take the value of an unknown option for a command
+            self._check_options(args[:1])
+        parsed, unknown = super().parse_known_args(args, namespace)
+        self._check_options(unknown)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
+    def _check_options(self, args: Sequence[str]) -> None:
+        known = self._option_string_actions
+        for name in (one.partition("=")[0] for one in args if one.startswith("-")):
+            if name not in known:
+                hint = _hint(_other_name(name), list(known))
+                self.error(f"unknown option {name!r}{hint}; `{self.prog} --help` lists what it has")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        names = list(map(str, action.choices))
+        if isinstance(action, argparse._SubParsersAction):
+            hint = _hint(str(value), names)
+            self.error(f"unknown command {value!r}{hint}; `{self.prog} --help` lists them all")
+        expected = ", ".join(names)
+        self.error(f"{'/'.join(action.option_strings)}: got {value!r}, expected one of {expected}")
+
+
+class PrintVersion(argparse.Action):
+    """A flag that prints the version; the slow import is left until then."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **more)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        from importlib.metadata import version
+
+        print(f"penstock {version('penstock')}")
+        parser.exit()
+
+
+def _other_name(option: str) -> str:
+    """Our flag for an option of another server."""
+    field = option.removeprefix("--").replace("-", "_")
+    return flag(OTHER_NAMES.get(field, field))
+
+
+def _hint(word: str, known: list[str]) -> str:
+    bare = {one.lstrip("-"): one for one in known}
+    near = get_close_matches(word.lstrip("-"), bare, n=1)
+    return f" (did you mean {bare[near[0]]!r}?)" if near else ""

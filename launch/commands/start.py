@@ -1,0 +1,164 @@
+"""`launch all`: refuses what can't work, then supervises."""
+
+import asyncio
+import contextlib
+import errno
+import socket
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from penstock.launch.commands.gpus import check_gpus
+from penstock.launch.errors import LaunchError
+from penstock.launch.run_folder import CONTROL_SOCKET, claim
+from penstock.launch.supervisor.procfile import read_procfile
+from penstock.launch.supervisor.supervisor import Supervisor
+from penstock.protocol.checkpoint import ModelError, check_tp, quantized, read_model_config
+from penstock.protocol.client.errors import ClientError
+from penstock.protocol.client.failover import check_addresses
+from penstock.protocol.config import DEFAULT_CLIENT, Config, write_config
+from penstock.protocol.tracing import check_tracing
+from penstock.protocol.transport.curve import secure_client, secure_server
+from penstock.protocol.transport.endpoints import check_reach, stays_on_host
+from penstock.protocol.transport.process import raise_descriptor_limit
+
+
+def start(config: Config, procfile: Path, max_deaths: int) -> int:
+    """Runs the pipeline to its end and returns the exit code."""
+    commands = read_procfile(procfile)
+    try:
+        check_addresses(config.endpoint)
+    except ClientError as error:
+        raise LaunchError(str(error)) from None
+    if config.device == "cuda" and config.on == "local":
+        check_gpus(config)
+    try:
+        model = quantized(read_model_config(config.model_folder), config.quantization)
+        check_tp(model, config.tp, config.enable_expert_parallel)
+        model.context(config.max_model_len)
+    except ModelError as error:
+        raise LaunchError(f"--model: {error}") from error
+    raise_descriptor_limit()
+    run = _run_on_ray if config.on == "ray" else _run
+    with claim(config) as folder:
+        _check_length(folder / f"{CONTROL_SOCKET}-events")
+        _check_security(config)
+        check_http_reach(config)
+        return run(config, commands, max_deaths)
+
+
+def _run(config: Config, commands: dict[str, str], max_deaths: int) -> int:
+    check_endpoint(config.endpoint)
+    check_http_port(config)
+    write_config(config)
+    try:
+        return asyncio.run(Supervisor(config, commands, max_deaths).run())
+    finally:
+        remove_socket(config.endpoint)
+
+
+def _run_on_ray(config: Config, commands: dict[str, str], max_deaths: int) -> int:
+    from penstock.launch.supervisor.ray.cluster import joined
+    from penstock.launch.supervisor.ray.processes import RayProcesses
+
+    with joined(config) as cluster:
+        placement = cluster.place(config, list(commands))
+        if cluster.is_here(placement.nodes.get("gateway")):
+            check_endpoint(config.endpoint)
+        if cluster.is_here(placement.nodes.get("http")):
+            check_http_port(config)
+        write_config(config)
+        make_processes = partial(RayProcesses, cluster, placement)
+        try:
+            return asyncio.run(Supervisor(config, commands, max_deaths, make_processes).run())
+        finally:
+            remove_socket(config.endpoint)
+
+
+def _check_length(longest: Path) -> None:
+    """Raises LaunchError where the run folder is too deep for its sockets."""
+    if len(bytes(longest)) > zmq.IPC_PATH_MAX_LEN:
+        raise LaunchError(
+            f"{longest} is longer than the {zmq.IPC_PATH_MAX_LEN} characters that a socket may "
+            "have; let XDG_RUNTIME_DIR name a folder with a shorter path"
+        )
+
+
+def _check_security(config: Config) -> None:
+    """Raises LaunchError where the gateway would refuse to bind, or has no keys."""
+    try:
+        check_reach(config)
+        check_tracing(config)
+        if config.keys:
+            with zmq.Context() as context, context.socket(zmq.ROUTER) as trial:
+                secure_server(trial, Path(config.keys))
+                secure_client(trial, Path(config.keys), DEFAULT_CLIENT)
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises LaunchError where the gateway could not bind."""
+    if endpoint.endswith((":*", ":0")):
+        raise LaunchError(f"--endpoint {endpoint} has no port of its own")
+    if endpoint.startswith("ipc://") and _answers(endpoint.removeprefix("ipc://")):
+        raise LaunchError(f"--endpoint {endpoint} is in use; give another one")
+    try:
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as trial:
+            trial.setsockopt(zmq.IPV6, "[" in endpoint)
+            trial.bind(endpoint)
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EADDRINUSE:
+            raise LaunchError(f"--endpoint {endpoint} is in use; give another one") from error
+        raise LaunchError(f"--endpoint {endpoint} can't be bound: {error}") from error
+
+
+def check_http_reach(config: Config) -> None:
+    """Raises LaunchError where anyone could ask the HTTP processes, or pages can't be named."""
+    try:
+        _ = config.origins
+    except msgspec.DecodeError as error:
+        raise LaunchError(
+            f"--allowed-origins: got {config.allowed_origins!r}, expected a JSON list of origins "
+            f"or one origin: {error}"
+        ) from error
+    host, port = config.http_host, config.http_port
+    where = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    if not (config.api_key or config.insecure or stays_on_host(where)):
+        raise LaunchError(
+            f"--http-host {host} may be reached from other machines: give --api-key-file, or "
+            "--insecure, with which anyone may ask"
+        )
+
+
+def check_http_port(config: Config) -> None:
+    """Raises LaunchError where the HTTP processes could not listen."""
+    host, port = config.http_host, config.http_port
+    is_ipv6 = ":" in host
+    if config.http == 0:
+        return
+    try:
+        with socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does
+            trial.bind((host, port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise LaunchError(f"--http-port {port} is in use; give another one") from error
+        raise LaunchError(f"--http-host {host}, --http-port {port}: {error.strerror}") from error
+
+
+def remove_socket(endpoint: str) -> None:
+    """libzmq leaves the file of an `ipc://` endpoint behind."""
+    path = Path(endpoint.removeprefix("ipc://"))
+    if endpoint.startswith("ipc://") and path.is_socket():
+        path.unlink()
+
+
+def _answers(path: str) -> bool:
+    """Whether someone listens there: ZeroMQ would take the file from them without a word."""
+    with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(OSError):
+        client.connect(path)
+        return True
+    return False

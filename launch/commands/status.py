@@ -1,0 +1,111 @@
+"""`launch status`: the processes as the supervisor sees them, the queues as the gateway does."""
+
+from typing import Any
+
+import msgspec
+
+from penstock.launch.control_client import command
+from penstock.launch.run_folder import model_name, running_config
+from penstock.launch.supervisor.logs import at_node
+from penstock.protocol.client.client import Client
+from penstock.protocol.client.errors import NoAnswer
+from penstock.protocol.messages.status import SchedulerStatus, StatusReply
+
+TIMEOUT = 2.0
+"""seconds that the gateway has to answer"""
+
+
+def read_status(pipeline: str) -> dict[str, Any]:
+    """Everything known of a running pipeline; `gateway` is None where it does not answer."""
+    config = running_config(pipeline)
+    processes = command(pipeline, "processes")["processes"]
+    try:
+        with Client(config.endpoint, timeout=TIMEOUT, keys=config.keys) as client:
+            gateway = client.status()
+    except NoAnswer:
+        gateway = None
+    return {"config": config, "processes": processes, "gateway": gateway}
+
+
+def as_json(status: dict[str, Any]) -> str:
+    """The status for programs."""
+    return msgspec.json.format(msgspec.json.encode(status)).decode()
+
+
+def as_text(status: dict[str, Any]) -> str:
+    """The status for people."""
+    config, gateway = status["config"], status["gateway"]
+    state = "ready" if gateway and gateway.ready else "not ready"
+    return "\n".join(
+        [
+            f"{config.name}: {state}, {model_name(config)} on {config.endpoint}",
+            "",
+            *_process_lines(status["processes"], _num_requests(gateway)),
+            "",
+            *_queue_lines(gateway),
+        ]
+    )
+
+
+def _num_requests(gateway: StatusReply | None) -> dict[str, int]:
+    if gateway is None:
+        return {}
+    scheduler = gateway.scheduler
+    queues = {
+        f"scheduler.{1 + s.replica}": s.num_waiting + s.num_running for s in gateway.schedulers
+    }
+    return {
+        "gateway.1": gateway.num_requests,
+        **gateway.tokenizers,
+        **queues,
+        **(scheduler.detokenizers if scheduler else {}),
+    }
+
+
+def _process_lines(processes: list[dict[str, Any]], num_requests: dict[str, int]) -> list[str]:
+    labels = [at_node(one["name"], one.get("node", "")) for one in processes]
+    width = max([15, *map(len, labels)])
+    lines = [f"{'process':<{width}} {'pid':>8} {'uptime':>9} {'restarts':>8} {'requests':>8}"]
+    for label, one in zip(labels, processes, strict=True):
+        lines.append(
+            f"{label:<{width}} {one['pid']:>8} {_duration(one['uptime']):>9} "
+            f"{one['restarts']:>8} {num_requests.get(one['name'], '-'):>8}"
+        )
+    return lines
+
+
+def _queue_lines(gateway: StatusReply | None) -> list[str]:
+    if gateway is None:
+        return ["the gateway does not answer"]
+    scheduler = gateway.scheduler
+    if scheduler is None:
+        return [f"requests {gateway.num_requests}; the scheduler has not reported yet"]
+    used = scheduler.num_blocks - scheduler.num_free_blocks
+    median, p99 = scheduler.gpu_idle_us
+    return [
+        f"waiting   {scheduler.num_waiting}",
+        f"running   {scheduler.num_running}",
+        f"KV blocks {used} of {scheduler.num_blocks} in use ({scheduler.kv_usage:.0%})",
+        f"steps     {scheduler.num_steps}, preemptions {scheduler.num_preemptions}"
+        + (f", GPU idle between them {median:.1f} µs (p99 {p99:.1f})" if median else ""),
+        f"dropped   {gateway.num_bad_frames + scheduler.num_bad_frames} bad frames",
+        *(_replica_line(one) for one in gateway.schedulers if len(gateway.schedulers) > 1),
+    ]
+
+
+def _replica_line(one: SchedulerStatus) -> str:
+    state = "ready" if one.ready else "not ready"
+    parts = [
+        f"waiting {one.num_waiting}",
+        f"running {one.num_running}",
+        f"KV blocks {one.kv_usage:.0%}",
+        f"steps {one.num_steps}",
+        *one.workers,
+    ]
+    return f"replica {one.replica} {state}: {', '.join(parts)}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

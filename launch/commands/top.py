@@ -1,0 +1,169 @@
+"""`launch top`: the pipeline live, as the gateway tells of it with each report of the scheduler."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import sys
+import termios
+import time
+import tty
+from collections import deque
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import NamedTuple
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from penstock.launch.run_folder import model_name, running_config
+from penstock.launch.supervisor.logs import at_node
+from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.config import Config
+from penstock.protocol.messages.metrics import Histogram, Metrics
+from penstock.protocol.messages.status import SchedulerStatus, StatusReply
+
+SILENCE = 2.0
+"""seconds without a report after which it is said that the gateway does not answer"""
+NUM_KEPT = 60
+"""reports, one each half second, of which percentiles are shown"""
+SHARES = (0.5, 0.9, 0.99)
+TIMES = {
+    "TTFT": "time_to_first_token_seconds",
+    "ITL": "inter_token_latency_seconds",
+    "E2EL": "e2e_request_latency_seconds",
+}
+
+
+class Report(NamedTuple):
+    """What the gateway said, and when."""
+
+    moment: float
+    status: StatusReply
+
+
+def top(pipeline: str, once: bool) -> int:
+    """Shows the pipeline until `q` or Ctrl-C; or prints it once."""
+    config = running_config(pipeline)
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(_print(config) if once else _show(config))
+    return 0
+
+
+async def _print(config: Config) -> None:
+    """Two reports: the rates are those between them, the percentiles since the gateway's start."""
+    async with AsyncClient(config.endpoint, keys=config.keys) as client:
+        before, now = await _report(client), await _report(client)
+    Console().print(view(config, before, now, None))
+
+
+async def _show(config: Config) -> None:
+    reports: deque[Report] = deque(maxlen=NUM_KEPT)
+    async with AsyncClient(config.endpoint, keys=config.keys) as client:
+        with _keyboard(), Live(screen=True, auto_refresh=False) as live:
+            while True:
+                task = asyncio.ensure_future(_report(client))
+                while not (await asyncio.wait([task], timeout=SILENCE))[0]:
+                    live.update(Text(f"{config.name}: the gateway does not answer"), refresh=True)
+                reports.append(task.result())
+                before = reports[-2] if len(reports) > 1 else reports[0]
+                live.update(view(config, before, reports[-1], reports[0]), refresh=True)
+
+
+async def _report(client: AsyncClient) -> Report:
+    status = await client.status(fresh=True, metrics=True)
+    return Report(time.monotonic(), status)
+
+
+@contextlib.contextmanager
+def _keyboard() -> Iterator[None]:
+    """While it is open, `q` cancels the task."""
+    task = asyncio.current_task()
+    if task is None or not sys.stdin.isatty():
+        yield
+        return
+    loop, keyboard = asyncio.get_running_loop(), sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)
+    loop.add_reader(keyboard, lambda: b"q" in os.read(keyboard, 64) and task.cancel())
+    try:
+        yield
+    finally:
+        loop.remove_reader(keyboard)
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+
+
+def view(config: Config, before: Report, now: Report, oldest: Report | None) -> Group:
+    """All tables; `oldest`: from when on percentiles are shown, None: since the gateway's start."""
+    state = "ready" if now.status.ready else "not ready"
+    head = f"{config.name}: {state}, {model_name(config)} on {config.endpoint}; q quits"
+    since = f"last {now.moment - oldest.moment:.0f} s" if oldest else "since the start"
+    old = oldest.status.metrics if oldest else None
+    return Group(
+        head, _queues(before, now), _times(now.status.metrics, old, since), _processes(before, now)
+    )
+
+
+def _queues(before: Report, now: Report) -> Table:
+    status, seconds = now.status, now.moment - before.moment
+    table = Table("requests", "waiting", "running", "KV in use", "prefill tok/s", "decode tok/s")
+    cells = _cells(status.scheduler) if status.scheduler else ["-", "-", "-"]
+    rates = ["-", "-"]
+    if (new := now.status.metrics) and (old := before.status.metrics) and seconds:
+        grown = (
+            new.prompt_tokens - old.prompt_tokens,
+            new.generation_tokens - old.generation_tokens,
+        )
+        rates = [f"{max(tokens, 0) / seconds:,.0f}" for tokens in grown]
+    table.add_row(str(status.num_requests), *cells, *rates)
+    for one in status.schedulers if len(status.schedulers) > 1 else []:
+        table.add_row(f"replica {one.replica}", *_cells(one))
+    return table
+
+
+def _cells(scheduler: SchedulerStatus) -> list[str]:
+    return [str(scheduler.num_waiting), str(scheduler.num_running), f"{scheduler.kv_usage:.0%}"]
+
+
+def _times(metrics: Metrics | None, old: Metrics | None, since: str) -> Table:
+    table = Table(f"ms, {since}", *(f"p{share * 100:g}" for share in SHARES))
+    for title, name in TIMES.items():
+        histogram = getattr(metrics, name, None)
+        cells = ["-" for _ in SHARES]
+        if histogram:
+            counts = _grown(histogram, getattr(old, name, None))
+            cells = [quantile(histogram.bounds, counts, share) for share in SHARES]
+        table.add_row(title, *cells)
+    return table
+
+
+def _grown(histogram: Histogram, old: Histogram | None) -> list[int]:
+    """The counts since `old`; all of them if the gateway is a new one since."""
+    if old is None or sum(old.counts) > sum(histogram.counts):
+        return histogram.counts
+    return [new - before for new, before in zip(histogram.counts, old.counts, strict=True)]
+
+
+def quantile(bounds: list[float], counts: list[int], share: float) -> str:
+    """Milliseconds, as Prometheus's histogram_quantile: evenly spread within an interval."""
+    rank, edges = share * sum(counts), [0.0, *bounds]
+    below = list(itertools.accumulate(counts, initial=0))
+    for place, number in enumerate(counts[:-1]):
+        if number and below[place + 1] >= rank:
+            part = (rank - below[place]) / number
+            return f"{(edges[place] + part * (edges[place + 1] - edges[place])) * 1e3:,.1f}"
+    return f"> {bounds[-1] * 1e3:,.0f}" if counts[-1] else "-"
+
+
+def _processes(before: Report, now: Report) -> Table:
+    table = Table("process", "pid", "uptime", "restarts", "CPU", "MiB")
+    seconds = now.moment - before.moment
+    old = {(one.name, one.pid): one.cpu_seconds for one in before.status.processes}
+    for one in now.status.processes:
+        used = one.cpu_seconds - old.get((one.name, one.pid), one.cpu_seconds)
+        cpu = f"{used / seconds:.0%}" if seconds else "-"
+        cells = (str(one.pid), str(timedelta(seconds=int(one.uptime))), str(one.restarts), cpu)
+        table.add_row(at_node(one.name, one.node), *cells, f"{one.rss_bytes / 2**20:,.0f}")
+    return table

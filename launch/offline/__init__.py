@@ -1,0 +1,1 @@
+"""Offline inference: `LLM` and its outputs."""

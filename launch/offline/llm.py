@@ -1,0 +1,258 @@
+"""A model for one program: `LLM` starts a pipeline of its own and asks it, as any client does.
+
+    with LLM("Qwen3-8B", tensor_parallel_size=2) as llm:
+        for output in llm.generate(["17+25=", "reverse: penstock"], SamplingParams(max_tokens=9)):
+            print(output.prompt, output.outputs[0].text)
+
+The pipeline ends with the block, with `close()`, or with the program.
+"""
+
+import contextlib
+import itertools
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+from tqdm import tqdm
+
+from penstock.launch.commands.options import OTHER_NAMES, as_flags
+from penstock.launch.offline.bounded_concurrency import ask_all
+from penstock.launch.offline.ephemeral_pipeline import private_pipeline
+from penstock.launch.offline.outputs import RequestOutput, SamplingParams, prompts_of
+from penstock.launch.run_folder import check_running, running_config
+from penstock.protocol.client.client import Client
+from penstock.protocol.client.errors import NoAnswer
+from penstock.protocol.client.session import Final
+from penstock.protocol.config import Config
+from penstock.protocol.messages.client import (
+    ChatMessage,
+    GenerateReply,
+    StatusRequest,
+    TokenizePromptRequest,
+    TokenizeReply,
+)
+from penstock.protocol.messages.status import StatusReply
+
+SILENCE = 10.0
+"""seconds without a sign of the pipeline after which a look is taken whether it is still there"""
+OWN_DEFAULTS = {"log_level": "warning"}
+_pipelines = itertools.count()
+
+Prompt = str | list[int] | dict[str, Any]
+Conversation = list[dict[str, Any]]
+
+
+class LLM:
+    """A model behind a pipeline of its own; for one thread."""
+
+    def __init__(
+        self, model: str | Path = "", *, tensor_parallel_size: int = 1, **options: Any
+    ) -> None:
+        """`model` is the folder of a checkpoint; empty: the demo model. `options` are those of
+        `launch all`, by their names there (`num_blocks`) or vLLM's (`enforce_eager`).
+
+        Raises TypeError and ValueError for options that can't be, LaunchError if it does not start.
+        """
+        name = f"llm-{os.getpid()}-{next(_pipelines)}"
+        fields = _config_fields(options | {"model": str(model), "tp": tensor_parallel_size})
+        with contextlib.ExitStack() as stack:
+            endpoint = stack.enter_context(private_pipeline(name, *as_flags(fields)))
+            self.config = running_config(name)
+            self._client = stack.enter_context(_Client(endpoint, name))
+            self._end = weakref.finalize(self, stack.pop_all().close)
+        self._numbers = itertools.count()
+        num_running = self.config.max_running
+        self._window = num_running + min(num_running, self.config.max_waiting_requests)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the pipeline."""
+        self._end()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continues prompts, each a text, token ids, or a map as in vLLM (`{"prompt": "17+25="}`,
+        `{"prompt_token_ids": [10, 11]}`). Parameters: one for all, or one for each.
+
+        The results are in the order of the prompts. Raises RequestError for what is refused.
+        Without a `seed` the noise follows from the number of the prompt in this `LLM`.
+        """
+        several: list[dict[str, Any]] = [{"prompt": one} for one in prompts_of(prompts)]
+        return self._run(several, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[RequestOutput]:
+        """As `generate`, for one conversation or several, put through the model's chat template.
+
+        `chat_template_kwargs` is what that takes besides: `{"enable_thinking": False}`.
+        """
+        several = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts = [
+            {
+                "messages": msgspec.convert(one, list[ChatMessage]),
+                "tools": tools,
+                "chat_template_kwargs": chat_template_kwargs or {},
+            }
+            for one in several
+        ]
+        return self._run(prompts, sampling_params, use_tqdm)
+
+    def _run(
+        self,
+        prompts: list[dict[str, Any]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """`prompts`: fields of TokenizePromptRequest."""
+        params = _one_for_each(params, len(prompts))
+        outputs = self._outputs(prompts)
+        places = [(one, index) for one, its in enumerate(params) for index in range(its.n)]
+        requests = (
+            params[one].request(outputs[one].prompt_token_ids, outputs[one].request_id, index)
+            for one, index in places
+        )
+        with (
+            _Progress(self._client, len(places), use_tqdm) as progress,
+            contextlib.closing(ask_all(self._client, requests, self._window)) as replies,
+        ):
+            for place, reply in replies:
+                assert isinstance(reply, GenerateReply)  # noqa: S101  for mypy
+                one, index = places[place]
+                outputs[one].add(index, reply, params[one].n)
+                progress.count(reply)
+        return outputs
+
+    def _outputs(self, prompts: list[dict[str, Any]]) -> list[RequestOutput]:
+        """A result without answers for each prompt, which is tokenized unless it is of ids."""
+        outputs, texts = [], []
+        for fields in prompts:
+            prompt = fields.get("prompt")
+            token_ids = prompt if isinstance(prompt, list) else []
+            text = prompt if isinstance(prompt, str) else None
+            outputs.append(
+                RequestOutput(
+                    request_id=str(next(self._numbers)), prompt=text, prompt_token_ids=token_ids
+                )
+            )
+            if not isinstance(prompt, list):
+                texts.append((outputs[-1], TokenizePromptRequest(**fields)))
+        questions = [question for _, question in texts]
+        with contextlib.closing(ask_all(self._client, questions, self._window)) as replies:
+            for place, reply in replies:
+                assert isinstance(reply, TokenizeReply)  # noqa: S101  for mypy
+                texts[place][0].prompt_token_ids = reply.token_ids
+        return outputs
+
+
+class _Client(Client):
+    """A client that notices when the pipeline has ended."""
+
+    def __init__(self, endpoint: str, name: str) -> None:
+        super().__init__(endpoint, timeout=SILENCE)
+        self._name = name
+
+    def wait(self) -> None:
+        """However long an answer takes. Raises LaunchError if none can come."""
+        try:
+            super().wait()
+        except NoAnswer:
+            check_running(self._name)
+
+
+class _Progress:
+    """A bar of the answers, with the tokens a second that the gateway counts, twice a second."""
+
+    def __init__(self, client: Client, total: int, is_shown: bool) -> None:
+        self._bar = tqdm(total=total, desc="answers", dynamic_ncols=True, disable=not is_shown)
+        self._client = client
+        self._start = self._last = time.perf_counter()
+        self._num_tokens = self._counted = (0, 0)
+        """of prompts and of answers: of what is over, and as the gateway counts them"""
+        self._is_over = not is_shown
+
+    def __enter__(self) -> Self:
+        self._ask(fresh=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        self._show(self._num_tokens, time.perf_counter() - self._start)
+        self._bar.close()
+
+    def count(self, reply: GenerateReply) -> None:
+        """One more is answered."""
+        usage, (num_inputs, num_outputs) = reply.usage, self._num_tokens
+        self._num_tokens = (num_inputs + usage.prompt_tokens, num_outputs + usage.output_tokens)
+        self._bar.update()
+
+    def _ask(self, fresh: bool = True) -> None:
+        """The scheduler's next report paces it."""
+        if self._is_over:
+            return
+        answer = self._client.ask(StatusRequest(fresh=fresh, metrics=True))
+        answer.on_change = lambda: self._on_report(answer.final, is_first=not fresh)
+
+    def _on_report(self, report: Final | None, is_first: bool) -> None:
+        if not isinstance(report, StatusReply) or report.metrics is None:
+            return
+        now, counted = (
+            time.perf_counter(),
+            (
+                report.metrics.prompt_tokens,
+                report.metrics.generation_tokens,
+            ),
+        )
+        if not is_first:
+            new = (counted[0] - self._counted[0], counted[1] - self._counted[1])
+            self._show(new, now - self._last)
+        self._last, self._counted = now, counted
+        self._ask()
+
+    def _show(self, num_tokens: tuple[int, int], seconds: float) -> None:
+        prefill, decode = (number / seconds for number in num_tokens)
+        self._bar.set_postfix_str(f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s")
+
+
+def _one_for_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, number: int
+) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * number
+    if len(params) != number:
+        raise ValueError(f"{number} prompts, but {len(params)} sampling_params")
+    return params
+
+
+def _config_fields(options: dict[str, Any]) -> dict[str, Any]:
+    """The options by their names in Config. Raises TypeError and ValueError."""
+    fields = OWN_DEFAULTS | {OTHER_NAMES.get(name, name): its for name, its in options.items()}
+    if "enforce_eager" in fields:
+        fields["enable_cuda_graphs"] = not fields.pop("enforce_eager")
+    for name in fields:
+        if name not in Config.__struct_fields__ or name in ("name", "endpoint", "keys"):
+            raise TypeError(f"LLM has no option {name!r}; `launch all --help` lists what it has")
+    try:
+        msgspec.convert(fields, Config)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"LLM: {error}") from None
+    return fields

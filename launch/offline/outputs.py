@@ -1,0 +1,171 @@
+"""What `LLM` takes and gives, shaped as in vLLM."""
+
+import time
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from penstock.protocol.messages import sampling
+from penstock.protocol.messages.client import (
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+    StopReason,
+)
+from penstock.protocol.messages.logprobs import Logprob, TokenLogprobs
+
+MAX_N = 64
+ByToken = dict[int, Logprob]
+"""token id → its logprob: the token that stands at a position, and the likeliest ones"""
+PROMPT_KEYS = ("prompt", "prompt_token_ids")
+
+
+class SamplingParams(sampling.SamplingParams, kw_only=True):
+    """How the answers to a prompt are chosen. What is None is the model's own default."""
+
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
+    """answers to a prompt; with a `seed`, answer i has the seed + i"""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n <= MAX_N:
+            raise ValueError(f"n is {self.n}: expected 1 to {MAX_N}")
+
+    def request(self, token_ids: list[int], name: str, index: int) -> GenerateRequest:
+        """The request of the answer `index` to the prompt `name`."""
+        fields = {
+            field: getattr(self, field) for field in sampling.SamplingParams.__struct_fields__
+        }
+        fields["n"] = 1
+        if self.seed is not None:
+            fields["seed"] = self.seed + index
+        if index:
+            fields["prompt_logprobs"] = None  # those of the first answer are for all
+        fields["num_answers"] = 0 if index else self.n
+        return GenerateRequest(prompt=token_ids, request_id=f"{name}-{index}", **fields)
+
+
+class CompletionOutput(Struct, kw_only=True):
+    """One answer to a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    """the sum over `token_ids`, if `logprobs` were requested"""
+    logprobs: list[ByToken | None] | None
+    """one for each of `token_ids`, if they were requested"""
+    finish_reason: FinishReason
+    stop_reason: StopReason = None
+    """which of `stop` or `stop_token_ids` ended it; None for EOS"""
+
+    def finished(self) -> bool:
+        """Whether the answer has ended; the answers of `LLM` have."""
+        return True
+
+
+class RequestStateStats(Struct, kw_only=True):
+    """Moments of the first answer to a prompt: seconds, all but the first of `time.monotonic`."""
+
+    arrival_time: float
+    """of `time.time`"""
+    queued_ts: float
+    """at the scheduler"""
+    scheduled_ts: float
+    first_token_ts: float
+    last_token_ts: float
+    first_token_latency: float
+    """seconds from the arrival to the first token"""
+    num_generation_tokens: int
+
+
+class RequestOutput(Struct, kw_only=True):
+    """One prompt with its answers."""
+
+    request_id: str
+    prompt: str | None
+    """None where token ids or a conversation were given"""
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[ByToken | None] | None = None
+    """one for each prompt token, None for the first, if they were asked for"""
+    num_cached_tokens: int = 0
+    """of the prompt, from the prefix cache"""
+    outputs: list[CompletionOutput] = []
+    """as many as `n`, in order"""
+    finished: bool = False
+    """all of `outputs` are here"""
+    metrics: RequestStateStats | None = None
+    """None where no token has come"""
+
+    def add(self, index: int, reply: GenerateReply, n: int) -> None:
+        """Takes answer `index` of `n`; they come in any order."""
+        self.outputs.append(
+            CompletionOutput(
+                index=index,
+                text=reply.text,
+                token_ids=reply.token_ids,
+                cumulative_logprob=_sum(reply.logprobs),
+                logprobs=_by_token(reply.logprobs),
+                finish_reason=reply.finish_reason,
+                stop_reason=reply.stop_reason,
+            )
+        )
+        self.outputs.sort(key=lambda one: one.index)
+        self.finished = len(self.outputs) == n
+        if index == 0:
+            self.prompt_logprobs = _by_token(reply.prompt_logprobs)
+            self.num_cached_tokens = reply.usage.cached_tokens
+            self.metrics = _stats(reply)
+
+
+def prompts_of(prompts: Any) -> list[str | list[int]]:
+    """One prompt or several, each a text, token ids, or vLLM's `{"prompt": text}` or
+    `{"prompt_token_ids": ids}`. Raises TypeError and ValueError."""
+    is_ids = isinstance(prompts, list | tuple) and bool(prompts) and isinstance(prompts[0], int)
+    several = [prompts] if is_ids or isinstance(prompts, str | dict) else prompts
+    return [_prompt_of(one) for one in several]
+
+
+def _prompt_of(prompt: Any) -> str | list[int]:
+    if isinstance(prompt, dict):
+        given = {key: value for key, value in prompt.items() if value is not None}
+        if not given or not set(given) <= set(PROMPT_KEYS):
+            raise ValueError(
+                f"prompt: got a map of {list(given)}, expected one of {' and '.join(PROMPT_KEYS)}"
+            )
+        prompt = given.get("prompt_token_ids", given.get("prompt"))
+    if isinstance(prompt, list | tuple) and all(isinstance(one, int) for one in prompt):
+        return list(prompt)
+    if not isinstance(prompt, str):
+        raise TypeError(f"prompt: got {type(prompt).__name__}, expected text, token ids or a map")
+    return prompt
+
+
+def _stats(reply: GenerateReply) -> RequestStateStats | None:
+    if (times := reply.times) is None:
+        return None
+    last = time.monotonic()
+    first = last - times.decode
+    return RequestStateStats(
+        arrival_time=time.time() - times.decode - times.first_token,
+        queued_ts=first - times.prefill - times.queue,
+        scheduled_ts=first - times.prefill,
+        first_token_ts=first,
+        last_token_ts=last,
+        first_token_latency=times.first_token,
+        num_generation_tokens=reply.usage.output_tokens,
+    )
+
+
+def _sum(positions: list[TokenLogprobs | None] | None) -> float | None:
+    return None if positions is None else sum(one.logprob for one in positions if one)
+
+
+def _by_token(positions: list[TokenLogprobs | None] | None) -> list[ByToken | None] | None:
+    if positions is None:
+        return None
+    return [None if one is None else _tokens(one) for one in positions]
+
+
+def _tokens(position: TokenLogprobs) -> ByToken:
+    """The token itself first."""
+    return {one.token_id: one for one in (position, *position.top)}

@@ -1,0 +1,38 @@
+"""The procfile: one line per kind of process, `name: command`."""
+
+import re
+from pathlib import Path
+
+from penstock.launch.errors import LaunchError
+
+PROCFILE = Path(__file__).parents[1] / "procfile"
+"""a link to the procfile at the top of the repository, a copy of it in an installed package"""
+
+_LINE = re.compile(r"([A-Za-z0-9_-]+):\s*(\S.*)")
+
+
+def read_procfile(path: Path = PROCFILE) -> dict[str, str]:
+    """Name → command, in the order of the file. Raises LaunchError."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"procfile {path} can't be read: {error}") from error
+    commands: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = _LINE.fullmatch(line.strip())
+        if match is None:
+            raise LaunchError(f"{path}:{number} is not `name: command`: {line!r}")
+        if match[1] in commands:
+            raise LaunchError(f"{path}:{number} names {match[1]} a second time")
+        commands[match[1]] = match[2]
+    return commands
+
+
+def shell_line(command: str) -> str:
+    """A command for `sh -c` whose process takes the place of the shell, to get its signals.
+
+    `env` takes the assignments that a command may begin with.
+    """
+    return f"exec env {command}"

@@ -1,0 +1,123 @@
+"""The Ray cluster that a pipeline is to run on, as the launcher sees it."""
+
+import contextlib
+import ipaddress
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from penstock.launch.errors import LaunchError
+from penstock.launch.supervisor.child import process_names
+from penstock.launch.supervisor.ray.placement import Machine, OnNode, Placement, place
+from penstock.protocol.config import Config
+
+try:
+    import ray
+except ImportError as error:
+    raise LaunchError("--on ray needs Ray: pip install 'penstock[ray]'") from error
+
+
+TIMEOUT = 5.0
+"""seconds that the head of the cluster has to answer"""
+
+
+class Joined(NamedTuple):
+    """The cluster, joined."""
+
+    here: Machine
+    """the node of this process"""
+    machines: list[Machine]
+    """those that are alive now"""
+    run: str
+    """what no other pipeline of the cluster is called"""
+
+    def place(self, config: Config, kinds: list[str]) -> Placement:
+        """A place for every process. Raises LaunchError."""
+        nodes = {"gateway": self._node(config.endpoint, _host(config.endpoint), "--endpoint")}
+        if at := self._http_node(config):
+            nodes["http"] = at
+        return place(config, process_names(config, kinds), self.machines, nodes)
+
+    def is_here(self, at: OnNode | None) -> bool:
+        """Whether a place is at this node and nowhere else."""
+        return at == OnNode(self.here.node_id, soft=False)
+
+    def _http_node(self, config: Config) -> OnNode | None:
+        at = self._node(config.http_host, config.http_host, "--http-host")
+        return None if at.soft else at
+
+    def _node(self, given: str, host: str, flag: str) -> OnNode:
+        """Where an address can be bound: at its node alone, or, a wildcard, rather here."""
+        if host in ("*", "0.0.0.0", "::"):  # noqa: S104
+            return OnNode(self.here.node_id, soft=True)
+        if _is_own(host):
+            return OnNode(self.here.node_id, soft=False)
+        for machine in self.machines:
+            if machine.host == _resolved(host):
+                return OnNode(machine.node_id, soft=False)
+        hosts = ", ".join(machine.host for machine in self.machines)
+        raise LaunchError(f"{flag} {given} is no address of the cluster's nodes: {hosts}")
+
+
+def _host(endpoint: str) -> str:
+    if endpoint.startswith("ipc://"):
+        return "127.0.0.1"
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+def _resolved(host: str) -> str:
+    try:
+        return str(socket.getaddrinfo(host, None)[0][4][0])
+    except OSError:
+        return host
+
+
+def _is_own(host: str) -> bool:
+    """Whether a socket of this machine could be bound to it."""
+    address = _resolved(host)
+    try:
+        is_ipv6 = ipaddress.ip_address(address).version == 6
+        with socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET) as trial:
+            trial.bind((address, 0))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def joined(config: Config) -> Iterator[Joined]:
+    """Joins the cluster of `--address` for the block. Raises LaunchError if there is none."""
+    try:
+        _check_answers(config.address)
+        ray.init(config.address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"no Ray cluster at --address {config.address} that this machine is a node of; "
+            f"`ray start` makes it one ({_first_line(error)})"
+        ) from error
+    try:
+        context = ray.get_runtime_context()
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        machines = [_machine(node) for node in nodes if node["Alive"]]
+        here = next(one for one in machines if one.node_id == context.get_node_id())
+        yield Joined(here, machines, context.get_job_id())
+    finally:
+        ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Raises OSError where nobody listens: Ray itself waits for minutes."""
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), TIMEOUT).close()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _machine(node: dict[str, Any]) -> Machine:
+    resources = node["Resources"]
+    cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
+    return Machine(node["NodeID"], node["NodeName"], node["NodeManagerAddress"], cpus, gpus)

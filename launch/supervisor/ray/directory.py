@@ -1,0 +1,81 @@
+"""The directory of a pipeline's addresses, at the supervisor, and the socket of its pulses."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from penstock.protocol.transport.authentication import Authenticator
+from penstock.protocol.transport.channel import CLUSTER, Channel, Network, bind
+from penstock.protocol.transport.discovery import (
+    KEYS_FOLDER,
+    ZAP_DOMAIN,
+    Announcement,
+    Directory,
+    bind_tcp,
+    pump,
+)
+
+Handlers = list[tuple[Channel[Any], Callable[[], None]]]
+
+
+class FixedNetwork(Network):
+    """The context of sockets whose addresses are known before any process starts."""
+
+    fixed: dict[str, str]
+    """name → `tcp://` address"""
+    _host: str
+    _folder: Path
+
+    def __init__(self, host: str, folder: Path) -> None:
+        """host: address at which other machines reach this one; folder: with the keys in it."""
+        super().__init__()
+        self._host, self._folder, self.fixed = host, folder, {}
+        authenticator = Authenticator(self, {ZAP_DOMAIN: folder / KEYS_FOLDER})
+        self.handlers = [(authenticator.channel, authenticator.handle)]
+
+    def bind(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+        """As `Network.bind`. Raises zmq.ZMQError and KeysError."""
+        tcp = bind_tcp(socket, self._host, self._folder)
+        self.fixed[endpoint.removeprefix(CLUSTER)] = tcp
+
+
+class DirectoryServer:
+    """Takes what processes announce, and tells all of them."""
+
+    def __init__(self, network: FixedNetwork, on_change: Callable[[Directory], None]) -> None:
+        self.channel = bind(network, zmq.ROUTER, f"{CLUSTER}directory", Announcement)
+        self._on_change = on_change
+        self._directory = Directory({})
+        self._peers: set[bytes] = set()
+
+    def handle(self) -> None:
+        """Every announcement that waits. Who announces itself knows nothing yet."""
+        for identity, announcement in self.channel.receive():
+            self._peers.add(identity)
+            if self._directory.add(announcement):
+                self._on_change(self._directory)
+                self._send(set(self._peers))
+            else:
+                self._send({identity})
+
+    def _send(self, peers: set[bytes]) -> None:
+        frame = self.channel.encode(self._directory)
+        self._peers -= {peer for peer in peers if not self.channel.send_bytes(frame, peer)}
+
+
+def attend(handlers: Handlers) -> None:
+    """Handles in the running event loop what comes to these channels, while they are open."""
+    loop = asyncio.get_running_loop()
+    for channel, _ in handlers:
+        loop.add_reader(int(channel.socket.getsockopt(zmq.FD)), pump, handlers)
+    pump(handlers)
+
+
+def leave(handlers: Handlers) -> None:
+    """Ends what `attend` began."""
+    loop = asyncio.get_running_loop()
+    for channel, _ in handlers:
+        loop.remove_reader(int(channel.socket.getsockopt(zmq.FD)))

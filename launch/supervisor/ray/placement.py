@@ -1,0 +1,185 @@
+"""Which process Ray is to put where.
+
+A replica is a placement group, so that Ray reserves all of it or nothing: its first bundle is for
+the scheduler and the worker of rank 0, each further one for a worker. What is reached at an address
+of one node has a group, too, the first one, or a replica could take its place. Others are spread
+over the nodes.
+"""
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from penstock.launch.errors import LaunchError
+from penstock.launch.supervisor.child import kind_of
+from penstock.protocol.config import Config
+from penstock.protocol.replicas import replica_of
+
+Resources = dict[str, float]
+Free = dict[str, tuple[float, float]]
+"""CPUs and GPUs by node"""
+
+
+class Machine(NamedTuple):
+    """A node of the cluster, and what it has in all, whoever uses it now."""
+
+    node_id: str
+    name: str
+    host: str
+    """the address at which the other nodes reach it"""
+    cpus: float
+    gpus: float
+
+
+class Group(NamedTuple):
+    """Places that are reserved together, before those of the next group."""
+
+    strategy: Literal["PACK", "STRICT_PACK"]
+    bundles: list[Resources]
+
+
+class Bundle(NamedTuple):
+    """A place in a group."""
+
+    group: int
+    number: int
+
+
+class OnNode(NamedTuple):
+    """A place at a node; `soft`: another one will do if that one is lost or full."""
+
+    node_id: str
+    soft: bool
+
+
+class Placement(NamedTuple):
+    """Where everything goes."""
+
+    device: Literal["cpu", "cuda"]
+    groups: list[Group]
+    bundles: dict[str, Bundle]
+    """by name of the process"""
+    nodes: dict[str, OnNode]
+    """by kind of process; what is in neither is spread"""
+
+    def num_gpus(self, name: str) -> int:
+        """Of a process."""
+        return int(self.device == "cuda" and kind_of(name) == "worker")
+
+
+def place(
+    config: Config, names: list[str], machines: list[Machine], nodes: dict[str, OnNode]
+) -> Placement:
+    """Finds a place for each of `names`; nodes: as in `Placement`, chosen by the addresses.
+
+    Raises LaunchError where the cluster could not hold them even if nobody else used it.
+    """
+    device = _device(config, names, machines)
+    placement = Placement(device, [], {}, nodes)
+    _check_sums(placement, names, machines)
+    free = {machine.node_id: (machine.cpus, machine.gpus) for machine in machines}
+    _place_fixed(placement, names, machines, free)
+    for replica in range(config.dp):
+        members = [
+            name
+            for name in names
+            if kind_of(name) in ("scheduler", "worker") and replica_of(name, config) == replica
+        ]
+        if members:
+            bundles = _bundles(placement, members)
+            placement.groups.append(Group(_reserve(free, bundles, machines), bundles))
+    return placement
+
+
+def _place_fixed(
+    placement: Placement, names: list[str], machines: list[Machine], free: Free
+) -> None:
+    bundles: dict[str, Resources] = {}
+    for name in names:
+        at = placement.nodes.get(kind_of(name))
+        if at is None or at.soft:
+            continue
+        machine = next(one for one in machines if one.node_id == at.node_id)
+        if not _take(free, [at.node_id], {"CPU": 1}):
+            raise LaunchError(f"{name} must run on node {machine.name}, of {machine.cpus:g} CPUs")
+        # Ray gives each node one of this
+        bundle = bundles.setdefault(at.node_id, {f"node:{machine.host}": 0.001})
+        _add(bundle, "CPU", 1)
+        placement.bundles[name] = Bundle(0, list(bundles).index(at.node_id))
+    if bundles:
+        placement.groups.append(Group("PACK", list(bundles.values())))
+
+
+def _device(config: Config, names: list[str], machines: list[Machine]) -> Literal["cpu", "cuda"]:
+    """`auto` as `--device` has it: on GPUs if there is one for each worker."""
+    num_workers = sum(kind_of(name) == "worker" for name in names)
+    if config.device == "auto":
+        return "cuda" if 0 < num_workers <= sum(one.gpus for one in machines) else "cpu"
+    return config.device
+
+
+def _check_sums(placement: Placement, names: list[str], machines: list[Machine]) -> None:
+    num_gpus = sum(map(placement.num_gpus, names))
+    cpus, gpus = sum(one.cpus for one in machines), sum(one.gpus for one in machines)
+    if num_gpus > gpus or len(names) > cpus:
+        asked = f"{len(names)} processes need {len(names)} CPUs" + (
+            f" and {num_gpus} GPUs" if num_gpus else ""
+        )
+        raise LaunchError(f"{asked}; the cluster has {_sum(machines)}")
+
+
+def _sum(machines: list[Machine]) -> str:
+    each = ", ".join(f"{one.name}: {one.cpus:g} CPUs, {one.gpus:g} GPUs" for one in machines)
+    cpus, gpus = sum(one.cpus for one in machines), sum(one.gpus for one in machines)
+    return f"{cpus:g} CPUs and {gpus:g} GPUs ({each})"
+
+
+def _bundles(placement: Placement, members: list[str]) -> list[Resources]:
+    """Notes the places of a replica's processes; returns what each bundle needs."""
+    workers = [name for name in members if kind_of(name) == "worker"]
+    bundles: list[Resources] = [{} for _ in workers] or [{}]
+    for name in members:
+        index = workers.index(name) if name in workers else 0
+        placement.bundles[name] = Bundle(len(placement.groups), index)
+        _add(bundles[index], "CPU", 1)
+        _add(bundles[index], "GPU", placement.num_gpus(name))
+    return bundles
+
+
+def _add(resources: Resources, kind: str, number: float) -> None:
+    if number:
+        resources[kind] = resources.get(kind, 0) + number
+
+
+def _reserve(
+    free: Free, bundles: list[Resources], machines: list[Machine]
+) -> Literal["PACK", "STRICT_PACK"]:
+    """On one node if one can hold them all, beside what is reserved already."""
+    whole: Resources = {}
+    for bundle in bundles:
+        for kind, number in bundle.items():
+            _add(whole, kind, number)
+    nodes = sorted(free, key=lambda node: free[node][::-1])  # GPUs count first, fewest first
+    if _take(free, nodes, whole):
+        return "STRICT_PACK"
+    for bundle in bundles:
+        if not _take(free, reversed(nodes), bundle):
+            raise LaunchError(
+                f"a replica needs {_words(whole)}, of which {_words(bundle)} on one node; beside "
+                f"the other processes that does not fit into {_sum(machines)}"
+            )
+    return "PACK"
+
+
+def _words(resources: Resources) -> str:
+    return " and ".join(f"{number:g} {kind}s" for kind, number in resources.items())
+
+
+def _take(free: Free, nodes: Iterable[str], asked: Resources) -> bool:
+    """Takes them from the first of the nodes that has them."""
+    for node in nodes:
+        cpus = free[node][0] - asked.get("CPU", 0)
+        gpus = free[node][1] - asked.get("GPU", 0)
+        if cpus >= 0 and gpus >= 0:
+            free[node] = cpus, gpus
+            return True
+    return False

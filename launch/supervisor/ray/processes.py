@@ -1,0 +1,270 @@
+"""Processes on the nodes of a Ray cluster.
+
+Ray places an actor for each, and restarts it, elsewhere if need be, when it or its node is gone;
+the actor runs the process as its child (`member.py`). Here is what the supervisor asks of them.
+"""
+
+import asyncio
+import contextlib
+import io
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayActorError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from penstock.launch.commands.keys import make_keys
+from penstock.launch.errors import LaunchError
+from penstock.launch.supervisor.child import GRACE, kind_of
+from penstock.launch.supervisor.processes import Policy, Running
+from penstock.launch.supervisor.ray.cluster import Joined
+from penstock.launch.supervisor.ray.directory import DirectoryServer, FixedNetwork, attend, leave
+from penstock.launch.supervisor.ray.member import LOST, Member, Spec, Started
+from penstock.launch.supervisor.ray.placement import Placement
+from penstock.launch.supervisor.ray.remote import PING_TIMEOUT, RemoteProcess, RemoteWatched
+from penstock.launch.supervisor.tasks import Tasks
+from penstock.protocol.config import DEFAULT_CLIENT, Config, write_config
+from penstock.protocol.transport.curve import CLIENTS, SERVER
+from penstock.protocol.transport.discovery import KEYS_CLIENT, KEYS_FOLDER, Cluster, Directory, Node
+
+ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+"""of actors with a GPU: their process chooses it itself, and shares memory with the others"""
+
+
+class _Nowhere(io.TextIOBase):
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+class RayProcesses:
+    """`Processes` for a cluster; it is its own `Host`."""
+
+    def __init__(
+        self,
+        joined: Joined,
+        placement: Placement,
+        config: Config,
+        commands: dict[str, str],
+        policy: Policy,
+        _arbiter: Any,
+    ) -> None:
+        """commands: of each kind of process. Raises LaunchError."""
+        self.host = self
+        self._joined = joined
+        self._placement = placement
+        self._config = config
+        self._commands = commands
+        self._policy = policy
+        self._processes: dict[str, RemoteProcess] = {}
+        self._incarnations = count(1)
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Ray prints pages about every death; the policy tells of it in a line
+        self._printing = contextlib.redirect_stdout(_Nowhere())
+        self._printing.__enter__()
+        folder = config.run_folder
+        self._keys = _make_keys(folder / KEYS_FOLDER)
+        self.pulses_context = self._fixed = FixedNetwork(joined.here.host, folder)
+        directory = DirectoryServer(self._fixed, self._on_directory)
+        self._handlers = [*self._fixed.handlers, (directory.channel, directory.handle)]
+        attend(self._handlers)
+        self._groups: list[PlacementGroup] = []
+        self._tasks = Tasks(self._fail)
+        self._reserved = self._tasks.start(self._reserve())
+
+    @property
+    def context(self) -> Cluster:
+        """Made when all that is fixed is known."""
+        return self._context
+
+    async def add(self, names: list[str]) -> None:
+        if not self._processes:
+            self._join_network()
+        for name in names:
+            process = self._processes[name] = RemoteProcess(name)
+            process.task = self._tasks.start(self._run(process))
+
+    async def remove(self, names: list[str]) -> None:
+        # what does not run first: it may wait for the place of what does
+        for does_run in (False, True):
+            await self._each(
+                [name for name in names if bool(self._processes[name].pid) == does_run],
+                self._remove,
+            )
+        for name in names:
+            del self._processes[name]
+
+    async def stop(self, names: list[str]) -> None:
+        await self._each(names, RemoteProcess.stop)
+
+    async def start(self, names: list[str]) -> None:
+        for name in names:
+            self._processes[name].wanted.set()
+
+    async def keep(self) -> None:
+        await self._failed
+
+    def running(self) -> Iterator[Running]:
+        now = time.monotonic()
+        for one in self._processes.values():
+            if one.pid:
+                yield Running(one.name, one.pid, one.node, now - one.since)
+
+    def signal(self, name: str, pid: int, number: int) -> None:
+        if self._processes[name].pid == pid:
+            self._processes[name].actor.signal.remote(pid, number)
+
+    def watch(self, name: str, pid: int, on_end: Callable[[], None]) -> RemoteWatched | None:
+        """As `Host.watch`."""
+        process = self._processes.get(name)
+        return RemoteWatched(process, on_end) if process and process.pid == pid else None
+
+    async def close(self) -> None:
+        await self.remove(list(self._processes))
+        self._reserved.cancel()
+        for group in self._groups:
+            remove_placement_group(group)
+        leave(self._handlers)
+        self._fixed.destroy(linger=0)
+        self._context.destroy(linger=0)
+        self._printing.__exit__(None, None, None)
+
+    def _join_network(self) -> None:
+        """Once pulses are bound, too: this process is one of the pipeline's."""
+        here, folder = self._joined.here, self._config.run_folder
+        self._context = Cluster(Node(here.node_id, here.name, here.host, self._fixed.fixed), folder)
+        self._handlers += self._context.handlers
+        attend(self._handlers)
+
+    async def _each(
+        self, names: list[str], run: Callable[[RemoteProcess], Coroutine[Any, Any, None]]
+    ) -> None:
+        await asyncio.gather(*(run(self._processes[name]) for name in names))
+
+    async def _remove(self, process: RemoteProcess) -> None:
+        if process.pid:
+            await process.stop()
+        process.task.cancel()
+        if process.actor:
+            await process.ask(process.actor.leave.remote(), GRACE if process.pid else PING_TIMEOUT)
+            ray.kill(process.actor)
+
+    async def _reserve(self) -> None:
+        """Until all groups have their places; Ray's own way to await one would start a process."""
+        for bundles, strategy in ((one.bundles, one.strategy) for one in self._placement.groups):
+            group = placement_group(bundles, strategy)
+            self._groups.append(group)
+            if not await asyncio.to_thread(PlacementGroup.wait, group, 1):
+                self._policy.say(f"waits until the cluster has room for a group: {bundles}")
+            while not await asyncio.to_thread(PlacementGroup.wait, group, 1):
+                pass
+
+    async def _run(self, process: RemoteProcess) -> None:
+        await asyncio.shield(self._reserved)  # nobody else takes what a group needs
+        process.actor = self._make_actor(process.name)
+        while await self._may_start(process):
+            started = await self._start(process)
+            process.pid, process.node, process.since = started.pid, started.node, time.monotonic()
+            self._policy.spawned(process.name, started.pid, started.node)
+            if not process.wanted.is_set():  # `stop` came while it was started
+                process.actor.stop.remote(GRACE)
+            end = await self._follow(process)
+            process.pid = 0
+            self._policy.reaped(process.name, f"{end} on {process.node}" if end == LOST else end)
+            process.on_end()
+
+    async def _start(self, process: RemoteProcess) -> Started:
+        """Waits until Ray has its actor somewhere."""
+        started: Started | None = None
+        try:
+            while started is None:
+                actor_id = await process.actor.id.remote()
+                process.number = next(self._incarnations)
+                started = await process.actor.start.remote(actor_id, process.number)
+        except RayActorError as error:
+            raise LaunchError(f"Ray has no place for {process.name} any more: {error}") from error
+        return started
+
+    async def _may_start(self, process: RemoteProcess) -> bool:
+        process.idle.set()
+        await process.wanted.wait()
+        process.idle.clear()
+        return self._policy.may_spawn(process.name)
+
+    async def _follow(self, process: RemoteProcess) -> str:
+        """Passes its lines on until it ends; returns how."""
+        while True:
+            try:
+                lines, end = await process.actor.follow.remote(process.number)
+            except RayActorError:
+                return LOST
+            for line in lines:
+                self._policy.line(process.name, line)
+            if end is not None:
+                return str(end)
+
+    def _make_actor(self, name: str) -> Any:
+        num_gpus = self._placement.num_gpus(name)
+        options: dict[str, Any] = {"num_cpus": 1, "num_gpus": num_gpus, "max_restarts": -1}
+        if num_gpus:
+            options["runtime_env"] = {"env_vars": ENVIRONMENT}
+        spec = Spec(
+            name=name,
+            command=self._commands[kind_of(name)],
+            config=msgspec.structs.replace(self._config, device=self._placement.device),
+            run=self._joined.run,
+            fixed=self._fixed.fixed,
+            keys=self._keys,
+            public_keys=_public_keys(Path(self._config.keys)) if self._config.keys else {},
+        )
+        member: Any = Member
+        return member.options(scheduling_strategy=self._strategy(name), **options).remote(spec)
+
+    def _strategy(self, name: str) -> Any:
+        if at := self._placement.bundles.get(name):
+            return PlacementGroupSchedulingStrategy(self._groups[at.group], at.number)
+        if on := self._placement.nodes.get(kind_of(name)):
+            return NodeAffinitySchedulingStrategy(
+                on.node_id, on.soft, _spill_on_unavailable=on.soft
+            )
+        return "SPREAD"
+
+    def _on_directory(self, directory: Directory) -> None:
+        """Clients of this machine find the gateway by the configuration in the run folder."""
+        if (clients := directory.addresses.get("clients")) is None:
+            return
+        on = self._placement.nodes["gateway"]
+        if on.soft and clients.node_id != self._joined.here.node_id:
+            host = clients.tcp.rpartition(":")[0]
+            port = self._config.endpoint.rpartition(":")[2]
+            write_config(msgspec.structs.replace(self._config, endpoint=f"{host}:{port}"))
+        else:
+            write_config(self._config)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(error)
+
+
+def _make_keys(folder: Path) -> dict[str, bytes]:
+    """New ones, in this folder; returns those that processes need."""
+    make_keys(folder, None)
+    make_keys(folder, KEYS_CLIENT)
+    public = f"{CLIENTS}/{KEYS_CLIENT}.key"
+    names = (f"{SERVER}.key", f"{SERVER}.key_secret", f"{KEYS_CLIENT}.key_secret", public)
+    return {name: (folder / name).read_bytes() for name in names}
+
+
+def _public_keys(folder: Path) -> dict[str, bytes]:
+    """What a gateway needs of `--keys`, and those of our own processes that are its clients."""
+    names = (f"{SERVER}.key", f"{SERVER}.key_secret", f"{DEFAULT_CLIENT}.key_secret")
+    paths = [*(folder / name for name in names), *(folder / CLIENTS).glob("*.key")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}

@@ -1,0 +1,1 @@
+"""Clients of a pipeline: `Client`, `AsyncClient`, and the exceptions they raise."""

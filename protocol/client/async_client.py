@@ -1,0 +1,146 @@
+"""The client for asyncio; `client.py` has the one that blocks, and says more."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Self
+
+import zmq
+
+from penstock.protocol.client.connection import DEFAULT_ENDPOINT, Connection, Kind, expect
+from penstock.protocol.client.session import Answer
+from penstock.protocol.config import DEFAULT_CLIENT
+from penstock.protocol.messages.client import (
+    AbortReply,
+    AbortRequest,
+    DetokenizeReply,
+    DetokenizeRequest,
+    GenerateReply,
+    GenerateRequest,
+    Request,
+    StatusRequest,
+    TextDelta,
+    TokenizePromptRequest,
+    TokenizeReply,
+)
+from penstock.protocol.messages.status import StatusReply
+
+
+class AsyncStream:
+    """One request of an `AsyncClient`: iterate with `async for`, or await its `result()`.
+
+    Cancelling the task that waits for it aborts the request.
+    """
+
+    def __init__(self, client: "AsyncClient", answer: Answer) -> None:
+        self.request_id = answer.request_id
+        self._client = client
+        self._answer = answer
+
+    async def __aiter__(self) -> AsyncIterator[TextDelta]:
+        while True:
+            while delta := self._answer.take_delta():
+                yield delta
+            if self._answer.final:
+                self._answer.result()
+                return
+            await self._change()
+
+    async def result(self) -> GenerateReply:
+        """Waits for the whole answer. Raises RequestError."""
+        while not self._answer.final:
+            await self._change()
+        return expect(self._answer, GenerateReply)
+
+    async def abort(self) -> None:
+        """Ends the request early; `result()` has what came until then."""
+        await self._client.abort(self.request_id)
+
+    async def _change(self) -> None:
+        try:
+            await self._client.change(self._answer)
+        except asyncio.CancelledError:
+            self._client.ask(AbortRequest(request_id=self.request_id))
+            raise
+
+
+class AsyncClient:
+    """A client for asyncio, for any number of tasks; to be entered with `async with`."""
+
+    def __init__(
+        self,
+        endpoint: str = DEFAULT_ENDPOINT,
+        *,
+        keys: str | Path | None = None,
+        client: str = DEFAULT_CLIENT,
+        context: "zmq.Context[Any] | None" = None,
+    ) -> None:
+        """`context`: instead of one of its own, which ends with the block."""
+        self._where = endpoint, keys, client, context
+
+    async def __aenter__(self) -> Self:
+        """Raises ClientError for keys that can't be read and for an address that is none."""
+        self._connection = Connection(*self._where)
+        for descriptor in self._descriptors():
+            asyncio.get_running_loop().add_reader(descriptor, self._connection.take)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for descriptor in self._descriptors():
+            asyncio.get_running_loop().remove_reader(descriptor)
+        self._connection.leave()
+        await asyncio.to_thread(self._connection.close)
+
+    def submit(self, prompt: str | list[int] | None = None, **fields: Any) -> AsyncStream:
+        """Sends a request and returns at once. `fields`: those of GenerateRequest."""
+        answer = self.ask(GenerateRequest(prompt=prompt, **fields))
+        return AsyncStream(self, answer)
+
+    def stream(self, prompt: str | list[int] | None = None, **fields: Any) -> AsyncStream:
+        """A request whose text comes piece by piece."""
+        return self.submit(prompt, stream=True, **fields)
+
+    async def generate(self, prompt: str | list[int] | None = None, **fields: Any) -> GenerateReply:
+        """The whole answer. Raises RequestError."""
+        return await self.submit(prompt, **fields).result()
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a request early; False if none of this name runs."""
+        return (await self._wait_for(AbortRequest(request_id=request_id), AbortReply)).found
+
+    async def tokenize(self, prompt: str | list[int] | None = None, **fields: Any) -> TokenizeReply:
+        """The token ids of a prompt. `fields`: those of TokenizePromptRequest."""
+        return await self._wait_for(TokenizePromptRequest(prompt=prompt, **fields), TokenizeReply)
+
+    async def detokenize(self, token_ids: list[int], **fields: Any) -> str:
+        """The text of token ids, special tokens too. `fields`: those of DetokenizeRequest."""
+        question = DetokenizeRequest(token_ids=token_ids, **fields)
+        return (await self._wait_for(question, DetokenizeReply)).text
+
+    async def status(
+        self, wait: bool = False, fresh: bool = False, metrics: bool = False
+    ) -> StatusReply:
+        """How the pipeline is; `wait`, `fresh`, `metrics`: as in `StatusRequest`."""
+        return await self._wait_for(
+            StatusRequest(wait=wait, fresh=fresh, metrics=metrics), StatusReply
+        )
+
+    async def change(self, answer: Answer) -> None:
+        """Waits until something has come for `answer`."""
+        changed = asyncio.Event()
+        answer.on_change = changed.set
+        await changed.wait()
+
+    def ask(self, question: Request) -> Answer:
+        """Sends a question."""
+        return self._connection.ask(question)
+
+    async def _wait_for(self, question: Request, kind: type[Kind]) -> Kind:
+        answer = self.ask(question)
+        while not answer.final:
+            await self.change(answer)
+        return expect(answer, kind)
+
+    def _descriptors(self) -> list[int]:
+        connection = self._connection
+        return [int(one.getsockopt(zmq.FD)) for one in (connection.socket, connection.monitor)]

@@ -1,0 +1,167 @@
+"""Clients of a pipeline: `Client` blocks, `AsyncClient` is for asyncio.
+
+    with Client("tcp://127.0.0.1:5555") as client:
+        print(client.generate(messages=[{"role": "user", "content": "Hello"}]).text)
+        for delta in client.stream("Once upon a time", max_tokens=50):
+            print(delta.text, end="")
+        streams = [client.submit(prompt) for prompt in prompts]
+        texts = [stream.result().text for stream in streams]
+
+A request survives the death of any process of the pipeline, the gateway's too: when the connection
+comes back, the client asks again for what is unanswered. `errors.py` has the tree of errors.
+
+`Client("tcp://gpu1:5555,tcp://gpu2:5555")` goes on at the next address where one is lost or can't
+be reached.
+
+Where the gateway has keys, `keys` is the folder with `server.key` and `NAME.key_secret`, and
+`client` the NAME: `Client("tcp://gpu1:5555", keys="alice-keys", client="alice")`.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import zmq
+
+from penstock.protocol.client.async_client import AsyncClient, AsyncStream
+from penstock.protocol.client.connection import DEFAULT_ENDPOINT, Connection, Kind, expect
+from penstock.protocol.client.errors import NoAnswer
+from penstock.protocol.client.session import Answer
+from penstock.protocol.config import DEFAULT_CLIENT
+from penstock.protocol.messages.client import (
+    AbortReply,
+    AbortRequest,
+    DetokenizeReply,
+    DetokenizeRequest,
+    GenerateReply,
+    GenerateRequest,
+    Request,
+    StatusRequest,
+    TextDelta,
+    TokenizePromptRequest,
+    TokenizeReply,
+)
+from penstock.protocol.messages.status import StatusReply
+
+__all__ = ["AsyncClient", "AsyncStream", "Client", "Stream"]
+
+
+class Stream:
+    """One request of a `Client`: iterate for its text as it comes, or wait for its `result()`."""
+
+    def __init__(self, client: "Client", answer: Answer) -> None:
+        self.request_id = answer.request_id
+        self._client = client
+        self._answer = answer
+
+    def __iter__(self) -> Iterator[TextDelta]:
+        while True:
+            while delta := self._answer.take_delta():
+                yield delta
+            if self._answer.final:
+                self._answer.result()
+                return
+            self._client.wait()
+
+    def result(self) -> GenerateReply:
+        """Waits for the whole answer. Raises RequestError."""
+        return self._client.wait_for(self._answer, GenerateReply)
+
+    def abort(self) -> None:
+        """Ends the request early; `result()` has what came until then."""
+        self._client.abort(self.request_id)
+
+
+class Client:
+    """A blocking client, for one thread.
+
+    A call that waits `timeout` seconds without a sign of the pipeline raises NoAnswer.
+    """
+
+    def __init__(
+        self,
+        endpoint: str = DEFAULT_ENDPOINT,
+        *,
+        timeout: float | None = None,
+        keys: str | Path | None = None,
+        client: str = DEFAULT_CLIENT,
+    ) -> None:
+        """Raises ClientError for keys that can't be read and for an address that is none."""
+        self._connection = Connection(endpoint, keys, client)
+        self._timeout = math.inf if timeout is None else timeout
+        self._poller = zmq.Poller()
+        self._poller.register(self._connection.socket, zmq.POLLIN)
+        self._poller.register(self._connection.monitor, zmq.POLLIN)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Requests that are not answered yet are aborted."""
+        self._connection.leave()
+        self._connection.close()
+
+    def submit(self, prompt: str | list[int] | None = None, **fields: Any) -> Stream:
+        """Sends a request and returns at once. `fields`: those of GenerateRequest.
+
+        Before the client is connected, the request leaves when something waits for an answer.
+        """
+        answer = self._connection.ask(GenerateRequest(prompt=prompt, **fields))
+        return Stream(self, answer)
+
+    def stream(self, prompt: str | list[int] | None = None, **fields: Any) -> Stream:
+        """A request whose text comes piece by piece."""
+        return self.submit(prompt, stream=True, **fields)
+
+    def generate(self, prompt: str | list[int] | None = None, **fields: Any) -> GenerateReply:
+        """The whole answer. Raises RequestError."""
+        return self.submit(prompt, **fields).result()
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request early; False if none of this name runs."""
+        return self._ask(AbortRequest(request_id=request_id), AbortReply).found
+
+    def tokenize(self, prompt: str | None = None, **fields: Any) -> TokenizeReply:
+        """The token ids of a prompt. `fields`: those of TokenizePromptRequest."""
+        return self._ask(TokenizePromptRequest(prompt=prompt, **fields), TokenizeReply)
+
+    def detokenize(self, token_ids: list[int]) -> str:
+        """The text of token ids, special tokens too."""
+        return self._ask(DetokenizeRequest(token_ids=token_ids), DetokenizeReply).text
+
+    def status(self, wait: bool = False, fresh: bool = False, metrics: bool = False) -> StatusReply:
+        """How the pipeline is; `wait`, `fresh`, `metrics`: as in `StatusRequest`."""
+        return self._ask(StatusRequest(wait=wait, fresh=fresh, metrics=metrics), StatusReply)
+
+    def ask(self, question: Request) -> Answer:
+        """Sends a question, and waits for nothing."""
+        return self._connection.ask(question)
+
+    def wait_for(self, answer: Answer, kind: type[Kind]) -> Kind:
+        """Waits for the reply to one question. Raises RequestError."""
+        while not answer.final:
+            self.wait()
+        return expect(answer, kind)
+
+    def take_until(self, moment: float) -> None:
+        """Takes in what comes until `moment` of `time.perf_counter()`, and up to 1 ms longer."""
+        while (seconds := moment - time.perf_counter()) > 0:
+            self._poller.poll(math.ceil(seconds * 1000))
+            self._connection.take()
+
+    def wait(self) -> None:
+        """Waits for a sign of the pipeline, and takes it in. Raises NoAnswer."""
+        deadline = time.monotonic() + self._timeout
+        while (seconds := deadline - time.monotonic()) > 0:
+            self._poller.poll(None if seconds == math.inf else math.ceil(seconds * 1000))
+            if self._connection.take():
+                return
+        raise NoAnswer("the pipeline does not answer")
+
+    def _ask(self, question: Request, kind: type[Kind]) -> Kind:
+        return self.wait_for(self.ask(question), kind)

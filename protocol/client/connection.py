@@ -1,0 +1,197 @@
+"""A client's connection to the gateway, which may be lost and come back."""
+
+import contextlib
+from collections import Counter
+from pathlib import Path
+from typing import Any, TypeVar
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from penstock.protocol.client.errors import ClientError
+from penstock.protocol.client.failover import Addresses, check_addresses
+from penstock.protocol.client.session import Answer, Session
+from penstock.protocol.messages.client import (
+    MSGPACK,
+    AbortReply,
+    DetokenizeReply,
+    ErrorReply,
+    GenerateReply,
+    Request,
+    TokenizeReply,
+)
+from penstock.protocol.messages.status import StatusReply
+from penstock.protocol.transport.channel import CLUSTER, MAX_FRAME_BYTES, OVERSIZE_SLACK, Network
+from penstock.protocol.transport.curve import KeysError, secure_client
+from penstock.protocol.transport.endpoints import stays_on_host
+
+DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
+Kind = TypeVar("Kind", GenerateReply, TokenizeReply, DetokenizeReply, AbortReply, StatusReply)
+REFUSED = "the gateway refuses this client: its key is unknown there, or only one of them has keys"
+MAX_HANG_UPS = 3
+"""connections lost after which a question so long that the gateway may hang up at it is given up"""
+REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+CONNECT_TIMEOUT = 2000
+"""milliseconds after which an address of several that does not answer is left for the next one"""
+HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT = 1000, 5000
+"""milliseconds between two of ZeroMQ's heartbeats, and of silence after which a gateway of several
+is left"""
+
+
+def expect(answer: Answer, kind: type[Kind]) -> Kind:
+    """The reply to a question that is answered. Raises RequestError."""
+    reply = answer.result()
+    assert isinstance(reply, kind)  # noqa: S101  the session pairs them by kind
+    return reply
+
+
+class Connection:
+    """A DEALER socket, the monitor that tells when it is connected, and what was asked on it.
+
+    Every question is asked once on each connection until it is answered: the gateway that sits at
+    the end of a new one has perhaps not heard of it. Where the gateway refuses our key, or one side
+    has keys and the other has none, every question is answered with an error. (A gateway of another
+    key than ours says nothing: it is as if none were there.)
+
+    Of several addresses one is connected at a time. When it is lost, or no connection comes about,
+    libzmq says that it tries again: then the next address is tried instead.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        keys: str | Path | None,
+        client: str,
+        context: "zmq.Context[Any] | None" = None,
+    ) -> None:
+        """endpoint: as `Addresses` has it, or a name that `context`, if it is a Network, knows: it
+        has the keys, then, too. A given context is not ended by `close`. Raises ClientError for
+        keys that can't be read and for an address that is none."""
+        is_name = endpoint.startswith(CLUSTER)
+        self._network = context if is_name and isinstance(context, Network) else None
+        if self._network is None:
+            check_addresses(endpoint)
+        self._addresses = Addresses(endpoint)
+        self._is_failing = False
+        """libzmq has tried the current address in vain, or the connection is lost"""
+        self._context = zmq.Context() if context is None else context
+        self._owns_context = context is None
+        self._session = Session()
+        self._is_connected = False
+        self._num_hang_ups: Counter[bytes] = Counter()
+        """by the number of the question, of those longer than OVERSIZE_SLACK"""
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.LINGER, 1000)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self.socket.setsockopt(zmq.IMMEDIATE, 1)  # what a lost connection has queued is dropped
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | REFUSALS | zmq.EVENT_DISCONNECTED
+        if len(self._addresses) > 1:
+            events |= zmq.EVENT_CONNECT_RETRIED
+            self.socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT)
+            self.socket.setsockopt(zmq.HANDSHAKE_IVL, CONNECT_TIMEOUT)
+        self.monitor = self.socket.get_monitor_socket(events)
+        if keys and self._network is None:
+            self._secure(Path(keys), client)
+        self._connect()
+
+    def ask(self, question: Request) -> Answer:
+        """Sends a question, now or when there is a connection."""
+        self.take()
+        answer = self._session.ask(question)
+        if self._is_connected:
+            self._send(answer)
+        elif self._addresses.is_refused:
+            self._fail(answer, REFUSED)
+        self.take()  # ZeroMQ signals changes, and the send may have swallowed one
+        return answer
+
+    def take(self) -> bool:
+        """Takes in everything that has come, and does not wait; True if it is a sign of a gateway,
+        which a connection is not that fails before it is one."""
+        is_sign = False
+        while True:
+            if self.monitor.poll(0):
+                is_sign |= self._on_event(recv_monitor_message(self.monitor)["event"])
+            elif self.socket.poll(0):
+                self._session.receive(self.socket.recv_multipart())
+                is_sign = True
+            elif self._is_failing:
+                self._try_next()
+            else:
+                return is_sign
+
+    def leave(self) -> None:
+        """Asks and hears nothing from here on; to be called where its socket is used."""
+        self.socket.disable_monitor()
+        self.monitor.close()
+        self.socket.close()
+
+    def close(self) -> None:
+        """Behind `leave`: waits until what is queued is sent, for a second at most."""
+        if self._owns_context:
+            self._context.term()
+
+    def _secure(self, keys: Path, client: str) -> None:
+        try:
+            secure_client(self.socket, keys, client)
+        except KeysError as error:
+            self.leave()
+            self.close()
+            raise ClientError(str(error)) from error
+
+    def _connect(self) -> None:
+        address = self._addresses.current
+        if self._network:
+            self._network.connect(self.socket, address, wait=False)
+            return
+        self.socket.setsockopt(zmq.IPV6, "[" in address)
+        if len(self._addresses) > 1 and not stays_on_host(address):
+            self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL)
+            self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT)
+        self.socket.connect(address)
+
+    def _try_next(self) -> None:
+        self._is_failing = False
+        last = self._addresses.current
+        if self._addresses.turn():
+            self.socket.disconnect(last)
+            self._connect()
+
+    def _on_event(self, event: int) -> bool:
+        was_connected = self._is_connected
+        self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if self._is_connected:
+            self._is_failing = False
+            self._addresses.on_connected()
+            self.socket.poll(0)  # a send alone overlooks what has come within the last millisecond
+        elif event & REFUSALS:
+            self._is_failing = True
+            self._addresses.on_refused()
+        elif event == zmq.EVENT_CONNECT_RETRIED:
+            self._is_failing = True
+        for answer in self._session.unanswered():
+            if self._is_connected:
+                self._send(answer)
+            elif self._addresses.is_refused:
+                self._fail(answer, REFUSED)  # libzmq does not try a refused key again
+            elif was_connected and len(answer.frames[1]) > OVERSIZE_SLACK:
+                self._count_hang_up(answer)
+        return was_connected or self._is_connected or self._addresses.is_refused
+
+    def _count_hang_up(self, answer: Answer) -> None:
+        number, frame = answer.frames
+        self._num_hang_ups[number] += 1
+        if self._num_hang_ups[number] == MAX_HANG_UPS:
+            times = f"the gateway hung up {MAX_HANG_UPS} times"
+            self._fail(answer, f"request has {len(frame)} bytes, at which {times}")
+
+    def _fail(self, answer: Answer, reason: str) -> None:
+        reply = ErrorReply(code="failed", message=reason, request_id=answer.request_id or None)
+        self._session.receive([answer.number, MSGPACK.encode(reply)])
+
+    def _send(self, answer: Answer) -> None:
+        with contextlib.suppress(zmq.Again):  # the connection is lost; the next one will do
+            self.socket.send_multipart(answer.frames, zmq.DONTWAIT)

@@ -1,0 +1,32 @@
+"""Exceptions that clients raise.
+
+ClientError
+├── RequestError      the pipeline refused a request, or failed at it
+└── NoAnswer          nothing arrived within the client's timeout
+"""
+
+from penstock.protocol.messages.client import ErrorReply
+
+
+class ClientError(Exception):
+    """The root of what a client raises."""
+
+
+class RequestError(ClientError):
+    """The pipeline refused a request, or failed at it.
+
+    `code` is `invalid`, `overloaded` or `failed`; `field` names what is invalid; of `overloaded`,
+    `retry_after` says in how many seconds it may go better.
+    """
+
+    def __init__(self, reply: ErrorReply) -> None:
+        super().__init__(reply.message)
+        self.code = reply.code
+        self.message = reply.message
+        self.field = reply.field
+        self.request_id = reply.request_id
+        self.retry_after = reply.retry_after
+
+
+class NoAnswer(ClientError):  # noqa: N818  `TimeoutError` is taken, and says less
+    """Nothing came from the pipeline within the client's time-out."""

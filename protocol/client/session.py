@@ -1,0 +1,163 @@
+"""What a client knows of its questions, without sockets.
+
+The gateway may die and come back, and may then say things twice or leave some out. So every
+question is kept until it is answered, to be asked again; of each `TextDelta` only what is new is
+passed on; and what is missing at the end is made up from the reply. The pieces of a stream always
+add up to the text of its reply.
+"""
+
+import itertools
+import logging
+import uuid
+from collections import deque
+from collections.abc import Callable
+
+from penstock.protocol.client.errors import RequestError
+from penstock.protocol.messages.client import (
+    MSGPACK,
+    AbortReply,
+    DetokenizeReply,
+    ErrorReply,
+    GenerateReply,
+    GenerateRequest,
+    Reply,
+    Request,
+    TextDelta,
+    TokenizeReply,
+)
+from penstock.protocol.messages.logprobs import TokenLogprobs
+from penstock.protocol.messages.status import StatusReply
+from penstock.protocol.transport.channel import DECODE_ERRORS
+
+log = logging.getLogger(__name__)
+Done = GenerateReply | TokenizeReply | DetokenizeReply | AbortReply | StatusReply
+Final = Done | ErrorReply
+
+
+class Answer:
+    """One question, and what has come back for it."""
+
+    def __init__(self, number: bytes, question: Request) -> None:
+        self.question = question
+        self.number = number
+        self._frame = MSGPACK.encode(question)
+        self.final: Final | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        self._deltas: deque[TextDelta] = deque()
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs | None] = []
+        self._num_chars = 0
+
+    @property
+    def frames(self) -> list[bytes]:
+        """To be sent: a stream is to go on from what has come of it. Where everything behind the
+        gateway is new, too, a GPU might begin another answer."""
+        if self._token_ids and isinstance(self.question, GenerateRequest):
+            self.question.output_token_ids = self._token_ids
+            self._frame = MSGPACK.encode(self.question)
+        return [self.number, self._frame]
+
+    def take_delta(self) -> TextDelta | None:
+        """The next piece of the stream, if one is here."""
+        return self._deltas.popleft() if self._deltas else None
+
+    def result(self) -> Done:
+        """The reply, once `final` is set. Raises RequestError if it is an error."""
+        assert self.final is not None  # noqa: S101
+        if isinstance(self.final, ErrorReply):
+            raise RequestError(self.final)
+        return self.final
+
+    def add(self, delta: TextDelta) -> None:
+        """Keeps what is new in a piece; one that leaves a gap waits for the reply."""
+        num_old_tokens = len(self._token_ids) - delta.token_offset
+        num_old_chars = self._num_chars - delta.char_offset
+        if num_old_tokens < 0 or num_old_chars < 0:
+            return
+        delta.token_ids = delta.token_ids[num_old_tokens:]
+        delta.text = delta.text[num_old_chars:]
+        delta.logprobs = delta.logprobs and delta.logprobs[num_old_tokens:]
+        delta.token_offset, delta.char_offset = len(self._token_ids), self._num_chars
+        if delta.token_ids or delta.text or delta.finish_reason:
+            self._token_ids += delta.token_ids
+            self._logprobs += delta.logprobs or []
+            self._num_chars += len(delta.text)
+            self._deltas.append(delta)
+
+    def finish(self, reply: Final) -> None:
+        """Takes the reply, and from it what the stream has missed. A gateway that came later does
+        not know the logprobs of what was told before it."""
+        if isinstance(reply, GenerateReply) and self._is_stream:
+            if reply.logprobs:
+                pairs = zip(reply.logprobs, self._logprobs, strict=False)
+                reply.logprobs[: len(self._logprobs)] = [said or heard for said, heard in pairs]
+            if self._is_behind(reply):
+                self.add(_as_delta(reply))
+        self.final = reply
+
+    @property
+    def request_id(self) -> str:
+        """The name of the request that this answers; empty for a question of another kind."""
+        return getattr(self.question, "request_id", None) or ""
+
+    @property
+    def _is_stream(self) -> bool:
+        return isinstance(self.question, GenerateRequest) and self.question.stream
+
+    def _is_behind(self, reply: GenerateReply) -> bool:
+        return len(self._token_ids) < len(reply.token_ids) or self._num_chars < len(reply.text)
+
+
+def _as_delta(reply: GenerateReply) -> TextDelta:
+    return TextDelta(
+        request_id=reply.request_id,
+        token_offset=0,
+        char_offset=0,
+        token_ids=reply.token_ids,
+        text=reply.text,
+        finish_reason=reply.finish_reason,
+        logprobs=reply.logprobs,
+        cached_tokens=reply.usage.cached_tokens,
+        starts_reasoning=reply.starts_reasoning,
+    )
+
+
+class Session:
+    """The unanswered questions of one client.
+
+    Before each question goes a frame with a number, which the gateway puts before its answers.
+    """
+
+    def __init__(self) -> None:
+        self._answers: dict[bytes, Answer] = {}
+        self._numbers = itertools.count()
+
+    def ask(self, question: Request) -> Answer:
+        """Registers a question; its `frames` are to be sent. Raises what msgspec does for one that
+        can't be encoded: an integer over 64 bits, say."""
+        if isinstance(question, GenerateRequest) and question.request_id is None:
+            question.request_id = uuid.uuid4().hex  # a name by which it can be asked again
+        number = b"%d" % next(self._numbers)
+        answer = self._answers[number] = Answer(number, question)
+        return answer
+
+    def unanswered(self) -> list[Answer]:
+        """What is to be asked when a connection is there, oldest first."""
+        return list(self._answers.values())
+
+    def receive(self, frames: list[bytes]) -> None:
+        """Takes what the gateway sent to the question it answers."""
+        answer = self._answers.get(frames[0])
+        if answer is None:
+            return  # said twice
+        try:
+            reply: Reply = MSGPACK.decode_reply(frames[-1])
+        except DECODE_ERRORS as error:
+            log.warning("dropped a frame that is no reply: %s", error)
+            return
+        if isinstance(reply, TextDelta):
+            answer.add(reply)
+        else:
+            answer.finish(reply)
+            del self._answers[frames[0]]
+        answer.on_change()

@@ -1,0 +1,1 @@
+"""Messages between processes, one module a hop."""

@@ -1,0 +1,278 @@
+"""What a client and the gateway say to each other, in JSON or MessagePack.
+
+The first byte tells which: MessagePack maps begin at 0x80, JSON text below. The answer comes in
+the encoding of the question. `{"prompt": "…"}` is a whole request: `type` may be left out.
+Frames that a client puts before its question come back before every answer to it.
+
+A request is answered by any number of `TextDelta`s if it asked for a stream, and then by exactly
+one `GenerateReply` or `ErrorReply`.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from penstock.protocol.messages.logprobs import TokenLogprobs
+from penstock.protocol.messages.metrics import RequestTimes
+from penstock.protocol.messages.sampling import Positive, SamplingParams, TokenId
+from penstock.protocol.messages.status import StatusReply
+
+FinishReason = Literal["stop", "length", "abort"]
+StopReason = Annotated[
+    str | int | None,
+    Meta(description="which of `stop` or `stop_token_ids` ended the text; None: EOS, or no stop"),
+]
+RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
+Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31, description="lower is handled earlier")]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
+
+
+class ChatMessage(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One message of a conversation, as the chat template sees it."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    name: str | None = None
+    reasoning_content: str | None = None
+    """of an assistant: what it thought"""
+    tool_calls: list[dict[str, Any]] | None = None
+    """of an assistant: as in OpenAI's API, but `arguments` is a map, as templates want it"""
+    tool_call_id: str | None = None
+    """of a tool's answer: the call it answers"""
+
+
+PromptText = Annotated[str, Meta(min_length=1)] | Annotated[list[TokenId], Meta(min_length=1)]
+Messages = Annotated[list[ChatMessage], Meta(min_length=1)]
+
+
+class PromptFields(Struct, kw_only=True, omit_defaults=True):
+    """A prompt, and how it becomes token ids. Exactly one of `prompt` and `messages` is given."""
+
+    prompt: PromptText | None = None
+    """text, or token ids"""
+    messages: Messages | None = None
+    """a conversation, put through the model's chat template"""
+    tools: list[dict[str, Any]] | None = None
+    """functions that the model may call, as in OpenAI's API; for the chat template"""
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """what else the chat template takes: `enable_thinking`"""
+    chat_template: str | None = None
+    """instead of the model's, where the pipeline runs with --trust-request-chat-template"""
+    add_generation_prompt: bool | None = None
+    """end the prompt with the beginning of an assistant's message; the default, unless
+    `continue_final_message`"""
+    continue_final_message: bool = False
+    """leave the last message open: generation continues it"""
+    add_special_tokens: bool | None = None
+    """those that the tokenizer adds; by default to `prompt`, not to `messages`"""
+    truncate_prompt_tokens: Positive | None = None
+    """keep N tokens of a longer prompt"""
+    truncation_side: Literal["left", "right"] = "left"
+    """where tokens are cut off; left: the last N are kept"""
+
+
+class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unknown_fields=True):
+    """Asks for text. Filled by the client. It has the fields of `PromptFields`, too; a struct can't
+    inherit from two."""
+
+    prompt: PromptText | None = None
+    messages: Messages | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    chat_template: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Positive | None = None
+    truncation_side: Literal["left", "right"] = "left"
+    cache_salt: CacheSalt | None = None
+    """share KV blocks with requests of the same salt only"""
+    client: RequestId | None = None
+    """who asks: set by the pipeline's HTTP servers only, otherwise a client is one connection"""
+    priority: Priority = 0
+    request_id: RequestId | None = None
+    """the client's own name for the request; None: the gateway makes one"""
+    stream: bool = False
+    """send the text as it comes (DEALER sockets only: a REQ socket gets one reply)"""
+    output_token_ids: list[TokenId] = msgspec.field(default_factory=list)
+    """what the client has of the answer already: generation goes on behind it. The reply and a
+    stream have all of it"""
+    timeout: Annotated[float, Meta(gt=0)] | None = None
+    """seconds after which the request is aborted: it is answered with what it has by then"""
+    num_answers: Annotated[int, Meta(ge=0)] = 1
+    """for metrics, of a client that sends a request for each of several answers to a prompt: their
+    number in the first one, and 0 in the others"""
+
+
+class TokenizePromptRequest(PromptFields, tag="tokenize", forbid_unknown_fields=True):
+    """Asks for the token ids of a prompt."""
+
+    client: RequestId | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True, tag="detokenize", forbid_unknown_fields=True):
+    """Asks for the text of token ids, special tokens too."""
+
+    token_ids: list[TokenId]
+    client: RequestId | None = None
+
+
+class AbortRequest(Struct, kw_only=True, tag="abort", forbid_unknown_fields=True):
+    """Ends a request early. Doing it twice, or for an unknown id, does nothing."""
+
+    request_id: RequestId
+
+
+class StatusRequest(Struct, kw_only=True, tag="status", forbid_unknown_fields=True):
+    """Asks how the pipeline is."""
+
+    wait: bool = False
+    """answer only when every stage is there"""
+    fresh: bool = False
+    """answer with the scheduler's next report; without, with its last, up to half a second old.
+    With `wait`: when every stage is there the next time, not if it is now"""
+    metrics: bool = False
+    """answer with `StatusReply.metrics`, too"""
+
+
+class Usage(Struct, kw_only=True):
+    """Token counts of one request."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """prompt tokens whose KV came from the prefix cache"""
+    output_tokens: int
+
+
+class GenerateReply(Struct, kw_only=True, tag="generated"):
+    """The whole answer, filled by the gateway from its ledger."""
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: StopReason = None
+    usage: Usage
+    starts_reasoning: bool = False
+    """the prompt ends within `<think>`: the text begins with reasoning, up to `</think>`"""
+    times: RequestTimes | None = None
+    """None where no token has come"""
+    logprobs: list[TokenLogprobs | None] | None = None
+    """one for each of `token_ids`, if they were asked for; None for what the client brought"""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """one for each prompt token, if they were asked for; None for the first"""
+
+
+class TextDelta(Struct, kw_only=True, tag="delta", omit_defaults=True):
+    """New tokens and text of one request, made by a detokenizer.
+
+    A token whose text is not known yet (half a character, perhaps half a stop string) comes
+    without text; the text follows with a later token.
+    """
+
+    request_id: str
+    token_offset: int
+    """index of the first of `token_ids` in the request's output"""
+    char_offset: int
+    """index of the first character of `text` in the request's text"""
+    token_ids: list[TokenId]
+    text: str
+    finish_reason: FinishReason | None = None
+    stop_reason: StopReason = None
+    logprobs: list[TokenLogprobs | None] | None = None
+    """one for each of `token_ids`, if they were asked for"""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """in the first one only; the client gets them with the reply"""
+    starts_reasoning: bool = False
+    """as in `GenerateReply`"""
+    attempt: int = 0
+    """which submission of the request this answers; the client does not see it, nor these:"""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    phase_seconds: tuple[float, float] = (0.0, 0.0)
+    """as in `StreamOpened`, in a stream's first delta only"""
+
+
+class TokenizeReply(Struct, kw_only=True, tag="tokenized"):
+    """Answers `TokenizePromptRequest`."""
+
+    token_ids: list[int]
+    max_model_len: int
+
+
+class DetokenizeReply(Struct, kw_only=True, tag="detokenized"):
+    """Answers `DetokenizeRequest`."""
+
+    text: str
+
+
+class AbortReply(Struct, kw_only=True, tag="aborted"):
+    """Answers `AbortRequest`; `found` tells whether there was something to end."""
+
+    request_id: str
+    found: bool
+
+
+class ErrorReply(Struct, kw_only=True, tag="error"):
+    """A request that was refused or failed, and why: the field, its value and the limit."""
+
+    code: Literal["invalid", "overloaded", "failed"]
+    message: str
+    request_id: str | None = None
+    field: str | None = None
+    retry_after: float | None = None
+    """of `overloaded`: seconds after which it may go better"""
+
+
+Request = GenerateRequest | TokenizePromptRequest | DetokenizeRequest | AbortRequest | StatusRequest
+Reply = (
+    GenerateReply
+    | TextDelta
+    | TokenizeReply
+    | DetokenizeReply
+    | AbortReply
+    | ErrorReply
+    | StatusReply
+)
+
+
+class _Kind(Struct):
+    type: Literal["generate", "tokenize", "detokenize", "abort", "status"] = "generate"
+
+
+REQUEST_TYPES: dict[str, type[Request]] = {
+    "generate": GenerateRequest,
+    "tokenize": TokenizePromptRequest,
+    "detokenize": DetokenizeRequest,
+    "abort": AbortRequest,
+    "status": StatusRequest,
+}
+
+
+class Codec:
+    """One encoding, with a decoder per type made once."""
+
+    def __init__(self, module: object) -> None:
+        self.encode = module.Encoder().encode  # type: ignore[attr-defined]
+        self.decode_reply = module.Decoder(Reply).decode  # type: ignore[attr-defined]
+        self.decode_any = module.Decoder().decode  # type: ignore[attr-defined]
+        self._decode_kind = module.Decoder(_Kind).decode  # type: ignore[attr-defined]
+        self._decoders = {
+            kind: module.Decoder(struct).decode  # type: ignore[attr-defined]
+            for kind, struct in REQUEST_TYPES.items()
+        }
+
+    def decode_request(self, frame: bytes) -> Request:
+        """Raises `msgspec.MsgspecError` or `UnicodeDecodeError` for anything else."""
+        request: Request = self._decoders[self._decode_kind(frame).type](frame)
+        return request
+
+
+JSON = Codec(msgspec.json)
+MSGPACK = Codec(msgspec.msgpack)
+
+
+def codec_of(frame: bytes) -> Codec:
+    """The encoding of a frame, by its first byte."""
+    return MSGPACK if frame[:1] >= b"\x80" else JSON

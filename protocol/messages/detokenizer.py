@@ -1,0 +1,85 @@
+"""Messages between scheduler, detokenizers and gateway."""
+
+from msgspec import Struct
+
+from penstock.protocol.messages.client import FinishReason, TextDelta
+from penstock.protocol.messages.logprobs import PackedLogprobs
+from penstock.protocol.messages.plan import check_packed
+from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
+
+
+class StreamOpened(Struct, tag=True, omit_defaults=True):
+    """Scheduler → detokenizer: a request is yours, with all it has generated so far."""
+
+    stream_id: int
+    """the number that `StepTokens` names it by"""
+    request_id: str
+    attempt: int
+    prompt_tail: bytes
+    """the last prompt tokens, which may end within a character: int32"""
+    output_token_ids: bytes  # int32 [num_output_tokens]
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    """tokens that end the output; their text is left out as that of stop strings is"""
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+    logprobs: list[PackedLogprobs | None] | None = None
+    """one for each of `output_token_ids`, None where they are not known; None: not asked for"""
+    prompt_logprobs: list[PackedLogprobs] | None = None
+    """one for each prompt token but the first"""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    starts_reasoning: bool = False
+    phase_seconds: tuple[float, float] = (0.0, 0.0)
+    """in the scheduler's queue, and from then to the first token"""
+    finish_reason: FinishReason | None = None
+    """set if it has ended already"""
+
+    def __post_init__(self) -> None:
+        check_packed(self.prompt_tail, self.output_token_ids)
+        num_tokens = len(self.output_token_ids) // 4
+        if self.logprobs is not None and len(self.logprobs) != num_tokens:
+            raise ValueError(f"{len(self.logprobs)} logprobs of {num_tokens} tokens")
+
+
+class StepTokens(Struct, tag=True, omit_defaults=True):
+    """Scheduler → detokenizer: the new tokens of one step, one message for all its streams."""
+
+    epoch: int
+    opened: list[StreamOpened] = []
+    stream_ids: bytes = b""
+    """int32 [num_tokens]"""
+    token_ids: bytes = b""
+    """int32 [num_tokens], one for each of `stream_ids`"""
+    finished: list[tuple[int, FinishReason]] = []
+    """streams that end behind these tokens"""
+    closed: list[int] = []
+    """streams to forget without a word: released, or another detokenizer's now"""
+    logprobs: list[tuple[int, PackedLogprobs]] = []
+    """(index in `stream_ids`; its logprobs), of the streams that asked, in ascending order"""
+    number: int = 0
+    """1 for the first message since the detokenizer registered itself, then 2 …; 0: not counted"""
+    confirm: bool = False
+    """the detokenizer is to answer with `Confirmed` when it has handled this message"""
+
+    def __post_init__(self) -> None:
+        check_packed(self.stream_ids, self.token_ids)
+        if len(self.stream_ids) != len(self.token_ids):
+            raise ValueError(
+                f"{len(self.token_ids)} bytes of tokens, {len(self.stream_ids)} of streams"
+            )
+
+
+class Confirmed(Struct, tag=True):
+    """Detokenizer → scheduler: the message that was to be confirmed is handled."""
+
+
+class TextDeltas(Struct, tag=True):
+    """Detokenizer → gateway: the text of one step."""
+
+    deltas: list[TextDelta]
+
+
+ToDetokenizer = StepTokens | Refused
+FromDetokenizer = Heartbeat | Goodbye | Confirmed

@@ -1,0 +1,152 @@
+"""The plan of one step, and what comes back.
+
+A worker keeps the *persistent batch*: for every slot its block table, length, sampling parameters
+and last token. A plan carries changes only, applied in this order: rows removed, rows added,
+blocks appended. Then the step runs:
+
+- every slot named in `chunks` computes that many of its given tokens (prefill);
+- every slot named in `drafts` computes the tokens named there, at the positions named there, and
+  samples one behind each of them: the first is its last token, or -1 for the one that it sampled
+  last, the others are guesses. With one token it decodes from there on; with more it rests until it
+  is named again, for what it sampled tells which guesses were right (speculative decoding,
+  Leviathan et al. 2023, arXiv:2211.17192);
+- every other slot whose given tokens are all computed, and which does not rest, computes one token,
+  the one it sampled last (decode).
+
+A slot in `chunks` that has no given token left to compute after this samples one. `SampledTokens`
+has all these tokens in ascending order of slot, those of one slot in the order of their positions.
+
+Lists of integers travel as raw little-endian int32: decoding them costs nothing, whatever their
+length.
+"""
+
+from array import array
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from penstock.protocol.messages.logprobs import PackedLogprobs
+from penstock.protocol.messages.structured import Reasoning, StructuredOutputs
+
+assert array("i").itemsize == 4  # noqa: S101  the wire format; true wherever CPython runs today
+
+
+def pack(numbers: Iterable[int]) -> bytes:
+    """Integers as raw little-endian int32."""
+    return array("i", numbers).tobytes()
+
+
+def unpack(data: bytes) -> "array[int]":
+    """The inverse of `pack`; raises ValueError where the length is not a multiple of 4."""
+    numbers = array("i")
+    numbers.frombytes(data)
+    return numbers
+
+
+def check_packed(*lists: bytes, per_item: int = 1) -> None:
+    """Raises ValueError where bytes are not whole items of `per_item` int32 each.
+
+    Called when a message is decoded, where msgspec makes it a ValidationError.
+    """
+    for data in lists:
+        if len(data) % (4 * per_item):
+            raise ValueError(f"{len(data)} bytes are no list of {per_item} int32 an item")
+
+
+BLOCK_BITS = 20
+"""of an int32 for the id of a block; the others are the slot's"""
+MAX_BLOCKS = 1 << BLOCK_BITS
+MAX_SLOTS = 1 << (31 - BLOCK_BITS)
+
+
+class RowExtras(Struct, array_like=True):
+    """What few rows ask for, and only those pay: all that is done to the logits of a row before a
+    token is drawn, and logprobs. Filled by the scheduler; rank 0 alone looks at it."""
+
+    num_prompt_tokens: int
+    """of the row's given tokens; the others are output"""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    """of output, before which none of `end_token_ids` may be drawn"""
+    end_token_ids: list[int] = []
+    """EOS, unless it is ignored, and the row's stop tokens"""
+    num_logprobs: int = -1
+    """likeliest tokens to tell beside the drawn one; -1: no logprobs"""
+    num_prompt_logprobs: int = -1
+    """likewise for each prompt token behind the first; then num_computed_tokens is 0"""
+    structured_outputs: StructuredOutputs | None = None
+    reasoning: Reasoning = "none"
+    """of a row with `structured_outputs`: how its output begins"""
+    allowed_token_ids: list[int] = []
+    """the only tokens that may be drawn; empty: all"""
+    bad_words: list[list[int]] = []
+    """token sequences that the output must not contain"""
+
+
+class RowAdded(Struct, array_like=True):
+    """A sequence enters the persistent batch. Filled by the scheduler."""
+
+    slot: int
+    token_ids: bytes
+    """given tokens: the prompt and what was generated before: int32 [num_tokens]"""
+    block_ids: bytes
+    """its block table: int32 [num_blocks], room for every given token"""
+    num_computed_tokens: int
+    """leading tokens whose KV is in the blocks already (prefix cache)"""
+    temperature: float
+    top_k: int
+    """0: all"""
+    top_p: float
+    min_p: float
+    seed: int
+    """int64, key of the sampling noise"""
+    extras: RowExtras | None = None
+
+    def __post_init__(self) -> None:
+        check_packed(self.token_ids, self.block_ids)
+
+
+class BatchPlan(Struct, array_like=True, tag="plan"):
+    """One step of the model, as changes to the persistent batch."""
+
+    epoch: int
+    step: int
+    """counts from 0 in each epoch, without a gap"""
+    removed: bytes = b""
+    """slots that leave: int32 [num_removed]"""
+    added: list[RowAdded] = []
+    appended: bytes = b""
+    """blocks that rows get: int32 [num_appended] of slot << BLOCK_BITS | block id"""
+    chunks: bytes = b""
+    """prefill: int32 [num_chunks, 2] of (slot, number of tokens)"""
+
+    drafts: bytes = b""
+    """int32, for each slot that is named: slot, position of its first token, number of tokens, and
+    these tokens"""
+
+    def __post_init__(self) -> None:
+        check_packed(self.removed, self.appended, self.drafts)
+        check_packed(self.chunks, per_item=2)
+
+
+class SampledTokens(Struct, array_like=True, tag="sampled"):
+    """The tokens of one step, in ascending order of slot. Sent by rank 0."""
+
+    epoch: int
+    step: int
+    token_ids: bytes
+    """int32 [num_sampled]"""
+    logprobs: list[tuple[int, PackedLogprobs]] = []
+    """(index among the sampled, ascending; its logprobs), of the rows that asked"""
+    prompt_logprobs: list[tuple[int, list[PackedLogprobs]]] = []
+    """(slot; one for each prompt token but the first that this step's chunk predicts): a chunk of
+    positions [a, b) predicts tokens a + 1 to b, as far as they are the prompt's"""
+    failed: list[tuple[int, str]] = []
+    """(index among the sampled; why the row can't go on): its grammar ran out of its limits, and
+    its token is void; or there is no token, which then is -1: its logits are NaN or infinite"""
+
+    def __post_init__(self) -> None:
+        check_packed(self.token_ids)

@@ -1,0 +1,65 @@
+"""Messages to a scheduler from tokenizers, gateway and detokenizers."""
+
+from msgspec import Struct
+
+from penstock.protocol.messages.plan import check_packed
+from penstock.protocol.messages.sampling import SamplingParams, TokenId
+from penstock.protocol.messages.structured import Reasoning
+
+
+class TokenizedRequest(Struct, tag=True):
+    """Tokenizer → scheduler: a request in token ids."""
+
+    request_id: str
+    attempt: int
+    sampling: SamplingParams
+    """every default filled in"""
+    prompt_token_ids: bytes
+    """int32 [num_prompt_tokens]"""
+    output_token_ids: bytes = b""
+    """int32, generated and delivered by an earlier attempt"""
+    num_deaths: int = 0
+    """of another replica's workers, at which it was in flight, since its last token"""
+    cache_salt: str = ""
+    """only requests with the same salt share KV blocks"""
+    client: str = ""
+    """who has sent the request: clients take turns"""
+    priority: int = 0
+    reasoning: Reasoning = "none"
+    bad_words: list[list[TokenId]] = []  # those of `sampling`, as token sequences
+
+    def __post_init__(self) -> None:
+        check_packed(self.prompt_token_ids, self.output_token_ids)
+        if not self.prompt_token_ids:
+            raise ValueError("prompt_token_ids is empty")
+
+
+class ReleaseRequest(Struct, tag=True):
+    """Gateway → scheduler: nobody needs this request any more: it is answered, or aborted.
+
+    Until then the scheduler keeps its tokens, for the detokenizer may die before it passed them on.
+    """
+
+    request_id: str
+    attempt: int
+    """a later one is asked for by somebody"""
+
+
+class GatewayStarted(Struct, tag=True):
+    """Gateway → scheduler: there is a new gateway, which knows nothing of what runs.
+
+    Its attempts begin at `first_attempt`. A request of an earlier attempt has a lease of
+    `lease_timeout` seconds, in which a client may ask the new gateway for it.
+    """
+
+    first_attempt: int
+
+
+class StopFound(Struct, tag=True):
+    """Detokenizer → scheduler: the text holds a stop string; no more tokens are needed."""
+
+    request_id: str
+    attempt: int
+
+
+ToScheduler = TokenizedRequest | ReleaseRequest | StopFound | GatewayStarted

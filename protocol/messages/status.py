@@ -1,0 +1,117 @@
+"""How the pipeline is: what the scheduler, the supervisor and the gateway tell of it."""
+
+from functools import reduce
+from operator import add
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from penstock.protocol.messages.metrics import Histogram, Metrics
+
+
+class ProcessStatus(Struct, kw_only=True, omit_defaults=True):
+    """One process, as the supervisor sees it."""
+
+    name: str
+    """`detokenizer.2`"""
+    pid: int
+    node: str = ""
+    """name of its machine; empty where there is only one"""
+    uptime: float
+    """seconds"""
+    restarts: int
+    cpu_seconds: float = 0.0
+    """user and system, since its start"""
+    rss_bytes: int = 0
+    counters: dict[str, float] = {}
+    """what it counts about itself since its start, by the name of a metric without `penstock_`"""
+
+
+class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):
+    """The scheduler's state, sent to the gateway when it starts, on change, and as heartbeat."""
+
+    epoch: int
+    """of this scheduler; that of a later one is larger"""
+    ready: bool
+    """all workers are in place and so is a detokenizer"""
+    first_attempt: int = 0
+    """of the gateway that it serves, the newest it has heard of"""
+    unclaimed: list[str] = []
+    """requests of an earlier gateway that have a lease: no client has asked the newest for them"""
+    replica: Annotated[int, Meta(ge=0)] = 0
+    workers_ready: bool = False
+    """plans can be run, whether or not there is a detokenizer"""
+    num_deaths: dict[str, int] = {}
+    """while they can't be: requests that were in flight when workers died, and how often"""
+    num_waiting: int = 0
+    num_running: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    block_size: int = 0
+    """tokens per KV block; 0: not known yet"""
+    step_tokens: Histogram | None = None
+    """tokens of each step that computed any"""
+    gpu_idle_us: tuple[float, float] = (0.0, 0.0)
+    """median and 99th percentile of the GPU's wait between two steps; 0 on CPUs"""
+    num_bad_frames: int = 0
+    workers: list[str] = []
+    detokenizers: dict[str, int] = {}
+    """name → requests it has"""
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of KV blocks in use."""
+        return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    def __add__(self, other: "SchedulerStatus") -> "SchedulerStatus":
+        """Two replicas as if they were one."""
+        return SchedulerStatus(
+            epoch=max(self.epoch, other.epoch),
+            ready=self.ready and other.ready,
+            workers_ready=self.workers_ready and other.workers_ready,
+            gpu_idle_us=max(self.gpu_idle_us, other.gpu_idle_us),
+            block_size=max(self.block_size, other.block_size),
+            workers=self.workers + other.workers,
+            detokenizers={
+                name: self.detokenizers.get(name, 0) + other.detokenizers.get(name, 0)
+                for name in {**self.detokenizers, **other.detokenizers}
+            },
+            **{name: getattr(self, name) + getattr(other, name) for name in _SUMS},
+        )
+
+
+_SUMS = [name for name in SchedulerStatus.__struct_fields__ if name.startswith("num_")]
+_SUMS.remove("num_deaths")
+
+
+class StatusReply(Struct, kw_only=True, tag="status_reply"):
+    """The pipeline as the gateway sees it."""
+
+    ready: bool
+    """every stage is there, in every replica"""
+    model: str
+    num_requests: int
+    """requests in the ledger: accepted and not yet answered"""
+    tokenizers: dict[str, int]
+    """name → requests it has"""
+    schedulers: list[SchedulerStatus]
+    """those that have reported, by replica"""
+    num_bad_frames: int
+    draining: bool = False
+    """no new request is accepted: the pipeline stops when the open ones are answered"""
+    processes: list[ProcessStatus] = []
+    """every process that a supervisor keeps running, this one too"""
+    metrics: Metrics | None = None
+    """if they were asked for"""
+
+    @property
+    def scheduler(self) -> SchedulerStatus | None:
+        """All replicas as if they were one; None if none has reported."""
+        return reduce(add, self.schedulers) if self.schedulers else None
+
+    @property
+    def serves(self) -> bool:
+        """Requests are worked at, if not by every replica."""
+        return bool(self.tokenizers) and any(one.ready for one in self.schedulers)

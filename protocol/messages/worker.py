@@ -1,0 +1,59 @@
+"""Messages between a scheduler and its workers, in addition to plans and sampled tokens."""
+
+from msgspec import Struct
+
+from penstock.protocol.messages.plan import BatchPlan, SampledTokens
+from penstock.protocol.messages.registration import PROTOCOL_VERSION
+
+
+class WorkerState(Struct, array_like=True, tag=True):
+    """Worker → scheduler: who I am and what I hold; sent at start, on change, and as heartbeat."""
+
+    name: str
+    group: str = ""
+    """the tensor-parallel group it has joined; empty: none yet"""
+    rank: int = -1
+    num_blocks: int = 0
+    """KV blocks that fit; 0: the model is not loaded yet"""
+    block_size: int = 0
+    """tokens per block"""
+    idle_us: tuple[float, float] = (0.0, 0.0)
+    """median and 99th percentile of the GPU's wait between two steps; 0 on a CPU"""
+    pid: int = 0
+    version: int = PROTOCOL_VERSION
+    """at the same place in every version, or another one could not be refused"""
+    node: str = ""
+    """id of its machine; empty where there is only one"""
+    rendezvous: str = ""
+    """`tcp://host:port` at which it could listen as rank 0, of a worker without a group"""
+    incarnation: int = 0
+    """a larger one was started later"""
+
+
+class WorkerAssignment(Struct, array_like=True, tag=True):
+    """Scheduler → worker: your place in the tensor-parallel group, or, in a group already, the
+    epoch whose plans come next: drop the persistent batch."""
+
+    epoch: int
+    group: str
+    rank: int
+    tp_size: int
+    rendezvous: str
+    """`tcp://host:port` for torch.distributed"""
+    num_blocks: int = 0
+    """KV blocks that the group before had, whose requests wait; 0: there was none"""
+    pids_before: list[int] = []
+    """of that group's members on this worker's machine: their memory is free once they exit"""
+    replica: int = 0
+    spans_nodes: bool = False
+    """whether the group's workers are on several machines"""
+
+
+class WorkerExit(Struct, array_like=True, tag=True):
+    """Scheduler → worker: your group has lost a member; leave, to be started afresh."""
+
+    reason: str
+
+
+ToWorker = WorkerAssignment | WorkerExit | BatchPlan
+FromWorker = WorkerState | SampledTokens

@@ -1,0 +1,1 @@
+"""Sockets, channels, discovery, encryption and heartbeats."""

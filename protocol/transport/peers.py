@@ -1,0 +1,75 @@
+"""Peers that register by a heartbeat, share work, and may be gone (the Paranoid Pirate pattern).
+
+The pattern is from the ZeroMQ guide, chapter 4. Any message counts as a heartbeat.
+"""
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
+from penstock.protocol.transport.incarnation import Identity
+
+Work = TypeVar("Work")
+
+
+class Peer(Generic[Work]):
+    """One process and the work it has, by key."""
+
+    def __init__(self, identity: bytes, name: str) -> None:
+        self.identity = identity
+        self.name = name
+        self.work: dict[object, Work] = {}
+        self.num_missed = 0
+        """heartbeats of this process since the peer's latest message"""
+
+
+class Peers(Generic[Work]):
+    """All peers of one kind, by identity."""
+
+    def __init__(self) -> None:
+        self._peers: dict[bytes, Peer[Work]] = {}
+
+    def __iter__(self) -> Iterator[Peer[Work]]:
+        return iter(list(self._peers.values()))
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def get(self, identity: bytes | None) -> Peer[Work] | None:
+        """The peer of this identity, if it is known."""
+        return self._peers.get(identity) if identity else None
+
+    def alive(self, identity: bytes, name: str) -> bool:
+        """A message came; True if it is the first one of this peer."""
+        known = self._peers.get(identity)
+        if known is None:
+            self._peers[identity] = Peer(identity, name)
+            return True
+        known.num_missed = 0
+        return False
+
+    def lost(self, identity: bytes) -> list[Work]:
+        """Forgets a peer; returns the work it had."""
+        peer = self._peers.pop(identity, None)
+        return list(peer.work.values()) if peer else []
+
+    def predecessors(self, identity: bytes) -> list[bytes]:
+        """Earlier incarnations of the process of this identity: they have died unseen."""
+        new = Identity.decode(identity)
+        known = [(Identity.decode(one), one) for one in self._peers]
+        return [
+            one for old, one in known if old.name == new.name and old.incarnation < new.incarnation
+        ]
+
+    def silent(self) -> list[bytes]:
+        """Returns peers that missed MAX_MISSED_HEARTBEATS heartbeats; called at each heartbeat.
+
+        Heartbeats are counted, not seconds: while this process itself stands still, nobody is late.
+        """
+        for peer in self._peers.values():
+            peer.num_missed += 1
+        return [peer.identity for peer in self if peer.num_missed > MAX_MISSED_HEARTBEATS]
+
+    def least_loaded(self) -> Peer[Work] | None:
+        """The peer with the least work; None if there is no peer."""
+        return min(self._peers.values(), key=lambda peer: len(peer.work), default=None)

@@ -1,0 +1,202 @@
+"""Attention of prefill chunks, against the torch reference."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.attention.kv_cache import KVCache
+from penstock.kernels.attention.reference import attend
+from tests.kernels.conftest import in_8_bits, numbers_of, on, on_gpu
+
+gpu = pytest.importorskip("penstock.kernels.attention.triton_prefill")
+
+MIXED = [(70, 70), (1, 200), (130, 300), (1, 1), (5, 64), (3, 257)]
+"""(tokens in the step, context length) of each sequence"""
+SHORT = [(64, 128), (1, 63), (9, 65), (33, 33)]
+NUM_DECODE_ROWS = 3
+
+
+class Case(NamedTuple):
+    """A step with decode rows in front; NaN wherever no token of a sequence lies."""
+
+    q: Tensor
+    kv_cache: KVCache
+    cu_seqlens_q: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+
+    def run(self, device: str, tile_size: int = 64, tuning: object = None) -> Tensor:
+        """What the kernel makes of it: out, which was NaN before."""
+        out = torch.full_like(self.q, torch.nan, device=device)
+        gpu.prefill_attention(
+            self.q.to(device),
+            on(device, self.kv_cache),
+            tiles=self.tiles(tile_size).to(device),
+            tile_size=tile_size,
+            cu_seqlens_q=self.cu_seqlens_q.to(device),
+            context_lens=self.context_lens.to(device),
+            block_tables=self.block_tables.to(device),
+            scale=self.scale,
+            out=out,
+            tuning=tuning,
+        )
+        return out.cpu()
+
+    def tiles(self, tile_size: int) -> Tensor:
+        """In any order, some of them padding."""
+        counts = self.cu_seqlens_q.diff().tolist()
+        tiles = [
+            (n, first) for n, count in enumerate(counts) for first in range(0, count, tile_size)
+        ]
+        tiles += [(-1, -1)] * 3
+        return torch.tensor(tiles)[torch.randperm(len(tiles))].int()
+
+    def expected(self) -> Tensor:
+        """The reference's rows behind the decode rows."""
+        return attend(
+            self.q[NUM_DECODE_ROWS:].float(),
+            numbers_of(self.kv_cache),
+            cu_seqlens_q=self.cu_seqlens_q - NUM_DECODE_ROWS,
+            max_seqlen_q=int(self.cu_seqlens_q.diff().max()),
+            context_lens=self.context_lens,
+            block_tables=self.block_tables,
+            scale=self.scale,
+        )
+
+    @property
+    def scale(self) -> float:
+        return float(self.q.shape[-1] ** -0.5)
+
+
+def random_case(
+    parts: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+) -> Case:
+    num_heads, num_kv_heads = heads
+    max_blocks = max(-(-context_len // block_size) for _, context_len in parts)
+    blocks = torch.randperm(len(parts) * max_blocks).view(len(parts), max_blocks) + 3
+    k_cache, v_cache = torch.full(
+        (2, len(parts) * max_blocks + 3, block_size, num_kv_heads, head_dim), torch.nan
+    )
+    for table, (_, context_len) in zip(blocks, parts, strict=True):
+        positions = torch.arange(context_len)
+        slots = table[positions // block_size] * block_size + positions % block_size
+        for cache in (k_cache, v_cache):
+            cache.view(-1, num_kv_heads, head_dim)[slots] = torch.randn(
+                context_len, num_kv_heads, head_dim
+            )
+    lengths = [length for length, _ in parts]
+    q = torch.randn(NUM_DECODE_ROWS + sum(lengths), num_heads, head_dim) * 2
+    return Case(
+        q.to(dtype),
+        KVCache(k_cache.to(dtype), v_cache.to(dtype)),
+        torch.tensor([NUM_DECODE_ROWS, *lengths]).cumsum(0).int(),
+        torch.tensor([context_len for _, context_len in parts]).int(),
+        blocks.int(),
+    )
+
+
+def assert_right(case: Case, out: Tensor) -> None:
+    expected = case.expected()
+    limit = 1e-5 if out.dtype == torch.float32 else 1e-2
+    assert out[:NUM_DECODE_ROWS].isnan().all()
+    difference = out[NUM_DECODE_ROWS:].float() - expected
+    assert difference.norm() < limit * expected.norm()
+    by_token = difference.flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    assert (by_token < 3 * limit).all()  # a short sequence weighs little in the whole
+
+
+@pytest.mark.parametrize(
+    ("parts", "heads", "head_dim", "block_size"),
+    [
+        on_gpu(MIXED, (2, 2), 128, 256),
+        (MIXED, (4, 2), 128, 16),
+        on_gpu(MIXED, (4, 1), 64, 64),
+        (MIXED, (2, 1), 64, 48),
+        (SHORT, (5, 1), 128, 64),
+        (SHORT, (8, 1), 64, 48),
+        (SHORT, (4, 4), 64, 256),
+    ],
+)
+def test_equals_the_reference(
+    parts: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    device: str,
+    dtype: torch.dtype,
+) -> None:
+    case = random_case(parts, heads, head_dim, block_size, dtype)
+    assert_right(case, case.run(device))
+
+
+@pytest.mark.parametrize(
+    ("parts", "heads", "head_dim", "block_size", "tile_size"),
+    [
+        (SHORT, (4, 2), 64, 64, 64),
+        (SHORT, (4, 1), 32, 48, 64),
+        ([(40, 290), (130, 131)], (2, 2), 16, 16, 128),
+        on_gpu(MIXED, (16, 8), 128, 128, 64),
+        on_gpu(MIXED, (32, 8), 128, 128, 128),
+        on_gpu([(1300, 2700), (2000, 2000)], (16, 8), 128, 128, 128),
+        on_gpu(MIXED, (16, 8), 128, 48, 128),
+    ],
+)
+def test_8_bits(
+    parts: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    tile_size: int,
+    device: str,
+    dtype: torch.dtype,
+) -> None:
+    case = random_case(parts, heads, head_dim, block_size, dtype)
+    case = case._replace(kv_cache=in_8_bits(case.kv_cache))
+    assert_right(case, case.run(device, tile_size))
+
+
+@pytest.mark.parametrize(
+    ("tile_size", "tuning", "block_size"),
+    [
+        *((64, (128, 4, 2), 256), (128, (64, 4, 3), 16), (128, None, 256), (16, (32, 4, 2), 16)),
+        *(on_gpu(64, (128, 4, 2), 16), on_gpu(128, (64, 4, 3), 256), on_gpu(128, None, 16)),
+    ],
+)
+def test_a_tuning_changes_no_result(
+    tile_size: int, tuning: tuple[int, ...] | None, block_size: int, device: str, dtype: torch.dtype
+) -> None:
+    if device == "cuda" and tile_size < 64:
+        pytest.skip("tiles as small as this are for the interpreter")
+    case = random_case([(40, 290), (130, 131)], (2, 1), 64, block_size, dtype)
+    assert_right(case, case.run(device, tile_size, tuning and gpu.Tuning(*tuning)))
+
+
+@pytest.mark.parametrize("queries", [63, 64, 129, on_gpu(65), on_gpu(127), on_gpu(128)])
+def test_the_ends_of_tiles(queries: int, device: str, dtype: torch.dtype) -> None:
+    parts = [(queries, queries + before) for before in (0, 1, 63, 64, 127)]
+    case = random_case(parts, (1, 1), 64, 64, dtype)
+    assert_right(case, case.run(device))
+
+
+def test_large_scores_stay_finite(device: str, dtype: torch.dtype) -> None:
+    case = random_case([(20, 150)], (2, 1), 64, 64, dtype)
+    case = case._replace(q=case.q * 1000)
+    assert case.run(device)[NUM_DECODE_ROWS:].isfinite().all()
+
+
+def test_no_tokens(device: str, dtype: torch.dtype) -> None:
+    case = random_case([(1, 1)], (1, 1), 64, 16, dtype)
+    case = case._replace(cu_seqlens_q=torch.tensor([3, 3]).int())
+    assert case.run(device).isnan().all()
+
+
+def test_refuses_an_odd_head_dim(device: str, dtype: torch.dtype) -> None:
+    case = random_case([(1, 1)], (1, 1), 48, 16, dtype)
+    with pytest.raises(ValueError, match="head_dim is 48; a power of 2 from 16 on is needed"):
+        case.run(device)

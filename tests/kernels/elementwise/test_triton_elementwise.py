@@ -1,0 +1,167 @@
+"""RMSNorm, the activation and RoPE with its store, against the torch references."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.attention.kv_cache import KVCache
+from penstock.kernels.elementwise import activation as reference_activation
+from penstock.kernels.elementwise import norm as reference_norm
+from penstock.kernels.elementwise import rope as reference_rope
+from tests.kernels.conftest import in_8_bits, on
+
+activation = pytest.importorskip("penstock.kernels.elementwise.triton_activation")
+norm = pytest.importorskip("penstock.kernels.elementwise.triton_norm")
+rope = pytest.importorskip("penstock.kernels.elementwise.triton_rope")
+
+EPS = 1e-6
+LIMITS = {torch.float32: 1e-5, torch.float16: 1.25e-4}
+"""of relative errors; for 16 bits about 1 element in 16 may be rounded to the next number, so that
+a rounding too many or too few is found"""
+if torch.cuda.is_available():
+    LIMITS[torch.bfloat16] = 1e-3  # the interpreter rounds to bfloat16 by cutting off
+pytestmark = pytest.mark.parametrize("dtype", LIMITS)
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    """By the norm of the difference; what is NaN in `expected` must be so in `actual`."""
+    limit = LIMITS[actual.dtype]
+    actual, expected = actual.double().cpu(), expected.double()
+    assert torch.equal(actual.isnan(), expected.isnan())
+    difference = (actual - expected).nan_to_num().norm()
+    assert difference <= limit * expected.nan_to_num().norm()
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 17])
+@pytest.mark.parametrize("size", [48, 128, 1024, 2560, 16384])
+def test_rms_norm(num_rows: int, size: int, device: str, dtype: torch.dtype) -> None:
+    x = (torch.randn(num_rows, size) * torch.rand(num_rows, 1) * 10).to(dtype)
+    weight = torch.rand(size).to(dtype)
+    expected = reference_norm.rms_norm(x, weight, EPS)
+    assert_near(norm.rms_norm(x.to(device), weight.to(device), EPS), expected)
+
+
+def test_rms_norm_refuses_rows_that_are_too_long(device: str, dtype: torch.dtype) -> None:
+    x = torch.zeros(1, 16385, dtype=dtype, device=device)
+    with pytest.raises(ValueError, match="x has 16385 columns; at most 16384"):
+        norm.rms_norm(x, x[0], EPS)
+
+
+@pytest.mark.parametrize(("num_tokens", "size"), [(0, 64), (1, 3072), (5, 33), (9, 1024)])
+def test_silu_and_mul(num_tokens: int, size: int, device: str, dtype: torch.dtype) -> None:
+    x = (torch.randn(num_tokens, 2 * size) * 20).to(dtype)
+    expected = reference_activation.silu_and_mul(x)
+    assert_near(activation.silu_and_mul(x.to(device)), expected)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of the interpreter
+@pytest.mark.parametrize("gate", [-1e4, -100.0, 0.0, 100.0, 1e4])
+def test_silu_and_mul_is_finite_at_the_ends(gate: float, device: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([[gate, 1.0]]).to(dtype)
+    assert_near(activation.silu_and_mul(x.to(device)), reference_activation.silu_and_mul(x))
+
+
+def store_by_both(
+    kv_cache: KVCache, num_heads: int, slots: list[int], device: str, dtype: torch.dtype
+) -> KVCache:
+    """Compares queries of random tokens, and stores into `kv_cache` what the reference does.
+
+    Returns what the kernel stores. The first block is given to none, so that slot -1 can be seen to
+    stay as it is.
+    """
+    (num_kv_heads, head_dim), num_tokens = kv_cache.k.shape[2:], len(slots)
+    qkv = (torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim) * 3).to(dtype)
+    weights = tuple(torch.rand(2, head_dim).to(dtype))
+    table = reference_rope.rope_table(head_dim, num_positions=500, base=1e4)
+    positions = torch.randint(500, (num_tokens,))
+    stored = on(device, copy.deepcopy(kv_cache))
+    q = rope.qk_norm_rope_store(
+        qkv.to(device),
+        tuple(weight.to(device) for weight in weights),
+        table.to(device),
+        positions.to(device),
+        torch.tensor(slots, device=device),
+        behind_first_block(stored),
+        EPS,
+    )
+    expected = reference_rope.qk_norm_rope_store(
+        qkv,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        q_weight=weights[0],
+        k_weight=weights[1],
+        rope=table,
+        positions=positions,
+        slot_mapping=torch.tensor(slots),
+        kv_cache=behind_first_block(kv_cache),
+        eps=EPS,
+    )
+    kept = torch.tensor(slots) >= 0
+    assert_near(q.cpu()[kept], expected[kept])
+    return on("cpu", stored)
+
+
+def behind_first_block(kv_cache: KVCache) -> KVCache:
+    k, v, scales = kv_cache
+    return KVCache(k[1:], v[1:], scales and (scales[0][1:], scales[1][1:]))
+
+
+HEADS_AND_SLOTS = [(16, 8, [5]), (32, 8, [95, -1, 0, 33]), (5, 1, [3, 4, -1]), (40, 10, [-1, 7])]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "slots"), HEADS_AND_SLOTS)
+def test_qk_norm_rope_store(
+    num_heads: int,
+    num_kv_heads: int,
+    slots: list[int],
+    head_dim: int,
+    device: str,
+    dtype: torch.dtype,
+) -> None:
+    expected = KVCache(*torch.full((2, 7, 16, num_kv_heads, head_dim), torch.nan).to(dtype))
+    stored = store_by_both(expected, num_heads, slots, device, dtype)
+    assert_near(stored.k, expected.k)
+    assert_near(stored.v, expected.v)
+
+
+@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "slots"), HEADS_AND_SLOTS)
+def test_8_bits_are_stored(
+    num_heads: int,
+    num_kv_heads: int,
+    slots: list[int],
+    block_size: int,
+    device: str,
+    dtype: torch.dtype,
+) -> None:
+    kv_cache = KVCache(*torch.full((2, 7, block_size, num_kv_heads, 64), torch.nan).to(dtype))
+    expected = in_8_bits(kv_cache)
+    stored = store_by_both(expected, num_heads, slots, device, dtype)
+    for scale, expected_scale in zip(stored.scales or (), expected.scales or (), strict=True):
+        # the reference rounds keys to `dtype` before
+        torch.testing.assert_close(scale, expected_scale, rtol=4e-3, atol=0, equal_nan=True)
+    for numbers, expected_numbers in zip(stored[:2], expected[:2], strict=True):
+        assert torch.equal(numbers.isnan(), expected_numbers.isnan())
+        known = numbers.float()[~numbers.isnan()]
+        # the interpreter forgets to carry when it rounds up to a power of two
+        equal = known == expected_numbers.float()[~numbers.isnan()]
+        assert equal.float().mean() > 0.9
+
+
+def test_rope_refuses_an_odd_head_dim(device: str, dtype: torch.dtype) -> None:
+    kv_cache = KVCache(*torch.zeros(2, 1, 4, 1, 48, dtype=dtype, device=device))
+    qkv, unused = torch.zeros(1, 3 * 48, dtype=dtype, device=device), torch.zeros(1)
+    with pytest.raises(ValueError, match="head_dim is 48; a power of 2 from 16 on is needed"):
+        rope.qk_norm_rope_store(qkv, (unused, unused), unused, unused, unused, kv_cache, EPS)
+
+
+@pytest.mark.parametrize("size", [64, 1024, 2560])
+def test_embedding(device: str, dtype: torch.dtype, size: int) -> None:
+    from penstock.kernels.elementwise.triton_embedding import embedding
+
+    weight = torch.randn(50, size).to(device, dtype)
+    ids = torch.randint(50, (7,), device=device)
+    assert torch.equal(embedding(ids, weight), weight[ids])

@@ -1,0 +1,247 @@
+"""Products of few rows, by every kernel and with everything fused, against torch in float32."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.linear import small_m_gemm as skinny
+from penstock.kernels.linear.small_m_gemm import Config, Product, choose, launch, multiply
+from penstock.kernels.linear.small_m_gemm_table import FP8_TABLE, TABLE
+from penstock.kernels.quantize.quantize import Quantized, quantize
+from tests.kernels.conftest import on_gpu
+
+EPS = 1e-6
+KINDS = ["plain", "add", "norm", "logits", "swiglu"]
+NORM_KINDS = ["norm", "logits", "swiglu"]
+CONFIGS = {
+    "mma": Config("mma", 16, 32, 1, 4, 3, 64),
+    "wide": Config("mma", 64, 64, 1, 4, 3, 0),
+    "slices": Config("slices", 32, 64, 1, 4, 3, 64),
+    "whole": Config("mma", 16, 128, 1, 4, 1, 0),
+    "whole slices": Config("slices", 16, 128, 1, 4, 1, 0),
+}
+SPLITS = {
+    "mma by 2": Config("mma", 16, 16, 2, 4, 3, 64),
+    "mma by 3": Config("mma", 32, 32, 3, 4, 2, 0),
+    "slices by 3": Config("slices", 16, 64, 3, 4, 3, 0),
+    "whole by 2": Config("slices", 16, 64, 2, 2, 1, 0),
+}
+GEMVS = {
+    "whole": Config("gemv", 8, 256, 1, 4, 1, 0),
+    "in turn": Config("gemv", 16, 64, 1, 4, 3, 64),
+}
+
+
+def product(kind: str, rows: int, inner: int, columns: int, dtype: torch.dtype) -> Product:
+    """Of random numbers; the result is NaN."""
+    swiglu = kind == "swiglu"
+    weight = torch.randn(2 * columns if swiglu else columns, inner) / inner**0.5
+    out_dtype = torch.float32 if kind == "logits" else dtype
+    return Product(
+        (torch.randn(rows, inner) * torch.rand(rows, 1) * 4).to(dtype),
+        weight.to(dtype),
+        torch.full((rows, columns), torch.nan, dtype=out_dtype),
+        None if kind in ("plain", "add") else (torch.rand(inner) + 0.5).to(dtype),
+        EPS,
+        torch.randn(rows, columns).to(dtype) if kind == "add" else None,
+        swiglu,
+    )
+
+
+def to(operands: Product, device: str) -> Product:
+    def move(one: object) -> object:
+        if isinstance(one, Quantized):
+            return Quantized(one.values.to(device), one.scale.to(device))
+        return one.to(device) if isinstance(one, Tensor) else one
+
+    return Product(*map(move, operands))  # type: ignore[arg-type]
+
+
+def expected(operands: Product) -> Tensor:
+    x = operands.x.double()
+    if operands.norm_weight is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * operands.norm_weight.double()
+    weight = operands.weight
+    wide = weight.dequantized() if isinstance(weight, Quantized) else weight
+    out = x @ wide.double().T
+    if operands.swiglu:
+        gate, up = out.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+    return out if operands.residual is None else out + operands.residual.double()
+
+
+def check(operands: Product, config: Config, device: str) -> None:
+    there = to(operands, device)
+    launch(there, config)
+    wanted = expected(operands)
+    error = (there.out.cpu().double() - wanted).norm() / wanted.norm()
+    assert error < (1e-5 if operands.x.dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [(3, 64, 48), (17, 80, 33)], ids=str)
+def test_a_tile(
+    kind: str, sizes: tuple[int, int, int], config: Config, device: str, dtype: torch.dtype
+) -> None:
+    check(product(kind, *sizes, dtype), config, device)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("kind", NORM_KINDS)
+@pytest.mark.parametrize("sizes", [(3, 64, 48), (17, 80, 33)], ids=str)
+def test_a_norm_inside(
+    kind: str,
+    sizes: tuple[int, int, int],
+    config: Config,
+    device: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(skinny, "rms_norm")
+    check(product(kind, *sizes, dtype), config._replace(norm_inside=True), device)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 31, 64, on_gpu(2), on_gpu(32)])
+@pytest.mark.parametrize("norm_inside", [False, True])
+def test_rows_and_columns(rows: int, norm_inside: bool, device: str, dtype: torch.dtype) -> None:
+    config = CONFIGS["wide"]._replace(norm_inside=norm_inside)
+    for columns in (64, 173):
+        check(product("norm", rows, 160, columns, dtype), config, device)
+
+
+@pytest.mark.parametrize("config", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        *(("plain", (17, 112, 33)), ("add", (1, 160, 48))),
+        *(("norm", (17, 112, 33)), ("swiglu", (1, 160, 48))),
+        *(on_gpu("plain", (1, 160, 48)), on_gpu("add", (17, 112, 33))),
+        *(on_gpu("norm", (1, 160, 48)), on_gpu("swiglu", (17, 112, 33))),
+    ],
+    ids=str,
+)
+def test_split_k_again_and_again(
+    kind: str, sizes: tuple[int, int, int], config: Config, device: str, dtype: torch.dtype
+) -> None:
+    partials, counters = skinny.workspace(torch.device(device))
+    for norm_inside in (False, True)[: 1 + (kind in NORM_KINDS)]:
+        partials.fill_(torch.nan)
+        check(product(kind, *sizes, dtype), config._replace(norm_inside=norm_inside), device)
+        assert not counters.any()
+
+
+def test_more_splits_than_tiles_of_the_inner_dimension(device: str, dtype: torch.dtype) -> None:
+    check(product("add", 3, 64, 48, dtype), Config("mma", 16, 32, 5, 4, 3, 0), device)
+
+
+def test_split_k_gives_the_same_bits_every_time(device: str, dtype: torch.dtype) -> None:
+    operands = to(product("norm", 3, 160, 48, dtype), device)
+    config = SPLITS["mma by 3"]._replace(norm_inside=True)
+    launch(operands, config)
+    first = operands.out.clone()
+    for _ in range(2):
+        launch(operands, config)
+        assert torch.equal(operands.out, first)
+
+
+@pytest.mark.parametrize("config", GEMVS.values(), ids=GEMVS)
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        *(("plain", (144, 333)), ("add", (256, 48)), ("norm", (144, 333))),
+        *(("logits", (256, 48)), ("swiglu", (144, 333))),
+        *(on_gpu("plain", (256, 48)), on_gpu("add", (144, 333)), on_gpu("norm", (256, 48))),
+        *(on_gpu("logits", (144, 333)), on_gpu("swiglu", (256, 48))),
+    ],
+    ids=str,
+)
+def test_one_row(
+    kind: str, sizes: tuple[int, int], config: Config, device: str, dtype: torch.dtype
+) -> None:
+    check(product(kind, 1, *sizes, dtype), config, device)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "config"),
+    [
+        *(("norm", 1, GEMVS["whole"]), ("swiglu", 1, GEMVS["in turn"])),
+        *(("add", 3, CONFIGS["mma"]), ("swiglu", 17, CONFIGS["slices"])),
+        *(("swiglu", 3, SPLITS["mma by 2"]), ("add", 3, SPLITS["whole by 2"])),
+        *(on_gpu("swiglu", 17, CONFIGS["wide"]), on_gpu("norm", 64, CONFIGS["wide"])),
+        *(on_gpu("add", 31, SPLITS["slices by 3"]), on_gpu("swiglu", 1, GEMVS["whole"])),
+        on_gpu("swiglu", 33, SPLITS["mma by 3"]),
+    ],
+)
+def test_weights_of_8_bits(
+    kind: str, rows: int, config: Config, device: str, dtype: torch.dtype
+) -> None:
+    operands = product(kind, rows, 160, 48, dtype)
+    # scales that differ from column to column
+    weight = operands.weight.float() * torch.linspace(0.1, 5, len(operands.weight))[:, None]
+    check(operands._replace(weight=quantize(weight)), config, device)
+
+
+@pytest.mark.parametrize("kind", ["add", "norm", "logits", "swiglu"])
+def test_what_is_guessed_for_sizes_not_measured(
+    kind: str, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(skinny, "TABLE", {})
+    operands = product(kind, 1, 272, 40, dtype)
+    config = choose(kind, 1, *operands.weight.shape)
+    assert config is not None
+    check(operands, config, device)
+    assert choose(kind, 3, *operands.weight.shape) is None
+
+
+def test_the_table_decides_by_the_rows_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config("mma", 16, 32, 1, 4, 3, 0)
+    table = {("add", 48, 64, 32): tuple(config), ("add", 48, 64, 64): None}
+    monkeypatch.setattr(skinny, "TABLE", table)
+    assert choose("add", 17, 48, 64) == choose("add", 32, 48, 64) == config
+    assert choose("add", 33, 48, 64) is None
+
+
+def test_weights_of_8_bits_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config("mma", 16, 32, 1, 4, 3, 0, norm_inside=True)
+    other = Config("mma", 32, 32, 1, 4, 3, 0)
+    table = {("norm", 48, 64, rows): tuple(config) for rows in (16, 32)}
+    monkeypatch.setattr(skinny, "TABLE", table)
+    monkeypatch.setattr(skinny, "FP8_TABLE", {("norm", 48, 64, 32): tuple(other)})
+    assert choose("norm", 9, 48, 64, is_fp8=True) == config._replace(norm_inside=False)
+    assert choose("norm", 32, 48, 64, is_fp8=True) == other
+    assert choose("norm", 32, 48, 64) == config
+
+
+@pytest.mark.parametrize(("rows", "inner"), [(0, 64), (65, 64), (1, 72)])
+def test_chooses_nothing_for_what_no_kernel_takes(
+    rows: int, inner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = tuple(Config("mma", 16, 32, 1, 4, 3, 0))
+    monkeypatch.setattr(skinny, "TABLE", {("add", 48, 64, block): entry for block in (16, 128)})
+    assert choose("add", rows, 48, inner) is None
+
+
+def test_only_bfloat16_is_multiplied_here() -> None:
+    assert multiply("add", torch.zeros(1, 64), torch.zeros(48, 64)) is None
+
+
+def test_what_was_measured_fits_the_workspace() -> None:
+    assert TABLE
+    for (kind, num_weights, _, rows), entry in (*TABLE.items(), *FP8_TABLE.items()):
+        if entry and rows > 1:
+            config = Config(*entry)
+            columns = num_weights // (2 if kind == "swiglu" else 1)
+            operands = product("plain", rows, 16, columns, torch.float32)
+            skinny._check_workspace(operands, config, -(-columns // config.bn))
+
+
+def test_refuses_sums_that_do_not_fit() -> None:
+    operands = product("add", 64, 16, 16896, torch.float32)
+    with pytest.raises(ValueError, match="1056 tiles and 8651264 sums; at most 8192 tiles"):
+        launch(operands, Config("mma", 16, 16, 8, 4, 3, 0))
+
+
+def test_refuses_more_splits_than_are_added_up() -> None:
+    with pytest.raises(ValueError, match="split_k is 9; at most 8"):
+        launch(product("add", 3, 64, 48, torch.float32), Config("mma", 16, 16, 9, 4, 3, 0))

@@ -1,0 +1,164 @@
+"""The command line."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from penstock.launch.commands import gpus
+from penstock.launch.commands.cli import main
+from penstock.launch.commands.start import start
+from penstock.launch.errors import LaunchError
+from penstock.launch.supervisor.procfile import PROCFILE
+from penstock.protocol.config import Config
+
+SLOW_MODULES = ("asyncio", "circus", "psutil", "torch", "tornado", "transformers", "zmq")
+
+
+def launch(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
+    """The exit code of a command line."""
+    monkeypatch.setattr(sys, "argv", ["launch", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code
+
+
+def test_it_starts_without_what_it_does_not_need() -> None:
+    code = (
+        "import sys; sys.argv = ['launch', 'options']\n"
+        "from penstock.launch.commands.cli import main\n"
+        "try: main()\n"
+        f"finally: assert not set({SLOW_MODULES}) & set(sys.modules), set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["all", "--tp", "0"], "--tp is '0': expected `int` >= 1"),
+        (["all", "--model", "/none"], "--model: model folder /none does not exist"),
+        (["all", "--procfile", "/none"], "procfile /none can't be read"),
+        (["all", "--endpoint", "tcp://*:5555"], "--endpoint tcp://*:5555 may be reached"),
+        (["keys", "/none/keys"], "keys can't be made in /none/keys: No such file or directory"),
+        (["keys", "/none", "--client", "a/b"], "--client is 'a/b': "),
+        (["scale", "worker", "2"], "'worker' can't be scaled; tokenizer, detokenizer and http can"),
+        (["scale", "tokenizer", "0"], "number is 0: a pipeline needs 1 tokenizer"),
+        (["scale", "http", "-1"], "number is -1: a pipeline needs 0 http"),
+        (["scale", "http", "0", "--name", "none"], "no pipeline 'none' runs"),
+        (["status", "--name", "none"], "no pipeline 'none' runs"),
+        (["stop", "--name", "none"], "no pipeline 'none' runs"),
+        (["ask", "--name", "none", "x"], "no pipeline 'none' runs"),
+        (["worker", "--name", "none"], "no pipeline 'none' runs"),
+        (["ask", "--logit-bias", "[]", "x"], "--logit-bias is '[]': expected `object`"),
+        (["nonsense"], "unknown command 'nonsense'; `launch --help` lists them all"),
+        (["stats"], "unknown command 'stats' (did you mean 'status'?)"),
+        (["--tp", "2"], "unknown option '--tp'; `launch --help`"),
+        (["bench", "ofline"], "unknown command 'ofline' (did you mean 'offline'?)"),
+        (["all", "--max-num-seq", "4"], "unknown option '--max-num-seq' (did you mean '--max-num-"),
+        (["all", "--max_num_seqs=4"], "(did you mean '--max-num-seqs'?); `launch all --help`"),
+        (["all", "--tensor-parallel-size", "2"], "(did you mean '--tp'?)"),
+        (["all", "--device", "gpu"], "--device: got 'gpu', expected one of auto, cpu, cuda"),
+        (["ask", "a", "b"], "unrecognized arguments: b"),
+        (["all", "--endpoint", "127.0.0.1:5"], "did you mean tcp://127.0.0.1:5?"),
+        (["ask", "--top-p", "2", "x"], "--top-p is '2': expected `float` <= 1.0"),
+        (["bench"], "required: SUBJECT"),
+        (["bench", "pipeline", "--tp", "2"], "unknown option '--tp'; `launch bench pipeline --"),
+        (
+            ["bench", "latency", "--batches", "1", "0"],
+            "--batches: got '0', expected an integer of at least 1",
+        ),
+        (["bench", "offline", "--max-tokens", "9"], "--min-tokens is 100: more than --max-tokens"),
+        (["bench", "offline", "--tp", "0"], "--tp is '0': expected `int` >= 1"),
+        (["bench", "offline", "--model", "/none"], "--model: model folder /none does not exist"),
+        (["bench", "offline", "--name", "none"], "no pipeline 'none' runs"),
+        (["bench", "latency", "--name", "x", "--tp", "2"], "--tp is for a pipeline that is yet"),
+        (["bench", "latency", "--endpoint", "ipc:///x"], "--endpoint needs --model"),
+    ],
+)
+def test_what_is_refused_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    sentence: str,
+) -> None:
+    assert launch(monkeypatch, *arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("launch: ")
+    assert sentence in printed.err
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+
+
+def test_alone_it_says_what_to_do_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(monkeypatch) == 0
+    assert "launch all --model FOLDER" in capsys.readouterr().out
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(monkeypatch, "--version", "all") == 0
+    assert capsys.readouterr().out == f"penstock {version('penstock')}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "own"),
+    [
+        (["batch"], "--concurrency"),
+        (["bench", "serve"], "--request-rate"),
+        (["chaos"], "--kills"),
+    ],
+)
+def test_help_has_the_commands_own_options_first(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    own: str,
+) -> None:
+    assert launch(monkeypatch, *command, "--help") == 0
+    usage, _, rest = capsys.readouterr().out.partition("\n\n")
+    assert usage.startswith(f"usage: launch {' '.join(command)} [options]")
+    assert "--" not in usage
+    before, _, after = rest.partition("options of the pipeline that it starts:")
+    assert own in before
+    assert "--tp" not in before
+    assert "--tp" in after
+
+
+def test_cuda_without_a_gpu_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(LaunchError, match=r"--device cuda: .*--device cpu"):
+        start(Config(device="cuda"), PROCFILE, 5)
+
+
+@pytest.mark.parametrize(
+    ("visible", "physical", "expected"),
+    [
+        (None, 8, 8),
+        (None, None, None),
+        ("0,3", 8, 2),
+        ("0,1", 1, 1),
+        ("0,1", None, None),
+        ("", 8, 0),
+        ("MIG-a,MIG-b", 1, 2),
+    ],
+)
+def test_gpus_that_a_process_sees(
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str | None,
+    physical: int | None,
+    expected: int | None,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(gpus, "_physical_gpus", lambda: physical)
+    assert gpus.num_gpus() == expected
+    monkeypatch.setattr(gpus, "version", lambda _: "2.13.0")
+    config = Config(device="cuda", tp=2)
+    if expected is not None and expected < 2:
+        with pytest.raises(LaunchError, match=f"need 2 GPUs, and this process has {expected}"):
+            gpus.check_gpus(config)
+    else:
+        gpus.check_gpus(config)

@@ -1,0 +1,105 @@
+"""Flags made from a struct."""
+
+import argparse
+from typing import Any
+
+import pytest
+
+from penstock.launch.commands.options import (
+    add_options,
+    as_flags,
+    flag,
+    given_options,
+    options_table,
+)
+from penstock.launch.errors import LaunchError
+from penstock.protocol.config import Config
+from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.structured import StructuredOutputs
+
+
+def parse(*arguments: str, struct: Any = Config) -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    add_options(parser, struct)
+    return given_options(parser.parse_args(arguments), struct)
+
+
+def test_what_is_not_given_is_not_set() -> None:
+    assert parse() == {}
+
+
+def test_every_field_is_a_flag() -> None:
+    for field in Config.__struct_fields__:
+        default = getattr(Config(), field)
+        if isinstance(default, bool):
+            assert parse(flag(field)) == {field: True}
+            assert parse(f"--no-{flag(field)[2:]}") == {field: False}
+        else:
+            assert parse(flag(field), str(default)) == {field: default}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "limit"),
+    [
+        ("tp", "0", "expected `int` >= 1"),
+        ("tp", "two", "expected `int`"),
+        ("max_num_seqs", "2049", "expected `int` <= 2048"),
+        ("watermark", "1", "expected `float` < 1.0"),
+        ("watermark", "nan", "expected `float`"),
+        ("name", "a/b", "regex"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_limit(field: str, value: str, limit: str) -> None:
+    with pytest.raises(LaunchError) as refused:
+        parse(flag(field), value)
+    assert str(refused.value).startswith(f"{flag(field)} is {value!r}: expected ")
+    assert limit in str(refused.value)
+
+
+def test_sampling_parameters_are_flags_too() -> None:
+    given = parse("--max-tokens", "5", "--temperature", "0.5", "--stop", "x", struct=SamplingParams)
+    assert given == {"max_tokens": 5, "temperature": 0.5, "stop": "x"}
+
+
+def test_what_has_parts_is_json() -> None:
+    bias, grammar = '{"5": -100, "6": 1.5}', '{"regex": "[0-9]+"}'
+    flags = ("--logit-bias", bias, "--stop-token-ids", "[1, 2]", "--structured-outputs", grammar)
+    assert parse(*flags, struct=SamplingParams) == {
+        "logit_bias": {5: -100, 6: 1.5},
+        "stop_token_ids": [1, 2],
+        "structured_outputs": StructuredOutputs(regex="[0-9]+"),
+    }
+    assert parse("--stop", '["x"]', struct=SamplingParams) == {"stop": '["x"]'}  # a text is one
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("logit_bias", '{"5": 101}', "expected `float` <= 100.0"),
+        ("logit_bias", "{", "truncated"),
+        ("allowed_token_ids", "[]", "length >= 1"),
+        ("bad_words", '[""]', "length >= 1"),
+        ("structured_outputs", '{"regx": "x"}', "unknown field `regx`"),
+    ],
+)
+def test_bad_json_is_named(field: str, value: str, reason: str) -> None:
+    with pytest.raises(LaunchError) as refused:
+        parse(flag(field), value, struct=SamplingParams)
+    assert str(refused.value).startswith(f"{flag(field)} is {value!r}: ")
+    assert reason in str(refused.value)
+
+
+def test_options_become_flags() -> None:
+    options = {"tp": 2, "enable_prefix_caching": False, "model": "/a b"}
+    flags = ["--tp", "2", "--no-enable-prefix-caching", "--model", "/a b"]
+    assert list(as_flags(options)) == flags
+    assert list(as_flags({"enable_prefix_caching": True})) == ["--enable-prefix-caching"]
+
+
+def test_the_table_has_a_row_for_each_field() -> None:
+    _, _, *rows = options_table().splitlines()
+    assert len(rows) == len(Config.__struct_fields__)
+    assert rows[Config.__struct_fields__.index("tp")] == (
+        "| `--tp` | `1` | tensor-parallel size: number of workers |"
+    )
+    assert "`--no-enable-prefix-caching` | on |" in options_table()

@@ -1,0 +1,161 @@
+"""What `launch all` refuses before anything starts."""
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.launch.commands import start as module
+from penstock.launch.commands.keys import make_keys
+from penstock.launch.commands.start import check_endpoint, check_http_port, check_http_reach, start
+from penstock.launch.errors import LaunchError
+from penstock.launch.supervisor.procfile import PROCFILE
+from penstock.protocol.config import Config, run_folder
+
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8,
+}
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Starts a pipeline for a model with these facts: the sentence that refuses it."""
+
+    def begin(facts: dict[str, object], tp: int, **fields: Any) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(MODEL | facts))
+        with pytest.raises(LaunchError) as error:
+            start(Config(name="x", model=str(tmp_path), tp=tp, **fields), PROCFILE, 5)
+        return str(error.value)
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(module, "Supervisor", None)
+    return begin
+
+
+def test_a_missing_model(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"--model: model folder .*/none does not exist"):
+        start(Config(model=str(tmp_path / "none")), PROCFILE, 5)
+
+
+def test_another_architecture(refused: Callable[..., str]) -> None:
+    assert "--model: " in refused({"architectures": ["LlamaForCausalLM"]}, 1)
+    assert "'LlamaForCausalLM'" in refused({"architectures": ["LlamaForCausalLM"]}, 1)
+    assert not run_folder("x").exists()
+
+
+def test_heads_that_do_not_divide(refused: Callable[..., str]) -> None:
+    assert "num_attention_heads 4 does not divide by tp 3" in refused({}, 3)
+
+
+def test_a_context_beyond_the_models_positions(refused: Callable[..., str]) -> None:
+    sentence = refused({}, 1, max_model_len=9)
+    assert (
+        "max_model_len: got 9, expected at most 8, the positions of the model; a rope_sc"
+        in sentence
+    )
+    yarn = {"rope_scaling": {"type": "yarn", "factor": 4.0}}
+    assert "got 33, expected at most 32, the positions" in refused(yarn, 1, max_model_len=33)
+
+
+def test_a_run_folder_too_deep_for_sockets(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    assert "XDG_RUNTIME_DIR" in refused({}, 1)
+
+
+def test_an_endpoint_that_others_reach(refused: Callable[..., str]) -> None:
+    for endpoint in ("tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://[::]:5555", "tcp://gpu1:5555"):
+        sentence = refused({}, 1, endpoint=endpoint)
+        assert sentence.startswith(f"--endpoint {endpoint} may be reached from other machines: ")
+        assert "--keys FOLDER" in sentence
+    assert not run_folder("x").exists()
+
+
+def test_keys_that_can_not_be_read(refused: Callable[..., str], tmp_path: Path) -> None:
+    sentence = refused({}, 1, endpoint="tcp://*:5555", keys=str(tmp_path / "none"))
+    assert "none/server.key_secret can't be read; `launch keys` makes it" in sentence
+    make_keys(tmp_path / "keys", None)
+    (tmp_path / "keys" / "client.key_secret").unlink()
+    assert "client.key_secret can't be read" in refused({}, 1, keys=str(tmp_path / "keys"))
+
+
+def test_a_free_endpoint(tmp_path: Path) -> None:
+    check_endpoint(f"ipc://{tmp_path}/free")
+    (tmp_path / "stale").touch()
+    check_endpoint(f"ipc://{tmp_path}/stale")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    check_endpoint(f"tcp://127.0.0.1:{port}")
+
+
+def test_an_endpoint_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"--endpoint tcp://127.0.0.1:{port} is in use"):
+            check_endpoint(f"tcp://127.0.0.1:{port}")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{tmp_path}/taken")
+        server.listen()
+        with pytest.raises(LaunchError, match="/taken is in use"):
+            check_endpoint(f"ipc://{tmp_path}/taken")
+        assert (tmp_path / "taken").exists()
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "nonsense",
+        "udp://127.0.0.1:5555",
+        "tcp://127.0.0.1:*",
+        "tcp://127.0.0.1:0",
+        "tcp://x.invalid:1",
+    ],
+)
+def test_an_endpoint_that_can_not_be(endpoint: str) -> None:
+    with pytest.raises(LaunchError, match="--endpoint "):
+        check_endpoint(endpoint)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_an_http_port_in_use(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family, reuse_port=True) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"--http-port {port} is in use; give another one"):
+            check_http_port(Config(http=1, http_host=host, http_port=port))
+        check_http_port(Config(http=0, http_host=host, http_port=port))
+    check_http_port(Config(http=1, http_host=host, http_port=port))
+
+
+def test_an_http_host_that_is_none_of_ours() -> None:
+    with pytest.raises(
+        LaunchError, match=r"--http-host 192\.0\.2\.1, --http-port 8000: Cannot ass"
+    ):
+        check_http_port(Config(http=1, http_host="192.0.2.1", api_key="x"))
+
+
+def test_an_http_host_that_others_reach(refused: Callable[..., str]) -> None:
+    for host in ("0.0.0.0", "::", "gpu1"):  # noqa: S104
+        sentence = refused({}, 1, http_host=host)
+        assert sentence.startswith(f"--http-host {host} may be reached from other machines: ")
+    for more in ({"api_key": "x"}, {"insecure": True}):
+        check_http_reach(Config(http_host="::", **more))  # type: ignore[arg-type]
+    check_http_reach(Config(http_host="localhost"))
+
+
+def test_origins_that_are_no_list(refused: Callable[..., str]) -> None:
+    assert refused({}, 1, allowed_origins="[1").startswith("--allowed-origins: got '[1', expected ")
+    check_http_reach(Config(allowed_origins='["http://a"]'))

@@ -1,0 +1,300 @@
+"""The supervisor, with processes of a line each and no gateway."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from signal import SIGHUP, SIGINT
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import zmq
+
+from penstock.launch.run_folder import CONTROL_SOCKET, claim
+from penstock.launch.supervisor import local, output
+from penstock.launch.supervisor.supervisor import MAX_EARLY_DEATHS, Supervisor
+from penstock.protocol.config import MAX_PROCESSES, Config, run_folder, write_config
+from penstock.protocol.messages.gateway import ToGateway
+from penstock.protocol.messages.supervisor import SupervisorReport
+from penstock.protocol.transport.channel import bind
+from penstock.protocol.transport.endpoints import endpoints
+from penstock.protocol.transport.process import PROCESS_VARIABLE
+
+CONFIG = Config(name="x", endpoint="ipc://nowhere", tp=2)
+GATEWAY = (
+    f'{sys.executable} -P -c "import os, signal, zmq; '
+    "from penstock.protocol.transport.process import *; "
+    "from penstock.protocol.messages.gateway import ToGateway; "
+    "from penstock.protocol.transport.channel import bind; "
+    "p = Process('x'); r = bind(p.context, zmq.PULL, p.endpoints.results, ToGateway); "
+    "print(1, flush=True); "
+    'any(m.draining for m in iter(lambda: r.socket.poll() and next(r.receive())[1], 0)); %s"'
+)
+"""a gateway that has got its line out, and, when it has heard of the drain, does something"""
+Supervise = Callable[..., int]
+
+
+@pytest.fixture
+def supervise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervise:
+    """Runs these commands to their end, which leaves nothing; `act` runs after the first line."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    def run(
+        act: Callable[[], None] = lambda: None, config: Config = CONFIG, **commands: str
+    ) -> int:
+        supervisor = Supervisor(config, commands, max_deaths=5)
+        write = supervisor._write
+
+        def write_and_act(text: str) -> None:
+            nonlocal act
+            write(text)
+            act()
+            act = lambda: None  # noqa: E731
+
+        supervisor._write = write_and_act  # type: ignore[method-assign]
+        before = psutil.Process().children()
+        with claim(config):
+            write_config(config)
+            exit_code = asyncio.run(asyncio.wait_for(supervisor.run(), 20))
+        assert psutil.Process().children() == before
+        return exit_code
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _no_signal_is_ignored() -> Iterator[None]:
+    """As under `nohup`, or in the background of a shell."""
+    usual = {SIGHUP: signal.SIG_DFL, SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def stop_by(*numbers: int) -> Callable[[], None]:
+    def act() -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+    return act
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_everything(supervise: Supervise, number: int) -> None:
+    before = signal.getsignal(number)
+    assert supervise(stop_by(number), worker="sh -c 'echo up; exec sleep 60'") == 0
+    assert signal.getsignal(number) in (before, signal.SIG_DFL)
+    assert not run_folder("x").exists()
+
+
+def test_the_worker_line_runs_tp_times_with_its_environment(
+    supervise: Supervise, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = 'echo $PENSTOCK_PROCESS $PENSTOCK_CONFIG "${PATH%%:*}"; exit 3'
+    assert supervise(worker=f"sh -c '{code}'") == 1
+    folder, path = run_folder("x"), Path(sys.executable).parent
+    printed = capfd.readouterr().out.splitlines()
+    for name in ("worker.1", "worker.2"):
+        assert f"{name}      | {name} {folder}/config.json {path}" in printed
+
+
+def test_a_process_that_never_lives_ends_the_pipeline(
+    supervise: Supervise, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert supervise(tokenizer="sh -c 'seq 9000 >&2; exit 3'") == 1
+    printed = capfd.readouterr()
+    assert printed.err == (
+        f"launch: tokenizer.1 died {MAX_EARLY_DEATHS} times before it was ready, the last time "
+        "with exit code 3; the pipeline stops. Its last lines:\n"
+        + "".join(f"  {number}\n" for number in range(8991, 9001))
+    )
+    assert printed.out.count("tokenizer.1   | ") == 9000 * MAX_EARLY_DEATHS
+    assert printed.out.count("launch        | tokenizer.1 died with exit code 3; restarted\n") == 2
+
+
+def test_what_does_not_stop_is_killed(
+    supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "GRACE", 0.3)
+    stubborn = "sh -c 'trap \"\" TERM; echo up; while :; do sleep 1; done'"
+    assert supervise(stop_by(signal.SIGTERM), tokenizer=stubborn) == 0
+
+
+def test_json_lines(supervise: Supervise, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever is printed, also of what ends the pipeline."""
+    config = msgspec.structs.replace(CONFIG, log_format="json")
+    assert supervise(config=config, tokenizer="sh -c 'echo up; exit 3'") == 1
+    printed = capfd.readouterr()
+    lines = [json.loads(line) for line in printed.out.splitlines()]
+    assert [(one["process"], one["message"]) for one in lines] == [
+        ("tokenizer.1", "up"),
+        ("launch", "tokenizer.1 died with exit code 3; restarted"),
+    ] * (MAX_EARLY_DEATHS - 1) + [("tokenizer.1", "up")]
+    assert "tokenizer.1 died 3 times" in json.loads(printed.err)["message"]
+
+
+def test_the_gateway_is_told_of_the_processes(supervise: Supervise) -> None:
+    """Until it is there, one report waits for it; what a process has said goes with it."""
+    code = (
+        "import os, zmq; from penstock.protocol.transport.process import *; p = Process('x'); "
+        "s = PulseSender(p, lambda: {'plan_bytes': 7}); s.count(); s.send(); p.context.destroy(); "
+        "print(1, flush=True); signal.pause()"
+    )
+    reports: list[SupervisorReport] = []
+    threads: list[threading.Thread] = []
+
+    def listen() -> None:
+        with zmq.Context() as context:
+            channel = bind(context, zmq.PULL, endpoints(CONFIG).results, ToGateway)
+            with channel.socket:
+                while sum(bool(one.counters) for r in reports[-1:] for one in r.processes) < 2:
+                    assert channel.socket.poll(20_000)
+                    reports.extend(message for _, message in channel.receive())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def act() -> None:
+        threads.append(threading.Thread(target=listen))
+        threads[0].start()
+
+    worker = f'{sys.executable} -P -c "{code}"'
+    assert supervise(act, detokenizer="sleep 60", worker=worker) == 0
+    threads[0].join()
+    silent, *workers = reports[-1].processes
+    assert [one.name for one in (silent, *workers)] == ["detokenizer.1", "worker.1", "worker.2"]
+    assert silent.counters == {}
+    for one in workers:
+        assert one.counters == {
+            "messages_sent_total": 0,
+            "messages_received_total": 0,
+            "bad_frames_total": 0,
+        } | {"plan_bytes": 7}
+        assert one.cpu_seconds > 0
+        assert one.rss_bytes > 1 << 20
+
+
+def test_commands_for_one_kind_run_one_after_the_other(supervise: Supervise) -> None:
+    """Each reports what is true when it is done; one for a process that has left is refused."""
+    numbers = [3, 1, 3, 1, 3]
+    replies: list[dict[str, Any]] = []
+
+    def send() -> None:
+        endpoint = f"ipc://{run_folder('x')}/{CONTROL_SOCKET}"
+        commands = [("scale", {"kind": "tokenizer", "number": number}) for number in numbers]
+        commands.append(("scale", {"kind": "tokenizer", "number": MAX_PROCESSES + 1}))
+        commands += [("restart", {"names": ["tokenizer.9"]}), ("processes", {})]
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.connect(endpoint)
+            for name, properties in commands:
+                socket.send_json({"command": name, "properties": properties | {"waiting": True}})
+                if name == "restart":  # those before it are done
+                    replies.extend(received(socket) for _ in commands[:-1])
+            replies.append(received(socket))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def received(socket: "zmq.Socket[bytes]") -> dict[str, Any]:
+        assert socket.poll(20_000)
+        reply: dict[str, Any] = socket.recv_json()  # type: ignore[assignment]
+        return reply
+
+    thread = threading.Thread(target=send)
+    assert supervise(thread.start, tokenizer="sh -c 'echo up; exec sleep 60'") == 0
+    thread.join()
+    refused = next(reply for reply in replies if "expected up to" in reply.get("error", ""))
+    replies.remove(refused)
+    assert refused["error"] == "number: got 257, expected up to 256 of a kind"
+    *scaled, restarted, processes = replies
+    assert [reply.get("number") for reply in scaled] == numbers
+    assert restarted["error"] == "there is no process 'tokenizer.9' any more"
+    names = [one["name"] for one in processes["processes"]]
+    assert names == ["tokenizer.1", "tokenizer.2", "tokenizer.3"]
+
+
+def test_output_that_nobody_reads_holds_nothing_up(
+    supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that die are restarted, and the pipeline ends when it is to."""
+    monkeypatch.setattr(output, "LAST_SECONDS", 0.0)
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as lines, os.fdopen(writer, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        assert supervise(tokenizer="sh -c 'seq 50000; exit 3'") == 1
+        assert lines.readline() == b"tokenizer.1   | 1\n"
+
+
+def test_files_that_are_removed_from_the_run_folder_are_made_again(
+    supervise: Supervise, tmp_path: Path
+) -> None:
+    """The next process of that name reads its configuration, and ends the test."""
+
+    def act() -> None:
+        for path in run_folder("x").iterdir():
+            if path.name != "lock":
+                path.unlink()
+        children = psutil.Process().children()
+        (child,) = (one for one in children if PROCESS_VARIABLE in one.environ())
+        child.kill()
+
+    code = f'cat "$PENSTOCK_CONFIG" && mkdir {tmp_path}/1 && exec sleep 60; kill -TERM $PPID'
+    assert supervise(act, tokenizer=f"sh -c '{code}'") == 0
+    assert (tmp_path / "1").is_dir()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_gateway_ends_before_the_others(
+    supervise: Supervise, capfd: pytest.CaptureFixture[str], number: int
+) -> None:
+    gateway = GATEWAY % "print(2)"
+    assert supervise(stop_by(number), gateway=gateway, worker="sleep 60") == 0
+    assert capfd.readouterr().out.splitlines() == [
+        "gateway.1     | 1",
+        "launch        | no new requests; open ones have 30 s, or until the next signal",
+        "gateway.1     | 2",
+    ]
+
+
+def test_a_gateway_that_is_killed_in_a_drain_is_restarted(
+    supervise: Supervise, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    once = f"os.path.exists('{tmp_path}/1') or open('{tmp_path}/1', 'x') and os.kill(p.pid, 9)"
+    gateway = GATEWAY % once.replace("p.pid", "os.getpid()")
+    assert supervise(stop_by(signal.SIGTERM), gateway=gateway, worker="sleep 60") == 0
+    assert capfd.readouterr().out.splitlines() == [
+        "gateway.1     | 1",
+        "launch        | no new requests; open ones have 30 s, or until the next signal",
+        "launch        | gateway.1 died with signal 9; restarted",
+        "gateway.1     | 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "drain_timeout"),
+    [
+        ([signal.SIGTERM, signal.SIGINT], 3600),
+        ([signal.SIGHUP], 3600),
+        ([signal.SIGTERM], 0),
+        ([signal.SIGTERM], 0.01),
+    ],
+)
+def test_what_ends_a_drain(supervise: Supervise, numbers: list[int], drain_timeout: float) -> None:
+    config = msgspec.structs.replace(CONFIG, drain_timeout=drain_timeout)
+    gateway = GATEWAY % "signal.pause()"
+    assert supervise(stop_by(*numbers), config, gateway=gateway) == 0
+
+
+def test_a_signal_that_kills_is_named(
+    supervise: Supervise, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert supervise(tokenizer="sh -c 'echo last; kill -9 $$'") == 1
+    printed = capfd.readouterr()
+    assert printed.err == (
+        f"launch: tokenizer.1 died {MAX_EARLY_DEATHS} times before it was ready, the last time "
+        "with signal 9; the pipeline stops. Its last lines:\n" + "  last\n" * MAX_EARLY_DEATHS
+    )
+    assert "launch        | tokenizer.1 died with signal 9; restarted\n" in printed.out

@@ -1,0 +1,288 @@
+"""The clients, with a gateway that says what the test tells it to."""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from penstock.launch.commands.keys import make_keys
+from penstock.protocol.client.client import AsyncClient, Client
+from penstock.protocol.client.connection import Connection
+from penstock.protocol.client.errors import ClientError, NoAnswer, RequestError
+from penstock.protocol.client.session import Answer
+from penstock.protocol.messages.client import (
+    MSGPACK,
+    AbortRequest,
+    ErrorReply,
+    GenerateRequest,
+    Reply,
+    Request,
+)
+from penstock.protocol.transport.channel import OVERSIZE_SLACK
+from penstock.protocol.transport.curve import secure_server
+from tests.launch.fake_gateway import TEXT, delta, echo, gateway, reply
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/clients"
+
+
+def test_many_requests_at_once(endpoint: str) -> None:
+    with gateway(endpoint), Client(endpoint, timeout=5) as client:
+        streams = [client.submit(str(number)) for number in range(50)]
+        assert [one.result().text for one in reversed(streams)] == [
+            str(number) for number in reversed(range(50))
+        ]
+
+
+def test_what_comes_is_taken_in_until_a_moment(endpoint: str) -> None:
+    with gateway(endpoint), Client(endpoint, timeout=5) as client:
+        answer = client.submit("x")._answer
+        for _ in range(500):
+            moment = time.perf_counter() + 0.01
+            client.take_until(moment)
+            assert time.perf_counter() >= moment
+            if answer.final:
+                return
+        pytest.fail("nothing was taken in")
+
+
+def test_messages_may_be_dicts(endpoint: str) -> None:
+    def answer(request: Request) -> list[Reply]:
+        assert isinstance(request, GenerateRequest)
+        return [reply(request)]
+
+    with gateway(endpoint, answer) as one, Client(endpoint, timeout=5) as client:
+        client.generate(messages=[{"role": "user", "content": "x"}], max_tokens=3)
+    (request,) = one.heard
+    assert isinstance(request, GenerateRequest)
+    assert request.messages is not None
+    assert (request.messages[0].content, request.max_tokens) == ("x", 3)
+
+
+def test_a_stream_goes_on_at_the_next_gateway(endpoint: str) -> None:
+    """The first one dies within the text; the next is asked again and begins at the beginning."""
+
+    def whole(request: Request) -> list[Reply]:
+        assert isinstance(request, GenerateRequest)
+        return [delta(request, 0, 5), delta(request, 5, 7), reply(request)]
+
+    def half(request: Request) -> list[Reply]:
+        assert isinstance(request, GenerateRequest)
+        return [delta(request, 0, 3)]
+
+    with Client(endpoint, timeout=5) as client:
+        with gateway(endpoint, half) as first:
+            stream = client.stream("x")
+            deltas = iter(stream)
+            pieces = [next(deltas).text]
+        with gateway(endpoint, whole) as second:
+            pieces += [one.text for one in deltas]
+    assert pieces == ["one", " t", "wo"]
+    assert stream.result().text == TEXT
+    [asked], [again] = first.heard, second.heard
+    assert again == msgspec.structs.replace(asked, output_token_ids=again.output_token_ids)
+    assert (asked.output_token_ids, len(again.output_token_ids)) == ([], 3)
+
+
+def test_a_question_is_asked_once(endpoint: str) -> None:
+    with Client(endpoint, timeout=5) as client:
+        early = client.submit("before there is a gateway")
+        with gateway(endpoint) as one:
+            early.result()
+            client.generate("after")
+    assert len(one.heard) == 2
+
+
+def test_a_question_is_asked_once_where_the_end_of_a_connection_is_not_known_yet(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(endpoint, timeout=5) as client:
+        with gateway(endpoint):
+            client.generate("x")
+        with monkeypatch.context() as blind:
+            blind.setattr(Connection, "take", lambda _: None)
+            late = client.submit("late")
+        with gateway(endpoint) as second:
+            late.result()
+            client.status()
+    assert len(second.heard) == 2
+
+
+def test_a_question_is_asked_once_where_the_next_connection_is_not_known_yet(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(endpoint, timeout=5) as client:
+        with gateway(endpoint):
+            client.generate("x")
+        client.wait()  # until the connection is lost
+        with gateway(endpoint) as second:
+            client._connection.monitor.poll(5000)
+            with monkeypatch.context() as blind:
+                blind.setattr(Connection, "take", lambda _: None)
+                late = client.submit("late")
+            late.result()
+            client.status()
+    assert len(second.heard) == 2
+
+
+def test_an_error_that_names_no_request_finds_its_request(endpoint: str) -> None:
+    def refuse(request: Request) -> list[Reply]:
+        if isinstance(request, GenerateRequest) and request.prompt == "bad":
+            return [ErrorReply(code="invalid", message="too long")]
+        return echo(request)
+
+    with gateway(endpoint, refuse), Client(endpoint, timeout=5) as client:
+        streams = [client.submit(prompt) for prompt in ("a", "bad", "b")]
+        assert [streams[0].result().text, streams[2].result().text] == ["a", "b"]
+        with pytest.raises(RequestError, match="too long"):
+            streams[1].result()
+
+
+def test_status_and_abort(endpoint: str) -> None:
+    with gateway(endpoint), Client(endpoint, timeout=5) as client:
+        assert client.status(wait=True).ready
+        assert not client.status().ready
+        assert client.abort("x")
+
+
+def test_a_silent_gateway_is_given_up(endpoint: str) -> None:
+    silent = gateway(endpoint, lambda _: [])
+    with silent, Client(endpoint, timeout=0.2) as client, pytest.raises(NoAnswer):
+        client.generate("x")
+
+
+def test_no_gateway_is_given_up(endpoint: str) -> None:
+    with Client(endpoint, timeout=0.1) as client, pytest.raises(NoAnswer):
+        client.status()
+
+
+@pytest.fixture
+def strange_keys(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys", None)
+    return tmp_path / "keys"
+
+
+def test_keys_where_the_gateway_has_none(endpoint: str, strange_keys: Path) -> None:
+    with gateway(endpoint) as one, Client(endpoint, keys=strange_keys) as client:
+        with pytest.raises(RequestError, match="refuses this client"):
+            client.generate("x")
+        with pytest.raises(RequestError, match="refuses this client"):
+            client.status()
+    assert not one.heard
+
+
+def test_keys_where_the_gateway_has_none_with_asyncio(endpoint: str, strange_keys: Path) -> None:
+    async def run() -> None:
+        async with AsyncClient(endpoint, keys=strange_keys) as client:
+            await asyncio.wait_for(client.generate("x"), 5)
+
+    with gateway(endpoint), pytest.raises(RequestError, match="refuses this client"):
+        asyncio.run(run())
+
+
+def test_a_gateway_with_another_key_is_given_up(endpoint: str, strange_keys: Path) -> None:
+    """It hangs up again and again, which is no sign of a pipeline."""
+    make_keys(other := strange_keys.parent / "other", None)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        secure_server(server, other)
+        server.bind(endpoint)
+        with (
+            Client(endpoint, timeout=0.2, keys=strange_keys) as client,
+            pytest.raises(NoAnswer),
+        ):
+            client.status()
+
+
+def test_keys_that_are_not_there(endpoint: str, tmp_path: Path) -> None:
+    with pytest.raises(ClientError, match=r"none/client.key_secret can't be read"):
+        Client(endpoint, keys=tmp_path / "none")
+
+
+def test_a_request_at_which_the_gateway_hangs_up_is_given_up(endpoint: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        server.setsockopt(zmq.MAXMSGSIZE, OVERSIZE_SLACK)
+        server.bind(endpoint)
+        with Client(endpoint) as client:
+            with pytest.raises(RequestError, match=r"request has \d+ bytes, .* hung up 3 times"):
+                client.generate("x" * OVERSIZE_SLACK)
+            with ThreadPoolExecutor(1) as pool:
+                answering = pool.submit(answer_one, server)
+                assert client.generate("short").text == TEXT
+                answering.result()
+
+
+def answer_one(server: "zmq.Socket[bytes]") -> None:
+    identity, number, frame = server.recv_multipart()
+    request = MSGPACK.decode_request(frame)
+    assert isinstance(request, GenerateRequest)
+    server.send_multipart([identity, number, MSGPACK.encode(reply(request))])
+
+
+def test_tasks_share_an_async_client(endpoint: str) -> None:
+    async def run() -> list[str]:
+        async with AsyncClient(endpoint) as client:
+            tasks = [client.generate(str(number)) for number in range(50)]
+            replies = await asyncio.wait_for(asyncio.gather(*tasks), 5)
+            return [one.text for one in replies]
+
+    with gateway(endpoint):
+        assert asyncio.run(run()) == [str(number) for number in range(50)]
+
+
+def test_an_async_stream(endpoint: str) -> None:
+    def pieces(request: Request) -> list[Reply]:
+        assert isinstance(request, GenerateRequest)
+        return [*(delta(request, i, i + 1) for i in range(len(TEXT))), reply(request)]
+
+    async def run() -> tuple[list[str], str]:
+        async with AsyncClient(endpoint) as client:
+            stream = client.stream("x")
+            texts = [one.text async for one in stream]
+            return texts, (await stream.result()).text
+
+    with gateway(endpoint, pieces):
+        assert asyncio.run(run()) == (list(TEXT), TEXT)
+
+
+def test_an_answer_that_came_while_sending_is_heard(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ's file descriptor is quiet about it then."""
+    send = Connection._send
+
+    def send_and_wait(self: Connection, answer: Answer) -> None:
+        send(self, answer)
+        self.socket.poll(5000)
+
+    async def run() -> str:
+        async with AsyncClient(endpoint) as client:
+            await client.status()
+            monkeypatch.setattr(Connection, "_send", send_and_wait)
+            return (await asyncio.wait_for(client.generate("x"), 5)).text
+
+    with gateway(endpoint):
+        assert asyncio.run(run()) == "x"
+
+
+def test_a_cancelled_task_aborts_its_request(endpoint: str) -> None:
+    async def run() -> str:
+        async with AsyncClient(endpoint) as client:
+            stream = client.stream("x")
+            await anext(aiter(stream))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(stream.result(), 0.05)
+            return stream.request_id
+
+    def begin(request: Request) -> list[Reply]:
+        return [delta(request, 0, 1)] if isinstance(request, GenerateRequest) else []
+
+    with gateway(endpoint, begin) as one:
+        request_id = asyncio.run(run())
+        one.wait_for(2)
+    assert one.heard[1:] == [AbortRequest(request_id=request_id)]

@@ -1,0 +1,280 @@
+"""Clients with several addresses: the next one is tried where one is lost, dead or refuses them."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from penstock.launch.commands.keys import make_keys
+from penstock.launch.offline.ephemeral_pipeline import free_port
+from penstock.protocol.client import connection
+from penstock.protocol.client.client import AsyncClient, Client
+from penstock.protocol.client.errors import ClientError, RequestError
+from penstock.protocol.client.failover import Addresses
+from penstock.protocol.messages.client import GenerateRequest, Reply, Request, TextDelta
+from penstock.protocol.transport.channel import Network
+from penstock.protocol.transport.curve import secure_server
+from tests.launch.fake_gateway import TEXT, Gateway, delta, gateway, reply
+from tests.launch.link import HOST, Link
+
+TIMEOUT = 5
+
+
+@pytest.fixture
+def addresses(tmp_path: Path) -> list[str]:
+    return [f"ipc://{tmp_path}/{name}" for name in "abc"]
+
+
+def half(request: Request) -> list[Reply]:
+    assert isinstance(request, GenerateRequest)
+    return [delta(request, 0, 3)]
+
+
+def whole(request: Request) -> list[Reply]:
+    assert isinstance(request, GenerateRequest)
+    return [delta(request, 0, 5), delta(request, 5, 7), reply(request)]
+
+
+@contextlib.contextmanager
+def closed() -> Iterator[str]:
+    """An address at which connections are refused."""
+    with socket.create_server((HOST, 0)) as server:
+        port = server.getsockname()[1]
+    yield f"tcp://localhost:{port}"
+
+
+@contextlib.contextmanager
+def black_hole() -> Iterator[str]:
+    """An address that does not answer, as of a machine that is off: a queue that is full."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server((HOST, 0), backlog=0))
+        for _ in range(2):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        yield f"tcp://{HOST}:{server.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def mute() -> Iterator[str]:
+    """An address that accepts and says nothing, as of a process that hangs."""
+    with socket.create_server((HOST, 0)) as server:
+        yield f"tcp://{HOST}:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("dead", [closed, black_hole, mute])
+def test_a_dead_address_is_left_for_the_next(
+    dead: Callable[[], contextlib.AbstractContextManager[str]],
+    addresses: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "CONNECT_TIMEOUT", 200)
+    with (
+        dead() as first,
+        gateway(addresses[1]) as second,
+        Client(f"{first},{addresses[0]},{addresses[1]}", timeout=TIMEOUT) as client,
+    ):
+        assert client.generate("x").text == "x"
+        assert client.generate("y").text == "y"
+    assert len(second.heard) == 2
+
+
+def wait_for_failures(client: Client, number: int) -> None:
+    """Returns when so many attempts to connect have failed."""
+    while client._connection._addresses._num_failures < number:
+        assert client._poller.poll(1000 * TIMEOUT)
+        client._connection.take()
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_addresses_are_tried_round_and_round(addresses: list[str], which: int) -> None:
+    with Client(",".join(addresses), timeout=TIMEOUT) as client:
+        stream = client.submit("x")
+        wait_for_failures(client, 10)
+        with gateway(addresses[which]) as one:
+            assert stream.result().text == "x"
+            client.status()
+        assert len(one.heard) == 2
+
+
+def test_a_round_has_a_pause(addresses: list[str]) -> None:
+    one = Addresses(",".join(addresses))
+    assert [one.turn() for _ in range(8)] == 2 * [True, True, True, False]
+    assert one.current == addresses[0]
+    one.turn()
+    one.on_connected()
+    assert [one.turn() for _ in range(4)] == [True, True, True, False]
+
+
+def test_addresses_that_refuse_are_left_out_until_the_next_round(addresses: list[str]) -> None:
+    one = Addresses(",".join(addresses))
+    tried = []
+    for _ in range(6):
+        tried.append(addresses.index(one.current))
+        if one.current == addresses[0]:
+            one.on_refused()
+        one.turn()
+    assert tried == [0, 1, 2, 1, 2, 2]
+    assert not one.is_refused
+    assert one.current == addresses[0]
+    for _ in addresses:
+        one.on_refused()
+        one.turn()
+    assert one.is_refused
+    one.on_connected()
+    assert not one.is_refused
+
+
+def go_on(deltas: Iterator[TextDelta], first: Gateway, second: Gateway) -> None:
+    """The second gateway is asked for what the first one has not said."""
+    assert [one.text for one in deltas] == [" t", "wo"]
+    [asked], [again] = first.heard, second.heard
+    assert isinstance(asked, GenerateRequest)
+    assert isinstance(again, GenerateRequest)
+    assert again.output_token_ids == [0, 1, 2]
+    assert again.request_id == asked.request_id
+
+
+def test_a_stream_goes_on_at_the_next_address(addresses: list[str]) -> None:
+    with contextlib.ExitStack() as stack:
+        second = stack.enter_context(gateway(addresses[1], whole))
+        with gateway(addresses[0], half) as first:
+            client = stack.enter_context(Client(",".join(addresses), timeout=TIMEOUT))
+            stream = client.stream("x")
+            deltas = iter(stream)
+            assert next(deltas).text == "one"
+        go_on(deltas, first, second)
+        assert stream.result().text == TEXT
+
+
+def test_a_stream_goes_on_with_asyncio(addresses: list[str]) -> None:
+    async def run(first: Gateway) -> list[str]:
+        async with AsyncClient(",".join(addresses)) as client:
+            deltas = aiter(client.stream("x"))
+            pieces = [(await anext(deltas)).text]
+            first.close()
+            return pieces + [one.text async for one in deltas]
+
+    for _ in range(20):  # not every connection is so quick that a send may overlook it
+        with gateway(addresses[1], whole):
+            said = asyncio.run(asyncio.wait_for(run(Gateway(addresses[0], half)), TIMEOUT))
+        assert said == ["one", " t", "wo"]
+
+
+def test_a_gateway_that_falls_silent_is_left(
+    addresses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEARTBEAT_INTERVAL", 50)
+    monkeypatch.setattr(connection, "HEARTBEAT_TIMEOUT", 300)
+    port = free_port()
+    with (
+        Link(port) as link,
+        gateway(f"tcp://{HOST}:{port}", half) as first,
+        gateway(addresses[1], whole) as second,
+        Client(f"{link.endpoint},{addresses[1]}", timeout=TIMEOUT) as client,
+    ):
+        deltas = iter(client.stream("x"))
+        assert next(deltas).text == "one"
+        link.cut()
+        go_on(deltas, first, second)
+
+
+@contextlib.contextmanager
+def refusing(endpoint: str, keys: Path) -> Iterator[None]:
+    """A gateway that refuses who has no keys."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        secure_server(server, keys)
+        server.bind(endpoint)
+        yield
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys", None)
+    return tmp_path / "keys"
+
+
+def test_where_one_refuses_the_others_are_asked(addresses: list[str], keys: Path) -> None:
+    first, second, _ = addresses
+    with (
+        refusing(first, keys),
+        gateway(second) as one,
+        Client(f"{first},{second}", timeout=TIMEOUT) as client,
+    ):
+        assert client.generate("x").text == "x"
+    assert len(one.heard) == 1
+
+
+def test_a_question_fails_where_all_refuse(addresses: list[str], keys: Path) -> None:
+    first, second, _ = addresses
+    with (
+        refusing(first, keys),
+        refusing(second, keys),
+        Client(f"{first},{second}", timeout=TIMEOUT) as client,
+    ):
+        with pytest.raises(RequestError, match="refuses this client"):
+            client.generate("x")
+        with pytest.raises(RequestError, match="refuses this client"):
+            client.status()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_where_one_refuses_and_one_is_dead_a_question_waits(
+    addresses: list[str], keys: Path, which: int
+) -> None:
+    """For the dead one, or for the other one to let us in."""
+    first, second, _ = addresses
+    with contextlib.ExitStack() as stack:
+        with refusing(first, keys):
+            client = stack.enter_context(Client(f"{first},{second}", timeout=TIMEOUT))
+            stream = client.submit("x")
+            wait_for_failures(client, 4)
+        with gateway(addresses[which]):
+            assert stream.result().text == "x"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "wrong"),
+    [
+        ("tcp://a:1,", "''"),
+        ("tcp://a:1,,tcp://b:1", "''"),
+        ("tcp://a:1,b:1", "'b:1'"),
+        ("tcp://a:1, tcp://b:1", "' tcp://b:1'"),
+        ("tcp://a", "'tcp://a'"),
+        ("inproc://a", "'inproc://a'"),
+        ("cluster://a", "'cluster://a'"),
+    ],
+)
+def test_what_is_no_address_is_named(endpoint: str, wrong: str) -> None:
+    with pytest.raises(ClientError) as caught:
+        Client(endpoint)
+    message = f"--endpoint {endpoint}: {wrong} is neither tcp://HOST:PORT nor ipc://PATH"
+    meant = "; did you mean tcp://b:1?" if wrong == "'b:1'" else ""
+    assert str(caught.value) == message + meant
+
+
+class Names(Network):
+    """A network that knows one name."""
+
+    address: str
+    waited: list[bool]
+
+    def connect(self, socket: "zmq.Socket[bytes]", endpoint: str, wait: bool = True) -> None:
+        assert endpoint == "cluster://clients"
+        self.waited.append(wait)
+        socket.connect(self.address)
+
+
+def test_a_network_connects_to_a_name(addresses: list[str], keys: Path) -> None:
+    async def run(context: Names) -> str:
+        async with AsyncClient("cluster://clients", keys=keys, context=context) as client:
+            return (await asyncio.wait_for(client.generate("x"), TIMEOUT)).text
+
+    with Names() as context, gateway(addresses[0]):
+        context.address, context.waited = addresses[0], []
+        assert asyncio.run(run(context)) == "x"
+        assert (context.waited, context.closed) == ([False], False)

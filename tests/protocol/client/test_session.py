@@ -1,0 +1,160 @@
+"""What a client makes of what the gateway says."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.protocol.client.errors import RequestError
+from penstock.protocol.client.session import Answer, Session
+from penstock.protocol.messages.client import (
+    MSGPACK,
+    ErrorReply,
+    GenerateReply,
+    GenerateRequest,
+    Reply,
+    StatusRequest,
+    TextDelta,
+    Usage,
+)
+from penstock.protocol.messages.logprobs import TokenLogprobs
+
+TEXT = "abcdef"
+TOKEN_IDS = [1, 2, 3]
+
+
+def ask(stream: bool = True) -> tuple[Session, Answer]:
+    session = Session()
+    return session, session.ask(GenerateRequest(prompt="x", stream=stream))
+
+
+def say(session: Session, answer: Answer, reply: Reply) -> None:
+    session.receive([answer.frames[0], msgspec.msgpack.encode(reply)])
+
+
+def delta(first: int, last: int, **fields: Any) -> TextDelta:
+    """Tokens `first` to `last` of TOKEN_IDS, of two characters each."""
+    return TextDelta(
+        request_id="",
+        token_offset=first,
+        char_offset=2 * first,
+        token_ids=TOKEN_IDS[first:last],
+        text=TEXT[2 * first : 2 * last],
+        **fields,
+    )
+
+
+def reply(**fields: Any) -> GenerateReply:
+    usage = Usage(prompt_tokens=1, cached_tokens=0, output_tokens=3)
+    return GenerateReply(
+        request_id="", text=TEXT, token_ids=TOKEN_IDS, finish_reason="stop", usage=usage, **fields
+    )
+
+
+def logprobs(*token_ids: int) -> list[TokenLogprobs | None]:
+    return [
+        TokenLogprobs(token_id=token_id, logprob=-1.0, token="", bytes=[], top=[])
+        for token_id in token_ids
+    ]
+
+
+def taken(answer: Answer) -> list[tuple[list[int], str]]:
+    deltas = iter(answer.take_delta, None)
+    return [(one.token_ids, one.text) for one in deltas if one is not None]
+
+
+@pytest.mark.parametrize(
+    ("said", "heard"),
+    [
+        pytest.param([(0, 1), (1, 3)], [([1], "ab"), ([2, 3], "cdef")], id="in order"),
+        pytest.param([(0, 2), (0, 2), (2, 3)], [([1, 2], "abcd"), ([3], "ef")], id="twice"),
+        pytest.param([(0, 2), (1, 3)], [([1, 2], "abcd"), ([3], "ef")], id="overlapping"),
+        pytest.param([(0, 2), (0, 1)], [([1, 2], "abcd"), ([3], "ef")], id="end missing"),
+        pytest.param([(0, 1), (2, 3)], [([1], "ab"), ([2, 3], "cdef")], id="gap"),
+        pytest.param([], [([1, 2, 3], "abcdef")], id="nothing"),
+    ],
+)
+def test_each_token_is_heard_once(
+    said: list[tuple[int, int]], heard: list[tuple[list[int], str]]
+) -> None:
+    session, answer = ask()
+    for first, last in said:
+        say(session, answer, delta(first, last))
+    say(session, answer, reply())
+    assert taken(answer) == heard
+    assert answer.result() == reply()
+
+
+@pytest.mark.parametrize("said", [[(0, 1), (1, 3)], [(0, 2), (1, 3)], [(0, 1)], [(0, 2), (0, 1)]])
+def test_logprobs_are_heard_with_their_tokens(said: list[tuple[int, int]]) -> None:
+    """A gateway that came after the first token does not know its logprobs; the client does."""
+    session, answer = ask()
+    for first, last in said:
+        say(session, answer, delta(first, last, logprobs=logprobs(*TOKEN_IDS[first:last])))
+    say(session, answer, reply(logprobs=[None, *logprobs(2, 3)]))
+    heard: list[TokenLogprobs | None] = []
+    for one in iter(answer.take_delta, None):
+        assert one
+        assert one.logprobs is not None
+        assert len(one.logprobs) == len(one.token_ids)
+        heard += one.logprobs
+    assert heard == logprobs(1, 2, 3)
+    assert answer.result() == reply(logprobs=logprobs(1, 2, 3))
+
+
+def test_a_question_that_can_not_be_encoded_is_not_asked() -> None:
+    session = Session()
+    with pytest.raises(OverflowError):
+        session.ask(GenerateRequest(prompt="a", seed=2**70))
+    assert session.unanswered() == []
+
+
+def test_a_token_without_text_and_text_without_a_token_are_heard() -> None:
+    session, answer = ask()
+    half = TextDelta(request_id="", token_offset=0, char_offset=0, token_ids=[1], text="")
+    rest = TextDelta(request_id="", token_offset=1, char_offset=0, token_ids=[], text="é")
+    for one in (half, rest, half, rest):
+        say(session, answer, one)
+    assert taken(answer) == [([1], ""), ([], "é")]
+
+
+def test_a_reply_without_stream_makes_no_deltas() -> None:
+    session, answer = ask(stream=False)
+    say(session, answer, reply())
+    assert taken(answer) == []
+
+
+def test_an_error_is_raised_with_its_field() -> None:
+    session, answer = ask()
+    say(session, answer, ErrorReply(code="invalid", message="no", field="top_p"))
+    with pytest.raises(RequestError, match="no") as raised:
+        answer.result()
+    assert (raised.value.code, raised.value.field) == ("invalid", "top_p")
+
+
+def test_what_is_unanswered_is_known_by_name() -> None:
+    session = Session()
+    answers = [session.ask(GenerateRequest(prompt="x")) for _ in range(3)]
+    status = session.ask(StatusRequest(wait=True))
+    say(session, answers[1], reply())
+    assert session.unanswered() == [answers[0], answers[2], status]
+    assert len({answer.request_id for answer in answers}) == 3
+    named = session.ask(GenerateRequest(prompt="x", request_id="mine"))
+    assert named.request_id == "mine"
+
+
+def test_nonsense_and_answers_to_nothing_are_dropped() -> None:
+    session, answer = ask()
+    session.receive([answer.frames[0], b"\xc1"])
+    session.receive([b"77", msgspec.msgpack.encode(reply())])
+    session.receive([b""])
+    assert session.unanswered() == [answer]
+
+
+def test_a_stream_that_is_asked_for_again_brings_what_it_has() -> None:
+    session, answer = ask()
+    assert MSGPACK.decode_request(answer.frames[1]) == answer.question
+    say(session, answer, delta(0, 2))
+    again = MSGPACK.decode_request(answer.frames[1])
+    assert isinstance(again, GenerateRequest)
+    assert again.output_token_ids == TOKEN_IDS[:2]

@@ -1,0 +1,74 @@
+"""What a text must match: exactly one thing, not too large, in llguidance's format."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.protocol.messages.structured import JSON_STYLE, MAX_GRAMMAR_BYTES, StructuredOutputs
+
+
+def decode(**fields: Any) -> StructuredOutputs:
+    return msgspec.convert(fields, StructuredOutputs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({}, "give one of json, json_object, regex, choice, grammar; none is given"),
+        ({"json_object": False}, "none is given"),
+        ({"regex": "a", "json": {}}, "json and regex is given"),
+        ({"regex": ""}, "length >= 1"),
+        ({"choice": []}, "length >= 1"),
+        ({"choice": [""]}, "length >= 1"),
+        ({"json": "{"}, "json is a text that is no JSON"),
+        ({"json": "3"}, "json is '3'; a JSON schema is a map"),
+        ({"json": [1]}, "a JSON schema is a map"),
+        ({"json": True}, "json is 'True'; a JSON schema is a map"),
+        ({"lark": "a"}, "unknown field `lark`"),
+    ],
+)
+def test_refuses(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=sentence):
+        decode(**fields)
+
+
+def test_the_size_limit_and_one_more() -> None:
+    longest = "a" * (MAX_GRAMMAR_BYTES - 2)  # and two quotes
+    assert decode(regex=longest).regex == longest
+    with pytest.raises(msgspec.ValidationError, match="regex has 65537 bytes; the limit is 65536"):
+        decode(regex=longest + "a")
+    with pytest.raises(msgspec.ValidationError, match=r"choice has .* bytes; the limit is 65536"):
+        decode(choice=["a" * 64] * 1024)
+    with pytest.raises(msgspec.ValidationError, match=r"json has .* bytes; the limit is 65536"):
+        decode(json={"enum": list(range(20_000))})
+
+
+def grammar(**fields: Any) -> dict[str, Any]:
+    (parts,) = json.loads(decode(**fields).to_llguidance())["grammars"]
+    return dict(parts)
+
+
+def test_a_schema_keeps_its_order_and_gets_the_style() -> None:
+    schema = {"properties": {"b": {}, "a": {}}, "x-guidance": {"lenient": True}}
+    for given in (schema, json.dumps(schema)):
+        made = grammar(json=given)["json_schema"]
+        assert list(made["properties"]) == ["b", "a"]
+        assert made["x-guidance"] == JSON_STYLE
+    assert grammar(json_object=True)["json_schema"]["type"] == "object"
+
+
+@pytest.mark.parametrize(
+    ("regex", "lark"),
+    [
+        ("a/b", r"a\/b"),
+        (r"a\/b", r"a\/b"),
+        (r"a\\/b", r"a\\\/b"),
+        ("a\nb", r"a\nb"),
+        ("a\\\nb", r"a\nb"),
+        ("a\\\\\nb", r"a\\\nb"),
+    ],
+)
+def test_a_regex_in_lark(regex: str, lark: str) -> None:
+    assert grammar(regex=regex)["lark_grammar"] == f"start: /{lark}/"
