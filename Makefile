@@ -1,6 +1,6 @@
 # make serve   a demo model on tcp://127.0.0.1:5555, in two tensor-parallel workers
 # make test    the tests that need neither GPU nor network
-# make check   lint, types, import rules, size budget
+# make check   lint, types, import rules, size budget, English
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -22,6 +22,7 @@ check: $(VENV)/.dev typing
 	$(BIN)/mypy $(PACKAGES:%=build/typing/penstock/%)
 	PYTHONPATH=build/typing $(BIN)/lint-imports
 	$(BIN)/python -P .ci/size_budget.py
+	$(BIN)/python -P .ci/english.py
 
 $(VENV)/.serve: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

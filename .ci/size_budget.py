@@ -24,7 +24,7 @@ def functions_over_budget(path: Path) -> list[str]:
 
 
 def main() -> int:
-    """Prints what is over budget; returns the exit code."""
+    """Print what is over budget; returns the exit code."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
         check=True,

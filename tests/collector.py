@@ -36,7 +36,7 @@ class Collector:
         self.server.server_close()
 
     def receive(self) -> tuple[dict[str, str], list[Any]]:
-        """The next batch: about the process, and its spans."""
+        """Return the next batch: about the process, and its spans."""
         path, batch = self.batches.get(timeout=30)
         assert path == "/v1/traces"
         (told,) = batch.resource_spans

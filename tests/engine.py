@@ -32,14 +32,14 @@ class Engine:
         self.eos_token_ids = frozenset(read_eos_token_ids(config.model_folder))
 
     def add(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Sequence:
-        """Puts a request into the queue."""
+        """Put a request into the queue."""
         request = TokenizedRequest(request_id, 0, sampling, pack(prompt))
         sequence = Sequence(request, self.eos_token_ids)
         self.scheduler.add(sequence)
         return sequence
 
     def run(self, between_steps: Callable[[], None] = lambda: None) -> None:
-        """Steps until every request has ended. `between_steps` may disturb."""
+        """Step until every request has ended. `between_steps` may disturb."""
         results: list[tuple[list[int], Told]] = []
         while True:
             between_steps()

@@ -63,7 +63,7 @@ def prompts() -> list[list[int]]:
 
 
 def outputs_of(prompts: list[list[int]], preempt: bool = False, **options: object) -> list[Output]:
-    """Runs all prompts at once; with `preempt`, each is preempted behind two of its tokens."""
+    """Run all prompts at once; with `preempt`, each is preempted behind two of its tokens."""
     engine = Engine(Config(device="cpu", num_threads=1, **options))  # type: ignore[arg-type]
     greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     sampled = SamplingParams(temperature=2, top_p=0.999, max_tokens=MAX_TOKENS, ignore_eos=True)

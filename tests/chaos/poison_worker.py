@@ -18,7 +18,7 @@ POISON = "☠".encode()[0]
 def load(
     config: Config, assignment: WorkerAssignment, on_progress: Callable[[], None]
 ) -> ModelRunner:
-    """A runner that can be poisoned."""
+    """Return a runner that can be poisoned."""
     runner = loading.load(config, assignment, on_progress)
     launch = runner.launch
 

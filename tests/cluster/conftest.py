@@ -25,7 +25,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def ray_cluster(cluster: Cluster) -> Cluster:
-    """The same machines, each a node of a Ray cluster; the first is the head."""
+    """Return the same machines, each a node of a Ray cluster; the first is the head."""
     pytest.importorskip("ray", reason="the extra `ray` is not installed")
     cluster.start_ray(num_cpus=4)
     return cluster

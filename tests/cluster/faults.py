@@ -200,7 +200,7 @@ class Faults:
         self._tell(" | ".join(hit.row([], self._expected)))
 
     async def _hit(self, machine: Machine, event: str) -> None:
-        """Returns when the event is over."""
+        """Return when the event is over."""
         seconds, values = EVENTS[event]
         if not seconds:
             await asyncio.to_thread(machine.kill)
@@ -281,7 +281,7 @@ class Faults:
 
 
 def main() -> int:
-    """The exit code: 1 if anything was lost, doubled or different."""
+    """Return the exit code: 1 if anything was lost, doubled or different."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", nargs="+", choices=EVENTS, default=list(EVENTS))
     parser.add_argument("--nodes", nargs="+", choices=PARTS, default=list(PARTS))

@@ -56,7 +56,7 @@ class Machine:
         ip("-n", name, "link", "set", "lo", "up")
 
     def run(self, *command: str, **options: Any) -> subprocess.Popen[str]:
-        """Starts a command here, in a session of its own; `options` are Popen's."""
+        """Start a command here, in a session of its own; `options` are Popen's."""
         in_namespace = ["ip", "netns", "exec", self.name, *command]
         process = subprocess.Popen(in_namespace, start_new_session=True, text=True, **options)
         self._started.append(process)
@@ -77,7 +77,7 @@ class Machine:
     def start_ray(
         self, head: "Machine | None", num_cpus: int, resources: dict[str, float] | None = None
     ) -> subprocess.Popen[str]:
-        """Starts a Ray node, of the cluster of `head`, or as head itself; see `wait_for_ray`."""
+        """Start a Ray node, of the cluster of `head`, or as head itself; see `wait_for_ray`."""
         if head:
             where = ["--address", f"{head.address}:{RAY_PORT}"]
         else:
@@ -133,7 +133,7 @@ class Machine:
 
 
 def wait_for_ray(node: subprocess.Popen[str]) -> None:
-    """Waits until the node that `start_ray` has started is up."""
+    """Wait until the node that `start_ray` has started is up."""
     said = []
     for line in node.stdout or ():
         said.append(line)
@@ -163,7 +163,7 @@ class Wire:
         self._ask(link=index, **values)
 
     def capture(self, path: Path | None) -> None:
-        """Writes every frame that arrives somewhere to a pcap file; None ends and closes it."""
+        """Write every frame that arrives somewhere to a pcap file; None ends and closes it."""
         self._ask(capture=None if path is None else str(path))
 
     def counts(self) -> list[dict[str, int]]:
@@ -172,7 +172,7 @@ class Wire:
         return counts
 
     def close(self) -> None:
-        """Ends the process; its devices vanish with it."""
+        """End the process; its devices vanish with it."""
         self._process.communicate()
 
     def _ask(self, **command: Any) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class Cluster:
         self._undo.close()
 
     def start_ray(self, num_cpus: int, resources: dict[str, float] | None = None) -> str:
-        """A Ray node on each machine, the head on the first: its `--address`."""
+        """Return a Ray node on each machine, the head on the first: its `--address`."""
         head, *others = self.machines
         nodes = [head.start_ray(None, num_cpus, resources)]
         nodes += [machine.start_ray(head, num_cpus, resources) for machine in others]

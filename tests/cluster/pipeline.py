@@ -48,7 +48,7 @@ class Pipeline:
         self._reader.start()
 
     def __enter__(self) -> Self:
-        """Returns when it is ready."""
+        """Return when it is ready."""
         try:
             self.wait_for("ready: ", START_TIMEOUT)
         except AssertionError:
@@ -73,7 +73,7 @@ class Pipeline:
         return "".join(line for _, line in self.output)
 
     def wait_for(self, pattern: str, timeout: float, start: int = 0) -> float:
-        """Waits for a line that begins like `pattern`, at `start` or later in `output`: when it
+        """Wait for a line that begins like `pattern`, at `start` or later in `output`: when it
         came."""
 
         def found() -> list[float]:

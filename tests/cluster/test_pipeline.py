@@ -225,7 +225,7 @@ async def client(pipeline: Pipeline, keys: Path) -> AsyncIterator[AsyncClient]:
 
 
 async def generate(one: AsyncClient, number: int) -> Received:
-    """The answer to a task."""
+    """Return the answer to a task."""
     params = sampling(number)
     prompt = TASKS[number % len(TASKS)]
     fields = {"max_tokens": params.max_tokens, "temperature": params.temperature}
@@ -234,7 +234,7 @@ async def generate(one: AsyncClient, number: int) -> Received:
 
 
 async def count(one: AsyncClient, begun: asyncio.Barrier) -> Received:
-    """A stream; waits once, when it has begun."""
+    """Return a stream; waits once, when it has begun."""
     received = Received(is_stream=True)
     stream = one.stream(COUNT, max_tokens=1000, temperature=0.0)
     async for delta in stream:

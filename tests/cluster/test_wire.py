@@ -48,13 +48,13 @@ class Asker:
         self._input, self._output = process.stdin, process.stdout
 
     def send(self, line: str) -> None:
-        """Sends a line: returns when it is in the network."""
+        """Send a line: returns when it is in the network."""
         self._input.write(line + "\n")
         self._input.flush()
         assert self._output.readline() == "sent\n"
 
     def answer(self) -> str:
-        """Waits for the line to come back."""
+        """Wait for the line to come back."""
         return self._output.readline().strip()
 
     def ask(self, line: str) -> str:

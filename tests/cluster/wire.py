@@ -82,7 +82,7 @@ class Switch:
             self._epoll.register(fd, select.EPOLLIN)
 
     def run(self) -> None:
-        """Forwards until standard input ends; what was sent before a command passes first."""
+        """Forward until standard input ends; what was sent before a command passes first."""
         commands = b""
         while True:
             ready = [fd for fd, _ in self._epoll.poll(self._until_due())]
@@ -178,7 +178,7 @@ def mac_address(index: int) -> bytes:
 
 
 def attach(index: int, namespace: str) -> int:
-    """Makes the TAP device of a namespace, its `eth0`, up: the descriptor, non-blocking."""
+    """Make the TAP device of a namespace, its `eth0`, up: the descriptor, non-blocking."""
     tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     # the kernel puts a number for %d, and the name into the structure
     request = struct.pack("16sH14x", b"wire%d", IFF_TAP | IFF_NO_PI)
@@ -191,7 +191,7 @@ def attach(index: int, namespace: str) -> int:
 
 
 def ip(*arguments: str) -> None:
-    """Runs `ip` of iproute2."""
+    """Run `ip` of iproute2."""
     subprocess.run(["ip", *arguments], check=True)
 
 

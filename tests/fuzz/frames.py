@@ -214,7 +214,7 @@ UNIONS: dict[str, Any] = {"ToSupervisor": ToSupervisor} | {
 
 
 def encoded(union: str) -> list[bytes]:
-    """The examples as frames; what clients say and hear comes in JSON, too."""
+    """Return the examples as frames; what clients say and hear comes in JSON, too."""
     frames = [msgspec.msgpack.encode(message) for message in MESSAGES[union]]
     if union in ("Request", "Reply"):
         frames += [msgspec.json.encode(message) for message in MESSAGES[union]]

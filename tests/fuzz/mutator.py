@@ -131,7 +131,7 @@ class Mutator:
             container[key] = self._value(is_msgpack)
 
     def _with_a_key_twice(self, fields: dict[Any, Any], is_msgpack: bool) -> Raw:
-        """A map in which one key stands for two values."""
+        """Return a map in which one key stands for two values."""
         pairs = [*fields.items(), (self._rng.choice(list(fields)), self._value(is_msgpack))]
         self._rng.shuffle(pairs)
         items = [(_encode(key, is_msgpack), _encode(value, is_msgpack)) for key, value in pairs]

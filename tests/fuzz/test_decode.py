@@ -53,7 +53,7 @@ INNER_UNIONS = sorted(UNIONS.keys() - {"Request", "Reply"})
 
 @pytest.fixture(params=[zmq.PULL, zmq.ROUTER], ids=["PULL", "ROUTER"])
 def channel(request: pytest.FixtureRequest) -> Iterator[Callable[[Any], Channel[Any]]]:
-    """Makes channels of sockets that are not connected."""
+    """Make channels of sockets that are not connected."""
     with zmq.Context() as context, context.socket(request.param) as socket:
         yield lambda receives: Channel(socket, receives)
 

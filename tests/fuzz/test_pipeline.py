@@ -62,7 +62,7 @@ def nothing_is_left(served: Pipeline) -> Iterator[None]:
 
 
 def is_idle(scheduler: SchedulerStatus | None) -> bool:
-    """The scheduler's reports come twice a second, so the last one may be of before."""
+    """Return the scheduler's reports come twice a second, so the last one may be of before."""
     if scheduler is None or scheduler.num_running or scheduler.num_waiting:
         return False
     return scheduler.num_free_blocks == scheduler.num_blocks > 0

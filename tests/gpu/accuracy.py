@@ -58,7 +58,7 @@ class Measured(NamedTuple):
 
 
 def windows(folder: Path) -> list[Item]:
-    """The text in pieces."""
+    """Return the text in pieces."""
     token_ids = AutoTokenizer.from_pretrained(folder).encode(TEXT.read_text())
     pieces = [token_ids[i : i + WINDOW] for i in range(0, len(token_ids) - 1, WINDOW)]
     return [Item(piece, (len(piece) + 1) // 2, 1) for piece in pieces]

@@ -70,7 +70,7 @@ WAYS: dict[str, Way] = {
 
 
 def measure(rows: int, num_columns: int, inner: int) -> None:
-    """Prints a line for each way."""
+    """Print a line for each way."""
     x = torch.randn(rows, inner, dtype=torch.bfloat16, device="cuda")
     copies = 1 + 2 * L2_BYTES // (num_columns * inner)
     originals = [torch.randn(num_columns, inner, device="cuda") for _ in range(copies)]

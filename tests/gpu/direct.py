@@ -28,7 +28,7 @@ Request = tuple[list[int], int]
 
 
 def offline_requests(seed: int = 0) -> list[Request]:
-    """The workload of nano-vllm's bench.py."""
+    """Return the workload of nano-vllm's bench.py."""
     draw = random.Random(seed)
     prompts = [[draw.randint(0, 10000) for _ in range(draw.randint(100, 1024))] for _ in range(256)]
     return [(prompt, draw.randint(100, 1024)) for prompt in prompts]

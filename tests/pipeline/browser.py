@@ -60,14 +60,14 @@ class Pages:
 
 
 def ask(page: Any, question: str) -> Any:
-    """Sends a message by keyboard; the turn that it begins."""
+    """Send a message by keyboard; the turn that it begins."""
     page.locator("#prompt").fill(question)
     page.keyboard.press("Enter")
     return page.locator(".turn").last
 
 
 def wait_for_answer(turn: Any) -> str:
-    """The whole answer."""
+    """Return the whole answer."""
     expect(turn).to_have_attribute("aria-busy", "false")
     text: str = turn.locator(".answer").inner_text()
     return text

@@ -51,7 +51,7 @@ class Pipeline:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stops it, unless that has happened, and checks that nothing is left."""
+        """Stop it, unless that has happened, and check that nothing is left."""
         children = self.children()
         if self.process.poll() is None:
             self.process.terminate()
@@ -67,7 +67,7 @@ class Pipeline:
         return run_folder(self.name)
 
     def wait_for(self, pattern: str, start: int = 0) -> str:
-        """Waits for a line that begins like `pattern`, at `start` or later in `output`."""
+        """Wait for a line that begins like `pattern`, at `start` or later in `output`."""
 
         def found() -> str | None:
             return next((line for line in self.output[start:] if re.match(pattern, line)), None)
@@ -79,17 +79,17 @@ class Pipeline:
         return line
 
     def wait(self) -> int:
-        """Waits until the supervisor has ended: its exit code."""
+        """Wait until the supervisor has ended: its exit code."""
         code = self.process.wait(STOP_TIMEOUT)
         self._reader.join(STOP_TIMEOUT)
         return code
 
     def client(self) -> Client:
-        """A client that gives up rather than wait for ever."""
+        """Return a client that gives up rather than wait for ever."""
         return Client(self.endpoint, timeout=START_TIMEOUT)
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Runs `launch …` for this pipeline."""
+        """Run `launch …` for this pipeline."""
         command, *rest = arguments
         try:
             return subprocess.run(
@@ -110,7 +110,7 @@ class Pipeline:
         return status
 
     def processes(self) -> dict[str, int]:
-        """The pid of each process by its name."""
+        """Return the pid of each process by its name."""
         return {one["name"]: one["pid"] for one in self.status()["processes"]}
 
     def restarts(self) -> dict[str, int]:
@@ -118,13 +118,13 @@ class Pipeline:
         return {one["name"]: one["restarts"] for one in self.status()["processes"]}
 
     def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
-        """Sends a signal that it can't handle to one process; returns when it was restarted."""
+        """Send a signal that can't be handled to one process; return when it was restarted."""
         start = len(self.output)
         psutil.Process(self.processes()[name]).send_signal(how)
         self.wait_for(rf"launch +\| {name} died", start)
 
     def children(self) -> list[psutil.Process]:
-        """The processes below the supervisor."""
+        """Return the processes below the supervisor."""
         try:
             return list(psutil.Process(self.process.pid).children(recursive=True))
         except psutil.NoSuchProcess:
@@ -148,7 +148,7 @@ class Pipeline:
 
 @pytest.fixture(scope="module")
 def pipeline() -> Iterator[Callable[..., Pipeline]]:
-    """Starts pipelines, `pipeline("--tp", "2")`, that are stopped and checked at the end."""
+    """Start pipelines, `pipeline("--tp", "2")`, that are stopped and checked at the end."""
     with contextlib.ExitStack() as stack:
 
         def start(*flags: str, **where: str) -> Pipeline:

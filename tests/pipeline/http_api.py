@@ -49,7 +49,7 @@ class Api:
         }
 
     def chat(self, messages: list[Any] = COUNT_MESSAGES, **fields: Any) -> Any:
-        """The answer; with `stream`, the list of its pieces."""
+        """Return the answer; with `stream`, the list of its pieces."""
         return self._create("chat.completions", messages=messages, **fields)
 
     def complete(self, prompt: Any = COUNT, **fields: Any) -> Any:

@@ -18,7 +18,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 @pytest.fixture(scope="module")
 def main(pipeline: Callable[..., Pipeline]) -> Pipeline:
-    """A pipeline with a key."""
+    """Return a pipeline with a key."""
     return pipeline("--http", "1", "--http-port", str(free_port()), "--api-key", "secret")
 
 

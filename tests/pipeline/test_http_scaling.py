@@ -28,7 +28,7 @@ def metric(url: str, name: str) -> float:
 
 
 async def stream(url: str, started: asyncio.Event) -> str:
-    """The text of a stream, each on a connection of its own. Raises httpx.TransportError."""
+    """Return the text of a stream, each on a connection of its own. Raises httpx.TransportError."""
     text = ""
     async with (
         httpx.AsyncClient(timeout=START_TIMEOUT) as client,

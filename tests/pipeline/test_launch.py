@@ -29,7 +29,7 @@ QUESTION = "What is the sum of 2 and 3?"
 
 @pytest.fixture(scope="module")
 def main(pipeline: Start) -> Pipeline:
-    """The pipeline that most tests share."""
+    """Return the pipeline that most tests share."""
     return pipeline("--max-deaths", "100")
 
 

@@ -22,7 +22,7 @@ def served(pipeline: Callable[..., Pipeline]) -> Pipeline:
 
 @pytest.fixture
 def req(served: Pipeline) -> Iterator["zmq.Socket[bytes]"]:
-    """A REQ socket that may ask again before it has an answer."""
+    """Yield a REQ socket that may ask again before it has an answer."""
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
         for option in (zmq.REQ_RELAXED, zmq.REQ_CORRELATE):
             socket.setsockopt(option, 1)

@@ -56,7 +56,7 @@ async def load(endpoint: str, number: int, draw: Random) -> None:
 
 
 async def idle(endpoint: str) -> None:
-    """Waits until the pipeline has nothing left of any request."""
+    """Wait until the pipeline has nothing left of any request."""
     async with AsyncClient(endpoint) as client:
         while True:
             status = await client.status(fresh=True)

@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def site(pipeline: Callable[..., Any]) -> tuple[Any, str]:
-    """A pipeline and the address of its page."""
+    """Return a pipeline and the address of its page."""
     port = free_port()
     http = ("--http", "1", "--http-port", str(port), "--api-key", API_KEY)
     running = pipeline("--detokenizers", "2", *http)
@@ -52,14 +52,14 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def pages(site: tuple[Any, str], browser: Any) -> Iterator[Pages]:
-    """Opens pages."""
+    """Open pages."""
     with Pages(browser, site[1]) as opened:
         yield opened
 
 
 @pytest.fixture
 def page(pages: Pages) -> Any:
-    """The page, with the key."""
+    """Return the page, with the key."""
     return pages.open()
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.pipeline
 
 @pytest.fixture
 def default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipeline]:
-    """A pipeline of the default name, in a run folder of its own."""
+    """Yield a pipeline of the default name, in a run folder of its own."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with Pipeline(name="default") as pipeline:
         yield pipeline

@@ -24,7 +24,7 @@ PATIENT = ("--hang-timeout", "3600", "--step-timeout", "3600")
 
 @pytest.fixture(scope="module")
 def shared(pipeline: Start) -> Pipeline:
-    """The pipeline of the tests that leave it as it was."""
+    """Return the pipeline of the tests that leave it as it was."""
     return pipeline("--tp", "2", "--tokenizers", "2", "--detokenizers", "2")
 
 

@@ -18,7 +18,7 @@ ANSWER_TIMEOUT_MS = 30_000
 
 
 def answer(socket: "zmq.Socket[bytes]") -> bytes:
-    """The next answer; the first byte of JSON is a brace."""
+    """Return the next answer; the first byte of JSON is a brace."""
     assert socket.poll(ANSWER_TIMEOUT_MS)
     frame: bytes = socket.recv_multipart()[-1]
     return frame

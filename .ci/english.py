@@ -1,0 +1,188 @@
+"""Plain English in docstrings, comments, messages and pages: a count that only falls.
+
+`english.py` compares with `english.json`: the total must not rise, and folders at 0 stay at 0;
+`english.py --lower` writes the counts of today into it;
+`english.py FOLDER …` prints every place in some folders. A comment `english: ok` on the last line
+of a string or comment, or on a line of a page, allows a justified use.
+"""
+
+import ast
+import io
+import json
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+COUNTS = Path(".ci/english.json")
+IGNORED_WORDS = Path(".ci/codespell.txt")
+ALLOWED = "english: ok"
+RULES = {"product": "D100,D101,D103,D104,D205,D400,D401,D404", "tests": "D205,D400,D401,D404"}
+
+START = re.compile(r"\s*(What|How|Which|Whether|Of|It|Those)\b")
+"""of docstrings"""
+IN_FRONT = "proxy|proxies|balancer|firewall|NAT|nginx|Service"
+"""something can stand behind these"""
+BANNED = {
+    r"\b(told|tells|telling)\b": "report, send, return, notify",
+    r"(^|\b(?!there\b)\w+\W*) (is|are) no (?!longer|more)": "is not a …, unknown, invalid",
+    r"\b(go|goes|going|went) on\b(?! to\b)": "continue, resume",
+    r"\bso many\b": "N, up to N",
+    rf"\bbehind\b(?! (an? |the )?(\w+ )?({IN_FRONT})\b)": "after, following, beyond",
+    r"\bbut for\b": "except for, otherwise",
+    r"\b(is|are|was|were|be) gone\b": "exited, disconnected, unreachable",
+    r"\banew\b": "again",
+}
+PATTERNS = [
+    (re.compile(pattern.replace(" ", r"\s+"), re.IGNORECASE), better)
+    for pattern, better in BANNED.items()
+]
+Place = tuple[str, int, str]
+"""path, line, problem"""
+
+
+def listed(*patterns: str) -> list[str]:
+    """Return the repository's files, new ones included."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    return [path for path in found if Path(path).exists()]
+
+
+def folder_of(path: str) -> str:
+    """Return the owner's folder: the first two folders of the path, or `.` at the root."""
+    return "/".join(Path(path).parts[:-1][:2]) or "."
+
+
+def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    """Yield the docstrings of the module, its classes and its functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                yield first.value
+
+
+def texts_of_python(path: str, source: str) -> Iterator[tuple[int, int, str]]:
+    """Yield first line, last line and text of each string and comment."""
+    for node in ast.walk(ast.parse(source, path)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.end_lineno or node.lineno, node.value
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.start[0], token.string
+
+
+def texts_of_page(source: str) -> Iterator[tuple[int, int, str]]:
+    """Yield the lines of a page, code left out."""
+    is_code = False
+    for number, line in enumerate(source.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            is_code = not is_code
+        elif not is_code:
+            yield number, number, re.sub(r"`[^`]*`", "``", line)
+
+
+def banned_words(path: str) -> Iterator[Place]:
+    """Yield the banned words of a file and the docstrings that start with one."""
+    source = Path(path).read_text()
+    lines = source.splitlines()
+    is_python = path.endswith(".py")
+    texts = texts_of_python(path, source) if is_python else texts_of_page(source)
+    for first, last, text in texts:
+        if ALLOWED in lines[last - 1]:
+            continue
+        for pattern, better in PATTERNS:
+            for match in pattern.finditer(text):
+                is_block = "\n" in text and last > first
+                line = first + text.count("\n", 0, match.start()) if is_block else first
+                yield path, line, f'"{" ".join(match[0].split())}": {better}'
+    for node in docstrings(ast.parse(source)) if is_python else ():
+        if match := START.match(str(node.value)):
+            yield path, node.lineno, f'a docstring starts with "{match[1]}"'
+
+
+def program(name: str) -> str:
+    """Return the path of a program of the running environment."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def docstring_rules(paths: list[str]) -> Iterator[Place]:
+    """Yield the docstrings that ruff's rules reject."""
+    tests = [path for path in paths if path.startswith("tests/")]
+    product = [path for path in paths if not path.startswith("tests/")]
+    for rules, some in ((RULES["product"], product), (RULES["tests"], tests)):
+        command = [
+            program("ruff"),
+            "check",
+            "--select",
+            rules,
+            "--output-format",
+            "json",
+            "--",
+            *some,
+        ]
+        if some:
+            found = subprocess.run(command, check=False, capture_output=True, text=True).stdout
+            for one in json.loads(found):
+                path = str(Path(one["filename"]).relative_to(Path.cwd()))
+                yield path, one["location"]["row"], f"{one['code']} {one['message']}"
+
+
+def misspelled(paths: list[str]) -> Iterator[Place]:
+    """Yield the words that codespell doesn't know."""
+    command = [program("codespell"), "--ignore-words", str(IGNORED_WORDS), *paths]
+    found = subprocess.run(command, check=False, capture_output=True, text=True)
+    for one in found.stdout.splitlines():
+        path, line, words = one.split(":", 2)
+        yield path.removeprefix("./"), int(line), f"spelling: {words.strip()}"
+
+
+def problems_by_folder() -> dict[str, list[Place]]:
+    """Return all places by folder; folders without one have an empty list."""
+    python, pages = listed("*.py"), listed("*.md")
+    found: dict[str, list[Place]] = {folder_of(path): [] for path in sorted(python + pages)}
+    places = [place for path in python + pages for place in banned_words(path)]
+    text_files = [
+        *python,
+        *pages,
+        *listed("Makefile", "*.toml", "*.yaml", "*.sh", "*.js", "*.html"),
+    ]
+    for place in [*places, *docstring_rules(python), *misspelled(text_files)]:
+        found.setdefault(folder_of(place[0]), []).append(place)
+    return found
+
+
+def show(places: list[Place]) -> None:
+    """Print places as PATH:LINE: PROBLEM."""
+    print(*(f"{path}:{line}: {problem}" for path, line, problem in sorted(places)), sep="\n")
+
+
+def main(arguments: list[str]) -> int:
+    """Compare, lower or print; return the exit code."""
+    found = problems_by_folder()
+    counts = {folder: len(places) for folder, places in sorted(found.items())}
+    if arguments == ["--lower"]:
+        COUNTS.write_text(json.dumps(counts, indent=2) + "\n")
+        return 0
+    if arguments:
+        for wanted in (argument.rstrip("/") for argument in arguments):
+            inside = "" if wanted == "." else f"{wanted}/"
+            places = [one for places in found.values() for one in places]
+            show([one for one in places if f"{one[0]}/".startswith(inside)])
+        return 0
+    before: dict[str, int] = json.loads(COUNTS.read_text())
+    total, allowed = sum(counts.values()), sum(before.values())
+    unclean = [folder for folder, n in counts.items() if n and before.get(folder) == 0]
+    risen = [folder for folder, n in counts.items() if n > before.get(folder, 0)]
+    for folder in risen if total > allowed else unclean:
+        show(found[folder])
+        print(f"{folder}: got {counts[folder]} places, expected at most {before.get(folder, 0)}")
+    left = ", ".join(f"{folder} {n}" for folder, n in counts.items() if n)
+    print(f"English: {total} places to improve of {allowed} before: {left}")
+    return 1 if unclean or total > allowed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
