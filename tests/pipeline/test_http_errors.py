@@ -1,9 +1,5 @@
 """Over HTTP: what is refused, and how; metrics; LangChain and curl."""
 
-import json
-import subprocess
-from pathlib import Path
-
 import httpx
 import openai
 import psutil
@@ -11,8 +7,6 @@ import pytest
 from langchain_openai import ChatOpenAI
 
 from tests.pipeline.http_api import COUNT, COUNT_MESSAGES, COUNTED, KEY, MODEL, Api, api, http, url
-
-README = Path(__file__).parents[2] / "README.md"
 
 __all__ = ["api", "http", "url"]
 """fixtures"""
@@ -156,25 +150,3 @@ def test_langchain(url: str) -> None:
     )
     assert model.invoke(COUNT).content == COUNTED
     assert "".join(str(chunk.content) for chunk in model.stream(COUNT)) == COUNTED
-
-
-def test_the_curl_lines_of_the_readme(url: str) -> None:
-    block = README.read_text().partition("<!-- curl -->\n```sh\n")[2].partition("```")[0]
-    block = block.replace("http://127.0.0.1:8000", url)
-    key = f"curl -H 'Authorization: Bearer {KEY}' -S --max-time 60 -s"
-    chat, stream, choice, health = (
-        subprocess.run(
-            ["bash", "-c", line.replace("curl -s", key)], capture_output=True, text=True, check=True
-        ).stdout
-        for line in block.strip().split("\n\n")
-    )
-    assert json.loads(chat)["choices"][0]["message"]["content"] == "42"
-    *events, usage, done = stream.strip().split("\n\n")
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == COUNTED
-    assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] > len(COUNTED)
-    assert done == "data: [DONE]"
-    (chosen,) = json.loads(choice)["choices"]
-    assert chosen["text"] in ("red", "blue")
-    assert len(chosen["logprobs"]["tokens"]) >= len(chosen["text"])
-    assert json.loads(health) == {"status": "ok"}

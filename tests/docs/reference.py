@@ -1,0 +1,341 @@
+"""Pages of docs/reference, generated from the code. `make docs` writes them."""
+
+import argparse
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.launch import errors as launch_errors
+from penstock.launch.commands import cli
+from penstock.launch.commands.options import flag, options_table
+from penstock.protocol.client import errors
+from penstock.protocol.config import Config
+from penstock.protocol.messages.client import ErrorReply
+from penstock.protocol.messages.metrics import Histogram, Metrics
+from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
+from penstock.services.http.errors import ApiError, as_api_error
+from penstock.services.http.metrics import render
+
+FOLDER = Path(__file__).parents[2] / "docs" / "reference"
+GENERATED = "<!-- generated from the code by `make docs` -->"
+MANY = 8
+"""options of a pipeline, or sampling parameters, from which on a command links to their page"""
+CODES = {
+    "invalid": "The request breaks a rule. `field` names the field. Correct the request.",
+    "overloaded": "A limit of waiting or open requests is reached, or the pipeline is stopping "
+    "(HTTP status 503). Retry after `retry_after` seconds.",
+    "failed": "The pipeline could not answer, for example because the request killed workers. "
+    "The log names the reason.",
+}
+STATUSES = {
+    400: "invalid request",
+    401: "missing or wrong API key",
+    404: "unknown model or route",
+    405: "wrong method",
+    413: "the body is too large",
+    415: "unknown `Content-Encoding`",
+    429: "`overloaded`, with the header `Retry-After`",
+    500: "`failed`, or a defect; the server's log names the reason",
+    503: "the pipeline is not ready, or is stopping",
+}
+EXIT_CODES = {
+    0: "success",
+    1: "a request, a check or the pipeline failed",
+    2: "the command was refused: unknown option, invalid value, missing file",
+    130: "interrupted by Ctrl-C",
+}
+PROCESS_COUNTERS = {
+    "all": ["messages_sent_total", "messages_received_total", "bad_frames_total"],
+    "gateway": [
+        "connections",
+        "disconnected_clients_total",
+        "open_questions",
+        "open_requests",
+    ],
+    "scheduler": [
+        "accepted_tokens_total",
+        "draft_tokens_total",
+        "plan_bytes_total",
+        "queue_age_seconds",
+    ],
+}
+"""`ProcessStatus.counters`, by kind of process; the test of a running pipeline compares them"""
+
+
+def table(header: str, rows: Iterator[str] | list[str]) -> str:
+    """Markdown; header: the names of the columns, `a | b`."""
+    rule = " | ".join("---" for _ in header.split(" | "))
+    return "\n".join([f"| {header} |", f"| {rule} |", *(f"| {row} |" for row in rows)])
+
+
+def page(title: str, *parts: str) -> str:
+    """A page with its title."""
+    return "\n\n".join([GENERATED, f"# {title}", *parts]) + "\n"
+
+
+def options() -> str:
+    """`launch all`'s options."""
+    return page(
+        "Options",
+        "The options of `launch all`. `LLM` takes them as arguments; `launch bench`, `launch "
+        "batch` and `launch chaos` take them as options. Processes that are started without "
+        "`launch` read them from the environment: `PENSTOCK_MAX_NUM_SEQS` for `--max-num-seqs`. "
+        "`launch options` prints this table.",
+        options_table(),
+    )
+
+
+def sampling_parameters() -> str:
+    """Fields of SamplingParams."""
+    schema = msgspec.json.schema(SamplingParams)["$defs"]["SamplingParams"]["properties"]
+    rows = [
+        f"`{name}` | {one.get('description', '')} | {limits(one)} | {default(one)}"
+        for name, one in schema.items()
+        if name != "n"
+    ]
+    return page(
+        "Sampling parameters",
+        "Fields of requests over ZeroMQ and HTTP, of `SamplingParams` in programs, and, as options "
+        "(`--max-tokens`), of `launch ask` and `launch chat`. `null` in `temperature`, `top_k`, "
+        "`top_p`, `min_p` and `repetition_penalty` means the value of the model's "
+        "`generation_config.json`.",
+        table("field | description | type and limits | default", rows),
+        "`n`, the number of answers to a prompt, is available over HTTP and in `SamplingParams` of "
+        "programs (1 to 128).",
+    )
+
+
+def limits(schema: dict[str, Any]) -> str:
+    """The type of a JSON schema and its limits, in words."""
+    if "anyOf" in schema:
+        kinds = [limits(one) for one in schema["anyOf"] if one.get("type") != "null"]
+        return " or ".join(kinds)
+    if "$ref" in schema:
+        return "map, see [Structured output](../guides/structured-output.md)"
+    kind = schema.get("type", "any")
+    if kind == "array":
+        return f"list of {limits(schema['items'])}{_up_to(schema, 'Items')}"
+    if kind == "object":
+        values = limits(schema.get("additionalProperties", {}))
+        return f"map of token ids to {values}{_up_to(schema, 'Properties')}"
+    return f"{kind}{_up_to(schema, 'Length')}{_range(schema)}"
+
+
+def _up_to(schema: dict[str, Any], what: str) -> str:
+    most = schema.get(f"max{what}")
+    units = {"Items": "entries", "Properties": "entries", "Length": "characters"}
+    return f", up to {most:,} {units[what]}" if most else ""
+
+
+def _range(schema: dict[str, Any]) -> str:
+    low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
+    high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
+    if (high or below or 0) >= 1 << 31:
+        high = below = None
+    if low is not None and low <= -(1 << 31):
+        low = None
+    if (low, above, high, below) == (None,) * 4:
+        return ""
+    if high is None and below is None:
+        return f", ≥ {low}" if low is not None else f", > {above}"
+    left = f"[{low}" if low is not None else f"({above}"
+    return f", {left}, {high}]" if high is not None else f", {left}, {below})"
+
+
+def default(schema: dict[str, Any]) -> str:
+    """The default of a JSON schema, as JSON."""
+    value = schema.get("default")
+    return "" if value is None else f"`{msgspec.json.encode(value).decode()}`"
+
+
+def commands() -> str:
+    """The command line."""
+    parser = cli._parser()
+    rows, sections = [], []
+    for name, command, text in _subcommands(parser):
+        rows.append(f"[`launch {name}`](#launch-{name}) | {_sentence(text)}")
+        sections += _section(f"launch {name}", command, text)
+    return page(
+        "Commands",
+        "`launch COMMAND --help` prints the same with all options of a pipeline.",
+        table("command | description", rows),
+        *sections,
+    )
+
+
+def _subcommands(
+    parser: argparse.ArgumentParser,
+) -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            texts = {one.dest: one.help or "" for one in action._choices_actions}
+            for name, command in action.choices.items():
+                yield name, command, texts.get(name, "")
+
+
+def _section(name: str, command: argparse.ArgumentParser, text: str) -> Iterator[str]:
+    yield f"{'#' * len(name.split())} `{name}`"
+    yield _sentence(text)
+    actions = [one for one in command._actions if one.dest != "help"]
+    subcommands = list(_subcommands(command))
+    if subcommands:
+        for sub, parser, words in subcommands:
+            yield from _section(f"{name} {sub}", parser, words)
+        return
+    places = [one.metavar or one.dest for one in actions if not one.option_strings]
+    more = " [options]" if any(one.option_strings for one in actions) else ""
+    yield f"`{' '.join([name, *map(str, places)])}{more}`"
+    links = {
+        "[options of a pipeline](options.md)": set(Config.__struct_fields__),
+        "[sampling parameters](sampling-parameters.md)": set(SamplingParams.__struct_fields__),
+    }
+    for link, fields in links.items():
+        found = [one for one in actions if _is_of(one, fields)]
+        if len(found) >= MANY:
+            actions = [one for one in actions if one not in found]
+            yield f"Takes {link}, and:" if actions else f"Takes {link}."
+    rows = [f"{_shown(one)} | {_help(command, one)}" for one in actions]
+    if rows:
+        yield table("argument | description", rows)
+
+
+def _is_of(action: argparse.Action, fields: set[str]) -> bool:
+    return action.dest in fields and flag(action.dest) in action.option_strings
+
+
+def _shown(action: argparse.Action) -> str:
+    value = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
+    if not action.option_strings:
+        return f"`{value}`".replace("|", "\\|")
+    takes_value = action.nargs != 0 and not isinstance(action, argparse.BooleanOptionalAction)
+    suffix = f" {value}" if takes_value else ""
+    if takes_value and action.choices and not action.metavar:
+        suffix = f" {{{','.join(map(str, action.choices))}}}"
+    return ", ".join(f"`{one}{suffix}`" for one in action.option_strings)
+
+
+def _help(command: argparse.ArgumentParser, action: argparse.Action) -> str:
+    values = vars(action) | {"prog": command.prog}
+    text = " ".join(((action.help or "") % values).split())
+    return text.replace("|", "\\|")
+
+
+def _sentence(text: str) -> str:
+    text = text.replace("%%", "%")
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
+
+
+def error_page() -> str:
+    """What can go wrong, and how each interface reports it."""
+    codes = get_args(get_type_hints(ErrorReply)["code"])
+    assert set(codes) == set(CODES)
+    replies = {
+        code: as_api_error(errors.RequestError(ErrorReply(code=code, message="", retry_after=1.0)))
+        for code in codes
+    }
+    return page(
+        "Errors",
+        "Messages name the field, its value and the limit. Errors over ZeroMQ are maps with the "
+        "fields of `ErrorReply`: "
+        + ", ".join(f"`{one}`" for one in ErrorReply.__struct_fields__)
+        + ".",
+        "## Codes",
+        table(
+            "code | HTTP status | meaning",
+            [f"`{code}` | {replies[code].status} | {CODES[code]}" for code in codes],
+        ),
+        "## HTTP statuses",
+        'Errors over HTTP have OpenAI\'s shape: `{"error": {"message", "type", "param", "code"}}`.',
+        table(
+            "status | `type` | meaning",
+            [
+                f"{status} | `{ApiError(status, '').body.error.type}` | {text}"
+                for status, text in STATUSES.items()
+            ],
+        ),
+        "## Python exceptions",
+        table(
+            "exception | base | meaning",
+            [
+                f"`{name}` | `{one.__bases__[0].__name__}` | {(one.__doc__ or '').splitlines()[0]}"
+                for module in (launch_errors, errors)
+                for name, one in vars(module).items()
+                if isinstance(one, type) and issubclass(one, Exception)
+            ],
+        ),
+        "## Exit codes of `launch`",
+        table("code | meaning", [f"{code} | {text}" for code, text in EXIT_CODES.items()]),
+    )
+
+
+def metrics() -> str:
+    """`/metrics`."""
+    histogram = Histogram.of([1.0])
+    hints = get_type_hints(Metrics)
+    counted = {name: histogram for name, kind in hints.items() if kind is Histogram}
+    counters = dict.fromkeys(chain.from_iterable(PROCESS_COUNTERS.values()), 0.0)
+    status = StatusReply(
+        ready=True,
+        model="",
+        num_requests=0,
+        tokenizers={},
+        schedulers=[SchedulerStatus(epoch=0, ready=True, step_tokens=histogram)],
+        num_bad_frames=0,
+        processes=[
+            ProcessStatus(
+                name="",
+                pid=0,
+                uptime=0.0,
+                restarts=0,
+                cpu_seconds=0.0,
+                rss_bytes=0,
+                counters=counters,
+            )
+        ],
+        metrics=Metrics(request_success={"stop": 0}, request_failed={"invalid": 0}, **counted),
+    )
+    rows = []
+    for family in text_string_to_metric_families(render(status, "", Config()).decode()):
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        suffix = "_total" if family.type == "counter" else ""
+        labelled = ", ".join(f"`{one}`" for one in sorted(labels))
+        rows.append(
+            f"`{family.name}{suffix}` | {family.type} | {labelled} | {family.documentation}"
+        )
+    return page(
+        "Metrics",
+        "`GET /metrics` in Prometheus's text format. Names are vLLM's, with the prefix "
+        "`penstock:`, where the meaning is the same.",
+        table("name | type | labels | meaning", rows),
+        "`penstock:process_*` are values of each process. Only "
+        + "; only ".join(
+            f"the {kind} has {', '.join(f'`{one}`' for one in names)}"
+            for kind, names in PROCESS_COUNTERS.items()
+            if kind != "all"
+        )
+        + ".",
+    )
+
+
+PAGES = {
+    "options.md": options,
+    "sampling-parameters.md": sampling_parameters,
+    "commands.md": commands,
+    "errors.md": error_page,
+    "metrics.md": metrics,
+}
+
+
+def main() -> None:
+    """Writes the pages."""
+    for name, make in PAGES.items():
+        (FOLDER / name).write_text(make())
+
+
+if __name__ == "__main__":
+    main()
