@@ -7,7 +7,7 @@ set -euo pipefail
 
 # shellcheck source=/dev/null
 source "$HOME/penstock/.venv/bin/activate" # on a file system that every node sees
-model=${1:?usage: sbatch penstock.sh MODEL}
+model=${1:?usage: sbatch slurm.sh MODEL}
 nodes=${SLURM_JOB_NUM_NODES:?}
 host=$(hostname --ip-address | tr ' ' '\n' | grep --max-count=1 --fixed-strings .) # IPv4
 export RAY_TMPDIR=/tmp/ray-${SLURM_JOB_ID:?} # of this job; symmetric-run finds no `--temp-dir`
