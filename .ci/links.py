@@ -8,7 +8,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
 def main() -> int:
-    """Prints each link to a file that does not exist; returns the exit code."""
+    """Print each link to a file that does not exist; return the exit code."""
     problems = [
         f"{page}: {target} does not exist"
         for page in sorted(Path().glob("*.md"))

@@ -6,7 +6,7 @@ from penstock import LLM, SamplingParams
 
 
 def main() -> None:
-    """Prints answers to prompts and to a conversation."""
+    """Print answers to prompts and to a conversation."""
     params = SamplingParams(max_tokens=64, temperature=0)
     with LLM(sys.argv[1] if len(sys.argv) > 1 else "") as llm:
         for output in llm.generate(["17+25=", "count from 3 to 9"], params, use_tqdm=False):

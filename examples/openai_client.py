@@ -10,7 +10,7 @@ from openai import OpenAI
 
 
 def main() -> None:
-    """Prints an answer, and then one that is streamed."""
+    """Print an answer, and then one that is streamed."""
     client = OpenAI(
         base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"),
         api_key=os.environ.get("OPENAI_API_KEY", "none"),

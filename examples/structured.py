@@ -17,7 +17,7 @@ SCHEMA = {
 
 
 def main() -> None:
-    """Prints one answer of each kind."""
+    """Print one answer of each kind."""
     endpoint = sys.argv[1] if len(sys.argv) > 1 else "tcp://127.0.0.1:5555"
     with Client(endpoint) as client:
 

@@ -28,7 +28,7 @@ ADD = {
 
 
 def main() -> None:
-    """Prints the call and the answer that follows its result."""
+    """Print the call and the answer that follows its result."""
     client = OpenAI(
         base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"),
         api_key=os.environ.get("OPENAI_API_KEY", "none"),

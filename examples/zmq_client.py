@@ -10,7 +10,7 @@ import zmq
 
 
 def main() -> None:
-    """Prints the text of an answer while it is generated, and then the token counts."""
+    """Print the text of an answer while it is generated, and then the token counts."""
     endpoint = sys.argv[1] if len(sys.argv) > 1 else "tcp://127.0.0.1:5555"
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(endpoint)

@@ -14,7 +14,7 @@ MANY = 8
 
 
 def commands() -> str:
-    """The command line."""
+    """Return the page of the command line."""
     parser = cli._parser()
     rows, sections = [], []
     for name, command, text in _subcommands(parser):

@@ -6,11 +6,11 @@ GENERATED = "<!-- generated from the code by `make docs` -->"
 
 
 def table(header: str, rows: Iterable[str]) -> str:
-    """Markdown; header: the names of the columns, `a | b`."""
+    """Return a table; header: the names of the columns, `a | b`."""
     rule = " | ".join("---" for _ in header.split(" | "))
     return "\n".join([f"| {header} |", f"| {rule} |", *(f"| {row} |" for row in rows)])
 
 
 def page(title: str, *parts: str) -> str:
-    """A page with its title."""
+    """Return a generated page."""
     return "\n\n".join([GENERATED, f"# {title}", *parts]) + "\n"

@@ -26,7 +26,7 @@ class Block(NamedTuple):
 
 
 def blocks(*languages: str) -> Iterator[Block]:
-    """The blocks of all pages in these languages."""
+    """Yield the blocks of all pages in these languages."""
     for path in PAGES:
         text = path.read_text()
         for match in CODE.finditer(text):
@@ -37,6 +37,6 @@ def blocks(*languages: str) -> Iterator[Block]:
 
 
 def prose() -> Iterator[tuple[str, str]]:
-    """Each page's path and its text without blocks of code."""
+    """Yield each page's path and its text without blocks of code."""
     for path in PAGES:
         yield str(path.relative_to(ROOT)), CODE.sub("", path.read_text())

@@ -64,7 +64,7 @@ PROCESS_COUNTERS = {
 
 
 def options() -> str:
-    """`launch all`'s options."""
+    """Return the page of `launch all`'s options."""
     return page(
         "Options",
         "The options of `launch all`. `LLM` takes them as arguments; `launch bench`, `launch "
@@ -76,7 +76,7 @@ def options() -> str:
 
 
 def sampling_parameters() -> str:
-    """Fields of SamplingParams."""
+    """Return the page of the fields of SamplingParams."""
     schema = msgspec.json.schema(SamplingParams)["$defs"]["SamplingParams"]["properties"]
     rows = [
         f"`{name}` | {one.get('description', '')} | {limits(one)} | {default(one)}"
@@ -96,7 +96,7 @@ def sampling_parameters() -> str:
 
 
 def limits(schema: dict[str, Any]) -> str:
-    """The type of a JSON schema and its limits, in words."""
+    """Return the type of a JSON schema and its limits, in words."""
     if "anyOf" in schema:
         kinds = [limits(one) for one in schema["anyOf"] if one.get("type") != "null"]
         return " or ".join(kinds)
@@ -133,13 +133,13 @@ def _range(schema: dict[str, Any]) -> str:
 
 
 def default(schema: dict[str, Any]) -> str:
-    """The default of a JSON schema, as JSON."""
+    """Return the default of a JSON schema, as JSON."""
     value = schema.get("default")
     return "" if value is None else f"`{msgspec.json.encode(value).decode()}`"
 
 
 def error_page() -> str:
-    """What can go wrong, and how each interface reports it."""
+    """Return the page of error codes, statuses and exceptions."""
     codes = get_args(get_type_hints(ErrorReply)["code"])
     assert set(codes) == set(CODES)
     replies = {
@@ -182,7 +182,7 @@ def error_page() -> str:
 
 
 def metrics() -> str:
-    """`/metrics`."""
+    """Return the page of `/metrics`."""
     histogram = Histogram.of([1.0])
     hints = get_type_hints(Metrics)
     counted = {name: histogram for name, kind in hints.items() if kind is Histogram}
@@ -240,7 +240,7 @@ PAGES = {
 
 
 def main() -> None:
-    """Writes the pages."""
+    """Write the pages."""
     for name, make in PAGES.items():
         (FOLDER / name).write_text(make())
 

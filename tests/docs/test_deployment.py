@@ -1,4 +1,4 @@
-"""The deployment files of examples/: what can be checked without Kubernetes and Slurm."""
+"""Checks of the deployment files of examples/ without Kubernetes and Slurm."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What holds for all pages of the documentation."""
+"""Rules for all pages of the documentation."""
 
 import pytest
 

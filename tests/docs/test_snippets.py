@@ -29,14 +29,14 @@ class Server(NamedTuple):
     url: str
 
     def here(self, text: str) -> str:
-        """`text` with this pipeline's addresses in place of the documented ones."""
+        """Return `text` with this pipeline's addresses in place of the documented ones."""
         text = text.replace("tcp://127.0.0.1:5555", self.pipeline.endpoint)
         return text.replace("http://127.0.0.1:8000", self.url)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A pipeline of the default name, in a run folder of its own."""
+    """Start a pipeline of the default name, in a run folder of its own."""
     port = str(free_port())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """Runs a Python file in this process, in a folder of its own: what it prints."""
+    """Return a function that runs a Python file in this process and returns its output."""
     monkeypatch.chdir(tmp_path)
 
     def run(path: Path, *arguments: str) -> str:
@@ -60,7 +60,7 @@ def run(
 
 
 def shell(code: str, folder: Path) -> str:
-    """What a shell prints that runs `code` with this environment's commands."""
+    """Return the output of a shell that runs `code` with this environment's commands."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-e", "-o", "pipefail", "-c", code.replace(".venv/bin/", "")],
@@ -76,7 +76,7 @@ def shell(code: str, folder: Path) -> str:
 
 
 def kept(promises: list[str], output: str) -> None:
-    """Checks that the output has all promised texts, in their order."""
+    """Check that the output has all promised texts, in their order."""
     place = 0
     for promise in promises:
         place = output.find(promise, place) + len(promise)
