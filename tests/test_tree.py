@@ -22,6 +22,23 @@ def test_pyproject_names_every_folder() -> None:
     assert setuptools["package-dir"] == names
 
 
+def test_data_files_are_in_the_wheel() -> None:
+    """Every file of the packages that is not Python is package data; the same fault otherwise."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packaged = {
+        path
+        for package, patterns in setuptools["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / setuptools["package-dir"][package]).glob(pattern)
+    }
+    listed = subprocess.run(
+        ["git", "ls-files", *PACKAGES], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    data = {ROOT / one for one in listed.stdout.split() if not one.endswith(".py")}
+    assert data
+    assert {one for one in data if one.exists()} == packaged
+
+
 def test_init_files_hold_a_docstring_alone() -> None:
     """Except the one of `penstock` itself."""
     for path in (path for top in PACKAGES for path in (ROOT / top).rglob("__init__.py")):

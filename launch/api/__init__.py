@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from penstock.launch.offline.outputs import CompletionOutput, RequestOutput, SamplingParams
     from penstock.protocol.client.async_client import AsyncClient
     from penstock.protocol.client.client import Client
+    from penstock.protocol.client.errors import ClientError, NoAnswer, RequestError
     from penstock.protocol.messages.structured import StructuredOutputs
 
 _MODULES = {
@@ -20,13 +21,19 @@ _MODULES = {
     "SamplingParams": "penstock.launch.offline.outputs",
     "AsyncClient": "penstock.protocol.client.async_client",
     "Client": "penstock.protocol.client.client",
+    "ClientError": "penstock.protocol.client.errors",
+    "NoAnswer": "penstock.protocol.client.errors",
+    "RequestError": "penstock.protocol.client.errors",
     "StructuredOutputs": "penstock.protocol.messages.structured",
 }
 __all__ = [
     "LLM",
     "AsyncClient",
     "Client",
+    "ClientError",
     "CompletionOutput",
+    "NoAnswer",
+    "RequestError",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",

@@ -167,6 +167,9 @@ def error_page() -> str:
             ],
         ),
         "## Python exceptions",
+        "Clients and `LLM` raise subclasses of `ClientError`: `from penstock import RequestError`. "
+        "`LaunchError` is in `penstock.launch.errors`; `LLM` raises it where its pipeline does not "
+        "start.",
         table(
             "exception | base | meaning",
             [

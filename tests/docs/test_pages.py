@@ -7,6 +7,7 @@ from tests.docs.reference import FOLDER, PAGES
 
 NEEDS = {
     "needs a GPU",
+    "needs Docker",
     "needs Kubernetes",
     "needs Ray on several machines",
     "needs Slurm",
