@@ -7,7 +7,7 @@ from pathlib import Path
 
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 60
-MAX_TOTAL_LINES = 32740
+MAX_TOTAL_LINES = 32564
 """of the product, tests and the demo model's training left out"""
 
 

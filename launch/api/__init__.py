@@ -14,18 +14,15 @@ if TYPE_CHECKING:
     from penstock.protocol.client.errors import ClientError, NoAnswer, RequestError
     from penstock.protocol.messages.structured import StructuredOutputs
 
-_MODULES = {
-    "LLM": "penstock.launch.offline.llm",
-    "CompletionOutput": "penstock.launch.offline.outputs",
-    "RequestOutput": "penstock.launch.offline.outputs",
-    "SamplingParams": "penstock.launch.offline.outputs",
-    "AsyncClient": "penstock.protocol.client.async_client",
-    "Client": "penstock.protocol.client.client",
-    "ClientError": "penstock.protocol.client.errors",
-    "NoAnswer": "penstock.protocol.client.errors",
-    "RequestError": "penstock.protocol.client.errors",
-    "StructuredOutputs": "penstock.protocol.messages.structured",
+_NAMES = {
+    "penstock.launch.offline.llm": ["LLM"],
+    "penstock.launch.offline.outputs": ["CompletionOutput", "RequestOutput", "SamplingParams"],
+    "penstock.protocol.client.async_client": ["AsyncClient"],
+    "penstock.protocol.client.client": ["Client"],
+    "penstock.protocol.client.errors": ["ClientError", "NoAnswer", "RequestError"],
+    "penstock.protocol.messages.structured": ["StructuredOutputs"],
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [
     "LLM",
     "AsyncClient",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.launch.bench.make_model import add_make_model
-from penstock.launch.bench.numbers import below_one, count, limit, positive, share
+from penstock.launch.bench.numbers import count, limit, positive, share
 from penstock.launch.commands.options import add_options, add_pipeline_options
 from penstock.launch.errors import LaunchError
 from penstock.protocol.config import Config
@@ -61,19 +61,9 @@ COUNTS: dict[str, dict[str, tuple[Any, str]]] = {
         "--input-tokens": (128, "tokens that are new in each turn"),
         "--output-tokens": (32, "tokens of each output"),
     },
-    "capacity": {
-        "--gpus": ([8, 64, 256, 1000], "GPUs"),
-        "--tokens-per-gpu": ([28_000, 9_900, 2_566], "tokens/s of a GPU (0.6B, 8B, 32B at TP 2)"),
-        "--tp": ([1, 1, 2], "GPUs of a replica, one for each of these speeds"),
-        "--rows": (256, "requests at once of each replica"),
-        "--input-tokens": (256, "tokens of each prompt"),
-        "--output-tokens": (256, "tokens of each output"),
-        "--stream-share": (1.0, "share of the requests that are streams, from 0 to 1"),
-        "--utilization": (0.7, "share of a core for which a process may be busy, below 1"),
-    },
 }
 NOT_OWN = ("name", "endpoint", "http")
-OWN_MODEL = ("pipeline", "transformers", "capacity")
+OWN_MODEL = ("pipeline", "transformers")
 """what they measure is no pipeline with a model"""
 
 
@@ -92,14 +82,13 @@ def add_bench(command: ArgumentParser) -> None:
         ),
         ("overload", _overload, "what comes of more requests than can be answered"),
         ("prefix", _prefix, "conversations that begin alike: what --routing finds in the caches"),
-        ("capacity", _capacity, "how many GPUs one gateway carries: a calculation"),
     ):
         more = "" if name in (*OWN_MODEL, "prefix") else f". {PREFIX_CACHING}"
         subject = subjects.add_parser(name, help=text, description=text + more, allow_abbrev=False)
         subject.set_defaults(run=run)
         for flag, (default, meaning) in COUNTS[name].items():
             _add_count(subject, flag, default, meaning)
-        if name not in ("overload", "prefix", "capacity"):
+        if name not in ("overload", "prefix"):
             _add_count(
                 subject, "--runs", 1 if name == "serve" else 3, "runs of which the median is shown"
             )
@@ -107,9 +96,6 @@ def add_bench(command: ArgumentParser) -> None:
         subject.add_argument("--json", nargs="?", const="-", metavar="FILE", help=text)
         if name == "serve":
             _add_serve(subject)
-        if name == "capacity":
-            text = "JSON with the CPU time of processes, in place of what was measured"
-            subject.add_argument("--costs", type=Path, metavar="FILE", help=text)
         if name == "transformers":
             add_options(subject, Config, ["model"])
         elif name not in OWN_MODEL:
@@ -164,9 +150,6 @@ CONVERTERS: dict[str, Callable[[str], float]] = {
     "--seconds": positive,
     "--capacity-seconds": positive,
     "--long-share": share,
-    "--stream-share": share,
-    "--tokens-per-gpu": positive,
-    "--utilization": below_one,
 }
 
 
@@ -232,12 +215,6 @@ def _prefix(arguments: Namespace) -> int:
     from penstock.launch.bench.prefix import as_table, bench_prefix
 
     return _show(bench_prefix(arguments), as_table, arguments.json)
-
-
-def _capacity(arguments: Namespace) -> int:
-    from penstock.launch.bench.capacity import as_table, bench_capacity
-
-    return _show(bench_capacity(arguments), as_table, arguments.json)
 
 
 def _plot(arguments: Namespace) -> int:

@@ -35,13 +35,6 @@ def share(text: str) -> float:
     return float(text)
 
 
-def below_one(text: str) -> float:
-    """A number between 0 and 1."""
-    if not 0 < _number(text) < 1:
-        raise ArgumentTypeError(f"got {text!r}, expected a number between 0 and 1")
-    return float(text)
-
-
 def _number(text: str) -> float:
     """NaN for other texts."""
     try:
