@@ -1,6 +1,7 @@
 """Checkpoints with random weights: the published shapes, loaded by transformers and by us."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,7 @@ def test_what_the_command_refuses(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("it was not refused"))
     (tmp_path / "full" / "y").mkdir(parents=True)
     monkeypatch.setattr(sys, "argv", ["launch", "bench", "make-model", *words])
     with pytest.raises(SystemExit) as end:

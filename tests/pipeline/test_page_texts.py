@@ -59,9 +59,11 @@ def test_markdown_is_drawn_as_it_comes(page: Any) -> None:
 
 
 def test_a_long_line_of_stars_does_not_block_the_page(page: Any) -> None:
-    text = "**a `b *c [d](" * 1200
-    answer_with(page, {"choices": [{"index": 0, "delta": {"content": text}}]}, "[DONE]")
-    assert len(wait_for_answer(ask(page, "stars"))) > 10_000
+    for text in ("**a `b *c [d](" * 1200, "**bold** " * 2500):
+        answer_with(page, {"choices": [{"index": 0, "delta": {"content": text}}]}, "[DONE]")
+        turn = ask(page, "stars")
+        assert len(wait_for_answer(turn)) > 10_000
+        expect(turn.locator(".answer strong")).to_have_count(0)  # the second one is too long
 
 
 def test_a_reload_keeps_the_conversation(page: Any) -> None:

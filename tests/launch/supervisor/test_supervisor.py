@@ -241,9 +241,10 @@ def test_files_that_are_removed_from_the_run_folder_are_made_again(
         (child,) = (one for one in children if PROCESS_VARIABLE in one.environ())
         child.kill()
 
-    code = f'cat "$PENSTOCK_CONFIG" && mkdir {tmp_path}/1 && exec sleep 60; kill -TERM $PPID'
+    read = f'cat "$PENSTOCK_CONFIG" > {tmp_path}'
+    code = f"mkdir {tmp_path}/1 && echo up && exec sleep 60; {read}/2; kill -TERM $PPID"
     assert supervise(act, tokenizer=f"sh -c '{code}'") == 0
-    assert (tmp_path / "1").is_dir()
+    assert msgspec.json.decode((tmp_path / "2").read_bytes(), type=Config) == CONFIG
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -95,6 +95,7 @@ def test_who_leaves_too_much_unread_is_cut_off(
     with caplog.at_level(logging.WARNING):
         while entry := one.gateway.ledger.get("a"):
             num_tokens = len(entry.token_ids)
+            assert num_tokens < 10 << 20  # ten times the limit
             one.generate("a", num_tokens, num_tokens + PIECE)
             one.heartbeats(1)
     assert {m.request_id for m in one.told_scheduler()} == {"a", "b"}

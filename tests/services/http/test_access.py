@@ -1,5 +1,6 @@
 """Who may ask: keys, web pages of other origins; and the paths that clients ask."""
 
+import hmac
 from collections.abc import Callable
 
 import httpx
@@ -32,6 +33,25 @@ UTF8, LATIN1 = KEY.encode(), KEY.encode("latin-1")
 def test_the_key(serve: Serve, name: str, value: bytes, status: int) -> None:
     with serve(api_key=KEY).client() as client:
         assert client.get("/v1/models", headers=[(name.encode(), value)]).status_code == status
+
+
+def test_every_key_is_compared_in_the_same_way(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `hmac.compare_digest`, in both forms, whether it is right, almost right, or missing."""
+    compared: list[bytes] = []
+    compare = hmac.compare_digest
+
+    def record(given: bytes, expected: bytes) -> bool:
+        compared.append(expected)
+        return compare(given, expected)
+
+    monkeypatch.setattr(hmac, "compare_digest", record)
+    with serve(api_key=KEY).client() as client:
+        for given in (UTF8, LATIN1, UTF8[:-1], b"x", b""):
+            client.get("/v1/models", headers=[(b"X-API-Key", given)])
+            assert compared == [UTF8, LATIN1]
+            compared.clear()
 
 
 def test_a_key_that_latin_1_does_not_have(serve: Serve) -> None:

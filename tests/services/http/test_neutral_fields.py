@@ -57,6 +57,30 @@ def test_every_field_of_the_three_apis_is_known(kind: type[ApiRequest], names: l
     assert not set(names) - known
 
 
+DEFAULTS = {
+    "best_of": 1,
+    "documents": [],
+    "functions": [],
+    "length_penalty": 1.0,
+    "lora_path": None,
+    "modalities": ["text"],
+    "return_hidden_states": False,
+    "separate_reasoning": True,
+    "spaces_between_special_tokens": True,
+    "suffix": None,
+    "thinking_token_budget": -1,
+    "use_beam_search": False,
+    "verbosity": "medium",
+}
+"""what clients send that write every field of their API"""
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+def test_a_client_may_send_every_default(kind: type[ApiRequest]) -> None:
+    to_fields: Any = chat_fields if kind is ChatRequest else completion_fields
+    assert to_fields(decode(kind, **DEFAULTS)) == to_fields(decode(kind))
+
+
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
 @pytest.mark.parametrize(
     ("name", "value"),

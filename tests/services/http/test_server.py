@@ -21,8 +21,8 @@ PROMPT = {"prompt": "one two"}
 
 
 def silent(request: Request) -> list[Reply]:
-    """Generates nothing: requests stay open."""
-    return [] if isinstance(request, GenerateRequest) else behave(request)
+    """Generates nothing, and decodes nothing: requests stay open."""
+    return [] if isinstance(request, GenerateRequest | DetokenizeRequest) else behave(request)
 
 
 def begun(request: Request) -> list[Reply]:
@@ -44,6 +44,7 @@ def test_what_is_not_finished_when_the_server_stops_is_a_503(serve: Serve) -> No
         {"path": "/v1/completions", **PROMPT},
         {"path": "/v1/completions", "stream": True, **PROMPT},
         {"path": "/v1/chat/completions", **chat},
+        {"path": "/detokenize", "tokens": [1]},
     ]
     threads = [threading.Thread(target=ask, kwargs=one) for one in asked]
     for thread in threads:
@@ -53,7 +54,7 @@ def test_what_is_not_finished_when_the_server_stops_is_a_503(serve: Serve) -> No
     for thread in threads:
         thread.join()
     served.join()
-    assert [one.status_code for one in answers] == [503] * 3
+    assert [one.status_code for one in answers] == [503] * 4
     assert {one.json()["error"]["message"] for one in answers} == {"this server stops"}
 
 

@@ -183,7 +183,12 @@ def test_an_echo_alone_generates_one_token() -> None:
 
 
 def test_fields_of_prompts_are_passed_on() -> None:
-    given = {"add_special_tokens": True, "truncation_side": "right", "cache_salt": "s"}
+    given = {
+        "add_special_tokens": True,
+        "truncation_side": "right",
+        "cache_salt": "s",
+        "priority": 3,
+    }
     for fields in (chat_fields(chat(**given)), completion_fields(completion(**given))):
         assert {name: fields[name] for name in given} == given
     of_chats = {"chat_template": "x", "add_generation_prompt": False}

@@ -12,7 +12,7 @@ from penstock.services.scheduler.checks import CannotFitError, check_request
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.streams import _opened
 from tests.services.scheduler.builders import long_prompt, make_sequence
-from tests.services.scheduler.reference import EOS
+from tests.services.scheduler.reference import EOS, logprobs_at
 from tests.services.scheduler.simulation import Simulation
 
 ASKING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -121,15 +121,18 @@ def test_a_prompt_of_one_token_has_no_logprobs() -> None:
 def test_a_row_without_a_token_fails_alone_and_hides_its_blocks() -> None:
     """Keys and values that may be NaN are for nobody: the next request computes its prompt."""
     sim = Simulation(num_plans_in_flight=1)
-    bad = sim.add(long_prompt(9), max_tokens=5)
-    good = sim.add(long_prompt(9, first=40), max_tokens=5)
+    bad = sim.add(long_prompt(9), max_tokens=5, logprobs=0)
+    good = sim.add(long_prompt(9, first=40), max_tokens=5, logprobs=0)
     scheduler = sim.scheduler
     assert scheduler.schedule()
     (step,) = scheduler.in_flight
     token_ids = [7 if sequence is good else -1 for sequence in step.sampled]
+    logprobs = [(index, logprobs_at([7], 0)) for index in range(2)]
     failed = [(step.sampled.index(bad), "NaN")]
-    output = scheduler.update(SampledTokens(0, step.number, pack(token_ids), failed=failed))
+    tokens = SampledTokens(0, step.number, pack(token_ids), logprobs, failed=failed)
+    output = scheduler.update(tokens)
     assert output.failed == [(bad, "NaN")]
+    assert (bad.logprobs, good.logprobs) == ([], [logprobs_at([7], 0)])
     assert (output.sequences, output.token_ids) == ([good], [7])
     assert bad.finish_reason == "abort"
     assert good.output_token_ids == [7]
