@@ -10,6 +10,7 @@ from penstock.protocol.messages.detokenizer import TextDeltas
 from penstock.protocol.messages.registration import Goodbye, Heartbeat
 from penstock.protocol.messages.scheduler import ReleaseRequest
 from penstock.protocol.messages.status import SchedulerStatus
+from penstock.services.gateway.entry import Entry
 from tests.services.gateway.conftest import PROMPT, Stage, request
 
 Start = Callable[..., Stage]
@@ -222,6 +223,29 @@ def test_an_entry_that_raises_is_failed_alone(
     else:
         assert [one.tokenize().request_id for _ in range(2)] == ["a", "c"]
     assert one.gateway.ledger.get("bad") is None
+
+
+def test_a_defect_at_one_entry_ends_no_loop_over_all(
+    stage: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = stage()
+    client = one.connect()
+    one.open(client, "a", "bad", "c")
+    for _ in range(3):
+        one.tokenize()
+    ledger = one.gateway.ledger
+    begin = ledger.begin_attempt
+
+    def begin_or_raise(entry: Entry) -> None:
+        if entry.request_id == "bad":
+            raise ValueError(entry.request_id)
+        begin(entry)
+
+    monkeypatch.setattr(ledger, "begin_attempt", begin_or_raise)
+    one.detokenizer.send(SchedulerStatus(epoch=1, ready=True))
+    error = one.hear(client)
+    assert (error.code, error.request_id) == ("failed", "bad")
+    assert [one.tokenize().request_id for _ in range(2)] == ["a", "c"]
 
 
 def test_nothing_is_left_of_ten_thousand_requests(stage: Start) -> None:
