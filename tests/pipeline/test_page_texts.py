@@ -63,7 +63,7 @@ def test_a_long_line_of_stars_does_not_block_the_page(page: Any) -> None:
         answer_with(page, {"choices": [{"index": 0, "delta": {"content": text}}]}, "[DONE]")
         turn = ask(page, "stars")
         assert len(wait_for_answer(turn)) > 10_000
-        expect(turn.locator(".answer strong")).to_have_count(0)  # the second one is too long
+    expect(turn.locator(".answer strong")).to_have_count(0)  # it is too long to be drawn
 
 
 def test_a_reload_keeps_the_conversation(page: Any) -> None:
