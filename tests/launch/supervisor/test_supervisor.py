@@ -241,9 +241,8 @@ def test_files_that_are_removed_from_the_run_folder_are_made_again(
         (child,) = (one for one in children if PROCESS_VARIABLE in one.environ())
         child.kill()
 
-    read = f'cat "$PENSTOCK_CONFIG" > {tmp_path}'
-    code = f"mkdir {tmp_path}/1 && echo up && exec sleep 60; {read}/2; kill -TERM $PPID"
-    assert supervise(act, tokenizer=f"sh -c '{code}'") == 0
+    read = f'mkdir {tmp_path}/1 && echo && exec sleep 60; cat "$PENSTOCK_CONFIG" > {tmp_path}/2'
+    assert supervise(act, tokenizer=f"sh -c '{read}; kill -TERM $PPID'") == 0
     assert msgspec.json.decode((tmp_path / "2").read_bytes(), type=Config) == CONFIG
 
 
