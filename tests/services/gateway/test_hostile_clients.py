@@ -56,7 +56,7 @@ def test_an_envelope_within_the_limits(stage: Start) -> None:
 
 
 def test_a_message_without_an_end(stage: Start) -> None:
-    """It is too long for itself, and all that were begun are far from their limit."""
+    """One message is too long; all begun messages together are far from their limit."""
     one = stage(endpoint=TCP, max_open_bytes=1 << 40)
     client = one.connect()
     assert is_served(one, client)
@@ -90,7 +90,7 @@ def test_messages_without_an_end_together(stage: Start) -> None:
 
 
 def test_pipelined_requests_are_no_message_without_an_end(stage: Start) -> None:
-    """The gateway has not had its turn for a while: libzmq has as many as it receives ahead."""
+    """The gateway is late: libzmq holds as many messages as it receives ahead."""
     one = stage(endpoint=TCP, max_request_bytes=1 << 20)
     client = RawClient(one.endpoint)
     large = frame(b"x" * (1 << 20))

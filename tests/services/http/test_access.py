@@ -38,7 +38,7 @@ def test_the_key(serve: Serve, name: str, value: bytes, status: int) -> None:
 def test_every_key_is_compared_in_the_same_way(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By `hmac.compare_digest`, in both forms, whether it is right, almost right, or missing."""
+    """Right, wrong and missing keys go through `hmac.compare_digest`, in both encodings."""
     compared: list[bytes] = []
     compare = hmac.compare_digest
 
