@@ -9,8 +9,9 @@ import zmq
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack, unpack
 from penstock.protocol.messages.worker import ToWorker, WorkerAssignment, WorkerExit, WorkerState
 from penstock.protocol.transport.channel import connect
+from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
-from penstock.protocol.transport.process import Loop, Process
+from penstock.protocol.transport.process import Process
 
 TOKEN_ID = 65
 NUM_BLOCKS = 1 << 16
@@ -27,7 +28,7 @@ class StandInWorker:
         self.plans = connect(
             process.context, zmq.DEALER, process.endpoints.workers, ToWorker, process.identity
         )
-        self.loop = Loop(self.say_hello, HeartbeatThread(process))
+        self.loop = EventLoop(process.context, self.say_hello, HeartbeatThread(process))
         self.loop.add(self.plans, self.on_messages)
 
     def say_hello(self) -> None:

@@ -147,7 +147,7 @@ class Pulses:
             self._forget(guarded)
 
     def _receive(self) -> None:
-        while self._channel.socket.poll(0):  # its descriptor signals changes only
+        while self._channel.has_message:  # its descriptor signals changes only
             for _, message in self._channel.receive():
                 if not isinstance(message, Pulse):
                     self._on_deaths(message)

@@ -21,9 +21,16 @@ from penstock.protocol.messages.client import (
     TokenizeReply,
 )
 from penstock.protocol.messages.status import StatusReply
-from penstock.protocol.transport.channel import CLUSTER, MAX_FRAME_BYTES, OVERSIZE_SLACK, Network
+from penstock.protocol.transport.channel import (
+    CLUSTER,
+    MAX_FRAME_BYTES,
+    OVERSIZE_SLACK,
+    Channel,
+    Network,
+)
 from penstock.protocol.transport.curve import KeysError, secure_client
 from penstock.protocol.transport.endpoints import stays_on_host
+from penstock.protocol.transport.event_loop import Handlers, drain
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
 Kind = TypeVar("Kind", GenerateReply, TokenizeReply, DetokenizeReply, AbortReply, StatusReply)
@@ -93,6 +100,11 @@ class Connection:
             self.socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT)
             self.socket.setsockopt(zmq.HANDSHAKE_IVL, CONNECT_TIMEOUT)
         self.monitor = self.socket.get_monitor_socket(events)
+        self._has_sign = False
+        self._handlers: Handlers = [
+            (Channel(self.monitor), self._on_monitor),
+            (Channel(self.socket), self._on_reply),
+        ]
         if keys and self._network is None:
             self._secure(Path(keys), client)
         self._connect()
@@ -109,19 +121,21 @@ class Connection:
         return answer
 
     def take(self) -> bool:
-        """Takes in everything that has come, and does not wait; True if it is a sign of a gateway,
-        which a connection is not that fails before it is one."""
-        is_sign = False
-        while True:
-            if self.monitor.poll(0):
-                is_sign |= self._on_event(recv_monitor_message(self.monitor)["event"])
-            elif self.socket.poll(0):
-                self._session.receive(self.socket.recv_multipart())
-                is_sign = True
-            elif self._is_failing:
-                self._try_next()
-            else:
-                return is_sign
+        """Handle everything that has arrived, without waiting. Return True if it is a sign of a
+        gateway; a connection that fails before its handshake is none."""
+        self._has_sign = False
+        drain(self._handlers)
+        while self._is_failing:
+            self._try_next()
+            drain(self._handlers)
+        return self._has_sign
+
+    def _on_monitor(self) -> None:
+        self._has_sign |= self._on_event(recv_monitor_message(self.monitor)["event"])
+
+    def _on_reply(self) -> None:
+        self._session.receive(self.socket.recv_multipart())
+        self._has_sign = True
 
     def leave(self) -> None:
         """Asks and hears nothing from here on; to be called where its socket is used."""

@@ -93,6 +93,11 @@ class Channel(Generic[Received]):
         self._decode = msgspec.msgpack.Decoder(receives).decode
         self._is_router = socket.type == zmq.ROUTER
 
+    @property
+    def has_message(self) -> bool:
+        """Whether a message waits at the socket."""
+        return bool(self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)  # type: ignore
+
     def send(self, message: object, to: bytes = b"") -> bool:
         """Sends to the peer `to` (ROUTER only); False if that peer is gone."""
         return self.send_bytes(self._encode(message), to)

@@ -27,6 +27,7 @@ from penstock.protocol.transport.channel import (
     connect,
 )
 from penstock.protocol.transport.curve import secure_client, secure_server
+from penstock.protocol.transport.event_loop import drain
 
 NODE_VARIABLE = "PENSTOCK_NODE"
 """names the file with the facts of the machine, a `Node` as JSON"""
@@ -172,7 +173,7 @@ class Cluster(Network):
         while wait and not following.endpoint:
             attended = self.handlers[:2]  # the directory and its monitor
             zmq.select([channel.socket for channel, _ in attended], [], [])
-            pump(attended)
+            drain(attended)
 
     def on_connected(self, socket: "zmq.Socket[bytes]", handler: Callable[[], None]) -> None:
         """As `Network.on_connected`."""
@@ -235,17 +236,6 @@ def over_tcp(socket: "zmq.Socket[bytes]", host: str) -> None:
     socket.setsockopt(
         zmq.HEARTBEAT_TIMEOUT, round(1000 * HEARTBEAT_INTERVAL * MAX_MISSED_HEARTBEATS)
     )
-
-
-def pump(handlers: list[tuple[Channel[Any], Callable[[], None]]]) -> None:
-    """Handles what waits, until nothing does. (A ZeroMQ file descriptor signals changes only.)"""
-    busy = True
-    while busy:
-        busy = False
-        for channel, handler in handlers:
-            if channel.socket.poll(0):
-                handler()
-                busy = True
 
 
 def network_from_environment(folder: Path, incarnation: int) -> Cluster | None:

@@ -3,12 +3,16 @@
 The pattern is from the ZeroMQ guide, chapter 4. Any message counts as a heartbeat.
 """
 
+import logging
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
+from penstock.protocol.messages.registration import PROTOCOL_VERSION, Heartbeat
+from penstock.protocol.messages.worker import WorkerState
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
 from penstock.protocol.transport.incarnation import Identity
 
+log = logging.getLogger(__name__)
 Work = TypeVar("Work")
 
 
@@ -73,3 +77,15 @@ class Peers(Generic[Work]):
     def least_loaded(self) -> Peer[Work] | None:
         """The peer with the least work; None if there is no peer."""
         return min(self._peers.values(), key=lambda peer: len(peer.work), default=None)
+
+
+def refusal(message: Heartbeat | WorkerState) -> str | None:
+    """Return, and log, why the process that registers itself can't take part; None if it can."""
+    if message.version == PROTOCOL_VERSION:
+        return None
+    reason = (
+        f"{message.name} speaks version {message.version} of the protocol; "
+        f"this pipeline speaks version {PROTOCOL_VERSION}"
+    )
+    log.warning("refused: %s", reason)
+    return reason

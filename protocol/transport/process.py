@@ -6,11 +6,9 @@ import logging
 import os
 import resource
 import signal
-import socket
 import sys
-import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
@@ -20,9 +18,7 @@ from penstock.protocol.logs import JsonFormatter
 from penstock.protocol.messages.supervisor import Pulse
 from penstock.protocol.replicas import replica_of
 from penstock.protocol.transport.channel import (
-    HEARTBEAT_INTERVAL,
     Channel,
-    Network,
     connect,
     traffic,
 )
@@ -178,106 +174,3 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the kernel knew
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Beating(Protocol):
-    """A thread that sends heartbeats while it hears the main thread's beat."""
-
-    def beat(self) -> None:
-        """Note that the main thread gets on."""
-
-    def stop(self) -> None:
-        """End."""
-
-
-class Loop:
-    """Waits on channels and calls their handlers, until SIGTERM or SIGINT.
-
-    `on_heartbeat` is called every HEARTBEAT_INTERVAL, as near as the handlers allow, and
-    `heartbeats` hears of it.
-    """
-
-    def __init__(self, on_heartbeat: Callable[[], None], heartbeats: Beating | None = None) -> None:
-        self._on_heartbeat = on_heartbeat
-        self._heartbeats = heartbeats
-        self._poller = zmq.Poller()
-        self._handlers: dict[Any, Callable[[], None]] = {}
-        self._network: Network | None = None
-        self._stopping = False
-
-    def add(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
-        """Calls `handler` when something waits at `channel`."""
-        self._poller.register(channel.socket, zmq.POLLIN)
-        self._handlers[channel.socket] = handler
-        if isinstance(channel.socket.context, Network):
-            self._network = channel.socket.context
-
-    def add_file(self, file: int, handler: Callable[[], None]) -> None:
-        """Calls `handler` once, when the file descriptor can be read or has come to its end."""
-
-        def ready() -> None:
-            self._poller.unregister(file)
-            del self._handlers[file]
-            handler()
-
-        self._poller.register(file, zmq.POLLIN)
-        self._handlers[file] = ready
-
-    def add_connection(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
-        """Calls `handler` whenever `channel` is connected: at the other end there may be a new
-        process, which knows nothing of this one."""
-        if isinstance(channel.socket.context, Network):
-            channel.socket.context.on_connected(channel.socket, handler)
-            return
-        events = channel.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        monitor: Channel[Any] = Channel(events)
-
-        def connected() -> None:
-            for _ in monitor.receive_frames():
-                handler()
-
-        self.add(monitor, connected)
-
-    def run(self) -> None:
-        """Returns when the process is told to stop."""
-        for channel, handler in self._network.handlers if self._network else ():
-            self.add(channel, handler)
-        with contextlib.closing(self._catch_signals()):
-            try:
-                self._run()
-            finally:
-                if self._heartbeats:
-                    self._heartbeats.stop()
-
-    def _stop(self) -> None:
-        self._stopping = True
-
-    def _run(self) -> None:
-        due = 0.0
-        while not self._stopping:
-            now = time.monotonic()
-            if now >= due:
-                self._on_heartbeat()
-                if self._heartbeats:
-                    self._heartbeats.beat()
-                due = now + HEARTBEAT_INTERVAL
-            for ready, _ in self._poller.poll(round(max(0.0, due - time.monotonic()) * 1000)):
-                self._handlers[ready]()
-
-    def _catch_signals(self) -> socket.socket:
-        """A signal wakes the poller through a socket: handlers are never cut in the middle."""
-        reader, writer = socket.socketpair()
-        writer.setblocking(False)
-        signal.set_wakeup_fd(writer.fileno())
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        for number in numbers:
-            signal.signal(number, lambda *_: None)
-
-        def caught() -> None:
-            if not set(numbers).isdisjoint(reader.recv(4096)):
-                self._stop()
-
-        self._poller.register(reader.fileno(), zmq.POLLIN)
-        self._handlers[reader.fileno()] = caught
-        self._writer = writer
-        return reader

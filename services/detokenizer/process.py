@@ -23,8 +23,9 @@ from penstock.protocol.messages.scheduler import StopFound
 from penstock.protocol.messages.tokenizer import RequestFailed
 from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.channel import Channel, Network, connect
+from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
-from penstock.protocol.transport.process import Loop, Process
+from penstock.protocol.transport.process import Process
 from penstock.services.detokenizer.text_stream import TextStream
 from penstock.services.detokenizer.token_bytes import TokenBytes, token_bytes
 
@@ -142,7 +143,7 @@ class DetokenizerProcess:
         results = process.endpoints.results
         self.gateway = connect(context, zmq.PUSH, results, on_return=self.begin_all_again)
         self.heartbeats = HeartbeatThread(process, to_peers=self.on_heartbeat)
-        self.loop = Loop(self.on_heartbeat, self.heartbeats)
+        self.loop = EventLoop(process.context, self.on_heartbeat, self.heartbeats)
         self.tokens: list[Channel[ToDetokenizer]] = []
         self.detokenizers: list[Detokenizer] = []
         """of each replica"""

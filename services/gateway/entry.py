@@ -14,6 +14,7 @@ from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.protocol.messages.metrics import RequestTimes
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.tokenizer import TokenizeRequest
+from penstock.protocol.transport.event_loop import Timer
 from penstock.services.gateway.connections import Client
 from penstock.services.gateway.estimates import (
     TEXT_BYTES,
@@ -21,7 +22,6 @@ from penstock.services.gateway.estimates import (
     estimated_tokens,
     logprob_bytes,
 )
-from penstock.services.gateway.timers import Timer
 
 
 class GapError(Exception):

@@ -73,8 +73,7 @@ class Incoming:
         where all of them together have sent too much."""
         unfinished: list[tuple[int, Connection]] = []
         # Messages that are complete may wait in libzmq's queue.
-        waits = self._channel.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN  # type: ignore
-        limit = self._max_bytes * (MAX_QUEUE + 1 if waits else 1) + KERNEL_BYTES
+        limit = self._max_bytes * (MAX_QUEUE + 1 if self._channel.has_message else 1) + KERNEL_BYTES
         for connection in self.connections:
             counters = tcp_counters(connection.fd)
             if counters is None:

@@ -62,9 +62,8 @@ class Monitor:
         return self._num_disconnected.total()
 
     def _take_events(self) -> None:
-        socket = self.channel.socket
-        while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore
-            event = parse_monitor_message(socket.recv_multipart())
+        while self.channel.has_message:
+            event = parse_monitor_message(self.channel.socket.recv_multipart())
             fd = int(event["value"])
             if event["event"] == zmq.EVENT_ACCEPTED:
                 is_inner = event["endpoint"] == self.inner

@@ -23,9 +23,10 @@ from penstock.protocol.poison import DeathReports
 from penstock.protocol.replicas import replica_of
 from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.channel import Channel, Network, bind, connect
+from penstock.protocol.transport.event_loop import CallLater
 from penstock.protocol.transport.incarnation import first_number
+from penstock.protocol.transport.peers import refusal
 from penstock.protocol.transport.process import Process
-from penstock.protocol.transport.registration import refusal
 from penstock.services.gateway.authentication import bind_clients
 from penstock.services.gateway.connections import Connections
 from penstock.services.gateway.delivery import Outbox
@@ -39,7 +40,6 @@ from penstock.services.gateway.poison import Poison
 from penstock.services.gateway.requests import DEFECT, Requests
 from penstock.services.gateway.router import Replicas
 from penstock.services.gateway.status_queries import StatusQueries
-from penstock.services.gateway.timers import CallLater
 from penstock.services.gateway.tokenizer_queries import OpenQuestion, Questions
 from penstock.services.gateway.tokenizers import Tokenizers
 
@@ -111,18 +111,11 @@ class Gateway:
             *(context.handlers if isinstance(context, Network) else ()),
         ]
 
-    def pump(self) -> bool:
-        """Handles what waits; True if something did, and more may. A ZeroMQ file descriptor signals
-        changes, not states, and a send may swallow the change: so until it is False, go on."""
-        busy = False
-        for channel, handler in self.handlers:
-            if channel.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-                handler()
-                busy = True
+    def end_drain_if_idle(self) -> None:
+        """End the process if the pipeline is draining and no request is open."""
         is_idle = not (self.ledger or self.questions)
         if self.requests.drain.is_on and is_idle and not self.replicas.await_claims:
             self.end_drain()
-        return busy
 
     def end_drain(self) -> None:
         """Ends the process; while clients are connected, after LAST_WORDS."""

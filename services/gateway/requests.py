@@ -25,6 +25,7 @@ from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
 from penstock.protocol.messages.tokenizer import TokenizeRequest, TokenizerQuery
 from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.channel import DECODE_ERRORS, Channel
+from penstock.protocol.transport.event_loop import CallLater
 from penstock.services.gateway.admission import Overload
 from penstock.services.gateway.connections import Client, Connection, Connections
 from penstock.services.gateway.delivery import Outbox
@@ -35,7 +36,6 @@ from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.metrics import Statistics
 from penstock.services.gateway.request_trace import trace_request
 from penstock.services.gateway.router import Replicas
-from penstock.services.gateway.timers import CallLater
 from penstock.services.gateway.tokenizer_queries import (
     AskedTokenizer,
     Questions,

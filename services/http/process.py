@@ -7,14 +7,13 @@ import socket
 
 import uvicorn
 import uvloop
-import zmq
 
 from penstock.protocol.client.client import AsyncClient
 from penstock.protocol.client.errors import ClientError
 from penstock.protocol.config import Config
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
-from penstock.protocol.transport.discovery import Cluster, pump
 from penstock.protocol.transport.endpoints import inner_clients
+from penstock.protocol.transport.event_loop import attend
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
 from penstock.services.http.app import make_app
@@ -69,7 +68,7 @@ async def serve(process: Process) -> None:
         heartbeats.beat()
 
     if process.network:
-        _attend(process.network, loop)
+        attend(process.network.handlers)
     where = inner_clients(config)
     async with AsyncClient(where, context=process.network) as client:
         service = Service(config, client)
@@ -87,14 +86,6 @@ async def run(server: Server, service: Service, listener: socket.socket) -> None
     start = asyncio.create_task(service.start())
     await server.serve([listener])
     start.cancel()
-
-
-def _attend(network: Cluster, loop: asyncio.AbstractEventLoop) -> None:
-    """Follows the gateway to wherever it is."""
-    for channel, _ in network.handlers:
-        file = channel.socket.getsockopt(zmq.FD)
-        loop.add_reader(int(file), pump, network.handlers)
-    pump(network.handlers)
 
 
 def uvicorn_config(

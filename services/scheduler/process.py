@@ -23,10 +23,11 @@ from penstock.protocol.messages.worker import FromWorker, WorkerExit, WorkerStat
 from penstock.protocol.poison import REFUSED, DeathReports
 from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.channel import bind, connect, traffic
+from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.incarnation import first_number
-from penstock.protocol.transport.process import Loop, Process
-from penstock.protocol.transport.registration import refusal
+from penstock.protocol.transport.peers import refusal
+from penstock.protocol.transport.process import Process
 from penstock.services.scheduler import report, trials
 from penstock.services.scheduler.build import make_scheduler
 from penstock.services.scheduler.checks import CannotFitError, check_request
@@ -71,7 +72,8 @@ class SchedulerProcess:
         self.workers = bind(context, zmq.ROUTER, at.workers, FromWorker)
         self.detokenizers = bind(context, zmq.ROUTER, at.detokenizers, FromDetokenizer)
         self.gateway = connect(context, zmq.PUSH, at.results, on_return=self.on_gateway_returned)
-        self.loop = Loop(
+        self.loop = EventLoop(
+            process.context,
             self.on_heartbeat,
             HeartbeatThread(process, lambda: report.counters(self.scheduler, self.plan_bytes)),
         )

@@ -18,7 +18,7 @@ from typing import NoReturn
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.protocol.messages.structured import GRAMMAR_LIMITS
-from penstock.protocol.transport.process import Loop
+from penstock.protocol.transport.event_loop import EventLoop
 
 MAX_COMPILE_SECONDS = 0.5
 """of CPU time: so long may a worker's other rows have to wait for one that is compiled"""
@@ -35,7 +35,7 @@ OnChecked = Callable[[str], None]
 class GrammarChecker:
     """Compiles grammars to see whether it can be done."""
 
-    def __init__(self, folder: Path, loop: Loop) -> None:
+    def __init__(self, folder: Path, loop: EventLoop) -> None:
         self._tokenizer = LLTokenizer(str(folder / "tokenizer.json"))
         """loaded here: the children have it without loading it"""
         self._loop = loop

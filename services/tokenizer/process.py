@@ -21,8 +21,9 @@ from penstock.protocol.messages.tokenizer import (
 )
 from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.channel import connect
+from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
-from penstock.protocol.transport.process import Loop, Process
+from penstock.protocol.transport.process import Process
 from penstock.services.tokenizer.grammar_check import GrammarChecker
 from penstock.services.tokenizer.prompts import PromptError, Tokenizer
 
@@ -54,7 +55,7 @@ class TokenizerProcess:
         ]
         self.tracer = Tracer(config, process.name)
         self.heartbeats = HeartbeatThread(process, to_peers=self.on_heartbeat)
-        self.loop = Loop(self.on_heartbeat, self.heartbeats)
+        self.loop = EventLoop(process.context, self.on_heartbeat, self.heartbeats)
         self.loop.add(self.gateway, self.on_requests)
         self.loop.add_connection(self.gateway, self.on_heartbeat)
         self.grammars = GrammarChecker(config.model_folder, self.loop)

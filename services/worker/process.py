@@ -18,7 +18,8 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack
 from penstock.protocol.messages.worker import ToWorker, WorkerAssignment, WorkerExit, WorkerState
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, connect
-from penstock.protocol.transport.process import Loop, Process
+from penstock.protocol.transport.event_loop import EventLoop
+from penstock.protocol.transport.process import Process
 from penstock.services.worker.heartbeat import Watchdog
 from penstock.services.worker.network import free_rendezvous, use_interface_of
 from penstock.services.worker.step_output import Told
@@ -216,7 +217,7 @@ def main(load: Load) -> NoReturn:
 def _run(process: Process, load: Load) -> None:
     worker = Worker(process, load)
     worker.watchdog.start(process)
-    loop = Loop(worker.say_hello)
+    loop = EventLoop(process.context, worker.say_hello)
     loop.add(worker.channel, worker.receive)
     loop.add_connection(worker.channel, worker.say_hello)
     if process.node_id:

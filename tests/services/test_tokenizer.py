@@ -147,7 +147,7 @@ class Pipeline:
         answers = (message for _, message in self.gateway.receive())
         self.answers += [m for m in answers if isinstance(m, TokenizeDone | RequestFailed)]
         if len(self.answers) >= num_answers:
-            self.process.loop._stop()  # as a signal does
+            self.process.loop.stop()
 
 
 @pytest.fixture

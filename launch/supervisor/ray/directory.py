@@ -1,24 +1,19 @@
 """The directory of a pipeline's addresses, at the supervisor, and the socket of its pulses."""
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import zmq
 
 from penstock.protocol.transport.authentication import Authenticator
-from penstock.protocol.transport.channel import CLUSTER, Channel, Network, bind
+from penstock.protocol.transport.channel import CLUSTER, Network, bind
 from penstock.protocol.transport.discovery import (
     KEYS_FOLDER,
     ZAP_DOMAIN,
     Announcement,
     Directory,
     bind_tcp,
-    pump,
 )
-
-Handlers = list[tuple[Channel[Any], Callable[[], None]]]
 
 
 class FixedNetwork(Network):
@@ -64,18 +59,3 @@ class DirectoryServer:
     def _send(self, peers: set[bytes]) -> None:
         frame = self.channel.encode(self._directory)
         self._peers -= {peer for peer in peers if not self.channel.send_bytes(frame, peer)}
-
-
-def attend(handlers: Handlers) -> None:
-    """Handles in the running event loop what comes to these channels, while they are open."""
-    loop = asyncio.get_running_loop()
-    for channel, _ in handlers:
-        loop.add_reader(int(channel.socket.getsockopt(zmq.FD)), pump, handlers)
-    pump(handlers)
-
-
-def leave(handlers: Handlers) -> None:
-    """Ends what `attend` began."""
-    loop = asyncio.get_running_loop()
-    for channel, _ in handlers:
-        loop.remove_reader(int(channel.socket.getsockopt(zmq.FD)))

@@ -27,7 +27,7 @@ from penstock.launch.errors import LaunchError
 from penstock.launch.supervisor.child import GRACE, kind_of
 from penstock.launch.supervisor.processes import Policy, Running
 from penstock.launch.supervisor.ray.cluster import Joined
-from penstock.launch.supervisor.ray.directory import DirectoryServer, FixedNetwork, attend, leave
+from penstock.launch.supervisor.ray.directory import DirectoryServer, FixedNetwork
 from penstock.launch.supervisor.ray.member import LOST, Member, Spec, Started
 from penstock.launch.supervisor.ray.placement import Placement
 from penstock.launch.supervisor.ray.remote import PING_TIMEOUT, RemoteProcess, RemoteWatched
@@ -35,6 +35,7 @@ from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.config import DEFAULT_CLIENT, Config, write_config
 from penstock.protocol.transport.curve import CLIENTS, SERVER
 from penstock.protocol.transport.discovery import KEYS_CLIENT, KEYS_FOLDER, Cluster, Directory, Node
+from penstock.protocol.transport.event_loop import attend, leave
 
 ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """of actors with a GPU: their process chooses it itself, and shares memory with the others"""

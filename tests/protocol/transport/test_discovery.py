@@ -19,8 +19,8 @@ from penstock.protocol.transport.discovery import (
     ZAP_DOMAIN,
     Cluster,
     Node,
-    pump,
 )
+from penstock.protocol.transport.event_loop import drain
 
 HOST = "127.0.0.1"
 
@@ -54,7 +54,7 @@ class Site:
             sockets = [channel.socket for channel, _ in handlers]
             ready, _, _ = zmq.select(sockets + [one.socket for one in channels], [], [], 10)
             assert ready, "nothing comes any more"
-            pump(handlers)
+            drain(handlers)
 
     def hear(self, channel: Channel[Any]) -> Any:
         """The next message on a channel."""

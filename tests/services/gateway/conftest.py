@@ -18,6 +18,7 @@ from penstock.protocol.messages.tokenizer import TokenizeDone, ToTokenizer
 from penstock.protocol.transport.channel import bind, connect
 from penstock.protocol.transport.curve import secure_client
 from penstock.protocol.transport.endpoints import Endpoints
+from penstock.protocol.transport.event_loop import drain
 from penstock.services.gateway.process import Gateway
 
 TIMEOUT = 10_000
@@ -69,8 +70,12 @@ class Stage:
         """Lets the gateway handle what comes."""
         while not is_so():
             assert self._poller.poll(TIMEOUT), "nothing comes any more"
-            while self.gateway.pump():
-                pass
+            self.work()
+
+    def work(self) -> None:
+        """Lets the gateway handle what waits."""
+        drain(self.gateway.handlers)
+        self.gateway.end_drain_if_idle()
 
     def connect(self, keys: Path | None = None, **options: int) -> "zmq.Socket[bytes]":
         """A client."""

@@ -92,7 +92,7 @@ def test_a_scheduler_that_is_not_there_has_nothing_to_wait_for(
     else:
         for _ in range(MAX_MISSED_HEARTBEATS + 1):
             one.gateway.on_heartbeat()
-    one.gateway.pump()
+    one.work()
     assert ended
 
 

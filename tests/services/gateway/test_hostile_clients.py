@@ -80,7 +80,7 @@ def test_messages_without_an_end_together(stage: Start) -> None:
     fds = [connection.fd for connection in one.gateway.connections]
     num_bytes = (1 << 19) + 3 * len(PIECE)
     while sum(its.received for its in map(tcp_counters, fds) if its) < num_bytes:
-        one.gateway.pump()
+        one.work()
     one.heartbeats(1)
     assert one.gateway.monitor.num_disconnected == 2
     one.work_until(lambda: len(one.gateway.connections) == 2)
@@ -149,7 +149,7 @@ def test_a_second_client_of_an_identity_is_disconnected(
     second = connect(b"x" * 200)
     second.send(MSGPACK.encode(AbortRequest(request_id="x")) + bytes(1000))
     while not one.gateway.monitor.num_disconnected:
-        one.gateway.pump()  # for its key
+        one.work()  # for its key
         one.heartbeats(1)
     one.work_until(lambda: len(one.gateway.connections) == 2)
     (logged,) = caplog.messages

@@ -7,10 +7,11 @@ from typing import Any
 import zmq
 
 from penstock.launch.commands.keys import make_keys
-from penstock.launch.supervisor.ray.directory import DirectoryServer, FixedNetwork, attend, leave
+from penstock.launch.supervisor.ray.directory import DirectoryServer, FixedNetwork
 from penstock.protocol.messages.registration import Goodbye
 from penstock.protocol.transport.channel import bind, connect
 from penstock.protocol.transport.discovery import KEYS_CLIENT, KEYS_FOLDER, Cluster, Directory, Node
+from penstock.protocol.transport.event_loop import attend, leave
 
 
 def test_names_are_found_wherever_they_are_bound(tmp_path: Path) -> None:
