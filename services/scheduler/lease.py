@@ -2,14 +2,9 @@
 
 import math
 from collections.abc import Iterable
-from typing import Protocol
 
-
-class Request(Protocol):
-    """A request, of the gateway that began its attempt."""
-
-    request_id: str
-    attempt: int
+from penstock.protocol.messages.scheduler import TokenizedRequest
+from penstock.services.scheduler.sequence import Sequence
 
 
 class Lease:
@@ -27,7 +22,7 @@ class Lease:
             self.first_attempt = first_attempt
             self._end = now + self._timeout
 
-    def unclaimed(self, requests: Iterable[Request]) -> list[str]:
+    def unclaimed(self, requests: Iterable[TokenizedRequest | Sequence]) -> list[str]:
         """Returns the ids of those that have it now."""
         if self._end == math.inf:
             return []

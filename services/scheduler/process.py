@@ -29,7 +29,7 @@ from penstock.protocol.transport.incarnation import first_number
 from penstock.protocol.transport.peers import refusal
 from penstock.protocol.transport.process import Process
 from penstock.services.scheduler import report, trials
-from penstock.services.scheduler.build import make_scheduler
+from penstock.services.scheduler.block_manager import make_block_manager
 from penstock.services.scheduler.checks import CannotFitError, check_request
 from penstock.services.scheduler.lease import Lease
 from penstock.services.scheduler.plan_depth import PlanDepth
@@ -201,7 +201,9 @@ class SchedulerProcess:
         """They hold no KV of ours."""
         self.log.info("workers ready: %s", ", ".join(self.group.names))
         if self.scheduler is None:
-            self.scheduler = make_scheduler(self.config, self.model, self.group)
+            blocks = make_block_manager(self.config, self.group.num_blocks, self.group.block_size)
+            max_model_len = self.model.context(self.config.max_model_len)
+            self.scheduler = Scheduler(self.config, max_model_len, blocks, self.group.epoch)
             for request in self.early:
                 self.accept(request)
             self.early.clear()
