@@ -93,8 +93,8 @@ def sampling_parameters() -> str:
         "`n`, the number of answers to a prompt, is available over HTTP and in `SamplingParams` of "
         "programs (1 to 128).",
         "## Notes",
-        "- **EOS** ids are those of `generation_config.json` or `config.json`, and of the tokenizer.",
-        "- **`allowed_token_ids`** without EOS among them: the answer ends at `max_tokens` or a stop.",
+        "- **EOS** ids: those of `generation_config.json` or `config.json`, and the tokenizer's.",
+        "- **`allowed_token_ids`** without EOS: the answer ends at `max_tokens` or a stop.",
         "- **`bad_words`** are excluded with and without a preceding space. The last token of a word "
         "is not sampled where the answer ends with its other tokens.",
         "- **`stop`**: the text ends before the string, or after it with "
