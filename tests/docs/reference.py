@@ -95,8 +95,8 @@ def sampling_parameters() -> str:
         "## Notes",
         "- **EOS** ids: those of `generation_config.json` or `config.json`, and the tokenizer's.",
         "- **`allowed_token_ids`** without EOS: the answer ends at `max_tokens` or a stop.",
-        "- **`bad_words`** are excluded with and without a preceding space. The last token of a word "
-        "is not sampled where the answer ends with its other tokens.",
+        "- **`bad_words`** are excluded with and without a preceding space. The last token of a "
+        "word is not sampled where the answer ends with its other tokens.",
         "- **`stop`**: the text ends before the string, or after it with "
         "`include_stop_str_in_output`.",
     )
