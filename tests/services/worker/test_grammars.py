@@ -171,6 +171,13 @@ def test_a_token_that_does_not_match_fails_the_row(grammars: Grammars) -> None:
     assert "can't be followed" in grammars.bitmask([0])[1][0]
 
 
+def test_a_row_without_a_token_is_where_it_was(grammars: Grammars) -> None:
+    add(grammars, 0, regex="ab")
+    say(grammars, "a")
+    grammars.accept(0, -1)
+    assert allowed(grammars) == {ord("b")}
+
+
 def test_a_dead_end_fails_the_row(grammars: Grammars) -> None:
     """The grammar has come to its end, but the row has no end token (`ignore_eos`)."""
     grammars.add(0, StructuredOutputs(regex="a"), [], [])
