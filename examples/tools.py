@@ -49,7 +49,7 @@ def main() -> None:
         {"role": "tool", "tool_call_id": call.id, "content": result},
     ]
     final = client.chat.completions.create(
-        model=model, messages=messages, tools=[ADD], max_tokens=64
+        model=model, messages=messages, tools=[ADD], max_tokens=16
     )
     print(final.choices[0].message.content)
 
