@@ -17,6 +17,14 @@ from tests.docs.pages import ROOT, blocks, prose
 VARIABLE = re.compile(r'"?\$(\{\w+[^}]*\}|\w+)[^"\s]*"?')
 IN_SHELL = re.compile(r"(?:^|&& |-- +|exec |trap '|\.venv/bin/)launch( [^&#'\n|]*)?", re.M)
 EXAMPLES = [ROOT / "examples" / "kuberay.yaml", ROOT / "examples" / "slurm.sh"]
+FOLDERS = "docs|examples|kernels|launch|models|protocol|services|tests"
+FOREIGN = {"Qwen3ForCausalLM", "Qwen3MoeForCausalLM"}
+"""classes of transformers"""
+SOURCE = "\n".join(
+    path.read_text()
+    for top in ("launch", "protocol", "services")
+    for path in ROOT.glob(f"{top}/**/*.py")
+)
 SMALL = ["launch", "launch --version", "launch options"]
 
 
@@ -96,9 +104,14 @@ def test_a_small_command_runs(
     assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", sorted(set(in_text(r"(?:examples|tests)/[\w./-]+$"))))
-def test_a_file_exists(path: str) -> None:
+@pytest.mark.parametrize("path", sorted(set(in_text(rf"(?:{FOLDERS})/[\w./-]*$"))))
+def test_a_path_exists(path: str) -> None:
     assert (ROOT / path).exists()
+
+
+@pytest.mark.parametrize("name", sorted(set(in_text(r"[A-Z][a-z]+[A-Z]\w*$")) - FOREIGN))
+def test_a_class_exists(name: str) -> None:
+    assert re.search(rf"^class {name}\b", SOURCE, re.M)
 
 
 def test_mentioned_tests_exist() -> None:
