@@ -1,15 +1,22 @@
-"""Commands to the supervisor of a running pipeline, through circus's endpoint."""
+"""Client of the supervisor's control socket."""
 
 from collections.abc import Iterator
-from typing import Any
 
-import msgspec
 import zmq
 
 from penstock.launch.errors import LaunchError
-from penstock.launch.run_folder import CONTROL_SOCKET, running_config
+from penstock.launch.run_folder import control_endpoint, running_config
 from penstock.launch.supervisor.child import kind_of
 from penstock.protocol.config import run_folder
+from penstock.protocol.messages.control import (
+    ControlReply,
+    ControlRequest,
+    ListProcesses,
+    RestartProcesses,
+    ScaleProcesses,
+    SignalProcess,
+)
+from penstock.protocol.messages.status import ProcessStatus
 from penstock.protocol.replicas import replica_of
 from penstock.protocol.transport.channel import connect
 
@@ -19,43 +26,57 @@ CHANGE_TIMEOUT = 600
 """seconds; a worker is back when it has loaded its model, and the next command waits for that"""
 
 
-def command(pipeline: str, name: str, timeout: int = TIMEOUT, **properties: Any) -> dict[str, Any]:
-    """Sends a command and waits until it is done. Raises LaunchError if it was refused, or the
-    supervisor has ended."""
+def request(pipeline: str, message: ControlRequest, timeout: int = TIMEOUT) -> ControlReply:
+    """Send a request and wait until it is done.
+
+    Raises LaunchError if it failed, or the supervisor has ended.
+    """
     running_config(pipeline)
-    question = {"command": name, "properties": {**properties, "waiting": True}}
     with zmq.Context() as context:
-        endpoint = f"ipc://{run_folder(pipeline)}/{CONTROL_SOCKET}"
-        with connect(context, zmq.DEALER, endpoint).socket as socket:
+        channel = connect(context, zmq.DEALER, control_endpoint(run_folder(pipeline)), ControlReply)
+        with channel.socket as socket:
             poller = zmq.Poller()
             for one in (socket, socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)):
                 poller.register(one, zmq.POLLIN)
-            socket.send(msgspec.json.encode(question))
+            channel.send(message)
             ready = dict(poller.poll(timeout * 1000))
             socket.disable_monitor()
             if socket not in ready:
-                how = "ended before it answered" if ready else f"has not answered in {timeout} s"
+                how = "ended before it replied" if ready else f"has not replied in {timeout} s"
                 raise LaunchError(f"the supervisor of {pipeline!r} {how}")
-            reply: dict[str, Any] = msgspec.json.decode(socket.recv())
-    if reply["status"] != "ok":
-        raise LaunchError(f"the supervisor refused {name}: {reply['reason']}")
-    if "error" in reply:
-        raise LaunchError(reply["error"])
+            reply: ControlReply | None = next((message for _, message in channel.receive()), None)
+    if reply is None:
+        raise LaunchError(
+            f"the supervisor of {pipeline!r} sent an unknown reply: it runs another version of "
+            "Penstock; stop the pipeline and start it again"
+        )
+    if reply.error:
+        raise LaunchError(reply.error)
     return reply
 
 
+def list_processes(pipeline: str, timeout: int = TIMEOUT) -> list[ProcessStatus]:
+    """Return the processes that run. Raises LaunchError."""
+    return request(pipeline, ListProcesses(), timeout).processes
+
+
+def send_signal(pipeline: str, name: str, pid: int, number: int) -> None:
+    """Send a signal to a process of the pipeline. Raises LaunchError."""
+    request(pipeline, SignalProcess(name, pid, number))
+
+
 def scale(pipeline: str, kind: str, number: int) -> int:
-    """Changes how many processes of a kind run; returns their number."""
-    return int(command(pipeline, "scale", CHANGE_TIMEOUT, kind=kind, number=number)["number"])
+    """Change how many processes of a kind run; return their number. Raises LaunchError."""
+    return request(pipeline, ScaleProcesses(kind, number), CHANGE_TIMEOUT).number
 
 
 def restart(pipeline: str, target: str) -> Iterator[list[str]]:
-    """Restarts what `target` names: a process, a kind, or `all`, one after the other.
+    """Restart what `target` names: a process, a kind, or `all`, one after the other.
 
     Workers of a replica are restarted together: their group can't lose one. Yields the names of
-    those that are back. Raises LaunchError.
+    restarted processes once they are ready. Raises LaunchError.
     """
-    names = [one["name"] for one in command(pipeline, "processes")["processes"]]
+    names = [one.name for one in list_processes(pipeline)]
     config = running_config(pipeline)
 
     def group(chosen: str) -> tuple[str, ...]:
@@ -67,7 +88,7 @@ def restart(pipeline: str, target: str) -> Iterator[list[str]]:
 
     chosen = [name for name in names if target in ("all", name, kind_of(name))]
     if not chosen:
-        raise LaunchError(f"there is no process {target!r}; these run: {', '.join(names)}")
+        raise LaunchError(f"process: got {target!r}, expected one of {', '.join(names)}")
     for together in dict.fromkeys(map(group, chosen)):
-        command(pipeline, "restart", CHANGE_TIMEOUT, names=list(together))
+        request(pipeline, RestartProcesses(list(together)), CHANGE_TIMEOUT)
         yield list(together)

@@ -27,6 +27,11 @@ LOCK_FILE = "lock"
 CONTROL_SOCKET = "control"
 
 
+def control_endpoint(folder: Path) -> str:
+    """Return the endpoint of the supervisor's control socket in a run folder."""
+    return f"ipc://{folder}/{CONTROL_SOCKET}"
+
+
 @contextlib.contextmanager
 def claim(config: Config) -> Iterator[Path]:
     """Makes the run folder, empty and ours alone, and removes it at the end.

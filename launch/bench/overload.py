@@ -21,7 +21,7 @@ from msgspec import Struct
 from penstock.launch.bench.measure import Meter
 from penstock.launch.bench.streams import percentile
 from penstock.launch.bench.workload import MAX_TOKEN_ID, Item, arrival_times
-from penstock.launch.control_client import command
+from penstock.launch.control_client import list_processes
 from penstock.launch.errors import LaunchError
 from penstock.protocol.client.session import Answer
 from penstock.protocol.config import Config
@@ -242,10 +242,7 @@ def resident_mib(config: Config | None) -> dict[str, float]:
     """Memory that each process of the pipeline holds, in MiB; empty where they are not known."""
     if config is None:
         return {}
-    processes = {
-        one["name"]: psutil.Process(one["pid"])
-        for one in command(config.name, "processes")["processes"]
-    }
+    processes = {one.name: psutil.Process(one.pid) for one in list_processes(config.name)}
     supervisor = psutil.Process(next(iter(processes.values())).ppid())
     return {
         name: process.memory_info().rss / 2**20

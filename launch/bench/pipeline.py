@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from msgspec import Struct
 
-from penstock.launch.control_client import command
+from penstock.launch.control_client import list_processes
 from penstock.launch.offline.ephemeral_pipeline import private_pipeline
 from penstock.protocol.client.client import Client
 
@@ -84,7 +84,7 @@ def _measure(
 def cpu_seconds(name: str) -> Counter[str]:
     """CPU time used so far, by kind of process."""
     used: Counter[str] = Counter()
-    pids = {one["pid"]: one["name"] for one in command(name, "processes")["processes"]}
+    pids = {one.pid: one.name for one in list_processes(name)}
     for pid, process in (pids | {os.getpid(): "client"}).items():
         times = psutil.Process(pid).cpu_times()
         used[process.partition(".")[0]] += times.user + times.system

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from penstock.launch.control_client import command
+from penstock.launch.control_client import list_processes
 from penstock.launch.errors import LaunchError
 from penstock.launch.offline.ephemeral_pipeline import free_port
 from penstock.launch.run_folder import running_config
@@ -21,6 +21,7 @@ from penstock.launch.supervisor.owner import ReadySocket
 from penstock.launch.supervisor.procfile import read_procfile
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import ClientError
+from penstock.protocol.messages.status import ProcessStatus
 
 PROMPTS = [f"count from {first} to {first + 30}" for first in range(10, 90, 20)]
 ANSWER_TIMEOUT = 60.0
@@ -99,7 +100,7 @@ class Ground:
         return self._restarts() - self._num_restarts
 
     def _restarts(self) -> int:
-        return sum(int(one["restarts"]) for one in self.processes())
+        return sum(one.restarts for one in self.processes())
 
     @property
     def has_ended(self) -> bool:
@@ -114,14 +115,13 @@ class Ground:
             self.supervisor.wait(END_TIMEOUT)
         return self.has_ended
 
-    def processes(self) -> list[dict[str, Any]]:
-        """`ProcessStatus` of each. Raises LaunchError if the supervisor does not answer."""
-        found: list[dict[str, Any]] = command(self.name, "processes", 20)["processes"]
-        return found
+    def processes(self) -> list[ProcessStatus]:
+        """Raises LaunchError if the supervisor does not reply."""
+        return list_processes(self.name, 20)
 
     def pid(self, kind: str) -> int:
         """Of the first process of a kind."""
-        return next(int(p["pid"]) for p in self.processes() if p["name"].startswith(f"{kind}."))
+        return next(p.pid for p in self.processes() if p.name.startswith(f"{kind}."))
 
     def kill(self, kind: str, number: int = signal.SIGKILL) -> None:
         """Sends a signal to the first process of a kind."""

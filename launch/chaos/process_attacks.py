@@ -33,7 +33,7 @@ def clocks(ground: Ground) -> None:
 
 def freeze(ground: Ground) -> None:
     """All processes are stopped for 8 s, as by a suspended virtual machine."""
-    pids = [ground.supervisor.pid, *(int(one["pid"]) for one in ground.processes())]
+    pids = [ground.supervisor.pid, *(one.pid for one in ground.processes())]
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -78,7 +78,7 @@ def scales(ground: Ground) -> str:
         thread.start()
     for thread in threads:
         thread.join()
-    found = sum(one["name"].startswith("tokenizer.") for one in ground.processes())
+    found = sum(one.name.startswith("tokenizer.") for one in ground.processes())
     wrong = "" if sorted(numbers) == [1, 1, 2, 2, 3] and found in numbers else "WRONG: "
     return f"{wrong}{found} run, reported {numbers}"
 

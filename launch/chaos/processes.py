@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 import psutil
@@ -12,11 +12,12 @@ import zmq
 import zmq.asyncio
 
 from penstock.launch.chaos.schedule import Kill
-from penstock.launch.control_client import command
-from penstock.launch.run_folder import CONTROL_SOCKET
+from penstock.launch.control_client import TIMEOUT, list_processes, send_signal
+from penstock.launch.errors import LaunchError
+from penstock.launch.run_folder import control_endpoint
 from penstock.launch.supervisor.child import kind_of
-from penstock.launch.supervisor.control_server import SPAWNED
 from penstock.protocol.config import run_folder
+from penstock.protocol.messages.control import ControlReply, ListProcesses, Spawned
 
 
 class Changes:
@@ -41,23 +42,26 @@ class Processes:
     """Name → pid, kept up to date by the supervisor's events; to be entered with `async with`."""
 
     def __init__(self, pipeline: str, changes: Changes) -> None:
-        """Raises LaunchError if the supervisor does not answer."""
         self.num_restarts: Counter[str] = Counter()
         """by name"""
         self.seen: list[psutil.Process] = []
-        """every process there has been on this machine, if there is no other one"""
+        """every process that was seen on this machine, if there is no other one"""
+        self.pids: dict[str, int] = {}
         self._pipeline = pipeline
         self._changes = changes
-        self._context = zmq.asyncio.Context()
-        self._events = self._context.socket(zmq.SUB)
-        self._events.subscribe(SPAWNED)
-        self._events.connect(f"ipc://{run_folder(pipeline)}/{CONTROL_SOCKET}-events")
-        self.pids: dict[str, int] = {}
-        for one in self._ask():
-            self.pids[one["name"]] = one["pid"]
-            self._see(one["pid"], one.get("node", ""))
 
     async def __aenter__(self) -> Self:
+        """Raises LaunchError if the supervisor does not reply."""
+        self._context = zmq.asyncio.Context()
+        self._events = self._context.socket(zmq.DEALER)
+        self._events.connect(control_endpoint(run_folder(self._pipeline)))
+        await self._events.send(msgspec.msgpack.encode(ListProcesses(watch=True)))
+        try:
+            async with asyncio.timeout(TIMEOUT):
+                while not self.pids:
+                    self._take(await self._receive())
+        except TimeoutError:
+            raise LaunchError(f"the supervisor of {self._pipeline!r} does not reply") from None
         self._task = asyncio.create_task(self._listen())
         return self
 
@@ -73,7 +77,7 @@ class Processes:
         One that has just died by itself gets none: its end is the same.
         """
         pid = self.pids[kill.process]
-        command(self._pipeline, "signal", process=kill.process, pid=pid, number=kill.number)
+        send_signal(self._pipeline, kill.process, pid, kill.number)
         return pid
 
     def is_replaced(self, hit: dict[str, int]) -> bool:
@@ -83,24 +87,29 @@ class Processes:
     def memory(self) -> dict[str, int]:
         """Resident bytes by kind of process, of those that are there."""
         used: Counter[str] = Counter()
-        for one in self._ask():
-            used[kind_of(one["name"])] += one.get("rss_bytes", 0)
+        for one in list_processes(self._pipeline):
+            used[kind_of(one.name)] += one.rss_bytes
         return dict(used)
-
-    def _ask(self) -> list[dict[str, Any]]:
-        """The supervisor, for a `ProcessStatus` of each."""
-        found: list[dict[str, Any]] = command(self._pipeline, "processes")["processes"]
-        return found
 
     async def _listen(self) -> None:
         while True:
-            _, text = await self._events.recv_multipart()
-            one = msgspec.json.decode(text)
-            if one["name"] in self.pids:
-                self.pids[one["name"]] = one["pid"]
-                self.num_restarts[one["name"]] += 1
-                self._see(one["pid"], one["node"])
-                self._changes.tell()
+            self._take(await self._receive())
+
+    async def _receive(self) -> ControlReply | Spawned:
+        frame = await self._events.recv()
+        return msgspec.msgpack.decode(frame, type=ControlReply | Spawned)
+
+    def _take(self, message: ControlReply | Spawned) -> None:
+        """Takes all processes from a reply, and later those that were restarted."""
+        if isinstance(message, ControlReply):
+            for one in message.processes:
+                self.pids[one.name] = one.pid
+                self._see(one.pid, one.node)
+        elif message.name in self.pids:
+            self.pids[message.name] = message.pid
+            self.num_restarts[message.name] += 1
+            self._see(message.pid, message.node)
+            self._changes.tell()
 
     def _see(self, pid: int, node: str) -> None:
         if node:

@@ -43,7 +43,7 @@ def start(config: Config, procfile: Path, max_deaths: int) -> int:
     raise_descriptor_limit()
     run = _run_on_ray if config.on == "ray" else _run
     with claim(config) as folder:
-        _check_length(folder / f"{CONTROL_SOCKET}-events")
+        _check_length(folder / CONTROL_SOCKET)
         _check_security(config)
         check_http_reach(config)
         return run(config, commands, max_deaths)

@@ -4,12 +4,12 @@ from typing import Any
 
 import msgspec
 
-from penstock.launch.control_client import command
+from penstock.launch.control_client import list_processes
 from penstock.launch.run_folder import model_name, running_config
 from penstock.launch.supervisor.logs import at_node
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import NoAnswer
-from penstock.protocol.messages.status import SchedulerStatus, StatusReply
+from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
 
 TIMEOUT = 2.0
 """seconds that the gateway has to answer"""
@@ -18,7 +18,7 @@ TIMEOUT = 2.0
 def read_status(pipeline: str) -> dict[str, Any]:
     """Everything known of a running pipeline; `gateway` is None where it does not answer."""
     config = running_config(pipeline)
-    processes = command(pipeline, "processes")["processes"]
+    processes = list_processes(pipeline)
     try:
         with Client(config.endpoint, timeout=TIMEOUT, keys=config.keys) as client:
             gateway = client.status()
@@ -62,14 +62,14 @@ def _num_requests(gateway: StatusReply | None) -> dict[str, int]:
     }
 
 
-def _process_lines(processes: list[dict[str, Any]], num_requests: dict[str, int]) -> list[str]:
-    labels = [at_node(one["name"], one.get("node", "")) for one in processes]
+def _process_lines(processes: list[ProcessStatus], num_requests: dict[str, int]) -> list[str]:
+    labels = [at_node(one.name, one.node) for one in processes]
     width = max([15, *map(len, labels)])
     lines = [f"{'process':<{width}} {'pid':>8} {'uptime':>9} {'restarts':>8} {'requests':>8}"]
     for label, one in zip(labels, processes, strict=True):
         lines.append(
-            f"{label:<{width}} {one['pid']:>8} {_duration(one['uptime']):>9} "
-            f"{one['restarts']:>8} {num_requests.get(one['name'], '-'):>8}"
+            f"{label:<{width}} {one.pid:>8} {_duration(one.uptime):>9} "
+            f"{one.restarts:>8} {num_requests.get(one.name, '-'):>8}"
         )
     return lines
 

@@ -56,13 +56,6 @@ def process_names(config: Config, kinds: Iterable[str]) -> list[str]:
     return [f"{kind}.{i}" for kind in kinds for i in range(1, numbers.get(kind, 1) + 1)]
 
 
-def end_of(exit_code: int | None) -> str:
-    """How a process has ended."""
-    if exit_code is not None and exit_code < 0:
-        return f"signal {-exit_code}"
-    return f"exit code {exit_code}"
-
-
 def kind_of(name: str) -> str:
     """The procfile's word for a process: `worker` for `worker.2`."""
     return name.partition(".")[0]

@@ -1,53 +1,67 @@
-"""circus's endpoint, at which `launch status`, `scale` and `restart` ask the supervisor."""
+"""Server of the supervisor's control socket, to which `launch` commands connect."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from circus.arbiter import Arbiter
-from tornado.ioloop import IOLoop
+import zmq
 
-from penstock.launch.run_folder import CONTROL_SOCKET
+from penstock.launch.run_folder import control_endpoint
+from penstock.launch.supervisor.tasks import Tasks
+from penstock.protocol.messages.control import ControlReply, ControlRequest, ListProcesses, Spawned
+from penstock.protocol.transport.channel import bind
+from penstock.protocol.transport.event_loop import attend, drain, leave
 
-SPAWNED = b"spawned"
-"""topic of what circus's second endpoint publishes of every start"""
-Run = Callable[..., Awaitable[dict[str, Any]]]
+Run = Callable[[ControlRequest], Coroutine[Any, Any, ControlReply]]
 
 
-class _Command:
-    """A command of circus's endpoint."""
+class ControlServer:
+    """Runs requests at once, each in a task, and replies when they are done."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, folder: Path, run: Run, end: "asyncio.Future[int]", tasks: Tasks) -> None:
+        """folder: the run folder; end: done when the pipeline is to end, as are all requests then;
+        tasks: reports exceptions."""
         self._run = run
+        self._end = end
+        self._tasks = tasks
+        self._watchers: set[bytes] = set()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._channel = bind(self._context, zmq.ROUTER, control_endpoint(folder), ControlRequest)
+        self._handlers = [(self._channel, self._receive)]
+        attend(self._handlers)
 
-    def validate(self, properties: dict[str, Any]) -> None:
-        """Asked for by circus; `launch` is the only one that sends these."""
+    def spawned(self, event: Spawned) -> None:
+        """Send an event to the peers that watch."""
+        self._watchers = {peer for peer in self._watchers if self._channel.send(event, peer)}
+        drain(self._handlers)  # sending may have consumed what the descriptor signals
 
-    def execute(self, _arbiter: Arbiter, properties: dict[str, Any]) -> Awaitable[Any]:
-        """circus answers when the task is done, if `waiting` is among the properties."""
-        given = {key: value for key, value in properties.items() if key != "waiting"}
-        return asyncio.ensure_future(self._run(**given))
+    async def close(self) -> None:
+        """Send the last replies, and close the socket; `end` is done."""
+        await self._tasks.wait()
+        leave(self._handlers)
+        self._channel.socket.close()
+        self._context.term()
 
+    def _receive(self) -> None:
+        for peer, request in self._channel.receive():
+            if isinstance(request, ListProcesses) and request.watch:
+                self._watchers.add(peer)
+            self._tasks.start(self._answer(peer, request))
 
-def make_arbiter(folder: Path, commands: dict[str, Run]) -> Any:
-    """An arbiter, yet without processes, that knows these commands."""
-    arbiter = Arbiter(
-        [],
-        f"ipc://{folder}/{CONTROL_SOCKET}",
-        f"ipc://{folder}/{CONTROL_SOCKET}-events",
-        check_delay=-1,
-        loop=IOLoop.current(),
-        proc_name="launch",
-    )
-    arbiter.ctrl.sys_hdl.stop()  # puts our signal handlers back
-    for name, run in commands.items():
-        arbiter.ctrl.commands[name] = _Command(run)
-    return arbiter
+    async def _answer(self, peer: bytes, request: ControlRequest) -> None:
+        task = asyncio.create_task(self._run(request))
+        either: list[asyncio.Future[Any]] = [task, self._end]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            self._reply(peer, ControlReply("the pipeline ended before the command was done"))
+        elif error := task.exception():
+            self._reply(peer, ControlReply(f"the command failed: {error!r}"))
+            raise error
+        else:
+            self._reply(peer, task.result())
 
-
-def tell_spawned(arbiter: Any, name: str, pid: int, node: str) -> None:
-    """Tells whoever has subscribed to SPAWNED; as `Policy.spawned`."""
-    told = {"name": name, "pid": pid, "node": node}
-    arbiter.evpub_socket.send_multipart([SPAWNED, msgspec.json.encode(told)])
+    def _reply(self, peer: bytes, reply: ControlReply) -> None:
+        self._channel.send(reply, peer)
+        drain(self._handlers)

@@ -1,146 +1,125 @@
-"""Processes of this machine, which circus runs.
-
-circus spawns, stops (SIGTERM, and SIGKILL after a grace) and restarts; each process is a watcher
-of its own, so that it keeps its name. What is ours: a death is seen by SIGCHLD instead of circus's
-periodic check, and logs go through named pipes (circus closes its own before the last lines of a
-dead process are read).
-"""
+"""Processes of this machine: children of the supervisor."""
 
 import asyncio
 import contextlib
 import os
-import shlex
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import psutil
 import zmq
-from circus.watcher import Watcher
-from tornado.ioloop import IOLoop
 
 from penstock.launch.run_folder import environment
-from penstock.launch.supervisor.child import GRACE, end_of, kind_of
+from penstock.launch.supervisor.child import GRACE, kind_of
+from penstock.launch.supervisor.child_process import ChildProcess
 from penstock.launch.supervisor.logs import Log
-from penstock.launch.supervisor.processes import Policy, Running
-from penstock.launch.supervisor.procfile import shell_line
-from penstock.launch.supervisor.watchdog import LocalHost
+from penstock.launch.supervisor.processes import KeptProcess, Policy, Processes
+from penstock.launch.supervisor.vitals import Vitals
 from penstock.protocol.config import Config
 from penstock.protocol.transport.incarnation import INCARNATION_VARIABLE
 from penstock.protocol.transport.process import PROCESS_VARIABLE, SUPERVISOR_VARIABLE
 
 
-class CircusProcesses:
-    """`Processes` for one machine; it needs the running event loop of the main thread."""
+class LocalProcess(KeptProcess):
+    """One process of this machine; all its runs write to one log."""
 
     def __init__(
-        self, config: Config, commands: dict[str, str], policy: Policy, arbiter: Any
+        self, name: str, command: str, config: Config, incarnations: Iterator[int], policy: Policy
     ) -> None:
-        """commands: of each kind of process."""
+        super().__init__(name)
+        self._command = command
+        self._environment = environment(config) | {
+            PROCESS_VARIABLE: name,
+            SUPERVISOR_VARIABLE: str(os.getpid()),
+        }
+        self._incarnations = incarnations
+        self._log = Log(partial(policy.line, name))
+        self._child: ChildProcess
+
+    async def spawn(self) -> None:
+        number = {INCARNATION_VARIABLE: str(next(self._incarnations))}
+        self._child = ChildProcess(self._command, self._environment | number, self._log)
+        self.pid = self._child.pid
+
+    async def wait(self) -> str:
+        return await asyncio.shield(self._child.end)
+
+    async def terminate(self) -> None:
+        if self.pid:
+            await self._child.stop(GRACE)
+
+    async def release(self) -> None:
+        self._log.close()
+
+    def signal(self, number: int) -> None:
+        self._child.signal(number)
+
+
+class LocalProcesses(Processes[LocalProcess]):
+    """`Processes` of this machine; needs the running event loop."""
+
+    def __init__(self, config: Config, commands: dict[str, str], policy: Policy) -> None:
+        """commands: by kind of process."""
+        super().__init__(policy)
         self.host = LocalHost()
-        self.context: zmq.Context[Any] = zmq.Context()
-        self.pulses_context = self.context
+        self.watchdog_context: zmq.Context[Any] = zmq.Context()
         self._config = config
         self._commands = commands
-        self._policy = policy
-        self._arbiter = arbiter
-        self._logs: dict[str, Log] = {}
         self._incarnations = count(1)
-        self._circus = asyncio.Lock()  # circus refuses a command while another one runs
-        self._death = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._death.set)
 
-    async def add(self, names: list[str]) -> None:
-        async with self._circus:
-            for name in names:
-                self._arbiter.add_watcher(**self._watcher(name))
-            await self._arbiter.start_watchers(self._watchers(names))
+    @property
+    def context(self) -> "zmq.Context[Any]":
+        return self.watchdog_context
 
-    async def remove(self, names: list[str]) -> None:
-        async with self._circus:
-            for name in names:
-                await self._arbiter.rm_watcher(name)
-                self._logs.pop(name).close()
-
-    async def stop(self, names: list[str]) -> None:
-        async with self._circus:
-            await self._arbiter.stop_watchers(self._watchers(names))
-
-    async def start(self, names: list[str]) -> None:
-        async with self._circus:
-            await self._arbiter.start_watchers(self._watchers(names))
-
-    async def keep(self) -> None:
-        while True:
-            await self._death.wait()
-            self._death.clear()
-            async with self._circus:
-                await self._arbiter.manage_watchers()
-
-    def running(self) -> Iterator[Running]:
-        for name, process in self._processes():
-            try:
-                yield Running(name, process.pid, "", process.age())
-            except psutil.NoSuchProcess:  # it has just ended
-                continue
-
-    def signal(self, name: str, pid: int, number: int) -> None:
-        for its_name, process in self._processes():
-            if (its_name, process.pid) == (name, pid):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(number)
+    def _make(self, name: str) -> LocalProcess:
+        command = self._commands[kind_of(name)]
+        return LocalProcess(name, command, self._config, self._incarnations, self._policy)
 
     async def close(self) -> None:
-        async with self._circus:
-            await self._arbiter.stop_watchers()
-        for log in self._logs.values():
-            log.close()
+        await super().close()
         self.context.destroy(linger=0)
 
-    def _processes(self) -> Iterator[tuple[str, Any]]:
-        for watcher in self._arbiter.watchers:
-            for process in watcher.processes.values():
-                yield watcher.name, process
 
-    def _watchers(self, names: list[str]) -> Callable[..., list[Watcher]]:
-        """Which of its watchers circus is to start or to stop, as it wants to be told."""
-        return lambda **_: [one for one in self._arbiter.watchers if one.name in names]
+class LocalHost:
+    """This machine as a `Host`: only the supervisor's own descendants count."""
 
-    def _watcher(self, name: str) -> dict[str, Any]:
-        """The arguments of a circus Watcher for one process."""
-        path = self._config.run_folder / f"{name}.log"
-        self._logs[name] = Log(path, partial(self._policy.line, name))
-        command = shell_line(self._commands[kind_of(name)])
-        return {
-            "name": name,
-            "cmd": "sh",
-            "args": ["-c", f"{command} >{shlex.quote(str(path))} 2>&1"],
-            "env": environment(self._config)
-            | {PROCESS_VARIABLE: name, SUPERVISOR_VARIABLE: str(os.getpid())},
-            "working_dir": str(Path.cwd()),
-            "graceful_timeout": GRACE,
-            "hooks": {
-                "before_spawn": (self._may_spawn, False),
-                "after_spawn": (self._spawned, False),
-                "after_reap": (self._reaped, True),
-            },
-            "loop": IOLoop.current(),
-        }
+    def watch(self, _name: str, pid: int, on_end: Callable[[], None]) -> "WatchedPid | None":
+        """As `Host.watch`."""
+        try:
+            parents = psutil.Process(pid).parents()
+            if os.getpid() not in (parent.pid for parent in parents):
+                return None
+            return WatchedPid(pid, os.pidfd_open(pid), on_end)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            return None
 
-    def _may_spawn(self, watcher: Watcher, **_: Any) -> bool:
-        watcher.env[INCARNATION_VARIABLE] = str(next(self._incarnations))
-        if not self._policy.may_spawn(watcher.name):
-            return False
-        self._logs[watcher.name].restore()
+
+class WatchedPid:
+    """A `Watched` process of this machine, by its pidfd."""
+
+    def __init__(self, pid: int, pidfd: int, on_end: Callable[[], None]) -> None:
+        self._vitals = Vitals(pid)
+        self._pidfd = pidfd
+        self._is_forgotten = False
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(pidfd, on_end)
+
+    async def works(self, since: float) -> bool:
+        """As `Watched.works`."""
+        return self._vitals.works(since)
+
+    async def kill(self) -> bool:
+        """As `Watched.kill`; without effect on a process that is dead, or forgotten."""
+        if not self._is_forgotten:  # the descriptor's number may be another process's by now
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         return True
 
-    def _spawned(self, watcher: Watcher, pid: int, **_: Any) -> bool:
-        self._policy.spawned(watcher.name, pid)
-        return True
-
-    def _reaped(self, watcher: Watcher, exit_code: int | None = None, **_: Any) -> None:
-        self._logs[watcher.name].drain()
-        self._policy.reaped(watcher.name, end_of(exit_code))
+    def forget(self) -> None:
+        """As `Watched.forget`."""
+        self._is_forgotten = True
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)

@@ -1,11 +1,11 @@
 """The log of each process, line by line: behind the name of the process, or as JSON maps."""
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 NAME_WIDTH = len("detokenizer.1")
 NUM_LAST_LINES = 10
 MAX_LINE = 1 << 16
+"""bytes: of a line in one piece, and of what a pipe of Linux holds"""
 Show = Callable[[str], str]
 """what is printed for a line of one process"""
 
@@ -40,52 +41,36 @@ class Lines:
 
 
 class Log:
-    """Reads what one process writes, and passes it on line by line.
+    """Pipe that the runs of one process write to, read line by line.
 
-    The process writes to a named pipe, which outlives it: what a crashed process said last is
-    still there, and the next of that name goes on in the same pipe.
+    The supervisor holds both ends, so the pipe outlives the process: the last lines of a crashed
+    process are still read, and its successor writes to the same pipe.
     """
 
-    def __init__(self, path: Path, on_line: Callable[[str], None]) -> None:
-        self.path = path
+    def __init__(self, on_line: Callable[[str], None]) -> None:
+        """Open the pipe; needs the running event loop."""
         self._on_line = on_line
         self._lines = Lines()
-        self._open()
+        self._reader, self.writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        asyncio.get_running_loop().add_reader(self._reader, self._read)
 
-    def restore(self) -> None:
-        """Makes the pipe again if its name was removed, before a process is to open it."""
-        if not self.path.is_fifo():
-            self._close()
-            self._open()
-
-    def drain(self) -> None:
-        """Takes what is in the pipe now."""
-        while self._read():
-            pass
+    def finish(self) -> None:
+        """Pass on what is in the pipe now, also a line without an end."""
+        self._read()
+        self._pass_on(self._lines.take_rest())
 
     def close(self) -> None:
-        """Passes on what is left."""
-        self.drain()
-        self._pass_on(self._lines.take_rest())
-        self._close()
+        """Pass on what is left, and close the pipe."""
+        self.finish()
+        asyncio.get_running_loop().remove_reader(self._reader)
+        os.close(self._reader)
+        os.close(self.writer)
 
-    def _open(self) -> None:
-        os.mkfifo(self.path, 0o600)
-        # for writing too, so that the pipe has no end when a process dies
-        self._pipe = os.open(self.path, os.O_RDWR | os.O_NONBLOCK)
-        asyncio.get_running_loop().add_reader(self._pipe, self._read)
-
-    def _close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pipe)
-        os.close(self._pipe)
-        self.path.unlink(missing_ok=True)
-
-    def _read(self) -> bool:
-        try:
-            self._pass_on(self._lines.take(os.read(self._pipe, MAX_LINE)))
-        except BlockingIOError:
-            return False
-        return True
+    def _read(self) -> None:
+        """Take all that is in the pipe, which holds up to MAX_LINE bytes."""
+        with contextlib.suppress(BlockingIOError):
+            self._pass_on(self._lines.take(os.read(self._reader, MAX_LINE)))
 
     def _pass_on(self, lines: list[str]) -> None:
         for line in lines:

@@ -1,12 +1,19 @@
-"""What the supervisor needs of what runs processes: circus on this machine, or Ray on several.
+"""The supervisor's processes, whatever runs them: this machine, or a Ray cluster.
 
-The supervisor decides (`Policy`), they carry out and tell (`Processes`).
+The supervisor decides (`Policy`); `Processes` starts, stops and restarts, and reports.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+import asyncio
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import zmq
+
+from penstock.launch.supervisor.child import GRACE
+from penstock.launch.supervisor.tasks import Tasks
 
 
 class Running(NamedTuple):
@@ -21,80 +28,194 @@ class Running(NamedTuple):
 
 
 class Policy(Protocol):
-    """What is asked and told about processes, each known by its name."""
+    """Decisions about processes and reports of them, each process known by its name."""
 
     def may_spawn(self, name: str) -> bool:
-        """Before every start, also of one that has died: whether it is to be."""
+        """Decide before every start and restart."""
 
     def spawned(self, name: str, pid: int, node: str = "") -> None:
-        """A process begins to start; node: as in `Running`."""
+        """Take note of a start; node: as in `Running`."""
 
     def line(self, name: str, text: str) -> None:
-        """It has written a line. All are told before its end is."""
+        """Take a line that the process wrote. All lines come before its end."""
 
     def reaped(self, name: str, end: str) -> None:
-        """It has ended; `end` continues the sentence that it died with."""
+        """Take note of an end: `exit code 1`."""
 
     def say(self, text: str) -> None:
-        """Takes a line for the log that is of no process."""
+        """Take a line for the log that belongs to no process."""
 
 
 class Watched(Protocol):
-    """One process that can't come to mean another one."""
+    """One run of a process, for the watchdog."""
 
     async def works(self, since: float) -> bool:
-        """Whether it has used CPU time since the last call, and more than `since` seconds of it
-        since its start, or is about to; False if it is stopped, or can't be reached."""
+        """Return whether it used CPU time since the last call, and more than `since` seconds of it
+        since its start, or is about to; False if it is stopped or unreachable."""
 
     async def kill(self) -> bool:
-        """SIGKILL, whatever it does; False if its machine can't be reached."""
+        """Send SIGKILL; False if its machine is unreachable."""
 
     def forget(self) -> None:
-        """Its end is told no more."""
+        """Do not report its end."""
 
 
 class Host(Protocol):
-    """Where processes can be watched and killed."""
+    """Place where processes can be watched and killed."""
 
     def watch(self, name: str, pid: int, on_end: Callable[[], None]) -> Watched | None:
-        """Calls `on_end` when it ends; None if it is none of the supervisor's."""
+        """Call `on_end` when the process ends; None if it is not one of the supervisor's."""
 
 
-class Processes(Protocol):
-    """Starts and stops processes, each by its name."""
+class KeptProcess(ABC):
+    """One process by its name, over its restarts."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.pid = 0
+        """0: it does not run"""
+        self.node = ""
+        self.since = 0.0
+        self.on_end: Callable[[], None] = lambda: None
+        self.wanted = asyncio.Event()
+        self.wanted.set()
+        self.idle = asyncio.Event()
+        """it neither runs nor is being started"""
+        self.task: asyncio.Task[None]
+
+    @abstractmethod
+    async def spawn(self) -> None:
+        """Start it, and set `pid` and `node`. Raises OSError."""
+
+    @abstractmethod
+    async def wait(self) -> str:
+        """Wait for its end and return how it ended."""
+
+    @abstractmethod
+    async def terminate(self) -> None:
+        """Send SIGTERM, and SIGKILL after GRACE seconds."""
+
+    @abstractmethod
+    async def release(self) -> None:
+        """Free what its runs shared; it is not started again."""
+
+    @abstractmethod
+    def signal(self, number: int) -> None:
+        """Send a signal to the process that runs."""
+
+    async def stop(self) -> None:
+        """End it, if it can be reached; it is not restarted until it is `wanted`."""
+        self.wanted.clear()
+        await self.terminate()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.idle.wait(), GRACE)
+
+
+Kept = TypeVar("Kept", bound=KeptProcess)
+
+
+class Processes(ABC, Generic[Kept]):
+    """Starts, restarts and stops processes, each by its name."""
+
+    host: Host
+    watchdog_context: "zmq.Context[Any]"
+    """of the socket that all processes connect to"""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._processes: dict[str, Kept] = {}
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks = Tasks(self._fail)
 
     @property
-    def host(self) -> Host:
-        """Where they can be watched."""
-
-    @property
+    @abstractmethod
     def context(self) -> "zmq.Context[Any]":
-        """Of sockets that connect to processes."""
+        """Context of sockets that connect to processes."""
 
-    @property
-    def pulses_context(self) -> "zmq.Context[Any]":
-        """Of the socket that all processes connect to."""
+    @abstractmethod
+    def _make(self, name: str) -> Kept:
+        """Return a process that is not started yet."""
 
     async def add(self, names: list[str]) -> None:
-        """Starts new ones."""
+        """Start new processes."""
+        for name in names:
+            process = self._processes[name] = self._make(name)
+            process.task = self._tasks.start(self._keep(process))
+        await asyncio.sleep(0)  # processes of this machine are spawned within
 
     async def remove(self, names: list[str]) -> None:
-        """Stops them for good."""
+        """Stop processes for good."""
+        # first what does not run: it may wait for the place of what does
+        for does_run in (False, True):
+            chosen = [name for name in names if bool(self._processes[name].pid) == does_run]
+            await self._each(chosen, self._remove)
+        for name in names:
+            del self._processes[name]
 
     async def stop(self, names: list[str]) -> None:
-        """SIGTERM, and SIGKILL after a grace; `start` has them back."""
+        """Stop processes until `start`."""
+        await self._each(names, lambda process: process.stop())
 
     async def start(self, names: list[str]) -> None:
-        """After `stop`."""
+        """Start processes again after `stop`."""
+        for name in names:
+            self._processes[name].wanted.set()
+        await asyncio.sleep(0)  # as in `add`
 
     async def keep(self) -> None:
-        """Starts again what dies, if it may; until it is cancelled."""
+        """Wait until the processes can't be kept running, and raise the reason."""
+        await self._failed
 
-    def running(self) -> Iterable[Running]:
-        """Those that run now."""
+    def running(self) -> Iterator[Running]:
+        """Yield the processes that run now."""
+        now = time.monotonic()
+        for one in self._processes.values():
+            if one.pid:
+                yield Running(one.name, one.pid, one.node, now - one.since)
 
     def signal(self, name: str, pid: int, number: int) -> None:
-        """Sends a signal; nothing happens where that process has ended."""
+        """Send a signal; without effect where the process with this pid has ended."""
+        process = self._processes.get(name)
+        if process and process.pid == pid:
+            process.signal(number)
 
     async def close(self) -> None:
-        """Stops all of them."""
+        """Stop all processes."""
+        await self.remove(list(self._processes))
+
+    async def _keep(self, process: Kept) -> None:
+        """Run a process, and again after every end, as long as the policy permits."""
+        while await self._may_start(process):
+            try:
+                await process.spawn()
+            except OSError as error:
+                self._policy.reaped(process.name, str(error))
+                continue
+            process.since = time.monotonic()
+            self._policy.spawned(process.name, process.pid, process.node)
+            end = await process.wait()
+            process.pid = 0
+            self._policy.reaped(process.name, end)
+            process.on_end()
+        process.idle.set()
+
+    async def _may_start(self, process: Kept) -> bool:
+        process.idle.set()
+        await process.wanted.wait()
+        process.idle.clear()
+        return self._policy.may_spawn(process.name)
+
+    async def _remove(self, process: Kept) -> None:
+        if process.pid:
+            await process.stop()
+        process.task.cancel()
+        await process.release()
+
+    async def _each(
+        self, names: Iterable[str], run: Callable[[Kept], Coroutine[Any, Any, None]]
+    ) -> None:
+        await asyncio.gather(*(run(self._processes[name]) for name in names))
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(error)

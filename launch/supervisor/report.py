@@ -1,12 +1,13 @@
 """What the gateway is told of the processes: it answers for all of the pipeline."""
 
 import asyncio
+from typing import Any
 
 import zmq
 
 from penstock.launch.supervisor.child import Child, kind_of
 from penstock.launch.supervisor.processes import Processes, Running
-from penstock.launch.supervisor.watchdog import Pulses
+from penstock.launch.supervisor.watchdog import Watchdog
 from penstock.protocol.config import Config
 from penstock.protocol.messages.status import ProcessStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
@@ -21,15 +22,15 @@ class Report:
         self,
         config: Config,
         kinds: list[str],
-        processes: Processes,
+        processes: Processes[Any],
         children: dict[str, Child],
-        pulses: Pulses,
+        watchdog: Watchdog,
     ) -> None:
         """kinds: of processes, in the order of the procfile; children: by name."""
         self._kinds = kinds
         self._processes = processes
         self._children = children
-        self._pulses = pulses
+        self._watchdog = watchdog
         self._loop = asyncio.get_running_loop()
         at = endpoints(config).results
         # one report waits at most for a gateway that is not there; newer ones are dropped
@@ -55,7 +56,7 @@ class Report:
         return [self._status(one) for one in running]
 
     def _status(self, one: Running) -> ProcessStatus:
-        pulse = self._pulses.newest(one.name, one.pid)
+        pulse = self._watchdog.newest(one.name, one.pid)
         return ProcessStatus(
             name=one.name,
             pid=one.pid,

@@ -1,8 +1,7 @@
-"""Keeps the processes of one pipeline running.
+"""Supervisor that keeps the processes of one pipeline running.
 
-What runs them, circus on this machine or Ray on several, is behind `Processes`; here is what is
-decided: how often one may die, the watch over their pulses, and the end: a signal lets what runs
-be finished, the next one does not.
+`Processes` runs them, on this machine or on a Ray cluster. The supervisor decides how often a
+process may die, owns the watchdog, and ends the pipeline: the first signal drains, the next stops.
 """
 
 import asyncio
@@ -15,11 +14,12 @@ from typing import Any
 
 from penstock.launch.errors import LaunchError
 from penstock.launch.run_folder import base_url, model_name, restore_config
-from penstock.launch.supervisor.child import CRASH_WINDOW, Child, end_of, kind_of, process_names
+from penstock.launch.supervisor.child import CRASH_WINDOW, Child, kind_of, process_names
+from penstock.launch.supervisor.child_process import describe_exit
 from penstock.launch.supervisor.commands import Commands
-from penstock.launch.supervisor.control_server import make_arbiter, tell_spawned
+from penstock.launch.supervisor.control_server import ControlServer
 from penstock.launch.supervisor.deaths import ExplainedDeaths
-from penstock.launch.supervisor.local import CircusProcesses
+from penstock.launch.supervisor.local import LocalProcesses
 from penstock.launch.supervisor.logs import Show, as_json, behind_name
 from penstock.launch.supervisor.output import LogToOutput, Output
 from penstock.launch.supervisor.owner import notify_ready, watch_owner
@@ -27,15 +27,16 @@ from penstock.launch.supervisor.processes import Policy, Processes
 from penstock.launch.supervisor.procfile import read_procfile
 from penstock.launch.supervisor.report import Report
 from penstock.launch.supervisor.tasks import Tasks, traceback_lines
-from penstock.launch.supervisor.watchdog import Pulses
+from penstock.launch.supervisor.watchdog import Watchdog
 from penstock.protocol.client.client import AsyncClient
 from penstock.protocol.config import Config
+from penstock.protocol.messages.control import Spawned
 from penstock.protocol.transport.endpoints import inner_clients
 
 MAX_EARLY_DEATHS = 3
 """deaths of one process that stop a pipeline which was never ready"""
-MakeProcesses = Callable[[Config, dict[str, str], Policy, Any], Processes]
-"""from the configuration, the commands, what decides, and circus's arbiter"""
+MakeProcesses = Callable[[Config, dict[str, str], Policy], Processes[Any]]
+"""from the configuration, and the commands by kind of process"""
 
 
 class Supervisor:
@@ -46,7 +47,7 @@ class Supervisor:
         config: Config,
         commands: dict[str, str],
         max_deaths: int,
-        make_processes: MakeProcesses = CircusProcesses,
+        make_processes: MakeProcesses = LocalProcesses,
     ) -> None:
         self._config = config
         self._commands = commands
@@ -81,21 +82,21 @@ class Supervisor:
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
             loop.add_signal_handler(signal.SIGHUP, self._stop, 0)
         watch_owner(partial(self._stop, 0))
-        commands = Commands(self._config.name, self._children, self._add, self._client, self._end)
-        self._arbiter = make_arbiter(self._config.run_folder, commands.all())
-        await self._arbiter.start()
-        processes = self._make_processes(self._config, self._commands, self, self._arbiter)
+        commands = Commands(self._commands, self._children, self._add, self._client)
+        folder, control_tasks = self._config.run_folder, Tasks(self._say_error)
+        self._control = ControlServer(folder, commands.run, self._end, control_tasks)
+        processes = self._make_processes(self._config, self._commands, self)
         self._processes = processes
-        self._pulses = Pulses(
+        self._watchdog = Watchdog(
             self._config,
             self.say,
             processes.host,
-            processes.pulses_context,
+            processes.watchdog_context,
             Tasks(self._say_error),
             ExplainedDeaths(self._children).handle,
         )
         kinds = list(self._commands)
-        report = Report(self._config, kinds, processes, self._children, self._pulses)
+        report = Report(self._config, kinds, processes, self._children, self._watchdog)
         self._report = report  # before the first process runs: a signal may follow at once
         await self._add(process_names(self._config, self._commands))
         commands.start(processes, report)
@@ -107,9 +108,9 @@ class Supervisor:
         finally:
             tasks.cancel()
             report.close()
-            self._pulses.close()
+            self._watchdog.close()
             await processes.close()
-            await self._arbiter.stop()
+            await self._control.close()
 
     async def _add(self, names: list[str]) -> None:
         for name in names:
@@ -149,7 +150,7 @@ class Supervisor:
             child.asked_for = False
             self.say(f"{name} restarted on request")
             return True
-        if self._draining and kind_of(name) == "gateway" and child.end == end_of(0):
+        if self._draining and kind_of(name) == "gateway" and child.end == describe_exit(0):
             self._stop(0)  # nothing is open; one that was killed is restarted, and drained on
             return False
         num_deaths = child.count_death()
@@ -178,8 +179,8 @@ class Supervisor:
         self._children[name].show = self._show(name, node)
         self._children[name].pid = pid
         if kind_of(name) in read_procfile():  # others in a --procfile send no pulses
-            self._pulses.spawned(name, pid)
-        tell_spawned(self._arbiter, name, pid, node)
+            self._watchdog.spawned(name, pid)
+        self._control.spawned(Spawned(name, pid, node))
 
     def line(self, name: str, text: str) -> None:
         """As `Policy.line`."""

@@ -28,6 +28,11 @@ class Tasks:
         for task in self._running:
             task.cancel()
 
+    async def wait(self) -> None:
+        """Wait for the tasks that run."""
+        if self._running:
+            await asyncio.wait(self._running)
+
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._running.discard(task)
         if not task.cancelled() and (error := task.exception()):

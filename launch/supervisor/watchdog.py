@@ -13,20 +13,15 @@ have their time once more.
 """
 
 import asyncio
-import contextlib
 import math
-import os
-import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import psutil
 import zmq
 
 from penstock.launch.supervisor.processes import Host, Watched
 from penstock.launch.supervisor.tasks import Tasks
-from penstock.launch.supervisor.vitals import Vitals
 from penstock.protocol.config import Config
 from penstock.protocol.messages.supervisor import Pulse
 from penstock.protocol.poison import PoisonFound, ProcessesDied, ToSupervisor
@@ -37,48 +32,6 @@ MAX_LATE = 2 * HEARTBEAT_INTERVAL
 """seconds by which the supervisor's own timer may be late, if it was not stopped itself"""
 SHOWN = 40
 """characters of a name that a log line repeats"""
-
-
-class LocalHost:
-    """Where processes can be watched: this machine, of which only our own children count."""
-
-    def watch(self, _name: str, pid: int, on_end: Callable[[], None]) -> "LocalProcess | None":
-        """As `Host.watch`."""
-        try:
-            parents = psutil.Process(pid).parents()
-            if os.getpid() not in (parent.pid for parent in parents):
-                return None
-            return LocalProcess(pid, os.pidfd_open(pid), on_end)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            return None
-
-
-class LocalProcess:
-    """A descriptor, which can't come to mean another process."""
-
-    def __init__(self, pid: int, descriptor: int, on_end: Callable[[], None]) -> None:
-        self._vitals = Vitals(pid)
-        self._descriptor = descriptor
-        self._is_forgotten = False
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(descriptor, on_end)
-
-    async def works(self, since: float) -> bool:
-        """As `Watched.works`."""
-        return self._vitals.works(since)
-
-    async def kill(self) -> bool:
-        """As `Watched.kill`; nothing happens to a process that is dead, or forgotten."""
-        if not self._is_forgotten:  # its descriptor's number may be another process's by now
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-        return True
-
-    def forget(self) -> None:
-        """As `Watched.forget`."""
-        self._is_forgotten = True
-        self._loop.remove_reader(self._descriptor)
-        os.close(self._descriptor)
 
 
 class _Guarded:
@@ -106,7 +59,7 @@ class _Guarded:
         return not (self.is_being_examined or self.is_being_killed or self.is_out_of_reach)
 
 
-class Pulses:
+class Watchdog:
     """Receives the pulses of the supervisor's processes, in its event loop."""
 
     def __init__(

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import zmq
 
+from penstock.launch.supervisor.local import LocalHost
 from penstock.launch.supervisor.processes import Host
 from penstock.launch.supervisor.tasks import Tasks
-from penstock.launch.supervisor.watchdog import LocalHost, Pulses
+from penstock.launch.supervisor.watchdog import Watchdog
 from penstock.protocol.config import Config, make_run_folder
 from penstock.protocol.messages.supervisor import Pulse
 from penstock.protocol.transport.channel import connect
@@ -23,7 +24,7 @@ LONG = 3600.0
 
 
 class Supervised:
-    """Pulses, what they write, and children that send none by themselves."""
+    """Watchdog, what they write, and children that send none by themselves."""
 
     def __init__(self, config: Config, host: Host | None = None) -> None:
         self.said: list[str] = []
@@ -31,7 +32,7 @@ class Supervised:
         self.errors: list[BaseException] = []
         self.tasks = Tasks(self.errors.append)
         at = host or LocalHost()
-        self.pulses = Pulses(config, self.said.append, at, self._context, self.tasks)
+        self.pulses = Watchdog(config, self.said.append, at, self._context, self.tasks)
         self._sender = connect(self._context, zmq.PUSH, endpoints(config).pulses)
         self.children: list[asyncio.subprocess.Process] = []
 

@@ -1,21 +1,19 @@
 """Processes on the nodes of a Ray cluster.
 
 Ray places an actor for each, and restarts it, elsewhere if need be, when it or its node is gone;
-the actor runs the process as its child (`member.py`). Here is what the supervisor asks of them.
+the actor runs the process as its child (`actor.py`). Here is what the supervisor asks of them.
 """
 
 import asyncio
 import contextlib
 import io
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import ray
-from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -23,15 +21,13 @@ from ray.util.scheduling_strategies import (
 )
 
 from penstock.launch.commands.keys import make_keys
-from penstock.launch.errors import LaunchError
-from penstock.launch.supervisor.child import GRACE, kind_of
-from penstock.launch.supervisor.processes import Policy, Running
+from penstock.launch.supervisor.child import kind_of
+from penstock.launch.supervisor.processes import Policy, Processes
+from penstock.launch.supervisor.ray.actor import ProcessActor, Spec
 from penstock.launch.supervisor.ray.cluster import Joined
 from penstock.launch.supervisor.ray.directory import DirectoryServer, FixedNetwork
-from penstock.launch.supervisor.ray.member import LOST, Member, Spec, Started
 from penstock.launch.supervisor.ray.placement import Placement
-from penstock.launch.supervisor.ray.remote import PING_TIMEOUT, RemoteProcess, RemoteWatched
-from penstock.launch.supervisor.tasks import Tasks
+from penstock.launch.supervisor.ray.remote import RemoteProcess, RemoteWatched
 from penstock.protocol.config import DEFAULT_CLIENT, Config, write_config
 from penstock.protocol.transport.curve import CLIENTS, SERVER
 from penstock.protocol.transport.discovery import KEYS_CLIENT, KEYS_FOLDER, Cluster, Directory, Node
@@ -46,7 +42,7 @@ class _Nowhere(io.TextIOBase):
         return len(text)
 
 
-class RayProcesses:
+class RayProcesses(Processes[RemoteProcess]):
     """`Processes` for a cluster; it is its own `Host`."""
 
     def __init__(
@@ -56,29 +52,25 @@ class RayProcesses:
         config: Config,
         commands: dict[str, str],
         policy: Policy,
-        _arbiter: Any,
     ) -> None:
-        """commands: of each kind of process. Raises LaunchError."""
+        """commands: by kind of process. Raises LaunchError."""
+        super().__init__(policy)
         self.host = self
         self._joined = joined
         self._placement = placement
         self._config = config
         self._commands = commands
-        self._policy = policy
-        self._processes: dict[str, RemoteProcess] = {}
         self._incarnations = count(1)
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Ray prints pages about every death; the policy tells of it in a line
         self._printing = contextlib.redirect_stdout(_Nowhere())
         self._printing.__enter__()
         folder = config.run_folder
         self._keys = _make_keys(folder / KEYS_FOLDER)
-        self.pulses_context = self._fixed = FixedNetwork(joined.here.host, folder)
+        self.watchdog_context = self._fixed = FixedNetwork(joined.here.host, folder)
         directory = DirectoryServer(self._fixed, self._on_directory)
         self._handlers = [*self._fixed.handlers, (directory.channel, directory.handle)]
         attend(self._handlers)
         self._groups: list[PlacementGroup] = []
-        self._tasks = Tasks(self._fail)
         self._reserved = self._tasks.start(self._reserve())
 
     @property
@@ -89,39 +81,7 @@ class RayProcesses:
     async def add(self, names: list[str]) -> None:
         if not self._processes:
             self._join_network()
-        for name in names:
-            process = self._processes[name] = RemoteProcess(name)
-            process.task = self._tasks.start(self._run(process))
-
-    async def remove(self, names: list[str]) -> None:
-        # what does not run first: it may wait for the place of what does
-        for does_run in (False, True):
-            await self._each(
-                [name for name in names if bool(self._processes[name].pid) == does_run],
-                self._remove,
-            )
-        for name in names:
-            del self._processes[name]
-
-    async def stop(self, names: list[str]) -> None:
-        await self._each(names, RemoteProcess.stop)
-
-    async def start(self, names: list[str]) -> None:
-        for name in names:
-            self._processes[name].wanted.set()
-
-    async def keep(self) -> None:
-        await self._failed
-
-    def running(self) -> Iterator[Running]:
-        now = time.monotonic()
-        for one in self._processes.values():
-            if one.pid:
-                yield Running(one.name, one.pid, one.node, now - one.since)
-
-    def signal(self, name: str, pid: int, number: int) -> None:
-        if self._processes[name].pid == pid:
-            self._processes[name].actor.signal.remote(pid, number)
+        await super().add(names)
 
     def watch(self, name: str, pid: int, on_end: Callable[[], None]) -> RemoteWatched | None:
         """As `Host.watch`."""
@@ -129,7 +89,7 @@ class RayProcesses:
         return RemoteWatched(process, on_end) if process and process.pid == pid else None
 
     async def close(self) -> None:
-        await self.remove(list(self._processes))
+        await super().close()
         self._reserved.cancel()
         for group in self._groups:
             remove_placement_group(group)
@@ -145,19 +105,6 @@ class RayProcesses:
         self._handlers += self._context.handlers
         attend(self._handlers)
 
-    async def _each(
-        self, names: list[str], run: Callable[[RemoteProcess], Coroutine[Any, Any, None]]
-    ) -> None:
-        await asyncio.gather(*(run(self._processes[name]) for name in names))
-
-    async def _remove(self, process: RemoteProcess) -> None:
-        if process.pid:
-            await process.stop()
-        process.task.cancel()
-        if process.actor:
-            await process.ask(process.actor.leave.remote(), GRACE if process.pid else PING_TIMEOUT)
-            ray.kill(process.actor)
-
     async def _reserve(self) -> None:
         """Until all groups have their places; Ray's own way to await one would start a process."""
         for bundles, strategy in ((one.bundles, one.strategy) for one in self._placement.groups):
@@ -168,49 +115,13 @@ class RayProcesses:
             while not await asyncio.to_thread(PlacementGroup.wait, group, 1):
                 pass
 
-    async def _run(self, process: RemoteProcess) -> None:
+    async def _keep(self, process: RemoteProcess) -> None:
         await asyncio.shield(self._reserved)  # nobody else takes what a group needs
         process.actor = self._make_actor(process.name)
-        while await self._may_start(process):
-            started = await self._start(process)
-            process.pid, process.node, process.since = started.pid, started.node, time.monotonic()
-            self._policy.spawned(process.name, started.pid, started.node)
-            if not process.wanted.is_set():  # `stop` came while it was started
-                process.actor.stop.remote(GRACE)
-            end = await self._follow(process)
-            process.pid = 0
-            self._policy.reaped(process.name, f"{end} on {process.node}" if end == LOST else end)
-            process.on_end()
+        await super()._keep(process)
 
-    async def _start(self, process: RemoteProcess) -> Started:
-        """Waits until Ray has its actor somewhere."""
-        started: Started | None = None
-        try:
-            while started is None:
-                actor_id = await process.actor.id.remote()
-                process.number = next(self._incarnations)
-                started = await process.actor.start.remote(actor_id, process.number)
-        except RayActorError as error:
-            raise LaunchError(f"Ray has no place for {process.name} any more: {error}") from error
-        return started
-
-    async def _may_start(self, process: RemoteProcess) -> bool:
-        process.idle.set()
-        await process.wanted.wait()
-        process.idle.clear()
-        return self._policy.may_spawn(process.name)
-
-    async def _follow(self, process: RemoteProcess) -> str:
-        """Passes its lines on until it ends; returns how."""
-        while True:
-            try:
-                lines, end = await process.actor.follow.remote(process.number)
-            except RayActorError:
-                return LOST
-            for line in lines:
-                self._policy.line(process.name, line)
-            if end is not None:
-                return str(end)
+    def _make(self, name: str) -> RemoteProcess:
+        return RemoteProcess(name, self._incarnations, partial(self._policy.line, name))
 
     def _make_actor(self, name: str) -> Any:
         num_gpus = self._placement.num_gpus(name)
@@ -226,8 +137,8 @@ class RayProcesses:
             keys=self._keys,
             public_keys=_public_keys(Path(self._config.keys)) if self._config.keys else {},
         )
-        member: Any = Member
-        return member.options(scheduling_strategy=self._strategy(name), **options).remote(spec)
+        actor: Any = ProcessActor
+        return actor.options(scheduling_strategy=self._strategy(name), **options).remote(spec)
 
     def _strategy(self, name: str) -> Any:
         if at := self._placement.bundles.get(name):
@@ -249,10 +160,6 @@ class RayProcesses:
             write_config(msgspec.structs.replace(self._config, endpoint=f"{host}:{port}"))
         else:
             write_config(self._config)
-
-    def _fail(self, error: BaseException) -> None:
-        if not self._failed.done():
-            self._failed.set_exception(error)
 
 
 def _make_keys(folder: Path) -> dict[str, bytes]:

@@ -3,49 +3,76 @@
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import ray
 from ray.exceptions import RayActorError
 
+from penstock.launch.errors import LaunchError
 from penstock.launch.supervisor.child import GRACE
+from penstock.launch.supervisor.processes import KeptProcess
+from penstock.launch.supervisor.ray.actor import LOST, Started
 
 PING_TIMEOUT = 1.0
 """seconds within which an actor that can be reached answers"""
 
 
-class RemoteProcess:
-    """One process, its actor, and what is known of both."""
+class RemoteProcess(KeptProcess):
+    """One process, and its actor."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, incarnations: Iterator[int], on_line: Callable[[str], None]
+    ) -> None:
+        super().__init__(name)
+        self._on_line = on_line
         self.actor: Any = None
-        self.number = 0
-        """of its incarnation"""
-        self.pid = 0
-        """0: it does not run"""
-        self.node = ""
-        self.since = 0.0
-        self.on_end: Callable[[], None] = lambda: None
-        self.wanted = asyncio.Event()
-        self.wanted.set()
-        self.idle = asyncio.Event()
-        """it neither runs nor is being started"""
-        self.task: asyncio.Task[None]
+        self._incarnations = incarnations
+        self._number = 0
 
     async def ask(self, answer: Any, timeout: float) -> bool:
-        """Waits for an answer of its actor; False if it can't be reached."""
+        """Wait for an answer of the actor; False if it is unreachable."""
         with contextlib.suppress(TimeoutError, RayActorError):
             await asyncio.wait_for(answer, timeout)
             return True
         return False
 
-    async def stop(self) -> None:
-        """Ends it, as far as it can be reached; it is not started again until it is wanted."""
-        self.wanted.clear()
-        if self.actor and await self.ask(self.actor.stop.remote(GRACE), GRACE + PING_TIMEOUT):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.idle.wait(), GRACE)
+    async def spawn(self) -> None:
+        """As `KeptProcess.spawn`, once Ray has the actor somewhere. Raises LaunchError, too."""
+        started: Started | None = None
+        try:
+            while started is None:
+                actor_id = await self.actor.id.remote()
+                self._number = next(self._incarnations)
+                started = await self.actor.start.remote(actor_id, self._number)
+        except RayActorError as error:
+            raise LaunchError(f"Ray has no place for {self.name} any more: {error}") from error
+        self.pid, self.node = started.pid, started.node
+        if not self.wanted.is_set():  # `stop` came while it was started
+            self.actor.stop.remote(GRACE)
+
+    async def wait(self) -> str:
+        while True:
+            try:
+                lines, end = await self.actor.follow.remote(self._number)
+            except RayActorError:
+                end, lines = LOST, []
+            for line in lines:
+                self._on_line(line)
+            if end is not None:
+                return f"{end} on {self.node}" if end == LOST else str(end)
+
+    async def terminate(self) -> None:
+        if self.actor:
+            await self.ask(self.actor.stop.remote(GRACE), 2 * GRACE + PING_TIMEOUT)
+
+    async def release(self) -> None:
+        if self.actor:
+            await self.ask(self.actor.leave.remote(), GRACE if self.pid else PING_TIMEOUT)
+            ray.kill(self.actor)
+
+    def signal(self, number: int) -> None:
+        self.actor.signal.remote(self.pid, number)
 
 
 class RemoteWatched:

@@ -13,7 +13,7 @@ from penstock.launch.errors import LaunchError
 from penstock.launch.supervisor.procfile import PROCFILE
 from penstock.protocol.config import Config
 
-SLOW_MODULES = ("asyncio", "circus", "psutil", "torch", "tornado", "transformers", "zmq")
+SLOW_MODULES = ("asyncio", "psutil", "torch", "transformers", "zmq")
 
 
 def launch(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:

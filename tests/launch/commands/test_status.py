@@ -6,12 +6,12 @@ import msgspec
 
 from penstock.launch.commands.status import as_json, as_text
 from penstock.protocol.config import Config
-from penstock.protocol.messages.status import SchedulerStatus, StatusReply
+from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
 
 PROCESSES = [
-    {"name": "gateway.1", "pid": 10, "uptime": 3725.0, "restarts": 0},
-    {"name": "tokenizer.1", "pid": 11, "uptime": 59.9, "restarts": 2},
-    {"name": "worker.1", "pid": 12, "uptime": 0.0, "restarts": 0},
+    ProcessStatus(name="gateway.1", pid=10, uptime=3725.0, restarts=0),
+    ProcessStatus(name="tokenizer.1", pid=11, uptime=59.9, restarts=2),
+    ProcessStatus(name="worker.1", pid=12, uptime=0.0, restarts=0),
 ]
 GATEWAY = StatusReply(
     ready=True,
@@ -50,7 +50,7 @@ def test_a_running_pipeline() -> None:
 
 
 def test_the_nodes_are_shown_where_there_are_several() -> None:
-    on_nodes = {"processes": [one | {"node": "gpu1"} for one in PROCESSES]}
+    on_nodes = {"processes": [msgspec.structs.replace(one, node="gpu1") for one in PROCESSES]}
     lines = as_text(status(GATEWAY) | on_nodes).splitlines()
     assert lines[3] == "gateway.1@gpu1         10   1:02:05        0        5"
     assert lines[4] == "tokenizer.1@gpu1       11   0:00:59        2        4"

@@ -2,76 +2,81 @@
 
 import asyncio
 import json
+import os
+import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 
 from penstock.launch.supervisor.logs import MAX_LINE, Log, Show, as_json, behind_name
 
 PLAIN = "x | {}\n".format
 
 
-def written(
-    tmp_path: Path, write: Callable[[Log], None], show: Show = PLAIN
-) -> tuple[list[str], Log]:
+def written(write: Callable[[Log], None], show: Show = PLAIN) -> list[str]:
     """The lines printed of what `write` puts into the pipe."""
     lines: list[str] = []
 
-    async def run() -> Log:
-        log = Log(tmp_path / "x.log", lambda text: lines.append(show(text)))
+    async def run() -> None:
+        log = Log(lambda text: lines.append(show(text)))
         write(log)
         log.close()
-        return log
 
-    return lines, asyncio.run(run())
+    asyncio.run(run())
+    return lines
 
 
-def test_every_line_has_the_prefix(tmp_path: Path) -> None:
-    lines, log = written(tmp_path, lambda log: _put(log, b"a\nb\r\n\nc"))
+def test_every_line_has_the_prefix() -> None:
+    lines = written(lambda log: _put(log, b"a\nb\r\n\nc"))
     assert lines == ["x | a\n", "x | b\n", "x | \n", "x | c\n"]
-    assert not log.path.exists()
 
 
-def test_the_pipe_outlives_its_writer(tmp_path: Path) -> None:
-    """What a crashed process said is read after its death, and the next one goes on."""
+def test_the_pipe_outlives_its_writers() -> None:
+    """What a crashed process said is read after its death, and the next one continues."""
 
     def write(log: Log) -> None:
         for number in range(3):
-            with log.path.open("wb") as pipe:
-                pipe.write(b"%d" % number + b"y" * 20_000 + b"\n")
+            writer = os.dup(log.writer)
+            os.write(writer, b"%d" % number + b"y" * 20_000 + b"\n")
+            os.close(writer)
 
-    lines, _ = written(tmp_path, write)
+    lines = written(write)
     assert [line[:5] for line in lines] == ["x | 0", "x | 1", "x | 2"]
     assert {len(line) for line in lines} == {4 + 1 + 20_000 + 1}
 
 
-def test_a_pipe_whose_name_was_removed_is_made_again(tmp_path: Path) -> None:
+def test_the_last_words_of_a_process_are_a_line_of_their_own() -> None:
     def write(log: Log) -> None:
-        log.restore()
-        _put(log, b"1\n")
-        log.path.unlink()
-        log.drain()
-        log.restore()
-        _put(log, b"2\n")
+        _put(log, b"fatal: ")
+        log.finish()
+        _put(log, b"up\n")
 
-    lines, log = written(tmp_path, write)
-    assert lines == ["x | 1\n", "x | 2\n"]
-    assert not log.path.exists()
+    assert written(write) == ["x | fatal: \n", "x | up\n"]
 
 
-def test_a_line_without_end_is_cut(tmp_path: Path) -> None:
+def test_what_still_writes_after_the_end_holds_nothing_up() -> None:
+    """A child of a process that has ended may have its pipe."""
+
+    def write(log: Log) -> None:
+        with subprocess.Popen(["yes"], stdout=log.writer) as child:
+            log.finish()
+            child.kill()
+
+    assert set(written(write)) <= {"x | y\n", "x | \n"}
+
+
+def test_a_line_without_end_is_cut() -> None:
     def write(log: Log) -> None:
         for _ in range(3):
             _put(log, b"y" * 50_000)
-            log.drain()
+            log._read()
 
-    lines, _ = written(tmp_path, write)
+    lines = written(write)
     assert [len(line) for line in lines] == [4 + 100_000 + 1, 4 + 50_000 + 1]
     assert MAX_LINE < 100_000
 
 
-def test_bytes_that_are_no_text_are_shown(tmp_path: Path) -> None:
-    lines, _ = written(tmp_path, lambda log: _put(log, b"\xff\n"))
+def test_bytes_that_are_no_text_are_shown() -> None:
+    lines = written(lambda log: _put(log, b"\xff\n"))
     assert lines == ["x | \N{REPLACEMENT CHARACTER}\n"]
 
 
@@ -87,11 +92,11 @@ def test_the_node_is_in_every_map() -> None:
         assert show(text).isascii()
 
 
-def test_json_maps_are_left_as_they_are(tmp_path: Path) -> None:
+def test_json_maps_are_left_as_they_are() -> None:
     """Whatever else a process prints, a traceback, becomes the message of a map."""
     others = ["Traceback:", "", "[1]", "3", "[" * 9000, '{"a": ', "\N{SNOWMAN}"]
     data = "\n".join(['{"level": "info"}', *others, ""]).encode()
-    lines, _ = written(tmp_path, lambda log: _put(log, data), as_json("worker.2"))
+    lines = written(lambda log: _put(log, data), as_json("worker.2"))
     assert lines[0] == '{"level": "info"}\n'
     maps = [json.loads(line) for line in lines[1:]]
     assert [one["message"] for one in maps] == others
@@ -101,5 +106,4 @@ def test_json_maps_are_left_as_they_are(tmp_path: Path) -> None:
 
 
 def _put(log: Log, data: bytes) -> None:
-    with log.path.open("wb") as pipe:
-        pipe.write(data)
+    os.write(log.writer, data)

@@ -92,7 +92,7 @@ def test_a_kill_that_comes_too_late_hits_nobody_else(supervised: Callable[..., A
             one.pulses._ended(guarded)
             one.pulses.spawned("worker.2", other.pid)
             taken = one.pulses._guarded["worker.2", other.pid].process
-            assert taken._descriptor == guarded.process._descriptor
+            assert taken._pidfd == guarded.process._pidfd
             await asyncio.gather(*one.tasks._running)
             await guarded.process.kill()
             assert one.said == []

@@ -1,8 +1,9 @@
-"""One process of the pipeline, on the node where Ray puts its actor, whose child it is."""
+"""Ray actor that runs one process of the pipeline as its child, on the node where Ray puts it."""
 
 import asyncio
 import os
 import sys
+from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
@@ -10,11 +11,9 @@ from uuid import uuid4
 import msgspec
 import ray
 
-from penstock.launch.supervisor.child import end_of
-from penstock.launch.supervisor.logs import MAX_LINE, Lines
-from penstock.launch.supervisor.procfile import shell_line
+from penstock.launch.supervisor.child_process import ChildProcess
+from penstock.launch.supervisor.logs import Log
 from penstock.launch.supervisor.ray.folder import NodeFolder
-from penstock.launch.supervisor.tasks import Tasks, traceback_lines
 from penstock.launch.supervisor.vitals import Vitals
 from penstock.protocol.config import CONFIG_FILE, CONFIG_VARIABLE, Config
 from penstock.protocol.transport.discovery import KEYS_FOLDER, NODE_VARIABLE, Node
@@ -28,8 +27,6 @@ MAX_LINES = 10_000
 """lines kept for a supervisor that does not come for them"""
 LOST = "its Ray actor"
 """how a process ends whose actor or node is gone: `Policy.reaped`"""
-LAST_OUTPUT = 1.0
-"""seconds that output has to come to its end after the process's: a child may hold the pipe"""
 
 
 class Spec(NamedTuple):
@@ -50,7 +47,7 @@ class Spec(NamedTuple):
 
 
 class Started(NamedTuple):
-    """Which process runs now."""
+    """The process that runs now."""
 
     pid: int
     node: str
@@ -58,18 +55,17 @@ class Started(NamedTuple):
 
 
 @ray.remote
-class Member:
-    """Runs one process at a time, of the incarnation that the supervisor has given it."""
+class ProcessActor:
+    """Runs one process at a time, with the incarnation number that the supervisor assigned."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
         self._id = uuid4().hex
         self._number = 0
-        self._child: asyncio.subprocess.Process | None = None
-        self._output: list[str] = []
-        self._end: str | None = None
+        self._child: ChildProcess | None = None
+        self._log: Log | None = None
+        self._output: deque[str] = deque(maxlen=MAX_LINES)
         self._changed = asyncio.Event()
-        self._tasks = Tasks(self._fail)
         self._node_id = ray.get_runtime_context().get_node_id()
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         self._node = next(one["NodeName"] for one in nodes if one["NodeID"] == self._node_id)
@@ -77,105 +73,72 @@ class Member:
 
     @ray.method(max_task_retries=-1)
     async def id(self) -> str:
-        """Return what tells this actor from the one that Ray puts in its place."""
+        """Return an identifier that a replacement of this actor does not have."""
         return self._id
 
     @ray.method(max_task_retries=-1)
     async def start(self, actor_id: str, number: int) -> Started | None:
-        """Start the process of this number, if it has not been started; only the newest runs.
+        """Start the process with this number, unless it is started; only the newest one runs.
 
-        Returns None if another actor was meant: the process that it has started may live on, cut
-        off, and no two may have one number.
+        Return None if another actor was meant: its process may still run, unreachable, and no two
+        processes may have one number. Raises OSError.
         """
         if actor_id != self._id:
             return None
-        if number != self._number:
+        if number != self._number or self._child is None:
             await self._kill()
             self._number = number
-            self._output, self._end = [], None
-            self._child = await asyncio.create_subprocess_exec(
-                *("sh", "-c", shell_line(self._spec.command)),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env=self._environment(),
-            )
+            self._output.clear()
+            self._log = self._log or Log(self._on_line)
+            self._child = ChildProcess(self._spec.command, self._environment(), self._log)
+            self._child.end.add_done_callback(lambda _: self._changed.set())
             self._vitals = Vitals(self._child.pid)
-            self._tasks.start(self._follow(self._child))
-        assert self._child  # noqa: S101
         return Started(self._child.pid, self._node)
 
     async def follow(self, number: int) -> tuple[list[str], str | None]:
-        """New lines, or, when there are none any more, how it ended; waits for one of them."""
-        if number != self._number:  # Ray has restarted this actor
+        """Return new lines, or, once all were returned, how the process ended; waits for them."""
+        if number != self._number or self._child is None:  # Ray has restarted this actor
             return [], LOST
-        while not self._output and self._end is None:
+        while not self._output and not self._child.end.done():
             self._changed.clear()
             await self._changed.wait()
-        lines, self._output = self._output, []
-        return lines, None if lines else self._end
+        lines = list(self._output)
+        self._output.clear()
+        return lines, None if lines else self._child.end.result()
 
     async def works(self, pid: int, since: float) -> bool:
         """As `Watched.works`, of the process with this pid."""
         return bool(self._child and self._child.pid == pid and self._vitals.works(since))
 
     async def signal(self, pid: int, number: int) -> None:
-        """Sends it a signal, if it is the one with this pid and lives."""
-        if self._child and self._child.pid == pid and self._child.returncode is None:
-            self._child.send_signal(number)
+        """Send a signal, if the process with this pid runs."""
+        if self._child and self._child.pid == pid:
+            self._child.signal(number)
 
     async def stop(self, grace: float) -> None:
-        """SIGTERM, and SIGKILL after so many seconds; returns when it has ended."""
-        if self._child and self._child.returncode is None:
-            self._child.terminate()
-            try:
-                await asyncio.wait_for(self._child.wait(), grace)
-            except TimeoutError:
-                await self._kill()
+        """As `ChildProcess.stop`."""
+        if self._child:
+            await self._child.stop(grace)
 
     async def ping(self) -> None:
-        """Answers."""
+        """Answer."""
 
     async def leave(self) -> None:
-        """The last thing that is asked of it."""
+        """End the process and leave the node's run folder; nothing is called after this."""
         await self._kill()
         self._folder.leave()
 
     async def _kill(self) -> None:
-        if self._child and self._child.returncode is None:
+        if self._child:
             self._child.kill()
-            await self._child.wait()
+            await asyncio.wait([self._child.end])
 
-    async def _follow(self, child: asyncio.subprocess.Process) -> None:
-        reading = self._tasks.start(self._read(child))
-        exit_code = await child.wait()
-        await asyncio.wait([reading], timeout=LAST_OUTPUT)
-        reading.cancel()
-        if child is self._child:
-            self._end = end_of(exit_code)
-            self._changed.set()
-
-    def _fail(self, error: BaseException) -> None:
-        """Ends the process, which nobody follows any more, with a traceback as its last lines."""
-        self._put(traceback_lines(error))
-        if self._child and self._child.returncode is None:
-            self._child.kill()
-        self._end = repr(error)
-        self._changed.set()
-
-    async def _read(self, child: asyncio.subprocess.Process) -> None:
-        assert child.stdout  # noqa: S101
-        lines = Lines()
-        while data := await child.stdout.read(MAX_LINE):
-            self._put(lines.take(data))
-        self._put(lines.take_rest())
-
-    def _put(self, lines: list[str]) -> None:
-        self._output = [*self._output, *lines][-MAX_LINES:]
+    def _on_line(self, line: str) -> None:
+        self._output.append(line)
         self._changed.set()
 
     def _environment(self) -> dict[str, str]:
-        """Writes what the process needs, and says where it is."""
+        """Write the files that the process needs, and return its environment."""
         spec, folder = self._spec, self._folder
         run_folder = Path(f"penstock-{os.getuid()}", spec.config.name)
         config, keys = spec.config, folder.path / run_folder / PUBLIC_KEYS

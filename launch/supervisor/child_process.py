@@ -1,0 +1,75 @@
+"""The one runner of child processes: on this machine, and in the actors of a Ray cluster."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+
+from penstock.launch.supervisor.logs import Log
+from penstock.launch.supervisor.procfile import shell_line
+
+
+class ChildProcess:
+    """One run of a command, in a session and process group of its own.
+
+    The kernel reports the end of the process at a pidfd, which can't come to mean another process.
+    """
+
+    def __init__(self, command: str, environment: Mapping[str, str], log: Log) -> None:
+        """Start a command of the procfile; needs the running event loop. Raises OSError."""
+        self._log = log
+        self._loop = asyncio.get_running_loop()
+        self._popen = subprocess.Popen(
+            ["sh", "-c", shell_line(command)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log.writer,
+            stderr=log.writer,
+            start_new_session=True,
+        )
+        self.pid = self._popen.pid
+        self.end: asyncio.Future[str] = self._loop.create_future()
+        """how the process ended, set after all its lines were passed on"""
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except OSError:  # no descriptor is left
+            self._popen.kill()
+            self._popen.wait()
+            raise
+        self._loop.add_reader(self._pidfd, self._on_exit)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process; without effect after its end."""
+        if not self.end.done():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process group; without effect after the end of the process."""
+        if not self.end.done():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    async def stop(self, grace: float) -> None:
+        """Send SIGTERM, and SIGKILL after `grace` seconds; return when the process has ended.
+
+        Return after another `grace` seconds if even SIGKILL did not end it (a driver that hangs).
+        """
+        self.signal(signal.SIGTERM)
+        await asyncio.wait([self.end], timeout=grace)
+        self.kill()
+        await asyncio.wait([self.end], timeout=grace)
+
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        exit_code = self._popen.wait()
+        self._log.finish()
+        self.end.set_result(describe_exit(exit_code))
+
+
+def describe_exit(exit_code: int) -> str:
+    """Return `signal 9` or `exit code 1`."""
+    return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
