@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import select
 import shutil
 import signal
 import sys
@@ -148,11 +149,19 @@ def environment(config: Config) -> dict[str, str]:
 
 
 def stop(name: str) -> None:
-    """Tells the supervisor to stop and returns when it has: it holds its lock until then."""
+    """Send SIGTERM to the supervisor and wait until its process has ended."""
     with _open_lock(name) as lock:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(os.pread(lock, 20, 0)), signal.SIGTERM)
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        try:
+            supervisor = os.pidfd_open(int(os.pread(lock, 20, 0)))
+        except ProcessLookupError:  # it ends now, or is in a PID namespace that hides it
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            return
+        try:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(supervisor, signal.SIGTERM)
+            select.select([supervisor], [], [])  # a large process frees its memory after its lock
+        finally:
+            os.close(supervisor)
 
 
 def base_url(config: Config) -> str:

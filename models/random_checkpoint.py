@@ -7,6 +7,7 @@ Qwen3's number of tokens and the ids of its special tokens, but merges of its ow
 import argparse
 import itertools
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,7 @@ def _save(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> int:
         if tensor is None or (shard and shard_bytes + tensor.nbytes > MAX_SHARD_BYTES):
             file = f"model-{len(set(files.values())) + 1:05}.safetensors"
             save_file(shard, folder / file, metadata={"format": "pt"})
+            shutil.copymode(folder / "config.json", folder / file)  # save_file ignores the umask
             files |= dict.fromkeys(shard, file)
             total, shard, shard_bytes = total + shard_bytes, {}, 0
         if tensor is not None:

@@ -223,7 +223,7 @@ def check_tp(config: ModelConfig, tp_size: int, expert_parallel: bool = False) -
     """
     sparse = [config.is_sparse(layer) for layer in range(config.num_hidden_layers)]
     if expert_parallel and not any(sparse):
-        raise ModelError("enable_expert_parallel needs a model with experts; this one has none")
+        raise ModelError("enable_expert_parallel: got true, but the model has no experts")
     sizes = {"num_attention_heads": config.num_attention_heads}
     if tp_size % config.num_key_value_heads:  # else several ranks have the same one
         sizes["num_key_value_heads"] = config.num_key_value_heads
@@ -235,7 +235,7 @@ def check_tp(config: ModelConfig, tp_size: int, expert_parallel: bool = False) -
         sizes["moe_intermediate_size"] = config.moe_intermediate_size
     for name, size in sizes.items():
         if size % tp_size:
-            raise ModelError(f"{name} {size} does not divide by tp {tp_size}")
+            raise ModelError(f"tp: got {tp_size}, expected a divisor of the model's {name}, {size}")
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:

@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=PrintVersion, help="print the version, and exit")
+    add_options(parser, Config, ["name"])  # of a command, which may follow it, too
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def add(name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
 """An argument parser whose errors are one sentence, and whose help is short."""
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -33,13 +34,31 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """As argparse does, but refuses what is unknown here, where it is known what could be."""
         args = sys.argv[1:] if args is None else args
-        if self._subparsers:  # argparse would take the value of an unknown option for a command
-            self._check_options(args[:1])
+        if self._subparsers:
+            self._check_leading_options(args)
         parsed, unknown = super().parse_known_args(args, namespace)
         self._check_options(unknown)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
+
+    def _check_leading_options(self, args: Sequence[str]) -> None:
+        """Refuse unknown options before the command: argparse would take a value for a command."""
+        known = self._option_string_actions
+        words = iter(args)
+        for word in itertools.takewhile(lambda word: word.startswith("-"), words):
+            name, _, value = word.partition("=")
+            if name not in known and name in self._options_of_commands():
+                command = f"`{self.prog} COMMAND {name}`"
+                self.error(f"option {name!r} belongs after the command: {command}")
+            self._check_options([word])
+            if known[name].nargs is None and not value:
+                next(words, None)
+
+    def _options_of_commands(self) -> set[str]:
+        parsers = [one.choices for one in self._actions if isinstance(one.choices, dict)]
+        commands = itertools.chain.from_iterable(one.values() for one in parsers)
+        return set().union(*(one._option_string_actions for one in commands))
 
     def _check_options(self, args: Sequence[str]) -> None:
         known = self._option_string_actions

@@ -11,6 +11,7 @@ import msgspec
 import zmq
 
 from penstock.launch.commands.gpus import check_gpus
+from penstock.launch.commands.options import flag
 from penstock.launch.errors import LaunchError
 from penstock.launch.run_folder import CONTROL_SOCKET, claim
 from penstock.launch.supervisor.procfile import read_procfile
@@ -36,10 +37,14 @@ def start(config: Config, procfile: Path, max_deaths: int) -> int:
         check_gpus(config)
     try:
         model = quantized(read_model_config(config.model_folder), config.quantization)
-        check_tp(model, config.tp, config.enable_expert_parallel)
-        model.context(config.max_model_len)
     except ModelError as error:
         raise LaunchError(f"--model: {error}") from error
+    try:
+        check_tp(model, config.tp, config.enable_expert_parallel)
+        model.context(config.max_model_len)
+    except ModelError as error:  # field: reason
+        field, _, reason = str(error).partition(":")
+        raise LaunchError(f"{flag(field)}:{reason}") from error
     raise_descriptor_limit()
     run = _run_on_ray if config.on == "ray" else _run
     with claim(config) as folder:

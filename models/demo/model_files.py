@@ -1,6 +1,7 @@
 """The demo model's shape, and its checkpoint in the files that Hugging Face's Qwen3 has."""
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -69,6 +70,7 @@ def save_checkpoint(model: Qwen3ForCausalLM, folder: Path) -> Path:
     }
     path = folder / "model.safetensors"
     save_file(weights, path, metadata={"format": "pt"})
+    shutil.copymode(folder / "config.json", path)  # save_file ignores the umask
     return path
 
 

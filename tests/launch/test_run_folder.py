@@ -1,9 +1,10 @@
 """Which pipelines run."""
 
-import fcntl
 import os
+import select
 import shutil
-import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -121,31 +122,33 @@ def test_only_a_running_pipeline_has_a_configuration() -> None:
         running_config("x")
 
 
-def test_stop_returns_when_the_lock_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    stopped = threading.Event()
+def test_stop_returns_when_the_process_has_ended() -> None:
+    """A large process drops its lock long before: its memory is still to be freed."""
+    code = (
+        "import signal, sys; from penstock.launch.run_folder import *; "
+        "signal.signal(signal.SIGTERM, lambda *_: None);\n"
+        f"with claim(Config(name='{CONFIG.name}')): print(1, flush=True); signal.pause()\n"
+        "print(2, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdin
+        assert holder.stdout
+        assert holder.stdout.readline() == b"1\n"
+        with os.fdopen(os.pidfd_open(holder.pid)) as end:
+            order: list[bool] = []
 
-    def kill(pid: int, number: int) -> None:
-        assert (pid, number) == (os.getpid(), signal.SIGTERM)
-        stopped.set()
+            def run() -> None:
+                stop(CONFIG.name)
+                order.append(bool(select.select([end], [], [], 0)[0]))
 
-    def flock(descriptor: int, kind: int, original: object = fcntl.flock) -> None:
-        assert callable(original)
-        original(descriptor, kind)
-        order.append("locked" if not kind & fcntl.LOCK_NB else "tried")
-
-    def hold() -> None:
-        with claim(CONFIG):
-            claimed.set()
-            assert stopped.wait(5)
-            order.append("dropped")
-
-    claimed = threading.Event()
-    holder = threading.Thread(target=hold)
-    holder.start()
-    assert claimed.wait(5)
-    monkeypatch.setattr(os, "kill", kill)
-    monkeypatch.setattr(fcntl, "flock", flock)
-    stop("x")
-    holder.join()
-    assert order == ["dropped", "locked"]
+            stopping = threading.Thread(target=run)
+            stopping.start()
+            assert holder.stdout.readline() == b"2\n"
+            with pytest.raises(LaunchError, match="no pipeline 'x' runs"):
+                running_config(CONFIG.name)  # the lock is free
+            stopping.join(0.2)  # what does not wait ends here
+            holder.stdin.close()
+            stopping.join()
+            assert order == [True]

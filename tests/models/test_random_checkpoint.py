@@ -121,6 +121,16 @@ def test_shards(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_files_have_the_mode_of_the_umask(tmp_path: Path) -> None:
+    """The service's user may be another one than the user who made the model."""
+    before = os.umask(0o027)
+    try:
+        make_checkpoint(tmp_path, shape_of("0.6B") | TINY, "float32")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
+
+
 def test_a_mixture_of_experts(tmp_path: Path) -> None:
     experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
     shape = shape_of("30B-A3B") | TINY | experts | {"moe_intermediate_size": 64}
