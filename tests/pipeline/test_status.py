@@ -54,12 +54,13 @@ def test_the_gateway_answers_for_every_process(pipeline: Callable[..., Pipeline]
         client.generate("17+25=")
         processes = client.status().processes
         while not processes or not all(
-            one.counters.get("messages_sent_total") for one in processes
+            one.counters.get(f"messages_{way}_total")
+            for one in processes
+            for way in ("sent", "received")
         ):
             processes = client.status(fresh=True).processes
     assert [one.name for one in processes] == names
     for one in processes:
-        assert one.counters["messages_received_total"] > 0
         assert one.counters["bad_frames_total"] == 0
         assert one.rss_bytes > 1 << 20
         assert one.cpu_seconds > 0

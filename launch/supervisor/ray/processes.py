@@ -6,6 +6,7 @@ the actor runs the process as its child (`actor.py`). Here is what the superviso
 
 import asyncio
 import contextlib
+import functools
 import io
 from collections.abc import Callable
 from functools import partial
@@ -73,15 +74,15 @@ class RayProcesses(Processes[RemoteProcess]):
         self._groups: list[PlacementGroup] = []
         self._reserved = self._tasks.start(self._reserve())
 
-    @property
+    @functools.cached_property
     def context(self) -> Cluster:
-        """Made when all that is fixed is known."""
-        return self._context
-
-    async def add(self, names: list[str]) -> None:
-        if not self._processes:
-            self._join_network()
-        await super().add(names)
+        """As `Processes.context`; the watchdog's socket is bound before, at a fixed address."""
+        here, folder = self._joined.here, self._config.run_folder
+        node = Node(here.node_id, here.name, here.host, self._fixed.fixed)
+        context = Cluster(node, folder)
+        self._handlers += context.handlers
+        attend(self._handlers)
+        return context
 
     def watch(self, name: str, pid: int, on_end: Callable[[], None]) -> RemoteWatched | None:
         """As `Host.watch`."""
@@ -95,15 +96,8 @@ class RayProcesses(Processes[RemoteProcess]):
             remove_placement_group(group)
         leave(self._handlers)
         self._fixed.destroy(linger=0)
-        self._context.destroy(linger=0)
+        self.context.destroy(linger=0)
         self._printing.__exit__(None, None, None)
-
-    def _join_network(self) -> None:
-        """Once pulses are bound, too: this process is one of the pipeline's."""
-        here, folder = self._joined.here, self._config.run_folder
-        self._context = Cluster(Node(here.node_id, here.name, here.host, self._fixed.fixed), folder)
-        self._handlers += self._context.handlers
-        attend(self._handlers)
 
     async def _reserve(self) -> None:
         """Until all groups have their places; Ray's own way to await one would start a process."""
