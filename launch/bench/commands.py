@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.launch.bench.make_model import add_make_model
 from penstock.launch.bench.numbers import count, limit, positive, share
-from penstock.launch.commands.options import add_options, add_pipeline_options
+from penstock.launch.commands.options import add_pipeline_options
 from penstock.launch.errors import LaunchError
 from penstock.protocol.config import Config
 
@@ -31,11 +31,6 @@ COUNTS: dict[str, dict[str, tuple[Any, str]]] = {
         "--input-tokens": (256, "tokens of each prompt"),
         "--output-tokens": (256, "tokens of each output"),
     },
-    "transformers": {
-        "--batches": ([1, 16], "prompts at once"),
-        "--input-tokens": (256, "tokens of each prompt"),
-        "--output-tokens": (256, "tokens of each output"),
-    },
     "serve": {
         "--num-requests": (200, "requests of a run"),
         "--request-rate": (10.0, "requests a second on the mean, in a Poisson process"),
@@ -44,82 +39,42 @@ COUNTS: dict[str, dict[str, tuple[Any, str]]] = {
         "--long-share": (0.0, "share of the requests whose prompt is long, from 0 to 1"),
         "--output-tokens": (256, "tokens of each output"),
     },
-    "overload": {
-        "--factor": (10.0, "times the capacity that is offered, in a Poisson process"),
-        "--seconds": (60.0, "seconds for which it is offered"),
-        "--capacity-seconds": (20.0, "seconds in which the capacity is measured before"),
-        "--concurrency": (None, "requests at once of that"),
-        "--input-tokens": (256, "tokens of each prompt"),
-        "--output-tokens": (128, "tokens of an output on the mean"),
-    },
-    "prefix": {
-        "--conversations": (64, "conversations"),
-        "--concurrency": (16, "of them at once"),
-        "--turns": (5, "requests of each, one behind the other"),
-        "--system-prompts": (8, "beginnings that the conversations share"),
-        "--system-tokens": (512, "tokens of each of these"),
-        "--input-tokens": (128, "tokens that are new in each turn"),
-        "--output-tokens": (32, "tokens of each output"),
-    },
 }
 NOT_OWN = ("name", "endpoint", "http")
-OWN_MODEL = ("pipeline", "transformers")
-"""what they measure is no pipeline with a model"""
 
 
 def add_bench(command: ArgumentParser) -> None:
-    """`launch bench pipeline`, `offline`, `latency`, `serve`, `overload`, `plot` and others."""
+    """Add `launch bench pipeline`, `offline`, `latency`, `serve` and `make-model`."""
     subjects = command.add_subparsers(metavar="SUBJECT", required=True)
     for name, run, text in (
         ("pipeline", _pipeline, "the cost of everything but the model"),
         ("offline", _offline, "throughput: many requests at once, of many lengths"),
         ("latency", _latency, "speed of small batches of one length, and of streams"),
         ("serve", _serve, "what clients see of requests that arrive at a given rate"),
-        (
-            "transformers",
-            _transformers,
-            "the batches of `latency` by transformers' own loop, on CPUs",
-        ),
-        ("overload", _overload, "what comes of more requests than can be answered"),
-        ("prefix", _prefix, "conversations that begin alike: what --routing finds in the caches"),
     ):
-        more = "" if name in (*OWN_MODEL, "prefix") else f". {PREFIX_CACHING}"
+        more = "" if name == "pipeline" else f". {PREFIX_CACHING}"
         subject = subjects.add_parser(name, help=text, description=text + more, allow_abbrev=False)
         subject.set_defaults(run=run)
         for flag, (default, meaning) in COUNTS[name].items():
             _add_count(subject, flag, default, meaning)
-        if name not in ("overload", "prefix"):
-            _add_count(
-                subject, "--runs", 1 if name == "serve" else 3, "runs of which the median is shown"
-            )
+        runs = 1 if name == "serve" else 3
+        _add_count(subject, "--runs", runs, "runs of which the median is shown")
         text = "for programs: printed in place of the table, or written into FILE beside it"
         subject.add_argument("--json", nargs="?", const="-", metavar="FILE", help=text)
         if name == "serve":
             _add_serve(subject)
-        if name == "transformers":
-            add_options(subject, Config, ["model"])
-        elif name not in OWN_MODEL:
+        if name != "pipeline":
             _add_target(subject)
-    text = "draw throughput against latency, from results of `serve` and `latency`"
-    _add_plot(subjects.add_parser("plot", help=text, description=text, allow_abbrev=False))
     text = "write a checkpoint of a published shape with random weights, to be measured"
     add_make_model(
         subjects.add_parser("make-model", help=text, description=text, allow_abbrev=False)
     )
 
 
-def _add_plot(command: ArgumentParser) -> None:
-    command.add_argument("files", type=Path, nargs="+", metavar="FILE", help="of --json")
-    text = "what to draw, by its ending: png, svg or pdf (default: %(default)s)"
-    command.add_argument("--output", type=Path, default="bench.png", metavar="FILE", help=text)
-    command.set_defaults(run=_plot)
-
-
 def _add_count(command: ArgumentParser, flag: str, default: Any, text: str) -> None:
     """Takes several numbers where the default is a list."""
     nargs = "+" if isinstance(default, list) else None
-    shown = "twice --max-num-seqs" if default is None else str(default).strip("[]")
-    text = f"{text} (default: {shown.replace(',', '')})"
+    text = f"{text} (default: {str(default).strip('[]').replace(',', '')})"
     metavar = flag.rpartition("-")[2].upper()
     command.add_argument(
         flag,
@@ -140,15 +95,10 @@ def _add_serve(command: ArgumentParser) -> None:
         metavar="NAME:MS",
         help="count the requests that keep within milliseconds: ttft:500 tpot:50 e2el:9000",
     )
-    text = "measure each run once more over HTTP, as streams of OpenAI's completions"
-    command.add_argument("--http", action="store_true", help=text)
 
 
 CONVERTERS: dict[str, Callable[[str], float]] = {
     "--request-rate": positive,
-    "--factor": positive,
-    "--seconds": positive,
-    "--capacity-seconds": positive,
     "--long-share": share,
 }
 
@@ -195,34 +145,6 @@ def _serve(arguments: Namespace) -> int:
 
     arguments.goodput = dict(arguments.goodput)
     return _show(bench_serve(arguments), serve_table, arguments.json)
-
-
-def _transformers(arguments: Namespace) -> int:
-    from penstock.launch.bench.report import transformers_table
-    from penstock.launch.bench.transformers import bench_transformers
-
-    return _show(bench_transformers(arguments), transformers_table, arguments.json)
-
-
-def _overload(arguments: Namespace) -> int:
-    from penstock.launch.bench.model import bench_overload
-    from penstock.launch.bench.report import overload_table
-
-    return _show(bench_overload(arguments), overload_table, arguments.json)
-
-
-def _prefix(arguments: Namespace) -> int:
-    from penstock.launch.bench.prefix import as_table, bench_prefix
-
-    return _show(bench_prefix(arguments), as_table, arguments.json)
-
-
-def _plot(arguments: Namespace) -> int:
-    from penstock.launch.bench.plot import plot
-
-    plot(arguments.files, arguments.output)
-    print(arguments.output)
-    return 0
 
 
 def _show(report: Any, as_table: Callable[[Any], str], file: str | None) -> int:

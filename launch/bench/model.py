@@ -1,4 +1,4 @@
-"""`launch bench offline`, `latency`, `serve` and `overload`: the model behind the whole pipeline.
+"""`launch bench offline`, `latency` and `serve`: the model with the whole pipeline around it.
 
 Requests go through gateway, tokenizer, scheduler, workers and detokenizer, as any client's do. One
 pipeline serves all runs of a command.
@@ -11,10 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.launch.bench.measure import Figures, Meter, Run, median
-from penstock.launch.bench.over_http import measure_http
-from penstock.launch.bench.overload import endless_prompts, measure_overload, most_at_once
 from penstock.launch.bench.report import hardware, versions
-from penstock.launch.bench.serving import compare, summary
+from penstock.launch.bench.serving import summary
 from penstock.launch.bench.streams import Streaming, as_streaming
 from penstock.launch.bench.target import target
 from penstock.launch.bench.workload import (
@@ -36,7 +34,6 @@ WORKLOADS = {
         *("num_requests", "request_rate", "input_tokens", "long_input_tokens", "long_share"),
         *("output_tokens", "goodput"),
     ),
-    "overload": ("factor", "seconds", "capacity_seconds", "input_tokens", "output_tokens"),
 }
 IDLE_REQUESTS = 5
 """of each kind, sent one by one before the load"""
@@ -89,25 +86,13 @@ def bench_serve(arguments: Namespace) -> dict[str, Any]:
         few = {kind: of(kind, items)[:IDLE_REQUESTS] for kind in lengths if kind in kinds}
         _warm_up(meter, [*items[: number // 8], *itertools.chain(*few.values())], vocab_size)
         idle = {kind: meter.run_one_by_one(variant(few[kind], -2, vocab_size)) for kind in few}
-        if arguments.http:
-            measure_http(
-                meter, variant(items[:IDLE_REQUESTS], -3, vocab_size), times[:IDLE_REQUESTS]
-            )
-        loads, over_http, cpu = [], [], 0.0
+        loads = []
         for run in range(arguments.runs):
             loads.append(meter.run_load(variant(items, run, vocab_size), times))
-            if arguments.http:  # by turns, so that both meet the machine in the same state
-                others = variant(items, arguments.runs + run, vocab_size)
-                load, seconds = measure_http(meter, others, times)
-                over_http.append(load)
-                cpu += seconds
             _show_progress()
         figures = {kind: [as_streaming(of(kind, one)) for _, one in loads] for kind in few}
-        direct = summary(loads, times, arguments.goodput)
-        http = summary(over_http, times, arguments.goodput) if over_http else None
         return {
-            **direct,
-            **({"http": compare(http, direct, cpu)} if http else {}),
+            **summary(loads, times, arguments.goodput),
             "kinds": {
                 kind: {"requests": len(of(kind, kinds)), "idle": idle[kind], **_with_median(runs)}
                 for kind, runs in figures.items()
@@ -116,20 +101,6 @@ def bench_serve(arguments: Namespace) -> dict[str, Any]:
         }
 
     return _bench("serve", arguments, measure)
-
-
-def bench_overload(arguments: Namespace) -> dict[str, Any]:
-    """The capacity in a closed loop; then several times that in an open one."""
-
-    def measure(meter: Meter, vocab_size: int) -> dict[str, Any]:
-        items = endless_prompts(
-            arguments.input_tokens, arguments.output_tokens, arguments.bench_seed, vocab_size
-        )
-        concurrency = arguments.concurrency or most_at_once(meter.config)
-        _warm_up(meter, list(itertools.islice(items, concurrency)), vocab_size)
-        return measure_overload(meter, items, concurrency, arguments)
-
-    return _bench("overload", arguments, measure)
 
 
 def _bench(

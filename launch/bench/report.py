@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from penstock.launch.bench.measure import Run
-from penstock.launch.bench.overload import Figures
 from penstock.launch.commands.options import flag
 from penstock.protocol.config import Config
 
@@ -51,10 +50,6 @@ SERVE_COLUMNS = (
     *("requests", "TTFT idle ms", "TTFT ms", "p99", "TPOT ms", "p99"),
     *("ITL ms", "p99", "E2EL ms", "p99"),
 )
-OVERLOAD_COLUMNS = (
-    *("requests sent/s", "latest send ms", "offered", "finished", "refused", "failed"),
-    *("output tokens/s", "TTFT ms", "p99", "refusal ms", "p99", "worst", "retry after s", "most"),
-)
 
 
 def hardware() -> dict[str, Any]:
@@ -67,10 +62,10 @@ def hardware() -> dict[str, Any]:
     return {"cpus": len(os.sched_getaffinity(0)), "gpus": gpus}
 
 
-def versions(*more: str) -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Of Python and of the packages that are there."""
     found = {"python": platform.python_version()}
-    for name in ("penstock", "torch", *more):
+    for name in ("penstock", "torch"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
@@ -108,20 +103,9 @@ def serve_table(report: dict[str, Any]) -> str:
         figures = msgspec.structs.asdict(one["median"])
         idle = f"{one['idle'].median_ttft_ms:,.2f}"
         rows.append([kind, str(one["requests"]), idle, *_times(figures)])
-    loads = [["ZeroMQ", *_load_cells(report)]]
-    lines = []
-    if http := report.get("http"):
-        rows += [["all", str(report["completed"]), "-", *_times(report)]]
-        rows += [["all, over HTTP", str(http["completed"]), "-", *_times(http)]]
-        loads += [["HTTP", *_load_cells(http)]]
-        lines = [
-            "",
-            f"HTTP adds {http['added_us_per_token']:.1f} µs a token to the time of a whole answer, "
-            f"{http['added_ttft_ms']:.2f} ms to the first one, and costs "
-            f"{http['cpu_us_per_token']:.1f} µs of CPU a token.",
-        ]
-    tables = [*_table(("prompts", *SERVE_COLUMNS), rows), "", *_table(("", *LOAD_COLUMNS), loads)]
-    return "\n".join([_headline(report), "", *tables, *lines])
+    tables = [*_table(("prompts", *SERVE_COLUMNS), rows), ""]
+    tables += _table(LOAD_COLUMNS, [_load_cells(report)])
+    return "\n".join([_headline(report), "", *tables])
 
 
 def _times(figures: dict[str, Any]) -> list[str]:
@@ -133,51 +117,6 @@ def _times(figures: dict[str, Any]) -> list[str]:
 def _load_cells(load: dict[str, Any]) -> list[str]:
     speeds = ["-" if math.isnan(load[name]) else f"{load[name]:,.2f}" for name in LOAD_FIELDS]
     return [*speeds, *(f"{load[name]:g}" for name in ("completed", "failed", "preemptions"))]
-
-
-def transformers_table(report: dict[str, Any]) -> str:
-    """A row for each batch."""
-    rows = [
-        [str(one["batch"]), f"{one['duration']:.2f}", f"{one['output_throughput']:,.0f}"]
-        for one in report["batches"]
-    ]
-    return "\n".join([_headline(report), "", *_table(("batch", *LATENCY_COLUMNS[:2]), rows)])
-
-
-def overload_table(report: dict[str, Any]) -> str:
-    """The two parts, what they come to in two sentences, and the memory of each process."""
-    cores = [f"{report[name].client_cores:.2f}" for name in ("capacity", "overload")]
-    rows = [[name, *_part_cells(report[name])] for name in ("capacity", "overload")]
-    lines = _table(("", *OVERLOAD_COLUMNS), rows)
-    lines += [
-        "",
-        f"Goodput is {report['goodput_share']:.1%} of the capacity, which is that of "
-        f"{report['concurrency']} requests at once.",
-        f"The client kept {' and '.join(cores)} of the CPU cores busy: where they are few, the "
-        "pipeline lacks them; near 1.00 the client itself is what is measured.",
-    ]
-    memory = [
-        [name, *(f"{mib:,.1f}" for mib in around)]
-        for name, around in report["resident_mib"].items()
-    ]
-    if memory:
-        lines += ["", *_table(("process", "MiB before the overload", "after"), memory)]
-    return "\n".join([_headline(report), "", *lines])
-
-
-def _part_cells(part: Figures) -> list[str]:
-    numbers = (part.offered, part.finished, part.refused, part.failed)
-    times = (
-        *(part.ttft_ms, part.ttft_p99_ms),
-        *(part.refusal_ms, part.refusal_p99_ms, part.refusal_worst_ms),
-        *(part.retry_after_least_s, part.retry_after_most_s),
-    )
-    return [
-        *(f"{value:,.2f}" for value in (part.sent_per_second, part.latest_send_ms)),
-        *(f"{number:,}" for number in numbers),
-        f"{part.output_tokens_per_second:,.0f}",
-        *("-" if math.isnan(value) else f"{value:,.2f}" for value in times),
-    ]
 
 
 def _cells(run: Run) -> list[str]:

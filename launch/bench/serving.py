@@ -1,4 +1,4 @@
-"""What `launch bench serve` makes of its runs, over ZeroMQ and over HTTP."""
+"""Figures of the runs of `launch bench serve`."""
 
 import math
 import statistics
@@ -47,15 +47,3 @@ def arrivals(starts: Sequence[float], times: Sequence[float]) -> dict[str, float
     late = max(s - t for s, t in zip(sent, times, strict=True))
     rate = (len(sent) - 1) / sent[-1] if len(sent) > 1 else math.nan
     return {"sent_per_second": rate, "latest_send_ms": late * 1e3}
-
-
-def compare(over_http: dict[str, Any], direct: dict[str, Any], cpu: float) -> dict[str, Any]:
-    """Summaries of the same load; `cpu`: seconds of the HTTP processes in all its runs."""
-    num_tokens = sum(run["total_output_tokens"] for run in over_http["runs"])
-    length = direct["total_output_tokens"] / direct["completed"]
-    return {
-        **over_http,
-        "added_ttft_ms": over_http["median_ttft_ms"] - direct["median_ttft_ms"],
-        "added_us_per_token": (over_http["mean_e2el_ms"] - direct["mean_e2el_ms"]) / length * 1e3,
-        "cpu_us_per_token": cpu / num_tokens * 1e6,
-    }

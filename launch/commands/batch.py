@@ -12,19 +12,22 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Literal
 
+import httpx
 import msgspec
 from msgspec import Struct
 from tqdm import tqdm
 
 from penstock.launch.commands.options import as_flags, flag, given_options
 from penstock.launch.errors import LaunchError
-from penstock.launch.http_client import Answered, HttpClient, HttpError, UnreachableError
 from penstock.launch.offline.ephemeral_pipeline import free_port, private_pipeline
 from penstock.launch.run_folder import base_url, running_config
+from penstock.protocol.client.errors import ClientError
 from penstock.protocol.config import Config
 
 TRIES = 5
 """of a request whose connection is lost"""
+CONNECT_RETRIES = 4
+"""attempts to connect again, within 7 s: a process that is restarted listens again by then"""
 TRY_AGAIN = (429, 503)
 """the pipeline is overloaded, or a part of it is about to come back"""
 
@@ -50,7 +53,7 @@ class Outcome(Struct):
 
 
 def run_batch(arguments: Namespace) -> int:
-    """Runs the file: 1 if a line was refused or failed. Raises LaunchError, HttpError."""
+    """Runs the file: 1 if a line was refused or failed. Raises LaunchError, ClientError."""
     with _target(arguments) as config, _open(arguments) as (lines, output):
         counts = asyncio.run(Batch(config, output).run(lines, arguments.concurrency))
     parts = ", ".join(f"{number} {name}" for name, number in sorted(counts.items()))
@@ -92,7 +95,7 @@ class Batch:
 
     def __init__(self, config: Config, output: BinaryIO) -> None:
         """Cuts off what was not written to its end."""
-        self._where = base_url(config), config.api_key
+        self._config = config
         self._output = output
         self._done = _read_done(output)
         self._counts: Counter[str] = Counter()
@@ -101,17 +104,17 @@ class Batch:
         """So many requests at once. Returns how many lines were done, skipped, refused, bad."""
         numbered = enumerate(lines, 1)
         with tqdm(desc="requests", dynamic_ncols=True) as self._bar:
-            await asyncio.gather(*(self._work(numbered) for _ in range(concurrency)))
+            async with _client(self._config, concurrency) as client:
+                workers = (self._work(client, numbered) for _ in range(concurrency))
+                await asyncio.gather(*workers)
         return self._counts
 
-    async def _work(self, numbered: Iterator[tuple[int, bytes]]) -> None:
-        client = HttpClient(*self._where)
+    async def _work(self, client: httpx.AsyncClient, numbered: Iterator[tuple[int, bytes]]) -> None:
         for number, text in numbered:
             if text.strip():
                 await self._line(client, f"batch_req_{number}", text)
-        client.close()
 
-    async def _line(self, client: HttpClient, name: str, text: bytes) -> None:
+    async def _line(self, client: httpx.AsyncClient, name: str, text: bytes) -> None:
         try:
             line = msgspec.json.decode(text, type=Line)
             if line.body.get("stream"):
@@ -125,13 +128,13 @@ class Batch:
             self._counts["skipped"] += 1
             return
         self._done.add(line.custom_id)
-        answered, body = await _ask(client, line)
+        answer = await _post(client, line)
         response = {
-            "status_code": answered.status,
-            "request_id": answered.headers.get("x-request-id", name),
-            "body": body,
+            "status_code": answer.status_code,
+            "request_id": answer.headers.get("x-request-id", name),
+            "body": _json(answer.content),
         }
-        what = "done" if answered.status == 200 else "refused"
+        what = "done" if answer.status_code == 200 else "refused"
         self._write(what, Outcome(name, line.custom_id, response, None))
 
     def _write(self, what: str, outcome: Outcome) -> None:
@@ -141,23 +144,34 @@ class Batch:
         self._bar.update()
 
 
-async def _ask(client: HttpClient, line: Line) -> tuple[Answered, Any]:
-    """The answer and its body. Raises HttpError if the connection is lost again and again."""
-    num_lost, question = 0, msgspec.json.encode(line.body)
+def _client(config: Config, concurrency: int) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        base_url=base_url(config),
+        headers={"Authorization": f"Bearer {config.api_key}"} if config.api_key else {},
+        timeout=None,  # noqa: S113  an answer may take hours
+        trust_env=False,
+        transport=httpx.AsyncHTTPTransport(
+            retries=CONNECT_RETRIES, limits=httpx.Limits(max_connections=concurrency)
+        ),
+    )
+
+
+async def _post(client: httpx.AsyncClient, line: Line) -> httpx.Response:
+    """Return the answer to a line. Raises ClientError if no answer comes."""
+    num_lost = 0
     while True:
-        body = bytearray()
         try:
-            answered = await client.post(line.url, question, body.extend)
-        except UnreachableError:
-            raise
-        except HttpError:
+            answer = await client.post(line.url, json=line.body)
+        except httpx.ConnectError as error:
+            raise ClientError(f"{client.base_url} can't be reached: {error}") from error
+        except httpx.TransportError as error:
             num_lost += 1
             if num_lost == TRIES:
-                raise
+                raise ClientError(f"{client.base_url} hung up: {error}") from error
             continue
-        if answered.status not in TRY_AGAIN:
-            return answered, _json(bytes(body))
-        await asyncio.sleep(float(answered.headers.get("retry-after", 1)))
+        if answer.status_code not in TRY_AGAIN:
+            return answer
+        await asyncio.sleep(float(answer.headers.get("retry-after", 1)))
 
 
 def _json(body: bytes) -> Any:

@@ -11,6 +11,7 @@ NEEDS = {
     "needs Kubernetes",
     "needs Ray on several machines",
     "needs Slurm",
+    "needs vLLM",
     "needs a terminal of its own",
     "needs the network",
     "needs two GPUs",

@@ -18,7 +18,6 @@ from penstock.launch.bench.report import (
     hardware,
     latency_table,
     offline_table,
-    transformers_table,
     versions,
 )
 from penstock.launch.bench.streams import Streaming, percentile
@@ -259,17 +258,3 @@ def test_the_pipeline_without_a_model(
     numbers = ("--batches", "2", "--detokenizers", "1", "--max-tokens", "20", "--runs", "1")
     results = json.loads(bench(monkeypatch, capsys, "pipeline", *numbers, "--json"))
     assert [(one["batch"], one["stream"]) for one in results] == [(2, False), (2, True)]
-
-
-@pytest.mark.pipeline
-def test_the_loop_of_transformers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    numbers = ("--batches", "1", "3", "--input-tokens", "5", "--output-tokens", "4", "--runs", "2")
-    report = json.loads(bench(monkeypatch, capsys, "transformers", *numbers, "--json"))
-    assert [one["batch"] for one in report["batches"]] == [1, 3]
-    for one in report["batches"]:
-        assert one["output_throughput"] == pytest.approx(4 * one["batch"] / one["duration"])
-    assert "transformers" in report["versions"]
-    row = "| 1 |"
-    assert transformers_table(report).splitlines()[-2].startswith(row)

@@ -10,9 +10,8 @@ import pytest
 
 from penstock.launch.bench import measure
 from penstock.launch.bench.measure import Meter
-from penstock.launch.bench.over_http import HttpTimes, measure_http
 from penstock.launch.bench.report import serve_table
-from penstock.launch.bench.serving import arrivals, compare, summary
+from penstock.launch.bench.serving import arrivals, summary
 from penstock.launch.bench.streams import Stamps, as_streaming
 from penstock.launch.bench.target import Target
 from penstock.launch.bench.workload import (
@@ -28,7 +27,7 @@ from penstock.protocol.client.session import Answer
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import GenerateRequest, TextDelta
 from tests.launch.fake_gateway import Gateway, echo
-from tests.launch.test_bench import HEADLINE, SMALL, bench, report_of, run_of, streaming_of
+from tests.launch.test_bench import HEADLINE, bench, report_of, run_of, streaming_of
 
 
 def stamps_of(start: float, *times: float, num_tokens: int) -> Stamps:
@@ -143,34 +142,6 @@ def test_the_summary_has_the_names_of_vllm() -> None:
     assert math.isnan(summary(loads, [0.0, 1.0, 2.0], {})["request_goodput"])
 
 
-def test_what_http_adds() -> None:
-    direct = {"completed": 4, "total_output_tokens": 400, "mean_e2el_ms": 50.0}
-    direct["median_ttft_ms"] = 10.0
-    run = {"total_output_tokens": 500}
-    over_http = {**direct, "mean_e2el_ms": 51.0, "median_ttft_ms": 12.0, "runs": [run, run]}
-    found = compare(over_http, direct, cpu=0.02)
-    assert found["added_us_per_token"] == 10  # 1 ms for 100 tokens
-    assert (found["added_ttft_ms"], found["cpu_us_per_token"]) == (2, 20)
-    assert found["mean_e2el_ms"] == 51.0
-
-
-def test_events_are_stamped_however_they_are_cut() -> None:
-    events = b"".join(
-        b"data: " + json.dumps(chunk).encode() + b"\n\n"
-        for chunk in (
-            {"choices": [{"text": ""}]},
-            {"choices": [{"text": "a", "index": 0}]},
-            {"choices": [{"text": "bc", "finish_reason": "stop"}]},
-            {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}},
-        )
-    )
-    times = HttpTimes()
-    for at in range(0, len(events), 9):
-        times.on_body(events[at : at + 9])
-    times.on_body(b"data: [DONE]\n\n")
-    assert (len(times.times), times.num_tokens, times.num_inputs) == (2, 3, 7)
-
-
 def test_serve_as_a_table() -> None:
     kind = {"requests": 9, "idle": streaming_of(2.5, 1, 1, 1)}
     kind["median"] = streaming_of(5.0, 1.5, 1.75, 500.0)
@@ -187,16 +158,11 @@ def test_serve_as_a_table() -> None:
         f"| short {row}",
         f"| long {row}",
         "",
-        "|  | requests sent/s | latest send ms | requests/s | good ones/s | output tokens/s "
+        "| requests sent/s | latest send ms | requests/s | good ones/s | output tokens/s "
         "| seconds | completed | failed | preemptions |",
-        "| --- | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
-        "| ZeroMQ | 4.00 | 0.00 | 1.00 | 0.25 | 250.00 | 4.00 | 4 | 0 | 0 |",
+        "| --- | --: | --: | --: | --: | --: | --: | --: | --: |",
+        "| 4.00 | 0.00 | 1.00 | 0.25 | 250.00 | 4.00 | 4 | 0 | 0 |",
     ]
-    http = compare({**load, "mean_e2el_ms": 900.0}, load, 0.01)
-    lines = serve_table(report_of(kinds={"short": kind}, **load, http=http)).splitlines()
-    assert [line.split(" | ")[0] for line in lines[4:7]] == ["| short", "| all", "| all, over HTTP"]
-    assert lines[-1].startswith("HTTP adds 100.0 µs a token")
-    assert lines[-1].endswith("costs 10.0 µs of CPU a token.")
 
 
 @pytest.mark.parametrize(
@@ -270,28 +236,3 @@ def test_serve(
             for name in ("ttft", "itl", "tpot"):
                 assert 0 < figures[f"median_{name}_ms"] <= figures[f"p99_{name}_ms"]
             assert figures["p99_ttft_ms"] < figures["p99_e2el_ms"]
-
-
-@pytest.mark.pipeline
-def test_serve_over_http(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    workload = ("--num-requests", "6", "--request-rate", "20", "--input-tokens", "6")
-    more = ("--output-tokens", "4", "--temperature", "0", "--http", "--json")
-    report = json.loads(bench(monkeypatch, capsys, "serve", *workload, *SMALL, *more))
-    http = report["http"]
-    for load in (report, http):
-        assert (load["completed"], load["failed"]) == (6, 0)
-        assert (load["total_input_tokens"], load["total_output_tokens"]) == (36, 24)
-        assert 0 < load["median_ttft_ms"] <= load["p99_e2el_ms"]
-    assert http["cpu_us_per_token"] >= 0
-    assert {"added_us_per_token", "added_ttft_ms"} < set(http)
-
-
-@pytest.mark.pipeline
-def test_http_where_there_is_none(measured: Config) -> None:
-    with (
-        Meter(Target(measured.endpoint, "", 8, measured), 0.0) as meter,
-        pytest.raises(LaunchError, match="--http needs a pipeline with HTTP processes"),
-    ):
-        measure_http(meter, [Item([1], 2)], [0.0])

@@ -1,8 +1,6 @@
 """Two replicas behind one gateway: requests are shared out, and those of a lost one go on."""
 
-import json
 import signal
-import subprocess
 from collections.abc import Callable
 
 import psutil
@@ -10,7 +8,7 @@ import pytest
 
 from penstock.models.demo.tasks import answer_to, count_prompt
 from penstock.protocol.messages.status import SchedulerStatus
-from tests.pipeline.conftest import LAUNCH, Pipeline
+from tests.pipeline.conftest import Pipeline
 
 pytestmark = pytest.mark.pipeline
 NUM_STREAMS = 4
@@ -71,13 +69,3 @@ def test_workers_of_one_replica_are_restarted_while_the_other_serves(served: Pip
     assert served.run("restart", "worker.2").stdout == "worker.2: back\n"
     after = served.restarts()
     assert {name for name, number in after.items() if number > restarts[name]} == {"worker.2"}
-
-
-def test_conversations_find_their_prefix(served: Pipeline) -> None:
-    """`launch bench prefix` against a pipeline that runs."""
-    sizes = ("--conversations", "6", "--concurrency", "3", "--turns", "2", "--output-tokens", "2")
-    command = [*LAUNCH, "bench", "prefix", "--name", served.name, *sizes, "--system-prompts", "2"]
-    run = subprocess.run([*command, "--json"], capture_output=True, timeout=60, check=True)
-    (result,) = json.loads(run.stdout)
-    assert (result["requests"], result["routing"]) == (12, "prefix")
-    assert result["hit_rate"] > 0.6

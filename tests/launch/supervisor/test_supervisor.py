@@ -1,42 +1,28 @@
 """The supervisor, with processes of a line each and no gateway."""
 
-import asyncio
 import json
 import os
-import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from signal import SIGHUP, SIGINT
 
 import msgspec
 import psutil
 import pytest
 import zmq
 
-from penstock.launch.control_client import list_processes, request
-from penstock.launch.errors import LaunchError
-from penstock.launch.run_folder import claim, control_endpoint
 from penstock.launch.supervisor import local, output
-from penstock.launch.supervisor.supervisor import MAX_EARLY_DEATHS, Supervisor
-from penstock.protocol.config import MAX_PROCESSES, Config, run_folder, write_config
-from penstock.protocol.messages.control import (
-    ControlReply,
-    ControlRequest,
-    ListProcesses,
-    RestartProcesses,
-    ScaleProcesses,
-    Spawned,
-)
+from penstock.launch.supervisor.supervisor import MAX_EARLY_DEATHS
+from penstock.protocol.config import Config, run_folder
 from penstock.protocol.messages.gateway import ToGateway
 from penstock.protocol.messages.supervisor import SupervisorReport
-from penstock.protocol.transport.channel import bind, connect
+from penstock.protocol.transport.channel import bind
 from penstock.protocol.transport.endpoints import endpoints
 from penstock.protocol.transport.process import PROCESS_VARIABLE
+from tests.launch.supervisor.conftest import CONFIG, Supervise
 
-CONFIG = Config(name="x", endpoint="ipc://nowhere", tp=2)
 GATEWAY = (
     f'{sys.executable} -P -c "import os, signal, zmq; '
     "from penstock.protocol.transport.process import *; "
@@ -47,45 +33,6 @@ GATEWAY = (
     'any(m.draining for m in iter(lambda: r.socket.poll() and next(r.receive())[1], 0)); %s"'
 )
 """a gateway that has got its line out, and, when it has heard of the drain, does something"""
-Supervise = Callable[..., int]
-
-
-@pytest.fixture
-def supervise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervise:
-    """Runs these commands to their end, which leaves nothing; `act` runs after the first line."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-
-    def run(
-        act: Callable[[], None] = lambda: None, config: Config = CONFIG, **commands: str
-    ) -> int:
-        supervisor = Supervisor(config, commands, max_deaths=5)
-        write = supervisor._write
-
-        def write_and_act(text: str) -> None:
-            nonlocal act
-            write(text)
-            act()
-            act = lambda: None  # noqa: E731
-
-        supervisor._write = write_and_act  # type: ignore[method-assign]
-        before = psutil.Process().children()
-        with claim(config):
-            write_config(config)
-            exit_code = asyncio.run(asyncio.wait_for(supervisor.run(), 20))
-        assert psutil.Process().children() == before
-        return exit_code
-
-    return run
-
-
-@pytest.fixture(autouse=True)
-def _no_signal_is_ignored() -> Iterator[None]:
-    """As under `nohup`, or in the background of a shell."""
-    usual = {SIGHUP: signal.SIG_DFL, SIGINT: signal.default_int_handler}
-    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def stop_by(*numbers: int) -> Callable[[], None]:
@@ -187,98 +134,6 @@ def test_the_gateway_is_told_of_the_processes(supervise: Supervise) -> None:
         } | {"plan_bytes": 7}
         assert one.cpu_seconds > 0
         assert one.rss_bytes > 1 << 20
-
-
-def test_commands_for_one_kind_run_one_after_the_other(supervise: Supervise) -> None:
-    """Each reports what is true when it is done; one for a process that has left is refused."""
-    numbers = [3, 1, 3, 1, 3]
-    replies: list[ControlReply] = []
-
-    def send() -> None:
-        scales = [ScaleProcesses("tokenizer", number) for number in [*numbers, MAX_PROCESSES + 1]]
-        with zmq.Context() as context:
-            channel = connect(context, zmq.DEALER, control_endpoint(run_folder("x")), ControlReply)
-            for message in [*scales, RestartProcesses(["tokenizer.9"])]:
-                channel.send(message)
-            while len(replies) < len(scales) + 1:
-                assert channel.socket.poll(20_000)
-                replies.extend(reply for _, reply in channel.receive())
-            channel.socket.close()
-        replies.append(ControlReply(processes=list_processes("x")))
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=send)
-    assert supervise(thread.start, tokenizer="sh -c 'echo up; exec sleep 60'") == 0
-    thread.join()
-    *scaled, refused, restarted, listed = replies
-    assert [reply.number for reply in scaled] == numbers
-    assert refused.error == "number: got 257, expected up to 256 of a kind"
-    assert restarted.error == "process: got 'tokenizer.9', which does not run any more"
-    names = [one.name for one in listed.processes]
-    assert names == ["tokenizer.1", "tokenizer.2", "tokenizer.3"]
-
-
-def test_a_command_that_fails_is_answered_and_logged(
-    supervise: Supervise, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Also one that the pipeline's end cuts off; a frame that is not a request is dropped."""
-    errors: list[str] = []
-
-    def ask(message: ControlRequest) -> None:
-        with pytest.raises(LaunchError) as caught:
-            request("x", message)
-        errors.append(str(caught.value))
-
-    def send() -> None:
-        with zmq.Context() as context:
-            channel = connect(context, zmq.DEALER, control_endpoint(run_folder("x")))
-            channel.send("rubbish")
-            channel.socket.close()
-        ask(ScaleProcesses("nothing", 1))
-        ask(RestartProcesses([]))
-        (tokenizer,) = list_processes("x")
-        waiting = threading.Thread(target=ask, args=[RestartProcesses(["tokenizer.1"])])
-        with os.fdopen(os.pidfd_open(tokenizer.pid)) as end:
-            waiting.start()
-            assert select.select([end], [], [], 20)[0]
-        os.kill(os.getpid(), signal.SIGTERM)
-        waiting.join()
-
-    thread = threading.Thread(target=send)
-    assert supervise(thread.start, tokenizer="sh -c 'echo up; exec sleep 60'") == 0
-    thread.join()
-    assert errors == [
-        "kind: got 'nothing', expected one of tokenizer",
-        "the command failed: IndexError('list index out of range')",
-        "the pipeline ended before the command was done",
-    ]
-    assert "launch        | IndexError: list index out of range\n" in capfd.readouterr().out
-
-
-def test_a_watcher_hears_of_every_start(supervise: Supervise) -> None:
-    heard: list[ControlReply | Spawned] = []
-
-    def watch() -> None:
-        with zmq.Context() as context:
-            endpoint = control_endpoint(run_folder("x"))
-            channel = connect(context, zmq.DEALER, endpoint, ControlReply | Spawned)
-            channel.send(ListProcesses(watch=True))
-            while sum(isinstance(one, Spawned) for one in heard) < 2:
-                assert channel.socket.poll(20_000)
-                for _, message in channel.receive():
-                    heard.append(message)
-                    newest = message if isinstance(message, Spawned) else message.processes[0]
-                    os.kill(newest.pid, signal.SIGKILL)
-            channel.socket.close()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=watch)
-    assert supervise(thread.start, tokenizer="sh -c 'echo up; exec sleep 60'") in (0, 1)
-    thread.join()
-    reply, *spawned = heard
-    assert isinstance(reply, ControlReply)
-    assert [one.name for one in reply.processes] == ["tokenizer.1"]
-    assert len({reply.processes[0].pid, *(one.pid for one in spawned)}) == 3  # type: ignore[union-attr]
 
 
 def test_output_that_nobody_reads_holds_nothing_up(
