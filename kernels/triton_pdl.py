@@ -1,9 +1,9 @@
-"""Programmatic dependent launch: a kernel starts while the one before it still runs.
+"""Programmatic dependent launch: a kernel starts while the previous kernel still runs.
 
-Its first instructions (addresses, reads of weights) then overlap with the end of that kernel. What
-earlier kernels write may be read behind `wait` only, and every program must call it, also one that
-has nothing to do: a kernel has then seen the end of all kernels before it. (CUDA programming
-guide, "Programmatic Dependent Launch"; compute capability 9.0 and newer.)
+Its first instructions (addresses, reads of weights) then overlap with the end of that kernel.
+Results of earlier kernels may be read only after `wait`, which every program must call, even an
+idle program: all earlier kernels have then ended. (CUDA programming guide, "Programmatic Dependent
+Launch"; compute capability 9.0 and newer.)
 """
 
 import torch
@@ -23,13 +23,13 @@ PDL = tl.constexpr(_SUPPORTED)
 
 @triton.jit
 def launch_dependents():
-    """The next kernel may start as soon as every program of this one has come here."""
+    """Lets the next kernel start after every program of this kernel has called this."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait():
-    """Behind this, the results of all kernels before are there."""
+    """Waits for the results of all earlier kernels."""
     if PDL:
         gdc_wait()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from penstock.kernels.moe.moe import norm_moe
-from penstock.kernels.quantize.quantize import parts
+from penstock.kernels.quantize.types import parts
 from penstock.models.parallel import Fp8, Layer, RMSNorm, Slice, add_weight, kept, parameter
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.checkpoint import ModelConfig

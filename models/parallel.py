@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.elementwise.embedding import embedding
+from penstock.kernels.elementwise.elementwise import embedding
 from penstock.kernels.linear.linear import linear, linear_add, norm_linear
-from penstock.kernels.quantize.quantize import BLOCK, FP8, Matrix, Quantized
+from penstock.kernels.quantize.types import BLOCK, FP8, Matrix, Quantized
 from penstock.kernels.sampling.sampling import shard_size
 from penstock.models.tensor_parallel import TensorParallel
 

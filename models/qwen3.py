@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from penstock.kernels.attention.backends import Attention as AttentionBackend
-from penstock.kernels.attention.kv_cache import KVCache
-from penstock.kernels.elementwise.rope import Yarn, qk_norm_rope_store, rope_table
+from penstock.kernels.attention.backends import AttentionBackend
+from penstock.kernels.attention.rope import qk_norm_rope_store
+from penstock.kernels.attention.types import KVCache
 from penstock.kernels.linear.linear import norm_swiglu
-from penstock.kernels.step.forward_batch import Step
+from penstock.kernels.step.forward_batch import ForwardBatch
 from penstock.models.moe import MoE
 from penstock.models.parallel import (
     ColumnParallelLinear,
@@ -22,6 +22,7 @@ from penstock.models.parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from penstock.models.rope_table import rope_table
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.checkpoint import ModelConfig
 
@@ -45,7 +46,7 @@ class Attention(nn.Module):
         self.o_proj = RowParallelLinear(tp, size, config.hidden_size, config.fp8)
 
     def forward(
-        self, residual: Tensor, norm: RMSNorm, step: Step, rope: Tensor, kv_cache: KVCache
+        self, residual: Tensor, norm: RMSNorm, step: ForwardBatch, rope: Tensor, kv_cache: KVCache
     ) -> Tensor:
         """residual [num_tokens, hidden_size] plus the attention of its norm."""
         q = qk_norm_rope_store(
@@ -99,7 +100,9 @@ class DecoderLayer(nn.Module):
         is_sparse = config.is_sparse(index)
         self.mlp = MoE(config, tp, expert_parallel) if is_sparse else MLP(config, tp)
 
-    def forward(self, residual: Tensor, step: Step, rope: Tensor, kv_cache: KVCache) -> Tensor:
+    def forward(
+        self, residual: Tensor, step: ForwardBatch, rope: Tensor, kv_cache: KVCache
+    ) -> Tensor:
         """The residual stream behind this layer, [num_tokens, hidden_size]."""
         residual = self.self_attn(residual, self.input_layernorm, step, rope, kv_cache)
         return self.mlp(residual, self.post_attention_layernorm)  # type: ignore[no-any-return]
@@ -123,7 +126,7 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, step: Step, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:
+    def forward(self, step: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:
         """kv_caches: of each layer → the residual stream behind the last one."""
         residual = self.embed_tokens(step.input_ids)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
@@ -156,10 +159,9 @@ class Qwen3(nn.Module):
             sizes = config.vocab_size, config.hidden_size
             self.lm_head = ParallelLMHead(tp, *sizes, quantize_lm_head, source)
         rope = config.rope
-        yarn = Yarn(*rope.yarn) if rope.yarn else None
-        self.rope = rope_table(config.head_dim, num_positions, rope.base, yarn)
+        self.rope = rope_table(config.head_dim, num_positions, rope.base, rope.yarn)
 
-    def forward(self, step: Step, kv_caches: Sequence[KVCache]) -> Tensor:
+    def forward(self, step: ForwardBatch, kv_caches: Sequence[KVCache]) -> Tensor:
         """What `compute_logits` takes, for each token of the step: [num_tokens, hidden_size].
 
         kv_caches: of each layer, with the KV heads of this rank.

@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.kernels.quantize.quantize import BLOCK, FP8, Quantized
+from penstock.kernels.quantize.quantize import copy_into
+from penstock.kernels.quantize.types import BLOCK, FP8, Quantized
 from penstock.models.parallel import Layer, Slice
 from penstock.protocol.checkpoint import ModelError
 
@@ -122,7 +123,7 @@ def _read(path: Path, parts: list[Slice], scales: dict[str, Tensor]) -> Iterator
                 if tensor.dtype == FP8:
                     _copy_in_blocks(tensor, part, scales, path)
                 else:
-                    part.target.copy_(tensor)
+                    copy_into(part.target, tensor)
                 yield part.name
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} can't be read: {error}") from error
@@ -140,9 +141,9 @@ def _copy_in_blocks(tensor: Tensor, part: Slice, scales: dict[str, Tensor], path
     blocks = slice(first, -(-part.stop // BLOCK))
     scale = (scale[blocks] if part.dim == 0 else scale[:, blocks]).to(device)
     if isinstance(part.target, Quantized) and part.target.in_blocks:
-        part.target.copy_(Quantized(tensor, scale))
+        copy_into(part.target, Quantized(tensor, scale))
         return
     padding = (rest, 0, 0, 0) if part.dim else (0, 0, rest, 0)
     values = functional.pad(tensor.to(device).float(), padding)  # from the beginning of a block on
     wide = Quantized(values, scale).dequantized()
-    part.target.copy_(wide[:, rest:] if part.dim else wide[rest:])
+    copy_into(part.target, wide[:, rest:] if part.dim else wide[rest:])

@@ -16,10 +16,10 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from penstock.models.demo.tasks import TASK_NAMES, Sizes, make_example
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
 from tests.engine import Engine
+from tests.tools.demo.tasks import TASK_NAMES, Sizes, make_example
 
 NUM_GREEDY = int(os.environ.get("PENSTOCK_REQUESTS", "25"))
 NUM_SAMPLED = NUM_GREEDY // 5

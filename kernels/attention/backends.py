@@ -1,8 +1,8 @@
-"""Attention back ends behind one interface: what measured best, or what is asked for.
+"""Attention backends with one interface.
 
 - `torch`: the reference, on any device.
-- `triton`: our own kernels, for any block size; `auto` on a GPU, for they measured faster than
-  flash-attn 2 everywhere (README, "Measured").
+- `triton`: own kernels, for any block size. The default on a GPU: they measured faster than
+  flash-attn 2 in every case (docs, benchmarks).
 - `flash-attn`: flash-attn 2.8 (Dao 2023, https://arxiv.org/abs/2307.08691), for blocks of 256
   tokens or a multiple.
 """
@@ -13,48 +13,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.kv_cache import KVCache
 from penstock.kernels.attention.reference import attend
-from penstock.kernels.step.forward_batch import Step
+from penstock.kernels.attention.types import KVCache
+from penstock.kernels.step.forward_batch import ForwardBatch
 
 FLASH_BLOCK = 256
-"""tokens; flash-attn's paged KV takes this or a multiple"""
+"""tokens; flash-attn's paged KV cache takes this or a multiple"""
 DEFAULT_BLOCK = 16
 TRITON_BLOCK = 128
 """tokens; the largest tile of keys, so that a tile lies in one block"""
 
 
-class Attention:
-    """The reference; other back ends have the same two methods."""
+class AttentionBackend:
+    """The reference in torch; other backends have the same two methods."""
 
     name = "torch"
     can_be_captured = False
-    """when it decodes, in a CUDA graph: it never asks the device for anything"""
+    """True if decode can be captured in a CUDA graph: the host reads nothing from the device"""
     can_capture_prefill = False
-    """in a CUDA graph whose rows prefill or decode as the device says"""
+    """True if prefill can be captured too, in a graph whose rows prefill or decode"""
 
     def __init__(self, block_size: int, scale: float) -> None:
         self.block_size = block_size
         self.scale = scale
 
-    def begin(self, step: Step) -> None:
-        """Called once a step, before the layers."""
+    def begin(self, batch: ForwardBatch) -> None:
+        """Prepares a step, before its layers."""
 
-    def __call__(self, q: Tensor, kv_cache: KVCache, step: Step) -> Tensor:
-        """Attention of the step's tokens, whose KV is stored: as `attend`."""
+    def __call__(self, q: Tensor, kv_cache: KVCache, batch: ForwardBatch) -> Tensor:
+        """Computes `attend` for the tokens of the step, whose KV is stored."""
         return attend(
             q,
             kv_cache,
-            cu_seqlens_q=step.cu_seqlens_q,
-            max_seqlen_q=step.shape.max_seqlen_q,
-            context_lens=step.context_lens,
-            block_tables=step.block_tables,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            max_seqlen_q=batch.shape.max_seqlen_q,
+            context_lens=batch.context_lens,
+            block_tables=batch.block_tables,
             scale=self.scale,
         )
 
 
-class GpuAttention(Attention):
-    """One kernel for the rows that decode, one for those that prefill."""
+class GpuAttentionBackend(AttentionBackend):
+    """A kernel for the rows that decode and a kernel for the rows that prefill."""
 
     can_be_captured = True
 
@@ -65,23 +65,23 @@ class GpuAttention(Attention):
         self._decode = decode
         self._prefill = prefill
 
-    def begin(self, step: Step) -> None:
-        """Plans how the KV of the rows that decode is split."""
-        if step.shape.num_decode:
-            self._decode.plan(step.decode_lens)
+    def begin(self, batch: ForwardBatch) -> None:
+        """Plans the split of the KV cache for the rows that decode."""
+        if batch.shape.num_decode:
+            self._decode.plan(batch.decode_lens)
 
-    def __call__(self, q: Tensor, kv_cache: KVCache, step: Step) -> Tensor:
-        """As `attend`."""
-        num_decode = step.shape.num_decode
+    def __call__(self, q: Tensor, kv_cache: KVCache, batch: ForwardBatch) -> Tensor:
+        """Computes `attend`."""
+        num_decode = batch.shape.num_decode
         out = torch.empty_like(q)
-        if step.shape.num_tiles:
-            self._prefill(q, kv_cache, step, self.scale, out)
+        if batch.shape.num_tiles:
+            self._prefill(q, kv_cache, batch, self.scale, out)
         if num_decode:
             self._decode(
                 q[:num_decode],
                 kv_cache,
-                context_lens=step.decode_lens,
-                block_tables=step.block_tables[:num_decode],
+                context_lens=batch.decode_lens,
+                block_tables=batch.block_tables[:num_decode],
                 scale=self.scale,
                 out=out[:num_decode],
             )
@@ -89,10 +89,10 @@ class GpuAttention(Attention):
 
 
 class FlashDecode:
-    """flash-attn's decode; how it is split is fixed by the shapes."""
+    """Decode attention of flash-attn, whose split follows from the shapes."""
 
     def plan(self, context_lens: Tensor) -> None:
-        """Nothing to plan."""
+        """Does nothing."""
 
     def __call__(
         self,
@@ -104,7 +104,7 @@ class FlashDecode:
         scale: float,
         out: Tensor,
     ) -> None:
-        """As `penstock.kernels.attention.triton_decode.DecodeAttention`."""
+        """Computes `penstock.kernels.attention.triton_decode.DecodeAttention`."""
         from flash_attn import flash_attn_with_kvcache
 
         attended = flash_attn_with_kvcache(
@@ -119,39 +119,43 @@ class FlashDecode:
         out.copy_(attended.squeeze(1))
 
 
-def flash_prefill(q: Tensor, kv_cache: KVCache, step: Step, scale: float, out: Tensor) -> None:
-    """flash-attn for the rows that prefill, into their part of `out`."""
+def flash_prefill(
+    q: Tensor, kv_cache: KVCache, batch: ForwardBatch, scale: float, out: Tensor
+) -> None:
+    """Writes flash-attn's result for the rows that prefill into `out`."""
     from flash_attn import flash_attn_varlen_func
 
-    shape, first = step.shape, step.shape.num_decode
+    shape, first = batch.shape, batch.shape.num_decode
     num_blocks = -(-shape.max_seqlen_k // kv_cache.k.shape[1])
     attended = flash_attn_varlen_func(
         q[first:],
         kv_cache.k,
         kv_cache.v,
-        cu_seqlens_q=step.cu_seqlens_q[first:] - first,
-        cu_seqlens_k=step.cu_seqlens_k[first:] - step.cu_seqlens_k[first],
+        cu_seqlens_q=batch.cu_seqlens_q[first:] - first,
+        cu_seqlens_k=batch.cu_seqlens_k[first:] - batch.cu_seqlens_k[first],
         max_seqlen_q=shape.max_seqlen_q,
         max_seqlen_k=shape.max_seqlen_k,
         softmax_scale=scale,
         causal=True,
-        block_table=step.block_tables[first:, :num_blocks],
+        block_table=batch.block_tables[first:, :num_blocks],
     )
     out[first:].copy_(attended)
 
 
-def triton_prefill(q: Tensor, kv_cache: KVCache, step: Step, scale: float, out: Tensor) -> None:
-    """Our kernel for the rows that prefill, into their part of `out`."""
+def triton_prefill(
+    q: Tensor, kv_cache: KVCache, batch: ForwardBatch, scale: float, out: Tensor
+) -> None:
+    """Writes the Triton kernel's result for the rows that prefill into `out`."""
     from penstock.kernels.attention.triton_prefill import prefill_attention
 
     prefill_attention(
         q,
         kv_cache,
-        tiles=step.tiles,
-        tile_size=step.shape.tile_size,
-        cu_seqlens_q=step.cu_seqlens_q,
-        context_lens=step.context_lens,
-        block_tables=step.block_tables,
+        tiles=batch.tiles,
+        tile_size=batch.shape.tile_size,
+        cu_seqlens_q=batch.cu_seqlens_q,
+        context_lens=batch.context_lens,
+        block_tables=batch.block_tables,
         scale=scale,
         out=out,
     )
@@ -167,31 +171,33 @@ def choose_attention(
     max_rows: int,
     device: torch.device,
     kv_cache_dtype: str = "auto",
-) -> Attention:
-    """The back end `name` (auto, triton, flash-attn or torch), with blocks of `block_size` tokens.
+) -> AttentionBackend:
+    """Returns the backend `name` (auto, triton, flash-attn or torch).
 
-    0: of as many as the back end likes. kv_cache_dtype: auto or fp8. Raises ValueError where it
-    can't be had.
+    block_size: tokens of a KV block, 0: backend default. kv_cache_dtype: auto or fp8. Raises
+    ValueError if the backend is not available for these arguments.
     """
     scale = head_dim**-0.5
     if name == "auto":
         name = "triton" if device.type == "cuda" else "torch"
     if name == "torch":
-        return Attention(block_size or DEFAULT_BLOCK, scale)
+        return AttentionBackend(block_size or DEFAULT_BLOCK, scale)
     if device.type != "cuda":
-        raise ValueError(f"attention {name!r} needs a GPU; on a CPU there is 'torch'")
+        raise ValueError(f"attention: got {name!r} without a GPU, expected 'torch'")
     if name == "triton":
         from penstock.kernels.attention.triton_decode import DecodeAttention
 
         block_size = block_size or TRITON_BLOCK
         layout = num_heads, num_kv_heads, head_dim, block_size
         decode = DecodeAttention(max_rows, *layout, device, is_fp8=kv_cache_dtype == "fp8")
-        return GpuAttention(name, block_size, scale, decode, triton_prefill)
+        return GpuAttentionBackend(name, block_size, scale, decode, triton_prefill)
     if kv_cache_dtype == "fp8":
-        raise ValueError(f"attention {name!r} reads no KV cache in fp8; 'triton' does")
+        raise ValueError(f"attention: got {name!r} with a KV cache in fp8, expected 'triton'")
     if find_spec("flash_attn") is None:
-        raise ValueError(f"attention {name!r}: flash-attn 2.8 is not installed; 'triton' is")
+        raise ValueError(f"attention: got {name!r}; install flash-attn 2.8 or use 'triton'")
     if block_size % FLASH_BLOCK:
-        raise ValueError(f"block_size {block_size}; flash-attn takes multiples of {FLASH_BLOCK}")
+        raise ValueError(
+            f"block_size: got {block_size}, expected a multiple of {FLASH_BLOCK} for flash-attn"
+        )
     block_size = block_size or FLASH_BLOCK
-    return GpuAttention(name, block_size, scale, FlashDecode(), flash_prefill)
+    return GpuAttentionBackend(name, block_size, scale, FlashDecode(), flash_prefill)

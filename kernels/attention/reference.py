@@ -1,13 +1,13 @@
-"""Attention over a paged KV cache, for any mix of prefill chunks and decode.
+"""Attention over a paged KV cache in torch, for any mix of prefill chunks and decode.
 
 Causal softmax attention (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762) in which groups of
 query heads share a key-value head (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245); keys
 and values lie in blocks (Kwon et al. 2023, https://arxiv.org/abs/2309.06180). The arguments have
 flash-attn's names and meaning.
 
-In the reference, a token's result has the same bits whatever else is in the step and however its
-sequence was cut into chunks: keys are taken in tiles of a fixed length, and the tiles added up in
-their order. Keys beyond a token's own position have weight 0, which changes no bit.
+A token's result has the same bits for every batch and every chunking of its sequence: keys are
+taken in tiles of a fixed length, and the tiles are added in order. Keys beyond a token's own
+position have weight 0, which changes no bit.
 """
 
 import math
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.attention.kv_cache import KVCache
-from penstock.kernels.checks import check_tensor
+from penstock.kernels.argument_checks import check_tensor
+from penstock.kernels.attention.types import KVCache
 from penstock.kernels.linear.batch_invariant import batched_product, pad_rows
-from penstock.kernels.quantize.quantize import FP8
+from penstock.kernels.quantize.types import FP8
 
 KEY_TILE = 128
 QUERY_TILE = 64
@@ -36,14 +36,14 @@ def attend(
     block_tables: Tensor,
     scale: float,
 ) -> Tensor:
-    """Attention of the tokens of a step, [num_tokens, num_heads, head_dim].
+    """Computes the attention of the tokens of a step, [num_tokens, num_heads, head_dim].
 
-    q [num_tokens, num_heads, head_dim]: the tokens of sequence i are cu_seqlens_q[i] to
-    cu_seqlens_q[i + 1], the last of the sequence so far (causal, aligned at the bottom right).
-    kv_cache: with this step's tokens stored and every other slot finite; cu_seqlens_q int32
-    [num_seqs + 1]; max_seqlen_q: most tokens of one sequence in the step; context_lens int32
-    [num_seqs]: tokens of each sequence, with this step's; block_tables int32 [num_seqs,
-    max_blocks]; scale: factor of the scores.
+    q: [num_tokens, num_heads, head_dim]; the tokens of sequence i are cu_seqlens_q[i] to
+    cu_seqlens_q[i + 1], the last tokens of the sequence (causal, aligned at the bottom right).
+    kv_cache: includes this step's tokens; every other slot is finite. cu_seqlens_q: int32
+    [num_seqs + 1]. max_seqlen_q: maximum tokens of one sequence in the step. context_lens: int32
+    [num_seqs], tokens of each sequence, including this step's. block_tables: int32 [num_seqs,
+    max_blocks]. scale: factor of the scores.
     """
     num_seqs = context_lens.shape[0]
     check_tensor("q", q, (-1, -1, -1))
@@ -53,10 +53,12 @@ def attend(
     check_tensor("context_lens", context_lens, (num_seqs,), torch.int32)
     check_tensor("block_tables", block_tables, (num_seqs, -1), torch.int32)
     if num_heads % kv_cache.k.shape[2]:
-        raise ValueError(f"{num_heads} heads do not divide by {kv_cache.k.shape[2]} KV heads")
+        raise ValueError(
+            f"q: got {num_heads} heads, expected a multiple of the {kv_cache.k.shape[2]} KV heads"
+        )
     if num_tokens > num_seqs * max_seqlen_q:
         raise ValueError(
-            f"{num_tokens} tokens; {num_seqs} sequences have at most {max_seqlen_q} each"
+            f"q: got {num_tokens} tokens, expected at most {num_seqs} times {max_seqlen_q}"
         )
     return _attend_reference(q, kv_cache, cu_seqlens_q, context_lens, block_tables, scale)
 
@@ -91,34 +93,34 @@ def _attend_reference(
 def _check_lengths(seq: int, num_tokens: int, context_len: int, capacity: int) -> None:
     if not num_tokens <= context_len <= capacity:
         raise ValueError(
-            f"context_lens[{seq}] is {context_len}; the step has {num_tokens} tokens of the "
-            f"sequence and its blocks hold {capacity}"
+            f"context_lens[{seq}]: got {context_len}, expected at least {num_tokens}, the tokens "
+            f"in the step, and at most {capacity}, the tokens that its blocks hold"
         )
 
 
 class _Tiles:
-    """Reads a cache in tiles of KEY_TILE tokens, as [num_kv_heads, KEY_TILE, head_dim].
+    """Tiles of KEY_TILE tokens of a cache, as [num_kv_heads, KEY_TILE, head_dim].
 
-    A tile is put together from pieces: as many tokens as divide both a block and a tile.
+    A tile consists of pieces, whose number of tokens divides both a block and a tile.
     """
 
     def __init__(self, cache: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
-        """scale: of a cache in FP8; dtype: of the tiles."""
+        """Prepares a buffer; scale: of a cache in FP8; dtype: of the tiles."""
         num_blocks, block_size, num_kv_heads, head_dim = cache.shape
         self._piece = math.gcd(block_size, KEY_TILE)
         self._pieces_per_block = block_size // self._piece
         self._dtype, self._scale = dtype, None
         if scale is not None:
             self._scale = scale.view(num_blocks, num_kv_heads, -1, self._piece)
-            cache = cache.view(torch.uint8)  # of which parts can be taken on every device
+            cache = cache.view(torch.uint8)  # every device can index this type
         self._source = cache.view(-1, self._piece * num_kv_heads * head_dim)
         self._buffer = self._source.new_empty(KEY_TILE // self._piece, self._source.shape[1])
         self._tile = self._buffer.view(KEY_TILE, num_kv_heads, head_dim).transpose(0, 1)
 
     def pieces(self, block_tables: Tensor) -> Tensor:
-        """Indices of pieces, int64 [num_seqs, num_tiles, pieces per tile].
+        """Returns indices of pieces, int64 [num_seqs, num_tiles, pieces per tile].
 
-        The last tile is filled up with piece 0: its keys are masked.
+        The last tile is padded with piece 0, whose keys are masked.
         """
         offsets = torch.arange(self._pieces_per_block, device=block_tables.device)
         pieces = (block_tables.long().unsqueeze(2) * self._pieces_per_block + offsets).flatten(1)
@@ -127,7 +129,7 @@ class _Tiles:
         return padded.view(len(padded), -1, per_tile)
 
     def read(self, pieces: Tensor) -> Tensor:
-        """One tile, valid until the next is read."""
+        """Returns one tile, valid until the next call."""
         torch.index_select(self._source, 0, pieces, out=self._buffer)
         if self._scale is None:
             return self._tile
@@ -139,9 +141,9 @@ class _Tiles:
 def _attend_tile(
     q: Tensor, keys: _Tiles, values: _Tiles, tiles: tuple[Tensor, ...], position: int, out: Tensor
 ) -> None:
-    """Attention of successive tokens of one sequence, the first at `position`.
+    """Computes attention of successive tokens of one sequence, the first at `position`.
 
-    q, out [num_kv_heads, num_tokens, group, head_dim]; tiles: the pieces of each key tile.
+    q, out: [num_kv_heads, num_tokens, group, head_dim]. tiles: the pieces of each key tile.
     """
     num_kv_heads, num_tokens, group, head_dim = q.shape
     tiles = tiles[: -(-(position + num_tokens) // KEY_TILE)]
@@ -156,15 +158,15 @@ def _attend_tile(
     weighted = torch.zeros_like(rows)
     for tile_weights, pieces in zip(weights.unbind(0), tiles, strict=True):
         batched_product(tile_weights, values.read(pieces), weighted, add=True)
-    # cumsum adds in order, where sum would choose an order by the number of tiles.
+    # cumsum adds in order; sum would choose an order by the number of tiles.
     total = weights.sum(-1, keepdim=True).cumsum(0)[-1]
     out.copy_((weighted / total)[:, :num_rows].view_as(out))
 
 
 def _mask_later_keys(scores: Tensor, position: int) -> None:
-    """scores [num_tiles, num_kv_heads, num_tokens, group, KEY_TILE], the first token's position."""
+    """Masks scores [num_tiles, num_kv_heads, num_tokens, group, KEY_TILE] from `position` on."""
     num_tiles, _, num_tokens, _, _ = scores.shape
-    first_tile = position // KEY_TILE  # the tiles before have no later key
+    first_tile = position // KEY_TILE  # earlier tiles have no later key
     keys = torch.arange(first_tile * KEY_TILE, num_tiles * KEY_TILE, device=scores.device)
     queries = torch.arange(position, position + num_tokens, device=scores.device)
     later = keys.view(-1, 1, 1, 1, KEY_TILE) > queries.view(-1, 1, 1)

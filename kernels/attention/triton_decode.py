@@ -1,12 +1,11 @@
 """Attention of one new token per sequence over a paged KV cache, split over the keys.
 
 Flash-decoding (Dao et al. 2023, https://pytorch.org/blog/flash-decoding/): several programs share
-the keys of a long sequence, and the last of them to end merges their results. Which program reads
-which keys is laid down on the device once a step, since lengths change from one replay of a CUDA
-graph to the next and the grid does not.
+the keys of a long sequence, and the last program to finish merges their results. The work list is
+made on the device once a step, because lengths differ between replays of a CUDA graph.
 
-A row's sums are taken in one order whichever program ends last; but how a row is split, and with
-it the last bits of its result, depends on the lengths of the others.
+A row's sums are taken in one order, whichever program finishes last. The split of a row, and with
+it the last bits of its result, depends on the lengths of the other rows.
 """
 
 import math
@@ -16,28 +15,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.attention.kv_cache import KVCache
+from penstock.kernels.argument_checks import check_contiguous, check_tensor
 from penstock.kernels.attention.triton_decode_items import (
     ITEM_INTS,
-    Tuning,
+    DecodeTuning,
     default_tuning,
     plan_kernel,
 )
 from penstock.kernels.attention.triton_decode_keys import attend_keys, slots_from
-from penstock.kernels.checks import check_contiguous, check_tensor
+from penstock.kernels.attention.types import KVCache
 from penstock.kernels.triton_pdl import LAUNCH, wait
 
 MAX_ROWS = 4096
 MAX_GROUP = 16
 """query heads per KV head: the rows of one tensor core instruction"""
 MERGED_FLOATS = 4096
-"""of partial results that are merged in one turn"""
+"""elements of partial results that are merged in one iteration"""
 
 
 class DecodeAttention:
-    """Work list and workspace, one for all layers of a model and all its graphs on a device.
+    """Decode attention with its work list and workspace, shared by all layers and CUDA graphs.
 
-    One call at a time: `plan` once a step, then the layers of this step one after another.
+    Calls must not overlap: `plan` once a step, then the layers of this step in turn.
     """
 
     def __init__(
@@ -50,9 +49,9 @@ class DecodeAttention:
         device: torch.device | str,
         *,
         is_fp8: bool = False,
-        tuning: Tuning | None = None,
+        tuning: DecodeTuning | None = None,
     ) -> None:
-        """is_fp8: of the KV cache. Raises ValueError for sizes that the kernel can't do."""
+        """Allocates the workspace; is_fp8: of the KV cache. Raises ValueError for invalid sizes."""
         self._fixed_tuning, self._group = tuning, num_heads // num_kv_heads
         self._is_fp8 = is_fp8
         _check_sizes(max_rows, num_heads, num_kv_heads, head_dim, block_size, self._tuning(1))
@@ -64,26 +63,26 @@ class DecodeAttention:
         self.items = torch.full((max_items, ITEM_INTS.value), -1, dtype=torch.int32, device=device)
         self._partials = torch.empty((*parts, head_dim), dtype=torch.float32, device=device)
         self._lses = torch.empty(parts, dtype=torch.float32, device=device)
-        # The program that merges a row's splits sets the row's counters back to 0.
+        # The program that merges a row's splits resets the row's counters to 0.
         self._arrived = torch.zeros((max_rows, num_kv_heads), dtype=torch.int32, device=device)
 
     def max_items(self, num_rows: int) -> int:
-        """Items that `num_rows` rows are cut into at most, whatever their lengths are."""
+        """Returns the maximum number of items of `num_rows` rows of any lengths."""
         return max(self._target_items(num_rows), num_rows + num_rows // 2)
 
-    def _tuning(self, num_rows: int) -> Tuning:
+    def _tuning(self, num_rows: int) -> DecodeTuning:
         return self._fixed_tuning or default_tuning(num_rows, self._group, is_fp8=self._is_fp8)
 
     def _target_items(self, num_rows: int) -> int:
-        """Enough to fill the GPU."""
+        """Returns the number of items that fills the GPU."""
         programs = self._num_sms * self._tuning(num_rows).programs_per_sm
         return max(1, programs // self._num_kv_heads)
 
     def plan(self, context_lens: Tensor) -> None:
         """Makes the work list of a step from context_lens, int32 [num_rows], 0 for a padded row.
 
-        Between this and the first layer must lie a kernel that is launched without programmatic
-        dependent launch, as the embedding is: the layers read the list before they wait.
+        A kernel without programmatic dependent launch, such as the embedding, must follow before
+        the first layer: the layers read the list before they wait.
         """
         num_rows = context_lens.shape[0]
         check_tensor("context_lens", context_lens, (-1,), torch.int32)
@@ -109,9 +108,9 @@ class DecodeAttention:
     ) -> None:
         """Writes the attention of every row to `out`; nothing for a padded row.
 
-        q [num_rows, num_heads, head_dim], rows any distance apart; kv_cache: with this step's
-        tokens stored; context_lens as given to `plan`; block_tables int32 [num_rows, max_blocks];
-        scale: factor of the scores; out like q, contiguous.
+        q: [num_rows, num_heads, head_dim], with any row stride. kv_cache: includes this step's
+        tokens. context_lens: as in `plan`. block_tables: int32 [num_rows, max_blocks]. scale:
+        factor of the scores. out: like q, contiguous.
         """
         num_rows = q.shape[0]
         tuning = self._tuning(num_rows)
@@ -120,7 +119,9 @@ class DecodeAttention:
         check_tensor("context_lens", context_lens, (num_rows,), torch.int32)
         check_tensor("block_tables", block_tables, (num_rows, -1), torch.int32)
         if block_tables.stride(1) != 1:
-            raise ValueError(f"block_tables has stride {block_tables.stride(1)} in a row, not 1")
+            raise ValueError(
+                f"block_tables: got stride {block_tables.stride(1)} in a row, expected 1"
+            )
         _decode_kernel[(self._num_kv_heads, self.max_items(num_rows))](
             q, kv_cache.k, kv_cache.v, *(kv_cache.scales or (None, None)),
             block_tables, self.items, out,
@@ -133,19 +134,19 @@ class DecodeAttention:
 
     def _check_rows(self, num_rows: int) -> None:
         if not 1 <= num_rows <= self._max_rows:
-            raise ValueError(f"{num_rows} rows; 1 to {self._max_rows} are possible")
+            raise ValueError(f"q: got {num_rows} rows, expected 1 to {self._max_rows}")
 
     def _check_tensors(self, q: Tensor, kv_cache: KVCache, out: Tensor) -> None:
         check_tensor("q", q, (-1, self._num_heads, self._head_dim))
         if q.stride()[1:] != (self._head_dim, 1):
-            raise ValueError(f"q has strides {list(q.stride())}; each row must be contiguous")
+            raise ValueError(f"q: got strides {list(q.stride())}, expected contiguous rows")
         kv_cache.check(q.dtype, self._block_size, self._num_kv_heads, self._head_dim)
         check_tensor("out", out, tuple(q.shape), q.dtype)
         check_contiguous("out", out)
 
 
 def merged_splits(group: int, head_dim: int) -> int:
-    """How many splits are merged in one turn, a power of two."""
+    """Returns the number of splits merged in one iteration, a power of two."""
     return max(1, MERGED_FLOATS // (int(triton.next_power_of_2(group)) * head_dim))
 
 
@@ -156,20 +157,26 @@ def _num_sms(device: torch.device) -> int:
 
 
 def _check_sizes(
-    max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, tuning: Tuning
+    max_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    tuning: DecodeTuning,
 ) -> None:
     if not 1 <= max_rows <= MAX_ROWS:
-        raise ValueError(f"max_rows is {max_rows}; 1 to {MAX_ROWS} is possible")
+        raise ValueError(f"max_rows: got {max_rows}, expected 1 to {MAX_ROWS}")
     if num_heads % num_kv_heads or not 1 <= num_heads // num_kv_heads <= MAX_GROUP:
         raise ValueError(
-            f"{num_heads} heads over {num_kv_heads} KV heads; 1 to {MAX_GROUP} for each is possible"
+            f"num_heads: got {num_heads} for {num_kv_heads} KV heads, "
+            f"expected 1 to {MAX_GROUP} for each"
         )
     if head_dim not in (16, 32, 64, 128, 256):
-        raise ValueError(f"head_dim is {head_dim}; a power of two from 16 to 256 is possible")
+        raise ValueError(f"head_dim: got {head_dim}, expected a power of 2 from 16 to 256")
     if block_size < 1:
-        raise ValueError(f"block_size is {block_size}; at least 1 is needed")
+        raise ValueError(f"block_size: got {block_size}, expected 1 or more")
     if tuning.block_n < 16 or tuning.block_n & (tuning.block_n - 1):
-        raise ValueError(f"block_n is {tuning.block_n}; a power of two from 16 is needed")
+        raise ValueError(f"block_n: got {tuning.block_n}, expected a power of 2, 16 or more")
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -179,10 +186,10 @@ def _decode_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MERGED_SPLITS: tl.constexpr
 ):  # fmt: skip
-    """One program for each item and KV head; the heads of an item, adjacent in memory, together.
+    """Attends one item with one KV head in each program; the heads of an item are adjacent.
 
-    The next kernel is not launched early: its reads of the output projection's weights would come
-    before those of keys and values (8B, batch 16: 132 instead of 120 µs a layer).
+    The next kernel is not launched early: its reads of the output projection's weights would
+    precede the reads of keys and values (8B, batch 16: 132 instead of 120 µs a layer).
     """
     head, item = tl.program_id(0), tl.program_id(1)
     item_ptr = items_ptr + item * ITEM_INTS
@@ -229,16 +236,16 @@ def _merge(
 ):  # fmt: skip
     """Writes the mean of a row's partial results, weighted by 2 ** lse, in the splits' order.
 
-    partials [num_splits, SPLIT_HEADS, HEAD_DIM] and lses [num_splits, SPLIT_HEADS], of which the
-    first GROUP heads are taken.
+    The first GROUP heads of partials [num_splits, SPLIT_HEADS, HEAD_DIM] and of lses
+    [num_splits, SPLIT_HEADS] are used.
     """
     FILLED: tl.constexpr = triton.next_power_of_2(GROUP)
-    heads = tl.minimum(tl.arange(0, FILLED), GROUP - 1)  # the last head fills up
+    heads = tl.minimum(tl.arange(0, FILLED), GROUP - 1)  # padded with the last head
     dims = tl.arange(0, HEAD_DIM)
     top = tl.full([FILLED], float("-inf"), tl.float32)
     total = tl.zeros([FILLED], tl.float32)
     acc = tl.zeros([FILLED, HEAD_DIM], tl.float32)
-    # Heads come first: so the warps share them, and no sum over splits needs another warp.
+    # Heads come first: the warps share them, and no sum over splits crosses warps.
     for turn in range(0, num_splits, MERGED_SPLITS):
         splits = turn + tl.arange(0, MERGED_SPLITS)[None, :]
         there = splits < num_splits

@@ -1,4 +1,4 @@
-"""Work list of decode attention: which program reads which keys."""
+"""Work list of decode attention: the keys of each program."""
 
 from typing import NamedTuple
 
@@ -8,42 +8,49 @@ import triton.language as tl
 from penstock.kernels.triton_pdl import launch_dependents, wait
 
 ITEM_INTS = tl.constexpr(8)
-"""int32 per item, 32 bytes so that one sector holds it: row (-1: no item), first key, end of keys,
-the row's first item, number of the row's items"""
-
+"""int32 per item, 32 bytes so that one sector holds an item: row (-1: no item), first key, end of
+keys, the row's first item, number of the row's items"""
 
 FEW_ROWS = 32
-"""up to which a GPU is filled by splits rather than by rows"""
+"""maximum rows for which splits, rather than rows, fill a GPU"""
 
 
-class Tuning(NamedTuple):
-    """What is chosen by measurement."""
+class DecodeTuning(NamedTuple):
+    """Parameters chosen by measurement."""
 
     block_n: int = 64
     """keys per tile, a power of two of at least 16"""
     num_warps: int = 4
     num_stages: int = 3
     programs_per_sm: int = 3
-    """aimed at, for all KV heads together; more where there are more rows"""
+    """target for all KV heads together; exceeded with many rows"""
     min_split: int = 64
-    """keys of a split at least, rounded up to tiles"""
+    """minimum keys of a split, rounded up to tiles"""
 
 
-def default_tuning(num_rows: int, group: int, *, is_fp8: bool = False) -> Tuning:
-    """For `group` query heads per KV head; measured on an H200, in layers and alone."""
+def default_tuning(num_rows: int, group: int, *, is_fp8: bool = False) -> DecodeTuning:
+    """Returns the tuning for `group` query heads per KV head, measured on an H200."""
     if num_rows <= FEW_ROWS:
-        return Tuning(128, 4, 3, 1, min_split=128)
+        return DecodeTuning(128, 4, 3, 1, min_split=128)
     if is_fp8:
-        return Tuning(128, 4, 3, 2, 128) if num_rows <= 64 else Tuning(64, 2, 2, 2, min_split=64)
-    return Tuning(64, 4, 2, 2, min_split=64) if group <= 2 else Tuning(32, 4, 4, 2, min_split=32)
+        return (
+            DecodeTuning(128, 4, 3, 2, 128)
+            if num_rows <= 64
+            else DecodeTuning(64, 2, 2, 2, min_split=64)
+        )
+    return (
+        DecodeTuning(64, 4, 2, 2, min_split=64)
+        if group <= 2
+        else DecodeTuning(32, 4, 4, 2, min_split=32)
+    )
 
 
 @triton.jit
 def _split_tiles(tiles, target_items, min_tiles):
-    """The shortest split with which the items are few enough, by bisection; in tiles.
+    """Returns the shortest split, in tiles, whose number of items is within the limit.
 
-    tiles int32 [ROWS]. Where the rows alone are too many, half of them may be cut once: then no
-    program has so much to do that the others wait for it.
+    tiles: int32 [ROWS]. If the rows alone exceed the target, half of them may be split once, so
+    that no program works much longer than the others.
     """
     num_rows = tl.sum((tiles > 0).to(tl.int32))
     limit = tl.maximum(target_items, num_rows + num_rows // 2)
@@ -62,14 +69,14 @@ def plan_kernel(
     context_lens_ptr, items_ptr, num_rows, max_items, target_items, min_tiles,
     BLOCK_N: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Cuts every row into items of equal length, the longest items first; one program."""
+    """Cuts every row into items of equal length, the longest items first, in one program."""
     launch_dependents()
     wait()
     index = tl.arange(0, ROWS)
     tiles = tl.cdiv(tl.load(context_lens_ptr + index, index < num_rows, 0), BLOCK_N)
     most = _split_tiles(tiles, target_items, min_tiles)
     size = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, most), 1))
-    # Programs start in the order of the items: what takes longest must not start last.
+    # Programs start in the order of the items: the longest item must not start last.
     order = tl.sort(size * ROWS + index, descending=True)
     row, size = order % ROWS, tl.maximum(order // ROWS, 1) * BLOCK_N
     context_len = tl.load(context_lens_ptr + row, row < num_rows, 0)

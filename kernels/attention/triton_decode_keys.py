@@ -1,4 +1,4 @@
-"""Attention of one program of decode attention: some heads over some keys of a sequence."""
+"""Attention of some heads over some keys of a sequence: one program of decode attention."""
 
 import triton
 import triton.language as tl
@@ -6,8 +6,8 @@ import triton.language as tl
 from penstock.kernels.attention.triton_fp8_cache import halves, scale_places
 
 WEIGHT_FACTOR = tl.constexpr(1024.0)
-"""With the scale of its value a weight would be too small for float16; with this factor, too, the
-values may be as large as 28,000."""
+"""factor of a weight times its value's scale, which would be too small for float16; values may
+still reach 28,000"""
 
 
 @triton.jit
@@ -16,10 +16,10 @@ def attend_keys(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Attention of q [16, HEAD_DIM] over keys `begin` to `end` of a sequence.
+    """Attends q [16, HEAD_DIM] over keys `begin` to `end` of a sequence.
 
-    slots: where the first tile lies; head: of keys. Gives float32 [16, HEAD_DIM] and the base 2
-    logarithm of the sum of the weights, [16].
+    slots: of the first tile; head: of keys. Returns float32 [16, HEAD_DIM] and the base 2 logarithm
+    of the sum of the weights, [16].
     """
     FP8: tl.constexpr = k_scale_ptr is not None
     stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
@@ -28,7 +28,7 @@ def attend_keys(
     top = tl.full([16], float("-inf"), tl.float32)
     total = tl.zeros([16], tl.float32)
     if FP8:
-        # float16 holds what 8 bits and a normed query do, and 8 bits become it in one instruction
+        # float16 holds 8 bits and a normed query, and one instruction converts 8 bits to float16
         q = q.to(tl.float32 if q.dtype == tl.float32 else tl.float16)
         k_scale_ptr += head * BLOCK_SIZE
         v_scale_ptr += head * BLOCK_SIZE
@@ -50,7 +50,7 @@ def attend_keys(
             v_scale = tl.load(v_scale_ptr + places, there, 0.0)
         else:
             v = tl.load(v_ptr + offsets, there[:, None], 0.0)
-        # One tile ahead, or the compiler takes a stage of the pipeline for it.
+        # One tile ahead; otherwise the compiler spends a pipeline stage on the slots.
         slots = slots_from(block_table_ptr, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         scores *= (k_scale * scale_log2)[None, :] if FP8 else scale_log2
@@ -75,7 +75,7 @@ def attend_keys(
 
 @triton.jit
 def slots_from(block_table_ptr, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the keys from `start` lie, int64 [BLOCK_N]: block * BLOCK_SIZE + place in the block."""
+    """Returns slots of the keys from `start`, int64 [BLOCK_N]: block * BLOCK_SIZE + offset."""
     tokens = start + tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies in one block
         block = tl.load(block_table_ptr + start // BLOCK_SIZE, start < end, 0).to(tl.int64)

@@ -1,9 +1,9 @@
-"""A KV cache in 8 bits (e4m3), as kernels read and write it."""
+"""Reads and writes of a KV cache in 8 bits (e4m3)."""
 
 import triton
 import triton.language as tl
 
-from penstock.kernels.quantize.quantize import LARGEST, SMALLEST
+from penstock.kernels.quantize.types import LARGEST, SMALLEST
 
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -16,12 +16,12 @@ _HALVES = tl.constexpr("""{
     prmt.b32 $0, x, y, 0x5410;
     prmt.b32 $1, x, y, 0x7632;
 }""")
-"""of two pairs (PTX ISA, cvt and prmt): the two lower numbers, then the two upper ones"""
+"""PTX that converts two pairs (cvt, prmt): the two lower numbers, then the two upper numbers"""
 
 
 @triton.jit
 def scale_places(slots, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where the scales of head 0 lie in [num_blocks, NUM_KV_HEADS, BLOCK_SIZE]."""
+    """Returns offsets of head 0's scales in [num_blocks, NUM_KV_HEADS, BLOCK_SIZE]."""
     return slots + slots // BLOCK_SIZE * ((NUM_KV_HEADS - 1) * BLOCK_SIZE)
 
 
@@ -29,7 +29,7 @@ def scale_places(slots, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
 def store_scales(
     scale_ptr, absmax, slot, heads, stored, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
-    """Stores the scales of heads whose largest numbers are absmax, and gives their inverses."""
+    """Stores the scales of heads whose largest numbers are absmax; returns the inverse scales."""
     absmax = tl.maximum(absmax, _SMALLEST)
     places = scale_places(slot, NUM_KV_HEADS, BLOCK_SIZE) + heads * BLOCK_SIZE
     tl.store(scale_ptr + places, absmax / _LARGEST, stored)
@@ -38,9 +38,9 @@ def store_scales(
 
 @triton.jit
 def halves(pairs):
-    """The lower and the upper numbers of int16 pairs, as float16: hardware has no other target.
+    """Returns the lower and the upper numbers of int16 pairs as float16, the hardware's target.
 
-    Pairs are what a tensor core's operand is transposed in; numbers alone would be read one by one.
+    A tensor core's operand is transposed in pairs; single numbers would be read one by one.
     """
     if _INTERPRETED:
         return _number(pairs), _number(pairs >> 8)

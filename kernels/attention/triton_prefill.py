@@ -1,7 +1,7 @@
 """Causal attention of prefill chunks over the paged KV cache, in Triton.
 
 FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691): a program holds one tile of queries
-of one head and goes over the keys once, with a running maximum and sum of the softmax.
+of one head and reads the keys once, with a running maximum and sum of the softmax.
 """
 
 import math
@@ -11,29 +11,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.attention.kv_cache import KVCache
 from penstock.kernels.attention.triton_fp8_cache import scale_places
+from penstock.kernels.attention.types import KVCache
 from penstock.kernels.step.forward_batch import SMALL_TILE
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 MIN_HEAD_DIM = 16
 
 
-class Tuning(NamedTuple):
-    """How the work of the kernel is cut; changes its speed only."""
+class PrefillTuning(NamedTuple):
+    """Tile sizes of the kernel, which change its speed only."""
 
     block_n: int
-    """keys of one step"""
+    """keys of one iteration"""
     num_warps: int
     num_stages: int
-    """steps whose keys and values are on their way from memory at once"""
+    """iterations whose keys and values are loaded at once"""
 
 
-def default_tuning(tile_size: int, block_size: int) -> Tuning:
-    """The fastest on an H200, for a cache whose blocks hold block_size tokens."""
+def default_tuning(tile_size: int, block_size: int) -> PrefillTuning:
+    """Returns the tuning that measured fastest on an H200 for KV blocks of block_size tokens."""
     if tile_size <= SMALL_TILE:
-        return Tuning(32, 4, 3)
-    return Tuning(64 if block_size % 128 else 128, 8, 3)
+        return PrefillTuning(32, 4, 3)
+    return PrefillTuning(64 if block_size % 128 else 128, 8, 3)
 
 
 def prefill_attention(
@@ -47,68 +47,39 @@ def prefill_attention(
     block_tables: Tensor,
     scale: float,
     out: Tensor,
-    tuning: Tuning | None = None,
+    tuning: PrefillTuning | None = None,
 ) -> None:
-    """Writes the attention of the tiles' tokens into `out`, and no other row of it.
+    """Writes the attention of the tiles' tokens into `out`; other rows of `out` keep their values.
 
-    tiles int32 [num_tiles, 2]: sequence and first of `tile_size` tokens (a power of two) in its
-    chunk, or -1. Other arguments as in penstock.kernels.attention.reference.attend. q, out
-    contiguous [num_tokens, num_heads, head_dim]; each row of block_tables contiguous; scale > 0.
-    Raises ValueError if head_dim is no power of two, or below MIN_HEAD_DIM.
+    tiles: int32 [num_tiles, 2], sequence and first of `tile_size` tokens (a power of two) in the
+    sequence's chunk, or -1. Other arguments as in penstock.kernels.attention.reference.attend.
+    q, out: contiguous [num_tokens, num_heads, head_dim]. Each row of block_tables is contiguous,
+    and scale > 0. Raises ValueError if head_dim is not a power of two, or below MIN_HEAD_DIM.
     """
     _, num_heads, head_dim = q.shape
     block_size, num_kv_heads = kv_cache.k.shape[1:3]
     if head_dim < MIN_HEAD_DIM or head_dim & (head_dim - 1):
-        raise ValueError(f"head_dim is {head_dim}; a power of 2 from {MIN_HEAD_DIM} on is needed")
+        raise ValueError(f"head_dim: got {head_dim}, expected a power of 2, {MIN_HEAD_DIM} or more")
     block_n, num_warps, num_stages = tuning or default_tuning(tile_size, block_size)
     if not tiles.shape[0]:
         return
     _prefill_attention_kernel[(num_heads, tiles.shape[0])](
-        q,
-        kv_cache.k,
-        kv_cache.v,
-        *(kv_cache.scales or (None, None)),
-        out,
-        tiles,
-        cu_seqlens_q,
-        context_lens,
-        block_tables,
-        block_tables.stride(0),
-        scale * math.log2(math.e),
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        block_size,
-        tile_size,
-        block_n,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        **LAUNCH,
-    )
+        q, kv_cache.k, kv_cache.v, *(kv_cache.scales or (None, None)), out,
+        tiles, cu_seqlens_q, context_lens, block_tables, block_tables.stride(0),
+        scale * math.log2(math.e), num_heads, num_kv_heads, head_dim, block_size, tile_size,
+        block_n, num_warps=num_warps, num_stages=num_stages, **LAUNCH,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["max_blocks"])
 def _prefill_attention_kernel(
-    q_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    out_ptr,
-    tiles_ptr,
-    cu_seqlens_q_ptr,
-    context_lens_ptr,
-    block_tables_ptr,
-    max_blocks,
+    q_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, out_ptr,
+    tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr, block_tables_ptr, max_blocks,
     scale,  # of the scores, as powers of 2
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """One program: BLOCK_M queries of one head; the heads of a group are neighbours in the grid."""
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attends BLOCK_M queries of one head in each program; heads of a group are neighbors."""
     launch_dependents()
     wait()
     head, tile = tl.program_id(0), tl.program_id(1)
@@ -130,7 +101,7 @@ def _prefill_attention_kernel(
     if k_scale_ptr is not None:
         k_scale_ptr += kv_head * BLOCK_SIZE
         v_scale_ptr += kv_head * BLOCK_SIZE
-        q = q.to(tl.float32 if q.dtype == tl.float32 else tl.float16)  # as for decoding
+        q = q.to(tl.float32 if q.dtype == tl.float32 else tl.float16)  # as in decode attention
     position = context_len - num_queries + first  # of the first query
     positions = position + rows
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -152,27 +123,14 @@ def _prefill_attention_kernel(
 
 @triton.jit
 def _attend_keys(
-    q,
-    k_ptr,
-    v_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    table,
-    begin,
-    end,
-    acc,
-    highest,
-    total,
-    positions,
-    scale,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, begin, end,
+    acc, highest, total, positions, scale,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
-):
-    """The running softmax with the keys from `begin` to `end`; begin a multiple of BLOCK_N.
+):  # fmt: skip
+    """Adds the keys from `begin`, a multiple of BLOCK_N, to `end` to the running softmax.
 
-    MASKED: some query is before some key, or `end` within a tile; positions of the queries.
+    MASKED: a query precedes a key, or `end` lies within a tile. positions: of the queries.
     """
     row_size: tl.constexpr = NUM_KV_HEADS * q.shape[1]
     slots = _slots(table, begin, end, BLOCK_SIZE, BLOCK_N)
@@ -183,7 +141,7 @@ def _attend_keys(
             places = _offsets(places, 1, 1, BLOCK_N)
         slots = _slots(table, key + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         key_positions = key + tl.arange(0, BLOCK_N)
-        # what lies behind the last key may be NaN, which a weight of 0 would not remove
+        # memory after the last key may hold NaN, which a weight of 0 would not remove
         stored = (key_positions < end)[:, None] if MASKED else None
         k = tl.load(k_ptr + offsets, stored)
         v = tl.load(v_ptr + offsets, stored, 0.0 if MASKED else None)
@@ -202,9 +160,9 @@ def _attend_keys(
 
 @triton.jit
 def _slots(table, key, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Slots of the keys from `key` on: int64 [BLOCK_N], or only the first where they are in a row.
+    """Returns slots of the keys from `key` on, int64 [BLOCK_N], or the first of adjacent slots.
 
-    They are read one step ahead, so that no key waits for its slot.
+    Slots are read one iteration ahead, so that no key waits for its slot.
     """
     if BLOCK_SIZE % BLOCK_N == 0:
         block = tl.load(table + key // BLOCK_SIZE, key < end, 0).to(tl.int64)
@@ -217,7 +175,7 @@ def _slots(table, key, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _offsets(slots, ROW_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Elements from the start of a head's cache to its keys in `slots`: [BLOCK_N, HEAD_DIM]."""
+    """Returns offsets of the keys in `slots` within a head's cache: [BLOCK_N, HEAD_DIM]."""
     columns = tl.arange(0, HEAD_DIM)[None, :]
     if len(slots.shape) == 0:
         return slots * ROW_SIZE + (tl.arange(0, BLOCK_N)[:, None] * ROW_SIZE + columns)
@@ -227,7 +185,7 @@ def _offsets(slots, ROW_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.
 
 @triton.jit
 def _add_tile(acc, highest, total, scores, v, scale):
-    """The running softmax with one more tile: scores float32 [BLOCK_M, BLOCK_N], v its values."""
+    """Adds a tile to the running softmax: scores float32 [BLOCK_M, BLOCK_N] and values v."""
     higher = tl.maximum(highest, tl.max(scores, 1) * scale)
     weights = tl.exp2(scores * scale - higher[:, None])
     correction = tl.exp2(highest - higher)

@@ -1,79 +1,156 @@
 """Decode attention against flash-attn 2: `python -m penstock.kernels.bench.attention`.
 
 Prints microseconds per layer, and the share of a device copy's rate at which keys and values are
-read, for head layouts, batches and context lengths; with --fp8, also of a cache in 8 bits, and with
---sweep, the best tunings of some.
+read, for head layouts, batches and context lengths. With --fp8, also measures a cache in 8 bits.
 """
 
 import argparse
 import json
-import multiprocessing
-import os
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import geometric_mean
 
 import torch
+from flash_attn import flash_attn_with_kvcache
 from torch import Tensor
 
-from penstock.kernels.attention.triton_decode_items import FEW_ROWS, Tuning, default_tuning
-from penstock.kernels.bench.decode_layers import FLASH_BLOCK_SIZE, Layers, Point, relative_error
-from penstock.kernels.bench.timing import graph_us
+from penstock.kernels.attention.triton_decode import DecodeAttention
+from penstock.kernels.attention.types import KVCache
+from penstock.kernels.bench.timing import L2_BYTES, graph_us
+from penstock.kernels.quantize.quantize import quantize
 
+HEAD_DIM = 128
+FLASH_BLOCK_SIZE = 256
 HEADS = ((16, 8), (32, 8), (40, 8), (64, 8), (16, 2))
 BATCHES = (1, 16, 64, 256)
 CONTEXTS = (512, 1024, 4096, 32768)
 BLOCK_SIZES = (FLASH_BLOCK_SIZE, 64, 16)
 ALL_BLOCK_SIZES_OF = (32, 8)
-"""the layout of heads that is measured with all of them, the others with the first"""
+"""head layout measured with all block sizes; the others are measured with the first"""
 MAX_KV_BYTES = 60 << 30
 REPEATS, MIN_US = 3, 1000.0
 TOLERANCE, FP8_TOLERANCE = 1e-2, 6e-2
 
 
-SWEPT = [
-    Point(*heads, batch, context)
-    for heads in HEADS
-    for batch, contexts in ((1, CONTEXTS), (16, (512, 1024)), (64, (512, 1024)), (256, (1024,)))
-    for context in contexts
-]
-TILES = ((32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 3))
-"""block_n, num_warps and num_stages of what --sweep tries"""
+@dataclass(frozen=True)
+class DecodePoint:
+    """Sizes of one row of the table."""
+
+    num_heads: int
+    num_kv_heads: int
+    batch: int
+    context: int
+    block_size: int = FLASH_BLOCK_SIZE
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values of a layer."""
+        return 2 * self.batch * self.context * self.num_kv_heads * HEAD_DIM * 2
 
 
-def points() -> Iterator[Point]:
-    """Every point of the table whose keys and values fit."""
+class DecodeLayers:
+    """Random inputs of enough layers to exceed the L2 cache, also in 8 bits."""
+
+    def __init__(self, point: DecodePoint) -> None:
+        self.point = point
+        num_layers = max(1, -(-4 * L2_BYTES // point.kv_bytes))
+        max_blocks = -(-point.context // point.block_size)
+        num_blocks = point.batch * max_blocks
+        cache_shape = (num_blocks, point.block_size, point.num_kv_heads, HEAD_DIM)
+        self.caches = [KVCache(*_random(2, *cache_shape)) for _ in range(num_layers)]
+        self.q = _random(point.batch, point.num_heads, HEAD_DIM)
+        self.out = torch.empty_like(self.q)
+        order = torch.randperm(num_blocks, device="cuda").int()
+        self.block_tables = order.view(point.batch, max_blocks)
+        self.context_lens = torch.full((point.batch,), point.context, device="cuda").int()
+
+    def flash(self) -> list[Callable[[], Tensor]]:
+        """Returns flash-attn's calls, one a layer; its blocks are multiples of 256 tokens."""
+        return [partial(self._flash, k, v, self.block_tables) for k, v, _ in self.caches]
+
+    def expected(self) -> Tensor:
+        """Returns flash-attn's result of the first layer, with ordered blocks."""
+        k_cache, v_cache = (self._in_order(cache) for cache in self.caches[0][:2])
+        table = torch.arange(len(k_cache), device="cuda").int().view(self.point.batch, -1)
+        return self._flash(k_cache, v_cache, table)
+
+    def quantize(self) -> None:
+        """Converts keys and values to 8 bits."""
+        self.caches = [_in_8_bits(kv_cache) for kv_cache in self.caches]
+
+    def _in_order(self, cache: Tensor) -> Tensor:
+        blocks = cache[self.block_tables.flatten()]
+        return blocks.view(-1, FLASH_BLOCK_SIZE, *cache.shape[2:])
+
+    def planned(self) -> DecodeAttention:
+        """Returns the kernel's workspace, with the plan of the step."""
+        point, is_fp8 = self.point, self.caches[0].scales is not None
+        sizes = (point.batch, point.num_heads, point.num_kv_heads, HEAD_DIM, point.block_size)
+        attention = DecodeAttention(*sizes, "cuda", is_fp8=is_fp8)
+        attention.plan(self.context_lens)
+        torch.cuda.synchronize()
+        return attention
+
+    def ours(self, attention: DecodeAttention) -> list[Callable[[], Tensor]]:
+        """Returns the Triton kernel's calls, one a layer."""
+        return [partial(self._ours, attention, kv_cache) for kv_cache in self.caches]
+
+    def _flash(self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> Tensor:
+        out: Tensor = flash_attn_with_kvcache(
+            self.q.unsqueeze(1), k_cache, v_cache, cache_seqlens=self.context_lens,
+            block_table=block_table, causal=True, softmax_scale=HEAD_DIM**-0.5
+        )  # fmt: skip
+        return out.squeeze(1)
+
+    def _ours(self, attention: DecodeAttention, kv_cache: KVCache) -> Tensor:
+        attention(
+            self.q, kv_cache, context_lens=self.context_lens,
+            block_tables=self.block_tables, scale=HEAD_DIM**-0.5, out=self.out
+        )  # fmt: skip
+        return self.out
+
+
+def _in_8_bits(kv_cache: KVCache) -> KVCache:
+    k, v = (quantize(numbers.view(-1, HEAD_DIM)) for numbers in kv_cache[:2])
+    shape = kv_cache.k.shape
+    scales = (part.scale.view(shape[:3]).transpose(1, 2).contiguous() for part in (k, v))
+    return KVCache(k.values.view(shape), v.values.view(shape), (next(scales), next(scales)))
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Returns the norm of the difference over the norm of `expected`, in float32."""
+    difference = (actual.float() - expected.float()).norm()
+    return float(difference / expected.float().norm())
+
+
+def points() -> Iterator[DecodePoint]:
+    """Yields every point of the table whose keys and values fit."""
     for heads, batch, context in product(HEADS, BATCHES, CONTEXTS):
         block_sizes = BLOCK_SIZES if heads == ALL_BLOCK_SIZES_OF else BLOCK_SIZES[:1]
         for block_size in block_sizes:
-            point = Point(*heads, batch, context, block_size)
+            point = DecodePoint(*heads, batch, context, block_size)
             if point.kv_bytes <= MAX_KV_BYTES:
                 yield point
 
 
-def tunings(point: Point) -> Iterator[Tuning]:
-    """What --sweep tries, the default first."""
-    yield default_tuning(point.batch, point.num_heads // point.num_kv_heads)
-    for tile, programs_per_sm, min_tiles in product(TILES, (1, 2, 3, 4), (1, 2)):
-        yield Tuning(*tile, programs_per_sm, min_split=tile[0] * min_tiles)
-
-
 def copy_rate() -> float:
-    """Bytes per microsecond that a kernel which copies reads and writes."""
+    """Returns bytes per microsecond that a copy kernel reads and writes."""
     source = torch.zeros(1 << 28, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
-    # A copy in a graph would be the copy engine's, which is slower.
+    # A graph runs a copy on the copy engine, which is slower.
     return 2 * source.nbytes / graph_us([lambda: torch.neg(source, out=target)], REPEATS, MIN_US)
 
 
-def measure(point: Point, rate: float, fp8: bool) -> dict[str, float | None]:
-    """One row of the table, without flash-attn's time where it can't do the block size."""
-    layers = Layers(point)
+def measure(point: DecodePoint, rate: float, fp8: bool) -> dict[str, float | None]:
+    """Returns a row of the table; flash-attn's time is missing for other block sizes."""
+    layers = DecodeLayers(point)
     ours, expected = layers.ours(layers.planned()), layers.expected()
     error = relative_error(ours[0](), expected)
     flash_us = None
@@ -92,8 +169,8 @@ def measure(point: Point, rate: float, fp8: bool) -> dict[str, float | None]:
     return {**row, **measure_fp8(layers, expected, ours_us)} if fp8 else row
 
 
-def measure_fp8(layers: Layers, expected: Tensor, bf16_us: float) -> dict[str, float]:
-    """The row's end, of the same keys and values in 8 bits."""
+def measure_fp8(layers: DecodeLayers, expected: Tensor, bf16_us: float) -> dict[str, float]:
+    """Returns the columns of the same keys and values in 8 bits."""
     layers.quantize()
     ours = layers.ours(layers.planned())
     error = relative_error(ours[0](), expected)
@@ -101,84 +178,14 @@ def measure_fp8(layers: Layers, expected: Tensor, bf16_us: float) -> dict[str, f
     return {"fp8_us": us, "fp8_speedup": bf16_us / us, "fp8_error": error}
 
 
-def compile_tile(heads: tuple[int, int], tile: tuple[int, int, int]) -> None:
-    """Leaves the kernels of a layout in Triton's cache on disk, for all batches that are swept."""
-    for batch in sorted({point.batch for point in SWEPT}):
-        layers = Layers(Point(*heads, batch, FLASH_BLOCK_SIZE))
-        layers.ours(layers.planned(Tuning(*tile)))[0]()
-
-
-def compile_swept() -> None:
-    """In as many processes as there are cores, or compiling would take most of the time."""
-    tasks = list(product(HEADS, TILES))
-    spawn, cores = multiprocessing.get_context("spawn"), len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(min(cores, len(tasks), 16), mp_context=spawn) as pool:
-        list(pool.map(compile_tile, *zip(*tasks, strict=True)))
-
-
-def sweep(point: Point) -> list[dict[str, float]]:
-    """Every tuning's time and error at a point, the default first; one plan is measured once."""
-    layers = Layers(point)
-    expected = layers.expected()
-    flash_us = graph_us(layers.flash(), REPEATS, MIN_US)
-    rows, measured = [], dict[object, dict[str, float]]()
-    for tuning in tunings(point):
-        attention = layers.planned(tuning)
-        key = (tuning[:3], attention.max_items(point.batch), str(attention.items.tolist()))
-        if key not in measured:
-            ours = layers.ours(attention)
-            layers.out.fill_(torch.nan)
-            error = relative_error(ours[0](), expected)
-            measured[key] = {"us": graph_us(ours, REPEATS, MIN_US), "error": error}
-        rows.append(asdict(point) | tuning._asdict() | measured[key] | {"flash_us": flash_us})
-    return rows
-
-
-def tuning_of(row: Mapping[str, float]) -> str:
-    """Its numbers in the order of `Tuning`."""
-    return "/".join(str(row[field]) for field in Tuning._fields)
-
-
-def report_sweep() -> list[Mapping[str, float | None]]:
-    """Prints every point's times: flash-attn's, ours now, and the five best; returns all."""
-    compile_swept()
-    print(f"µs a layer and {'/'.join(Tuning._fields)}: flash-attn, now, best", flush=True)
-    swept = []
-    for point in SWEPT:
-        rows = sweep(point)
-        swept += rows
-        name = f"{point.num_heads}/{point.num_kv_heads} batch {point.batch} context {point.context}"
-        fastest = {row["us"]: row for row in reversed(rows)}
-        best = [fastest[us] for us in sorted(fastest)[:5]]
-        cells = (f"{row['us']:.1f} {tuning_of(row)}" for row in (rows[0], *best))
-        print(markdown((name, f"{rows[0]['flash_us']:.1f}", *cells)), flush=True)
-    report_groups(swept)
-    return list(swept)
-
-
-def report_groups(swept: Iterable[Mapping[str, float]]) -> None:
-    """Prints each group's best tunings for few and for many rows, over all points together."""
-    print("speedup over flash-attn, geometric mean and (least), and tuning: now, best")
-    cells: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in swept:
-        group = int(row["num_heads"] // row["num_kv_heads"])
-        name = f"group {group}, {'few' if row['batch'] <= FEW_ROWS else 'many'} rows"
-        cells[name][tuning_of(row)].append(row["flash_us"] / row["us"])
-    for name, speedups in cells.items():
-        means = {tuning: geometric_mean(of) for tuning, of in speedups.items()}
-        best = sorted(means, key=lambda tuning: -means[tuning])[:5]
-        shown = (f"{means[t]:.3f} ({min(speedups[t]):.2f}) {t}" for t in (next(iter(means)), *best))
-        print(markdown((name, *shown)), flush=True)
-
-
 def markdown(cells: Iterable[object]) -> str:
-    """One line of a table; a float with three digits that count, None as nothing."""
+    """Returns a line of a table; floats have three significant digits."""
     texts = (f"{cell:.3g}" if isinstance(cell, float) else cell for cell in cells)
     return f"| {' | '.join('' if text is None else str(text) for text in texts)} |"
 
 
 def report(rows: Iterable[Mapping[str, float | None]]) -> list[Mapping[str, float | None]]:
-    """Prints each row as it comes, the first with a head; returns all."""
+    """Prints each row when it is measured; returns all."""
     printed: list[Mapping[str, float | None]] = []
     for row in rows:
         if not printed:
@@ -189,18 +196,14 @@ def report(rows: Iterable[Mapping[str, float | None]]) -> list[Mapping[str, floa
 
 
 def main() -> int:
-    """Returns 1 if a result differs from flash-attn's."""
+    """Measures all points; returns 1 if a result differs from flash-attn's."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true", help="try tunings at a few points")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the rows, too")
-    parser.add_argument("--fp8", action="store_true", help="measure a cache in 8 bits, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
+    parser.add_argument("--fp8", action="store_true", help="also measure a cache in 8 bits")
     arguments = parser.parse_args()
-    if arguments.sweep:
-        rows = report_sweep()
-    else:
-        rate = copy_rate()
-        print(f"a copy reads and writes {rate / 1e6:.2f} TB/s\n", flush=True)
-        rows = report(measure(point, rate, arguments.fp8) for point in points())
+    rate = copy_rate()
+    print(f"a copy reads and writes {rate / 1e6:.2f} TB/s\n", flush=True)
+    rows = report(measure(point, rate, arguments.fp8) for point in points())
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
     wrong = [

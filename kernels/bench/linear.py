@@ -1,15 +1,16 @@
-"""Products of few rows against cuBLAS with separate kernels; writes the table of the fastest ones.
+"""Products of few rows against cuBLAS with separate kernels; writes the fastest tile sizes.
 
     python -m penstock.kernels.bench.linear [--sizes 0.6B 8B] [--rows 1 16] [--write FILE]
         [--dtype fp8] [--head]
 
-The four products of a layer are timed in a layer, one after the other tuned; the figures are those
-of the whole layer. Sizes and rows that were not measured keep their entries in FILE, as far as it
-is the table in use. With fp8 the table is that of weights in 8 bits, and cuBLAS multiplies 8 bits.
+The four products of a layer are tuned in turn, timed within a layer; the figures are of the whole
+layer. FILE is `kernels/linear/tuning.json`; other sizes and rows keep their entries. With fp8 the
+weights have 8 bits, and cuBLAS multiplies 8 bits.
 """
 
 import argparse
 import itertools
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -22,33 +23,33 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
-from penstock.kernels.bench.candidates import PUBLISHED, SIZES, Shape, candidates, shapes
-from penstock.kernels.bench.layers import EPS, Configs, Layers, cut, separately
+from penstock.kernels.bench.decoder_layers import EPS, Configs, Layers, cut, separately
+from penstock.kernels.bench.gemm_candidates import PUBLISHED, SIZES, GemmShape, candidates, shapes
 from penstock.kernels.bench.timing import graph_us
-from penstock.kernels.linear import small_m_gemm_table
 from penstock.kernels.linear.small_m_gemm import (
     EARLY,
-    Config,
+    GemmConfig,
     Product,
+    Table,
     empty_product,
     launch,
     row_block,
+    tuning_tables,
     workspace,
 )
-from penstock.kernels.quantize.quantize import FP8, Matrix, parts
+from penstock.kernels.quantize.types import FP8, Matrix, parts
 
-Table = dict[small_m_gemm_table.Key, small_m_gemm_table.Entry | None]
 ROWS = (1, 16, 32, 64)
 MAX_ERROR = 1e-2
 FINALISTS = 3
-"""are measured again, for longer"""
+"""candidates that are measured again, for longer"""
 NUM_PROCESSES = min(16, os.cpu_count() or 1)
 POOL = 1 << 30
-"""random weights that all shapes are cut from, more than the largest has"""
+"""random weights from which all shapes are cut, more than the largest needs"""
 
 
-def operands(shape: Shape, rows: int, weight: Matrix) -> Product:
-    """Random x, norm weight and residual for this weight."""
+def operands(shape: GemmShape, rows: int, weight: Matrix) -> Product:
+    """Returns random x, norm weight and residual for this weight."""
     x, norm_weight, residual = (
         numbers.to("cuda", torch.bfloat16)
         for numbers in (
@@ -63,7 +64,7 @@ def operands(shape: Shape, rows: int, weight: Matrix) -> Product:
 
 
 def expected(product: Product) -> Tensor:
-    """In float32."""
+    """Computes the result in float32."""
     x = product.x.float()
     if product.norm_weight is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * product.norm_weight.float()
@@ -77,8 +78,8 @@ def expected(product: Product) -> Tensor:
     return out if product.residual is None else out + product.residual.float()
 
 
-def compile_some(dtype: torch.dtype, work: Sequence[tuple[Shape, int, Config]]) -> int:
-    """Fills triton's cache on disk, by a run; what can't run is met again when it is measured."""
+def compile_some(dtype: torch.dtype, work: Sequence[tuple[GemmShape, int, GemmConfig]]) -> int:
+    """Fills Triton's cache on disk by running kernels; returns the number that failed."""
     failed = 0
     for shape, rows, config in work:
         weights = torch.zeros(shape.num_weights * shape.inner, dtype=dtype, device="cuda")
@@ -90,9 +91,9 @@ def compile_some(dtype: torch.dtype, work: Sequence[tuple[Shape, int, Config]]) 
     return failed
 
 
-def compile_all(measured: Sequence[tuple[Shape, int]], dtype: torch.dtype) -> None:
-    """In as many processes as there are cores, every kernel once: N and K are no constants."""
-    unique: dict[object, tuple[Shape, int, Config]] = {}
+def compile_all(measured: Sequence[tuple[GemmShape, int]], dtype: torch.dtype) -> None:
+    """Compiles every kernel once, in a process for each core: N and K are not constants."""
+    unique: dict[object, tuple[GemmShape, int, GemmConfig]] = {}
     for shape, rows in measured:
         for candidate in candidates(shape, rows, dtype.itemsize):
             small = _small(shape, candidate, dtype)
@@ -112,19 +113,19 @@ def compile_all(measured: Sequence[tuple[Shape, int]], dtype: torch.dtype) -> No
     )
 
 
-def _small(shape: Shape, config: Config, dtype: torch.dtype) -> Shape:
-    """Compiles to the same kernel."""
+def _small(shape: GemmShape, config: GemmConfig, dtype: torch.dtype) -> GemmShape:
+    """Returns a small shape that compiles to the same kernel."""
     inner = config.bk if shape.inner % config.bk == 0 else config.bk - 16
     if -(-shape.inner // config.bk) > config.split_k:  # else one tile is all
         inner += config.bk
     inner *= config.split_k
     most = EARLY // dtype.itemsize
     is_large = shape.num_weights * shape.inner > most
-    return Shape(shape.kind, 256 * (1 + is_large * most // (256 * inner)), inner)
+    return GemmShape(shape.kind, 256 * (1 + is_large * most // (256 * inner)), inner)
 
 
-def is_right(first: Product, config: Config, wanted: Tensor) -> bool:
-    """Says aloud if it is not; what needs too much shared memory is not either."""
+def is_right(first: Product, config: GemmConfig, wanted: Tensor) -> bool:
+    """Returns True if the result is right; False if wrong, or with too little shared memory."""
     first.out.fill_(torch.nan)
     try:
         launch(first, config)
@@ -137,8 +138,8 @@ def is_right(first: Product, config: Config, wanted: Tensor) -> bool:
     return True
 
 
-def right_candidates(shape: Shape, rows: int, pool: Tensor) -> list[Config]:
-    """Those that compute what they should."""
+def right_candidates(shape: GemmShape, rows: int, pool: Tensor) -> list[GemmConfig]:
+    """Returns the candidates with the right result."""
     first = operands(shape, rows, cut(pool, shape))
     wanted = expected(first)
     ways = candidates(shape, rows, pool.itemsize)
@@ -146,10 +147,10 @@ def right_candidates(shape: Shape, rows: int, pool: Tensor) -> list[Config]:
 
 
 def tune_layers(size: str, rows: int, pool: Tensor) -> Configs:
-    """One product after the other, each in its place among the best so far, and all again."""
+    """Tunes the products in turn, each among the best so far, in two rounds."""
     layers = Layers(size, rows, pool)
     configs: Configs = dict.fromkeys(layers.shapes)
-    right: dict[Shape, list[Config]] = {}
+    right: dict[GemmShape, list[GemmConfig]] = {}
     separate = best = layers.us(configs)
     for shape in layers.shapes * 2:
         right[shape] = right.get(shape) or right_candidates(shape, rows, pool)
@@ -164,8 +165,8 @@ def tune_layers(size: str, rows: int, pool: Tensor) -> Configs:
     return configs
 
 
-def tune_logits(shape: Shape, rows: int, pool: Tensor) -> Config | None:
-    """None if cuBLAS is faster."""
+def tune_logits(shape: GemmShape, rows: int, pool: Tensor) -> GemmConfig | None:
+    """Returns the fastest tile sizes, or None if cuBLAS is faster."""
     product = operands(shape, rows, cut(pool, shape))
     times = {
         config: graph_us([partial(launch, product, config)], 3, 1000)
@@ -181,29 +182,29 @@ def tune_logits(shape: Shape, rows: int, pool: Tensor) -> Config | None:
     return chosen
 
 
-def _name(shape: Shape) -> str:
+def _name(shape: GemmShape) -> str:
     return f"{shape.kind} {shape.inner}→{shape.num_weights}"
 
 
-def _readable(config: Config | None) -> str:
+def _readable(config: GemmConfig | None) -> str:
     return "cuBLAS" if config is None else " ".join(map(str, config))
 
 
 def write(path: Path, tables: dict[str, Table]) -> None:
-    """The module `penstock.kernels.linear.small_m_gemm_table` with these tables."""
-    source = Path(small_m_gemm_table.__file__).read_text()
-    text = source[: source.index("\nTABLE")]
-    for name, table in tables.items():
-        lines = [f"    {key!r}: {table[key]!r},".replace("'", '"') for key in sorted(table)]
-        text += "\n".join([f"\n{name}: dict[Key, Entry | None] = {{", *lines, "}", ""])
-    path.write_text(text)
+    """Writes `kernels/linear/tuning.json` with these tables, a line for each entry."""
+    sections = []
+    for dtype, table in tables.items():
+        entries = ((" ".join(map(str, key)), table[key]) for key in sorted(table))
+        lines = [f"    {json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries]
+        sections.append(f"  {json.dumps(dtype)}: {{\n" + ",\n".join(lines) + "\n  }")
+    path.write_text("{\n" + ",\n".join(sections) + "\n}\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(PUBLISHED))
     parser.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=list(ROWS))
-    parser.add_argument("--write", type=Path, metavar="FILE", help="the tables' module")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="tuning.json")
     parser.add_argument("--dtype", choices=["bfloat16", "fp8"], default="bfloat16")
     parser.add_argument("--head", action="store_true", help="only the logits, not the layers")
     arguments = parser.parse_args()
@@ -217,11 +218,8 @@ def main() -> None:
     measured = list(itertools.product(unique, arguments.rows))
     compile_all(measured, pool.dtype)
     workspace(torch.device("cuda", torch.cuda.current_device()))
-    tables = {
-        "TABLE": dict(small_m_gemm_table.TABLE),
-        "FP8_TABLE": dict(small_m_gemm_table.FP8_TABLE),
-    }
-    table = tables["FP8_TABLE" if is_fp8 else "TABLE"]
+    tables = {dtype: dict(table) for dtype, table in tuning_tables().items()}
+    table = tables[arguments.dtype]
     print("| product | rows | cuBLAS µs | ours µs | config |")
     print("| --- | --: | --: | --: | --- |", flush=True)
     for size, rows in itertools.product(arguments.sizes, arguments.rows):
@@ -229,7 +227,7 @@ def main() -> None:
         logits = shapes(size)[-1]
         found[logits] = tune_logits(logits, rows, pool)
         for shape, config in found.items():
-            table[(*shape, rows)] = None if config is None else (*config,)
+            table[(*shape, rows)] = config
         if arguments.write:
             write(arguments.write, tables)
 

@@ -1,55 +1,45 @@
-"""A layer's mixture of experts: its time beside that of reading the experts it really touches.
+"""Time of a mixture of experts, and of reading the weights of the chosen experts.
 
     python -m penstock.kernels.bench.moe [--size 30B] [--tp 1] [--dtype fp8] [--tokens 1 16 64]
-        [--sweep]
 
-Microseconds: what reading the touched experts' weights and what multiplying would take alone, then
-what a layer takes, without its router and norm, and each product. The tokens' experts are random,
-and others in every call. --sweep tries more cuts.
+Prints microseconds: lower bounds for reading the chosen experts' weights and for multiplying, then
+the times of a layer, of a layer without router and norm, and of each product. The tokens' experts
+are random, and differ in every call.
 """
 
 import argparse
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.errors import TritonError
 
 from penstock.kernels.bench.timing import graph_us
 from penstock.kernels.moe.moe import norm_moe
 from penstock.kernels.moe.triton_moe import (
-    Cut,
+    MoeTuning,
     Routing,
-    Tuning,
     choose_tuning,
     experts,
     grouped,
     router_logits,
     sort_by_expert,
 )
-from penstock.kernels.quantize.quantize import FP8, Matrix, Quantized, parts
+from penstock.kernels.quantize.types import FP8, Matrix, Quantized, parts
 
 SIZES = {"30B": (2048, 768), "235B": (4096, 1536)}
 """hidden size, size of an expert in the published Qwen3 with 128 experts"""
 NUM_EXPERTS, TOP_K = 128, 8
 TOKENS = (1, 4, 16, 64, 256, 1024, 2048, 8192)
 NUM_CALLS = 4
-"""with experts of their own"""
+"""calls with different experts"""
 BANDWIDTH, FLOPS = 4.2e12, 750e12
-"""of an H200, as can be reached"""
-SWEEP = {
-    16: [(16, 128, 2, 4), (16, 256, 2, 3), (32, 128, 4, 3), (32, 256, 4, 3), (64, 128, 4, 3)],
-    32: [(32, 128, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3)],
-    64: [(64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4)],
-    128: [(64, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4), (256, 64, 8, 3), (256, 64, 8, 4)],
-}
+"""reachable rates of an H200"""
 
 
-class Layer(NamedTuple):
-    """Random numbers."""
+class MoeLayer(NamedTuple):
+    """Random weights of a layer."""
 
     norm_weight: Tensor
     router: Tensor
@@ -57,8 +47,8 @@ class Layer(NamedTuple):
     down: Matrix
 
 
-def random_layer(hidden: int, size: int, is_fp8: bool) -> Layer:
-    """On the GPU."""
+def random_layer(hidden: int, size: int, is_fp8: bool) -> MoeLayer:
+    """Returns a layer on the GPU."""
 
     def random(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
@@ -72,11 +62,11 @@ def random_layer(hidden: int, size: int, is_fp8: bool) -> Layer:
         )
 
     gate_up, down = experts(2 * size, hidden), experts(hidden, size)
-    return Layer(random(hidden) + 1, random(NUM_EXPERTS, hidden), gate_up, down)
+    return MoeLayer(random(hidden) + 1, random(NUM_EXPERTS, hidden), gate_up, down)
 
 
-def floor_us(layer: Layer, num_touched: float, num_tokens: int) -> tuple[float, float]:
-    """Of reading the weights of so many experts, and of multiplying."""
+def floor_us(layer: MoeLayer, num_touched: float, num_tokens: int) -> tuple[float, float]:
+    """Returns the lower bounds of reading `num_touched` experts and of multiplying."""
     weights = [parts(one)[0] for one in (layer.gate_up, layer.down)]
     num_bytes = sum(one.nbytes for one in weights) / NUM_EXPERTS
     num_weights = sum(one.numel() for one in weights) / NUM_EXPERTS
@@ -86,8 +76,8 @@ def floor_us(layer: Layer, num_touched: float, num_tokens: int) -> tuple[float, 
     )
 
 
-def measure(layer: Layer, num_tokens: int, sweep: bool) -> None:
-    """Prints a line, or one for each cut."""
+def measure(layer: MoeLayer, num_tokens: int) -> None:
+    """Prints a line of the table."""
     hidden, size = layer.down.shape[1:]
     xs = list(torch.randn(NUM_CALLS, num_tokens, hidden).cuda().bfloat16())
     logits = [router_logits(x, layer.router) for x in xs]
@@ -118,21 +108,12 @@ def measure(layer: Layer, num_tokens: int, sweep: bool) -> None:
     floors = f"{reading:8.1f} | {multiplying:8.1f}"
     figures = " | ".join(f"{time:8.1f}" for time in times)
     print(f"| {num_tokens} | {touched:.0f} | {floors} | {figures} | {tuning.bm} |", flush=True)
-    if sweep:
-        for bm, cut in itertools.product(SWEEP, range(5)):
-            if bm / 4 <= tuning.bm <= bm * 4 and cut < len(SWEEP[bm]):
-                one = Cut(*SWEEP[bm][cut])
-                try:
-                    products = products_us(layer, xs, logits, Tuning(bm, one, one))
-                except TritonError:
-                    continue  # needs too much shared memory
-                print(f"    {bm} {tuple(one)}: {products[0]:.1f} {products[1]:.1f}", flush=True)
 
 
 def products_us(
-    layer: Layer, xs: list[Tensor], logits: list[Tensor], tuning: Tuning
+    layer: MoeLayer, xs: list[Tensor], logits: list[Tensor], tuning: MoeTuning
 ) -> tuple[float, float]:
-    """Of gate and up, and of down."""
+    """Returns the times of gate and up, and of down."""
     routings = [sort_by_expert(one, TOP_K, True, 0, NUM_EXPERTS, tuning.bm) for one in logits]
 
     def gate_up(x: Tensor, routing: Routing) -> Tensor:
@@ -154,14 +135,13 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="ranks that share every expert")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--dtype", choices=["bfloat16", "fp8"], default="bfloat16")
-    parser.add_argument("--sweep", action="store_true")
     arguments = parser.parse_args()
     hidden, size = SIZES[arguments.size]
     layer = random_layer(hidden, size // arguments.tp, arguments.dtype == "fp8")
     print("| tokens | experts | read | multiply | layer | no router | gate, up | down | bm |")
     print("| --: | --: | --: | --: | --: | --: | --: | --: | --: |", flush=True)
     for num_tokens in arguments.tokens:
-        measure(layer, num_tokens, arguments.sweep)
+        measure(layer, num_tokens)
 
 
 if __name__ == "__main__":

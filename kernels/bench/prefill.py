@@ -1,7 +1,6 @@
-"""Prefill attention's speed, beside flash-attn's on the same cache where that is installed.
+"""Prefill attention, compared with flash-attn if that is installed.
 
-TFLOP/s of causal attention of 16,384 tokens in whole prompts, with the heads of Qwen3-8B; --sweep
-tries tunings too.
+Prints TFLOP/s of causal attention of 16,384 tokens in whole prompts, with the heads of Qwen3-8B.
 """
 
 import argparse
@@ -12,8 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.kv_cache import KVCache
-from penstock.kernels.attention.triton_prefill import Tuning, default_tuning, prefill_attention
+from penstock.kernels.attention.triton_prefill import (
+    prefill_attention,
+)
+from penstock.kernels.attention.types import KVCache
 from penstock.kernels.bench.timing import graph_us
 from penstock.kernels.step.forward_batch import tile_size
 
@@ -26,25 +27,10 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 BATCHES = [(32, 512), (8, 2048), (2, 8192), (1, 16384)]
 """(sequences, tokens of each)"""
 BLOCK_SIZE = 256
-TUNINGS = [
-    (128, Tuning(128, 8, 2)),
-    (128, Tuning(128, 8, 3)),
-    (128, Tuning(64, 8, 2)),
-    (128, Tuning(64, 8, 3)),
-    (128, Tuning(64, 8, 4)),
-    (128, Tuning(64, 4, 2)),
-    (128, Tuning(32, 8, 4)),
-    (64, Tuning(64, 4, 2)),
-    (64, Tuning(64, 4, 3)),
-    (64, Tuning(64, 4, 4)),
-    (64, Tuning(128, 4, 2)),
-    (64, Tuning(32, 4, 3)),
-]
-"""(tokens of a tile, the rest)"""
 
 
-class Batch(NamedTuple):
-    """Whole prompts of one length, their keys and values in blocks of a random order."""
+class PrefillBatch(NamedTuple):
+    """Whole prompts of one length, with keys and values in randomly ordered blocks."""
 
     length: int
     q: Tensor
@@ -54,12 +40,12 @@ class Batch(NamedTuple):
     block_tables: Tensor
 
 
-def random_batch(num_seqs: int, length: int, block_size: int) -> Batch:
-    """On the GPU, in bfloat16."""
+def random_batch(num_seqs: int, length: int, block_size: int) -> PrefillBatch:
+    """Returns a batch on the GPU, in bfloat16."""
     blocks_per_seq = -(-length // block_size)
     num_blocks = num_seqs * blocks_per_seq
     cache_shape = (2, num_blocks, block_size, NUM_KV_HEADS, HEAD_DIM)
-    return Batch(
+    return PrefillBatch(
         length,
         torch.randn(num_seqs * length, NUM_HEADS, HEAD_DIM).bfloat16().cuda(),
         KVCache(*torch.randn(cache_shape).bfloat16().cuda()),
@@ -69,8 +55,9 @@ def random_batch(num_seqs: int, length: int, block_size: int) -> Batch:
     )
 
 
-def ours(batch: Batch, size: int, tuning: Tuning) -> Callable[[], object]:
-    """One call of our kernel; size: tokens of a tile."""
+def ours(batch: PrefillBatch) -> Callable[[], object]:
+    """Returns a call of the Triton kernel with its default tuning."""
+    size = tile_size(batch.length)
     firsts = range(-(-batch.length // size) * size - size, -1, -size)
     pairs = [(seq, first) for seq in range(len(batch.context_lens)) for first in firsts]
     return partial(
@@ -84,12 +71,11 @@ def ours(batch: Batch, size: int, tuning: Tuning) -> Callable[[], object]:
         block_tables=batch.block_tables,
         scale=HEAD_DIM**-0.5,
         out=torch.empty_like(batch.q),
-        tuning=tuning,
     )
 
 
-def flash(batch: Batch) -> Callable[[], object]:
-    """One call of flash-attn's kernel."""
+def flash(batch: PrefillBatch) -> Callable[[], object]:
+    """Returns a call of flash-attn."""
     return partial(
         flash_attn_varlen_func,
         batch.q,
@@ -105,34 +91,27 @@ def flash(batch: Batch) -> Callable[[], object]:
     )
 
 
-def tflops(batch: Batch, call: Callable[[], object]) -> float:
-    """Counting the products of queries with the keys that they see, and of weights with values."""
+def tflops(batch: PrefillBatch, call: Callable[[], object]) -> float:
+    """Returns the rate of the products of queries with visible keys, and of weights with values."""
     num_pairs = len(batch.context_lens) * batch.length * (batch.length + 1) / 2
     return 4 * HEAD_DIM * NUM_HEADS * num_pairs / graph_us([call], min_us=20_000) / 1e6
 
 
-def measure(num_seqs: int, length: int, block_size: int, sweep: bool) -> None:
-    """Prints a line for each kernel and tuning."""
+def measure(num_seqs: int, length: int, block_size: int) -> None:
+    """Prints a line for each kernel."""
     batch = random_batch(num_seqs, length, block_size)
     name = f"{num_seqs:2} x {length:5}, blocks of {block_size:3}:"
-    size = tile_size(length)
-    default = default_tuning(size, block_size)
-    print(
-        f"{name} ours {tflops(batch, ours(batch, size, default)):6.1f} TFLOP/s, {size}, {default}"
-    )
+    print(f"{name} ours {tflops(batch, ours(batch)):6.1f} TFLOP/s")
     if flash_attn_varlen_func is not None and block_size % 256 == 0:
         print(f"{name} flash-attn {tflops(batch, flash(batch)):6.1f} TFLOP/s")
-    for size, tuning in TUNINGS if sweep else ():
-        print(f"{name}   {tflops(batch, ours(batch, size, tuning)):6.1f} TFLOP/s, {size}, {tuning}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true", help="try tunings, too")
     parser.add_argument("--block-size", type=int, default=BLOCK_SIZE, help="tokens per KV block")
     options = parser.parse_args()
     for num_seqs, length in BATCHES:
-        measure(num_seqs, length, options.block_size, options.sweep)
+        measure(num_seqs, length, options.block_size)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Time of GPU work by the replay of a CUDA graph, so that the host's launches do not count."""
+"""Times of GPU work in replays of a CUDA graph, without the host's launches."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -7,14 +7,13 @@ from typing import Any
 import torch
 
 L2_BYTES = 64 << 20
-"""more than the L2 of any GPU this is meant for; rotate over more data than this"""
+"""more than the L2 of any supported GPU; rotate over more data than this"""
 
 
 def graph_us(work: Sequence[Callable[[], object]], repeats: int = 5, min_us: float = 2000) -> float:
-    """Microseconds of one call, the median of `repeats` graphs' replays.
+    """Returns microseconds of one call, the median of `repeats` measurements.
 
-    work: the same work over different data, called in turn: together more than L2_BYTES, or the
-    caches are measured.
+    work: calls with different data, more than L2_BYTES in all, so that caches are not measured.
     """
     for call in work:
         call()

@@ -1,10 +1,10 @@
 """All-reduce of small messages over NVLink, with one trip and no barrier.
 
-Every rank writes its message into the inboxes of all, and adds up what it finds in its own. A word
-that is not there yet reads as `_MISSING`, which is never sent: nothing else tells that a message
-has come (NCCL's low-latency protocol and TensorRT-LLM's "Lamport" all-reduce work like this).
-Inboxes are used in turns of three: one is read; one is emptied, which the call before has read;
-to the third, peers that are a call ahead write already. They cannot be two ahead, for that takes
+Every rank writes its message into the inboxes of all ranks, and adds the messages in its own inbox.
+A word that has not arrived reads as `_MISSING`, which is never sent: no other flag is needed
+(NCCL's low-latency protocol and TensorRT-LLM's "Lamport" all-reduce work alike). A rank has three
+inboxes, used in turn. One is read. One, which the previous call has read, is cleared. To the third,
+peers that are a call ahead may already write. Peers can't be two calls ahead, since they would need
 this rank's next message.
 """
 
@@ -15,32 +15,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.checks import check_contiguous, check_tensor
+from penstock.kernels.argument_checks import check_contiguous, check_tensor
 from penstock.kernels.collectives.triton_shards import distances_to
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 _BLOCK = tl.constexpr(512)
-"""words of a program: four for each thread, so that a store has 16 bytes"""
+"""words of a program: four per thread, so that a store has 16 bytes"""
 _TURNS = tl.constexpr(3)
 _MISSING = tl.constexpr(-(2**31) + 2**15)
-"""two bfloat16 -0.0; sent as 0.0"""
+"""two bfloat16 -0.0; a -0.0 is sent as 0.0"""
 
 
 def inbox_size(max_elements: int, num_ranks: int) -> int:
-    """int32 words of each rank's inboxes, for messages of so many elements at most."""
+    """Returns int32 words of each rank's inboxes, for messages of up to `max_elements`."""
     capacity = -(-max_elements // (2 * _BLOCK.value)) * _BLOCK.value
     return int(_TURNS.value * num_ranks * capacity)
 
 
 class PushAllReduce:
-    """One rank's. All ranks make the same calls, which may be captured in CUDA graphs."""
+    """All-reduce of one rank. All ranks make the same calls, which CUDA graphs can capture."""
 
     def __init__(
         self, inbox: Tensor, addresses: Sequence[int], rank: int, max_elements: int
     ) -> None:
-        """inbox: this rank's, int32 [inbox_size(...)]; addresses: of those of all ranks.
+        """Clears this rank's inbox, int32 [inbox_size(...)]. Raises ValueError.
 
-        No rank may make a call before all ranks have come here. Raises ValueError.
+        addresses: of all ranks' inboxes. A barrier of all ranks must follow before the first call.
         """
         check_tensor("inbox", inbox, (inbox_size(max_elements, len(addresses)),), torch.int32)
         self.max_elements = max_elements
@@ -49,15 +49,15 @@ class PushAllReduce:
         self._rank = rank
         self._num_ranks = len(addresses)
         self._capacity = inbox.numel() // (_TURNS.value * len(addresses))
-        """words of a message"""
+        """maximum words of a message"""
         self._calls = inbox.new_zeros(self._capacity // _BLOCK.value)
-        """of each program"""
+        """number of calls of each program"""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x, overwritten with the sum of the ranks' x: bfloat16, contiguous, of an even size.
+        """Overwrites x, contiguous bfloat16 of an even size, with the sum over the ranks.
 
-        residual: of x's shape, the same on all ranks, is added to the sum. All is added in float32,
-        in the same order on all ranks, and rounded once. Raises ValueError.
+        residual: of x's shape, the same on all ranks, is added to the sum. The sum is computed in
+        float32, in the same order on all ranks, and rounded once. Raises ValueError.
         """
         check_tensor("x", x, tuple(x.shape), torch.bfloat16)
         check_contiguous("x", x)
@@ -66,7 +66,9 @@ class PushAllReduce:
             check_contiguous("residual", residual)
             residual = residual.view(-1).view(torch.int32)
         if x.numel() > self.max_elements or x.numel() % 2:
-            raise ValueError(f"{x.numel()} elements; an even number to {self.max_elements} can be")
+            raise ValueError(
+                f"x: got {x.numel()} elements, expected an even number up to {self.max_elements}"
+            )
         _push_and_sum[(triton.cdiv(x.numel(), 2 * _BLOCK.value),)](
             x.view(-1).view(torch.int32),
             residual,
@@ -88,7 +90,7 @@ def _push_and_sum(
     x_ptr, residual_ptr, inbox_ptr, distances_ptr, calls_ptr, num_words, capacity, rank,
     num_ranks: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_words / _BLOCK,). A program has to do with its like on the other ranks only."""
+    """Exchanges _BLOCK words with the same program of every rank; grid (num_words / _BLOCK,)."""
     launch_dependents()
     wait()
     program = tl.program_id(0)
@@ -119,7 +121,7 @@ def _push_and_sum(
 
 @triton.jit
 def _low(words):
-    """The first bfloat16 of each word, as float32."""
+    """Returns the first bfloat16 of each word as float32."""
     return (words << 16).to(tl.float32, bitcast=True)
 
 
@@ -130,5 +132,5 @@ def _high(words):
 
 @triton.jit
 def _bits(value):
-    """Of the bfloat16 next to it, as an int32 of 16 bits."""
+    """Returns the bits of the nearest bfloat16 as int32."""
     return value.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)

@@ -1,1 +1,1 @@
-"""Elementwise operations, normalization and rotary embedding."""
+"""RMSNorm, activation and embedding lookup."""

@@ -1,12 +1,12 @@
 """Matrix products on a CPU that are batch invariant: a row's bits do not depend on other rows.
 
-BLAS documents no order of summation. MKL 2024.2 adds in other orders for few rows or columns, for
-numbers that do not divide by its tiles, and for a long inner dimension; which ones depends on the
-CPU. So the inner dimension is cut into pieces here, and added up piece by piece; rows, columns and
-pieces are padded to multiples of 16; a call has at most 256 rows.
+BLAS documents no order of summation. MKL 2024.2 adds in a different order for few rows or columns,
+for numbers that do not divide by its tiles, and for a long inner dimension, depending on the CPU.
+The inner dimension is therefore cut into pieces, which are added in turn. Rows, columns and pieces
+are padded to multiples of 16, and a call has up to 256 rows.
 
-That this suffices is checked, not assumed: before the first product, each process multiplies rows
-alone and together. Where bits differ, every call of a weight gets one and the same shape.
+Each process checks this before the first product: it multiplies rows alone and together. If bits
+differ, every call with a weight gets the same shape.
 """
 
 from functools import cache
@@ -19,27 +19,27 @@ from torch.nn import functional
 ALIGNMENT = 16
 INNER_PIECE = 512
 MAX_ROWS = 256
-"""of one call, where that holds; otherwise 16, or each row alone in a call of 16"""
+"""rows of one call if the check passes; otherwise 16, or each row alone in a call of 16"""
 PROBED_SHAPES = [(16, 16), (16, 1024), (64, 48), (80, 16), (512, 16), (512, 80), (128, 1024)]
 """inner dimension and columns"""
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T` in x's dtype; x [num_rows, inner], weight [num_columns, inner]."""
+    """Computes `x @ weight.T` in x's dtype; x [num_rows, inner], weight [num_columns, inner]."""
     return _product(x, weight, _rows_of_call(torch.get_num_threads()))
 
 
 def batched_product(x: Tensor, y: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """`out[:] = x @ y`, or with `add` the sum of both.
+    """Computes `out[:] = x @ y`, or with `add` the sum of both.
 
-    x [batch, num_rows, inner], y [batch, inner, num_columns], out [batch, num_rows, num_columns].
-    num_rows divides by 8; inner and num_columns should divide by 16, and have at most 512.
+    x: [batch, num_rows, inner]. y: [batch, inner, num_columns]. out: [batch, num_rows,
+    num_columns]. num_rows divides by 8; inner and num_columns should divide by 16, up to 512.
     """
     _batched_product(x, y, out, add, _rows_of_call(torch.get_num_threads()))
 
 
 def pad_rows(x: Tensor, alignment: int) -> Tensor:
-    """x with rows of zeros (its last dimension but one) until they divide by `alignment`."""
+    """Returns x padded with rows of zeros (dimension -2) to a multiple of `alignment`."""
     missing = -x.shape[-2] % alignment
     return functional.pad(x, (0, 0, 0, missing)) if missing else x
 
@@ -65,7 +65,7 @@ def _product(x: Tensor, weight: Tensor, rows_of_call: int) -> Tensor:
 
 @cache
 def _cut(size: int, longest: int) -> list[slice]:
-    """Pieces of `longest`, one that divides by 16, the rest."""
+    """Returns slices of `longest` elements, a slice that divides by 16, and the rest."""
     even = size - size % ALIGNMENT
     bounds = [*range(0, even, longest), even, size]
     return [slice(begin, end) for begin, end in pairwise(bounds) if begin < end] or [slice(0, 0)]
@@ -87,12 +87,12 @@ def _batched_product(x: Tensor, y: Tensor, out: Tensor, add: bool, rows_of_call:
 
 @cache
 def _rows_of_call(_num_threads: int) -> int:
-    """Number of rows that one call takes at most."""
+    """Returns the maximum number of rows of one call."""
     return next(rows for rows in (MAX_ROWS, ALIGNMENT, 1) if rows == 1 or _holds(rows))
 
 
 def _holds(rows_of_call: int) -> bool:
-    """Reports whether rows have the same bits alone and among others, in some shapes."""
+    """Returns True if rows have the same bits alone and among others, in the probed shapes."""
     most, generator = MAX_ROWS + ALIGNMENT, torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:

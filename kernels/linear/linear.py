@@ -1,31 +1,31 @@
-"""Matrix products with what stands around them: a norm in front, an activation or a sum behind.
+"""Matrix products, fused with the norm before them and the activation or sum after them.
 
 On a CPU a row's bits do not depend on the other rows: see `batch_invariant.py`.
 
-On a GPU all tensors must be contiguous; up to 64 rows of bfloat16 are multiplied by one kernel of
-`penstock.kernels.linear.small_m_gemm` where it is faster than cuBLAS and separate kernels.
+On a GPU all tensors must be contiguous. Up to 64 rows of bfloat16 are multiplied by one kernel of
+`penstock.kernels.linear.small_m_gemm` if it is faster than cuBLAS and separate kernels.
 
-A weight may be `Quantized`. On a CPU, and in that kernel, x is multiplied with what it stands for;
-where cuBLAS multiplies, x is quantised as well, each row by itself, and tensor cores take 8 bits.
+A weight may be `Quantized`. On a CPU, and in that kernel, x is multiplied with the dequantized
+weight. For cuBLAS, x is quantized too, each row by itself, and tensor cores multiply 8 bits.
 """
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.checks import check_contiguous, check_tensor
-from penstock.kernels.elementwise.activation import silu_and_mul
-from penstock.kernels.elementwise.norm import rms_norm
+from penstock.kernels.argument_checks import check_contiguous, check_tensor
+from penstock.kernels.elementwise.elementwise import rms_norm, silu_and_mul
 from penstock.kernels.linear.batch_invariant import product
-from penstock.kernels.quantize.quantize import FP8, Matrix, Quantized, parts, quantize, scale_shape
+from penstock.kernels.quantize.quantize import quantize
+from penstock.kernels.quantize.types import FP8, Matrix, Quantized, parts, scale_shape
 
 MAX_FUSED_ROWS = 64
-"""of a product by one kernel"""
+"""rows of a product by one kernel"""
 
 
 def linear(x: Matrix, weight: Matrix, out: Tensor | None = None) -> Tensor:
-    """`x @ weight.T`; x [num_rows, in_features], weight [out_features, in_features].
+    """Computes `x @ weight.T`; x [num_rows, in_features], weight [out_features, in_features].
 
-    out: where it goes, contiguous.
+    out: contiguous memory of the result.
     """
     _check(x, weight)
     _check_out(x, weight, out)
@@ -34,9 +34,9 @@ def linear(x: Matrix, weight: Matrix, out: Tensor | None = None) -> Tensor:
 
 
 def linear_add(x: Matrix, weight: Matrix, residual: Tensor, out: Tensor | None = None) -> Tensor:
-    """`residual + x @ weight.T`; residual [num_rows, out_features].
+    """Computes `residual + x @ weight.T`; residual [num_rows, out_features].
 
-    out: where it goes, contiguous; without it, `residual` may be overwritten.
+    out: contiguous memory of the result; without it, `residual` may be overwritten.
     """
     _check(x, weight)
     check_tensor("residual", residual, (x.shape[0], weight.shape[0]), _dtype(x))
@@ -53,15 +53,15 @@ def norm_linear(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`rms_norm(x) @ weight.T`; norm_weight [in_features].
+    """Computes `rms_norm(x) @ weight.T`; norm_weight [in_features].
 
-    out_dtype: x's, the default, or torch.float32; other dtypes raise ValueError. out: where it
-    goes, contiguous.
+    out_dtype: x's, the default, or torch.float32; other dtypes raise ValueError. out: contiguous
+    memory of the result.
     """
     _check(x, weight)
     check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype)
     if out_dtype not in (None, x.dtype, torch.float32):
-        raise ValueError(f"out_dtype is {out_dtype}; {x.dtype} or torch.float32 is needed")
+        raise ValueError(f"out_dtype: got {out_dtype}, expected {x.dtype} or torch.float32")
     out_dtype = out_dtype or x.dtype
     _check_out(x, weight, out, out_dtype)
     kind = "norm" if out_dtype == x.dtype else "logits"
@@ -70,15 +70,15 @@ def norm_linear(
 
 
 def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix) -> Matrix:
-    """`silu_and_mul(rms_norm(x) @ weight.T)`, [num_rows, intermediate_size].
+    """Computes `silu_and_mul(rms_norm(x) @ weight.T)`, [num_rows, intermediate_size].
 
-    weight: [2 * intermediate_size, in_features], the gate's rows, then up's. The result is for
-    another product: where cuBLAS will multiply it with a weight that is `Quantized`, it is, too.
+    weight: [2 * intermediate_size, in_features], the gate's rows, then up's. The result is
+    `Quantized` if cuBLAS will multiply it with a `Quantized` weight.
     """
     _check(x, weight)
     check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype)
     if weight.shape[0] % 2:
-        raise ValueError(f"weight has {weight.shape[0]} rows; an even number is needed")
+        raise ValueError(f"weight: got {weight.shape[0]} rows, expected an even number")
     fused = _fused("swiglu", x, weight, norm_weight, eps)
     return swiglu_separately(x, norm_weight, eps, weight) if fused is None else fused
 
@@ -86,7 +86,7 @@ def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix) -> M
 def add_separately(
     x: Matrix, weight: Matrix, residual: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """As `linear_add`, without our own product; on a GPU in place: a copy would show."""
+    """Computes `linear_add` in separate kernels; on a GPU in place, to save a copy."""
     if x.is_cuda and out is None:
         out = residual
     if isinstance(x, Tensor) and isinstance(weight, Tensor) and x.is_cuda:
@@ -102,7 +102,7 @@ def norm_separately(
     out_dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As `norm_linear`, in separate kernels."""
+    """Computes `norm_linear` in separate kernels."""
     if x.is_cuda and out_dtype != x.dtype:
         if isinstance(weight, Quantized):
             return _scaled_logits(x, norm_weight, eps, weight, out)
@@ -112,7 +112,7 @@ def norm_separately(
 
 
 def swiglu_separately(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix) -> Matrix:
-    """As `norm_swiglu`, in separate kernels."""
+    """Computes `norm_swiglu` in separate kernels."""
     gate_up = _norm_product(x, norm_weight, eps, weight)
     if isinstance(weight, Quantized) and x.is_cuda and len(x) > MAX_FUSED_ROWS:
         return quantize(gate_up, swiglu=True)
@@ -144,7 +144,7 @@ def _check_out(
 
 
 def _dtype(x: Matrix) -> torch.dtype:
-    """Of a product with x."""
+    """Returns the dtype of a product with x."""
     return torch.bfloat16 if isinstance(x, Quantized) else x.dtype
 
 
@@ -157,7 +157,7 @@ def _fused(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | None:
-    """By one kernel of ours, where that is faster; else None."""
+    """Computes a product in one kernel if that is faster, otherwise returns None."""
     if isinstance(x, Quantized) or not x.is_cuda:
         return None
     from penstock.kernels.linear.small_m_gemm import multiply
@@ -175,7 +175,7 @@ def _product(x: Matrix, weight: Matrix, out: Tensor | None = None) -> Tensor:
     if isinstance(weight, Quantized) and x.is_cuda:
         return _scaled_product(x if isinstance(x, Quantized) else quantize(x), weight, out)
     if isinstance(x, Quantized):
-        raise ValueError("x is quantised: on a GPU only, and with such a weight")
+        raise ValueError("x: got a Quantized, expected a tensor on a CPU or with such a weight")
     if isinstance(weight, Tensor) and x.is_cuda:
         return torch.mm(x, weight.t(), out=out)
     product = _linear_reference(x, weight)
@@ -183,8 +183,8 @@ def _product(x: Matrix, weight: Matrix, out: Tensor | None = None) -> Tensor:
 
 
 def _scaled_product(x: Quantized, weight: Quantized, out: Tensor | None) -> Tensor:
-    """In bfloat16, by cuBLAS, for which in_features and out_features are multiples of 16; or in
-    Triton, where blocks of the weight have scales."""
+    """Multiplies in bfloat16, by Triton if blocks of the weight have scales, otherwise by cuBLAS,
+    for which in_features and out_features are multiples of 16."""
     if weight.in_blocks:
         from penstock.kernels.linear.triton_block_scales import block_product
 
@@ -203,9 +203,9 @@ def _scaled_product(x: Quantized, weight: Quantized, out: Tensor | None) -> Tens
 def _scaled_logits(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Quantized, out: Tensor | None
 ) -> Tensor:
-    """In float32, where cuBLAS takes one scale for a matrix: those of rows are applied behind it.
+    """Computes float32 logits, and applies the scales of rows after cuBLAS, which takes one scale.
 
-    It takes multiples of 16 only; a vocabulary that is none is multiplied in float32.
+    cuBLAS takes multiples of 16 only; another size of vocabulary is multiplied in float32.
     """
     if weight.shape[0] % 16:
         product = _linear_reference(rms_norm(x, norm_weight, eps).float(), weight)

@@ -1,58 +1,58 @@
-"""Matrix products of up to 64 rows: the weights pass once, and what is around a product is fused.
+"""Matrix products of up to 64 rows, fused with the norm, activation or sum around them.
 
-Such a product takes as long as its weights take to read. How it is cut up is chosen by
-`small_m_gemm_table.py`, which `penstock.kernels.bench.linear` measures and writes.
+Reading the weights, once, takes nearly all of the time. `tuning.json` has the tile sizes, which
+`penstock.kernels.bench.linear` measures and writes.
 """
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from penstock.kernels.elementwise.triton_norm import rms_norm
-from penstock.kernels.linear.small_m_gemm_table import FP8_TABLE, TABLE
-from penstock.kernels.linear.triton_gemv import gemv
-from penstock.kernels.linear.triton_small_m_gemm import MAX_SPLIT_K, skinny
-from penstock.kernels.quantize.quantize import Matrix, Quantized, parts
+from penstock.kernels.elementwise.triton_elementwise import rms_norm
+from penstock.kernels.linear.triton_gemv import gemv_kernel
+from penstock.kernels.linear.triton_small_m_gemm import MAX_SPLIT_K, small_m_gemm_kernel
+from penstock.kernels.quantize.types import Matrix, Quantized, parts
 from penstock.kernels.triton_pdl import LAUNCH
 
 MAX_ROWS = 64
 MAX_PARTIALS = 8 << 20
-"""float32 sums that all splits of a product may write together (32 MB)"""
+"""float32 sums of all splits of a product (32 MB)"""
 MAX_TILES = 8192
-"""of a product with split-K"""
+"""tiles of a product with split-K"""
 NUM_SMS = 132
-"""of an H100 or H200"""
+"""multiprocessors of an H100 or H200"""
 EARLY = 24 << 20
-"""bytes of weights up to which the next kernel may start beside a product of several rows"""
+"""bytes of weights up to which the next kernel may overlap a product of several rows"""
 
 
-class Config(NamedTuple):
-    """How a product is cut up."""
+class GemmConfig(NamedTuple):
+    """Tile sizes of a product: an entry of `tuning.json`."""
 
     kernel: str
-    """mma: tensor cores, warps side by side; slices: tensor cores, warps divide the inner
+    """mma: tensor cores, warps divide the columns; slices: tensor cores, warps divide the inner
     dimension; gemv: for one row"""
     bn: int
     """columns of the result per program"""
     bk: int
-    """elements of the inner dimension per iteration, of all warps together"""
+    """elements of the inner dimension per iteration of all warps"""
     split_k: int
-    """ranges of the inner dimension, at most MAX_SPLIT_K"""
+    """ranges of the inner dimension, up to MAX_SPLIT_K"""
     num_warps: int
     num_stages: int
     prefetch: int
-    """not where a program's share of the inner dimension is one tile, which is read early anyway:
-    elements of each weight row fetched into the L2 before the kernels in front have ended, a
-    power of two of 64 or more, or 0"""
+    """elements of each weight row fetched into the L2 before the previous kernels have ended, a
+    power of two of 64 or more, or 0; unused for a program with one tile, which is read early"""
     norm_inside: bool = False
-    """a norm is part of the product and not a kernel in front; gemv has it inside in any case"""
+    """the product computes the norm, which gemv always does; otherwise a separate kernel does"""
 
 
 class Product(NamedTuple):
-    """`residual + act(rms_norm(x) @ weight.T)`, each but the product itself may be missing."""
+    """Operands of `residual + act(rms_norm(x) @ weight.T)`; all except the product are optional."""
 
     x: Tensor
     """[num_rows, K], num_rows <= MAX_ROWS"""
@@ -70,59 +70,77 @@ class Product(NamedTuple):
 
 @cache
 def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Partial sums and the tiles' counters, zero between products; products run in one stream.
+    """Returns memory for partial sums, and the tiles' counters, which are 0 between products.
 
-    Raises RuntimeError while a graph is captured, whose memory pool it would become part of.
+    Products must run in one stream. Raises RuntimeError during the capture of a CUDA graph, in
+    whose pool the memory would be allocated.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("call workspace(device), or a product, before a graph is captured")
+        raise RuntimeError("workspace: call it, or a product, before the capture of a graph")
     partials = torch.empty(MAX_PARTIALS, dtype=torch.float32, device=device)
     return partials, torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
 def row_block(num_rows: int) -> int:
-    """Rows of a tile of tensor cores: 16, 32 or 64."""
+    """Returns the rows of a tensor core tile: 16, 32 or 64."""
     return max(16, 1 << (num_rows - 1).bit_length())
+
+
+Table = dict[tuple[str, int, int, int], GemmConfig | None]
+"""(kind, rows of the weight, inner dimension, rows of x up to) → None: cuBLAS is faster"""
+TUNING = Path(__file__).with_name("tuning.json")
+
+
+@cache
+def tuning_tables() -> dict[str, Table]:
+    """Returns the tables of weights in "bfloat16" and "fp8" from `tuning.json`."""
+    tables: dict[str, Table] = {}
+    for dtype, entries in json.loads(TUNING.read_bytes()).items():
+        tables[dtype] = {}
+        for key, entry in entries.items():
+            kind, num_weights, inner, rows = key.split()
+            config = None if entry is None else GemmConfig(*entry)
+            tables[dtype][kind, int(num_weights), int(inner), int(rows)] = config
+    return tables
 
 
 def choose(
     kind: str, num_rows: int, num_weights: int, inner: int, is_fp8: bool = False
-) -> Config | None:
-    """How to multiply with a weight [num_weights, inner], or None: cuBLAS is faster.
+) -> GemmConfig | None:
+    """Returns the tile sizes for a weight [num_weights, inner], or None if cuBLAS is faster.
 
-    What was not measured is for cuBLAS, but for one row, where the guess is safe. Weights of 8 bits
-    that were not measured are cut up as others are, but with the norm in front: Triton does not
-    read x ahead where it is multiplied with numbers of 8 and of 16 bits.
+    Sizes that were not measured go to cuBLAS, except one row, where the guess is safe. Weights of
+    8 bits that were not measured have the tile sizes of 16 bits, with the norm in a kernel of its
+    own: Triton does not read x ahead if it multiplies numbers of 8 and of 16 bits.
+
     kind: add (also without a residual), norm, swiglu or logits (a norm, float32 out).
     """
     if not 1 <= num_rows <= MAX_ROWS or inner % 16:
         return None
     rows = 1 if num_rows == 1 else row_block(num_rows)
     key = (kind, num_weights, inner, rows)
-    table = FP8_TABLE if is_fp8 and key in FP8_TABLE else TABLE
+    tables = tuning_tables()
+    table = tables["fp8"] if is_fp8 and key in tables["fp8"] else tables["bfloat16"]
     if key not in table and rows == 1:
         weights_per_column = 2 if kind == "swiglu" else 1
         return _guess_gemv(num_weights // weights_per_column, inner, weights_per_column)
-    entry = table.get(key)
-    if entry is None:
-        return None
-    config = Config(*entry)
-    return config._replace(norm_inside=False) if is_fp8 else config
+    config = table.get(key)
+    return config._replace(norm_inside=False) if config and is_fp8 else config
 
 
-def _guess_gemv(num_columns: int, inner: int, weights_per_column: int) -> Config:
-    """Weights in registers: at most 128 elements per thread, of 256 threads."""
+def _guess_gemv(num_columns: int, inner: int, weights_per_column: int) -> GemmConfig:
+    """Returns tile sizes with weights in registers: up to 128 elements for each of 256 threads."""
     bk = triton.next_power_of_2(inner)
     most = 256 * 128 // (bk * weights_per_column)
     if not most:
-        return Config("gemv", 8, 1024, 1, 4, 4, 1024)
+        return GemmConfig("gemv", 8, 1024, 1, 4, 4, 1024)
     bn = min(_floor_power(num_columns // (2 * NUM_SMS)), most, 16)
     num_warps = bn * bk * weights_per_column // (32 * 128)
-    return Config("gemv", bn, bk, 1, min(max(num_warps, 1), 8), 1, 0)
+    return GemmConfig("gemv", bn, bk, 1, min(max(num_warps, 1), 8), 1, 0)
 
 
 def _floor_power(number: int) -> int:
-    """The largest power of two of at most `number`, at least 1."""
+    """Returns the largest power of two up to `number`, at least 1."""
     return 1 << max(number.bit_length() - 1, 0)
 
 
@@ -135,9 +153,9 @@ def multiply(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | None:
-    """The result, bfloat16 or for logits float32; None where cuBLAS should do it.
+    """Returns the result, bfloat16 or for logits float32; None if cuBLAS is faster.
 
-    out: where it goes.
+    out: memory of the result.
     """
     if x.dtype != torch.bfloat16:
         return None
@@ -159,7 +177,7 @@ def empty_product(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Product:
-    """With memory for the result, unless `out` is that."""
+    """Returns the operands, with memory for the result unless `out` is given."""
     swiglu = kind == "swiglu"
     dtype = torch.float32 if kind == "logits" else x.dtype
     if out is None:
@@ -167,22 +185,22 @@ def empty_product(
     return Product(x, weight, out, norm_weight, eps, residual, swiglu)
 
 
-def _check_workspace(product: Product, config: Config, tiles: int) -> None:
+def _check_workspace(product: Product, config: GemmConfig, tiles: int) -> None:
     if config.split_k == 1:
         return
     if config.split_k > MAX_SPLIT_K.value:
-        raise ValueError(f"split_k is {config.split_k}; at most {MAX_SPLIT_K.value} is possible")
+        raise ValueError(f"split_k: got {config.split_k}, expected at most {MAX_SPLIT_K.value}")
     per_split = product.out.numel() * (2 if product.swiglu else 1) + len(product.x)
     num_sums = config.split_k * per_split
     if num_sums > MAX_PARTIALS or tiles > MAX_TILES:
         raise ValueError(
-            f"{tiles} tiles and {num_sums} sums; at most {MAX_TILES} tiles and {MAX_PARTIALS} "
-            "sums fit"
+            f"workspace: got {tiles} tiles and {num_sums} sums, expected at most {MAX_TILES} tiles "
+            f"and {MAX_PARTIALS} sums"
         )
 
 
-def launch(product: Product, config: Config) -> None:
-    """Writes `product.out`; all tensors are contiguous."""
+def launch(product: Product, config: GemmConfig) -> None:
+    """Computes `product.out`; all tensors are contiguous."""
     x, weight, out, norm_weight, eps, residual, _ = product
     values, scale = parts(weight)
     num_rows, inner = x.shape
@@ -202,7 +220,7 @@ def launch(product: Product, config: Config) -> None:
         **LAUNCH,
     }
     if config.kernel == "gemv":
-        gemv[(tiles,)](
+        gemv_kernel[(tiles,)](
             x, norm_weight, values, scale, residual, out, num_columns, inner, eps,
             BK=config.bk, WHOLE=inner <= config.bk, STAGES=config.num_stages, **flags,
         )  # fmt: skip
@@ -210,7 +228,7 @@ def launch(product: Product, config: Config) -> None:
     _check_workspace(product, config, tiles)
     slices = config.num_warps if config.kernel == "slices" else 1
     partials, counters = workspace(x.device) if config.split_k > 1 else (None, None)
-    skinny[(tiles, config.split_k)](
+    small_m_gemm_kernel[(tiles, config.split_k)](
         x, norm_weight, values, scale, residual, out, partials, counters,
         num_rows, num_columns, inner, eps,
         BM=row_block(num_rows), BK=config.bk // slices, SLICES=slices, SPLIT=config.split_k > 1,

@@ -1,8 +1,8 @@
 """Weights of 8 bits whose blocks of 128 by 128 have scales (Qwen3-*-FP8, DeepSeek-V3).
 
-Few rows, and experts: a tile of weights becomes what it stands for in registers, before it is
-multiplied (`scaled_tile`). Many rows: tensor cores multiply 8 bits, and what a block adds to a sum
-is multiplied with its scale, in float32 (`block_product`).
+For few rows, and for experts, a tile of weights is dequantized in registers before the product
+(`scaled_tile`). For many rows, tensor cores multiply 8 bits, and the sum over a block is multiplied
+by its scale in float32 (`block_product`).
 """
 
 import torch
@@ -10,22 +10,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.quantize.quantize import BLOCK, Quantized
+from penstock.kernels.quantize.types import BLOCK, Quantized
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 _BLOCK = tl.constexpr(BLOCK)
 Tile = tuple[int, int, int, int]
-"""rows and columns of a tile of the result, at most 128 columns; warps; stages"""
+"""rows and columns of a tile of the result, up to 128 columns; warps; stages"""
 GROUP = 8
-"""tiles of rows that take the same weights after one another, from the L2"""
+"""tiles of rows that read the same weights in turn, from the L2"""
 
 
 @triton.jit
 def scaled_tile(tile, scale, rows, first, K, BK: tl.constexpr, SLICES: tl.constexpr):
-    """The tile [BN, BK] or [SLICES, BN, BK] of a weight [.., K] in float32.
+    """Returns the tile [BN, BK] or [SLICES, BN, BK] of a weight [.., K] in float32.
 
-    scale: of its blocks; rows [BN]: of the weight; first: the tile's first column, a multiple of
-    BK, a power of two; slices follow one another.
+    scale: of its blocks. rows: [BN], of the weight. first: the tile's first column, a multiple of
+    BK, a power of two. Slices are adjacent.
     """
     COLUMNS = tl.cdiv(K, _BLOCK)
     NUM: tl.constexpr = BK // _BLOCK if BK > _BLOCK else 1
@@ -39,7 +39,7 @@ def scaled_tile(tile, scale, rows, first, K, BK: tl.constexpr, SLICES: tl.conste
 
 
 def tile_of(num_rows: int) -> Tile:
-    """Choose a tile for a product of `num_rows` rows, as measured on an H200."""
+    """Returns the tile for a product of `num_rows` rows, as measured on an H200."""
     if num_rows > 256:
         return 128, 128, 8, 4
     return min(64, max(16, triton.next_power_of_2(num_rows))), 64, 4, 6
@@ -48,9 +48,9 @@ def tile_of(num_rows: int) -> Tile:
 def block_product(
     x: Quantized, weight: Quantized, out: Tensor | None = None, tile: Tile | None = None
 ) -> Tensor:
-    """Return `x @ weight.T`, bfloat16; x [num_rows, K] has scales of rows, weight [N, K] of blocks.
+    """Computes bfloat16 `x @ weight.T`; x [num_rows, K] has row scales, weight [N, K] block scales.
 
-    out: where it goes, contiguous. tile: `tile_of` the rows by default. All tensors are contiguous.
+    out: memory of the result. tile: default `tile_of` the rows. All tensors are contiguous.
     """
     (num_rows, inner), num_columns = x.shape, len(weight)
     if out is None:
@@ -71,7 +71,7 @@ def _block_product(
     x, x_scale, weight, scale, out, num_rows, N, K,
     BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile [BM, BN] of out, whose columns are of one row of blocks."""
+    """Computes a tile [BM, BN] of out, with columns of one row of blocks, in each program."""
     launch_dependents()
     row_tiles, column_tiles = tl.cdiv(num_rows, BM), tl.cdiv(N, BN)
     group = tl.program_id(0) // (GROUP * column_tiles) * GROUP

@@ -30,7 +30,7 @@ def _row_products(
     NORM: tl.constexpr, SWIGLU: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Unreduced sums of gate (or the only product) and up [BN, BK] and of the squares of x [BK]."""
+    """Returns unreduced sums of gate (or the only product) and up [BN, BK], of x's squares [BK]."""
     k = tl.arange(0, BK)
     acc = tl.zeros((BN, BK), tl.float32)
     acc_up = acc
@@ -50,15 +50,15 @@ def _row_products(
 
 
 @triton.jit
-def gemv(
+def gemv_kernel(
     x, norm_weight, weight, scale, residual, out, N, K, eps,
     NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
     PREFETCH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One program: BN columns of out. WHOLE: BK >= K, all of a program's loads are in flight.
+    """Computes BN columns of out in each program.
 
-    They are then, but for x, sent before the kernels in front have ended.
+    WHOLE: BK >= K, and all loads are in flight, those of the weights before previous kernels end.
     """
     launch_dependents()
     column = tl.program_id(0) * BN + tl.arange(0, BN)

@@ -1,15 +1,15 @@
 """The kernels of `penstock.kernels.linear.small_m_gemm`.
 
-Each program reads a tile of weight rows with many bytes in flight, and x, small, comes from the L2.
-Where there are too few weight rows for all SMs, the inner dimension is split as well: split-K, with
-the last program to arrive adding up the partial sums, as in Stream-K (Osama et al. 2023,
-https://arxiv.org/abs/2301.03598). A norm in front needs no kernel of its own:
-`rms_norm(x) @ w.T = (x * norm_weight) @ w.T / rms(x)`, and the root mean square is known when the
-inner dimension has been read. Of several rows, every program needs all squares, which may take
-longer than a kernel of its own.
+Each program reads a tile of weight rows with many bytes in flight; x is small and is in the L2.
+With too few weight rows for all SMs, the inner dimension is split as well: split-K, in which the
+last program to arrive adds the partial sums, as in Stream-K (Osama et al. 2023,
+https://arxiv.org/abs/2301.03598). A norm needs no kernel of its own:
+`rms_norm(x) @ w.T = (x * norm_weight) @ w.T / rms(x)`, and the root mean square is known after the
+inner dimension has been read. With several rows every program needs all squares, which may take
+longer than a separate kernel.
 
-Weights of 8 bits become x's type in registers, and the sums of a column are multiplied by its
-scale; or the weights by those of their blocks, before.
+Weights of 8 bits are converted to x's type in registers. The sums of a column are then multiplied
+by its scale, or the weights by the scales of their blocks before the product.
 """
 
 import triton
@@ -19,13 +19,13 @@ from penstock.kernels.linear.triton_block_scales import scaled_tile
 from penstock.kernels.triton_pdl import PDL, launch_dependents, wait
 
 LINE = tl.constexpr(128)
-"""bytes that one prefetch brings into the L2"""
+"""bytes of one prefetch into the L2"""
 MAX_SPLIT_K = tl.constexpr(8)
 
 
 @triton.jit
 def prefetch_rows(weight, rows, begin, end, K, COUNT: tl.constexpr):
-    """`COUNT` elements of each row from `begin` on come into the L2."""
+    """Prefetches `COUNT` elements of each row from `begin` on into the L2."""
     if PDL:
         PER_LINE: tl.constexpr = LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)
         LINES: tl.constexpr = (COUNT + PER_LINE - 1) // PER_LINE
@@ -39,7 +39,7 @@ def prefetch_rows(weight, rows, begin, end, K, COUNT: tl.constexpr):
 
 @triton.jit
 def _indices(rows, BK: tl.constexpr, SLICES: tl.constexpr):
-    """[.., rows, 1], [.., 1, BK]: indices of a tile, in front of them one of a slice if SLICES."""
+    """Returns indices of a tile, [.., rows, 1] and [.., 1, BK], with a leading slice if SLICES."""
     k = tl.arange(0, BK)
     if SLICES == 1:
         return rows[:, None], k[None, :]
@@ -50,7 +50,7 @@ def _indices(rows, BK: tl.constexpr, SLICES: tl.constexpr):
 
 @triton.jit
 def load(at, inside, EVEN: tl.constexpr):
-    """Zeros where not `inside`; EVEN: all is inside."""
+    """Loads elements, 0 for those not `inside`; EVEN: all are inside."""
     if EVEN:
         return tl.load(at)
     else:
@@ -62,7 +62,7 @@ def weight_tile(
     at, inside, scale, rows, first, K,
     EVEN: tl.constexpr, BLOCKS: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a weight's rows; BLOCKS: with the scales of its blocks, in float32."""
+    """Loads a tile of a weight's rows; BLOCKS: scaled by its blocks, in float32."""
     tile = load(at, inside, EVEN)
     if BLOCKS:
         tile = scaled_tile(tile, scale, rows, first, K, BK, SLICES)
@@ -72,7 +72,7 @@ def weight_tile(
 @triton.jit
 def _dot(x, weight, acc, SLICES: tl.constexpr):
     weight = tl.permute(weight, (1, 0)) if SLICES == 1 else tl.permute(weight, (0, 2, 1))
-    if weight.dtype != x.dtype:  # by float32: 8 bits to bfloat16 at once is a slow instruction
+    if weight.dtype != x.dtype:  # by float32: the direct conversion to bfloat16 is slow
         weight = weight.to(tl.float32).to(x.dtype)
     return tl.dot(x, weight, acc, input_precision="ieee")
 
@@ -81,10 +81,10 @@ def _dot(x, weight, acc, SLICES: tl.constexpr):
 def _scaled(
     x_tile, norm_weight, squares, NORM: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr
 ):  # fmt: skip
-    """x times the norm's weight, and the sums of x's squares in 8 columns, all alike.
+    """Returns x times the norm's weight, and the sums of x's squares in 8 equal columns.
 
-    Tensor cores add them up as well, since a thread then needs the same elements of x for both;
-    a square is rounded as x itself is, the sum is in float32.
+    Tensor cores add the squares too, so that a thread needs the same elements of x for both. A
+    square is rounded as x itself is, the sum is in float32.
     """
     if NORM:
         ones = tl.full((BK, 8) if SLICES == 1 else (SLICES, BK, 8), 1.0, x_tile.dtype)
@@ -95,7 +95,7 @@ def _scaled(
 
 @triton.jit
 def _reduced(acc, acc_up, squares, SLICES: tl.constexpr):
-    """Sums over the slices, and one of the squares' columns."""
+    """Returns sums over the slices, and one column of the squares."""
     if SLICES > 1:
         acc, acc_up, squares = tl.sum(acc, 0), tl.sum(acc_up, 0), tl.sum(squares, 0)
     return acc, acc_up, tl.max(squares, 1)[:, None]
@@ -107,7 +107,7 @@ def _whole_products(
     NORM: tl.constexpr, SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """As `_products` for one tile, whose weights are read before the kernels in front end."""
+    """Computes `_products` of one tile, whose weights are read before previous kernels end."""
     m, k = _indices(tl.arange(0, BM), BK, SLICES)
     n, _ = _indices(weight_rows, BK, SLICES)
     inside = begin + k < end
@@ -136,7 +136,7 @@ def _products(
     NORM: tl.constexpr, SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Sums over [begin, end): of gate (or the only product), of up, and of the squares of x."""
+    """Returns sums over [begin, end): of gate (or the only product), of up, of the squares of x."""
     wait()
     m, k = _indices(tl.arange(0, BM), BK, SLICES)
     n, _ = _indices(weight_rows, BK, SLICES)
@@ -166,19 +166,19 @@ def _products(
 
 @triton.jit
 def load_residual(residual, at, exists, ADD: tl.constexpr):
-    """What is added to a result, in float32; not ADD: nothing."""
+    """Returns the residual in float32, or 0 without ADD."""
     return tl.load(residual + at, exists, 0.0).to(tl.float32) if ADD else 0.0
 
 
 @triton.jit
 def norm_factor(squares, K, eps, NORM: tl.constexpr):
-    """What a norm multiplies a row with, by the sum of its squares; 1 without a norm."""
+    """Returns the norm's factor of a row from the sum of its squares, 1 without NORM."""
     return tl.rsqrt(squares / K + eps) if NORM else 1.0
 
 
 @triton.jit
 def load_scales(scale, column, N, SWIGLU: tl.constexpr, BLOCKS: tl.constexpr):
-    """What the sums of columns are multiplied with, those of gate (or all) and of up."""
+    """Returns the scales of the columns of gate (or the only product) and of up."""
     if scale is None or BLOCKS:
         return 1.0, 1.0
     else:
@@ -200,7 +200,7 @@ def store_result(
 
 @triton.jit
 def _total(partials, at, exists, size):
-    """The sum over all splits, in their order: always the same bits."""
+    """Returns the sum over all splits, in their order: always the same bits."""
     total = tl.load(partials + at, exists, 0.0, cache_modifier=".cg")
     for split in tl.static_range(1, MAX_SPLIT_K):  # unrolled: all loads are in flight at once
         place = split * size + at
@@ -215,7 +215,7 @@ def _merge(
     at, row, exists, size, num_rows, K, eps,
     NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """The last program of a tile adds up all splits' sums."""
+    """Adds the sums of all splits, in the last program of a tile."""
     split = tl.program_id(1)
     ups = partials + tl.num_programs(1) * size
     row_squares = ups + tl.num_programs(1) * size if SWIGLU else ups
@@ -239,21 +239,20 @@ def _merge(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def skinny(
+def small_m_gemm_kernel(
     x, norm_weight, weight, scale, residual, out, partials, counters, num_rows, N, K, eps,
     NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
     EVEN: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One program: BN columns of out, over one range of the inner dimension.
+    """Computes BN columns of out over one range of the inner dimension in each program.
 
-    NORM: of x, here. SPLIT: of several ranges, at most MAX_SPLIT_K; their number is that of
-    programs on axis 1. EVEN: BK * SLICES divides K. WHOLE: a range is one tile. SLICES: warps
-    between which BK * SLICES elements are divided, each with all rows and columns, since a tile of
-    few rows and columns keeps but one warp busy. EARLY: the next kernel may start beside this one.
-    Where a product takes long, its programs would get the places that are free and not those that
-    keep all SMs equally busy.
+    NORM: the kernel computes the norm of x. SPLIT: programs on axis 1 are ranges, up to
+    MAX_SPLIT_K. EVEN: BK * SLICES divides K. WHOLE: a range is one tile. SLICES: warps that divide
+    BK * SLICES elements, each with all rows and columns, since a tile of few rows and columns keeps
+    only one warp busy. EARLY: the next kernel may overlap this kernel; after a long product, its
+    programs would take the free places instead of the places that keep all SMs equally busy.
     """
     if EARLY:
         launch_dependents()

@@ -1,17 +1,16 @@
-"""A mixture of experts in place of an MLP: each token goes through the few that a router chooses.
+"""A mixture of experts in place of an MLP: a router chooses a few experts for each token.
 
-On a CPU a row does not depend on how many there are: `penstock.kernels.linear.linear` says why. All
-tensors must be contiguous. Experts in 8 bits are multiplied as what they stand for.
+All tensors must be contiguous. Experts in 8 bits are dequantized in the products.
 """
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.checks import check_contiguous, check_tensor
-from penstock.kernels.elementwise.activation import silu_and_mul
-from penstock.kernels.elementwise.norm import rms_norm
+from penstock.kernels.argument_checks import check_contiguous, check_tensor
+from penstock.kernels.elementwise.elementwise import rms_norm
 from penstock.kernels.linear.linear import linear
-from penstock.kernels.quantize.quantize import FP8, Matrix, Quantized, parts, scale_shape
+from penstock.kernels.moe.reference import experts_outputs, route
+from penstock.kernels.quantize.types import FP8, Matrix, Quantized, parts, scale_shape
 
 
 def norm_moe(
@@ -28,23 +27,23 @@ def norm_moe(
     add: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The experts' outputs for the norm of x [num_tokens, hidden_size], weighted and summed.
+    """Sums the weighted outputs of the experts for the norm of x [num_tokens, hidden_size].
 
-    A token's experts are the `top_k` of largest probability, their weights: the softmax of its
-    products with `router` [num_experts, hidden_size]. An expert is a SwiGLU.
+    A token's experts are the `top_k` experts of largest probability. Their weights are the softmax
+    of the token's products with `router` [num_experts, hidden_size]. An expert is a SwiGLU.
 
-    gate_up: [experts here, 2 * size, hidden_size], gate's rows, then up's; down: [experts here,
-    hidden_size, size]. They are the router's from `first_expert` on; others count as zero.
-    normalize: a token's weights are made to sum up to 1. add: x is added. out: where it goes,
-    contiguous.
+    gate_up: [local experts, 2 * size, hidden_size], gate's rows, then up's. down: [local experts,
+    hidden_size, size]. The local experts start at `first_expert`; others count as zero. normalize:
+    scales a token's weights to sum 1. add: adds x. out: contiguous memory of the result.
     """
     _check(x, norm_weight, router, gate_up, down, out)
     last_expert = first_expert + len(down) - 1
     if not 1 <= top_k <= len(router):
-        raise ValueError(f"top_k is {top_k}; 1 to {len(router)}, the number of experts, is needed")
+        raise ValueError(f"top_k: got {top_k}, expected 1 to {len(router)}, the number of experts")
     if not 0 <= first_expert <= last_expert < len(router):
         raise ValueError(
-            f"experts {first_expert} to {last_expert} are here; there are {len(router)}"
+            f"first_expert: got experts {first_expert} to {last_expert}, "
+            f"expected 0 to {len(router) - 1}"
         )
     normed = rms_norm(x, norm_weight, eps)
     if x.is_cuda:
@@ -54,7 +53,7 @@ def norm_moe(
         residual = x if add else None
         return experts(normed, logits, gate_up, down, top_k, normalize, first_expert, residual, out)
     chosen, weights = route(linear(normed, router), top_k, normalize)
-    result = _experts_reference(normed, chosen - first_expert, weights, gate_up, down)
+    result = experts_outputs(normed, chosen - first_expert, weights, gate_up, down)
     result = x + result if add else result
     return result if out is None else out.copy_(result)
 
@@ -86,25 +85,3 @@ def _check_experts(name: str, weight: Matrix, shape: tuple[int, ...], dtype: tor
     if isinstance(weight, Quantized) and scale is not None:
         check_tensor(f"{name}'s scale", scale, scale_shape(weight), torch.float32)
         check_contiguous(f"{name}'s scale", scale)
-
-
-def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """A token's experts, int64 [num_tokens, top_k], and their weights, float32, largest first."""
-    weights, experts = logits.float().softmax(-1).topk(top_k)
-    return experts, weights / weights.sum(-1, keepdim=True) if normalize else weights
-
-
-def _experts_reference(
-    x: Tensor, experts: Tensor, weights: Tensor, gate_up: Matrix, down: Matrix
-) -> Tensor:
-    """experts: those that are not in [0, len(gate_up)) are elsewhere."""
-    outputs = x.new_zeros(*experts.shape, x.shape[1])
-    for expert in sorted(set(experts.flatten().tolist())):
-        if 0 <= expert < len(gate_up):
-            tokens, places = (experts == expert).nonzero(as_tuple=True)
-            activated = silu_and_mul(linear(x[tokens], gate_up[expert]))
-            outputs[tokens, places] = linear(activated, down[expert])
-    total = x.new_zeros(x.shape)
-    for place, weight in enumerate(weights.to(x.dtype).unbind(1)):  # one after the other, always
-        total += weight[:, None] * outputs[:, place]
-    return total

@@ -1,9 +1,9 @@
 """A mixture of experts in Triton: route, sort, two grouped products, and the sum.
 
-Nothing is waited for, and no shape depends on what the router chooses, so that all of it can be
-part of a CUDA graph. Few tokens take as long as the weights of the experts that they touch take to
-read: these pass once, in tiles narrow enough to keep all SMs busy. Many tokens are multiplied in
-large tiles on the tensor cores.
+The host never waits, and no shape depends on the router's choice, so that a CUDA graph can hold all
+kernels. With few tokens, reading the weights of the chosen experts takes nearly all of the time:
+they are read once, in tiles narrow enough to keep all SMs busy. Many tokens are multiplied in large
+tiles on the tensor cores.
 """
 
 from functools import partial
@@ -13,20 +13,27 @@ import torch
 import triton
 from torch import Tensor
 
-from penstock.kernels.linear.small_m_gemm import MAX_ROWS, NUM_SMS, Config, Product, choose, launch
+from penstock.kernels.linear.small_m_gemm import (
+    MAX_ROWS,
+    NUM_SMS,
+    GemmConfig,
+    Product,
+    choose,
+    launch,
+)
 from penstock.kernels.moe.triton_moe_kernels import TILE, combine, multiply, route, sort
-from penstock.kernels.quantize.quantize import Matrix, Quantized, parts
+from penstock.kernels.quantize.types import Matrix, Quantized, parts
 from penstock.kernels.triton_pdl import LAUNCH
 
-ROUTER = Config("mma", 16, 128, 4, 4, 3, 512)
-"""of a few rows; where one row is guessed better, that is taken"""
+ROUTER = GemmConfig("mma", 16, 128, 4, 4, 3, 512)
+"""tile sizes for few rows, unless `choose` knows better"""
 COUNTS = 32
 BLOCK = 512
-"""columns of a program that adds up"""
+"""columns of a program of `combine`"""
 
 
-class Cut(NamedTuple):
-    """How a grouped product is cut up."""
+class GemmTile(NamedTuple):
+    """Tile sizes of a grouped product."""
 
     bn: int
     """columns of a tile, in gate and up each"""
@@ -36,34 +43,34 @@ class Cut(NamedTuple):
     num_stages: int
 
 
-class Tuning(NamedTuple):
-    """How both products are cut up."""
+class MoeTuning(NamedTuple):
+    """Tile sizes of both products."""
 
     bm: int
-    """pairs of a tile"""
-    gate_up: Cut
-    down: Cut
+    """pairs of a token and an expert in a tile"""
+    gate_up: GemmTile
+    down: GemmTile
 
 
-NARROW = Tuning(16, Cut(16, 128, 2, 4), Cut(32, 128, 4, 4))
-"""of weights in 16 bits, where wider tiles leave SMs idle"""
+NARROW = MoeTuning(16, GemmTile(16, 128, 2, 4), GemmTile(32, 128, 4, 4))
+"""for weights in 16 bits if wider tiles leave SMs idle"""
 TUNINGS = (
-    (8, Tuning(16, Cut(32, 128, 4, 3), Cut(32, 256, 4, 3))),
-    (24, Tuning(32, Cut(64, 64, 4, 4), Cut(64, 128, 4, 3))),
-    (96, Tuning(64, Cut(64, 64, 4, 4), Cut(128, 64, 4, 4))),
-    (1 << 30, Tuning(128, Cut(128, 64, 8, 4), Cut(256, 64, 8, 4))),
+    (8, MoeTuning(16, GemmTile(32, 128, 4, 3), GemmTile(32, 256, 4, 3))),
+    (24, MoeTuning(32, GemmTile(64, 64, 4, 4), GemmTile(64, 128, 4, 3))),
+    (96, MoeTuning(64, GemmTile(64, 64, 4, 4), GemmTile(128, 64, 4, 4))),
+    (1 << 30, MoeTuning(128, GemmTile(128, 64, 8, 4), GemmTile(256, 64, 8, 4))),
 )
-"""(up to so many pairs for an expert on average, …)"""
+"""(maximum pairs of an expert on average, tile sizes)"""
 FP8_TUNINGS = (
-    (8, Tuning(16, Cut(32, 128, 4, 3), Cut(64, 128, 4, 3))),
-    (24, Tuning(32, Cut(64, 128, 4, 3), Cut(128, 64, 4, 3))),
-    (1 << 30, Tuning(64, Cut(64, 64, 4, 3), Cut(128, 64, 4, 3))),
+    (8, MoeTuning(16, GemmTile(32, 128, 4, 3), GemmTile(64, 128, 4, 3))),
+    (24, MoeTuning(32, GemmTile(64, 128, 4, 3), GemmTile(128, 64, 4, 3))),
+    (1 << 30, MoeTuning(64, GemmTile(64, 64, 4, 3), GemmTile(128, 64, 4, 3))),
 )
-"""of weights in 8 bits"""
+"""for weights in 8 bits"""
 
 
-def choose_tuning(num_pairs: int, num_experts: int, size: int, is_fp8: bool = False) -> Tuning:
-    """num_experts: that the pairs are spread over; size: of an expert; is_fp8: of the weights."""
+def choose_tuning(num_pairs: int, num_experts: int, size: int, is_fp8: bool = False) -> MoeTuning:
+    """Returns the tile sizes for pairs over `num_experts` experts of `size` inner features."""
     per_expert = num_pairs / num_experts
     tunings = FP8_TUNINGS if is_fp8 else TUNINGS
     tuning = next(tuning for most, tuning in tunings if per_expert <= most)
@@ -72,20 +79,20 @@ def choose_tuning(num_pairs: int, num_experts: int, size: int, is_fp8: bool = Fa
 
 
 class Routing(NamedTuple):
-    """Pairs of a token and one of its experts, sorted by expert; those of others are left out."""
+    """Pairs of a token and one of its local experts, sorted by expert."""
 
     weights: Tensor
     """float32 [num_tokens, top_k]"""
     sources: Tensor
-    """int32 [pairs]: the token of each"""
+    """int32 [pairs]: the token of each pair"""
     places: Tensor
-    """int32 [num_tokens, top_k]: where a token's pairs are; -1: the expert is not here"""
+    """int32 [num_tokens, top_k]: indices of a token's pairs; -1: the expert is not local"""
     tiles: Tensor
-    """int32 [1 + most tiles, TILE]: the number of tiles, then each one"""
+    """int32 [1 + maximum tiles, TILE]: the number of tiles, then the tiles"""
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T` in float32."""
+    """Computes `x @ weight.T` in float32."""
     num_rows, inner = x.shape
     if num_rows > MAX_ROWS or inner % 16:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
@@ -98,7 +105,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 def sort_by_expert(
     logits: Tensor, top_k: int, normalize: bool, first: int, num_here: int, bm: int
 ) -> Routing:
-    """logits float32 [num_tokens, num_experts]; experts from `first` on are here; tiles of bm."""
+    """Routes float32 logits [num_tokens, num_experts] to local experts, `first` and after."""
     num_tokens, num_experts = logits.shape
     num_pairs = num_tokens * top_k
     used = min(num_pairs, num_here)  # each expert has one tile that may not be full
@@ -130,10 +137,13 @@ def sort_by_expert(
     return routing
 
 
-def grouped(x: Tensor, routing: Routing, weight: Matrix, swiglu: bool, bm: int, cut: Cut) -> Tensor:
-    """Each pair's product with its expert's weight: [pairs, columns].
+def grouped(
+    x: Tensor, routing: Routing, weight: Matrix, swiglu: bool, bm: int, cut: GemmTile
+) -> Tensor:
+    """Returns each pair's product with its expert's weight: [pairs, columns].
 
-    swiglu: x has a row for each token, weight the gate's rows and up's; else one for each pair.
+    swiglu: x has a row for each token, weight has the gate's rows and up's; otherwise x has a row
+    for each pair.
     """
     inner = x.shape[1]
     columns = weight.shape[1] // (2 if swiglu else 1)
@@ -158,9 +168,9 @@ def experts(
     first: int = 0,
     residual: Tensor | None = None,
     out: Tensor | None = None,
-    tuning: Tuning | None = None,
+    tuning: MoeTuning | None = None,
 ) -> Tensor:
-    """Compute `norm_moe` after the router; x is the norm, the residual is added."""
+    """Computes `norm_moe` after the router; x is the norm, and the residual is added."""
     num_tokens, hidden_size = x.shape
     out = torch.empty_like(x) if out is None else out
     if not num_tokens:

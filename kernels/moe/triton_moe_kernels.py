@@ -1,22 +1,22 @@
 """The kernels of `penstock.kernels.moe.triton_moe`.
 
-A pair is a token and one of its experts. Pairs are sorted by expert, so that a tile of them is
-multiplied with the weights of one; the tiles are numbered and listed on the device, since their
-number depends on what the router chose. Megatron-Core and vLLM sort with atomics; here a pair's
-place follows from the chosen experts as a 0/1 matrix [tokens, experts]: the sum of the columns in
-front, and the rows above in its own. So the order is always the same.
+A pair is a token and one of its experts. Pairs are sorted by expert, so that a tile of pairs is
+multiplied with the weights of one expert. The tiles are listed on the device, since their number
+depends on the router's choice. Megatron-Core and vLLM sort with atomics. Here a pair's index
+follows from the chosen experts as a 0/1 matrix [tokens, experts]: the sum of the columns to the
+left, and of the rows above in its own column. The order is therefore always the same.
 """
 
 import triton
 import triton.language as tl
 
 from penstock.kernels.linear.triton_small_m_gemm import weight_tile
-from penstock.kernels.quantize import quantize
+from penstock.kernels.quantize import types
 from penstock.kernels.triton_pdl import launch_dependents, wait
 
-BLOCK = tl.constexpr(quantize.BLOCK)
+BLOCK = tl.constexpr(types.BLOCK)
 TILE = tl.constexpr(4)
-"""int32 of a tile in the list: expert, first pair, end of the pairs, void"""
+"""int32 of a tile in the list: expert, first pair, end of the pairs, unused"""
 
 
 @triton.jit
@@ -24,11 +24,13 @@ def _top_k(
     logits, token, exists, E, NORMALIZE: tl.constexpr,
     K: tl.constexpr, KB: tl.constexpr, EB: tl.constexpr,
 ):  # fmt: skip
-    """The K largest of a row: experts and their probabilities, [tokens, KB]."""
+    """Returns the K experts of largest probability of each row, and these, [tokens, KB]."""
     expert, place = tl.arange(0, EB)[None, :], tl.arange(0, KB)[None, :]
     inside = exists[:, None] & (expert < E)
     rest = tl.load(logits + token[:, None] * E + expert, inside, float("-inf"))
-    rest = tl.where(rest == rest, rest, float("-inf"))  # no expert but the existing ones, ever
+    rest = tl.where(
+        rest == rest, rest, float("-inf")
+    )  # NaN must not choose an expert that does not exist
     most = tl.max(rest, 1)
     total = tl.sum(tl.exp(rest - most[:, None]), 1)
     ids = tl.zeros_like(token)[:, None] + tl.zeros_like(place)
@@ -45,7 +47,7 @@ def _top_k(
 
 @triton.jit
 def _hits(ids, k, exists, first, L, KB: tl.constexpr, LB: tl.constexpr):
-    """Whether a token's k-th expert is this one of those here, [tokens, LB]."""
+    """Returns True at a token's k-th expert if it is local, [tokens, LB]."""
     place, expert = tl.arange(0, KB)[None, :], tl.arange(0, LB)[None, :]
     chosen = tl.sum(tl.where(place == k, ids, 0), 1) - first
     return (chosen[:, None] == expert) & (expert < L) & exists[:, None]
@@ -55,7 +57,7 @@ def _hits(ids, k, exists, first, L, KB: tl.constexpr, LB: tl.constexpr):
 def _chosen(
     ids, exists, first, L, K: tl.constexpr, KB: tl.constexpr, LB: tl.constexpr
 ):  # fmt: skip
-    """The matrix of 0 and 1."""
+    """Returns the 0/1 matrix of chosen local experts, [tokens, LB]."""
     chosen = tl.zeros((exists.shape[0], LB), tl.int32)
     for k in tl.static_range(K):
         chosen |= _hits(ids, k, exists, first, L, KB, LB).to(tl.int32)
@@ -64,7 +66,7 @@ def _chosen(
 
 @triton.jit
 def _list_tiles(tiles, totals, BM):
-    """By expert: its tiles of BM pairs; the number of all of them comes first."""
+    """Stores the number of tiles, then each expert's tiles of BM pairs."""
     here = tl.arange(0, totals.shape[0])
     counts = (totals + BM - 1) // BM
     begin = tl.cumsum(totals, 0) - totals
@@ -83,9 +85,9 @@ def _place(
     ids, chosen, begin, token, exists, first, L, sources, places,
     K: tl.constexpr, KB: tl.constexpr, LB: tl.constexpr,
 ):  # fmt: skip
-    """Stores each pair's token, and each token's pairs: -1 where the expert is elsewhere.
+    """Stores each pair's token, and each token's pairs: -1 if the expert is not local.
 
-    begin: where these tokens' pairs of each expert start, [LB].
+    begin: [LB], index of each expert's first pair among these tokens.
     """
     at = begin[None, :] + tl.cumsum(chosen, 0) - chosen
     tl.store(sources + at, tl.zeros_like(at) + token[:, None], chosen > 0)
@@ -100,9 +102,10 @@ def route(
     NORMALIZE: tl.constexpr, ALL: tl.constexpr, CHUNK: tl.constexpr,
     K: tl.constexpr, KB: tl.constexpr, EB: tl.constexpr, LB: tl.constexpr,
 ):  # fmt: skip
-    """One program: CHUNK tokens' experts. ALL: these are all tokens, and their pairs are sorted.
+    """Chooses the experts of CHUNK tokens in each program.
 
-    Else their experts and how many pairs each expert has of them are stored for `sort`.
+    ALL: one program has all tokens, and sorts their pairs. Otherwise their experts and the number
+    of pairs of each expert are stored for `sort`.
     """
     launch_dependents()
     wait()
@@ -130,7 +133,7 @@ def sort(
     CHUNK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, LB: tl.constexpr,
     COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """One program: the pairs of CHUNK tokens; COUNTS: chunks whose counts are added up at once."""
+    """Sorts the pairs of CHUNK tokens in each program; COUNTS: chunks counted at once."""
     launch_dependents()
     wait()
     chunk, num_chunks = tl.program_id(0), tl.num_programs(0)
@@ -204,11 +207,11 @@ def multiply(
     SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One program: BN columns of one tile's pairs, out [num_pairs, N].
+    """Computes BN columns of one tile's pairs, out [num_pairs, N], in each program.
 
-    SWIGLU: gate and up, of the pairs' tokens' rows of x; else of the pairs' own. There are more
-    programs than tiles: the grid is for whatever the router may choose. EVEN: BK divides K. scale:
-    of each row of the weights in 8 bits, which become x's type in registers; or BLOCKS: of blocks.
+    SWIGLU: computes gate and up from the rows of x of the pairs' tokens; otherwise x has a row for
+    each pair. The grid suffices for any choice of the router. EVEN: BK divides K. scale: of each
+    row of the weights in 8 bits, which are converted to x's type in registers; BLOCKS: of blocks.
     """
     wait()
     columns = tl.cdiv(N, BN)
@@ -226,7 +229,7 @@ def combine(
     outputs, weights, places, residual, out, N,
     ADD: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK columns of one token, the sum of its pairs' outputs and the residual."""
+    """Adds the outputs of a token's pairs and the residual, BLOCK columns in each program."""
     launch_dependents()
     wait()
     token = tl.program_id(0).to(tl.int64)

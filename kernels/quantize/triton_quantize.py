@@ -1,15 +1,15 @@
-"""Quantisation to 8 bits in Triton, with what stands in front of it."""
+"""Quantization to 8 bits in Triton, fused with the norm or activation before it."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.quantize.quantize import FP8, LARGEST, SMALLEST
+from penstock.kernels.quantize.types import FP8, LARGEST, SMALLEST
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 MAX_SIZE = 32768
-"""columns of a row, which a program holds in registers"""
+"""columns of a row, which one program holds in registers"""
 ELEMENTS_PER_WARP = 512
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 
@@ -17,14 +17,14 @@ _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 def quantize(
     x: Tensor, norm_weight: Tensor | None, eps: float, swiglu: bool
 ) -> tuple[Tensor, Tensor]:
-    """Values float8_e4m3fn [num_rows, size] and scales float32 [num_rows].
+    """Returns values float8_e4m3fn [num_rows, size] and scales float32 [num_rows].
 
     x contiguous [num_rows, size], with swiglu [num_rows, 2 * size]; ValueError if size is above
     MAX_SIZE.
     """
     num_rows, size = x.shape[0], x.shape[1] // (2 if swiglu else 1)
     if size > MAX_SIZE:
-        raise ValueError(f"rows have {size} columns; at most {MAX_SIZE} are possible")
+        raise ValueError(f"x: got {size} columns, expected at most {MAX_SIZE}")
     values = torch.empty(num_rows, size, dtype=FP8, device=x.device)
     scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     if num_rows:
@@ -41,7 +41,7 @@ def _quantize_kernel(
     x, norm_weight, values, scale, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, SWIGLU: tl.constexpr,
 ):  # fmt: skip
-    """One program: a row."""
+    """Quantizes one row in each program."""
     launch_dependents()
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -58,6 +58,6 @@ def _quantize_kernel(
         result *= tl.rsqrt(tl.sum(result * result) / SIZE + eps)
         # rounded before the weight, as Qwen3's own implementation does
         result = result.to(x.dtype.element_ty).to(tl.float32) * factor
-    its_scale = tl.maximum(tl.max(tl.abs(result)), _SMALLEST) / _LARGEST
-    tl.store(values + row * SIZE + columns, (result / its_scale).to(tl.float8e4nv), inside)
-    tl.store(scale + row, its_scale)
+    row_scale = tl.maximum(tl.max(tl.abs(result)), _SMALLEST) / _LARGEST
+    tl.store(values + row * SIZE + columns, (result / row_scale).to(tl.float8e4nv), inside)
+    tl.store(scale + row, row_scale)

@@ -1,24 +1,25 @@
-"""Sampling from logits of which every rank of a group has a part, by what few of them can win.
+"""Sampling from sharded logits by the exchange of a few candidates of each rank.
 
-For ranks that can't read each other's memory (otherwise: `triton_sharded_sampling.py`). Each one
-names candidates of its part: for each row the token that it would draw from the part, and the
-likeliest ones. The token that the whole vocabulary gives is among all ranks' candidates, unless
-more tokens than these may be drawn (`is_enough`). Nothing here waits for the device.
+For ranks that can't read each other's memory (otherwise: `triton_sharded_sampling.py`). A rank's
+candidates of a row are the token that it would draw from its shard, and the likeliest tokens. The
+token drawn from the whole vocabulary is among all ranks' candidates, unless more tokens may be
+drawn (`candidates_suffice`). The host does not wait for the device.
 """
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.sampling.sampling import sample
+from penstock.kernels.sampling.types import SamplingTensors
 
 NUM_LIKELIEST = 64
-"""candidates of each rank beside the one that it draws"""
+"""candidates of each rank in addition to the drawn token"""
 NEVER = -1e30
-"""logit of what is no candidate: finite, for sums over nothing else would be no numbers"""
+"""logit of other tokens; finite, so that sums over such tokens alone are not NaN"""
 
 
-def is_enough(temperature: float, top_k: int, top_p: float, min_p: float) -> bool:
-    """Whether all tokens that a row may draw, or the one that wins, are among the candidates."""
+def candidates_suffice(temperature: float, top_k: int, top_p: float, min_p: float) -> bool:
+    """Returns True if the candidates include all tokens that a row may draw, or the winner."""
     is_restricted = temperature > 0 and (top_k > 0 or top_p < 1 or min_p > 0)
     return not is_restricted or 0 < top_k <= NUM_LIKELIEST
 
@@ -30,23 +31,30 @@ def candidates(
     num_ranks: int,
     slots: Tensor,
     positions: Tensor,
-    parameters: dict[str, Tensor],
+    by_slot: SamplingTensors,
 ) -> Tensor:
-    """Logits and token ids of a rank's candidates: float64, which holds both exactly,
-    [num_rows, 1 + NUM_LIKELIEST or all, 2].
+    """Returns logits and token ids of a rank's candidates, float64, which holds both exactly.
 
-    logits: this rank's part, float32 [num_rows, part_size]; what is behind the first `num_tokens`
-    of a row is void, and overwritten. The part begins at token rank * part_size. slots, positions:
-    as for `sample`, and parameters its arguments by slot, of which `last_token` stays as it is.
+    Shape [num_rows, 1 + NUM_LIKELIEST or all, 2].
+
+    logits: this rank's shard, float32 [num_rows, part_size], from token rank * part_size on;
+    elements after the first `num_tokens` are overwritten. slots, positions, by_slot: as for
+    `sample`, except that `last_token` is not written.
     """
     part_size = logits.shape[1]
     first = rank * part_size
     logits[:, num_tokens:] = NEVER
-    # Noise goes by token id, so that the part must lie where it lies in the whole.
+    # Noise depends on the token id, so that the shard must keep its place in the vocabulary.
     whole = logits.new_full((len(logits), num_ranks * part_size), NEVER)
     whole[:, first : first + part_size] = logits
-    drawn = sample(whole, slots=slots, positions=positions, **_unrestricted(parameters))
-    # A rank without tokens, or a padded row, may draw another rank's.
+    unrestricted = by_slot._replace(
+        top_k=torch.zeros_like(by_slot.top_k),
+        top_p=torch.ones_like(by_slot.top_p),
+        min_p=torch.zeros_like(by_slot.min_p),
+        last_token=torch.empty_like(by_slot.last_token),
+    )
+    drawn = sample(whole, slots, positions, unrestricted)
+    # A rank without tokens, or a padded row, may draw another rank's token.
     drawn = (drawn[:, None] - first).clamp(0, part_size - 1)
     likeliest = logits.topk(min(NUM_LIKELIEST, part_size)).indices
     here = torch.cat([drawn, likeliest], 1)
@@ -58,22 +66,13 @@ def draw_candidate(
     part_size: int,
     slots: Tensor,
     positions: Tensor,
-    parameters: dict[str, Tensor],
+    by_slot: SamplingTensors,
 ) -> Tensor:
-    """Tokens, int64 [num_rows], of the `candidates` of all ranks, in the order of the ranks.
+    """Draws tokens, int64 [num_rows], from the `candidates` of all ranks, in rank order.
 
-    The same on every rank; `last_token` of the parameters takes them, too.
+    The result is the same on every rank, and is written to `by_slot.last_token`.
     """
     logits, token_ids = torch.cat(parts, 1).unbind(-1)
     whole = logits.new_full((len(logits), len(parts) * part_size), NEVER, dtype=torch.float32)
     whole.scatter_(1, token_ids.long(), logits.float())
-    return sample(whole, slots=slots, positions=positions, **parameters)
-
-
-def _unrestricted(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    return parameters | {
-        "top_k": torch.zeros_like(parameters["top_k"]),
-        "top_p": torch.ones_like(parameters["top_p"]),
-        "min_p": torch.zeros_like(parameters["min_p"]),
-        "last_token": torch.empty_like(parameters["last_token"]),
-    }
+    return sample(whole, slots, positions, by_slot)

@@ -1,6 +1,6 @@
-"""What is done to the logits of the few rows that ask, in torch: penalties, bias, restrictions.
+"""Penalties, bitmasks and logprobs in torch, for rows that request them.
 
-Nothing here waits for the device. Logits are float32 [num_rows, vocab_size].
+The host does not wait for the device. Logits are float32 [num_rows, vocab_size].
 """
 
 import math
@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.kernels.checks import check_tensor
+from penstock.kernels.argument_checks import check_tensor
 
 
 def penalize(
@@ -20,12 +20,12 @@ def penalize(
     frequency: Tensor,
     presence: Tensor,
 ) -> Tensor:
-    """Logits that make what was said before less likely; the penalties are float32 [num_rows].
+    """Returns logits with penalties on earlier tokens; the penalties are float32 [num_rows].
 
-    counts int32 [num_rows, vocab_size]: how often the output has each token; in_prompt bool, of the
-    same shape. Of tokens in prompt or output, positive logits are divided by `repetition`, others
-    multiplied (CTRL, Keskar et al. 2019, arXiv:1909.05858). Then `frequency` is taken off once for
-    each time that the output has the token, and `presence` if it has it at all.
+    counts: int32 [num_rows, vocab_size], occurrences of each token in the output. in_prompt: bool,
+    of the same shape. For tokens in prompt or output, positive logits are divided by `repetition`,
+    others multiplied (CTRL, Keskar et al. 2019, arXiv:1909.05858). Then `frequency` is subtracted
+    for each occurrence in the output, and `presence` once if the token occurs in the output.
     """
     check_tensor("logits", logits, (-1, -1), torch.float32)
     check_tensor("counts", counts, tuple(logits.shape), torch.int32)
@@ -37,7 +37,7 @@ def penalize(
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
-    """Logits of the allowed tokens; -inf for the others.
+    """Returns the logits of allowed tokens, and -inf for others.
 
     bitmask int32 [num_rows, ceil(vocab_size / 32)]: bit i of word w allows token 32 w + i.
     """
@@ -48,13 +48,13 @@ def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
     return logits.masked_fill(bits.flatten(1)[:, :vocab_size] == 0, -math.inf)
 
 
-def logprobs_of(logits: Tensor, token_ids: Tensor, num_likeliest: int) -> tuple[Tensor, Tensor]:
-    """A token of each row and the row's likeliest ones, and the logarithms of their probabilities.
+def top_logprobs(logits: Tensor, token_ids: Tensor, num_likeliest: int) -> tuple[Tensor, Tensor]:
+    """Returns ids and logprobs of a given token of each row, then of the row's likeliest tokens.
 
-    token_ids int64 [num_rows] → int64 and float32 [num_rows, 1 + num_likeliest], the given token
-    first; there are no more than vocab_size likeliest ones.
+    token_ids: int64 [num_rows]. Returns int64 and float32 [num_rows, 1 + num_likeliest], with up to
+    vocab_size likeliest tokens.
     """
     check_tensor("token_ids", token_ids, (logits.shape[0],), torch.int64)
     likeliest = logits.topk(min(num_likeliest, logits.shape[1]))
-    told = torch.cat([token_ids[:, None], likeliest.indices], 1)
-    return told, logits.gather(1, told) - logits.logsumexp(-1, keepdim=True)
+    ids = torch.cat([token_ids[:, None], likeliest.indices], 1)
+    return ids, logits.gather(1, ids) - logits.logsumexp(-1, keepdim=True)

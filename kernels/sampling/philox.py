@@ -1,7 +1,7 @@
 """Random numbers by counter: Philox-4x32-10 (Salmon et al. 2011, doi:10.1145/2063384.2063405).
 
-A number is a function of a key and a counter: there is no state, so it does not matter which
-numbers are drawn, in which order, and on which device. Integers are 32 bits wide, held in int64.
+A number is a function of a key and a counter. Without state, the order and the device of draws do
+not matter. Integers are 32 bits wide, held in int64.
 `penstock.kernels.sampling.triton_gumbel.words` computes the same.
 """
 
@@ -17,13 +17,13 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox(seed: Tensor, counter: Words) -> Words:
-    """Four random words per counter.
+    """Returns four random words for each counter.
 
-    seed int64: the low word is the first key. counter: four words each. All shapes broadcast.
+    seed: int64, whose low word is the first key. counter: four words. All shapes broadcast.
     """
     for name, words in zip(("seed", "c0", "c1", "c2", "c3"), (seed, *counter), strict=True):
         if words.dtype != torch.int64:
-            raise ValueError(f"{name} has dtype {words.dtype}; torch.int64 is needed")
+            raise ValueError(f"{name}: got dtype {words.dtype}, expected torch.int64")
     keys = (seed & _MASK, (seed >> 32) & _MASK)
     for _ in range(NUM_ROUNDS):
         counter = _round(counter, keys)
@@ -32,9 +32,9 @@ def philox(seed: Tensor, counter: Words) -> Words:
 
 
 def uniform(word: Tensor) -> Tensor:
-    """Random words as float32 between 0 and 1, both excluded.
+    """Returns random words as float32 between 0 and 1, both excluded.
 
-    Small numbers keep all 32 bits. The largest words would round to 1 and are held below it.
+    Small numbers keep all 32 bits. The largest words would round to 1 and are clamped below 1.
     """
     return ((word.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
 

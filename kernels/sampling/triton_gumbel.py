@@ -1,7 +1,7 @@
 """Scores and their Gumbel noise in Triton, in units of log 2.
 
-That costs a multiplication less, and the winner is the same. Which word is whose noise is said at
-`penstock.kernels.sampling.sampling.gumbel_noise`.
+The unit saves a multiplication, and the winner is the same. For the mapping of words to tokens see
+`penstock.kernels.sampling.reference.gumbel_noise`.
 """
 
 import triton
@@ -20,7 +20,7 @@ _KEY_STEP_1 = tl.constexpr(0xBB67AE85)
 
 @triton.jit
 def words(seed, counters, position):
-    """Four random words for each counter: `penstock.kernels.sampling.philox.philox`.
+    """Returns four random words for each counter: `penstock.kernels.sampling.philox.philox`.
 
     `tl.philox` multiplies twice for the two halves of each product.
     """
@@ -42,7 +42,7 @@ def words(seed, counters, position):
 
 @triton.jit
 def _log2(x):
-    """To within 2**-22 near 1; the exact function takes twenty instructions."""
+    """Computes log2 to within 2**-22 near 1; the exact function takes twenty instructions."""
     if _COMPILED:
         x = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
@@ -54,9 +54,9 @@ def _log2(x):
 
 @triton.jit
 def noise(word):
-    """Gumbel noise divided by log 2, plus a constant that is the same for all tokens."""
+    """Returns Gumbel noise divided by log 2, plus a constant that is the same for all tokens."""
     u = word.to(tl.float32) * 2.0**-32 + 2.0**-33
-    # -log(1 - u). The winner is among the smallest, which the logarithm gets wrong.
+    # -log(1 - u). The winner is among the smallest values, which need the series.
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5)))))
     logarithm = _log2(tl.maximum(1 - u, 2.0**-24)) * -_LN_2
     return -_log2(tl.where(u < 2.0**-6, series, logarithm))
@@ -64,7 +64,7 @@ def noise(word):
 
 @triton.jit
 def noise_of(ids, seed, position):
-    """The noise of tokens anywhere: one word in four is used."""
+    """Returns the noise of any tokens, using one word in four."""
     w0, w1, w2, w3 = words(seed, ids // RUN * QUARTER + ids % QUARTER, position)
     quarter = ids // QUARTER % 4
     low, high = tl.where(quarter == 0, w0, w1), tl.where(quarter == 2, w2, w3)
@@ -73,12 +73,12 @@ def noise_of(ids, seed, position):
 
 @triton.jit
 def best(scores, ids):
-    """The largest score and the lowest id that has it."""
+    """Returns the largest score and the lowest id with this score."""
     top = tl.max(scores)
     return top, tl.min(tl.where(scores == top, ids, 2**31 - 1))
 
 
 @triton.jit
 def weight(logits, largest, scale):
-    """Probability relative to the likeliest token's."""
+    """Returns the probability relative to the likeliest token's."""
     return tl.exp2((logits - largest) * scale)

@@ -1,10 +1,10 @@
-"""The sampler in Triton: two launches, no sort, nothing that the host waits for.
+"""The sampler in Triton: two launches, no sort, and the host does not wait.
 
-`_scan_runs` has a program for each row and run of 4096 token ids. Where all tokens may be drawn, it
-finds the run's best score. Where top-k, top-p or min-p say which may, it leaves the largest logit
-of every group of 32 ids and the sum of the softmax. `_finish_rows` has a program for each row,
-which picks the best of the runs or draws from the groups with likely tokens. Where the vocabulary
-is cut (`Shards`), every rank scans its own runs and finishes all rows.
+`_scan_runs` has a program for each row and run of 4096 token ids. For an unrestricted row it finds
+the run's best score. For a row with top-k, top-p or min-p it stores the largest logit of every
+group of 32 ids and the sum of the softmax. `_finish_rows` has a program for each row, which takes
+the best of the runs or draws from the groups with likely tokens. With a sharded vocabulary
+(`Shards`), every rank scans its own runs and finishes all rows.
 """
 
 from collections.abc import Sequence
@@ -18,21 +18,12 @@ from torch import Tensor
 from penstock.kernels.collectives.triton_shards import Shards, shift
 from penstock.kernels.sampling.triton_gumbel import LOG2_E, QUARTER, RUN, best, noise, weight, words
 from penstock.kernels.sampling.triton_top_k_top_p import GROUP, GROUPS_PER_RUN, draw, list_groups
+from penstock.kernels.sampling.types import SamplingTensors
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 
-def sample(
-    logits: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    seeds: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    last_token: Tensor,
-) -> Tensor:
-    """As `penstock.kernels.sampling.sampling.sample`, which checks the arguments."""
+def sample(logits: Tensor, slots: Tensor, positions: Tensor, by_slot: SamplingTensors) -> Tensor:
+    """Computes `penstock.kernels.sampling.sampling.sample`, which checks the arguments."""
     num_rows, vocab_size = logits.shape
     num_runs = triton.cdiv(vocab_size, RUN.value)
     if not num_rows:
@@ -43,92 +34,66 @@ def sample(
         slots.new_empty((num_rows, num_runs), dtype=torch.int32),
         logits.new_empty(num_rows, num_runs * GROUPS_PER_RUN.value),
     )
-    rows = (logits, logits.stride(0), slots, positions)
-    arguments = (*rows, seeds, temperature, top_k, top_p, min_p, *runs)
+    arguments = (logits, logits.stride(0), slots, positions, *by_slot[:-1], *runs)
     scan_runs(arguments, vocab_size, Shards(num_runs))
-    return finish_rows(arguments, last_token, vocab_size, Shards(num_runs))
+    return finish_rows(arguments, by_slot.last_token, vocab_size, Shards(num_runs))
 
 
 class Runs(NamedTuple):
-    """What the first kernel leaves of each row and run: contiguous arrays."""
+    """Results of the first kernel for each row and run: contiguous arrays."""
 
     best: Tensor
     """float32: the best score, or the largest logit"""
     sum: Tensor
-    """float32: of the softmax's weights, relative to the largest"""
+    """float32: the sum of the softmax's weights, relative to the largest"""
     token: Tensor
-    """int32: that has the best score"""
+    """int32: the token with the best score"""
     group_max: Tensor
-    """float32, for each group"""
+    """float32: the largest logit of each group"""
 
 
 def scan_runs(arguments: Sequence[Any], vocab_size: int, shards: Shards) -> None:
-    """The first launch: this rank's runs."""
+    """Launches the first kernel, for this rank's runs."""
     first_run = shards.rank * shards.runs_per_shard
     num_runs = min(triton.cdiv(vocab_size, RUN.value) - first_run, shards.runs_per_shard)
     if num_runs > 0:
         _scan_runs[(num_runs, len(arguments[2]))](
-            *arguments,
-            vocab_size=vocab_size,
-            first_run=first_run,
-            runs_per_shard=shards.runs_per_shard,
-            num_warps=4,
-            **LAUNCH,
-        )
+            *arguments, vocab_size=vocab_size, first_run=first_run,
+            runs_per_shard=shards.runs_per_shard, num_warps=4, **LAUNCH,
+        )  # fmt: skip
 
 
 def finish_rows(
     arguments: Sequence[Any], last_token: Tensor, vocab_size: int, shards: Shards
 ) -> Tensor:
-    """The second launch, when the runs of all ranks are scanned; returns the tokens."""
+    """Launches the second kernel, after the scans of all ranks; returns the tokens."""
     slots: Tensor = arguments[2]
     num_rows, num_runs = len(slots), triton.cdiv(vocab_size, RUN.value)
     num_groups = num_runs * GROUPS_PER_RUN.value
     tokens = slots.new_empty(num_rows)
     _finish_rows[(num_rows,)](
-        *arguments,
-        slots.new_empty((num_rows, num_groups), dtype=torch.int32),
-        tokens,
-        last_token,
-        shards.distances,
-        vocab_size=vocab_size,
-        num_runs=num_runs,
-        runs_padded=triton.next_power_of_2(num_runs),
-        runs_per_shard=shards.runs_per_shard,
-        num_shards=shards.num_shards,
-        num_warps=8,
-        **LAUNCH,
-    )
+        *arguments, slots.new_empty((num_rows, num_groups), dtype=torch.int32),
+        tokens, last_token, shards.distances, vocab_size=vocab_size, num_runs=num_runs,
+        runs_padded=triton.next_power_of_2(num_runs), runs_per_shard=shards.runs_per_shard,
+        num_shards=shards.num_shards, num_warps=8, **LAUNCH,
+    )  # fmt: skip
     return tokens
 
 
 @triton.jit
 def _is_restricted(temperature, top_k, top_p, min_p, vocab_size: tl.constexpr):
-    """Whether a random token must be of the likelier ones."""
+    """Returns True for a random row with top-k, top-p or min-p."""
     some = ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0)
     return (temperature > 0) & some
 
 
 @triton.jit
 def _scan_runs(
-    logits_ptr,
-    row_stride,
-    slots_ptr,
-    positions_ptr,
-    seeds_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    run_best_ptr,
-    run_sum_ptr,
-    run_token_ptr,
-    group_max_ptr,
-    vocab_size: tl.constexpr,
-    first_run: tl.constexpr,
-    runs_per_shard: tl.constexpr,
-):
-    """Grid (this rank's runs, num_rows)."""
+    logits_ptr, row_stride, slots_ptr, positions_ptr, seeds_ptr, temperature_ptr, top_k_ptr,
+    top_p_ptr, min_p_ptr, run_best_ptr, run_sum_ptr, run_token_ptr, group_max_ptr,
+    vocab_size: tl.constexpr, first_run: tl.constexpr, runs_per_shard: tl.constexpr,
+):  # fmt: skip
+    """Scans one run of one row in each program; grid (this rank's runs, num_rows)."""
     launch_dependents()
     wait()
     run, row = tl.program_id(0), tl.program_id(1)
@@ -155,7 +120,7 @@ def _scan_runs(
 
 @triton.jit
 def _best_of_run(row_ptr, run, temperature, seed, position, vocab_size: tl.constexpr):
-    """The run's best score and its token; infinity where a logit is NaN or infinite."""
+    """Returns the run's best score and its token; infinity if a logit is NaN or infinite."""
     lane = tl.arange(0, QUARTER)
     first = run * RUN + lane
     l0 = tl.load(row_ptr + first, first < vocab_size, other=-float("inf"))
@@ -163,9 +128,9 @@ def _best_of_run(row_ptr, run, temperature, seed, position, vocab_size: tl.const
     l1 = tl.load(row_ptr + id1, id1 < vocab_size, other=-float("inf"))
     l2 = tl.load(row_ptr + id2, id2 < vocab_size, other=-float("inf"))
     l3 = tl.load(row_ptr + id3, id3 < vocab_size, other=-float("inf"))
-    total = (l0 + l1) + (l2 + l3)  # less than infinity unless one of them is NaN or infinite
+    total = (l0 + l1) + (l2 + l3)  # less than infinity unless a logit is NaN or infinite
     if temperature > 0:
-        # The largest logit is not known yet; this keeps scores finite without it.
+        # The largest logit is not known yet; the bound keeps scores finite without it.
         scale = LOG2_E / tl.maximum(temperature, 1e-6)
         w0, w1, w2, w3 = words(seed, run * QUARTER + lane, position)
         l0 = l0 * scale + noise(w0)
@@ -180,8 +145,8 @@ def _best_of_run(row_ptr, run, temperature, seed, position, vocab_size: tl.const
 
 @triton.jit
 def _summarise_run(row_ptr, run, temperature, group_max_ptr, vocab_size: tl.constexpr):
-    """The run's largest logit and sum of weights relative to it, which is NaN where a logit is NaN
-    or infinite; writes its groups' largest."""
+    """Stores the groups' largest logits; returns the run's largest and the sum of relative weights,
+    which is NaN if a logit is NaN or infinite."""
     groups = tl.arange(0, GROUPS_PER_RUN)
     ids = run * RUN + groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     logits = tl.load(row_ptr + ids, ids < vocab_size, other=-float("inf"))
@@ -189,7 +154,7 @@ def _summarise_run(row_ptr, run, temperature, group_max_ptr, vocab_size: tl.cons
     tl.store(group_max_ptr + groups, group_max)
     largest = tl.max(group_max)
     scale = LOG2_E / tl.maximum(temperature, 1e-30)
-    # a grammar may rule a whole run out; the distance of two infinities is no number
+    # a grammar may forbid a whole run; the distance of two infinities is NaN
     return largest, tl.sum(weight(logits, tl.maximum(largest, -3e38), scale))
 
 
@@ -201,7 +166,7 @@ def _finish_rows(
     vocab_size: tl.constexpr, num_runs: tl.constexpr, runs_padded: tl.constexpr,
     runs_per_shard: tl.constexpr, num_shards: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_rows,)."""
+    """Chooses the token of one row in each program; grid (num_rows,)."""
     launch_dependents()
     wait()
     row = tl.program_id(0)
@@ -226,7 +191,7 @@ def _finish_rows(
             top_k = tl.where(top_k < vocab_size, top_k, 0)
             list_ptr = group_list_ptr + row * num_runs * GROUPS_PER_RUN
             token = tl.full((), -1, tl.int32)
-            if total > 0:  # NaN is not: nor is there a weight where every token is forbidden
+            if total > 0:  # False for NaN, and if every token is forbidden
                 num_listed = list_groups(
                     group_max_ptr + row * runs_per_shard * GROUPS_PER_RUN,
                     list_ptr,

@@ -1,9 +1,9 @@
-"""Sampling from logits of which every rank of a tensor-parallel group has a part.
+"""Sampling from logits that are sharded over the ranks of a tensor-parallel group.
 
-No rank ever has them all. Each one scans its part, into a buffer that its peers can read; behind a
-barrier every rank finishes every row with what it reads from the others, a few numbers for each run
-of 4096 token ids and, of rows that are restricted, the likely groups of 32 logits. All compute the
-same tokens: those of `penstock.kernels.sampling.triton_sampling.sample`.
+Each rank scans its shard into a buffer that its peers can read. After a barrier every rank finishes
+every row: it reads a few numbers for each run of 4096 token ids from its peers and, for restricted
+rows, the likely groups of 32 logits. All ranks compute the same tokens as
+`penstock.kernels.sampling.triton_sampling.sample`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,27 +16,29 @@ from penstock.kernels.sampling.sampling import shard_size
 from penstock.kernels.sampling.triton_gumbel import RUN
 from penstock.kernels.sampling.triton_sampling import Runs, finish_rows, scan_runs
 from penstock.kernels.sampling.triton_top_k_top_p import GROUPS_PER_RUN
+from penstock.kernels.sampling.types import SamplingTensors
 
 
 def buffer_size(max_rows: int, vocab_size: int, num_ranks: int) -> int:
-    """float32 elements of the buffer of each rank."""
+    """Returns the float32 elements of each rank's buffer."""
     return sum(_sizes(max_rows, shard_size(vocab_size, num_ranks)))
 
 
 class ShardedSampler:
-    """One rank's, with its buffer: it samples from the logits that all ranks have put there."""
+    """Sampler of one rank, with the buffer of its shard of the logits."""
 
     def __init__(
         self, buffer: Tensor, addresses: Sequence[int], rank: int, max_rows: int, vocab_size: int
     ) -> None:
-        """buffer: this rank's, float32 [buffer_size(...)]; addresses: of the buffers of all ranks,
-        as this rank's device reaches them. Raises ValueError.
+        """Divides this rank's buffer, float32 [buffer_size(...)]. Raises ValueError.
+
+        addresses: of the buffers of all ranks, as this rank's device reaches them.
         """
         shard = shard_size(vocab_size, len(addresses))
         sizes = _sizes(max_rows, shard)
         if buffer.dtype != torch.float32 or list(buffer.shape) != [sum(sizes)]:
             given = f"{buffer.dtype} {list(buffer.shape)}"
-            raise ValueError(f"the buffer is {given}; float32 [{sum(sizes)}] is needed")
+            raise ValueError(f"buffer: got {given}, expected torch.float32 [{sum(sizes)}]")
         logits, group_max, best, total, token = torch.split(buffer, sizes)
         self._logits = logits.view(max_rows, shard)
         self._runs = Runs(best, total, token.view(torch.int32), group_max)
@@ -45,10 +47,10 @@ class ShardedSampler:
         self._shards = Shards(shard // RUN.value, len(addresses), rank, distances)
 
     def logits(self, num_rows: int) -> Tensor:
-        """Where this rank's logits belong: [num_rows, shard_size(...)].
+        """Returns the memory of this rank's logits: [num_rows, shard_size(...)].
 
-        They are those of the token ids from rank * shard_size(...) on; none beyond the vocabulary
-        is read.
+        The first logit is of token id rank * shard_size(...). Logits beyond the vocabulary are not
+        read.
         """
         return self._logits[:num_rows]
 
@@ -57,33 +59,27 @@ class ShardedSampler:
         barrier: Callable[[], object],
         slots: Tensor,
         positions: Tensor,
-        seeds: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        last_token: Tensor,
+        by_slot: SamplingTensors,
     ) -> Tensor:
-        """As `penstock.kernels.sampling.sampling.sample`, for the logits of the first rows.
+        """Computes `penstock.kernels.sampling.sampling.sample` for the logits of the first rows.
 
-        All ranks call it with equal arguments. barrier: launches what lets a rank go on only when
-        all ranks have come there, and what they wrote before can be read. Another barrier, or
-        anything for which ranks wait for one another, must lie between this and the next write to
-        `logits`: peers may still read them. Raises ValueError.
+        All ranks call it with equal arguments. barrier: launches a barrier of all ranks, after
+        which their earlier writes can be read. Another barrier, or any collective, must precede the
+        next write to `logits`, because peers may still read them. Raises ValueError.
         """
         num_rows = len(slots)
         if num_rows > len(self._logits):
-            raise ValueError(f"{num_rows} rows; the buffer has room for {len(self._logits)}")
+            raise ValueError(f"slots: got {num_rows} rows, expected at most {len(self._logits)}")
         if not num_rows:
             return slots.new_empty(0)
         rows = (self._logits, self._logits.stride(0), slots, positions)
-        arguments = (*rows, seeds, temperature, top_k, top_p, min_p, *self._runs)
+        arguments = (*rows, *by_slot[:-1], *self._runs)
         scan_runs(arguments, self._vocab_size, self._shards)
         barrier()
-        return finish_rows(arguments, last_token, self._vocab_size, self._shards)
+        return finish_rows(arguments, by_slot.last_token, self._vocab_size, self._shards)
 
 
 def _sizes(max_rows: int, shard: int) -> list[int]:
-    """Elements of the arrays of a buffer: logits, largest of the groups, three for each run."""
+    """Returns the sizes of a buffer's arrays: logits, groups' largest, three values of each run."""
     num_runs = shard // RUN.value
     return [max_rows * size for size in (shard, num_runs * GROUPS_PER_RUN.value, *[num_runs] * 3)]

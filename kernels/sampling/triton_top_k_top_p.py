@@ -1,12 +1,12 @@
-"""Drawing, in Triton and with no sort, from the tokens that top-k, top-p and min-p leave.
+"""Draws in Triton, without a sort, from the tokens that top-k, top-p and min-p keep.
 
-They are all from some logit up. The largest logits of the groups of 32 ids tell how high it is at
-least (the k-th largest of them is no larger than the k-th largest logit); mostly a few dozen groups
-have so large a logit. In these the k-th largest logit is found bit by bit. Top-p is met by drawing:
-the winner is taken if what is likelier sums to less than top_p, else all up to its logit are
-dropped and the next winner is drawn (FlashInfer, "Sorting-Free GPU Kernels for LLM Sampling",
-https://flashinfer.ai/2025/03/10/sampling.html). As the noise stays the same, it is the winner among
-the tokens that `penstock.kernels.sampling.sampling.keep_likely` leaves.
+A logit separates kept and removed tokens. The largest logits of the groups of 32 ids give a lower
+bound (the k-th largest of these is at most the k-th largest logit). Usually a few dozen groups
+reach the bound, in which the k-th largest logit is found bit by bit. Top-p is applied by drawing:
+the winner is accepted if likelier tokens sum to less than top_p. Otherwise all tokens up to its
+logit are removed and the next winner is drawn (FlashInfer, "Sorting-Free GPU Kernels for LLM
+Sampling", https://flashinfer.ai/2025/03/10/sampling.html). The noise stays the same, so the result
+is the winner among the tokens that `penstock.kernels.sampling.reference.keep_top_k_top_p` keeps.
 """
 
 import triton
@@ -21,7 +21,7 @@ _TILE = tl.constexpr(128)
 """groups read at a time"""
 _LOWEST = tl.constexpr(-(2**31))
 _NO_GROUP = tl.constexpr(2**25)
-"""its token ids are larger than any vocabulary"""
+"""a group whose token ids exceed any vocabulary"""
 
 
 @triton.jit
@@ -34,10 +34,10 @@ def list_groups(
     num_groups: tl.constexpr,
     padded: tl.constexpr,
 ):
-    """Writes the groups that may have a token that may be drawn, ascending; returns their number.
+    """Lists the groups that may contain a kept token, ascending; returns their number.
 
-    softmax: the largest logit, the scale of logits, the sum of all weights; limits: top_k (0: all),
-    top_p, min_p; shards: as for `shift`.
+    softmax: the largest logit, the scale of logits, the sum of all weights. limits: top_k (0: all),
+    top_p, min_p. shards: as for `shift`.
     """
     largest, scale, total = softmax
     top_k, top_p, min_p = limits
@@ -46,10 +46,10 @@ def list_groups(
     group_max = tl.load(group_max_ptr + at, groups < num_groups, other=-float("inf"))
     keys, weights = _key(group_max), weight(group_max, largest, scale)
     lowest = tl.full((), _LOWEST, tl.int32)
-    least = min_p * 0.9999  # a margin, here and below: sums in another order round differently
+    least = min_p * 0.9999  # a margin: sums in another order round differently
     if top_k > 0:
         lowest = _threshold(keys, tl.full(keys.shape, 1.0, tl.float32), top_k.to(tl.float32))
-        least = min_p * 0  # top-p is a part of what top-k leaves, before min-p
+        least = min_p * 0  # top-p is a share of the tokens after top-k, before min-p
     elif top_p < 1:
         lowest = _threshold(keys, weights, total * top_p * 1.0001)
     likely = ((keys >= lowest) & (weights >= least)) | (group_max == largest)
@@ -61,9 +61,9 @@ def list_groups(
 
 @triton.jit
 def draw(row, groups, softmax, limits, noise, vocab_size: tl.constexpr):
-    """The token of a row that is restricted; softmax and limits as for `list_groups`.
+    """Returns the token of a restricted row; softmax and limits as for `list_groups`.
 
-    row: where its logits begin, and `shards`; groups: the list and its length; noise: the seed and
+    row: pointer to its logits, and `shards`. groups: the list and its length. noise: the seed and
     the position.
     """
     largest, _scale, total = softmax
@@ -80,7 +80,7 @@ def draw(row, groups, softmax, limits, noise, vocab_size: tl.constexpr):
         token = _winner(row, groups, softmax, above, kth, min_p, noise, vocab_size)
         some_token = tl.minimum(token, vocab_size - 1)
         logit = tl.load(row[0] + (some_token + shift(some_token, row[1], RUN)))
-        # The likeliest token is always kept. What is no number ends the loop too.
+        # The likeliest token is always kept. NaN ends the loop too.
         drawing = (top_p < 1) & (logit < largest) & (logit > above)
         if drawing:
             mass = _mass_above(row, groups, softmax, logit, kth, vocab_size)
@@ -91,7 +91,7 @@ def draw(row, groups, softmax, limits, noise, vocab_size: tl.constexpr):
 
 @triton.jit
 def _winner(row, groups, softmax, above, kth, min_p, noise, vocab_size: tl.constexpr):
-    """The token of the best score among those larger than `above` that top-k and min-p leave."""
+    """Returns the best token with a logit above `above` that top-k and min-p keep."""
     largest, scale, _total = softmax
     seed, position = noise
     top = tl.full((), -float("inf"), tl.float32)
@@ -109,7 +109,7 @@ def _winner(row, groups, softmax, above, kth, min_p, noise, vocab_size: tl.const
 
 @triton.jit
 def _mass_above(row, groups, softmax, above, kth, vocab_size: tl.constexpr):
-    """Sum of the weights of logits larger than `above` and at least `kth`."""
+    """Returns the sum of the weights of logits larger than `above` and at least `kth`."""
     largest, scale, _total = softmax
     mass = tl.full((), 0.0, tl.float32)
     for start in range(0, groups[1], _TILE):
@@ -121,7 +121,7 @@ def _mass_above(row, groups, softmax, above, kth, vocab_size: tl.constexpr):
 
 @triton.jit
 def _kth_largest(row, groups, top_k, vocab_size: tl.constexpr):
-    """The k-th largest logit."""
+    """Returns the k-th largest logit."""
     if groups[1] <= _TILE:
         logits, _ids = _tile(row, groups, 0, vocab_size)
         found = _threshold(
@@ -141,7 +141,7 @@ def _kth_largest(row, groups, top_k, vocab_size: tl.constexpr):
 
 @triton.jit
 def _tile(row, groups, start, vocab_size: tl.constexpr):
-    """Logits and token ids, both [128, 32], of the listed groups from `start` on."""
+    """Returns logits and token ids, both [128, 32], of the listed groups from `start` on."""
     list_ptr, num_listed = groups
     index = start + tl.arange(0, _TILE)
     group = tl.load(list_ptr + index, index < num_listed, other=_NO_GROUP)
@@ -152,7 +152,7 @@ def _tile(row, groups, start, vocab_size: tl.constexpr):
 
 @triton.jit
 def _threshold(keys, weights, limit):
-    """The largest key such that all from it up weigh `limit` or more; the lowest if none does."""
+    """Returns the largest key such that all from it up weigh `limit` or more, or the lowest."""
     found = tl.full((), _LOWEST, tl.int32)
     for i in range(32):
         candidate = found ^ (tl.full((), 1, tl.int32) << (31 - i))
@@ -163,13 +163,13 @@ def _threshold(keys, weights, limit):
 
 @triton.jit
 def _key(value):
-    """int32 in the order of the float32."""
+    """Returns an int32 with the order of the float32."""
     bits = value.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _value(key):
-    """The float32 of a key; -inf if that is the lowest."""
+    """Returns the float32 of a key; -inf for the lowest key."""
     bits = key ^ ((key >> 31) & 0x7FFFFFFF)
     return tl.where(key == _LOWEST, -float("inf"), bits.to(tl.float32, bitcast=True))

@@ -1,15 +1,15 @@
-"""The plan kernel on a GPU; `penstock.kernels.step.apply_plan` has the layout of the record."""
+"""Application of a plan in Triton; `penstock.kernels.step.apply_plan` has the record's layout."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.step.apply_plan import Slots, StepBuffers
-from penstock.kernels.step.forward_batch import Shape
+from penstock.kernels.step.forward_batch import BatchShape
+from penstock.kernels.step.types import Slots, StepBuffers
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 NUM_PROGRAMS = 16
-"""that apply changes"""
+"""programs of `_apply_changes`"""
 BLOCK = 256
 
 
@@ -93,7 +93,7 @@ def _copy_table(source, target, num_blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def _num_tiles(rows, num_rows, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Tiles of the first `num_rows` rows; one that decodes has none."""
+    """Returns the tiles of the first `num_rows` rows, 0 for a row that decodes."""
     total = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, num_rows, BLOCK):
         row = begin + tl.arange(0, BLOCK)
@@ -108,7 +108,7 @@ def _num_tiles(rows, num_rows, TILE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _make_tiles(rows, tiles, row, count, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Those with most keys come first, for they take longest."""
+    """Stores a row's tiles; tiles with most keys come first, because they take longest."""
     at = tiles + _num_tiles(rows, row, TILE, BLOCK) * 2
     number = tl.cdiv(count, TILE)
     for begin in range(0, number, BLOCK):
@@ -123,7 +123,7 @@ def _pad(
     rows, num_real, num_tokens, input_ids, positions, slot_mapping, tiles, max_tokens, max_tiles,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Tokens and tiles behind those of the record."""
+    """Pads tokens and tiles after the record's."""
     for begin in range(num_tokens, max_tokens, BLOCK):
         token = begin + tl.arange(0, BLOCK)
         exists = token < max_tokens
@@ -154,7 +154,7 @@ def _make_rows(
         final = rows + (num_real - 1) * 8
         num_tokens = tl.load(final + 3) + tl.load(final + 2)
         num_keys = tl.load(final + 5) + tl.load(final + 1) + tl.load(final + 2)
-    # A padded row of a step that decodes has one token, behind those of the record.
+    # A padded row of a step that decodes has one token, after the record's tokens.
     first = tl.minimum(num_tokens + row - num_real, max_tokens)
     first_key = num_keys
     context_len = 0
@@ -197,9 +197,9 @@ def _make_rows(
 
 
 def apply_plan(
-    record: Tensor, slots: Slots, buffers: StepBuffers, shape: Shape, block_size: int
+    record: Tensor, slots: Slots, buffers: StepBuffers, shape: BatchShape, block_size: int
 ) -> None:
-    """As `penstock.kernels.step.apply_plan.apply_plan`, in two launches."""
+    """Computes `penstock.kernels.step.apply_plan.apply_plan` in two launches."""
     max_blocks = slots.block_tables.shape[1]
     _apply_changes[(NUM_PROGRAMS,)](
         record, slots.block_tables, slots.seeds, slots.temperature, slots.top_k, slots.top_p,

@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.launch.errors import LaunchError
 
 SIZES = ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B")
-MODULE = "penstock.models.random_checkpoint"
+MODULE = "penstock.models.bench.random_checkpoint"
 """has the shapes; it needs torch, which `launch` does not import"""
 
 

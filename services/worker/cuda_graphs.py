@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.step.apply_plan import APPENDED, HEADER, PARAMETERS, ROW
-from penstock.kernels.step.forward_batch import LARGE_TILE, LONG_CHUNK, SMALL_TILE, Shape
+from penstock.kernels.step.forward_batch import LARGE_TILE, LONG_CHUNK, SMALL_TILE, BatchShape
+from penstock.kernels.step.types import APPENDED, HEADER, PARAMETERS, ROW
 
 log = logging.getLogger(__name__)
 
@@ -37,20 +37,20 @@ class Computed(NamedTuple):
     """[num_tokens, hidden_size]"""
 
 
-Compute = Callable[[Tensor, Shape], Computed]
+Compute = Callable[[Tensor, BatchShape], Computed]
 """(record, shape) → what the step leaves"""
 
 
-def decode_shapes(max_num_seqs: int, max_seqlen_k: int) -> list[Shape]:
+def decode_shapes(max_num_seqs: int, max_seqlen_k: int) -> list[BatchShape]:
     """Padded batches: 1, 2, 4, 8, then by 8 to 256, by 16 beyond."""
     steps = [1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs + 16, 16)]
     sizes = [*(size for size in steps if size < max_num_seqs), max_num_seqs]
-    return [Shape(size, size, size, 0, SMALL_TILE, 1, max_seqlen_k) for size in sizes]
+    return [BatchShape(size, size, size, 0, SMALL_TILE, 1, max_seqlen_k) for size in sizes]
 
 
 def prefill_shapes(
     max_num_seqs: int, max_tokens: int, num_weights: int, max_seqlen_k: int
-) -> list[Shape]:
+) -> list[BatchShape]:
     """Steps of chunks and rows that decode, as far as it pays.
 
     num_weights: of the model, each of which a token is multiplied with.
@@ -62,8 +62,8 @@ def prefill_shapes(
     return [_prefill_shape(*size, max_seqlen_k) for size in sizes]
 
 
-def _prefill_shape(num_rows: int, num_tokens: int, max_seqlen_k: int) -> Shape:
-    return Shape(
+def _prefill_shape(num_rows: int, num_tokens: int, max_seqlen_k: int) -> BatchShape:
+    return BatchShape(
         num_rows,
         num_tokens,
         num_decode=num_rows,
@@ -77,13 +77,15 @@ def _prefill_shape(num_rows: int, num_tokens: int, max_seqlen_k: int) -> Shape:
 class CudaGraphs:
     """A graph for each shape, captured when it is first needed; they share one memory pool."""
 
-    def __init__(self, compute: Compute, shapes: Iterable[Shape], device: torch.device) -> None:
+    def __init__(
+        self, compute: Compute, shapes: Iterable[BatchShape], device: torch.device
+    ) -> None:
         self._compute = compute
         self._shapes = sorted(shapes, key=order)
         largest = max(map(_record_size, self._shapes))
         self._record = torch.zeros(largest, dtype=torch.int32, device=device)
-        self._graphs: dict[Shape, Any] = {}
-        self._computed: dict[Shape, Computed] = {}
+        self._graphs: dict[BatchShape, Any] = {}
+        self._computed: dict[BatchShape, Computed] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture_all(self, on_progress: Callable[[], None]) -> None:
@@ -98,7 +100,7 @@ class CudaGraphs:
                 log.info("CUDA graphs: %d of %d", len(self._graphs), len(self._shapes))
         log.info("captured %d CUDA graphs", len(self._shapes))
 
-    def _capture(self, shape: Shape) -> None:
+    def _capture(self, shape: BatchShape) -> None:
         self._record.zero_()  # an empty record: the step touches nothing
         self._compute(self._record, shape)  # what is compiled or allocated once can't be captured
         torch.cuda.synchronize(self._record.device)
@@ -109,7 +111,7 @@ class CudaGraphs:
         self._computed[shape] = Computed(computed.tokens, *borrowed)
         self._graphs[shape] = graph
 
-    def replay(self, record: Any, shape: Shape) -> Computed | None:
+    def replay(self, record: Any, shape: BatchShape) -> Computed | None:
         """Runs a step whose record is an int32 array; None where it fits into no graph.
 
         Returns what is valid until the next replay, padded to the graph's shape.
@@ -143,18 +145,18 @@ def _borrowed(tensor: Tensor) -> Tensor:
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
 
 
-def order(shape: Shape) -> tuple[bool, int, int]:
+def order(shape: BatchShape) -> tuple[bool, int, int]:
     """What costs more comes later; padded tokens cost more than padded rows."""
     return shape.num_tiles > 0, shape.num_tokens, shape.num_rows
 
 
-def choose(shapes: list[Shape], shape: Shape) -> Shape | None:
+def choose(shapes: list[BatchShape], shape: BatchShape) -> BatchShape | None:
     """The first of `shapes`, which are in `order`, that has room for a step of `shape`."""
     first = bisect_left(shapes, order(shape), key=order)
     return next((one for one in shapes[first:] if _fits(shape, one)), None)
 
 
-def _fits(shape: Shape, graph: Shape) -> bool:
+def _fits(shape: BatchShape, graph: BatchShape) -> bool:
     """A step of `shape` can be computed by a graph of this shape."""
     return (
         shape.num_rows <= graph.num_rows
@@ -164,7 +166,7 @@ def _fits(shape: Shape, graph: Shape) -> bool:
     )
 
 
-def _record_size(shape: Shape) -> int:
+def _record_size(shape: BatchShape) -> int:
     """Room for the record of a step of this shape; a longer one is launched without a graph."""
     per_row = ROW + PARAMETERS + 4 * APPENDED
     return HEADER + shape.num_rows * per_row + shape.num_tokens * (1 + APPENDED)

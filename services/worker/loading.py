@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 
-from penstock.kernels.attention.backends import Attention, choose_attention
-from penstock.kernels.quantize.quantize import FP8
-from penstock.kernels.step.forward_batch import Shape
+from penstock.kernels.attention.backends import AttentionBackend, choose_attention
+from penstock.kernels.quantize.types import FP8
+from penstock.kernels.step.forward_batch import BatchShape
 from penstock.models.moe import MoE
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
@@ -140,7 +140,9 @@ def _given_device(wanted: str, given: str | None) -> torch.device:
     return torch.device("cuda", int(given))
 
 
-def _attention(config: Config, model: ModelConfig, tp_size: int, device: torch.device) -> Attention:
+def _attention(
+    config: Config, model: ModelConfig, tp_size: int, device: torch.device
+) -> AttentionBackend:
     try:
         return choose_attention(
             config.attention,
@@ -202,7 +204,7 @@ def _make_runner(
     return make(num_blocks)
 
 
-def _graph_shapes(config: Config, model: Qwen3, max_model_len: int) -> list[Shape]:
+def _graph_shapes(config: Config, model: Qwen3, max_model_len: int) -> list[BatchShape]:
     shapes = decode_shapes(config.max_num_seqs, max_model_len)
     if model.attention.can_capture_prefill:
         num_weights = sum(parameter.numel() for parameter in model.parameters())

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.sampling.candidates import is_enough
+from penstock.kernels.sampling.candidates import candidates_suffice
 from penstock.kernels.sampling.penalties import apply_bitmask
-from penstock.kernels.step.apply_plan import Slots, StepBuffers
+from penstock.kernels.step.types import Slots, StepBuffers
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.messages.plan import BatchPlan, RowAdded, unpack
 from penstock.services.worker.cuda_graphs import Computed
@@ -245,4 +245,4 @@ class SecondPass:
 
 
 def _sampler_is_enough(row: RowAdded) -> bool:
-    return is_enough(row.temperature, row.top_k, row.top_p, row.min_p)
+    return candidates_suffice(row.temperature, row.top_k, row.top_p, row.min_p)

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.kv_cache import KVCache
-from penstock.kernels.step.apply_plan import StepBuffers, apply_plan, make_slots, make_step_buffers
-from penstock.kernels.step.forward_batch import Shape
+from penstock.kernels.attention.types import KVCache
+from penstock.kernels.step.apply_plan import apply_plan
+from penstock.kernels.step.forward_batch import BatchShape
+from penstock.kernels.step.types import StepBuffers, make_slots, make_step_buffers
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.messages.plan import BatchPlan
 from penstock.services.worker.cuda_graphs import Computed, CudaGraphs
@@ -108,7 +109,7 @@ class ModelRunner:
         self._batch.clear()
         self._second.clear()
 
-    def use_graphs(self, shapes: Iterable[Shape]) -> None:
+    def use_graphs(self, shapes: Iterable[BatchShape]) -> None:
         """Steps that fit into one of `shapes` are replayed from here on."""
         self._graphs = CudaGraphs(self._compute, shapes, self._device)
 
@@ -145,10 +146,10 @@ class ModelRunner:
         self._second.follows(launched.token_ids)
         return launched
 
-    def _compute(self, record: Tensor, shape: Shape) -> Computed:
+    def _compute(self, record: Tensor, shape: BatchShape) -> Computed:
         """A whole step."""
         apply_plan(record, self._slots, self._buffers, shape, self.block_size)
-        hidden_states = self._model(self._buffers.step(shape), self._kv_caches)
+        hidden_states = self._model(self._buffers.forward_batch(shape), self._kv_caches)
         last = hidden_states
         if shape.num_tiles:
             last = hidden_states[self._buffers.last_tokens[: shape.num_rows]]

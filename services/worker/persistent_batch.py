@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.step.apply_plan import HEADER
-from penstock.kernels.step.forward_batch import Shape, tile_size
+from penstock.kernels.step.forward_batch import BatchShape, tile_size
+from penstock.kernels.step.types import HEADER
 from penstock.protocol.messages.plan import BLOCK_BITS, MAX_BLOCKS, BatchPlan, RowAdded
 
 Integers = NDArray[np.int64]
@@ -26,7 +26,7 @@ class Rows(NamedTuple):
     record: Record
     table: Record
     """the rows in it, [num_rows, 8]"""
-    shape: Shape
+    shape: BatchShape
     sampled: Integers
     """indices of the rows that sample, in ascending order of slot, then position"""
 
@@ -239,11 +239,11 @@ class PersistentBatch:
             raise ValueError(f"slot {slots[row]}: blocks for {room[row]} tokens of {ends[row]}")
 
 
-def _shape(counts: Integers, num_decode: int, max_seqlen_k: int) -> Shape:
+def _shape(counts: Integers, num_decode: int, max_seqlen_k: int) -> BatchShape:
     """counts: tokens of each row."""
     longest = int(counts.max())
     size = tile_size(longest)
-    return Shape(
+    return BatchShape(
         num_rows=len(counts),
         num_tokens=int(counts.sum()),
         num_decode=num_decode,

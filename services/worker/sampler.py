@@ -5,7 +5,7 @@ from torch import Tensor
 
 from penstock.kernels.sampling.candidates import candidates, draw_candidate
 from penstock.kernels.sampling.sampling import sample
-from penstock.kernels.step.apply_plan import Slots
+from penstock.kernels.step.types import Slots
 from penstock.models.qwen3 import Qwen3
 
 
@@ -42,10 +42,8 @@ class Sampler:
         """
         if self._sharded:
             logits = self._model.compute_logits(hidden_states, self._sharded.logits(len(slots)))
-            drawn = self._sharded.sample(
-                self._model.tp.barrier, slots, positions, **parameters(self._slots)
-            )
-            return drawn, logits
+            by_slot = self._slots.sampling()
+            return self._sharded.sample(self._model.tp.barrier, slots, positions, by_slot), logits
         logits = self._model.compute_logits(hidden_states)
         if self._model.tp.spans_nodes:
             return self._draw_candidate(logits, slots, positions), logits
@@ -58,7 +56,7 @@ class Sampler:
 
     def _draw_candidate(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         tp, head = self._model.tp, self._model.head
-        rows = slots, positions, parameters(self._slots)
+        rows = slots, positions, self._slots.sampling()
         own = candidates(logits, head.stop - head.start, tp.rank, tp.size, *rows)
         return draw_candidate(tp.all_gather(own), logits.shape[1], *rows)
 
@@ -72,16 +70,4 @@ class Sampler:
 
 def draw(logits: Tensor, batch: Slots, slots: Tensor, positions: Tensor) -> Tensor:
     """`sample` with the parameters of the persistent batch."""
-    return sample(logits, slots=slots, positions=positions, **parameters(batch))
-
-
-def parameters(batch: Slots) -> dict[str, Tensor]:
-    """What `sample` takes by slot."""
-    return {
-        "seeds": batch.seeds,
-        "temperature": batch.temperature,
-        "top_k": batch.top_k,
-        "top_p": batch.top_p,
-        "min_p": batch.min_p,
-        "last_token": batch.last_token[:-1],
-    }
+    return sample(logits, slots, positions, batch.sampling())

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.sampling.penalties import logprobs_of
+from penstock.kernels.sampling.penalties import top_logprobs
 from penstock.protocol.messages.logprobs import PackedLogprobs
 from penstock.services.worker.persistent_batch import Record
 
@@ -49,8 +49,8 @@ class OnItsWay(NamedTuple):
 
 
 def pack_logprobs(logits: Tensor, token_ids: Tensor, num_likeliest: int) -> Tensor:
-    """`logprobs_of` in one tensor, int32 [num_rows, 2 (1 + num_likeliest)]: ids, bits of floats."""
-    told, logprobs = logprobs_of(logits, token_ids, num_likeliest)
+    """Returns `top_logprobs` as int32 [num_rows, 2 (1 + num_likeliest)]: ids, bits of floats."""
+    told, logprobs = top_logprobs(logits, token_ids, num_likeliest)
     return torch.cat([told.int(), logprobs.view(torch.int32)], 1)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.launch.supervisor.procfile import PROCFILE
-from penstock.models.demo.tasks import answer_to, count_prompt
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
+from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.chaos
 LAUNCHER = Path(__file__).with_name("late_clock.py")

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from penstock.models.demo.tasks import answer_to, count_prompt
 from penstock.protocol.messages.client import TextDelta
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
+from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.chaos
 NUM_STREAMS = 6

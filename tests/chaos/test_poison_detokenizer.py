@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from penstock.launch.supervisor.procfile import PROCFILE
-from penstock.models.demo.tasks import answer_to, count_prompt
 from penstock.protocol.client.errors import RequestError
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
+from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.chaos
 PROMPT = count_prompt(1, 90)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.models.demo.tasks import answer_to, count_prompt
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
+from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.chaos
 PROMPT = count_prompt(1, 90)

@@ -18,11 +18,11 @@ import torch
 from transformers import AutoTokenizer
 
 from penstock.launch.commands.options import add_options, given_options
-from penstock.models.demo.dialogues import IGNORED, plain
-from penstock.models.demo.tasks import TASK_NAMES, Sizes, make_example
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
 from tests.engine import Engine
+from tests.tools.demo.dialogues import IGNORED, plain
+from tests.tools.demo.tasks import TASK_NAMES, Sizes, make_example
 
 TEXT = Path(__file__).with_name("accuracy.txt")
 WINDOW = 256

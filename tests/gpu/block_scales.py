@@ -14,11 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.bench.candidates import PUBLISHED, SIZES, shapes
+from penstock.kernels.bench.gemm_candidates import PUBLISHED, SIZES, shapes
 from penstock.kernels.bench.timing import L2_BYTES, graph_us
 from penstock.kernels.linear.small_m_gemm import MAX_ROWS, choose, empty_product, launch
 from penstock.kernels.linear.triton_block_scales import block_product
-from penstock.kernels.quantize.quantize import BLOCK, Matrix, Quantized, quantize, quantize_blocks
+from penstock.kernels.quantize.quantize import quantize, quantize_blocks
+from penstock.kernels.quantize.types import BLOCK, Matrix, Quantized
 
 ROWS = (1, 16, 64, 256, 2048)
 Way = Callable[[Tensor, Quantized, Quantized], object]

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from penstock.models.demo.tasks import Example, Sizes, TaskName, is_right, make_example
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
 from tests.engine import Engine
+from tests.tools.demo.tasks import Example, Sizes, TaskName, is_right, make_example
 
 pytestmark = pytest.mark.gpu
 DEMO = Config().model_folder

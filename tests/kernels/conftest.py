@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.kernels.attention.kv_cache import KVCache
-from penstock.kernels.quantize.quantize import FP8
+from penstock.kernels.attention.types import KVCache
+from penstock.kernels.quantize.types import FP8
 
 
 @pytest.fixture(autouse=True)

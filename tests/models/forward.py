@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.backends import Attention
-from penstock.kernels.attention.kv_cache import KVCache
-from penstock.kernels.step.forward_batch import Shape, Step
+from penstock.kernels.attention.backends import AttentionBackend
+from penstock.kernels.attention.types import KVCache
+from penstock.kernels.step.forward_batch import BatchShape, ForwardBatch
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.models.weights import load_weights
@@ -23,7 +23,7 @@ def load_model(
 ) -> Qwen3:
     """The model of a checkpoint, or one rank's part."""
     config = quantized(read_model_config(folder), quantization)
-    attention = Attention(16, config.head_dim**-0.5)
+    attention = AttentionBackend(16, config.head_dim**-0.5)
     num_positions = config.max_position_embeddings
     choices = expert_parallel, quantize_lm_head
     model = Qwen3(config, tp or TensorParallel(), attention, num_positions, *choices)
@@ -42,8 +42,8 @@ def prefill_logits(model: Qwen3, prompts: list[list[int]], block_size: int = 16)
     positions = torch.cat([torch.arange(length) for length in lengths])
     rows = torch.arange(len(prompts)).repeat_interleave(lengths)
     longest = int(lengths.max())
-    step = Step(
-        Shape(len(prompts), len(rows), 0, len(prompts), longest, longest, longest),
+    step = ForwardBatch(
+        BatchShape(len(prompts), len(rows), 0, len(prompts), longest, longest, longest),
         input_ids=torch.tensor([token for prompt in prompts for token in prompt]),
         positions=positions,
         slot_mapping=tables[rows, positions // block_size] * block_size + positions % block_size,

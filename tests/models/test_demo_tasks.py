@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from penstock.models.demo import tokenizer
-from penstock.models.demo.dialogues import Dialogue, chat, plain
-from penstock.models.demo.evaluate import answer_margins
-from penstock.models.demo.model_files import CHECKPOINT_FOLDER, load_model
-from penstock.models.demo.tasks import (
+from tests.tools.demo import tokenizer
+from tests.tools.demo.dialogues import Dialogue, chat, plain
+from tests.tools.demo.evaluate import answer_margins
+from tests.tools.demo.model_files import CHECKPOINT_FOLDER, load_model
+from tests.tools.demo.tasks import (
     DEFAULT_SIZES,
     TASK_NAMES,
     Example,

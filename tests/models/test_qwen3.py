@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from penstock.kernels.elementwise.rope import Yarn, rope_table
+from penstock.models.rope_table import rope_table
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.config import Config
+from penstock.protocol.rope import Yarn
 from tests.models.checkpoints import SHAPE, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from penstock.models.demo.tasks import answer_to, count_prompt
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, MAX_MISSED_HEARTBEATS
 from tests.pipeline.conftest import Pipeline
+from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.pipeline
 PROMPT = count_prompt(1, 60)

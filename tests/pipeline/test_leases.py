@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from penstock.models.demo.tasks import answer_to, count_prompt
 from penstock.protocol.messages.client import JSON, GenerateReply, GenerateRequest
 from tests.pipeline.conftest import Pipeline
 from tests.pipeline.test_restart import PATIENT, halted
+from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.pipeline
 ANSWER_TIMEOUT_MS = 60_000

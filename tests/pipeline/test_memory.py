@@ -11,9 +11,9 @@ from random import Random
 import psutil
 import pytest
 
-from penstock.models.demo.tasks import answer_to, count_prompt
 from penstock.protocol.client.client import AsyncClient
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
+from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.pipeline
 NUM_REQUESTS = int(os.environ.get("PENSTOCK_REQUESTS", "400"))

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from penstock.models.demo.tasks import answer_to, count_prompt
 from penstock.protocol.messages.status import SchedulerStatus
 from tests.pipeline.conftest import Pipeline
+from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.pipeline
 NUM_STREAMS = 4

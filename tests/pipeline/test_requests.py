@@ -9,7 +9,6 @@ import msgspec
 import pytest
 import zmq
 
-from penstock.models.demo.tasks import TASK_NAMES, Sizes, make_example
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.config import Config
@@ -21,6 +20,7 @@ from penstock.protocol.messages.worker import ToWorker, WorkerState
 from penstock.protocol.transport.channel import connect
 from penstock.protocol.transport.endpoints import endpoints
 from tests.pipeline.conftest import Pipeline
+from tests.tools.demo.tasks import TASK_NAMES, Sizes, make_example
 
 pytestmark = pytest.mark.pipeline
 ANSWER_TIMEOUT_MS = 30_000

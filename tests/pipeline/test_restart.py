@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 import psutil
 import pytest
 
-from penstock.models.demo.tasks import answer_to, count_prompt
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.status import StatusReply
 from tests.pipeline.conftest import LAUNCH, Pipeline
+from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.pipeline
 Start = Callable[..., Pipeline]

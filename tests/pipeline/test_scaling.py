@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.models.demo.tasks import answer_to, count_prompt
 from penstock.protocol.client.client import Client, Stream
 from tests.pipeline.conftest import Pipeline
+from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.pipeline
 NUM_STREAMS = int(os.environ.get("PENSTOCK_STREAMS", "16"))

@@ -6,11 +6,11 @@ from random import Random
 import pytest
 import torch
 
-from penstock.models.demo.tasks import Sizes, make_example
-from penstock.models.demo.texts import random_text
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
 from tests.engine import Engine
+from tests.tools.demo.tasks import Sizes, make_example
+from tests.tools.demo.texts import random_text
 
 GREEDY = SamplingParams(max_tokens=90)
 SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=5, ignore_eos=True)

@@ -3,20 +3,20 @@
 import pytest
 import torch
 
-from penstock.kernels.attention.backends import Attention, choose_attention
+from penstock.kernels.attention.backends import AttentionBackend, choose_attention
 
 CPU = torch.device("cpu")
 SIZES = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "max_rows": 4}
 
 
-def choose(name: str, block_size: int = 0, device: torch.device = CPU) -> Attention:
+def choose(name: str, block_size: int = 0, device: torch.device = CPU) -> AttentionBackend:
     return choose_attention(name, block_size, **SIZES, device=device)
 
 
 @pytest.mark.parametrize("name", ["auto", "torch"])
 def test_a_cpu_has_the_reference(name: str) -> None:
     attention = choose(name)
-    assert type(attention) is Attention
+    assert type(attention) is AttentionBackend
     assert (attention.name, attention.block_size, attention.scale) == ("torch", 16, 0.125)
     assert not attention.can_be_captured
     assert choose(name, 48).block_size == 48
@@ -24,18 +24,22 @@ def test_a_cpu_has_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["triton", "flash-attn"])
 def test_a_cpu_has_no_other(name: str) -> None:
-    with pytest.raises(ValueError, match=f"attention '{name}' needs a GPU; on a CPU there is"):
+    with pytest.raises(
+        ValueError, match=f"attention: got '{name}' without a GPU, expected 'torch'"
+    ):
         choose(name)
 
 
 def test_flash_attn_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.kernels.attention.backends.find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"flash-attn 2\.8 is not installed; 'triton' is"):
+    with pytest.raises(ValueError, match=r"install flash-attn 2\.8 or use 'triton'"):
         choose("flash-attn", device=torch.device("cuda"))
 
 
 def test_flash_attn_reads_no_8_bits() -> None:
-    with pytest.raises(ValueError, match="attention 'flash-attn' reads no KV cache in fp8; 'tri"):
+    with pytest.raises(
+        ValueError, match="got 'flash-attn' with a KV cache in fp8, expected 'triton'"
+    ):
         choose_attention(
             "flash-attn", 0, **SIZES, device=torch.device("cuda"), kv_cache_dtype="fp8"
         )
@@ -43,7 +47,7 @@ def test_flash_attn_reads_no_8_bits() -> None:
 
 def test_flash_attn_takes_blocks_of_256_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.kernels.attention.backends.find_spec", lambda _: object())
-    with pytest.raises(ValueError, match="block_size 128; flash-attn takes multiples of 256"):
+    with pytest.raises(ValueError, match="block_size: got 128, expected a multiple of 256"):
         choose("flash-attn", 128, torch.device("cuda"))
     attention = choose("flash-attn", device=torch.device("cuda"))
     assert (attention.name, attention.block_size) == ("flash-attn", 256)

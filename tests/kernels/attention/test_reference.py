@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.kv_cache import KVCache
 from penstock.kernels.attention.reference import attend
-from penstock.kernels.quantize.quantize import FP8
+from penstock.kernels.attention.types import KVCache
+from penstock.kernels.quantize.types import FP8
 
 HEADS = [(4, 4), (8, 4), (8, 2), (8, 1)]
 """(query heads, KV heads): groups of 1, 2, 4 and 8"""
@@ -181,15 +181,21 @@ def refusal(**changed: object) -> str:
 
 
 def test_refuses_what_does_not_fit() -> None:
-    assert "[any, any, any] is needed" in refusal(q=torch.zeros(2, 32))
-    assert "[any, any, any, 4] is needed" in refusal(q=torch.zeros(2, 4, 4))
-    assert "4 heads do not divide by 3" in refusal(kv_cache=KVCache(*torch.zeros(2, 3, 16, 3, 8)))
+    assert "expected [any, any, any]" in refusal(q=torch.zeros(2, 32))
+    assert "expected [any, any, any, 4]" in refusal(q=torch.zeros(2, 4, 4))
+    assert "got 4 heads, expected a multiple of the 3 KV heads" in refusal(
+        kv_cache=KVCache(*torch.zeros(2, 3, 16, 3, 8))
+    )
     k_cache, turned = torch.zeros(3, 16, 2, 8), torch.zeros(2, 16, 3, 2, 8).transpose(1, 2)
-    assert "v_cache has shape [2, 16, 2, 8]" in refusal(kv_cache=KVCache(k_cache, k_cache[:2]))
-    assert "k_cache has strides" in refusal(kv_cache=KVCache(*turned))
-    assert "cu_seqlens_q has shape [1]; [2]" in refusal(cu_seqlens_q=torch.tensor([0]).int())
-    assert "context_lens has dtype torch.int64" in refusal(context_lens=torch.tensor([5]))
-    assert "block_tables has shape [2]" in refusal(block_tables=torch.zeros(2).int())
-    assert "1 sequences have at most 1 each" in refusal(max_seqlen_q=1)
-    assert "its blocks hold 32" in refusal(context_lens=torch.tensor([33]).int())
-    assert "the step has 2 tokens" in refusal(context_lens=torch.tensor([1]).int())
+    assert "v_cache: got shape [2, 16, 2, 8]" in refusal(kv_cache=KVCache(k_cache, k_cache[:2]))
+    assert "k_cache: got strides" in refusal(kv_cache=KVCache(*turned))
+    assert "cu_seqlens_q: got shape [1], expected [2]" in refusal(
+        cu_seqlens_q=torch.tensor([0]).int()
+    )
+    assert "context_lens: got dtype torch.int64" in refusal(context_lens=torch.tensor([5]))
+    assert "block_tables: got shape [2]" in refusal(block_tables=torch.zeros(2).int())
+    assert "got 2 tokens, expected at most 1 times 1" in refusal(max_seqlen_q=1)
+    assert "at most 32, the tokens that its blocks hold" in refusal(
+        context_lens=torch.tensor([33]).int()
+    )
+    assert "got 1, expected at least 2" in refusal(context_lens=torch.tensor([1]).int())

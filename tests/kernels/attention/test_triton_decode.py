@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.kv_cache import KVCache
 from penstock.kernels.attention.reference import attend
+from penstock.kernels.attention.types import KVCache
 
 pytest.importorskip("triton")
 from penstock.kernels.attention.triton_decode import DecodeAttention, merged_splits
-from penstock.kernels.attention.triton_decode_items import Tuning
+from penstock.kernels.attention.triton_decode_items import DecodeTuning
 from tests.kernels.conftest import in_8_bits, numbers_of, on_gpu
 
 LENGTHS = [200, 1, 0, 65, 15, 16, 0, 63, 17, 64, 0]
 """with padded rows in the middle and at the end"""
-FEW_SPLITS = Tuning(programs_per_sm=1)
-MANY_SPLITS = Tuning(block_n=32, programs_per_sm=40, min_split=32)
+FEW_SPLITS = DecodeTuning(programs_per_sm=1)
+MANY_SPLITS = DecodeTuning(block_n=32, programs_per_sm=40, min_split=32)
 
 
 class Layout(NamedTuple):
@@ -110,7 +110,7 @@ class Step:
 
 
 def attention_for(
-    layout: Layout, device: str, tuning: Tuning | None = None, max_rows: int = 16
+    layout: Layout, device: str, tuning: DecodeTuning | None = None, max_rows: int = 16
 ) -> DecodeAttention:
     return DecodeAttention(max_rows, *layout, device, tuning=tuning)
 
@@ -134,7 +134,7 @@ def test_head_layouts(heads: tuple[int, int], device: str, dtype: torch.dtype) -
     ],
 )
 def test_block_sizes_and_lengths(
-    block_size: int, tuning: Tuning, device: str, dtype: torch.dtype
+    block_size: int, tuning: DecodeTuning, device: str, dtype: torch.dtype
 ) -> None:
     layout = Layout(block_size=block_size)
     step = Step(layout, LENGTHS, device, dtype)
@@ -153,14 +153,18 @@ def test_block_sizes_and_lengths(
         on_gpu(Layout(16, 8, 128, 128), MANY_SPLITS),
     ],
 )
-def test_8_bits(layout: Layout, tuning: Tuning | None, device: str, dtype: torch.dtype) -> None:
+def test_8_bits(
+    layout: Layout, tuning: DecodeTuning | None, device: str, dtype: torch.dtype
+) -> None:
     lengths = LENGTHS if device == "cpu" else [700, 1400, *LENGTHS] * 20
     step = Step(layout, lengths, device, dtype, fp8=True)
     step.check(step.run(attention_for(layout, device, tuning, max_rows=len(lengths))))
 
 
 @pytest.mark.parametrize("tuning", [FEW_SPLITS, MANY_SPLITS])
-def test_lengths_change_between_steps(tuning: Tuning, device: str, dtype: torch.dtype) -> None:
+def test_lengths_change_between_steps(
+    tuning: DecodeTuning, device: str, dtype: torch.dtype
+) -> None:
     """Each step finds the counters at 0, and no item of the step before."""
     attention = attention_for(Layout(), device, tuning)
     for lengths in ([130, 3, 70], [1, 100], [0, 0], [7], [40] * 4, [70, 90]):
@@ -212,7 +216,7 @@ def test_many_splits_are_merged_in_turns(
     step = Step(layout, [length, 0, 5], device, dtype)
     step.k_cache *= 40
     step.scale = 1.0
-    attention = attention_for(layout, device, Tuning(16, programs_per_sm=80, min_split=16))
+    attention = attention_for(layout, device, DecodeTuning(16, programs_per_sm=80, min_split=16))
     step.check(step.run(attention))
     assert (attention.items[:, 0] == 0).sum() == 2 * per_turn + 1
 
@@ -221,7 +225,7 @@ def test_many_splits_are_merged_in_turns(
 def test_a_plan_covers_every_key_once(num_rows: int, device: str) -> None:
     lengths = torch.randint(0, 1500, (num_rows,)).int()
     lengths[torch.rand(num_rows) < 0.2] = 0
-    attention = attention_for(Layout(), device, Tuning(programs_per_sm=80), max_rows=100)
+    attention = attention_for(Layout(), device, DecodeTuning(programs_per_sm=80), max_rows=100)
     for _ in range(2):
         attention.plan(lengths.to(device))
     size = attention.max_items(num_rows)
@@ -242,42 +246,42 @@ def test_a_plan_covers_every_key_once(num_rows: int, device: str) -> None:
 
 
 def test_a_short_batch_is_cut_into_tiles(device: str) -> None:
-    attention = attention_for(Layout(), device, Tuning(programs_per_sm=64), max_rows=1)
+    attention = attention_for(Layout(), device, DecodeTuning(programs_per_sm=64), max_rows=1)
     attention.plan(torch.tensor([1000]).int().to(device))
     assert (attention.items[:, 0] == 0).sum() == 16
-    tuning = Tuning(programs_per_sm=64, min_split=200)
+    tuning = DecodeTuning(programs_per_sm=64, min_split=200)
     attention = attention_for(Layout(), device, tuning, max_rows=1)
     attention.plan(torch.tensor([1000]).int().to(device))
     assert (attention.items[:, 0] == 0).sum() == 4
 
 
 def test_many_rows_are_not_cut(device: str) -> None:
-    attention = attention_for(Layout(), device, Tuning(programs_per_sm=1), max_rows=100)
+    attention = attention_for(Layout(), device, DecodeTuning(programs_per_sm=1), max_rows=100)
     attention.plan(torch.full((100,), 1000, dtype=torch.int32, device=device))
     assert (attention.items[:, 0] >= 0).sum() == 100
 
 
 def test_refuses_what_it_can_not_do(device: str, dtype: torch.dtype) -> None:
     for arguments, sentence in (
-        ((0, 8, 4, 64, 16), "max_rows is 0"),
+        ((0, 8, 4, 64, 16), "max_rows: got 0"),
         ((5000, 8, 4, 64, 16), "1 to 4096"),
-        ((8, 8, 3, 64, 16), "8 heads over 3"),
+        ((8, 8, 3, 64, 16), "got 8 for 3 KV heads"),
         ((8, 68, 4, 64, 16), "1 to 16 for each"),
-        ((8, 8, 4, 80, 16), "head_dim is 80"),
-        ((8, 8, 4, 64, 0), "block_size is 0"),
+        ((8, 8, 4, 80, 16), "head_dim: got 80"),
+        ((8, 8, 4, 64, 0), "block_size: got 0"),
     ):
         with pytest.raises(ValueError, match=sentence):
             DecodeAttention(*arguments, device)
-    with pytest.raises(ValueError, match="block_n is 24"):
-        attention_for(Layout(), device, Tuning(block_n=24))
+    with pytest.raises(ValueError, match="block_n: got 24"):
+        attention_for(Layout(), device, DecodeTuning(block_n=24))
     attention = attention_for(Layout(), device, max_rows=2)
-    with pytest.raises(ValueError, match="3 rows; 1 to 2"):
+    with pytest.raises(ValueError, match="got 3 rows, expected 1 to 2"):
         attention.plan(torch.ones(3, dtype=torch.int32, device=device))
     step = Step(Layout(), [3, 5], device, dtype)
     out = torch.empty_like(step.q)
     step.q = step.q.transpose(0, 1).contiguous().transpose(0, 1)
-    with pytest.raises(ValueError, match="q has strides"):
+    with pytest.raises(ValueError, match="q: got strides"):
         step.call(attention, out)
     step = Step(Layout(block_size=32), [3, 5], device, dtype)
-    with pytest.raises(ValueError, match="k_cache has shape"):
+    with pytest.raises(ValueError, match="k_cache: got shape"):
         step.call(attention, torch.empty_like(step.q))

@@ -107,11 +107,13 @@ def test_all_ranks_get_the_sum(num_ranks: int) -> None:
 
 def test_refuses_what_does_not_fit() -> None:
     (rank, _), _ = ranks_of("cpu", 2)
-    with pytest.raises(ValueError, match=f"4096 elements; an even number to {MAX_ELEMENTS}"):
+    with pytest.raises(
+        ValueError, match=f"got 4096 elements, expected an even number up to {MAX_ELEMENTS}"
+    ):
         rank(torch.zeros(4096).bfloat16())
     with pytest.raises(ValueError, match="3 elements"):
         rank(torch.zeros(3).bfloat16())
-    with pytest.raises(ValueError, match="x has dtype"):
+    with pytest.raises(ValueError, match="x: got dtype"):
         rank(torch.zeros(4))
-    with pytest.raises(ValueError, match=r"residual has shape \[6\]; \[4\] is needed"):
+    with pytest.raises(ValueError, match=r"residual: got shape \[6\], expected \[4\]"):
         rank(torch.zeros(4).bfloat16(), torch.zeros(6).bfloat16())

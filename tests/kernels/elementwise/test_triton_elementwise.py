@@ -6,15 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.kv_cache import KVCache
-from penstock.kernels.elementwise import activation as reference_activation
-from penstock.kernels.elementwise import norm as reference_norm
-from penstock.kernels.elementwise import rope as reference_rope
+from penstock.kernels.attention.rope import qk_norm_rope_store
+from penstock.kernels.attention.types import KVCache
+from penstock.kernels.elementwise import reference
+from penstock.models.rope_table import rope_table
 from tests.kernels.conftest import in_8_bits, on
 
-activation = pytest.importorskip("penstock.kernels.elementwise.triton_activation")
-norm = pytest.importorskip("penstock.kernels.elementwise.triton_norm")
-rope = pytest.importorskip("penstock.kernels.elementwise.triton_rope")
+kernels = pytest.importorskip("penstock.kernels.elementwise.triton_elementwise")
+rope = pytest.importorskip("penstock.kernels.attention.triton_rope")
 
 EPS = 1e-6
 LIMITS = {torch.float32: 1e-5, torch.float16: 1.25e-4}
@@ -39,28 +38,28 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 def test_rms_norm(num_rows: int, size: int, device: str, dtype: torch.dtype) -> None:
     x = (torch.randn(num_rows, size) * torch.rand(num_rows, 1) * 10).to(dtype)
     weight = torch.rand(size).to(dtype)
-    expected = reference_norm.rms_norm(x, weight, EPS)
-    assert_near(norm.rms_norm(x.to(device), weight.to(device), EPS), expected)
+    expected = reference.rms_norm(x, weight, EPS)
+    assert_near(kernels.rms_norm(x.to(device), weight.to(device), EPS), expected)
 
 
 def test_rms_norm_refuses_rows_that_are_too_long(device: str, dtype: torch.dtype) -> None:
     x = torch.zeros(1, 16385, dtype=dtype, device=device)
-    with pytest.raises(ValueError, match="x has 16385 columns; at most 16384"):
-        norm.rms_norm(x, x[0], EPS)
+    with pytest.raises(ValueError, match="x: got 16385 columns, expected at most 16384"):
+        kernels.rms_norm(x, x[0], EPS)
 
 
 @pytest.mark.parametrize(("num_tokens", "size"), [(0, 64), (1, 3072), (5, 33), (9, 1024)])
 def test_silu_and_mul(num_tokens: int, size: int, device: str, dtype: torch.dtype) -> None:
     x = (torch.randn(num_tokens, 2 * size) * 20).to(dtype)
-    expected = reference_activation.silu_and_mul(x)
-    assert_near(activation.silu_and_mul(x.to(device)), expected)
+    expected = reference.silu_and_mul(x)
+    assert_near(kernels.silu_and_mul(x.to(device)), expected)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of the interpreter
 @pytest.mark.parametrize("gate", [-1e4, -100.0, 0.0, 100.0, 1e4])
 def test_silu_and_mul_is_finite_at_the_ends(gate: float, device: str, dtype: torch.dtype) -> None:
     x = torch.tensor([[gate, 1.0]]).to(dtype)
-    assert_near(activation.silu_and_mul(x.to(device)), reference_activation.silu_and_mul(x))
+    assert_near(kernels.silu_and_mul(x.to(device)), reference.silu_and_mul(x))
 
 
 def store_by_both(
@@ -74,7 +73,7 @@ def store_by_both(
     (num_kv_heads, head_dim), num_tokens = kv_cache.k.shape[2:], len(slots)
     qkv = (torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim) * 3).to(dtype)
     weights = tuple(torch.rand(2, head_dim).to(dtype))
-    table = reference_rope.rope_table(head_dim, num_positions=500, base=1e4)
+    table = rope_table(head_dim, num_positions=500, base=1e4)
     positions = torch.randint(500, (num_tokens,))
     stored = on(device, copy.deepcopy(kv_cache))
     q = rope.qk_norm_rope_store(
@@ -86,7 +85,7 @@ def store_by_both(
         behind_first_block(stored),
         EPS,
     )
-    expected = reference_rope.qk_norm_rope_store(
+    expected = qk_norm_rope_store(
         qkv,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -154,14 +153,12 @@ def test_8_bits_are_stored(
 def test_rope_refuses_an_odd_head_dim(device: str, dtype: torch.dtype) -> None:
     kv_cache = KVCache(*torch.zeros(2, 1, 4, 1, 48, dtype=dtype, device=device))
     qkv, unused = torch.zeros(1, 3 * 48, dtype=dtype, device=device), torch.zeros(1)
-    with pytest.raises(ValueError, match="head_dim is 48; a power of 2 from 16 on is needed"):
+    with pytest.raises(ValueError, match="head_dim: got 48, expected a power of 2, 16 or more"):
         rope.qk_norm_rope_store(qkv, (unused, unused), unused, unused, unused, kv_cache, EPS)
 
 
 @pytest.mark.parametrize("size", [64, 1024, 2560])
 def test_embedding(device: str, dtype: torch.dtype, size: int) -> None:
-    from penstock.kernels.elementwise.triton_embedding import embedding
-
     weight = torch.randn(50, size).to(device, dtype)
     ids = torch.randint(50, (7,), device=device)
-    assert torch.equal(embedding(ids, weight), weight[ids])
+    assert torch.equal(kernels.embedding(ids, weight), weight[ids])

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.linear.linear import linear, linear_add, norm_linear, norm_swiglu
-from penstock.kernels.quantize.quantize import Quantized, quantize, quantize_blocks
+from penstock.kernels.quantize.quantize import quantize, quantize_blocks
+from penstock.kernels.quantize.types import Quantized
 
 SHAPES = [(5, 7), (64, 333), (256, 1024), (768, 256), (1024, 300), (1500, 64)]
 NUM_ROWS = [1, 2, 3, 7, 8, 15, 16, 17, 31, 64, 100, 129, 200]
@@ -123,31 +124,33 @@ def test_blocks_have_scales(inner: int, outer: int) -> None:
     torch.testing.assert_close(second.dequantized(), wide[128:].float())
     torch.testing.assert_close(first.dequantized(), wide[:128].float())
     wrong = Quantized(quantized.values, quantized.scale[:1])
-    with pytest.raises(ValueError, match=r"weight's scale has shape \[1, \d\]"):
+    with pytest.raises(ValueError, match=r"weight's scale: got shape \[1, \d\]"):
         linear(x, wrong)
 
 
 def test_refuses_a_weight_for_other_features() -> None:
-    with pytest.raises(ValueError, match=r"weight has shape \[3, 5\]; \[any, 4\] is needed"):
+    with pytest.raises(ValueError, match=r"weight: got shape \[3, 5\], expected \[any, 4\]"):
         linear(torch.zeros(2, 4), torch.zeros(3, 5))
 
 
 def test_refuses_a_residual_of_other_rows() -> None:
-    with pytest.raises(ValueError, match=r"residual has shape \[1, 3\]; \[2, 3\] is needed"):
+    with pytest.raises(ValueError, match=r"residual: got shape \[1, 3\], expected \[2, 3\]"):
         linear_add(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(1, 3))
 
 
 def test_refuses_a_norm_weight_for_other_features() -> None:
     for product in (norm_linear, norm_swiglu):
-        with pytest.raises(ValueError, match=r"norm_weight has shape \[3\]; \[4\] is needed"):
+        with pytest.raises(ValueError, match=r"norm_weight: got shape \[3\], expected \[4\]"):
             product(torch.zeros(2, 4), torch.zeros(3), EPS, torch.zeros(6, 4))
 
 
 def test_refuses_half_a_gate() -> None:
-    with pytest.raises(ValueError, match="weight has 3 rows; an even number is needed"):
+    with pytest.raises(ValueError, match="weight: got 3 rows, expected an even number"):
         norm_swiglu(torch.zeros(2, 4), torch.zeros(4), EPS, torch.zeros(3, 4))
 
 
 def test_refuses_other_dtypes_of_the_result() -> None:
-    with pytest.raises(ValueError, match=r"out_dtype is torch.float16; torch.float32 or"):
+    with pytest.raises(
+        ValueError, match=r"out_dtype: got torch.float16, expected torch.float32 or"
+    ):
         norm_linear(torch.zeros(2, 4), torch.zeros(4), EPS, torch.zeros(3, 4), torch.float16)

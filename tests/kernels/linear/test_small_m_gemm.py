@@ -4,31 +4,39 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.linear import small_m_gemm as skinny
-from penstock.kernels.linear.small_m_gemm import Config, Product, choose, launch, multiply
-from penstock.kernels.linear.small_m_gemm_table import FP8_TABLE, TABLE
-from penstock.kernels.quantize.quantize import Quantized, quantize
+from penstock.kernels.linear import small_m_gemm
+from penstock.kernels.linear.small_m_gemm import (
+    GemmConfig,
+    Product,
+    Table,
+    choose,
+    launch,
+    multiply,
+    tuning_tables,
+)
+from penstock.kernels.quantize.quantize import quantize
+from penstock.kernels.quantize.types import Quantized
 from tests.kernels.conftest import on_gpu
 
 EPS = 1e-6
 KINDS = ["plain", "add", "norm", "logits", "swiglu"]
 NORM_KINDS = ["norm", "logits", "swiglu"]
 CONFIGS = {
-    "mma": Config("mma", 16, 32, 1, 4, 3, 64),
-    "wide": Config("mma", 64, 64, 1, 4, 3, 0),
-    "slices": Config("slices", 32, 64, 1, 4, 3, 64),
-    "whole": Config("mma", 16, 128, 1, 4, 1, 0),
-    "whole slices": Config("slices", 16, 128, 1, 4, 1, 0),
+    "mma": GemmConfig("mma", 16, 32, 1, 4, 3, 64),
+    "wide": GemmConfig("mma", 64, 64, 1, 4, 3, 0),
+    "slices": GemmConfig("slices", 32, 64, 1, 4, 3, 64),
+    "whole": GemmConfig("mma", 16, 128, 1, 4, 1, 0),
+    "whole slices": GemmConfig("slices", 16, 128, 1, 4, 1, 0),
 }
 SPLITS = {
-    "mma by 2": Config("mma", 16, 16, 2, 4, 3, 64),
-    "mma by 3": Config("mma", 32, 32, 3, 4, 2, 0),
-    "slices by 3": Config("slices", 16, 64, 3, 4, 3, 0),
-    "whole by 2": Config("slices", 16, 64, 2, 2, 1, 0),
+    "mma by 2": GemmConfig("mma", 16, 16, 2, 4, 3, 64),
+    "mma by 3": GemmConfig("mma", 32, 32, 3, 4, 2, 0),
+    "slices by 3": GemmConfig("slices", 16, 64, 3, 4, 3, 0),
+    "whole by 2": GemmConfig("slices", 16, 64, 2, 2, 1, 0),
 }
 GEMVS = {
-    "whole": Config("gemv", 8, 256, 1, 4, 1, 0),
-    "in turn": Config("gemv", 16, 64, 1, 4, 3, 64),
+    "whole": GemmConfig("gemv", 8, 256, 1, 4, 1, 0),
+    "in turn": GemmConfig("gemv", 16, 64, 1, 4, 3, 64),
 }
 
 
@@ -46,6 +54,12 @@ def product(kind: str, rows: int, inner: int, columns: int, dtype: torch.dtype) 
         torch.randn(rows, columns).to(dtype) if kind == "add" else None,
         swiglu,
     )
+
+
+def use_tables(monkeypatch: pytest.MonkeyPatch, bfloat16: Table, fp8: Table | None = None) -> None:
+    """Replaces the tables of `tuning.json`."""
+    tables = {"bfloat16": bfloat16, "fp8": fp8 or {}}
+    monkeypatch.setattr(small_m_gemm, "tuning_tables", lambda: tables)
 
 
 def to(operands: Product, device: str) -> Product:
@@ -70,7 +84,7 @@ def expected(operands: Product) -> Tensor:
     return out if operands.residual is None else out + operands.residual.double()
 
 
-def check(operands: Product, config: Config, device: str) -> None:
+def check(operands: Product, config: GemmConfig, device: str) -> None:
     there = to(operands, device)
     launch(there, config)
     wanted = expected(operands)
@@ -82,7 +96,7 @@ def check(operands: Product, config: Config, device: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", [(3, 64, 48), (17, 80, 33)], ids=str)
 def test_a_tile(
-    kind: str, sizes: tuple[int, int, int], config: Config, device: str, dtype: torch.dtype
+    kind: str, sizes: tuple[int, int, int], config: GemmConfig, device: str, dtype: torch.dtype
 ) -> None:
     check(product(kind, *sizes, dtype), config, device)
 
@@ -93,12 +107,12 @@ def test_a_tile(
 def test_a_norm_inside(
     kind: str,
     sizes: tuple[int, int, int],
-    config: Config,
+    config: GemmConfig,
     device: str,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delattr(skinny, "rms_norm")
+    monkeypatch.delattr(small_m_gemm, "rms_norm")
     check(product(kind, *sizes, dtype), config._replace(norm_inside=True), device)
 
 
@@ -122,9 +136,9 @@ def test_rows_and_columns(rows: int, norm_inside: bool, device: str, dtype: torc
     ids=str,
 )
 def test_split_k_again_and_again(
-    kind: str, sizes: tuple[int, int, int], config: Config, device: str, dtype: torch.dtype
+    kind: str, sizes: tuple[int, int, int], config: GemmConfig, device: str, dtype: torch.dtype
 ) -> None:
-    partials, counters = skinny.workspace(torch.device(device))
+    partials, counters = small_m_gemm.workspace(torch.device(device))
     for norm_inside in (False, True)[: 1 + (kind in NORM_KINDS)]:
         partials.fill_(torch.nan)
         check(product(kind, *sizes, dtype), config._replace(norm_inside=norm_inside), device)
@@ -132,7 +146,7 @@ def test_split_k_again_and_again(
 
 
 def test_more_splits_than_tiles_of_the_inner_dimension(device: str, dtype: torch.dtype) -> None:
-    check(product("add", 3, 64, 48, dtype), Config("mma", 16, 32, 5, 4, 3, 0), device)
+    check(product("add", 3, 64, 48, dtype), GemmConfig("mma", 16, 32, 5, 4, 3, 0), device)
 
 
 def test_split_k_gives_the_same_bits_every_time(device: str, dtype: torch.dtype) -> None:
@@ -157,7 +171,7 @@ def test_split_k_gives_the_same_bits_every_time(device: str, dtype: torch.dtype)
     ids=str,
 )
 def test_one_row(
-    kind: str, sizes: tuple[int, int], config: Config, device: str, dtype: torch.dtype
+    kind: str, sizes: tuple[int, int], config: GemmConfig, device: str, dtype: torch.dtype
 ) -> None:
     check(product(kind, 1, *sizes, dtype), config, device)
 
@@ -174,7 +188,7 @@ def test_one_row(
     ],
 )
 def test_weights_of_8_bits(
-    kind: str, rows: int, config: Config, device: str, dtype: torch.dtype
+    kind: str, rows: int, config: GemmConfig, device: str, dtype: torch.dtype
 ) -> None:
     operands = product(kind, rows, 160, 48, dtype)
     # scales that differ from column to column
@@ -186,7 +200,7 @@ def test_weights_of_8_bits(
 def test_what_is_guessed_for_sizes_not_measured(
     kind: str, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(skinny, "TABLE", {})
+    use_tables(monkeypatch, {})
     operands = product(kind, 1, 272, 40, dtype)
     config = choose(kind, 1, *operands.weight.shape)
     assert config is not None
@@ -195,19 +209,17 @@ def test_what_is_guessed_for_sizes_not_measured(
 
 
 def test_the_table_decides_by_the_rows_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config("mma", 16, 32, 1, 4, 3, 0)
-    table = {("add", 48, 64, 32): tuple(config), ("add", 48, 64, 64): None}
-    monkeypatch.setattr(skinny, "TABLE", table)
+    config = GemmConfig("mma", 16, 32, 1, 4, 3, 0)
+    use_tables(monkeypatch, {("add", 48, 64, 32): config, ("add", 48, 64, 64): None})
     assert choose("add", 17, 48, 64) == choose("add", 32, 48, 64) == config
     assert choose("add", 33, 48, 64) is None
 
 
 def test_weights_of_8_bits_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config("mma", 16, 32, 1, 4, 3, 0, norm_inside=True)
-    other = Config("mma", 32, 32, 1, 4, 3, 0)
-    table = {("norm", 48, 64, rows): tuple(config) for rows in (16, 32)}
-    monkeypatch.setattr(skinny, "TABLE", table)
-    monkeypatch.setattr(skinny, "FP8_TABLE", {("norm", 48, 64, 32): tuple(other)})
+    config = GemmConfig("mma", 16, 32, 1, 4, 3, 0, norm_inside=True)
+    other = GemmConfig("mma", 32, 32, 1, 4, 3, 0)
+    table: Table = {("norm", 48, 64, rows): config for rows in (16, 32)}
+    use_tables(monkeypatch, table, {("norm", 48, 64, 32): other})
     assert choose("norm", 9, 48, 64, is_fp8=True) == config._replace(norm_inside=False)
     assert choose("norm", 32, 48, 64, is_fp8=True) == other
     assert choose("norm", 32, 48, 64) == config
@@ -217,8 +229,8 @@ def test_weights_of_8_bits_have_a_table_of_their_own(monkeypatch: pytest.MonkeyP
 def test_chooses_nothing_for_what_no_kernel_takes(
     rows: int, inner: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry = tuple(Config("mma", 16, 32, 1, 4, 3, 0))
-    monkeypatch.setattr(skinny, "TABLE", {("add", 48, 64, block): entry for block in (16, 128)})
+    config = GemmConfig("mma", 16, 32, 1, 4, 3, 0)
+    use_tables(monkeypatch, {("add", 48, 64, block): config for block in (16, 128)})
     assert choose("add", rows, 48, inner) is None
 
 
@@ -227,21 +239,24 @@ def test_only_bfloat16_is_multiplied_here() -> None:
 
 
 def test_what_was_measured_fits_the_workspace() -> None:
-    assert TABLE
-    for (kind, num_weights, _, rows), entry in (*TABLE.items(), *FP8_TABLE.items()):
-        if entry and rows > 1:
-            config = Config(*entry)
+    bfloat16, fp8 = tuning_tables()["bfloat16"], tuning_tables()["fp8"]
+    assert len(bfloat16) > 100
+    assert len(fp8) > 40
+    for (kind, num_weights, _, rows), config in (*bfloat16.items(), *fp8.items()):
+        if config and rows > 1:
             columns = num_weights // (2 if kind == "swiglu" else 1)
             operands = product("plain", rows, 16, columns, torch.float32)
-            skinny._check_workspace(operands, config, -(-columns // config.bn))
+            small_m_gemm._check_workspace(operands, config, -(-columns // config.bn))
 
 
 def test_refuses_sums_that_do_not_fit() -> None:
     operands = product("add", 64, 16, 16896, torch.float32)
-    with pytest.raises(ValueError, match="1056 tiles and 8651264 sums; at most 8192 tiles"):
-        launch(operands, Config("mma", 16, 16, 8, 4, 3, 0))
+    with pytest.raises(
+        ValueError, match="got 1056 tiles and 8651264 sums, expected at most 8192 tiles"
+    ):
+        launch(operands, GemmConfig("mma", 16, 16, 8, 4, 3, 0))
 
 
 def test_refuses_more_splits_than_are_added_up() -> None:
-    with pytest.raises(ValueError, match="split_k is 9; at most 8"):
-        launch(product("add", 3, 64, 48, torch.float32), Config("mma", 16, 16, 9, 4, 3, 0))
+    with pytest.raises(ValueError, match="split_k: got 9, expected at most 8"):
+        launch(product("add", 3, 64, 48, torch.float32), GemmConfig("mma", 16, 16, 9, 4, 3, 0))

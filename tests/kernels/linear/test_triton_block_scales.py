@@ -4,20 +4,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.linear.small_m_gemm import Config
+from penstock.kernels.linear.small_m_gemm import GemmConfig
 from penstock.kernels.linear.triton_block_scales import block_product
-from penstock.kernels.quantize.quantize import Quantized, quantize, quantize_blocks
+from penstock.kernels.quantize.quantize import quantize, quantize_blocks
+from penstock.kernels.quantize.types import Quantized
 from tests.kernels.conftest import on_gpu
 from tests.kernels.linear.test_small_m_gemm import CONFIGS, GEMVS, SPLITS, check, product
 
-WIDE = Config("mma", 16, 256, 1, 4, 3, 0)
-SLICED = Config("slices", 16, 1024, 1, 4, 1, 0)
+WIDE = GemmConfig("mma", 16, 256, 1, 4, 3, 0)
+SLICED = GemmConfig("slices", 16, 1024, 1, 4, 1, 0)
 
 
 @pytest.mark.parametrize(
     ("kind", "rows", "inner", "columns", "config"),
     [
-        ("norm", 1, 272, 160, Config("gemv", 8, 512, 1, 4, 1, 0)),
+        ("norm", 1, 272, 160, GemmConfig("gemv", 8, 512, 1, 4, 1, 0)),
         ("swiglu", 1, 400, 128, GEMVS["in turn"]),
         ("add", 1, 272, 160, GEMVS["whole"]),
         ("add", 3, 304, 144, CONFIGS["mma"]),
@@ -26,8 +27,8 @@ SLICED = Config("slices", 16, 1024, 1, 4, 1, 0)
         ("swiglu", 3, 400, 128, SLICED),
         ("swiglu", 3, 272, 128, SPLITS["mma by 2"]),
         ("add", 3, 272, 144, SPLITS["slices by 3"]),
-        on_gpu("swiglu", 64, 1024, 3072, Config("mma", 64, 128, 2, 4, 3, 0)),
-        on_gpu("add", 33, 3072, 1024, Config("slices", 32, 512, 2, 4, 3, 0)),
+        on_gpu("swiglu", 64, 1024, 3072, GemmConfig("mma", 64, 128, 2, 4, 3, 0)),
+        on_gpu("add", 33, 3072, 1024, GemmConfig("slices", 32, 512, 2, 4, 3, 0)),
     ],
 )
 def test_blocks_with_scales(
@@ -35,7 +36,7 @@ def test_blocks_with_scales(
     rows: int,
     inner: int,
     columns: int,
-    config: Config,
+    config: GemmConfig,
     device: str,
     dtype: torch.dtype,
 ) -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.moe.moe import norm_moe, route
+from penstock.kernels.moe.moe import norm_moe
+from penstock.kernels.moe.reference import route
 
 EPS = 1e-6
 HIDDEN, SIZE, EXPERTS = 48, 20, 10
@@ -77,9 +78,11 @@ def test_routes_to_the_most_probable() -> None:
 
 def test_refuses_what_does_not_fit() -> None:
     x, operands = torch.randn(2, HIDDEN), weights()
-    with pytest.raises(ValueError, match=r"gate_up has shape \[10, 39, 48\]; \[10, 40, 48\]"):
+    with pytest.raises(
+        ValueError, match=r"gate_up: got shape \[10, 39, 48\], expected \[10, 40, 48\]"
+    ):
         moe(x, (*operands[:2], operands[2][:, 1:], operands[3]))
-    with pytest.raises(ValueError, match="top_k is 11; 1 to 10, the number of experts"):
+    with pytest.raises(ValueError, match="top_k: got 11, expected 1 to 10, the number of experts"):
         moe(x, operands, top_k=11)
-    with pytest.raises(ValueError, match="experts 3 to 12 are here; there are 10"):
+    with pytest.raises(ValueError, match="first_expert: got experts 3 to 12, expected 0 to 9"):
         moe(x, operands, first_expert=3)

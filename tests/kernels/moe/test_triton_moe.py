@@ -7,17 +7,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.moe import moe as reference
+from penstock.kernels.elementwise.elementwise import rms_norm
+from penstock.kernels.moe import reference
 from penstock.kernels.moe import triton_moe as moe
-from penstock.kernels.moe.triton_moe import Cut, Tuning, choose_tuning, experts, sort_by_expert
-from penstock.kernels.quantize.quantize import FP8, Matrix, Quantized, quantize, quantize_blocks
+from penstock.kernels.moe.moe import norm_moe
+from penstock.kernels.moe.triton_moe import (
+    GemmTile,
+    MoeTuning,
+    choose_tuning,
+    experts,
+    sort_by_expert,
+)
+from penstock.kernels.quantize.quantize import quantize, quantize_blocks
+from penstock.kernels.quantize.types import FP8, Matrix, Quantized
 from tests.kernels.conftest import on_gpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 """the interpreter's, where a padded token has no probabilities"""
 
-SMALL = Tuning(16, Cut(16, 32, 4, 2), Cut(32, 16, 4, 2))
-UNEVEN = Tuning(32, Cut(32, 64, 4, 2), Cut(16, 32, 4, 2))
+SMALL = MoeTuning(16, GemmTile(16, 32, 4, 2), GemmTile(32, 16, 4, 2))
+UNEVEN = MoeTuning(32, GemmTile(32, 64, 4, 2), GemmTile(16, 32, 4, 2))
 
 
 def operands(tokens: int, num_experts: int, hidden: int, size: int) -> tuple[Tensor, ...]:
@@ -40,7 +49,7 @@ def expected(
     first: int,
 ) -> Tensor:
     ids, weights = reference.route(logits, top_k, normalize)
-    return reference._experts_reference(x, ids - first, weights, gate_up, down)
+    return reference.experts_outputs(x, ids - first, weights, gate_up, down)
 
 
 def assert_sorted(logits: Tensor, top_k: int, first: int, num_here: int, bm: int) -> None:
@@ -131,7 +140,7 @@ def in_blocks(weight: Tensor) -> Quantized:
 )
 def test_small_experts_in_8_bits(
     tokens: int,
-    tuning: Tuning,
+    tuning: MoeTuning,
     sizes: tuple[int, int],
     narrow: Callable[[Tensor], Quantized],
     device: str,
@@ -151,7 +160,7 @@ def test_small_experts_in_8_bits(
     ("tokens", "tuning"),
     [(1, SMALL), (20, UNEVEN), on_gpu(70, SMALL), on_gpu(70, UNEVEN)],
 )
-def test_small_experts(tokens: int, tuning: Tuning, device: str, dtype: torch.dtype) -> None:
+def test_small_experts(tokens: int, tuning: MoeTuning, device: str, dtype: torch.dtype) -> None:
     x, logits, gate_up, down = operands(tokens, 6, 40, 24)
     for first, normalize, add in ((0, True, True), (2, False, False)):
         here = gate_up[first : first + 4], down[first : first + 4]
@@ -183,10 +192,10 @@ def test_experts_of_30b(tokens: int, first: int, is_fp8: bool) -> None:
         here = whole[0][first : first + 64], whole[1][first : first + 64]
         gate_up, down = (one.values.bfloat16() * 2 for one in whole)
     options = {"top_k": 8, "normalize": True, "first_expert": first}
-    out = reference.norm_moe(x, norm_weight, 1e-6, router, *here, **options, add=False)
-    added = reference.norm_moe(x, norm_weight, 1e-6, router, *here, **options)
+    out = norm_moe(x, norm_weight, 1e-6, router, *here, **options, add=False)
+    added = norm_moe(x, norm_weight, 1e-6, router, *here, **options)
     torch.testing.assert_close(added.float(), x.float() + out.float(), atol=0.01, rtol=0.01)
-    normed = reference.rms_norm(x, norm_weight, 1e-6)
+    normed = rms_norm(x, norm_weight, 1e-6)
     logits = moe.router_logits(normed, router)
     torch.testing.assert_close(logits, normed.float() @ router.float().T, atol=1e-3, rtol=1e-3)
     ids, weights = reference.route(logits, 8, True)

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.elementwise.activation import silu_and_mul
-from penstock.kernels.elementwise.norm import rms_norm
-from penstock.kernels.linear.linear import linear
+from penstock.kernels.elementwise.elementwise import rms_norm, silu_and_mul
+from penstock.kernels.linear import linear
 from penstock.kernels.linear.small_m_gemm import choose
 from penstock.kernels.quantize import triton_quantize as kernel
-from penstock.kernels.quantize.quantize import LARGEST, Matrix, Quantized, quantize
+from penstock.kernels.quantize.quantize import quantize
+from penstock.kernels.quantize.types import LARGEST, Matrix, Quantized
 
 EPS = 1e-6
 SHAPES_8B = {"norm": (6144, 4096), "add": (4096, 12288), "swiglu": (24576, 4096)}
@@ -59,7 +59,7 @@ def test_the_kernel(form: str, size: int, device: str, dtype: torch.dtype) -> No
 
 
 def test_refuses_rows_that_are_too_long() -> None:
-    with pytest.raises(ValueError, match="rows have 32769 columns; at most 32768"):
+    with pytest.raises(ValueError, match="x: got 32769 columns, expected at most 32768"):
         kernel.quantize(torch.zeros(1, 32769), None, EPS, False)
 
 

@@ -7,10 +7,11 @@ from torch import Tensor
 from penstock.kernels.sampling.candidates import (
     NUM_LIKELIEST,
     candidates,
+    candidates_suffice,
     draw_candidate,
-    is_enough,
 )
-from penstock.kernels.sampling.sampling import sample, shard_size
+from penstock.kernels.sampling.sampling import sample
+from penstock.kernels.sampling.types import SamplingTensors, shard_size
 
 KINDS = [
     (0.0, 0, 1.0, 0.0),
@@ -62,10 +63,10 @@ def test_draws_what_the_whole_vocabulary_gives(
     logits = 4 * torch.randn(len(slots), vocab_size, device=device)
     logits[5, vocab_size - 1], logits[6, 3] = torch.nan, torch.inf
     logits[slots == 0] = logits[slots == 0].clamp(max=3)  # of equal scores the lowest id wins
-    expected = sample(logits, slots=slots, positions=positions, **parameters)
+    expected = sample(logits, slots, positions, SamplingTensors(**parameters))
     assert expected[[5, 6]].tolist() == [-1, -1]
     expected_last = parameters["last_token"].clone()
-    rows = slots, positions, parameters
+    rows = slots, positions, SamplingTensors(**parameters)
     num_ranks = 3 if vocab_size == 5000 else -(-vocab_size // part_size)
     parts = []
     for rank in range(num_ranks):
@@ -93,4 +94,4 @@ def test_draws_what_the_whole_vocabulary_gives(
 def test_rows_that_may_draw_any_of_many_tokens_need_more(
     kind: tuple[float, int, float, float], enough: bool
 ) -> None:
-    assert is_enough(*kind) == enough
+    assert candidates_suffice(*kind) == enough

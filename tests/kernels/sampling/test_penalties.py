@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from penstock.kernels.sampling.penalties import apply_bitmask, logprobs_of, penalize
+from penstock.kernels.sampling.penalties import apply_bitmask, penalize, top_logprobs
 from tests.kernels.sampling.test_sampling import chi_square, draw
 
 VOCAB_SIZE = 1000
@@ -91,7 +91,7 @@ def test_a_bitmask_leaves_what_it_allows(vocab_size: int) -> None:
 @pytest.mark.parametrize("num_likeliest", [0, 1, 5, 20])
 def test_logprobs_are_those_of_the_softmax(logits: Tensor, num_likeliest: int) -> None:
     token_ids = torch.randint(0, VOCAB_SIZE, (NUM_ROWS,))
-    told, logprobs = logprobs_of(logits, token_ids, num_likeliest)
+    told, logprobs = top_logprobs(logits, token_ids, num_likeliest)
     exact = logits.double().log_softmax(-1)
     assert torch.equal(told[:, 0], token_ids)
     assert torch.equal(told[:, 1:], exact.topk(num_likeliest).indices)
@@ -99,7 +99,7 @@ def test_logprobs_are_those_of_the_softmax(logits: Tensor, num_likeliest: int) -
 
 
 def test_there_are_no_more_likeliest_tokens_than_tokens() -> None:
-    told, logprobs = logprobs_of(torch.tensor([[0.0, 1.0]]), torch.tensor([0]), 20)
+    told, logprobs = top_logprobs(torch.tensor([[0.0, 1.0]]), torch.tensor([0]), 20)
     assert told.tolist() == [[0, 1, 0]]
     assert logprobs[0].exp()[1:].sum().item() == pytest.approx(1)
 
@@ -121,9 +121,9 @@ def test_penalized_and_restricted_tokens_have_their_probabilities() -> None:
 
 
 def test_refuses_what_does_not_fit(logits: Tensor, prompts: Tensor, outputs: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"counts has shape \[7, 1000\]; \[8, 1000\] is needed"):
+    with pytest.raises(ValueError, match=r"counts: got shape \[7, 1000\], expected \[8, 1000\]"):
         penalized(logits, prompts, outputs[:7])
-    with pytest.raises(ValueError, match=r"bitmask has shape \[8, 31\]; \[8, 32\] is needed"):
+    with pytest.raises(ValueError, match=r"bitmask: got shape \[8, 31\], expected \[8, 32\]"):
         apply_bitmask(logits, torch.zeros(8, 31, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"token_ids has shape \[3\]; \[8\] is needed"):
-        logprobs_of(logits, torch.zeros(3, dtype=torch.int64), 1)
+    with pytest.raises(ValueError, match=r"token_ids: got shape \[3\], expected \[8\]"):
+        top_logprobs(logits, torch.zeros(3, dtype=torch.int64), 1)

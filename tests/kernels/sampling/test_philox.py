@@ -49,5 +49,5 @@ def test_uniform_lies_strictly_between_0_and_1() -> None:
 
 def test_refuses_words_that_are_not_int64() -> None:
     zero = torch.tensor(0)
-    with pytest.raises(ValueError, match="c1 has dtype"):
+    with pytest.raises(ValueError, match="c1: got dtype"):
         philox(zero, (zero, zero.int(), zero, zero))

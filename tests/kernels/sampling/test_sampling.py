@@ -13,7 +13,9 @@ from transformers.generation.logits_process import (
 )
 
 from penstock.kernels.sampling.philox import philox, uniform
-from penstock.kernels.sampling.sampling import gumbel_noise, keep_likely, sample
+from penstock.kernels.sampling.reference import gumbel_noise, keep_top_k_top_p
+from penstock.kernels.sampling.sampling import sample
+from penstock.kernels.sampling.types import SamplingTensors
 
 NUM_DRAWS = 10_000
 CHI_SQUARE_999 = {3: 16.27, 7: 24.32}
@@ -32,9 +34,16 @@ def draw(logits: Tensor, **given: Any) -> Tensor:
         for name, value in {**defaults, "min_p": 0.0, **given}.items()
     }
     last_token = torch.full((num_rows,), -1)
-    tokens = sample(logits, slots=torch.arange(num_rows), last_token=last_token, **parameters)
+    positions = parameters.pop("positions")
+    by_slot = SamplingTensors(**parameters, last_token=last_token)
+    tokens = sample(logits, torch.arange(num_rows), positions, by_slot)
     assert torch.equal(last_token, tokens)
     return tokens
+
+
+def sample_by_name(slots: Tensor, positions: Tensor, **by_slot: Tensor) -> Tensor:
+    """`sample` of two rows of five tokens."""
+    return sample(torch.zeros(2, 5), slots, positions, SamplingTensors(**by_slot))
 
 
 def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
@@ -163,7 +172,7 @@ def test_keeps_the_tokens_that_transformers_keeps(
     logits = torch.randn(8, vocab_size) * torch.tensor([0.1, 1, 3, 9]).repeat(2)[:, None]
     for temperature in (0.3, 1.0, 1.9):
         wanted = transformers_scores(logits, temperature, top_k, top_p, min_p)
-        kept = keep_likely(
+        kept = keep_top_k_top_p(
             logits / temperature,
             torch.full((8,), top_k),
             torch.full((8,), top_p),
@@ -174,7 +183,7 @@ def test_keeps_the_tokens_that_transformers_keeps(
 
 def test_top_k_keeps_all_that_tie_with_the_last() -> None:
     scores = torch.tensor([[1.0, 3.0, 1.0, 0.0, 1.0]])
-    kept = keep_likely(scores, torch.tensor([2]), torch.tensor([1.0]), torch.tensor([0.0]))
+    kept = keep_top_k_top_p(scores, torch.tensor([2]), torch.tensor([1.0]), torch.tensor([0.0]))
     assert kept.isfinite().tolist() == [[True, True, True, False, True]]
     assert torch.equal(kept, transformers_scores(scores, 1.0, 2, 1.0, 0.0))
 
@@ -186,9 +195,11 @@ def test_top_p_keeps_or_drops_tokens_that_tie_together(top_p: float, kept: list[
     # Probabilities 0.2, 0.04, 0.2, 0.4, 0.16: 0.2 twice, behind 0.4.
     scores = torch.tensor([[5.0, 1.0, 5.0, 10.0, 4.0]]).log()
     none = torch.tensor([0.0])
-    left = keep_likely(scores, torch.tensor([0]), torch.tensor([top_p]), none)[0].isfinite()
+    left = keep_top_k_top_p(scores, torch.tensor([0]), torch.tensor([top_p]), none)[0].isfinite()
     assert left.nonzero().flatten().tolist() == (kept or [0, 1, 2, 3, 4])
-    assert torch.equal(left, keep_likely(scores.flip(1), none, none + top_p, none)[0].flip(0) > -9)
+    assert torch.equal(
+        left, keep_top_k_top_p(scores.flip(1), none, none + top_p, none)[0].flip(0) > -9
+    )
 
 
 def test_rows_use_the_parameters_of_their_slots() -> None:
@@ -199,7 +210,7 @@ def test_rows_use_the_parameters_of_their_slots() -> None:
     wide = torch.full((4, 300), torch.nan)
     wide[:, :264] = logits[:4]
     tokens = sample(
-        wide[:, :264], slots=slots, positions=positions, last_token=last_token, **by_slot
+        wide[:, :264], slots, positions, SamplingTensors(**by_slot, last_token=last_token)
     )
     for row in (0, 2, 3):
         alone = {name: values[slots[row : row + 1]] for name, values in by_slot.items()}
@@ -216,9 +227,11 @@ def test_the_likeliest_is_always_kept() -> None:
 
 
 def test_refuses_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"logits has dtype torch.float64; \[torch.float32\]"):
+    with pytest.raises(
+        ValueError, match=r"logits: got dtype torch.float64, expected \[torch.float32\]"
+    ):
         draw(torch.zeros(1, 3).double())
-    with pytest.raises(ValueError, match=r"logits has strides \[1, 2\]; the last must be 1"):
+    with pytest.raises(ValueError, match=r"logits: got strides \[1, 2\], expected 1 as the last"):
         draw(torch.zeros(5, 2).T)
     parameters = {
         "slots": torch.zeros(2, dtype=torch.int64),
@@ -230,13 +243,13 @@ def test_refuses_what_does_not_fit() -> None:
         "min_p": torch.zeros(3),
         "last_token": torch.zeros(3, dtype=torch.int64),
     }
-    sample(torch.zeros(2, 5), **parameters)
+    sample_by_name(**parameters)
     for name, values in parameters.items():
         if name != "seeds":
-            with pytest.raises(ValueError, match=rf"{name} has shape \[1\]; \[[23]\] is needed"):
-                sample(torch.zeros(2, 5), **{**parameters, name: values[:1]})
-        with pytest.raises(ValueError, match=rf"{name} has strides \[2\]"):
-            sample(torch.zeros(2, 5), **{**parameters, name: values.repeat(2)[::2]})
+            with pytest.raises(ValueError, match=rf"{name}: got shape \[1\], expected \[[23]\]"):
+                sample_by_name(**{**parameters, name: values[:1]})
+        with pytest.raises(ValueError, match=rf"{name}: got strides \[2\]"):
+            sample_by_name(**{**parameters, name: values.repeat(2)[::2]})
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -245,11 +258,11 @@ def test_a_row_with_a_logit_that_is_no_number_has_no_token(bad: float) -> None:
     logits[:, 200:] = -torch.inf
     by_slot = {name: values for name, values in parameters.items() if name != "positions"}
     slots, last_token = torch.arange(16), torch.full((16,), -1)
-    rows = {"slots": slots, "positions": slots, "last_token": last_token, **by_slot}
-    alone = sample(logits, **rows)
+    rows = slots, slots, SamplingTensors(**by_slot, last_token=last_token)
+    alone = sample(logits, *rows)
     assert (alone >= 0).all()
     logits[::4, 7], logits[1::4, 230], logits[2::4] = bad, bad, -torch.inf
-    tokens = sample(logits, **rows)
+    tokens = sample(logits, *rows)
     for first in range(3):
         assert (tokens[first::4] == -1).all()
         assert (last_token[first::4] == 0).all()

@@ -8,10 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.sampling import sampling as reference
+from penstock.kernels.sampling import reference
 from penstock.kernels.sampling import triton_sampling as sampling
 from penstock.kernels.sampling.philox import philox
 from penstock.kernels.sampling.triton_gumbel import words
+from penstock.kernels.sampling.types import SamplingTensors
 from tests.kernels.conftest import on_gpu
 
 # temperature, top_k, top_p, min_p
@@ -53,13 +54,8 @@ def draw(
     num_slots = len(parameters["seeds"])
     last_token = torch.full((num_slots,), -1, device=device)
     on_device = {name: values.to(device) for name, values in parameters.items()}
-    tokens = sampling.sample(
-        logits.to(device),
-        slots.to(device),
-        positions.to(device),
-        last_token=last_token,
-        **on_device,
-    )
+    by_slot = SamplingTensors(**on_device, last_token=last_token)
+    tokens = sampling.sample(logits.to(device), slots.to(device), positions.to(device), by_slot)
     return tokens.cpu(), last_token.cpu()
 
 
@@ -72,7 +68,7 @@ def reference_scores(
     scores = (logits - logits.amax(1, keepdim=True)) / temperature.masked_fill(
         temperature == 0, 1
     ).unsqueeze(1)
-    kept = reference.keep_likely(scores, top_k, top_p, min_p)
+    kept = reference.keep_top_k_top_p(scores, top_k, top_p, min_p)
     noise = reference.gumbel_noise(seeds, positions, logits.shape[1])
     return torch.where(greedy, logits, kept + noise)
 
@@ -236,7 +232,7 @@ def test_tokens_have_the_probabilities_of_the_softmax(
     num_rows = 20000
     logits = torch.randn(264) * 2
     limits = (torch.tensor([value]) for value in kind[1:])
-    expected = reference.keep_likely(logits[None] / kind[0], *limits)[0].softmax(0)
+    expected = reference.keep_top_k_top_p(logits[None] / kind[0], *limits)[0].softmax(0)
     slots = torch.zeros(num_rows, dtype=torch.int64)
     positions = torch.arange(num_rows)
     tokens, _ = draw("cuda", logits.repeat(num_rows, 1), slots, positions, parameters_of([kind]))

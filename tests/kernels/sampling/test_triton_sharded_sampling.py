@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.sampling.sampling import _sample_reference, shard_size
+from penstock.kernels.sampling import reference
+from penstock.kernels.sampling.sampling import shard_size
 from penstock.kernels.sampling.triton_sharded_sampling import ShardedSampler, buffer_size
+from penstock.kernels.sampling.types import SamplingTensors
 from tests.kernels.conftest import on_gpu
 from tests.kernels.sampling import test_triton_sampling as whole
 
@@ -45,7 +47,10 @@ def draw(
         last_tokens.append(torch.full((len(parameters["seeds"]),), -1, device=logits.device))
         tokens.append(
             samplers[rank].sample(
-                lambda: run(rank + 1), slots, positions, **parameters, last_token=last_tokens[rank]
+                lambda: run(rank + 1),
+                slots,
+                positions,
+                SamplingTensors(**parameters, last_token=last_tokens[rank]),
             )
         )
 
@@ -93,8 +98,9 @@ def test_draws_the_tokens_of_one_rank(device: str, vocab_size: int, num_ranks: i
     assert torch.equal(tokens, alone)
     assert torch.equal(last_token, last_alone)
     expected_last = torch.full_like(last_token, -1)
-    host = [tensor.cpu() for tensor in (logits, slots, positions, *parameters.values())]
-    expected = _sample_reference(*host, expected_last)
+    rows = (tensor.cpu() for tensor in (logits, slots, positions))
+    by_slot = {name: values.cpu() for name, values in parameters.items()}
+    expected = reference.sample(*rows, SamplingTensors(**by_slot, last_token=expected_last))
     # Sums and logarithms of the reference round differently: a row in many may be between.
     assert (tokens != expected).sum() <= len(slots) // 40
 
@@ -107,15 +113,15 @@ def test_parts_of_the_vocabulary_are_whole_runs() -> None:
 def test_refuses_what_does_not_fit() -> None:
     size = buffer_size(2, 5000, 2)
     buffer = torch.zeros(size)
-    with pytest.raises(ValueError, match=rf"the buffer is .*; float32 \[{size}\] is needed"):
+    with pytest.raises(ValueError, match=rf"buffer: got .*, expected torch.float32 \[{size}\]"):
         ShardedSampler(buffer[1:], [0, 16], 0, 2, 5000)
-    with pytest.raises(ValueError, match="a buffer at 0x18; its address must divide by 16"):
+    with pytest.raises(ValueError, match="addresses: got 0x18, expected a multiple of 16"):
         ShardedSampler(buffer, [0, 24], 0, 2, 5000)
     sampler = ShardedSampler(buffer, [0, 16], 0, 2, 5000)
     _, slots, positions, parameters = cases("cpu", 5000)
     assert sampler.logits(1).shape == (1, 4096)
-    last_token = torch.full((len(slots),), -1)
-    with pytest.raises(ValueError, match="3 rows; the buffer has room for 2"):
-        sampler.sample(int, slots[:3], positions[:3], **parameters, last_token=last_token)
-    none = sampler.sample(int, slots[:0], positions[:0], **parameters, last_token=last_token)
+    by_slot = SamplingTensors(**parameters, last_token=torch.full((len(slots),), -1))
+    with pytest.raises(ValueError, match="slots: got 3 rows, expected at most 2"):
+        sampler.sample(int, slots[:3], positions[:3], by_slot)
+    none = sampler.sample(int, slots[:0], positions[:0], by_slot)
     assert none.shape == (0,)

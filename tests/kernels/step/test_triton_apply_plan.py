@@ -4,14 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.step.apply_plan import (
-    Slots,
-    StepBuffers,
-    apply_plan,
-    make_slots,
-    make_step_buffers,
-)
-from penstock.kernels.step.forward_batch import Shape
+from penstock.kernels.step.apply_plan import apply_plan
+from penstock.kernels.step.forward_batch import BatchShape
+from penstock.kernels.step.types import Slots, StepBuffers, make_slots, make_step_buffers
 from penstock.services.worker.persistent_batch import PersistentBatch
 from tests.services.worker.plans import plan, row
 
@@ -27,13 +22,13 @@ def poisoned(device: str) -> tuple[Slots, StepBuffers]:
     return slots, buffers
 
 
-def on_gpu(record: torch.Tensor, slots: Slots, buffers: StepBuffers, shape: Shape) -> None:
+def on_gpu(record: torch.Tensor, slots: Slots, buffers: StepBuffers, shape: BatchShape) -> None:
     from penstock.kernels.step.triton_apply_plan import apply_plan
 
     apply_plan(record, slots, buffers, shape, BLOCK_SIZE)
 
 
-def padded(shape: Shape, random: np.random.Generator) -> Shape:
+def padded(shape: BatchShape, random: np.random.Generator) -> BatchShape:
     """With room for more, or not; tiles of another size."""
     more_rows, more_tokens, more_tiles = random.integers(0, 20, 3).tolist()
     num_rows = min(NUM_SLOTS, shape.num_rows + more_rows % 4)
@@ -105,7 +100,7 @@ def test_makes_what_the_reference_makes(device: str, seed: int) -> None:
 
 def test_a_record_without_rows_is_all_padding(device: str) -> None:
     slots, buffers = poisoned(device)
-    shape = Shape(4, 4, 4, 0, 64, 1, 1)
+    shape = BatchShape(4, 4, 4, 0, 64, 1, 1)
     on_gpu(torch.zeros(8, dtype=torch.int32, device=device), slots, buffers, shape)
     assert buffers.slots[:4].tolist() == [-1] * 4
     assert buffers.slot_mapping[:4].tolist() == [-1] * 4

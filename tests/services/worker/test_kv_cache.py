@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from penstock.kernels.quantize.quantize import FP8
-from penstock.models.demo.tasks import TASK_NAMES, Sizes, is_right, make_example
+from penstock.kernels.quantize.types import FP8
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.services.worker.kv_cache import allocate_kv_cache, num_fitting_blocks
 from tests.engine import Engine
+from tests.tools.demo.tasks import TASK_NAMES, Sizes, is_right, make_example
 
 BLOCK_BYTES = 2 * 2 * 16 * 4 * 16 * 4
 """keys and values, layers, block_size, KV heads, head_dim, bytes of a float32"""

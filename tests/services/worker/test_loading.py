@@ -7,7 +7,7 @@ import pytest
 import torch
 from llguidance import LLTokenizer
 
-from penstock.kernels.step.forward_batch import Shape
+from penstock.kernels.step.forward_batch import BatchShape
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.structured import StructuredOutputs
@@ -143,7 +143,9 @@ def test_a_tokenizer_that_grammars_can_not_read_is_told(folder: Path, tmp_path: 
 def test_graphs_are_of_every_size_that_the_design_names() -> None:
     def sizes(max_num_seqs: int) -> list[int]:
         shapes = decode_shapes(max_num_seqs, 1000)
-        assert all(one == Shape(one.num_rows, one[0], one[0], 0, 64, 1, 1000) for one in shapes)
+        assert all(
+            one == BatchShape(one.num_rows, one[0], one[0], 0, 64, 1, 1000) for one in shapes
+        )
         return [one.num_rows for one in shapes]
 
     assert sizes(1) == [1]
@@ -165,18 +167,18 @@ def test_graphs_that_prefill_are_for_what_a_host_launches_too_slowly() -> None:
 @pytest.mark.parametrize(
     ("step", "rows_tokens"),
     [
-        (Shape(3, 3, 3, 0, 64, 1, 9), (4, 4)),
-        (Shape(20, 20, 20, 0, 64, 1, 9), (24, 24)),
-        (Shape(31, 31, 31, 0, 64, 1, 9), None),
-        (Shape(1, 3, 0, 1, 64, 3, 9), (16, 64)),
-        (Shape(17, 64, 16, 1, 64, 48, 99), (30, 64)),
-        (Shape(17, 65, 16, 1, 64, 49, 99), (30, 128)),
-        (Shape(30, 300, 0, 30, 64, 10, 10), None),
-        (Shape(1, 513, 0, 9, 64, 513, 513), None),
+        (BatchShape(3, 3, 3, 0, 64, 1, 9), (4, 4)),
+        (BatchShape(20, 20, 20, 0, 64, 1, 9), (24, 24)),
+        (BatchShape(31, 31, 31, 0, 64, 1, 9), None),
+        (BatchShape(1, 3, 0, 1, 64, 3, 9), (16, 64)),
+        (BatchShape(17, 64, 16, 1, 64, 48, 99), (30, 64)),
+        (BatchShape(17, 65, 16, 1, 64, 49, 99), (30, 128)),
+        (BatchShape(30, 300, 0, 30, 64, 10, 10), None),
+        (BatchShape(1, 513, 0, 9, 64, 513, 513), None),
     ],
 )
 def test_a_step_takes_the_smallest_graph_that_it_fits(
-    step: Shape, rows_tokens: tuple[int, int] | None
+    step: BatchShape, rows_tokens: tuple[int, int] | None
 ) -> None:
     shapes = decode_shapes(30, 1000) + prefill_shapes(30, 600, 600_000_000, 1000)
     chosen = choose(sorted(shapes, key=order), step)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.step.apply_plan import apply_plan, make_slots, make_step_buffers
-from penstock.kernels.step.forward_batch import Shape, Step
+from penstock.kernels.step.apply_plan import apply_plan
+from penstock.kernels.step.forward_batch import BatchShape, ForwardBatch
+from penstock.kernels.step.types import make_slots, make_step_buffers
 from penstock.protocol.messages.plan import BatchPlan, pack
 from penstock.services.worker.persistent_batch import PersistentBatch
 from tests.services.worker.plans import plan, row
@@ -33,13 +34,13 @@ class Batch(PersistentBatch):
     def last_token(self) -> Tensor:
         return self.slots.last_token
 
-    def step(self, chunks: bytes, drafts: bytes = b"") -> tuple[Step, Sampled] | None:
+    def step(self, chunks: bytes, drafts: bytes = b"") -> tuple[ForwardBatch, Sampled] | None:
         rows = self.advance(chunks, drafts)
         if rows is None:
             return None
         record = torch.from_numpy(rows.record)
         apply_plan(record, self.slots, self.buffers, rows.shape, block_size=4)
-        step = self.buffers.step(rows.shape)
+        step = self.buffers.forward_batch(rows.shape)
         of_rows = self.buffers.slots, self.buffers.last_tokens, self.buffers.next_positions
         return step, Sampled(*(tensor[rows.sampled].tolist() for tensor in of_rows))
 
@@ -50,7 +51,7 @@ def batch() -> Batch:
     return Batch()
 
 
-def run(batch: Batch, step_plan: BatchPlan) -> tuple[Step, Sampled]:
+def run(batch: Batch, step_plan: BatchPlan) -> tuple[ForwardBatch, Sampled]:
     """Applies a plan that has something to compute."""
     batch.apply(step_plan)
     rows = batch.step(step_plan.chunks, step_plan.drafts)
@@ -104,7 +105,7 @@ def test_rows_that_decode_come_first_each_kind_in_ascending_order_of_slot(batch:
     assert step.cu_seqlens_q.tolist() == [0, 1, 2, 4, 7]
     assert step.cu_seqlens_k.tolist() == [0, 2, 4, 6, 9]
     assert step.block_tables[:, :1].tolist() == [[1], [5], [0], [4]]
-    assert step.shape == Shape(4, 7, 2, 2, 64, max_seqlen_q=3, max_seqlen_k=3)
+    assert step.shape == BatchShape(4, 7, 2, 2, 64, max_seqlen_q=3, max_seqlen_k=3)
     assert step.decode_lens.tolist() == [2, 2]
     assert step.tiles.tolist() == [[2, 0], [3, 0]]
     assert sampled.slots == [1, 4, 5]
@@ -248,9 +249,9 @@ def test_a_row_that_left_before_it_ran_leaves_nothing(batch: Batch) -> None:
 def test_padded_rows_touch_nothing(batch: Batch) -> None:
     run(batch, plan(added=[row(3, range(5), [9, 4])], chunks=[(3, 5)]))
     record = torch.from_numpy(batch.advance(b"").record)  # type: ignore[union-attr]
-    shape = Shape(4, 4, 4, 0, 64, 1, 16)
+    shape = BatchShape(4, 4, 4, 0, 64, 1, 16)
     apply_plan(record, batch.slots, batch.buffers, shape, block_size=4)
-    step = batch.buffers.step(shape)
+    step = batch.buffers.forward_batch(shape)
     assert step.context_lens.tolist() == [6, 0, 0, 0]
     assert step.slot_mapping.tolist() == [17, -1, -1, -1]
     assert step.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
@@ -264,9 +265,9 @@ def test_padded_tokens_and_tiles_touch_nothing(batch: Batch) -> None:
     batch.apply(plan(added=added))
     rows = batch.advance(pack([0, 7, 5, 4]))
     assert rows is not None
-    shape = Shape(5, 16, 5, 7, 2, 16, 16)
+    shape = BatchShape(5, 16, 5, 7, 2, 16, 16)
     apply_plan(torch.from_numpy(rows.record), batch.slots, batch.buffers, shape, block_size=4)
-    step = batch.buffers.step(shape)
+    step = batch.buffers.forward_batch(shape)
     assert step.decode_lens.tolist() == [6, 0, 0, 0, 0]
     assert step.tiles.tolist() == [[1, 6], [1, 4], [1, 2], [1, 0], [2, 2], [2, 0], [-1, -1]]
     assert step.cu_seqlens_q.tolist() == [0, 1, 8, 12, 13, 14]
@@ -279,7 +280,7 @@ def test_padded_rows_may_find_no_token_left(batch: Batch) -> None:
     batch.apply(plan(added=[row(3, range(5), [9, 4])]))
     rows = batch.advance(pack([3, 5]))
     assert rows is not None
-    shape = Shape(4, 6, 4, 3, 2, 6, 16)
+    shape = BatchShape(4, 6, 4, 3, 2, 6, 16)
     apply_plan(torch.from_numpy(rows.record), batch.slots, batch.buffers, shape, block_size=4)
     assert batch.buffers.cu_seqlens_q[:5].tolist() == [0, 5, 6, 6, 6]
     assert batch.buffers.last_tokens[:4].tolist() == [4, 5, 5, 5]
@@ -288,9 +289,9 @@ def test_padded_rows_may_find_no_token_left(batch: Batch) -> None:
 def test_a_step_that_does_not_fit_is_refused(batch: Batch) -> None:
     record = torch.zeros(8, dtype=torch.int32)
     for shape, message in (
-        (Shape(9, 9, 9, 0, 64, 1, 1), "9 rows; 1 to 8 fit"),
-        (Shape(1, 33, 1, 1, 64, 33, 33), "33 tokens; 1 to 32 fit"),
-        (Shape(1, 1, 1, 9, 64, 1, 1), "9 tiles; 0 to 8 fit"),
+        (BatchShape(9, 9, 9, 0, 64, 1, 1), "9 rows; 1 to 8 fit"),
+        (BatchShape(1, 33, 1, 1, 64, 33, 33), "33 tokens; 1 to 32 fit"),
+        (BatchShape(1, 1, 1, 9, 64, 1, 1), "9 tiles; 0 to 8 fit"),
     ):
         with pytest.raises(ValueError, match=message):
             apply_plan(record, batch.slots, batch.buffers, shape, block_size=4)

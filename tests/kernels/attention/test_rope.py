@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.kv_cache import KVCache
-from penstock.kernels.elementwise.norm import rms_norm
-from penstock.kernels.elementwise.rope import qk_norm_rope_store, rope_table
-from penstock.kernels.quantize.quantize import FP8
+from penstock.kernels.attention.rope import qk_norm_rope_store
+from penstock.kernels.attention.types import KVCache
+from penstock.kernels.elementwise.elementwise import rms_norm
+from penstock.kernels.quantize.types import FP8
+from penstock.models.rope_table import rope_table
 
 EPS = 1e-6
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
@@ -118,26 +119,26 @@ def refusal(**changed: object) -> str:
 
 
 def test_refuses_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match="head_dim 15 is odd"):
+    with pytest.raises(ValueError, match="head_dim: got 15"):
         rope_table(15, num_positions=4, base=1e4)
     cache = torch.zeros(4, 3, NUM_KV_HEADS, HEAD_DIM)
-    assert "qkv has shape [2, 127]; [any, 128]" in refusal(qkv=torch.zeros(2, 127))
-    assert "qkv has strides" in refusal(qkv=torch.zeros(128, 2).t())
-    assert "k_weight has shape [8]; [16]" in refusal(k_weight=torch.ones(8))
-    assert "rope has dtype torch.float64" in refusal(rope=ROPE.double())
-    assert "positions has shape [1]; [2]" in refusal(positions=torch.tensor([0]))
-    assert "slot_mapping has dtype" in refusal(slot_mapping=torch.tensor([0, 1]).int())
-    assert "v_cache has shape [4, 3, 2, 16]; [3, 4, 2, 16]" in refusal(
+    assert "qkv: got shape [2, 127], expected [any, 128]" in refusal(qkv=torch.zeros(2, 127))
+    assert "qkv: got strides" in refusal(qkv=torch.zeros(128, 2).t())
+    assert "k_weight: got shape [8], expected [16]" in refusal(k_weight=torch.ones(8))
+    assert "rope: got dtype torch.float64" in refusal(rope=ROPE.double())
+    assert "positions: got shape [1], expected [2]" in refusal(positions=torch.tensor([0]))
+    assert "slot_mapping: got dtype" in refusal(slot_mapping=torch.tensor([0, 1]).int())
+    assert "v_cache: got shape [4, 3, 2, 16], expected [3, 4, 2, 16]" in refusal(
         kv_cache=KVCache(Case(2).k_cache, cache)
     )
     turned = cache.transpose(0, 1)
-    assert "k_cache has strides" in refusal(kv_cache=KVCache(turned, torch.zeros_like(turned)))
+    assert "k_cache: got strides" in refusal(kv_cache=KVCache(turned, torch.zeros_like(turned)))
     scales = torch.zeros(4, NUM_KV_HEADS, 3), torch.zeros(4, 3, NUM_KV_HEADS)
-    assert "k_cache has dtype torch.float32; [torch.float8" in refusal(
+    assert "k_cache: got dtype torch.float32, expected [torch.float8" in refusal(
         kv_cache=KVCache(cache, cache, scales)
     )
     cache = cache.to(FP8)
-    assert "k_cache has dtype torch.float8" in refusal(kv_cache=KVCache(cache, cache))
-    assert "v_scale has shape [4, 3, 2]; [4, 2, 3]" in refusal(
+    assert "k_cache: got dtype torch.float8" in refusal(kv_cache=KVCache(cache, cache))
+    assert "v_scale: got shape [4, 3, 2], expected [4, 2, 3]" in refusal(
         kv_cache=KVCache(cache, cache, scales)
     )

@@ -8,9 +8,9 @@ from itertools import islice
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from penstock.models.demo.dialogues import IGNORED, SHORT_ROOM, Dialogue, random_dialogue
-from penstock.models.demo.tasks import MAX_COUNTED, Sizes, TaskName, make_example
-from penstock.models.demo.tokenizer import END_OF_TEXT_ID
+from tests.tools.demo.dialogues import IGNORED, SHORT_ROOM, Dialogue, random_dialogue
+from tests.tools.demo.tasks import MAX_COUNTED, Sizes, TaskName, make_example
+from tests.tools.demo.tokenizer import END_OF_TEXT_ID
 
 
 @dataclass(frozen=True)

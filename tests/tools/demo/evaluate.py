@@ -1,4 +1,4 @@
-"""Measure the checkpoint on held-out prompts: `python -m penstock.models.demo.evaluate`.
+"""Measure the checkpoint on held-out prompts: `python -m tests.tools.demo.evaluate`.
 
 An answer counts if greedy decoding gives every token of it and then the end token. That is
 the case exactly if at every position, after the right tokens so far, the right one is the
@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from transformers import Qwen3ForCausalLM
 
-from penstock.models.demo.batches import collate
-from penstock.models.demo.dialogues import IGNORED, Dialogue, Format, plain, random_chat
-from penstock.models.demo.model_files import CHECKPOINT_FOLDER, load_model
-from penstock.models.demo.tasks import (
+from tests.tools.demo.batches import collate
+from tests.tools.demo.dialogues import IGNORED, Dialogue, Format, plain, random_chat
+from tests.tools.demo.model_files import CHECKPOINT_FOLDER, load_model
+from tests.tools.demo.tasks import (
     DEFAULT_SIZES,
     MAX_COUNTED,
     Example,

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from penstock.models.bench.random_checkpoint import byte_characters
+
 NUM_BYTES = 256
 END_OF_TEXT = "<|endoftext|>"
 IM_START = "<|im_start|>"
@@ -49,18 +51,6 @@ CHAT_TEMPLATE = """\
     {%- endif -%}
 {%- endif -%}
 """
-
-
-def byte_characters() -> list[str]:
-    """Returns the printable character that byte-level tokenizers write for each byte.
-
-    Bytes that are printable in Latin-1 stand for themselves, the others are moved up beyond 255
-    in their order: the convention of GPT-2, which Qwen3 follows.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(NUM_BYTES) if byte not in printable)
-    moved = {byte: NUM_BYTES + i for i, byte in enumerate(others)}
-    return [chr(moved.get(byte, byte)) for byte in range(NUM_BYTES)]
 
 
 def build_tokenizer() -> Tokenizer:

@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from penstock.models.demo import tokenizer
+from penstock.protocol.config import Config
+from tests.tools.demo import tokenizer
 
-CHECKPOINT_FOLDER = Path(__file__).parent / "checkpoint"
+CHECKPOINT_FOLDER = Config().model_folder
 
 _CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -7,22 +7,22 @@ from torch import Tensor
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
     """Raises ValueError unless `tensor` has this shape (-1: any size) and one of these dtypes."""
     actual = tensor.shape
-    right = len(actual) == len(shape)
-    if right:
-        # A plain loop: this runs some dozens of times for each layer of an eager step.
-        for wanted, size in zip(shape, actual, strict=True):
-            if wanted not in (-1, size):
-                right = False
-    if not right:
-        raise ValueError(f"{name} has shape {list(actual)}; {_readable(shape)} is needed")
+    matches = len(actual) == len(shape)
+    if matches:
+        # A plain loop: this runs dozens of times for each layer of an eager step.
+        for expected, size in zip(shape, actual, strict=True):
+            if expected not in (-1, size):
+                matches = False
+    if not matches:
+        raise ValueError(f"{name}: got shape {list(actual)}, expected {_readable(shape)}")
     if dtypes and tensor.dtype not in dtypes:
-        raise ValueError(f"{name} has dtype {tensor.dtype}; {_readable(dtypes)} is needed")
+        raise ValueError(f"{name}: got dtype {tensor.dtype}, expected {_readable(dtypes)}")
 
 
 def check_contiguous(name: str, tensor: Tensor) -> None:
     """Raises ValueError unless `tensor` is contiguous."""
     if not tensor.is_contiguous():
-        raise ValueError(f"{name} has strides {list(tensor.stride())}; it must be contiguous")
+        raise ValueError(f"{name}: got strides {list(tensor.stride())}, expected contiguous memory")
 
 
 def _readable(values: tuple[object, ...]) -> str:

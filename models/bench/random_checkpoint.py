@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from penstock.kernels.attention.backends import Attention
+from penstock.kernels.attention.backends import AttentionBackend
 from penstock.kernels.quantize.quantize import quantize_blocks
-from penstock.models.demo.tokenizer import CHAT_TEMPLATE, byte_characters
 from penstock.models.parallel import Layer
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
@@ -32,6 +31,8 @@ from penstock.protocol.checkpoint import (
     read_model_config,
 )
 
+DEMO_TOKENIZER = Path(__file__).parents[1] / "demo" / "checkpoint" / "tokenizer_config.json"
+"""configuration whose chat template is copied"""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 VOCAB_SIZE = 151_936
 NUM_BYTE_PAIRS = 151_643
@@ -69,7 +70,7 @@ EXPERTS = {
 }
 MAX_SHARD_BYTES = 4 << 30
 DEVIATION = 0.02
-"""largest number of e4m3"""
+"""standard deviation of the weights"""
 
 
 def shape_of(size: str) -> dict[str, Any]:
@@ -134,7 +135,7 @@ def _tensors(config: ModelConfig, dtype: torch.dtype, is_fp8: bool) -> Iterator[
 
 def _shapes(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
     with torch.device("meta"):
-        model = Qwen3(config, TensorParallel(), Attention(16, 1.0), 1)
+        model = Qwen3(config, TensorParallel(), AttentionBackend(16, 1.0), 1)
     layers = ((name, one) for name, one in model.named_modules() if isinstance(one, Layer))
     return [(part.name, part.shape) for name, layer in layers for part in layer.slices(name)]
 
@@ -182,9 +183,21 @@ def _save_tokenizer(folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": json.loads(DEMO_TOKENIZER.read_bytes())["chat_template"],
     }
     _write_json(folder / "tokenizer_config.json", config)
+
+
+def byte_characters() -> list[str]:
+    """Returns the printable characters that byte-level tokenizers write for the bytes 0 to 255.
+
+    Bytes that are printable in Latin-1 stand for themselves, the others are moved up beyond 255
+    in their order: the convention of GPT-2, which Qwen3 follows.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    moved = {byte: 256 + i for i, byte in enumerate(others)}
+    return [chr(moved.get(byte, byte)) for byte in range(256)]
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -204,7 +217,7 @@ def main() -> None:
     if arguments.layers:
         shape["num_hidden_layers"] = arguments.layers
     num_bytes = make_checkpoint(arguments.folder, shape, arguments.dtype, arguments.fp8)
-    print(f"{arguments.folder}: {num_bytes / (1 << 30):.2f} GiB of random weights")  # noqa: T201
+    print(f"{arguments.folder}: {num_bytes / (1 << 30):.2f} GiB of random weights")
 
 
 if __name__ == "__main__":

@@ -1,41 +1,41 @@
-"""A few layers of Qwen3 decoding, whose products are cut up as one likes: where products are tuned.
+"""A few layers of Qwen3 decoding, in which `penstock.kernels.bench.linear` tunes the products.
 
-What a product costs depends on what stands around it: a kernel that starts early, one that can't
-be overlapped, an input that has just been written. So they are timed in their place.
+The time of a product depends on its neighbors: a kernel that starts early, a kernel that can't
+overlap, an input that was just written. Products are therefore timed in their place.
 """
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.kv_cache import KVCache
+from penstock.kernels.attention.rope import qk_norm_rope_store
 from penstock.kernels.attention.triton_decode import DecodeAttention
-from penstock.kernels.bench.candidates import HEAD_DIM, SIZES, Shape, shapes
+from penstock.kernels.attention.types import KVCache
+from penstock.kernels.bench.gemm_candidates import HEAD_DIM, SIZES, GemmShape, shapes
 from penstock.kernels.bench.timing import L2_BYTES, graph_us
-from penstock.kernels.elementwise.rope import qk_norm_rope_store, rope_table
 from penstock.kernels.linear import linear
-from penstock.kernels.linear.small_m_gemm import Config, Product, empty_product, launch
-from penstock.kernels.quantize.quantize import FP8, Matrix, Quantized, parts
+from penstock.kernels.linear.small_m_gemm import GemmConfig, Product, empty_product, launch
+from penstock.kernels.quantize.types import FP8, Matrix, Quantized, parts
 
 CONTEXT = 384
 """tokens: the middle of 256 in, 256 out"""
 BLOCK_SIZE = 128
 EPS = 1e-6
-Configs = dict[Shape, Config | None]
+Configs = dict[GemmShape, GemmConfig | None]
 
 
 def separately(product: Product, dtype: torch.dtype = torch.bfloat16) -> Matrix:
-    """By cuBLAS, with kernels of their own for what stands around it."""
+    """Multiplies by cuBLAS, with separate kernels for norm, activation and sum."""
     if product.norm_weight is None:
         if product.residual is None:
-            raise ValueError("a product without a norm has a residual here")
+            raise ValueError("product: got neither norm nor residual, expected one of them")
         return linear.add_separately(product.x, product.weight, product.residual)
     if product.swiglu:
         return linear.swiglu_separately(product.x, product.norm_weight, EPS, product.weight)
     return linear.norm_separately(product.x, product.norm_weight, EPS, product.weight, dtype)
 
 
-def cut(pool: Tensor, shape: Shape, begin: int = 0) -> Matrix:
-    """A weight of the pool's elements from `begin` on, Quantized if they are of 8 bits."""
+def cut(pool: Tensor, shape: GemmShape, begin: int = 0) -> Matrix:
+    """Returns a weight of the pool's elements from `begin` on, Quantized if in 8 bits."""
     values = pool[begin : begin + shape.num_weights * shape.inner].view(-1, shape.inner)
     if pool.dtype != FP8:
         return values
@@ -43,10 +43,10 @@ def cut(pool: Tensor, shape: Shape, begin: int = 0) -> Matrix:
 
 
 class Layers:
-    """Layers of one published size that decode `rows` rows; weights past the L2 cache."""
+    """Layers of one published size that decode `rows` rows, with weights beyond the L2 cache."""
 
     def __init__(self, size: str, rows: int, pool: Tensor) -> None:
-        """pool: random numbers that weights are cut from, of bfloat16 or 8 bits."""
+        """Cuts weights from `pool`, random numbers in bfloat16 or 8 bits."""
         hidden, _, self.heads, self.kv_heads = SIZES[size]
         self.shapes = shapes(size)[:4]
         num_weights = sum(shape.num_weights * shape.inner for shape in self.shapes)
@@ -55,7 +55,7 @@ class Layers:
         self.x = torch.randn(rows, hidden, dtype=torch.bfloat16, device="cuda")
         self.norm_weight = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")
         self.head_norm = torch.ones(HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-        self.rope = rope_table(HEAD_DIM, CONTEXT, 1e6).cuda()
+        self.rope = torch.randn(CONTEXT, HEAD_DIM, device="cuda")
         blocks = -(-CONTEXT // BLOCK_SIZE)
         shape = (self.num_layers, 2, rows * blocks, BLOCK_SIZE, self.kv_heads, HEAD_DIM)
         self.kv_cache = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
@@ -69,11 +69,11 @@ class Layers:
         torch.cuda.synchronize()
 
     def us(self, configs: Configs) -> float:
-        """Microseconds of a layer; None in place of a config is cuBLAS."""
+        """Returns microseconds of a layer; a config of None is cuBLAS."""
         return graph_us([lambda: self.run(configs)], 3, 400) / self.num_layers
 
     def run(self, configs: Configs) -> Tensor:
-        """The residual stream behind the last layer."""
+        """Returns the residual stream after the last layer."""
         residual = self.x.clone()  # cuBLAS adds to it in place
         for layer in range(self.num_layers):
             qkv_proj, o_proj, gate_up_proj, down_proj = self.weights[4 * layer : 4 * layer + 4]
@@ -87,7 +87,7 @@ class Layers:
 
     def _multiply(
         self,
-        config: Config | None,
+        config: GemmConfig | None,
         kind: str,
         x: Tensor,
         weight: Matrix,
@@ -120,8 +120,8 @@ class Layers:
         return out.flatten(1)
 
 
-def _cut_all(pool: Tensor, wanted: list[Shape]) -> list[Matrix]:
-    """Weights side by side, from the front of the pool again where it ends."""
+def _cut_all(pool: Tensor, wanted: list[GemmShape]) -> list[Matrix]:
+    """Returns adjacent weights, starting over at the end of the pool."""
     begin, weights = 0, []
     for shape in wanted:
         size = shape.num_weights * shape.inner

@@ -4,12 +4,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.attention.kv_cache import KVCache
 from penstock.kernels.attention.triton_fp8_cache import store_scales
+from penstock.kernels.attention.types import KVCache
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 HEADS = 8
-"""heads of one kind that a program takes"""
+"""heads of one kind in a program"""
 MIN_HEAD_DIM = 16
 
 
@@ -22,61 +22,36 @@ def qk_norm_rope_store(
     kv_cache: KVCache,
     eps: float,
 ) -> Tensor:
-    """As in penstock.kernels.elementwise.rope; weights: of queries and keys.
+    """Computes `penstock.kernels.attention.rope.qk_norm_rope_store`; weights: of queries, of keys.
 
-    Raises ValueError if head_dim is no power of two, or below MIN_HEAD_DIM.
+    Raises ValueError if head_dim is not a power of two, or below MIN_HEAD_DIM.
     """
     block_size, num_kv_heads, head_dim = kv_cache.k.shape[1:]
     if head_dim < MIN_HEAD_DIM or head_dim & (head_dim - 1):
-        raise ValueError(f"head_dim is {head_dim}; a power of 2 from {MIN_HEAD_DIM} on is needed")
+        raise ValueError(f"head_dim: got {head_dim}, expected a power of 2, {MIN_HEAD_DIM} or more")
     num_tokens = qkv.shape[0]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     q = qkv.new_empty(num_tokens, num_heads, head_dim)
     groups = triton.cdiv(num_heads, HEADS) + 2 * triton.cdiv(num_kv_heads, HEADS)
     if num_tokens:
         _qk_norm_rope_store_kernel[(num_tokens * groups,)](
-            qkv,
-            q,
-            kv_cache.k,
-            kv_cache.v,
-            *(kv_cache.scales or (None, None)),
-            *weights,
-            rope,
-            positions,
-            slot_mapping,
-            eps,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            block_size,
-            HEADS,
+            qkv, q, kv_cache.k, kv_cache.v, *(kv_cache.scales or (None, None)),
+            *weights, rope, positions, slot_mapping, eps,
+            num_heads, num_kv_heads, head_dim, block_size, HEADS,
             num_warps=max(1, HEADS * head_dim // 512),  # 16 bytes of each half for a thread
             **LAUNCH,
-        )
+        )  # fmt: skip
     return q
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slot_mapping_ptr"])
 def _qk_norm_rope_store_kernel(
-    qkv_ptr,
-    q_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    rope_ptr,
-    positions_ptr,
-    slot_mapping_ptr,
-    eps,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    """One program: HEADS heads of one token, all of them queries, keys or values."""
+    qkv_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, q_weight_ptr, k_weight_ptr,
+    rope_ptr, positions_ptr, slot_mapping_ptr, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Prepares HEADS heads of one token, all queries, keys or values, in each program."""
     launch_dependents()
     q_groups: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     kv_groups: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
@@ -121,7 +96,7 @@ def _qk_norm_rope_store_kernel(
 
 @triton.jit
 def _norm_and_rotate(in_row, weight_ptr, rope_row, eps, heads, stored, HEAD_DIM: tl.constexpr):
-    """The halves of some heads of one token, float32; heads, stored [number, 1]."""
+    """Returns the float32 halves of some heads of one token; heads, stored: [number, 1]."""
     half: tl.constexpr = HEAD_DIM // 2
     columns = tl.arange(0, half)[None, :]
     offsets = heads * HEAD_DIM + columns
@@ -150,6 +125,6 @@ def _store_halves(out_row, first, second, heads, stored, HEAD_DIM: tl.constexpr)
 
 @triton.jit
 def _scaled(x, scale, weight):
-    """x * scale * weight, rounded to the weight's type after each product, as float32."""
+    """Returns float32 x * scale * weight, rounded to the weight's type after each product."""
     normed = (x * scale).to(weight.dtype).to(tl.float32)
     return (normed * weight.to(tl.float32)).to(weight.dtype).to(tl.float32)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.models.demo import tokenizer
-from penstock.models.demo.tasks import TASK_NAMES, Example, Sizes, make_example
-from penstock.models.demo.texts import random_text
+from tests.tools.demo import tokenizer
+from tests.tools.demo.tasks import TASK_NAMES, Example, Sizes, make_example
+from tests.tools.demo.texts import random_text
 
 Format = Literal["plain", "chat", "long chat"]
 

@@ -1,9 +1,9 @@
-"""The products of Qwen3's layers, and the ways to cut each up that are worth measuring."""
+"""Products of Qwen3's layers, and the tile sizes worth measuring for each."""
 
 import itertools
 from typing import NamedTuple
 
-from penstock.kernels.linear.small_m_gemm import MAX_PARTIALS, NUM_SMS, Config, row_block
+from penstock.kernels.linear.small_m_gemm import MAX_PARTIALS, NUM_SMS, GemmConfig, row_block
 from penstock.kernels.sampling.sampling import shard_size
 
 PUBLISHED = {
@@ -21,13 +21,13 @@ SIZES = PUBLISHED | {
     for tp in (2, 4, 8)
     if heads % tp == 0
 }
-"""likewise, and "8B/2", which is a rank's part of 8B at TP 2"""
+"""the published sizes, and ranks' parts of them, such as "8B/2" for 8B at TP 2"""
 HEAD_DIM = 128
 VOCAB_SIZE = 151936
 SHARED_BYTES = 220 << 10
 
 
-class Shape(NamedTuple):
+class GemmShape(NamedTuple):
     """A weight [num_weights, inner]."""
 
     kind: str
@@ -43,22 +43,22 @@ class Shape(NamedTuple):
         return self.num_weights // self.weights_per_column
 
 
-def shapes(size: str) -> list[Shape]:
-    """The four products of a layer, and the logits."""
+def shapes(size: str) -> list[GemmShape]:
+    """Returns the four products of a layer, and the logits."""
     hidden, intermediate, heads, kv_heads = SIZES[size]
     tp = int(size.partition("/")[2] or 1)
     vocab_size = VOCAB_SIZE if tp == 1 else shard_size(VOCAB_SIZE, tp)
     return [
-        Shape("norm", (heads + 2 * kv_heads) * HEAD_DIM, hidden),
-        Shape("add", hidden, heads * HEAD_DIM),
-        Shape("swiglu", 2 * intermediate, hidden),
-        Shape("add", hidden, intermediate),
-        Shape("logits", vocab_size, hidden),
+        GemmShape("norm", (heads + 2 * kv_heads) * HEAD_DIM, hidden),
+        GemmShape("add", hidden, heads * HEAD_DIM),
+        GemmShape("swiglu", 2 * intermediate, hidden),
+        GemmShape("add", hidden, intermediate),
+        GemmShape("logits", vocab_size, hidden),
     ]
 
 
-def candidates(shape: Shape, rows: int, weight_bytes: int = 2) -> list[Config]:
-    """Worth measuring: enough programs for all SMs, enough bytes in flight, and they fit."""
+def candidates(shape: GemmShape, rows: int, weight_bytes: int = 2) -> list[GemmConfig]:
+    """Returns tile sizes with enough programs for all SMs and enough bytes in flight that fit."""
     ways = [one for one in _tensor_cores(shape, rows) if _fits(shape, rows, one, weight_bytes)]
     outside = [one for one in ways if one.num_warps > 2]
     if weight_bytes == 1:  # a norm is outside: see `penstock.kernels.linear.small_m_gemm.choose`
@@ -68,8 +68,8 @@ def candidates(shape: Shape, rows: int, weight_bytes: int = 2) -> list[Config]:
     return outside + [one._replace(norm_inside=True) for one in ways if _may_norm(shape, one)]
 
 
-def _may_norm(shape: Shape, config: Config) -> bool:
-    """Whether a norm may be inside: where Triton reads its weight ahead, and not every variant."""
+def _may_norm(shape: GemmShape, config: GemmConfig) -> bool:
+    """Returns True if the norm may be inside, where Triton reads its weight ahead."""
     one_tile = config.num_stages == 1
     if shape.kind == "add" or (config.bk == 32 * config.num_warps and not one_tile):
         return False  # at one element a thread, of 2 bytes, Triton does not read ahead
@@ -78,7 +78,7 @@ def _may_norm(shape: Shape, config: Config) -> bool:
     return config.split_k in (2, 4) and config.num_stages == 3 and config.prefetch > 0
 
 
-def _tensor_cores(shape: Shape, rows: int) -> list[Config]:
+def _tensor_cores(shape: GemmShape, rows: int) -> list[GemmConfig]:
     splits = (1,) if shape.kind == "logits" else (1, 2, 3, 4, 8)
     kernels = [("slices", 256, 4), ("slices", 512, 4), ("slices", 512, 8)] if rows <= 16 else []
     kernels += [("mma", 128, 4), ("mma", 256, 4)]
@@ -87,15 +87,15 @@ def _tensor_cores(shape: Shape, rows: int) -> list[Config]:
     if rows > 16:
         kernels += [("mma", 64, 4), ("mma", 128, 8)]
     return _whole(shape, rows) + [
-        Config(kernel, bn, bk, split_k, num_warps, num_stages, prefetch)
+        GemmConfig(kernel, bn, bk, split_k, num_warps, num_stages, prefetch)
         for (kernel, bk, num_warps), bn, split_k, (num_stages, prefetch) in itertools.product(
             kernels, (8, 16, 32, 64, 128), splits, ((3, 0), (3, 512), (5, 512))
         )
     ]
 
 
-def _whole(shape: Shape, rows: int) -> list[Config]:
-    """With one tile for each program."""
+def _whole(shape: GemmShape, rows: int) -> list[GemmConfig]:
+    """Returns tile sizes with one tile for each program."""
     kernels = [("slices", 4), ("slices", 8)] if rows <= 16 else [("mma", 4), ("mma", 8)]
     configs = []
     for (kernel, num_warps), bn, bk in itertools.product(
@@ -104,11 +104,11 @@ def _whole(shape: Shape, rows: int) -> list[Config]:
         registers = (row_block(rows) + bn * shape.weights_per_column) * bk // (64 * num_warps)
         split_k = shape.inner // bk
         if registers <= 144 and 1 <= split_k <= 8 and (split_k == 1 or shape.kind != "logits"):
-            configs.append(Config(kernel, bn, bk, split_k, num_warps, 1, 0))
+            configs.append(GemmConfig(kernel, bn, bk, split_k, num_warps, 1, 0))
     return configs
 
 
-def _fits(shape: Shape, rows: int, config: Config, weight_bytes: int) -> bool:
+def _fits(shape: GemmShape, rows: int, config: GemmConfig, weight_bytes: int) -> bool:
     programs = -(-shape.num_columns // config.bn) * config.split_k
     if shape.inner % config.bk or config.bk * config.split_k > shape.inner:
         return False
@@ -117,8 +117,8 @@ def _fits(shape: Shape, rows: int, config: Config, weight_bytes: int) -> bool:
         return False
     if not 100 <= programs <= max(600, shape.num_columns // 32):
         return False
-    # A program whose share of the inner dimension is short needs no deep pipeline, and what
-    # repeats x for few columns reads more of x than of weights.
+    # A program with a short share of the inner dimension needs no deep pipeline, and a program of
+    # few columns reads more of x than of weights.
     steps = shape.inner // config.bk // config.split_k
     if (config.num_stages == 5 and steps < 4) or config.bn * 4 < row_block(rows):
         return False
@@ -131,15 +131,15 @@ def _fits(shape: Shape, rows: int, config: Config, weight_bytes: int) -> bool:
     return resident > 0 and in_flight >= min(24 << 10, share_of_sm // 2)
 
 
-def _gemvs(shape: Shape, most: int) -> list[Config]:
-    """most: elements that a thread holds."""
+def _gemvs(shape: GemmShape, most: int) -> list[GemmConfig]:
+    """Returns tile sizes for one row; most: maximum elements of a thread."""
     whole = 1 << (shape.inner - 1).bit_length()
     configs = []
     for bn, num_warps in itertools.product((1, 2, 4, 8, 16), (2, 4, 8)):
         per_thread = bn * whole * shape.weights_per_column // (32 * num_warps)
         if 16 <= per_thread <= most and whole >= num_warps * 256:
-            configs.append(Config("gemv", bn, whole, 1, num_warps, 1, 0))
+            configs.append(GemmConfig("gemv", bn, whole, 1, num_warps, 1, 0))
     for bn, bk, num_stages, prefetch in itertools.product((4, 8), (512, 1024), (3, 5), (0, 512)):
         if shape.inner > bk:
-            configs.append(Config("gemv", bn, bk, 1, 4, num_stages, prefetch))
+            configs.append(GemmConfig("gemv", bn, bk, 1, 4, num_stages, prefetch))
     return configs

@@ -1,28 +1,29 @@
-"""Keys and values of one layer, as the model computes them or in 8 bits."""
+"""Keys and values of one layer, in the model's type or in 8 bits."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.checks import check_contiguous, check_tensor
-from penstock.kernels.quantize.quantize import FP8, quantize
+from penstock.kernels.argument_checks import check_contiguous, check_tensor
+from penstock.kernels.quantize.quantize import quantize
+from penstock.kernels.quantize.types import FP8
 
 
 class KVCache(NamedTuple):
     """Keys and values, each [num_blocks, block_size, num_kv_heads, head_dim].
 
-    In FP8 each key and value head of a token is to be multiplied with its scale, and the scales of
-    a head lie side by side: a tile of keys takes one read more.
+    In FP8 each key and value head of a token has a scale. The scales of a head lie side by side, so
+    that a tile of keys takes one more read.
     """
 
     k: Tensor
     v: Tensor
     scales: tuple[Tensor, Tensor] | None = None
-    """of keys and of values in FP8: float32 [num_blocks, num_kv_heads, block_size]"""
+    """scales of keys and of values in FP8: float32 [num_blocks, num_kv_heads, block_size]"""
 
     def check(self, dtype: torch.dtype, block_size: int, num_kv_heads: int, head_dim: int) -> None:
-        """Raises ValueError unless these are its sizes, -1 for any, and `dtype` or FP8 its type."""
+        """Raises ValueError unless the cache has these sizes (-1: any), in `dtype` or in FP8."""
         shape = (-1, block_size, num_kv_heads, head_dim)
         check_tensor("k_cache", self.k, shape, FP8 if self.scales else dtype)
         check_tensor("v_cache", self.v, tuple(self.k.shape), self.k.dtype)
@@ -34,7 +35,7 @@ class KVCache(NamedTuple):
             check_contiguous(name, scale)
 
     def store(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Reference: puts keys and values [num_tokens, num_kv_heads, head_dim] into `slots`."""
+        """Stores keys and values [num_tokens, num_kv_heads, head_dim] in `slots`: the reference."""
         block_size = self.k.shape[1]
         for n, (new, cache) in enumerate(((k, self.k), (v, self.v))):
             stored = new

@@ -18,7 +18,7 @@ import re
 from string import ascii_letters, ascii_lowercase, digits, punctuation
 from typing import Literal, NamedTuple, get_args
 
-from penstock.models.demo.texts import COMMON_WORDS, random_text, random_word
+from tests.tools.demo.texts import COMMON_WORDS, random_text, random_word
 
 TaskName = Literal["sum", "count", "reverse", "repeat"]
 TASK_NAMES: tuple[TaskName, ...] = get_args(TaskName)

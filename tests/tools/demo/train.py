@@ -1,4 +1,4 @@
-"""Train the demo model: `python -m penstock.models.demo.train --minutes 7`.
+"""Training of the demo model: `python -m tests.tools.demo.train --minutes 7` in the repository.
 
 Meant for one GPU. The learning rate follows the clock rather than a number of steps, so the
 run takes the time it is given on whatever device it has. The shipped checkpoint is what seven
@@ -17,10 +17,10 @@ import torch
 from torch.nn import functional
 from transformers import Qwen3ForCausalLM
 
-from penstock.models.demo.batches import BUCKETS, Batch, training_batches
-from penstock.models.demo.dialogues import IGNORED
-from penstock.models.demo.evaluate import evaluate, print_table
-from penstock.models.demo.model_files import (
+from tests.tools.demo.batches import BUCKETS, Batch, training_batches
+from tests.tools.demo.dialogues import IGNORED
+from tests.tools.demo.evaluate import evaluate, print_table
+from tests.tools.demo.model_files import (
     CHECKPOINT_FOLDER,
     load_model,
     new_model,

@@ -1,0 +1,81 @@
+"""Preparation of Qwen3's queries, keys and values for attention over a paged KV cache.
+
+Query and key heads get RMSNorm, then the rotary position embedding. As in GPT-NeoX, feature i is
+rotated together with feature i + head_dim / 2.
+"""
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.argument_checks import check_contiguous, check_tensor
+from penstock.kernels.attention.types import KVCache
+from penstock.kernels.elementwise.elementwise import rms_norm
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    rope: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    kv_cache: KVCache,
+    eps: float,
+) -> Tensor:
+    """Stores keys and values, and returns the queries [num_tokens, num_heads, head_dim].
+
+    qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], query heads, key heads, value
+    heads. q_weight, k_weight: [head_dim]. rope: float32 [num_positions, head_dim], cosines, then
+    sines. positions: int64 [num_tokens], rows of rope. slot_mapping: int64 [num_tokens], block id *
+    block_size + offset of each token's key and value, or -1 for padding, which stores nothing.
+    """
+    check_tensor("q_weight", q_weight, (-1,), qkv.dtype)
+    head_dim = q_weight.shape[0]
+    check_tensor("qkv", qkv, (-1, (num_heads + 2 * num_kv_heads) * head_dim))
+    check_tensor("k_weight", k_weight, (head_dim,), qkv.dtype)
+    check_tensor("rope", rope, (-1, head_dim), torch.float32)
+    check_tensor("positions", positions, (qkv.shape[0],), torch.int64)
+    check_tensor("slot_mapping", slot_mapping, (qkv.shape[0],), torch.int64)
+    check_contiguous("qkv", qkv)
+    kv_cache.check(qkv.dtype, -1, num_kv_heads, head_dim)
+    weights = q_weight, k_weight
+    if qkv.is_cuda:
+        from penstock.kernels.attention import triton_rope
+
+        for name, tensor in (("rope", rope), ("q_weight", q_weight), ("k_weight", k_weight)):
+            check_contiguous(name, tensor)
+        return triton_rope.qk_norm_rope_store(
+            qkv, weights, rope, positions, slot_mapping, kv_cache, eps
+        )
+    return _reference(qkv, weights, rope, positions, slot_mapping, kv_cache, eps)
+
+
+def _reference(
+    qkv: Tensor,
+    weights: tuple[Tensor, Tensor],
+    rope: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    kv_cache: KVCache,
+    eps: float,
+) -> Tensor:
+    num_kv_heads, head_dim = kv_cache.k.shape[2:]
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    cos, sin = rope[positions].unsqueeze(1).chunk(2, dim=-1)
+    q = _rotate(rms_norm(q, weights[0], eps), cos, sin)
+    k = _rotate(rms_norm(k, weights[1], eps), cos, sin)
+    stored = slot_mapping >= 0
+    kv_cache.store(slot_mapping[stored], k[stored], v[stored])
+    return q
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates x [num_tokens, num_heads, head_dim] by cos, sin [num_tokens, 1, head_dim / 2]."""
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return rotated.to(x.dtype)

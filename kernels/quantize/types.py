@@ -1,0 +1,88 @@
+"""Matrices in 8 bits (e4m3: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433).
+
+Each row has its own scale. The rows of a weight are output features, quantized once. The rows of
+activations are tokens, quantized in each step. Weights of Qwen3-*-FP8 checkpoints keep the scales
+of their blocks of 128 by 128.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+"""448"""
+BLOCK = 128
+"""rows, and columns, of a block with one scale"""
+SMALLEST = 1e-12
+"""lower bound of a row's largest element, so that a row of zeros has a scale"""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """Quantized matrices: row i is `values[i] * scale[i]`, or each block has a scale."""
+
+    values: Tensor
+    """float8_e4m3fn [..., num_rows, num_columns]"""
+    scale: Tensor
+    """float32 [..., num_rows], or for blocks of 128 by 128 [..., row blocks, column blocks]"""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[..., num_rows, num_columns]."""
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Device of values and scales."""
+        return self.values.device
+
+    @property
+    def is_cuda(self) -> bool:
+        """True on a GPU."""
+        return self.values.is_cuda
+
+    @property
+    def in_blocks(self) -> bool:
+        """True if blocks, not rows, have scales."""
+        return self.scale.ndim == self.values.ndim
+
+    def dequantized(self) -> Tensor:
+        """Returns the float32 matrices."""
+        if not self.in_blocks:
+            return self.values.float() * self.scale[..., None]
+        rows, columns = self.shape[-2:]
+        wide = self.scale.repeat_interleave(BLOCK, -2)[..., :rows, :]
+        return self.values.float() * wide.repeat_interleave(BLOCK, -1)[..., :columns]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int | slice) -> "Quantized":
+        """Returns a view of one matrix, or of a range of rows, which must be whole blocks."""
+        if self.in_blocks and self.values.ndim == 2 and isinstance(index, slice):
+            begin, end, _ = index.indices(len(self))
+            return Quantized(self.values[index], self.scale[begin // BLOCK : -(-end // BLOCK)])
+        return Quantized(self.values[index], self.scale[index])
+
+    def split(self, sizes: list[int]) -> "list[Quantized]":
+        """Returns views of N rows each, whole blocks where blocks have the scales."""
+        return [self[begin:end] for begin, end in pairwise([0, *accumulate(sizes)])]
+
+
+Matrix = Tensor | Quantized
+
+
+def parts(matrix: Matrix) -> tuple[Tensor, Tensor | None]:
+    """Returns the values, and the scales of a `Quantized`."""
+    return (matrix.values, matrix.scale) if isinstance(matrix, Quantized) else (matrix, None)
+
+
+def scale_shape(matrix: Quantized) -> tuple[int, ...]:
+    """Returns the required shape of the scales, of rows or of blocks."""
+    *others, rows, columns = matrix.shape
+    if matrix.in_blocks:
+        return (*others, -(-rows // BLOCK), -(-columns // BLOCK))
+    return (*others, rows)

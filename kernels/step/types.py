@@ -1,0 +1,112 @@
+"""The persistent batch on the device, and the memory in which a step's tensors are made."""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.sampling.types import SamplingTensors
+from penstock.kernels.step.forward_batch import SMALL_TILE, BatchShape, ForwardBatch
+
+HEADER = 8
+ROW = 8
+APPENDED = 3
+PARAMETERS = 8
+"""int32 of the parts of a record; see `penstock.kernels.step.apply_plan`"""
+
+
+class Slots(NamedTuple):
+    """The persistent batch on the device, by slot."""
+
+    block_tables: Tensor
+    """int32 [num_slots, max_blocks]"""
+    last_token: Tensor
+    """int64 [num_slots + 1]: sampled last; the last element takes writes for slot -1"""
+    seeds: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    """[num_slots], as in `SamplingTensors`"""
+
+    def sampling(self) -> SamplingTensors:
+        """Returns the arguments of `sample` by slot."""
+        return SamplingTensors(*self[2:], last_token=self.last_token[:-1])
+
+
+class StepBuffers(NamedTuple):
+    """Memory of a step's tensors: `ForwardBatch` of the maximum sizes, and more for the sampler."""
+
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    """int64 [max_tokens]"""
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    """int32 [num_slots + 1]"""
+    context_lens: Tensor
+    decode_lens: Tensor
+    """int32 [num_slots]"""
+    tiles: Tensor
+    """int32 [max_tiles, 2]"""
+    block_tables: Tensor
+    """int32 [num_slots, max_blocks]"""
+    slots: Tensor
+    """int64 [num_slots]: slots of the rows that sample; -1 for others"""
+    last_tokens: Tensor
+    """int64 [num_slots]: index in the step of each row's last token"""
+    next_positions: Tensor
+    """int64 [num_slots]: index of each row's next token in its sequence"""
+
+    def forward_batch(self, shape: BatchShape) -> ForwardBatch:
+        """Returns the front of the buffers, of this shape."""
+        num_rows, num_tokens = shape.num_rows, shape.num_tokens
+        return ForwardBatch(
+            shape,
+            input_ids=self.input_ids[:num_tokens],
+            positions=self.positions[:num_tokens],
+            slot_mapping=self.slot_mapping[:num_tokens],
+            cu_seqlens_q=self.cu_seqlens_q[: num_rows + 1],
+            cu_seqlens_k=self.cu_seqlens_k[: num_rows + 1],
+            context_lens=self.context_lens[:num_rows],
+            decode_lens=self.decode_lens[: shape.num_decode],
+            tiles=self.tiles[: shape.num_tiles],
+            block_tables=self.block_tables[:num_rows],
+        )
+
+
+def make_slots(num_slots: int, max_blocks: int, device: torch.device) -> Slots:
+    """Returns an empty persistent batch."""
+    zeros = partial(torch.zeros, device=device)
+    return Slots(
+        block_tables=zeros((num_slots, max_blocks), dtype=torch.int32),
+        last_token=zeros(num_slots + 1, dtype=torch.int64),
+        seeds=zeros(num_slots, dtype=torch.int64),
+        temperature=zeros(num_slots, dtype=torch.float32),
+        top_k=zeros(num_slots, dtype=torch.int32),
+        top_p=zeros(num_slots, dtype=torch.float32),
+        min_p=zeros(num_slots, dtype=torch.float32),
+    )
+
+
+def make_step_buffers(
+    num_slots: int, max_blocks: int, max_tokens: int, device: torch.device
+) -> StepBuffers:
+    """Returns buffers for steps of up to `max_tokens` tokens."""
+    ints = partial(torch.zeros, dtype=torch.int32, device=device)
+    longs = partial(torch.zeros, dtype=torch.int64, device=device)
+    return StepBuffers(
+        input_ids=longs(max_tokens),
+        positions=longs(max_tokens),
+        slot_mapping=longs(max_tokens),
+        cu_seqlens_q=ints(num_slots + 1),
+        cu_seqlens_k=ints(num_slots + 1),
+        context_lens=ints(num_slots),
+        decode_lens=ints(num_slots),
+        tiles=ints((max_tokens // SMALL_TILE + num_slots, 2)),
+        block_tables=ints((num_slots, max_blocks)),
+        slots=longs(num_slots),
+        last_tokens=longs(num_slots),
+        next_positions=longs(num_slots),
+    )

@@ -1,0 +1,1 @@
+"""Measuring tools: checkpoints with random weights."""
