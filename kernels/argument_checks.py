@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-    """Raises ValueError unless `tensor` has this shape (-1: any size) and one of these dtypes."""
+    """Raise ValueError unless `tensor` has this shape (-1: any size) and one of these dtypes."""
     actual = tensor.shape
     matches = len(actual) == len(shape)
     if matches:
@@ -20,7 +20,7 @@ def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: tor
 
 
 def check_contiguous(name: str, tensor: Tensor) -> None:
-    """Raises ValueError unless `tensor` is contiguous."""
+    """Raise ValueError unless `tensor` is contiguous."""
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: got strides {list(tensor.stride())}, expected contiguous memory")
 

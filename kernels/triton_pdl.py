@@ -30,6 +30,6 @@ def launch_dependents():
 
 @triton.jit
 def wait():
-    """Waits for the results of all earlier kernels."""
+    """Wait for the results of all earlier kernels."""
     if PDL:
         gdc_wait()

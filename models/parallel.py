@@ -147,7 +147,7 @@ class ParallelLMHead(Layer):
         return norm_linear(hidden_states, norm.weight, norm.eps, self.weight, torch.float32, out)
 
     def join(self, logits: Tensor) -> Tensor | None:
-        """Joins all ranks' `logits` on rank 0: [num_rows, vocab_size]; None on the others."""
+        """Join all ranks' `logits` on rank 0: [num_rows, vocab_size]; None on the others."""
         joined = self.tp.gather(logits)
         return None if joined is None else joined[:, : self.vocab_size]
 
@@ -194,7 +194,7 @@ class RMSNorm(Layer):
 
 
 def kept(fp8: Fp8, *sizes: int) -> Fp8:
-    """Returns what has scales in a weight cut into parts of these sizes, or put together of them.
+    """Return what has scales in a weight cut into parts of these sizes, or put together of them.
 
     Blocks keep theirs where each part has whole ones; elsewhere rows get scales of their own.
     """
@@ -202,7 +202,7 @@ def kept(fp8: Fp8, *sizes: int) -> Fp8:
 
 
 def add_weight(layer: Layer, *shape: int, fp8: Fp8) -> None:
-    """Makes `layer.weight`, [..., out_features, in_features]; fp8: what has scales, if anything."""
+    """Make `layer.weight`, [..., out_features, in_features]; fp8: what has scales, if anything."""
     if not fp8:
         layer.weight = parameter(*shape)
         return

@@ -13,7 +13,7 @@ from penstock.protocol.rope import Yarn
 
 
 def rope_table(head_dim: int, num_positions: int, base: float, yarn: Yarn | None = None) -> Tensor:
-    """Returns cosines, then sines, of every position: float32 [num_positions, head_dim]."""
+    """Return cosines, then sines, of every position: float32 [num_positions, head_dim]."""
     if head_dim % 2:
         raise ValueError(f"head_dim: got {head_dim}, expected an even number; RoPE rotates pairs")
     wavelengths = base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
@@ -27,10 +27,10 @@ def rope_table(head_dim: int, num_positions: int, base: float, yarn: Yarn | None
 
 
 def _kept_share(head_dim: int, base: float, yarn: Yarn) -> Tensor:
-    """Returns the share of each frequency that YaRN keeps: 1 if high, then a ramp to 0."""
+    """Return the share of each frequency that YaRN keeps: 1 if high, then a ramp to 0."""
 
     def feature(turns: float) -> float:
-        """Returns the feature that turns this often in the original positions."""
+        """Return the feature that turns this often in the original positions."""
         wavelength = yarn.original_positions / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(base))
 

@@ -57,7 +57,7 @@ class TensorParallel:
         device: torch.device = CPU,
         spans_nodes: bool = False,
     ) -> "TensorParallel":
-        """Waits for the other ranks at `rendezvous`, tcp://host:port. Raises GroupError."""
+        """Wait for the other ranks at `rendezvous`, tcp://host:port. Raises GroupError."""
         group = cls(rank, size, device, spans_nodes)
         if size > 1:
             backend, device_id = ("nccl", device) if group.on_gpus else ("gloo", None)
@@ -77,7 +77,7 @@ class TensorParallel:
         return self.size > 1 and self.device.type == "cuda"
 
     def have_peer_access(self) -> bool:
-        """Reports whether every two GPUs of this node's ranks reach each other's memory.
+        """Report whether every two GPUs of this node's ranks reach each other's memory.
 
         To be called by all ranks alike, which get the same answer. Raises GroupError.
         """
@@ -101,7 +101,7 @@ class TensorParallel:
         return self.on_gpus and not self.spans_nodes
 
     def reserve(self, num_elements: int, dtype: torch.dtype) -> None:
-        """Makes room for what `empty` gives out, of at most so many elements. Raises GroupError."""
+        """Make room for what `empty` gives out, of at most so many elements. Raises GroupError."""
         if not self.shares_memory:
             return
         from penstock.kernels.collectives.triton_all_reduce import (  # Triton: GPUs only

@@ -37,7 +37,7 @@ class _Index(msgspec.Struct):
 
 
 def load_weights(model: nn.Module, folder: Path, on_progress: Callable[[], None]) -> None:
-    """Fills the weight of every `Layer` in `model`, converting to its dtype.
+    """Fill the weight of every `Layer` in `model`, converting to its dtype.
 
     Calls `on_progress` after each tensor. Raises ModelError for a tensor that is missing, unknown
     or of another shape, and for a file that can't be read.
@@ -107,7 +107,7 @@ def _read_scales(files: dict[str, Path]) -> dict[str, Tensor]:
 
 
 def _read(path: Path, parts: list[Slice], scales: dict[str, Tensor]) -> Iterator[str]:
-    """Reads slices of one file into their targets and yields the names of the tensors."""
+    """Read slices of one file into their targets and yields the names of the tensors."""
     try:
         with safe_open(path, framework="pt") as file:
             for part in parts:
@@ -130,7 +130,7 @@ def _read(path: Path, parts: list[Slice], scales: dict[str, Tensor]) -> Iterator
 
 
 def _copy_in_blocks(tensor: Tensor, part: Slice, scales: dict[str, Tensor], path: Path) -> None:
-    """Copies the slice of a weight as it is, where whole blocks go into blocks; else by float32."""
+    """Copy the slice of a weight as it is, where whole blocks go into blocks; else by float32."""
     scale = scales.get(f"{part.name}{SCALES}")
     num_blocks = [-(-size // BLOCK) for size in part.shape]
     if scale is None or list(scale.shape) != num_blocks:

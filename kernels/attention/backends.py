@@ -38,10 +38,10 @@ class AttentionBackend:
         self.scale = scale
 
     def begin(self, batch: ForwardBatch) -> None:
-        """Prepares a step, before its layers."""
+        """Prepare a step, before its layers."""
 
     def __call__(self, q: Tensor, kv_cache: KVCache, batch: ForwardBatch) -> Tensor:
-        """Computes `attend` for the tokens of the step, whose KV is stored."""
+        """Compute `attend` for the tokens of the step, whose KV is stored."""
         return attend(
             q,
             kv_cache,
@@ -71,7 +71,7 @@ class GpuAttentionBackend(AttentionBackend):
             self._decode.plan(batch.decode_lens)
 
     def __call__(self, q: Tensor, kv_cache: KVCache, batch: ForwardBatch) -> Tensor:
-        """Computes `attend`."""
+        """Compute `attend`."""
         num_decode = batch.shape.num_decode
         out = torch.empty_like(q)
         if batch.shape.num_tiles:
@@ -92,7 +92,7 @@ class FlashDecode:
     """Decode attention of flash-attn, whose split follows from the shapes."""
 
     def plan(self, context_lens: Tensor) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def __call__(
         self,
@@ -104,7 +104,7 @@ class FlashDecode:
         scale: float,
         out: Tensor,
     ) -> None:
-        """Computes `penstock.kernels.attention.triton_decode.DecodeAttention`."""
+        """Compute `penstock.kernels.attention.triton_decode.DecodeAttention`."""
         from flash_attn import flash_attn_with_kvcache
 
         attended = flash_attn_with_kvcache(
@@ -122,7 +122,7 @@ class FlashDecode:
 def flash_prefill(
     q: Tensor, kv_cache: KVCache, batch: ForwardBatch, scale: float, out: Tensor
 ) -> None:
-    """Writes flash-attn's result for the rows that prefill into `out`."""
+    """Write flash-attn's result for the rows that prefill into `out`."""
     from flash_attn import flash_attn_varlen_func
 
     shape, first = batch.shape, batch.shape.num_decode
@@ -145,7 +145,7 @@ def flash_prefill(
 def triton_prefill(
     q: Tensor, kv_cache: KVCache, batch: ForwardBatch, scale: float, out: Tensor
 ) -> None:
-    """Writes the Triton kernel's result for the rows that prefill into `out`."""
+    """Write the Triton kernel's result for the rows that prefill into `out`."""
     from penstock.kernels.attention.triton_prefill import prefill_attention
 
     prefill_attention(
@@ -172,7 +172,7 @@ def choose_attention(
     device: torch.device,
     kv_cache_dtype: str = "auto",
 ) -> AttentionBackend:
-    """Returns the backend `name` (auto, triton, flash-attn or torch).
+    """Return the backend `name` (auto, triton, flash-attn or torch).
 
     block_size: tokens of a KV block, 0: backend default. kv_cache_dtype: auto or fp8. Raises
     ValueError if the backend is not available for these arguments.

@@ -36,7 +36,7 @@ def attend(
     block_tables: Tensor,
     scale: float,
 ) -> Tensor:
-    """Computes the attention of the tokens of a step, [num_tokens, num_heads, head_dim].
+    """Compute the attention of the tokens of a step, [num_tokens, num_heads, head_dim].
 
     q: [num_tokens, num_heads, head_dim]; the tokens of sequence i are cu_seqlens_q[i] to
     cu_seqlens_q[i + 1], the last tokens of the sequence (causal, aligned at the bottom right).
@@ -105,7 +105,7 @@ class _Tiles:
     """
 
     def __init__(self, cache: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
-        """Prepares a buffer; scale: of a cache in FP8; dtype: of the tiles."""
+        """Prepare a buffer; scale: of a cache in FP8; dtype: of the tiles."""
         num_blocks, block_size, num_kv_heads, head_dim = cache.shape
         self._piece = math.gcd(block_size, KEY_TILE)
         self._pieces_per_block = block_size // self._piece
@@ -118,7 +118,7 @@ class _Tiles:
         self._tile = self._buffer.view(KEY_TILE, num_kv_heads, head_dim).transpose(0, 1)
 
     def pieces(self, block_tables: Tensor) -> Tensor:
-        """Returns indices of pieces, int64 [num_seqs, num_tiles, pieces per tile].
+        """Return indices of pieces, int64 [num_seqs, num_tiles, pieces per tile].
 
         The last tile is padded with piece 0, whose keys are masked.
         """
@@ -129,7 +129,7 @@ class _Tiles:
         return padded.view(len(padded), -1, per_tile)
 
     def read(self, pieces: Tensor) -> Tensor:
-        """Returns one tile, valid until the next call."""
+        """Return one tile, valid until the next call."""
         torch.index_select(self._source, 0, pieces, out=self._buffer)
         if self._scale is None:
             return self._tile
@@ -141,7 +141,7 @@ class _Tiles:
 def _attend_tile(
     q: Tensor, keys: _Tiles, values: _Tiles, tiles: tuple[Tensor, ...], position: int, out: Tensor
 ) -> None:
-    """Computes attention of successive tokens of one sequence, the first at `position`.
+    """Compute attention of successive tokens of one sequence, the first at `position`.
 
     q, out: [num_kv_heads, num_tokens, group, head_dim]. tiles: the pieces of each key tile.
     """

@@ -25,7 +25,7 @@ def qk_norm_rope_store(
     kv_cache: KVCache,
     eps: float,
 ) -> Tensor:
-    """Stores keys and values, and returns the queries [num_tokens, num_heads, head_dim].
+    """Store keys and values, and return the queries [num_tokens, num_heads, head_dim].
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], query heads, key heads, value
     heads. q_weight, k_weight: [head_dim]. rope: float32 [num_positions, head_dim], cosines, then

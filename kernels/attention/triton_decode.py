@@ -67,19 +67,19 @@ class DecodeAttention:
         self._arrived = torch.zeros((max_rows, num_kv_heads), dtype=torch.int32, device=device)
 
     def max_items(self, num_rows: int) -> int:
-        """Returns the maximum number of items of `num_rows` rows of any lengths."""
+        """Return the maximum number of items of `num_rows` rows of any lengths."""
         return max(self._target_items(num_rows), num_rows + num_rows // 2)
 
     def _tuning(self, num_rows: int) -> DecodeTuning:
         return self._fixed_tuning or default_tuning(num_rows, self._group, is_fp8=self._is_fp8)
 
     def _target_items(self, num_rows: int) -> int:
-        """Returns the number of items that fills the GPU."""
+        """Return the number of items that fills the GPU."""
         programs = self._num_sms * self._tuning(num_rows).programs_per_sm
         return max(1, programs // self._num_kv_heads)
 
     def plan(self, context_lens: Tensor) -> None:
-        """Makes the work list of a step from context_lens, int32 [num_rows], 0 for a padded row.
+        """Make the work list of a step from context_lens, int32 [num_rows], 0 for a padded row.
 
         A kernel without programmatic dependent launch, such as the embedding, must follow before
         the first layer: the layers read the list before they wait.
@@ -106,7 +106,7 @@ class DecodeAttention:
         scale: float,
         out: Tensor,
     ) -> None:
-        """Writes the attention of every row to `out`; nothing for a padded row.
+        """Write the attention of every row to `out`; nothing for a padded row.
 
         q: [num_rows, num_heads, head_dim], with any row stride. kv_cache: includes this step's
         tokens. context_lens: as in `plan`. block_tables: int32 [num_rows, max_blocks]. scale:
@@ -146,7 +146,7 @@ class DecodeAttention:
 
 
 def merged_splits(group: int, head_dim: int) -> int:
-    """Returns the number of splits merged in one iteration, a power of two."""
+    """Return the number of splits merged in one iteration, a power of two."""
     return max(1, MERGED_FLOATS // (int(triton.next_power_of_2(group)) * head_dim))
 
 
@@ -234,7 +234,7 @@ def _merge(
     partials_ptr, lses_ptr, num_splits, out_ptr, SPLIT_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, MERGED_SPLITS: tl.constexpr
 ):  # fmt: skip
-    """Writes the mean of a row's partial results, weighted by 2 ** lse, in the splits' order.
+    """Write the mean of a row's partial results, weighted by 2 ** lse, in the splits' order.
 
     The first GROUP heads of partials [num_splits, SPLIT_HEADS, HEAD_DIM] and of lses
     [num_splits, SPLIT_HEADS] are used.

@@ -29,7 +29,7 @@ class DecodeTuning(NamedTuple):
 
 
 def default_tuning(num_rows: int, group: int, *, is_fp8: bool = False) -> DecodeTuning:
-    """Returns the tuning for `group` query heads per KV head, measured on an H200."""
+    """Return the tuning for `group` query heads per KV head, measured on an H200."""
     if num_rows <= FEW_ROWS:
         return DecodeTuning(128, 4, 3, 1, min_split=128)
     if is_fp8:
@@ -47,7 +47,7 @@ def default_tuning(num_rows: int, group: int, *, is_fp8: bool = False) -> Decode
 
 @triton.jit
 def _split_tiles(tiles, target_items, min_tiles):
-    """Returns the shortest split, in tiles, whose number of items is within the limit.
+    """Return the shortest split, in tiles, whose number of items is within the limit.
 
     tiles: int32 [ROWS]. If the rows alone exceed the target, half of them may be split once, so
     that no program works much longer than the others.

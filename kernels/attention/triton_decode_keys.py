@@ -75,7 +75,7 @@ def attend_keys(
 
 @triton.jit
 def slots_from(block_table_ptr, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Returns slots of the keys from `start`, int64 [BLOCK_N]: block * BLOCK_SIZE + offset."""
+    """Return slots of the keys from `start`, int64 [BLOCK_N]: block * BLOCK_SIZE + offset."""
     tokens = start + tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies in one block
         block = tl.load(block_table_ptr + start // BLOCK_SIZE, start < end, 0).to(tl.int64)

@@ -21,7 +21,7 @@ _HALVES = tl.constexpr("""{
 
 @triton.jit
 def scale_places(slots, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Returns offsets of head 0's scales in [num_blocks, NUM_KV_HEADS, BLOCK_SIZE]."""
+    """Return offsets of head 0's scales in [num_blocks, NUM_KV_HEADS, BLOCK_SIZE]."""
     return slots + slots // BLOCK_SIZE * ((NUM_KV_HEADS - 1) * BLOCK_SIZE)
 
 
@@ -29,7 +29,7 @@ def scale_places(slots, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
 def store_scales(
     scale_ptr, absmax, slot, heads, stored, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
-    """Stores the scales of heads whose largest numbers are absmax; returns the inverse scales."""
+    """Store the scales of heads whose largest numbers are absmax; return the inverse scales."""
     absmax = tl.maximum(absmax, _SMALLEST)
     places = scale_places(slot, NUM_KV_HEADS, BLOCK_SIZE) + heads * BLOCK_SIZE
     tl.store(scale_ptr + places, absmax / _LARGEST, stored)
@@ -38,7 +38,7 @@ def store_scales(
 
 @triton.jit
 def halves(pairs):
-    """Returns the lower and the upper numbers of int16 pairs as float16, the hardware's target.
+    """Return the lower and the upper numbers of int16 pairs as float16, the hardware's target.
 
     A tensor core's operand is transposed in pairs; single numbers would be read one by one.
     """

@@ -30,7 +30,7 @@ class PrefillTuning(NamedTuple):
 
 
 def default_tuning(tile_size: int, block_size: int) -> PrefillTuning:
-    """Returns the tuning that measured fastest on an H200 for KV blocks of block_size tokens."""
+    """Return the tuning that measured fastest on an H200 for KV blocks of block_size tokens."""
     if tile_size <= SMALL_TILE:
         return PrefillTuning(32, 4, 3)
     return PrefillTuning(64 if block_size % 128 else 128, 8, 3)
@@ -49,7 +49,7 @@ def prefill_attention(
     out: Tensor,
     tuning: PrefillTuning | None = None,
 ) -> None:
-    """Writes the attention of the tiles' tokens into `out`; other rows of `out` keep their values.
+    """Write the attention of the tiles' tokens into `out`; other rows of `out` keep their values.
 
     tiles: int32 [num_tiles, 2], sequence and first of `tile_size` tokens (a power of two) in the
     sequence's chunk, or -1. Other arguments as in penstock.kernels.attention.reference.attend.
@@ -128,7 +128,7 @@ def _attend_keys(
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys from `begin`, a multiple of BLOCK_N, to `end` to the running softmax.
+    """Add the keys from `begin`, a multiple of BLOCK_N, to `end` to the running softmax.
 
     MASKED: a query precedes a key, or `end` lies within a tile. positions: of the queries.
     """
@@ -160,7 +160,7 @@ def _attend_keys(
 
 @triton.jit
 def _slots(table, key, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Returns slots of the keys from `key` on, int64 [BLOCK_N], or the first of adjacent slots.
+    """Return slots of the keys from `key` on, int64 [BLOCK_N], or the first of adjacent slots.
 
     Slots are read one iteration ahead, so that no key waits for its slot.
     """
@@ -175,7 +175,7 @@ def _slots(table, key, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _offsets(slots, ROW_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Returns offsets of the keys in `slots` within a head's cache: [BLOCK_N, HEAD_DIM]."""
+    """Return offsets of the keys in `slots` within a head's cache: [BLOCK_N, HEAD_DIM]."""
     columns = tl.arange(0, HEAD_DIM)[None, :]
     if len(slots.shape) == 0:
         return slots * ROW_SIZE + (tl.arange(0, BLOCK_N)[:, None] * ROW_SIZE + columns)
@@ -185,7 +185,7 @@ def _offsets(slots, ROW_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.
 
 @triton.jit
 def _add_tile(acc, highest, total, scores, v, scale):
-    """Adds a tile to the running softmax: scores float32 [BLOCK_M, BLOCK_N] and values v."""
+    """Add a tile to the running softmax: scores float32 [BLOCK_M, BLOCK_N] and values v."""
     higher = tl.maximum(highest, tl.max(scores, 1) * scale)
     weights = tl.exp2(scores * scale - higher[:, None])
     correction = tl.exp2(highest - higher)

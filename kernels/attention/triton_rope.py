@@ -22,7 +22,7 @@ def qk_norm_rope_store(
     kv_cache: KVCache,
     eps: float,
 ) -> Tensor:
-    """Computes `penstock.kernels.attention.rope.qk_norm_rope_store`; weights: of queries, of keys.
+    """Compute `penstock.kernels.attention.rope.qk_norm_rope_store`; weights: of queries, of keys.
 
     Raises ValueError if head_dim is not a power of two, or below MIN_HEAD_DIM.
     """
@@ -51,7 +51,7 @@ def _qk_norm_rope_store_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Prepares HEADS heads of one token, all queries, keys or values, in each program."""
+    """Prepare HEADS heads of one token, all queries, keys or values, in each program."""
     launch_dependents()
     q_groups: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     kv_groups: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
@@ -96,7 +96,7 @@ def _qk_norm_rope_store_kernel(
 
 @triton.jit
 def _norm_and_rotate(in_row, weight_ptr, rope_row, eps, heads, stored, HEAD_DIM: tl.constexpr):
-    """Returns the float32 halves of some heads of one token; heads, stored: [number, 1]."""
+    """Return the float32 halves of some heads of one token; heads, stored: [number, 1]."""
     half: tl.constexpr = HEAD_DIM // 2
     columns = tl.arange(0, half)[None, :]
     offsets = heads * HEAD_DIM + columns
@@ -125,6 +125,6 @@ def _store_halves(out_row, first, second, heads, stored, HEAD_DIM: tl.constexpr)
 
 @triton.jit
 def _scaled(x, scale, weight):
-    """Returns float32 x * scale * weight, rounded to the weight's type after each product."""
+    """Return float32 x * scale * weight, rounded to the weight's type after each product."""
     normed = (x * scale).to(weight.dtype).to(tl.float32)
     return (normed * weight.to(tl.float32)).to(weight.dtype).to(tl.float32)

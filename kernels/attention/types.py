@@ -23,7 +23,7 @@ class KVCache(NamedTuple):
     """scales of keys and of values in FP8: float32 [num_blocks, num_kv_heads, block_size]"""
 
     def check(self, dtype: torch.dtype, block_size: int, num_kv_heads: int, head_dim: int) -> None:
-        """Raises ValueError unless the cache has these sizes (-1: any), in `dtype` or in FP8."""
+        """Raise ValueError unless the cache has these sizes (-1: any), in `dtype` or in FP8."""
         shape = (-1, block_size, num_kv_heads, head_dim)
         check_tensor("k_cache", self.k, shape, FP8 if self.scales else dtype)
         check_tensor("v_cache", self.v, tuple(self.k.shape), self.k.dtype)
@@ -35,7 +35,7 @@ class KVCache(NamedTuple):
             check_contiguous(name, scale)
 
     def store(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores keys and values [num_tokens, num_kv_heads, head_dim] in `slots`: the reference."""
+        """Store keys and values [num_tokens, num_kv_heads, head_dim] in `slots`: the reference."""
         block_size = self.k.shape[1]
         for n, (new, cache) in enumerate(((k, self.k), (v, self.v))):
             stored = new

@@ -68,17 +68,17 @@ class DecodeLayers:
         self.context_lens = torch.full((point.batch,), point.context, device="cuda").int()
 
     def flash(self) -> list[Callable[[], Tensor]]:
-        """Returns flash-attn's calls, one a layer; its blocks are multiples of 256 tokens."""
+        """Return flash-attn's calls, one a layer; its blocks are multiples of 256 tokens."""
         return [partial(self._flash, k, v, self.block_tables) for k, v, _ in self.caches]
 
     def expected(self) -> Tensor:
-        """Returns flash-attn's result of the first layer, with ordered blocks."""
+        """Return flash-attn's result of the first layer, with ordered blocks."""
         k_cache, v_cache = (self._in_order(cache) for cache in self.caches[0][:2])
         table = torch.arange(len(k_cache), device="cuda").int().view(self.point.batch, -1)
         return self._flash(k_cache, v_cache, table)
 
     def quantize(self) -> None:
-        """Converts keys and values to 8 bits."""
+        """Convert keys and values to 8 bits."""
         self.caches = [_in_8_bits(kv_cache) for kv_cache in self.caches]
 
     def _in_order(self, cache: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class DecodeLayers:
         return blocks.view(-1, FLASH_BLOCK_SIZE, *cache.shape[2:])
 
     def planned(self) -> DecodeAttention:
-        """Returns the kernel's workspace, with the plan of the step."""
+        """Return the kernel's workspace, with the plan of the step."""
         point, is_fp8 = self.point, self.caches[0].scales is not None
         sizes = (point.batch, point.num_heads, point.num_kv_heads, HEAD_DIM, point.block_size)
         attention = DecodeAttention(*sizes, "cuda", is_fp8=is_fp8)
@@ -95,7 +95,7 @@ class DecodeLayers:
         return attention
 
     def ours(self, attention: DecodeAttention) -> list[Callable[[], Tensor]]:
-        """Returns the Triton kernel's calls, one a layer."""
+        """Return the Triton kernel's calls, one a layer."""
         return [partial(self._ours, attention, kv_cache) for kv_cache in self.caches]
 
     def _flash(self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> Tensor:
@@ -125,13 +125,13 @@ def _random(*shape: int) -> Tensor:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Returns the norm of the difference over the norm of `expected`, in float32."""
+    """Return the norm of the difference over the norm of `expected`, in float32."""
     difference = (actual.float() - expected.float()).norm()
     return float(difference / expected.float().norm())
 
 
 def points() -> Iterator[DecodePoint]:
-    """Yields every point of the table whose keys and values fit."""
+    """Yield every point of the table whose keys and values fit."""
     for heads, batch, context in product(HEADS, BATCHES, CONTEXTS):
         block_sizes = BLOCK_SIZES if heads == ALL_BLOCK_SIZES_OF else BLOCK_SIZES[:1]
         for block_size in block_sizes:
@@ -141,7 +141,7 @@ def points() -> Iterator[DecodePoint]:
 
 
 def copy_rate() -> float:
-    """Returns bytes per microsecond that a copy kernel reads and writes."""
+    """Return bytes per microsecond that a copy kernel reads and writes."""
     source = torch.zeros(1 << 28, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
     # A graph runs a copy on the copy engine, which is slower.
@@ -149,7 +149,7 @@ def copy_rate() -> float:
 
 
 def measure(point: DecodePoint, rate: float, fp8: bool) -> dict[str, float | None]:
-    """Returns a row of the table; flash-attn's time is missing for other block sizes."""
+    """Return a row of the table; flash-attn's time is missing for other block sizes."""
     layers = DecodeLayers(point)
     ours, expected = layers.ours(layers.planned()), layers.expected()
     error = relative_error(ours[0](), expected)
@@ -170,7 +170,7 @@ def measure(point: DecodePoint, rate: float, fp8: bool) -> dict[str, float | Non
 
 
 def measure_fp8(layers: DecodeLayers, expected: Tensor, bf16_us: float) -> dict[str, float]:
-    """Returns the columns of the same keys and values in 8 bits."""
+    """Return the columns of the same keys and values in 8 bits."""
     layers.quantize()
     ours = layers.ours(layers.planned())
     error = relative_error(ours[0](), expected)
@@ -179,13 +179,13 @@ def measure_fp8(layers: DecodeLayers, expected: Tensor, bf16_us: float) -> dict[
 
 
 def markdown(cells: Iterable[object]) -> str:
-    """Returns a line of a table; floats have three significant digits."""
+    """Return a line of a table; floats have three significant digits."""
     texts = (f"{cell:.3g}" if isinstance(cell, float) else cell for cell in cells)
     return f"| {' | '.join('' if text is None else str(text) for text in texts)} |"
 
 
 def report(rows: Iterable[Mapping[str, float | None]]) -> list[Mapping[str, float | None]]:
-    """Prints each row when it is measured; returns all."""
+    """Print each row when it is measured; return all."""
     printed: list[Mapping[str, float | None]] = []
     for row in rows:
         if not printed:

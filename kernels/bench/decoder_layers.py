@@ -35,7 +35,7 @@ def separately(product: Product, dtype: torch.dtype = torch.bfloat16) -> Matrix:
 
 
 def cut(pool: Tensor, shape: GemmShape, begin: int = 0) -> Matrix:
-    """Returns a weight of the pool's elements from `begin` on, Quantized if in 8 bits."""
+    """Return a weight of the pool's elements from `begin` on, Quantized if in 8 bits."""
     values = pool[begin : begin + shape.num_weights * shape.inner].view(-1, shape.inner)
     if pool.dtype != FP8:
         return values
@@ -69,11 +69,11 @@ class Layers:
         torch.cuda.synchronize()
 
     def us(self, configs: Configs) -> float:
-        """Returns microseconds of a layer; a config of None is cuBLAS."""
+        """Return microseconds of a layer; a config of None is cuBLAS."""
         return graph_us([lambda: self.run(configs)], 3, 400) / self.num_layers
 
     def run(self, configs: Configs) -> Tensor:
-        """Returns the residual stream after the last layer."""
+        """Return the residual stream after the last layer."""
         residual = self.x.clone()  # cuBLAS adds to it in place
         for layer in range(self.num_layers):
             qkv_proj, o_proj, gate_up_proj, down_proj = self.weights[4 * layer : 4 * layer + 4]
@@ -121,7 +121,7 @@ class Layers:
 
 
 def _cut_all(pool: Tensor, wanted: list[GemmShape]) -> list[Matrix]:
-    """Returns adjacent weights, starting over at the end of the pool."""
+    """Return adjacent weights, starting over at the end of the pool."""
     begin, weights = 0, []
     for shape in wanted:
         size = shape.num_weights * shape.inner

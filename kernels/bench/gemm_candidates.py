@@ -44,7 +44,7 @@ class GemmShape(NamedTuple):
 
 
 def shapes(size: str) -> list[GemmShape]:
-    """Returns the four products of a layer, and the logits."""
+    """Return the four products of a layer, and the logits."""
     hidden, intermediate, heads, kv_heads = SIZES[size]
     tp = int(size.partition("/")[2] or 1)
     vocab_size = VOCAB_SIZE if tp == 1 else shard_size(VOCAB_SIZE, tp)
@@ -58,7 +58,7 @@ def shapes(size: str) -> list[GemmShape]:
 
 
 def candidates(shape: GemmShape, rows: int, weight_bytes: int = 2) -> list[GemmConfig]:
-    """Returns tile sizes with enough programs for all SMs and enough bytes in flight that fit."""
+    """Return tile sizes with enough programs for all SMs and enough bytes in flight that fit."""
     ways = [one for one in _tensor_cores(shape, rows) if _fits(shape, rows, one, weight_bytes)]
     outside = [one for one in ways if one.num_warps > 2]
     if weight_bytes == 1:  # a norm is outside: see `penstock.kernels.linear.small_m_gemm.choose`
@@ -69,7 +69,7 @@ def candidates(shape: GemmShape, rows: int, weight_bytes: int = 2) -> list[GemmC
 
 
 def _may_norm(shape: GemmShape, config: GemmConfig) -> bool:
-    """Returns True if the norm may be inside, where Triton reads its weight ahead."""
+    """Return True if the norm may be inside, where Triton reads its weight ahead."""
     one_tile = config.num_stages == 1
     if shape.kind == "add" or (config.bk == 32 * config.num_warps and not one_tile):
         return False  # at one element a thread, of 2 bytes, Triton does not read ahead
@@ -95,7 +95,7 @@ def _tensor_cores(shape: GemmShape, rows: int) -> list[GemmConfig]:
 
 
 def _whole(shape: GemmShape, rows: int) -> list[GemmConfig]:
-    """Returns tile sizes with one tile for each program."""
+    """Return tile sizes with one tile for each program."""
     kernels = [("slices", 4), ("slices", 8)] if rows <= 16 else [("mma", 4), ("mma", 8)]
     configs = []
     for (kernel, num_warps), bn, bk in itertools.product(
@@ -132,7 +132,7 @@ def _fits(shape: GemmShape, rows: int, config: GemmConfig, weight_bytes: int) ->
 
 
 def _gemvs(shape: GemmShape, most: int) -> list[GemmConfig]:
-    """Returns tile sizes for one row; most: maximum elements of a thread."""
+    """Return tile sizes for one row; most: maximum elements of a thread."""
     whole = 1 << (shape.inner - 1).bit_length()
     configs = []
     for bn, num_warps in itertools.product((1, 2, 4, 8, 16), (2, 4, 8)):

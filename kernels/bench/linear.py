@@ -49,7 +49,7 @@ POOL = 1 << 30
 
 
 def operands(shape: GemmShape, rows: int, weight: Matrix) -> Product:
-    """Returns random x, norm weight and residual for this weight."""
+    """Return random x, norm weight and residual for this weight."""
     x, norm_weight, residual = (
         numbers.to("cuda", torch.bfloat16)
         for numbers in (
@@ -64,7 +64,7 @@ def operands(shape: GemmShape, rows: int, weight: Matrix) -> Product:
 
 
 def expected(product: Product) -> Tensor:
-    """Computes the result in float32."""
+    """Compute the result in float32."""
     x = product.x.float()
     if product.norm_weight is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * product.norm_weight.float()
@@ -79,7 +79,7 @@ def expected(product: Product) -> Tensor:
 
 
 def compile_some(dtype: torch.dtype, work: Sequence[tuple[GemmShape, int, GemmConfig]]) -> int:
-    """Fills Triton's cache on disk by running kernels; returns the number that failed."""
+    """Fill Triton's cache on disk by running kernels; return the number that failed."""
     failed = 0
     for shape, rows, config in work:
         weights = torch.zeros(shape.num_weights * shape.inner, dtype=dtype, device="cuda")
@@ -114,7 +114,7 @@ def compile_all(measured: Sequence[tuple[GemmShape, int]], dtype: torch.dtype) -
 
 
 def _small(shape: GemmShape, config: GemmConfig, dtype: torch.dtype) -> GemmShape:
-    """Returns a small shape that compiles to the same kernel."""
+    """Return a small shape that compiles to the same kernel."""
     inner = config.bk if shape.inner % config.bk == 0 else config.bk - 16
     if -(-shape.inner // config.bk) > config.split_k:  # else one tile is all
         inner += config.bk
@@ -125,7 +125,7 @@ def _small(shape: GemmShape, config: GemmConfig, dtype: torch.dtype) -> GemmShap
 
 
 def is_right(first: Product, config: GemmConfig, wanted: Tensor) -> bool:
-    """Returns True if the result is right; False if wrong, or with too little shared memory."""
+    """Return True if the result is right; False if wrong, or with too little shared memory."""
     first.out.fill_(torch.nan)
     try:
         launch(first, config)
@@ -139,7 +139,7 @@ def is_right(first: Product, config: GemmConfig, wanted: Tensor) -> bool:
 
 
 def right_candidates(shape: GemmShape, rows: int, pool: Tensor) -> list[GemmConfig]:
-    """Returns the candidates with the right result."""
+    """Return the candidates with the right result."""
     first = operands(shape, rows, cut(pool, shape))
     wanted = expected(first)
     ways = candidates(shape, rows, pool.itemsize)
@@ -166,7 +166,7 @@ def tune_layers(size: str, rows: int, pool: Tensor) -> Configs:
 
 
 def tune_logits(shape: GemmShape, rows: int, pool: Tensor) -> GemmConfig | None:
-    """Returns the fastest tile sizes, or None if cuBLAS is faster."""
+    """Return the fastest tile sizes, or None if cuBLAS is faster."""
     product = operands(shape, rows, cut(pool, shape))
     times = {
         config: graph_us([partial(launch, product, config)], 3, 1000)
@@ -191,7 +191,7 @@ def _readable(config: GemmConfig | None) -> str:
 
 
 def write(path: Path, tables: dict[str, Table]) -> None:
-    """Writes `kernels/linear/tuning.json` with these tables, a line for each entry."""
+    """Write `kernels/linear/tuning.json` with these tables, a line for each entry."""
     sections = []
     for dtype, table in tables.items():
         entries = ((" ".join(map(str, key)), table[key]) for key in sorted(table))
@@ -201,6 +201,7 @@ def write(path: Path, tables: dict[str, Table]) -> None:
 
 
 def main() -> None:
+    """Tune the products of the given sizes."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(PUBLISHED))
     parser.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=list(ROWS))

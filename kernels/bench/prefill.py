@@ -41,7 +41,7 @@ class PrefillBatch(NamedTuple):
 
 
 def random_batch(num_seqs: int, length: int, block_size: int) -> PrefillBatch:
-    """Returns a batch on the GPU, in bfloat16."""
+    """Return a batch on the GPU, in bfloat16."""
     blocks_per_seq = -(-length // block_size)
     num_blocks = num_seqs * blocks_per_seq
     cache_shape = (2, num_blocks, block_size, NUM_KV_HEADS, HEAD_DIM)
@@ -56,7 +56,7 @@ def random_batch(num_seqs: int, length: int, block_size: int) -> PrefillBatch:
 
 
 def ours(batch: PrefillBatch) -> Callable[[], object]:
-    """Returns a call of the Triton kernel with its default tuning."""
+    """Return a call of the Triton kernel with its default tuning."""
     size = tile_size(batch.length)
     firsts = range(-(-batch.length // size) * size - size, -1, -size)
     pairs = [(seq, first) for seq in range(len(batch.context_lens)) for first in firsts]
@@ -75,7 +75,7 @@ def ours(batch: PrefillBatch) -> Callable[[], object]:
 
 
 def flash(batch: PrefillBatch) -> Callable[[], object]:
-    """Returns a call of flash-attn."""
+    """Return a call of flash-attn."""
     return partial(
         flash_attn_varlen_func,
         batch.q,
@@ -92,13 +92,13 @@ def flash(batch: PrefillBatch) -> Callable[[], object]:
 
 
 def tflops(batch: PrefillBatch, call: Callable[[], object]) -> float:
-    """Returns the rate of the products of queries with visible keys, and of weights with values."""
+    """Return the rate of the products of queries with visible keys, and of weights with values."""
     num_pairs = len(batch.context_lens) * batch.length * (batch.length + 1) / 2
     return 4 * HEAD_DIM * NUM_HEADS * num_pairs / graph_us([call], min_us=20_000) / 1e6
 
 
 def measure(num_seqs: int, length: int, block_size: int) -> None:
-    """Prints a line for each kernel."""
+    """Print a line for each kernel."""
     batch = random_batch(num_seqs, length, block_size)
     name = f"{num_seqs:2} x {length:5}, blocks of {block_size:3}:"
     print(f"{name} ours {tflops(batch, ours(batch)):6.1f} TFLOP/s")
@@ -107,6 +107,7 @@ def measure(num_seqs: int, length: int, block_size: int) -> None:
 
 
 def main() -> None:
+    """Measure all batches."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--block-size", type=int, default=BLOCK_SIZE, help="tokens per KV block")
     options = parser.parse_args()

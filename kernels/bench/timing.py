@@ -11,7 +11,7 @@ L2_BYTES = 64 << 20
 
 
 def graph_us(work: Sequence[Callable[[], object]], repeats: int = 5, min_us: float = 2000) -> float:
-    """Returns microseconds of one call, the median of `repeats` measurements.
+    """Return microseconds of one call, the median of `repeats` measurements.
 
     work: calls with different data, more than L2_BYTES in all, so that caches are not measured.
     """

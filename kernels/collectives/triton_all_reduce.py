@@ -27,7 +27,7 @@ _MISSING = tl.constexpr(-(2**31) + 2**15)
 
 
 def inbox_size(max_elements: int, num_ranks: int) -> int:
-    """Returns int32 words of each rank's inboxes, for messages of up to `max_elements`."""
+    """Return int32 words of each rank's inboxes, for messages of up to `max_elements`."""
     capacity = -(-max_elements // (2 * _BLOCK.value)) * _BLOCK.value
     return int(_TURNS.value * num_ranks * capacity)
 
@@ -38,7 +38,7 @@ class PushAllReduce:
     def __init__(
         self, inbox: Tensor, addresses: Sequence[int], rank: int, max_elements: int
     ) -> None:
-        """Clears this rank's inbox, int32 [inbox_size(...)]. Raises ValueError.
+        """Clear this rank's inbox, int32 [inbox_size(...)]. Raises ValueError.
 
         addresses: of all ranks' inboxes. A barrier of all ranks must follow before the first call.
         """
@@ -54,7 +54,7 @@ class PushAllReduce:
         """number of calls of each program"""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Overwrites x, contiguous bfloat16 of an even size, with the sum over the ranks.
+        """Overwrite x, contiguous bfloat16 of an even size, with the sum over the ranks.
 
         residual: of x's shape, the same on all ranks, is added to the sum. The sum is computed in
         float32, in the same order on all ranks, and rounded once. Raises ValueError.
@@ -121,7 +121,7 @@ def _push_and_sum(
 
 @triton.jit
 def _low(words):
-    """Returns the first bfloat16 of each word as float32."""
+    """Return the first bfloat16 of each word as float32."""
     return (words << 16).to(tl.float32, bitcast=True)
 
 
@@ -132,5 +132,5 @@ def _high(words):
 
 @triton.jit
 def _bits(value):
-    """Returns the bits of the nearest bfloat16 as int32."""
+    """Return the bits of the nearest bfloat16 as int32."""
     return value.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)

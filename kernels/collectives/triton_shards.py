@@ -26,7 +26,7 @@ class Shards(NamedTuple):
 
 
 def distances_to(addresses: Sequence[int], rank: int, device: torch.device) -> Tensor:
-    """Returns `Shards.distances` from the addresses of all ranks' buffers. Raises ValueError.
+    """Return `Shards.distances` from the addresses of all ranks' buffers. Raises ValueError.
 
     addresses: as this rank's device reaches them; kernels load 16 bytes at once.
     """
@@ -38,7 +38,7 @@ def distances_to(addresses: Sequence[int], rank: int, device: torch.device) -> T
 
 @triton.jit
 def shift(index, shards, per_run: tl.constexpr):
-    """Returns the offset from an index into a row of an array to the element at its rank.
+    """Return the offset from an index into a row of an array to the element at its rank.
 
     shards: distances, runs of a shard, number of shards. per_run: elements of the array per run.
     """

@@ -9,7 +9,7 @@ from penstock.kernels.elementwise import reference
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Computes `x / rms(x) * weight` over the last dimension; weight [x.shape[-1]].
+    """Compute `x / rms(x) * weight` over the last dimension; weight [x.shape[-1]].
 
     On a GPU x is contiguous [num_rows, size], of up to 16384 columns.
     """
@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """Computes `silu(gate) * up`; x [num_tokens, 2 * intermediate_size] holds gate, then up."""
+    """Compute `silu(gate) * up`; x [num_tokens, 2 * intermediate_size] holds gate, then up."""
     if x.shape[-1] % 2:
         raise ValueError(f"x: got {x.shape[-1]} columns, expected an even number")
     if not x.is_cuda:
@@ -38,7 +38,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
-    """Returns weight[input_ids], [num_tokens, size].
+    """Return weight[input_ids], [num_tokens, size].
 
     input_ids: int64 [num_tokens], each a row of weight [num_rows, size].
     """

@@ -20,7 +20,7 @@ NUM_WARPS = 4
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalizes x, contiguous [num_rows, size]; raises ValueError for size > NORM_MAX_SIZE."""
+    """Normalize x, contiguous [num_rows, size]; raises ValueError for size > NORM_MAX_SIZE."""
     num_rows, size = x.shape
     if size > NORM_MAX_SIZE:
         raise ValueError(f"x: got {size} columns, expected at most {NORM_MAX_SIZE}")
@@ -41,7 +41,7 @@ def _rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, num_rows, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Normalizes ROWS rows of SIZE columns, padded to BLOCK, in each program."""
+    """Normalize ROWS rows of SIZE columns, padded to BLOCK, in each program."""
     launch_dependents()
     columns = tl.arange(0, BLOCK)[None, :]
     weight = tl.load(weight_ptr + columns, columns < SIZE, 0).to(tl.float32)
@@ -57,7 +57,7 @@ def _rms_norm_kernel(
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """Computes [num_tokens, size] from x, contiguous [num_tokens, 2 * size]."""
+    """Compute [num_tokens, size] from x, contiguous [num_tokens, 2 * size]."""
     num_tokens, size = x.shape[0], x.shape[1] // 2
     out = x.new_empty(num_tokens, size)
     num_programs = num_tokens * triton.cdiv(size, COLUMNS)
@@ -68,7 +68,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 @triton.jit
 def _silu_and_mul_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Computes BLOCK columns of one token in each program."""
+    """Compute BLOCK columns of one token in each program."""
     launch_dependents()
     wait()
     programs_per_token: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
@@ -82,7 +82,7 @@ def _silu_and_mul_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 
 
 def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
-    """Returns weight[input_ids] in 2 µs for 16 rows, where torch's lookup takes 13.
+    """Return weight[input_ids] in 2 µs for 16 rows, where torch's lookup takes 13.
 
     Launched without programmatic dependent launch: all later kernels then see what the kernels of
     `apply_plan` wrote (see `penstock.kernels.triton_pdl`).

@@ -25,12 +25,12 @@ PROBED_SHAPES = [(16, 16), (16, 1024), (64, 48), (80, 16), (512, 16), (512, 80),
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Computes `x @ weight.T` in x's dtype; x [num_rows, inner], weight [num_columns, inner]."""
+    """Compute `x @ weight.T` in x's dtype; x [num_rows, inner], weight [num_columns, inner]."""
     return _product(x, weight, _rows_of_call(torch.get_num_threads()))
 
 
 def batched_product(x: Tensor, y: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """Computes `out[:] = x @ y`, or with `add` the sum of both.
+    """Compute `out[:] = x @ y`, or with `add` the sum of both.
 
     x: [batch, num_rows, inner]. y: [batch, inner, num_columns]. out: [batch, num_rows,
     num_columns]. num_rows divides by 8; inner and num_columns should divide by 16, up to 512.
@@ -39,7 +39,7 @@ def batched_product(x: Tensor, y: Tensor, out: Tensor, *, add: bool = False) -> 
 
 
 def pad_rows(x: Tensor, alignment: int) -> Tensor:
-    """Returns x padded with rows of zeros (dimension -2) to a multiple of `alignment`."""
+    """Return x padded with rows of zeros (dimension -2) to a multiple of `alignment`."""
     missing = -x.shape[-2] % alignment
     return functional.pad(x, (0, 0, 0, missing)) if missing else x
 
@@ -65,7 +65,7 @@ def _product(x: Tensor, weight: Tensor, rows_of_call: int) -> Tensor:
 
 @cache
 def _cut(size: int, longest: int) -> list[slice]:
-    """Returns slices of `longest` elements, a slice that divides by 16, and the rest."""
+    """Return slices of `longest` elements, a slice that divides by 16, and the rest."""
     even = size - size % ALIGNMENT
     bounds = [*range(0, even, longest), even, size]
     return [slice(begin, end) for begin, end in pairwise(bounds) if begin < end] or [slice(0, 0)]
@@ -87,12 +87,12 @@ def _batched_product(x: Tensor, y: Tensor, out: Tensor, add: bool, rows_of_call:
 
 @cache
 def _rows_of_call(_num_threads: int) -> int:
-    """Returns the maximum number of rows of one call."""
+    """Return the maximum number of rows of one call."""
     return next(rows for rows in (MAX_ROWS, ALIGNMENT, 1) if rows == 1 or _holds(rows))
 
 
 def _holds(rows_of_call: int) -> bool:
-    """Returns True if rows have the same bits alone and among others, in the probed shapes."""
+    """Return True if rows have the same bits alone and among others, in the probed shapes."""
     most, generator = MAX_ROWS + ALIGNMENT, torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:

@@ -23,7 +23,7 @@ MAX_FUSED_ROWS = 64
 
 
 def linear(x: Matrix, weight: Matrix, out: Tensor | None = None) -> Tensor:
-    """Computes `x @ weight.T`; x [num_rows, in_features], weight [out_features, in_features].
+    """Compute `x @ weight.T`; x [num_rows, in_features], weight [out_features, in_features].
 
     out: contiguous memory of the result.
     """
@@ -34,7 +34,7 @@ def linear(x: Matrix, weight: Matrix, out: Tensor | None = None) -> Tensor:
 
 
 def linear_add(x: Matrix, weight: Matrix, residual: Tensor, out: Tensor | None = None) -> Tensor:
-    """Computes `residual + x @ weight.T`; residual [num_rows, out_features].
+    """Compute `residual + x @ weight.T`; residual [num_rows, out_features].
 
     out: contiguous memory of the result; without it, `residual` may be overwritten.
     """
@@ -53,7 +53,7 @@ def norm_linear(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Computes `rms_norm(x) @ weight.T`; norm_weight [in_features].
+    """Compute `rms_norm(x) @ weight.T`; norm_weight [in_features].
 
     out_dtype: x's, the default, or torch.float32; other dtypes raise ValueError. out: contiguous
     memory of the result.
@@ -70,7 +70,7 @@ def norm_linear(
 
 
 def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix) -> Matrix:
-    """Computes `silu_and_mul(rms_norm(x) @ weight.T)`, [num_rows, intermediate_size].
+    """Compute `silu_and_mul(rms_norm(x) @ weight.T)`, [num_rows, intermediate_size].
 
     weight: [2 * intermediate_size, in_features], the gate's rows, then up's. The result is
     `Quantized` if cuBLAS will multiply it with a `Quantized` weight.
@@ -86,7 +86,7 @@ def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix) -> M
 def add_separately(
     x: Matrix, weight: Matrix, residual: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """Computes `linear_add` in separate kernels; on a GPU in place, to save a copy."""
+    """Compute `linear_add` in separate kernels; on a GPU in place, to save a copy."""
     if x.is_cuda and out is None:
         out = residual
     if isinstance(x, Tensor) and isinstance(weight, Tensor) and x.is_cuda:
@@ -102,7 +102,7 @@ def norm_separately(
     out_dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Computes `norm_linear` in separate kernels."""
+    """Compute `norm_linear` in separate kernels."""
     if x.is_cuda and out_dtype != x.dtype:
         if isinstance(weight, Quantized):
             return _scaled_logits(x, norm_weight, eps, weight, out)
@@ -112,7 +112,7 @@ def norm_separately(
 
 
 def swiglu_separately(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix) -> Matrix:
-    """Computes `norm_swiglu` in separate kernels."""
+    """Compute `norm_swiglu` in separate kernels."""
     gate_up = _norm_product(x, norm_weight, eps, weight)
     if isinstance(weight, Quantized) and x.is_cuda and len(x) > MAX_FUSED_ROWS:
         return quantize(gate_up, swiglu=True)
@@ -144,7 +144,7 @@ def _check_out(
 
 
 def _dtype(x: Matrix) -> torch.dtype:
-    """Returns the dtype of a product with x."""
+    """Return the dtype of a product with x."""
     return torch.bfloat16 if isinstance(x, Quantized) else x.dtype
 
 
@@ -157,7 +157,7 @@ def _fused(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | None:
-    """Computes a product in one kernel if that is faster, otherwise returns None."""
+    """Compute a product in one kernel if that is faster, otherwise returns None."""
     if isinstance(x, Quantized) or not x.is_cuda:
         return None
     from penstock.kernels.linear.small_m_gemm import multiply
@@ -183,8 +183,10 @@ def _product(x: Matrix, weight: Matrix, out: Tensor | None = None) -> Tensor:
 
 
 def _scaled_product(x: Quantized, weight: Quantized, out: Tensor | None) -> Tensor:
-    """Multiplies in bfloat16, by Triton if blocks of the weight have scales, otherwise by cuBLAS,
-    for which in_features and out_features are multiples of 16."""
+    """Multiply in bfloat16, by Triton with scales of blocks, otherwise by cuBLAS.
+
+    cuBLAS needs multiples of 16 as in_features and out_features.
+    """
     if weight.in_blocks:
         from penstock.kernels.linear.triton_block_scales import block_product
 
@@ -203,7 +205,7 @@ def _scaled_product(x: Quantized, weight: Quantized, out: Tensor | None) -> Tens
 def _scaled_logits(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Quantized, out: Tensor | None
 ) -> Tensor:
-    """Computes float32 logits, and applies the scales of rows after cuBLAS, which takes one scale.
+    """Compute float32 logits, and applies the scales of rows after cuBLAS, which takes one scale.
 
     cuBLAS takes multiples of 16 only; another size of vocabulary is multiplied in float32.
     """

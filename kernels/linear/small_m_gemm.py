@@ -70,7 +70,7 @@ class Product(NamedTuple):
 
 @cache
 def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns memory for partial sums, and the tiles' counters, which are 0 between products.
+    """Return memory for partial sums, and the tiles' counters, which are 0 between products.
 
     Products must run in one stream. Raises RuntimeError during the capture of a CUDA graph, in
     whose pool the memory would be allocated.
@@ -82,7 +82,7 @@ def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def row_block(num_rows: int) -> int:
-    """Returns the rows of a tensor core tile: 16, 32 or 64."""
+    """Return the rows of a tensor core tile: 16, 32 or 64."""
     return max(16, 1 << (num_rows - 1).bit_length())
 
 
@@ -93,7 +93,7 @@ TUNING = Path(__file__).with_name("tuning.json")
 
 @cache
 def tuning_tables() -> dict[str, Table]:
-    """Returns the tables of weights in "bfloat16" and "fp8" from `tuning.json`."""
+    """Return the tables of weights in "bfloat16" and "fp8" from `tuning.json`."""
     tables: dict[str, Table] = {}
     for dtype, entries in json.loads(TUNING.read_bytes()).items():
         tables[dtype] = {}
@@ -107,7 +107,7 @@ def tuning_tables() -> dict[str, Table]:
 def choose(
     kind: str, num_rows: int, num_weights: int, inner: int, is_fp8: bool = False
 ) -> GemmConfig | None:
-    """Returns the tile sizes for a weight [num_weights, inner], or None if cuBLAS is faster.
+    """Return the tile sizes for a weight [num_weights, inner], or None if cuBLAS is faster.
 
     Sizes that were not measured go to cuBLAS, except one row, where the guess is safe. Weights of
     8 bits that were not measured have the tile sizes of 16 bits, with the norm in a kernel of its
@@ -129,7 +129,7 @@ def choose(
 
 
 def _guess_gemv(num_columns: int, inner: int, weights_per_column: int) -> GemmConfig:
-    """Returns tile sizes with weights in registers: up to 128 elements for each of 256 threads."""
+    """Return tile sizes with weights in registers: up to 128 elements for each of 256 threads."""
     bk = triton.next_power_of_2(inner)
     most = 256 * 128 // (bk * weights_per_column)
     if not most:
@@ -140,7 +140,7 @@ def _guess_gemv(num_columns: int, inner: int, weights_per_column: int) -> GemmCo
 
 
 def _floor_power(number: int) -> int:
-    """Returns the largest power of two up to `number`, at least 1."""
+    """Return the largest power of two up to `number`, at least 1."""
     return 1 << max(number.bit_length() - 1, 0)
 
 
@@ -153,7 +153,7 @@ def multiply(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | None:
-    """Returns the result, bfloat16 or for logits float32; None if cuBLAS is faster.
+    """Return the result, bfloat16 or for logits float32; None if cuBLAS is faster.
 
     out: memory of the result.
     """
@@ -177,7 +177,7 @@ def empty_product(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Product:
-    """Returns the operands, with memory for the result unless `out` is given."""
+    """Return the operands, with memory for the result unless `out` is given."""
     swiglu = kind == "swiglu"
     dtype = torch.float32 if kind == "logits" else x.dtype
     if out is None:
@@ -200,7 +200,7 @@ def _check_workspace(product: Product, config: GemmConfig, tiles: int) -> None:
 
 
 def launch(product: Product, config: GemmConfig) -> None:
-    """Computes `product.out`; all tensors are contiguous."""
+    """Compute `product.out`; all tensors are contiguous."""
     x, weight, out, norm_weight, eps, residual, _ = product
     values, scale = parts(weight)
     num_rows, inner = x.shape

@@ -22,7 +22,7 @@ GROUP = 8
 
 @triton.jit
 def scaled_tile(tile, scale, rows, first, K, BK: tl.constexpr, SLICES: tl.constexpr):
-    """Returns the tile [BN, BK] or [SLICES, BN, BK] of a weight [.., K] in float32.
+    """Return the tile [BN, BK] or [SLICES, BN, BK] of a weight [.., K] in float32.
 
     scale: of its blocks. rows: [BN], of the weight. first: the tile's first column, a multiple of
     BK, a power of two. Slices are adjacent.
@@ -39,7 +39,7 @@ def scaled_tile(tile, scale, rows, first, K, BK: tl.constexpr, SLICES: tl.conste
 
 
 def tile_of(num_rows: int) -> Tile:
-    """Returns the tile for a product of `num_rows` rows, as measured on an H200."""
+    """Return the tile for a product of `num_rows` rows, as measured on an H200."""
     if num_rows > 256:
         return 128, 128, 8, 4
     return min(64, max(16, triton.next_power_of_2(num_rows))), 64, 4, 6
@@ -48,7 +48,7 @@ def tile_of(num_rows: int) -> Tile:
 def block_product(
     x: Quantized, weight: Quantized, out: Tensor | None = None, tile: Tile | None = None
 ) -> Tensor:
-    """Computes bfloat16 `x @ weight.T`; x [num_rows, K] has row scales, weight [N, K] block scales.
+    """Compute bfloat16 `x @ weight.T`; x [num_rows, K] has row scales, weight [N, K] block scales.
 
     out: memory of the result. tile: default `tile_of` the rows. All tensors are contiguous.
     """
@@ -71,7 +71,7 @@ def _block_product(
     x, x_scale, weight, scale, out, num_rows, N, K,
     BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Computes a tile [BM, BN] of out, with columns of one row of blocks, in each program."""
+    """Compute a tile [BM, BN] of out, with columns of one row of blocks, in each program."""
     launch_dependents()
     row_tiles, column_tiles = tl.cdiv(num_rows, BM), tl.cdiv(N, BN)
     group = tl.program_id(0) // (GROUP * column_tiles) * GROUP

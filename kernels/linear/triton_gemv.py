@@ -30,7 +30,7 @@ def _row_products(
     NORM: tl.constexpr, SWIGLU: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Returns unreduced sums of gate (or the only product) and up [BN, BK], of x's squares [BK]."""
+    """Return unreduced sums of gate (or the only product) and up [BN, BK], of x's squares [BK]."""
     k = tl.arange(0, BK)
     acc = tl.zeros((BN, BK), tl.float32)
     acc_up = acc
@@ -56,7 +56,7 @@ def gemv_kernel(
     BK: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
     PREFETCH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Computes BN columns of out in each program.
+    """Compute BN columns of out in each program.
 
     WHOLE: BK >= K, and all loads are in flight, those of the weights before previous kernels end.
     """

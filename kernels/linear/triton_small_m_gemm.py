@@ -39,7 +39,7 @@ def prefetch_rows(weight, rows, begin, end, K, COUNT: tl.constexpr):
 
 @triton.jit
 def _indices(rows, BK: tl.constexpr, SLICES: tl.constexpr):
-    """Returns indices of a tile, [.., rows, 1] and [.., 1, BK], with a leading slice if SLICES."""
+    """Return indices of a tile, [.., rows, 1] and [.., 1, BK], with a leading slice if SLICES."""
     k = tl.arange(0, BK)
     if SLICES == 1:
         return rows[:, None], k[None, :]
@@ -50,7 +50,7 @@ def _indices(rows, BK: tl.constexpr, SLICES: tl.constexpr):
 
 @triton.jit
 def load(at, inside, EVEN: tl.constexpr):
-    """Loads elements, 0 for those not `inside`; EVEN: all are inside."""
+    """Load elements, 0 for those not `inside`; EVEN: all are inside."""
     if EVEN:
         return tl.load(at)
     else:
@@ -62,7 +62,7 @@ def weight_tile(
     at, inside, scale, rows, first, K,
     EVEN: tl.constexpr, BLOCKS: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """Loads a tile of a weight's rows; BLOCKS: scaled by its blocks, in float32."""
+    """Load a tile of a weight's rows; BLOCKS: scaled by its blocks, in float32."""
     tile = load(at, inside, EVEN)
     if BLOCKS:
         tile = scaled_tile(tile, scale, rows, first, K, BK, SLICES)
@@ -81,7 +81,7 @@ def _dot(x, weight, acc, SLICES: tl.constexpr):
 def _scaled(
     x_tile, norm_weight, squares, NORM: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr
 ):  # fmt: skip
-    """Returns x times the norm's weight, and the sums of x's squares in 8 equal columns.
+    """Return x times the norm's weight, and the sums of x's squares in 8 equal columns.
 
     Tensor cores add the squares too, so that a thread needs the same elements of x for both. A
     square is rounded as x itself is, the sum is in float32.
@@ -95,7 +95,7 @@ def _scaled(
 
 @triton.jit
 def _reduced(acc, acc_up, squares, SLICES: tl.constexpr):
-    """Returns sums over the slices, and one column of the squares."""
+    """Return sums over the slices, and one column of the squares."""
     if SLICES > 1:
         acc, acc_up, squares = tl.sum(acc, 0), tl.sum(acc_up, 0), tl.sum(squares, 0)
     return acc, acc_up, tl.max(squares, 1)[:, None]
@@ -107,7 +107,7 @@ def _whole_products(
     NORM: tl.constexpr, SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Computes `_products` of one tile, whose weights are read before previous kernels end."""
+    """Compute `_products` of one tile, whose weights are read before previous kernels end."""
     m, k = _indices(tl.arange(0, BM), BK, SLICES)
     n, _ = _indices(weight_rows, BK, SLICES)
     inside = begin + k < end
@@ -136,7 +136,7 @@ def _products(
     NORM: tl.constexpr, SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Returns sums over [begin, end): of gate (or the only product), of up, of the squares of x."""
+    """Return sums over [begin, end): of gate (or the only product), of up, of the squares of x."""
     wait()
     m, k = _indices(tl.arange(0, BM), BK, SLICES)
     n, _ = _indices(weight_rows, BK, SLICES)
@@ -166,19 +166,19 @@ def _products(
 
 @triton.jit
 def load_residual(residual, at, exists, ADD: tl.constexpr):
-    """Returns the residual in float32, or 0 without ADD."""
+    """Return the residual in float32, or 0 without ADD."""
     return tl.load(residual + at, exists, 0.0).to(tl.float32) if ADD else 0.0
 
 
 @triton.jit
 def norm_factor(squares, K, eps, NORM: tl.constexpr):
-    """Returns the norm's factor of a row from the sum of its squares, 1 without NORM."""
+    """Return the norm's factor of a row from the sum of its squares, 1 without NORM."""
     return tl.rsqrt(squares / K + eps) if NORM else 1.0
 
 
 @triton.jit
 def load_scales(scale, column, N, SWIGLU: tl.constexpr, BLOCKS: tl.constexpr):
-    """Returns the scales of the columns of gate (or the only product) and of up."""
+    """Return the scales of the columns of gate (or the only product) and of up."""
     if scale is None or BLOCKS:
         return 1.0, 1.0
     else:
@@ -190,7 +190,7 @@ def load_scales(scale, column, N, SWIGLU: tl.constexpr, BLOCKS: tl.constexpr):
 def store_result(
     acc, acc_up, norm, scale, up_scale, more, out, at, exists, SWIGLU: tl.constexpr
 ):  # fmt: skip
-    """Stores `more + act(norm * scale * acc)`; SWIGLU: acc is the gate's sums, acc_up up's."""
+    """Store `more + act(norm * scale * acc)`; SWIGLU: acc is the gate's sums, acc_up up's."""
     acc = acc * norm * scale
     if SWIGLU:
         acc = acc / (1 + tl.exp(-acc)) * (acc_up * norm * up_scale)
@@ -200,7 +200,7 @@ def store_result(
 
 @triton.jit
 def _total(partials, at, exists, size):
-    """Returns the sum over all splits, in their order: always the same bits."""
+    """Return the sum over all splits, in their order: always the same bits."""
     total = tl.load(partials + at, exists, 0.0, cache_modifier=".cg")
     for split in tl.static_range(1, MAX_SPLIT_K):  # unrolled: all loads are in flight at once
         place = split * size + at
@@ -215,7 +215,7 @@ def _merge(
     at, row, exists, size, num_rows, K, eps,
     NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Adds the sums of all splits, in the last program of a tile."""
+    """Add the sums of all splits, in the last program of a tile."""
     split = tl.program_id(1)
     ups = partials + tl.num_programs(1) * size
     row_squares = ups + tl.num_programs(1) * size if SWIGLU else ups
@@ -246,7 +246,7 @@ def small_m_gemm_kernel(
     EVEN: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Computes BN columns of out over one range of the inner dimension in each program.
+    """Compute BN columns of out over one range of the inner dimension in each program.
 
     NORM: the kernel computes the norm of x. SPLIT: programs on axis 1 are ranges, up to
     MAX_SPLIT_K. EVEN: BK * SLICES divides K. WHOLE: a range is one tile. SLICES: warps that divide

@@ -27,7 +27,7 @@ def norm_moe(
     add: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Sums the weighted outputs of the experts for the norm of x [num_tokens, hidden_size].
+    """Sum the weighted outputs of the experts for the norm of x [num_tokens, hidden_size].
 
     A token's experts are the `top_k` experts of largest probability. Their weights are the softmax
     of the token's products with `router` [num_experts, hidden_size]. An expert is a SwiGLU.

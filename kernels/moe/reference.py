@@ -11,7 +11,7 @@ from penstock.kernels.quantize.types import Matrix
 
 
 def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Returns each token's experts, int64 [num_tokens, top_k], and weights, largest first."""
+    """Return each token's experts, int64 [num_tokens, top_k], and weights, largest first."""
     weights, experts = logits.float().softmax(-1).topk(top_k)
     return experts, weights / weights.sum(-1, keepdim=True) if normalize else weights
 
@@ -19,7 +19,7 @@ def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
 def experts_outputs(
     x: Tensor, experts: Tensor, weights: Tensor, gate_up: Matrix, down: Matrix
 ) -> Tensor:
-    """Sums the weighted outputs of the experts in [0, len(gate_up)); others are on other ranks."""
+    """Sum the weighted outputs of the experts in [0, len(gate_up)); others are on other ranks."""
     outputs = x.new_zeros(*experts.shape, x.shape[1])
     for expert in sorted(set(experts.flatten().tolist())):
         if 0 <= expert < len(gate_up):

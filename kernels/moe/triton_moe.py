@@ -70,7 +70,7 @@ FP8_TUNINGS = (
 
 
 def choose_tuning(num_pairs: int, num_experts: int, size: int, is_fp8: bool = False) -> MoeTuning:
-    """Returns the tile sizes for pairs over `num_experts` experts of `size` inner features."""
+    """Return the tile sizes for pairs over `num_experts` experts of `size` inner features."""
     per_expert = num_pairs / num_experts
     tunings = FP8_TUNINGS if is_fp8 else TUNINGS
     tuning = next(tuning for most, tuning in tunings if per_expert <= most)
@@ -92,7 +92,7 @@ class Routing(NamedTuple):
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Computes `x @ weight.T` in float32."""
+    """Compute `x @ weight.T` in float32."""
     num_rows, inner = x.shape
     if num_rows > MAX_ROWS or inner % 16:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
@@ -140,7 +140,7 @@ def sort_by_expert(
 def grouped(
     x: Tensor, routing: Routing, weight: Matrix, swiglu: bool, bm: int, cut: GemmTile
 ) -> Tensor:
-    """Returns each pair's product with its expert's weight: [pairs, columns].
+    """Return each pair's product with its expert's weight: [pairs, columns].
 
     swiglu: x has a row for each token, weight has the gate's rows and up's; otherwise x has a row
     for each pair.
@@ -170,7 +170,7 @@ def experts(
     out: Tensor | None = None,
     tuning: MoeTuning | None = None,
 ) -> Tensor:
-    """Computes `norm_moe` after the router; x is the norm, and the residual is added."""
+    """Compute `norm_moe` after the router; x is the norm, and the residual is added."""
     num_tokens, hidden_size = x.shape
     out = torch.empty_like(x) if out is None else out
     if not num_tokens:

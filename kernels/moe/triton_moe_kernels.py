@@ -24,7 +24,7 @@ def _top_k(
     logits, token, exists, E, NORMALIZE: tl.constexpr,
     K: tl.constexpr, KB: tl.constexpr, EB: tl.constexpr,
 ):  # fmt: skip
-    """Returns the K experts of largest probability of each row, and these, [tokens, KB]."""
+    """Return the K experts of largest probability of each row, and these, [tokens, KB]."""
     expert, place = tl.arange(0, EB)[None, :], tl.arange(0, KB)[None, :]
     inside = exists[:, None] & (expert < E)
     rest = tl.load(logits + token[:, None] * E + expert, inside, float("-inf"))
@@ -47,7 +47,7 @@ def _top_k(
 
 @triton.jit
 def _hits(ids, k, exists, first, L, KB: tl.constexpr, LB: tl.constexpr):
-    """Returns True at a token's k-th expert if it is local, [tokens, LB]."""
+    """Return True at a token's k-th expert if it is local, [tokens, LB]."""
     place, expert = tl.arange(0, KB)[None, :], tl.arange(0, LB)[None, :]
     chosen = tl.sum(tl.where(place == k, ids, 0), 1) - first
     return (chosen[:, None] == expert) & (expert < L) & exists[:, None]
@@ -57,7 +57,7 @@ def _hits(ids, k, exists, first, L, KB: tl.constexpr, LB: tl.constexpr):
 def _chosen(
     ids, exists, first, L, K: tl.constexpr, KB: tl.constexpr, LB: tl.constexpr
 ):  # fmt: skip
-    """Returns the 0/1 matrix of chosen local experts, [tokens, LB]."""
+    """Return the 0/1 matrix of chosen local experts, [tokens, LB]."""
     chosen = tl.zeros((exists.shape[0], LB), tl.int32)
     for k in tl.static_range(K):
         chosen |= _hits(ids, k, exists, first, L, KB, LB).to(tl.int32)
@@ -66,7 +66,7 @@ def _chosen(
 
 @triton.jit
 def _list_tiles(tiles, totals, BM):
-    """Stores the number of tiles, then each expert's tiles of BM pairs."""
+    """Store the number of tiles, then each expert's tiles of BM pairs."""
     here = tl.arange(0, totals.shape[0])
     counts = (totals + BM - 1) // BM
     begin = tl.cumsum(totals, 0) - totals
@@ -85,7 +85,7 @@ def _place(
     ids, chosen, begin, token, exists, first, L, sources, places,
     K: tl.constexpr, KB: tl.constexpr, LB: tl.constexpr,
 ):  # fmt: skip
-    """Stores each pair's token, and each token's pairs: -1 if the expert is not local.
+    """Store each pair's token, and each token's pairs: -1 if the expert is not local.
 
     begin: [LB], index of each expert's first pair among these tokens.
     """
@@ -207,7 +207,7 @@ def multiply(
     SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Computes BN columns of one tile's pairs, out [num_pairs, N], in each program.
+    """Compute BN columns of one tile's pairs, out [num_pairs, N], in each program.
 
     SWIGLU: computes gate and up from the rows of x of the pairs' tokens; otherwise x has a row for
     each pair. The grid suffices for any choice of the router. EVEN: BK divides K. scale: of each
@@ -229,7 +229,7 @@ def combine(
     outputs, weights, places, residual, out, N,
     ADD: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds the outputs of a token's pairs and the residual, BLOCK columns in each program."""
+    """Add the outputs of a token's pairs and the residual, BLOCK columns in each program."""
     launch_dependents()
     wait()
     token = tl.program_id(0).to(tl.int64)

@@ -42,7 +42,7 @@ def quantize_blocks(x: Tensor) -> Quantized:
 
 
 def copy_into(target: Matrix, source: Matrix) -> None:
-    """Copies `source` into `target`, quantizing a tensor if `target` is a `Quantized`."""
+    """Copy `source` into `target`, quantizing a tensor if `target` is a `Quantized`."""
     if isinstance(target, Tensor):
         target.copy_(source if isinstance(source, Tensor) else source.dequantized())
         return

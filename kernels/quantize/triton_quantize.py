@@ -17,7 +17,7 @@ _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 def quantize(
     x: Tensor, norm_weight: Tensor | None, eps: float, swiglu: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns values float8_e4m3fn [num_rows, size] and scales float32 [num_rows].
+    """Return values float8_e4m3fn [num_rows, size] and scales float32 [num_rows].
 
     x contiguous [num_rows, size], with swiglu [num_rows, 2 * size]; ValueError if size is above
     MAX_SIZE.

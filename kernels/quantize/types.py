@@ -50,7 +50,7 @@ class Quantized:
         return self.scale.ndim == self.values.ndim
 
     def dequantized(self) -> Tensor:
-        """Returns the float32 matrices."""
+        """Return the float32 matrices."""
         if not self.in_blocks:
             return self.values.float() * self.scale[..., None]
         rows, columns = self.shape[-2:]
@@ -61,14 +61,14 @@ class Quantized:
         return len(self.values)
 
     def __getitem__(self, index: int | slice) -> "Quantized":
-        """Returns a view of one matrix, or of a range of rows, which must be whole blocks."""
+        """Return a view of one matrix, or of a range of rows, which must be whole blocks."""
         if self.in_blocks and self.values.ndim == 2 and isinstance(index, slice):
             begin, end, _ = index.indices(len(self))
             return Quantized(self.values[index], self.scale[begin // BLOCK : -(-end // BLOCK)])
         return Quantized(self.values[index], self.scale[index])
 
     def split(self, sizes: list[int]) -> "list[Quantized]":
-        """Returns views of N rows each, whole blocks where blocks have the scales."""
+        """Return views of N rows each, whole blocks where blocks have the scales."""
         return [self[begin:end] for begin, end in pairwise([0, *accumulate(sizes)])]
 
 
@@ -76,12 +76,12 @@ Matrix = Tensor | Quantized
 
 
 def parts(matrix: Matrix) -> tuple[Tensor, Tensor | None]:
-    """Returns the values, and the scales of a `Quantized`."""
+    """Return the values, and the scales of a `Quantized`."""
     return (matrix.values, matrix.scale) if isinstance(matrix, Quantized) else (matrix, None)
 
 
 def scale_shape(matrix: Quantized) -> tuple[int, ...]:
-    """Returns the required shape of the scales, of rows or of blocks."""
+    """Return the required shape of the scales, of rows or of blocks."""
     *others, rows, columns = matrix.shape
     if matrix.in_blocks:
         return (*others, -(-rows // BLOCK), -(-columns // BLOCK))

@@ -19,7 +19,7 @@ NEVER = -1e30
 
 
 def candidates_suffice(temperature: float, top_k: int, top_p: float, min_p: float) -> bool:
-    """Returns True if the candidates include all tokens that a row may draw, or the winner."""
+    """Return True if the candidates include all tokens that a row may draw, or the winner."""
     is_restricted = temperature > 0 and (top_k > 0 or top_p < 1 or min_p > 0)
     return not is_restricted or 0 < top_k <= NUM_LIKELIEST
 
@@ -33,7 +33,7 @@ def candidates(
     positions: Tensor,
     by_slot: SamplingTensors,
 ) -> Tensor:
-    """Returns logits and token ids of a rank's candidates, float64, which holds both exactly.
+    """Return logits and token ids of a rank's candidates, float64, which holds both exactly.
 
     Shape [num_rows, 1 + NUM_LIKELIEST or all, 2].
 

@@ -20,7 +20,7 @@ def penalize(
     frequency: Tensor,
     presence: Tensor,
 ) -> Tensor:
-    """Returns logits with penalties on earlier tokens; the penalties are float32 [num_rows].
+    """Return logits with penalties on earlier tokens; the penalties are float32 [num_rows].
 
     counts: int32 [num_rows, vocab_size], occurrences of each token in the output. in_prompt: bool,
     of the same shape. For tokens in prompt or output, positive logits are divided by `repetition`,
@@ -37,7 +37,7 @@ def penalize(
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
-    """Returns the logits of allowed tokens, and -inf for others.
+    """Return the logits of allowed tokens, and -inf for others.
 
     bitmask int32 [num_rows, ceil(vocab_size / 32)]: bit i of word w allows token 32 w + i.
     """
@@ -49,7 +49,7 @@ def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
 
 
 def top_logprobs(logits: Tensor, token_ids: Tensor, num_likeliest: int) -> tuple[Tensor, Tensor]:
-    """Returns ids and logprobs of a given token of each row, then of the row's likeliest tokens.
+    """Return ids and logprobs of a given token of each row, then of the row's likeliest tokens.
 
     token_ids: int64 [num_rows]. Returns int64 and float32 [num_rows, 1 + num_likeliest], with up to
     vocab_size likeliest tokens.

@@ -17,7 +17,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox(seed: Tensor, counter: Words) -> Words:
-    """Returns four random words for each counter.
+    """Return four random words for each counter.
 
     seed: int64, whose low word is the first key. counter: four words. All shapes broadcast.
     """
@@ -32,7 +32,7 @@ def philox(seed: Tensor, counter: Words) -> Words:
 
 
 def uniform(word: Tensor) -> Tensor:
-    """Returns random words as float32 between 0 and 1, both excluded.
+    """Return random words as float32 between 0 and 1, both excluded.
 
     Small numbers keep all 32 bits. The largest words would round to 1 and are clamped below 1.
     """

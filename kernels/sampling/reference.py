@@ -18,7 +18,7 @@ RUN = 4096
 
 
 def keep_top_k_top_p(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Returns the scores after top-k, then top-p, then min-p; -inf for removed tokens.
+    """Return the scores after top-k, then top-p, then min-p; -inf for removed tokens.
 
     scores: [num_rows, vocab_size], already divided by the temperature; the others [num_rows]. The
     same tokens stay as with transformers' logits processors: all that tie with the k-th, the
@@ -44,7 +44,7 @@ def keep_top_k_top_p(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Returns standard Gumbel noise, float32 [num_rows, vocab_size]; seeds, positions [num_rows].
+    """Return standard Gumbel noise, float32 [num_rows, vocab_size]; seeds, positions [num_rows].
 
     A Philox counter serves four token ids. In each run of 4096 ids the first 1024 use the first
     words of the run's 1024 counters, the next 1024 the second words, and so on. A GPU program that
@@ -64,7 +64,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def sample(logits: Tensor, slots: Tensor, positions: Tensor, by_slot: SamplingTensors) -> Tensor:
-    """Computes `penstock.kernels.sampling.sampling.sample` on any device."""
+    """Compute `penstock.kernels.sampling.sampling.sample` on any device."""
     largest, tokens = logits.max(-1)  # NaN counts as the largest number
     rows = ((slots >= 0) & (by_slot.temperature[slots] > 0)).nonzero().squeeze(1)
     if rows.numel():
@@ -82,7 +82,7 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, by_slot: SamplingTe
 
 
 def _restrict(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
-    """Applies `keep_top_k_top_p` in place to restricted rows only, because sorting is slow."""
+    """Apply `keep_top_k_top_p` in place to restricted rows only, because sorting is slow."""
     rows = ((top_k > 0) | (top_p < 1) | (min_p > 0)).nonzero().squeeze(1)
     if rows.numel():
         scores[rows] = keep_top_k_top_p(scores[rows], top_k[rows], top_p[rows], min_p[rows])

@@ -11,7 +11,7 @@ _DTYPES = {"seeds": torch.int64, "top_k": torch.int32, "last_token": torch.int64
 
 
 def shard_size(vocab_size: int, num_ranks: int) -> int:
-    """Returns the token ids of each rank's shard of the vocabulary, a multiple of a run.
+    """Return the token ids of each rank's shard of the vocabulary, a multiple of a run.
 
     The last shards may have fewer token ids, or none.
     """
@@ -19,7 +19,7 @@ def shard_size(vocab_size: int, num_ranks: int) -> int:
 
 
 def sample(logits: Tensor, slots: Tensor, positions: Tensor, by_slot: SamplingTensors) -> Tensor:
-    """Returns one token id for each row, int64 [num_rows], the lowest id of equal scores.
+    """Return one token id for each row, int64 [num_rows], the lowest id of equal scores.
 
     The token is -1 if a logit is NaN or +inf, or if all are -inf; `last_token` is then 0, which the
     model accepts. A logit of -inf forbids a token.

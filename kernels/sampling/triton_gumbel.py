@@ -20,7 +20,7 @@ _KEY_STEP_1 = tl.constexpr(0xBB67AE85)
 
 @triton.jit
 def words(seed, counters, position):
-    """Returns four random words for each counter: `penstock.kernels.sampling.philox.philox`.
+    """Return four random words for each counter: `penstock.kernels.sampling.philox.philox`.
 
     `tl.philox` multiplies twice for the two halves of each product.
     """
@@ -42,7 +42,7 @@ def words(seed, counters, position):
 
 @triton.jit
 def _log2(x):
-    """Computes log2 to within 2**-22 near 1; the exact function takes twenty instructions."""
+    """Compute log2 to within 2**-22 near 1; the exact function takes twenty instructions."""
     if _COMPILED:
         x = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
@@ -54,7 +54,7 @@ def _log2(x):
 
 @triton.jit
 def noise(word):
-    """Returns Gumbel noise divided by log 2, plus a constant that is the same for all tokens."""
+    """Return Gumbel noise divided by log 2, plus a constant that is the same for all tokens."""
     u = word.to(tl.float32) * 2.0**-32 + 2.0**-33
     # -log(1 - u). The winner is among the smallest values, which need the series.
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5)))))
@@ -64,7 +64,7 @@ def noise(word):
 
 @triton.jit
 def noise_of(ids, seed, position):
-    """Returns the noise of any tokens, using one word in four."""
+    """Return the noise of any tokens, using one word in four."""
     w0, w1, w2, w3 = words(seed, ids // RUN * QUARTER + ids % QUARTER, position)
     quarter = ids // QUARTER % 4
     low, high = tl.where(quarter == 0, w0, w1), tl.where(quarter == 2, w2, w3)
@@ -73,12 +73,12 @@ def noise_of(ids, seed, position):
 
 @triton.jit
 def best(scores, ids):
-    """Returns the largest score and the lowest id with this score."""
+    """Return the largest score and the lowest id with this score."""
     top = tl.max(scores)
     return top, tl.min(tl.where(scores == top, ids, 2**31 - 1))
 
 
 @triton.jit
 def weight(logits, largest, scale):
-    """Returns the probability relative to the likeliest token's."""
+    """Return the probability relative to the likeliest token's."""
     return tl.exp2((logits - largest) * scale)

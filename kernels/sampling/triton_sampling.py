@@ -23,7 +23,7 @@ from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 
 def sample(logits: Tensor, slots: Tensor, positions: Tensor, by_slot: SamplingTensors) -> Tensor:
-    """Computes `penstock.kernels.sampling.sampling.sample`, which checks the arguments."""
+    """Compute `penstock.kernels.sampling.sampling.sample`, which checks the arguments."""
     num_rows, vocab_size = logits.shape
     num_runs = triton.cdiv(vocab_size, RUN.value)
     if not num_rows:
@@ -53,7 +53,7 @@ class Runs(NamedTuple):
 
 
 def scan_runs(arguments: Sequence[Any], vocab_size: int, shards: Shards) -> None:
-    """Launches the first kernel, for this rank's runs."""
+    """Launch the first kernel, for this rank's runs."""
     first_run = shards.rank * shards.runs_per_shard
     num_runs = min(triton.cdiv(vocab_size, RUN.value) - first_run, shards.runs_per_shard)
     if num_runs > 0:
@@ -66,7 +66,7 @@ def scan_runs(arguments: Sequence[Any], vocab_size: int, shards: Shards) -> None
 def finish_rows(
     arguments: Sequence[Any], last_token: Tensor, vocab_size: int, shards: Shards
 ) -> Tensor:
-    """Launches the second kernel, after the scans of all ranks; returns the tokens."""
+    """Launch the second kernel, after the scans of all ranks; return the tokens."""
     slots: Tensor = arguments[2]
     num_rows, num_runs = len(slots), triton.cdiv(vocab_size, RUN.value)
     num_groups = num_runs * GROUPS_PER_RUN.value
@@ -82,7 +82,7 @@ def finish_rows(
 
 @triton.jit
 def _is_restricted(temperature, top_k, top_p, min_p, vocab_size: tl.constexpr):
-    """Returns True for a random row with top-k, top-p or min-p."""
+    """Return True for a random row with top-k, top-p or min-p."""
     some = ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0)
     return (temperature > 0) & some
 
@@ -93,7 +93,7 @@ def _scan_runs(
     top_p_ptr, min_p_ptr, run_best_ptr, run_sum_ptr, run_token_ptr, group_max_ptr,
     vocab_size: tl.constexpr, first_run: tl.constexpr, runs_per_shard: tl.constexpr,
 ):  # fmt: skip
-    """Scans one run of one row in each program; grid (this rank's runs, num_rows)."""
+    """Scan one run of one row in each program; grid (this rank's runs, num_rows)."""
     launch_dependents()
     wait()
     run, row = tl.program_id(0), tl.program_id(1)
@@ -120,7 +120,7 @@ def _scan_runs(
 
 @triton.jit
 def _best_of_run(row_ptr, run, temperature, seed, position, vocab_size: tl.constexpr):
-    """Returns the run's best score and its token; infinity if a logit is NaN or infinite."""
+    """Return the run's best score and its token; infinity if a logit is NaN or infinite."""
     lane = tl.arange(0, QUARTER)
     first = run * RUN + lane
     l0 = tl.load(row_ptr + first, first < vocab_size, other=-float("inf"))
@@ -145,8 +145,10 @@ def _best_of_run(row_ptr, run, temperature, seed, position, vocab_size: tl.const
 
 @triton.jit
 def _summarise_run(row_ptr, run, temperature, group_max_ptr, vocab_size: tl.constexpr):
-    """Stores the groups' largest logits; returns the run's largest and the sum of relative weights,
-    which is NaN if a logit is NaN or infinite."""
+    """Store the groups' largest logits; return the run's largest and the sum of relative weights.
+
+    The sum is NaN if a logit is NaN or infinite.
+    """
     groups = tl.arange(0, GROUPS_PER_RUN)
     ids = run * RUN + groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     logits = tl.load(row_ptr + ids, ids < vocab_size, other=-float("inf"))

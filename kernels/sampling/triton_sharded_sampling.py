@@ -20,7 +20,7 @@ from penstock.kernels.sampling.types import SamplingTensors
 
 
 def buffer_size(max_rows: int, vocab_size: int, num_ranks: int) -> int:
-    """Returns the float32 elements of each rank's buffer."""
+    """Return the float32 elements of each rank's buffer."""
     return sum(_sizes(max_rows, shard_size(vocab_size, num_ranks)))
 
 
@@ -47,7 +47,7 @@ class ShardedSampler:
         self._shards = Shards(shard // RUN.value, len(addresses), rank, distances)
 
     def logits(self, num_rows: int) -> Tensor:
-        """Returns the memory of this rank's logits: [num_rows, shard_size(...)].
+        """Return the memory of this rank's logits: [num_rows, shard_size(...)].
 
         The first logit is of token id rank * shard_size(...). Logits beyond the vocabulary are not
         read.
@@ -61,7 +61,7 @@ class ShardedSampler:
         positions: Tensor,
         by_slot: SamplingTensors,
     ) -> Tensor:
-        """Computes `penstock.kernels.sampling.sampling.sample` for the logits of the first rows.
+        """Compute `penstock.kernels.sampling.sampling.sample` for the logits of the first rows.
 
         All ranks call it with equal arguments. barrier: launches a barrier of all ranks, after
         which their earlier writes can be read. Another barrier, or any collective, must precede the
@@ -80,6 +80,6 @@ class ShardedSampler:
 
 
 def _sizes(max_rows: int, shard: int) -> list[int]:
-    """Returns the sizes of a buffer's arrays: logits, groups' largest, three values of each run."""
+    """Return the sizes of a buffer's arrays: logits, groups' largest, three values of each run."""
     num_runs = shard // RUN.value
     return [max_rows * size for size in (shard, num_runs * GROUPS_PER_RUN.value, *[num_runs] * 3)]

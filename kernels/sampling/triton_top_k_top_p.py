@@ -34,7 +34,7 @@ def list_groups(
     num_groups: tl.constexpr,
     padded: tl.constexpr,
 ):
-    """Lists the groups that may contain a kept token, ascending; returns their number.
+    """List the groups that may contain a kept token, ascending; return their number.
 
     softmax: the largest logit, the scale of logits, the sum of all weights. limits: top_k (0: all),
     top_p, min_p. shards: as for `shift`.
@@ -61,7 +61,7 @@ def list_groups(
 
 @triton.jit
 def draw(row, groups, softmax, limits, noise, vocab_size: tl.constexpr):
-    """Returns the token of a restricted row; softmax and limits as for `list_groups`.
+    """Return the token of a restricted row; softmax and limits as for `list_groups`.
 
     row: pointer to its logits, and `shards`. groups: the list and its length. noise: the seed and
     the position.
@@ -91,7 +91,7 @@ def draw(row, groups, softmax, limits, noise, vocab_size: tl.constexpr):
 
 @triton.jit
 def _winner(row, groups, softmax, above, kth, min_p, noise, vocab_size: tl.constexpr):
-    """Returns the best token with a logit above `above` that top-k and min-p keep."""
+    """Return the best token with a logit above `above` that top-k and min-p keep."""
     largest, scale, _total = softmax
     seed, position = noise
     top = tl.full((), -float("inf"), tl.float32)
@@ -109,7 +109,7 @@ def _winner(row, groups, softmax, above, kth, min_p, noise, vocab_size: tl.const
 
 @triton.jit
 def _mass_above(row, groups, softmax, above, kth, vocab_size: tl.constexpr):
-    """Returns the sum of the weights of logits larger than `above` and at least `kth`."""
+    """Return the sum of the weights of logits larger than `above` and at least `kth`."""
     largest, scale, _total = softmax
     mass = tl.full((), 0.0, tl.float32)
     for start in range(0, groups[1], _TILE):
@@ -121,7 +121,7 @@ def _mass_above(row, groups, softmax, above, kth, vocab_size: tl.constexpr):
 
 @triton.jit
 def _kth_largest(row, groups, top_k, vocab_size: tl.constexpr):
-    """Returns the k-th largest logit."""
+    """Return the k-th largest logit."""
     if groups[1] <= _TILE:
         logits, _ids = _tile(row, groups, 0, vocab_size)
         found = _threshold(
@@ -141,7 +141,7 @@ def _kth_largest(row, groups, top_k, vocab_size: tl.constexpr):
 
 @triton.jit
 def _tile(row, groups, start, vocab_size: tl.constexpr):
-    """Returns logits and token ids, both [128, 32], of the listed groups from `start` on."""
+    """Return logits and token ids, both [128, 32], of the listed groups from `start` on."""
     list_ptr, num_listed = groups
     index = start + tl.arange(0, _TILE)
     group = tl.load(list_ptr + index, index < num_listed, other=_NO_GROUP)
@@ -152,7 +152,7 @@ def _tile(row, groups, start, vocab_size: tl.constexpr):
 
 @triton.jit
 def _threshold(keys, weights, limit):
-    """Returns the largest key such that all from it up weigh `limit` or more, or the lowest."""
+    """Return the largest key such that all from it up weigh `limit` or more, or the lowest."""
     found = tl.full((), _LOWEST, tl.int32)
     for i in range(32):
         candidate = found ^ (tl.full((), 1, tl.int32) << (31 - i))
@@ -163,13 +163,13 @@ def _threshold(keys, weights, limit):
 
 @triton.jit
 def _key(value):
-    """Returns an int32 with the order of the float32."""
+    """Return an int32 with the order of the float32."""
     bits = value.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _value(key):
-    """Returns the float32 of a key; -inf for the lowest key."""
+    """Return the float32 of a key; -inf for the lowest key."""
     bits = key ^ ((key >> 31) & 0x7FFFFFFF)
     return tl.where(key == _LOWEST, -float("inf"), bits.to(tl.float32, bitcast=True))

@@ -26,7 +26,7 @@ from penstock.kernels.step.types import Slots, StepBuffers
 def apply_plan(
     record: Tensor, slots: Slots, buffers: StepBuffers, shape: BatchShape, block_size: int
 ) -> None:
-    """Stores the record's blocks and parameters in `slots`, and fills `buffers` up to `shape`.
+    """Store the record's blocks and parameters in `slots`, and fills `buffers` up to `shape`.
 
     record: int32, as above. Rows, tokens and tiles beyond the record's are padding.
     """

@@ -10,7 +10,7 @@ LONG_CHUNK = 1024
 
 
 def tile_size(max_seqlen_q: int) -> int:
-    """Returns the tokens of a prefill chunk in one program of the attention."""
+    """Return the tokens of a prefill chunk in one program of the attention."""
     return SMALL_TILE if max_seqlen_q <= LONG_CHUNK else LARGE_TILE
 
 

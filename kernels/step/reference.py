@@ -15,7 +15,7 @@ from penstock.kernels.step.types import (
 
 
 def apply_changes(record: Tensor, slots: Slots) -> None:
-    """Stores the record's blocks and parameters in `slots`."""
+    """Store the record's blocks and parameters in `slots`."""
     _, num_appended, num_added, _, appended_at, parameters_at, _, _ = record[:HEADER].tolist()
     appended = record[appended_at : appended_at + num_appended * APPENDED].view(-1, APPENDED)
     slots.block_tables[appended[:, 0].long(), appended[:, 1].long()] = appended[:, 2]
@@ -32,7 +32,7 @@ def apply_changes(record: Tensor, slots: Slots) -> None:
 def make_rows(
     record: Tensor, slots: Slots, buffers: StepBuffers, shape: BatchShape, block_size: int
 ) -> None:
-    """Fills `buffers` up to `shape` from the record's rows."""
+    """Fill `buffers` up to `shape` from the record's rows."""
     num_real, _, _, rows_at, _, _, given_at, _ = record[:HEADER].tolist()
     rows = record[rows_at : rows_at + num_real * ROW].view(-1, ROW).tolist()
     num_tokens = num_keys = 0

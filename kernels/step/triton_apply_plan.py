@@ -93,7 +93,7 @@ def _copy_table(source, target, num_blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def _num_tiles(rows, num_rows, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the tiles of the first `num_rows` rows, 0 for a row that decodes."""
+    """Return the tiles of the first `num_rows` rows, 0 for a row that decodes."""
     total = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, num_rows, BLOCK):
         row = begin + tl.arange(0, BLOCK)
@@ -108,7 +108,7 @@ def _num_tiles(rows, num_rows, TILE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _make_tiles(rows, tiles, row, count, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Stores a row's tiles; tiles with most keys come first, because they take longest."""
+    """Store a row's tiles; tiles with most keys come first, because they take longest."""
     at = tiles + _num_tiles(rows, row, TILE, BLOCK) * 2
     number = tl.cdiv(count, TILE)
     for begin in range(0, number, BLOCK):
@@ -123,7 +123,7 @@ def _pad(
     rows, num_real, num_tokens, input_ids, positions, slot_mapping, tiles, max_tokens, max_tiles,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Pads tokens and tiles after the record's."""
+    """Pad tokens and tiles after the record's."""
     for begin in range(num_tokens, max_tokens, BLOCK):
         token = begin + tl.arange(0, BLOCK)
         exists = token < max_tokens
@@ -199,7 +199,7 @@ def _make_rows(
 def apply_plan(
     record: Tensor, slots: Slots, buffers: StepBuffers, shape: BatchShape, block_size: int
 ) -> None:
-    """Computes `penstock.kernels.step.apply_plan.apply_plan` in two launches."""
+    """Compute `penstock.kernels.step.apply_plan.apply_plan` in two launches."""
     max_blocks = slots.block_tables.shape[1]
     _apply_changes[(NUM_PROGRAMS,)](
         record, slots.block_tables, slots.seeds, slots.temperature, slots.top_k, slots.top_p,

@@ -31,7 +31,7 @@ class Slots(NamedTuple):
     """[num_slots], as in `SamplingTensors`"""
 
     def sampling(self) -> SamplingTensors:
-        """Returns the arguments of `sample` by slot."""
+        """Return the arguments of `sample` by slot."""
         return SamplingTensors(*self[2:], last_token=self.last_token[:-1])
 
 
@@ -60,7 +60,7 @@ class StepBuffers(NamedTuple):
     """int64 [num_slots]: index of each row's next token in its sequence"""
 
     def forward_batch(self, shape: BatchShape) -> ForwardBatch:
-        """Returns the front of the buffers, of this shape."""
+        """Return the front of the buffers, of this shape."""
         num_rows, num_tokens = shape.num_rows, shape.num_tokens
         return ForwardBatch(
             shape,
@@ -77,7 +77,7 @@ class StepBuffers(NamedTuple):
 
 
 def make_slots(num_slots: int, max_blocks: int, device: torch.device) -> Slots:
-    """Returns an empty persistent batch."""
+    """Return an empty persistent batch."""
     zeros = partial(torch.zeros, device=device)
     return Slots(
         block_tables=zeros((num_slots, max_blocks), dtype=torch.int32),
@@ -93,7 +93,7 @@ def make_slots(num_slots: int, max_blocks: int, device: torch.device) -> Slots:
 def make_step_buffers(
     num_slots: int, max_blocks: int, max_tokens: int, device: torch.device
 ) -> StepBuffers:
-    """Returns buffers for steps of up to `max_tokens` tokens."""
+    """Return buffers for steps of up to `max_tokens` tokens."""
     ints = partial(torch.zeros, dtype=torch.int32, device=device)
     longs = partial(torch.zeros, dtype=torch.int64, device=device)
     return StepBuffers(

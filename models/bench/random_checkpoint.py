@@ -1,7 +1,7 @@
-"""Checkpoints with random weights, in the published shapes of Qwen3: for measuring without a hub.
+"""Checkpoints with random weights in the published shapes of Qwen3, for benchmarks.
 
-`launch bench make-model` runs this. The tensors are those that the model loads; the tokenizer has
-Qwen3's number of tokens and the ids of its special tokens, but merges of its own.
+`launch bench make-model` runs this module. The checkpoint has the tensors that the model loads, and
+a tokenizer with Qwen3's number of tokens and special tokens, but with different merges.
 """
 
 import argparse
@@ -36,7 +36,7 @@ DEMO_TOKENIZER = Path(__file__).parents[1] / "demo" / "checkpoint" / "tokenizer_
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 VOCAB_SIZE = 151_936
 NUM_BYTE_PAIRS = 151_643
-"""ids of tokens that are made of bytes; special tokens follow"""
+"""ids of ordinary tokens; special tokens follow"""
 SPECIAL_IDS = {
     "<|endoftext|>": 151_643,
     "<|im_start|>": 151_644,
@@ -74,7 +74,7 @@ DEVIATION = 0.02
 
 
 def shape_of(size: str) -> dict[str, Any]:
-    """The fields of `config.json` that make up a published size."""
+    """Return the fields of `config.json` of a published size."""
     hidden, intermediate, layers, heads, kv_heads, is_tied = DENSE[size]
     experts = EXPERTS.get(size, {})
     return {
@@ -102,8 +102,10 @@ def shape_of(size: str) -> dict[str, Any]:
 def make_checkpoint(
     folder: Path, shape: dict[str, Any], dtype: str = "bfloat16", is_fp8: bool = False
 ) -> int:
-    """Writes a checkpoint into `folder` and returns the bytes of its weights. is_fp8: the products
-    of the layers in e4m3, with a scale for each block of 128 by 128."""
+    """Write a checkpoint into `folder` and return the bytes of its weights.
+
+    is_fp8: the products of the layers in e4m3, with a scale for each block of 128 by 128.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     quantization = {"quantization_config": FP8_BLOCKS} if is_fp8 else {}
     _write_json(folder / "config.json", {**shape, "torch_dtype": dtype, **quantization})
@@ -116,7 +118,7 @@ def make_checkpoint(
 
 
 def _tensors(config: ModelConfig, dtype: torch.dtype, is_fp8: bool) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that the model loads, in the layers' order."""
+    """Yield every tensor that the model loads, in the layers' order."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     noise = torch.Generator(device).manual_seed(0)
     for name, shape in _shapes(config):
@@ -141,7 +143,7 @@ def _shapes(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _save(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> int:
-    """Writes shards, none larger than MAX_SHARD_BYTES, and their index."""
+    """Write shards, none larger than MAX_SHARD_BYTES, and their index."""
     files: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
     total = shard_bytes = 0
@@ -161,7 +163,7 @@ def _save(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> int:
 
 
 def _save_tokenizer(folder: Path) -> None:
-    """Byte-level BPE: all bytes, all pairs of them, and triples up to the number of tokens."""
+    """Write a byte-level BPE of all bytes, all pairs of bytes, and triples."""
     characters = byte_characters()
     pairs = list(itertools.product(characters, characters))
     triples = itertools.product(("".join(pair) for pair in pairs), characters)
@@ -189,7 +191,7 @@ def _save_tokenizer(folder: Path) -> None:
 
 
 def byte_characters() -> list[str]:
-    """Returns the printable characters that byte-level tokenizers write for the bytes 0 to 255.
+    """Return the printable characters that byte-level tokenizers write for the bytes 0 to 255.
 
     Bytes that are printable in Latin-1 stand for themselves, the others are moved up beyond 255
     in their order: the convention of GPT-2, which Qwen3 follows.
@@ -205,7 +207,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Makes a checkpoint from the command line; prints its size."""
+    """Make a checkpoint from the command line; prints its size."""
     parser = argparse.ArgumentParser()
     parser.add_argument("size", choices=DENSE)
     parser.add_argument("folder", type=Path)

@@ -51,7 +51,7 @@ def decode_shapes(max_num_seqs: int, max_seqlen_k: int) -> list[BatchShape]:
 def prefill_shapes(
     max_num_seqs: int, max_tokens: int, num_weights: int, max_seqlen_k: int
 ) -> list[BatchShape]:
-    """Steps of chunks and rows that decode, as far as it pays.
+    """Step of chunks and rows that decode, as far as it pays.
 
     num_weights: of the model, each of which a token is multiplied with.
     """
@@ -112,7 +112,7 @@ class CudaGraphs:
         self._graphs[shape] = graph
 
     def replay(self, record: Any, shape: BatchShape) -> Computed | None:
-        """Runs a step whose record is an int32 array; None where it fits into no graph.
+        """Run a step whose record is an int32 array; None where it fits into no graph.
 
         Returns what is valid until the next replay, padded to the graph's shape.
         """

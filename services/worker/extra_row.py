@@ -15,7 +15,7 @@ class ExtraRow:
     """A row that asks, as far as the host must know it."""
 
     def __init__(self, row: RowAdded, vocab_size: int) -> None:
-        """Raises ValueError for a bias of a token that the model does not have, and for one that
+        """Raise ValueError for a bias of a token that the model does not have, and for one that
         is allowed."""
         self.extras = extras = row.extras or RowExtras(0)
         self.token_ids = np.frombuffer(row.token_ids, "<i4").astype(np.int64)

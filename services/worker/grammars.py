@@ -84,7 +84,7 @@ class Grammars:
         self._tokenizer = self._compiler.submit(LLTokenizer, str(self._path))
 
     def wait(self) -> None:
-        """Waits for the tokenizer. Raises ModelError.
+        """Wait for the tokenizer. Raises ModelError.
 
         Of a large vocabulary it takes over a second, in which no other thread runs: to be called
         before requests are served.

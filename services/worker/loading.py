@@ -53,7 +53,7 @@ CPU_KV_BYTES = 1 << 30
 def load(
     config: Config, assignment: WorkerAssignment, on_progress: Callable[[], None]
 ) -> ModelRunner:
-    """Joins the group, loads this rank's weights, allocates its KV cache, captures its graphs.
+    """Join the group, loads this rank's weights, allocates its KV cache, captures its graphs.
 
     Calls `on_progress` now and then. Raises ModelError, GroupError.
     """

@@ -67,7 +67,7 @@ class SecondPass:
         """waits for the tokens sampled last"""
 
     def clear(self) -> None:
-        """Removes every row."""
+        """Remove every row."""
         for slot in list(self.rows):
             self._remove(slot)
 
@@ -107,7 +107,7 @@ class SecondPass:
             self._grammars.remove(slot)
 
     def run(self, rows: Rows, computed: Computed) -> OnItsWay:
-        """Overwrites the tokens of the rows that ask, in `computed` and in the persistent batch."""
+        """Overwrite the tokens of the rows that ask, in `computed` and in the persistent batch."""
         way = OnItsWay([], {}, [])
         asking = self._asks[rows.table[:, 0]]
         for row in rows.table[asking].tolist():
@@ -220,7 +220,7 @@ class SecondPass:
             logits[index] = torch.where((drawn[index] == tag)[:, None], only, logits[index])
 
     def _bitmask(self, slots: list[int]) -> tuple[Bitmask, list[int], dict[int, str]]:
-        """Returns what rows may draw, their opening tags or -2, and why rows can't go on; as in
+        """Return what rows may draw, their opening tags or -2, and why rows can't go on; as in
         `Grammars`."""
         bitmask = np.full((len(slots), (self._vocab_size + 31) // 32), -1, np.int32)
         tags = [-2] * len(slots)

@@ -110,12 +110,12 @@ class ModelRunner:
         self._second.clear()
 
     def use_graphs(self, shapes: Iterable[BatchShape]) -> None:
-        """Steps that fit into one of `shapes` are replayed from here on."""
+        """Replay steps that fit into one of `shapes`."""
         self._graphs = CudaGraphs(self._compute, shapes, self._device)
 
     @torch.inference_mode()
     def capture_graphs(self, on_progress: Callable[[], None]) -> None:
-        """Captures all of them now, which each would be at its first use."""
+        """Capture all of them now, which each would be at its first use."""
         if self._graphs:
             self._graphs.capture_all(on_progress)
 
@@ -125,7 +125,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: BatchPlan) -> LaunchedStep:
-        """Starts a step. Raises ValueError for a plan that can't be, GroupError."""
+        """Start a step. Raises ValueError for a plan that can't be, GroupError."""
         self._batch.apply(plan)
         self._second.apply(plan)
         rows = self._batch.advance(plan.chunks, plan.drafts)

@@ -65,7 +65,7 @@ class PersistentBatch:
         """likewise; as in the record"""
 
     def clear(self) -> None:
-        """Removes every row."""
+        """Remove every row."""
         self._active[:] = False
         self._given.clear()
         self._appended.clear()

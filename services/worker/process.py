@@ -50,10 +50,10 @@ class Runner(Protocol):
         """Median and 99th percentile of the GPU's wait between two steps; 0 on a CPU."""
 
     def launch(self, plan: BatchPlan) -> Launched:
-        """Starts a step; steps run in the order of their launch."""
+        """Start a step; steps run in the order of their launch."""
 
     def clear(self) -> None:
-        """Empties the persistent batch."""
+        """Empty the persistent batch."""
 
 
 MAX_END = 5.0
@@ -105,7 +105,7 @@ class Worker:
         self._said_hello = time.monotonic()
 
     def receive(self) -> None:
-        """Handles what waits at the socket. Raises WorkerError and what the runner raises."""
+        """Handle what waits at the socket. Raises WorkerError and what the runner raises."""
         for _, message in self.channel.receive():
             match message:
                 case BatchPlan():
@@ -184,7 +184,7 @@ class Worker:
 
 
 def wait_for_end(pid: int) -> None:
-    """Returns when a process of this machine is gone and its memory is free, or MAX_END is over."""
+    """Return when a process of this machine is gone and its memory is free, or MAX_END is over."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -196,7 +196,7 @@ def wait_for_end(pid: int) -> None:
 
 
 def main(load: Load) -> NoReturn:
-    """Runs the process until it is told to stop, or can't go on.
+    """Run the process until it is told to stop, or can't go on.
 
     It ends as if killed. Taken down in order, NCCL waits for ever for CUDA graphs that hold its
     communicators, and for a rank that is gone.

@@ -49,7 +49,7 @@ class OnItsWay(NamedTuple):
 
 
 def pack_logprobs(logits: Tensor, token_ids: Tensor, num_likeliest: int) -> Tensor:
-    """Returns `top_logprobs` as int32 [num_rows, 2 (1 + num_likeliest)]: ids, bits of floats."""
+    """Return `top_logprobs` as int32 [num_rows, 2 (1 + num_likeliest)]: ids, bits of floats."""
     told, logprobs = top_logprobs(logits, token_ids, num_likeliest)
     return torch.cat([told.int(), logprobs.view(torch.int32)], 1)
 

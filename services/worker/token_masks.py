@@ -22,11 +22,11 @@ class TokenBits:
         self._bits = np.array(list(bits.values()), np.uint32).view(np.int32)
 
     def allow(self, masks: Bitmask) -> None:
-        """Sets the tokens' bits in a mask, or in several."""
+        """Set the tokens' bits in a mask, or in several."""
         masks[..., self._at] |= self._bits
 
     def forbid(self, masks: Bitmask) -> None:
-        """Clears the tokens' bits in a mask, or in several."""
+        """Clear the tokens' bits in a mask, or in several."""
         masks[..., self._at] &= ~self._bits
 
 
@@ -37,7 +37,7 @@ class TokenMask:
     """
 
     def __init__(self, extras: RowExtras, output_token_ids: Iterable[int], vocab_size: int) -> None:
-        """Raises ValueError for an allowed token that the model does not have."""
+        """Raise ValueError for an allowed token that the model does not have."""
         allowed = extras.allowed_token_ids
         wrong = [token_id for token_id in allowed if not 0 <= token_id < vocab_size]
         if wrong:
@@ -59,7 +59,7 @@ class TokenMask:
         return bool(self._words)
 
     def accept(self, token_id: int) -> None:
-        """Appends the token drawn for the row; -1: none could be drawn."""
+        """Append the token drawn for the row; -1: none could be drawn."""
         if token_id >= 0:
             self._extend([token_id])
 
@@ -80,7 +80,7 @@ class TokenMask:
 def token_mask(
     extras: RowExtras, output_token_ids: Iterable[int], vocab_size: int
 ) -> TokenMask | None:
-    """Returns a row's mask, None where the row restricts nothing. Raises ValueError."""
+    """Return a row's mask, None where the row restricts nothing. Raises ValueError."""
     if not extras.allowed_token_ids and not extras.bad_words:
         return None
     return TokenMask(extras, output_token_ids, vocab_size)

@@ -17,7 +17,7 @@ def to_device(array: Any, device: torch.device) -> Tensor:
 
 
 def integers_to_device(lists: Sequence[Any], device: torch.device) -> tuple[Tensor, ...]:
-    """Lists or arrays of integers as int64 tensors, in one copy."""
+    """List or arrays of integers as int64 tensors, in one copy."""
     together = np.concatenate([np.asarray(one, np.int64) for one in lists])
     return torch.split(to_device(together, device), [len(one) for one in lists])
 

@@ -10,8 +10,8 @@ from penstock.kernels.sampling.candidates import (
     candidates_suffice,
     draw_candidate,
 )
-from penstock.kernels.sampling.sampling import sample
-from penstock.kernels.sampling.types import SamplingTensors, shard_size
+from penstock.kernels.sampling.sampling import sample, shard_size
+from penstock.kernels.sampling.types import SamplingTensors
 
 KINDS = [
     (0.0, 0, 1.0, 0.0),

@@ -289,9 +289,9 @@ def test_padded_rows_may_find_no_token_left(batch: Batch) -> None:
 def test_a_step_that_does_not_fit_is_refused(batch: Batch) -> None:
     record = torch.zeros(8, dtype=torch.int32)
     for shape, message in (
-        (BatchShape(9, 9, 9, 0, 64, 1, 1), "9 rows; 1 to 8 fit"),
-        (BatchShape(1, 33, 1, 1, 64, 33, 33), "33 tokens; 1 to 32 fit"),
-        (BatchShape(1, 1, 1, 9, 64, 1, 1), "9 tiles; 0 to 8 fit"),
+        (BatchShape(9, 9, 9, 0, 64, 1, 1), "rows: got 9, expected 1 to 8"),
+        (BatchShape(1, 33, 1, 1, 64, 33, 33), "tokens: got 33, expected 1 to 32"),
+        (BatchShape(1, 1, 1, 9, 64, 1, 1), "tiles: got 9, expected 0 to 8"),
     ):
         with pytest.raises(ValueError, match=message):
             apply_plan(record, batch.slots, batch.buffers, shape, block_size=4)

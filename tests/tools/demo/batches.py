@@ -15,7 +15,7 @@ from tests.tools.demo.tokenizer import END_OF_TEXT_ID
 
 @dataclass(frozen=True)
 class Share:
-    """How often a batch draws from a task, in which sizes, and with how long a history."""
+    """Weight of a task in a batch, its sizes, and the room for a history."""
 
     weight: int
     task: TaskName
@@ -34,7 +34,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Batch:
-    """What the model reads at each position, and what it should write next.
+    """Inputs and next-token targets of each position.
 
     Kept as 16-bit integers: batches travel between processes in shared memory.
     """
@@ -43,7 +43,7 @@ class Batch:
     targets: torch.Tensor
 
     def to(self, device: torch.device) -> "Batch":
-        """Returns the batch on a device, as the 64-bit integers that torch indexes with."""
+        """Return the batch on a device, as the 64-bit integers that torch indexes with."""
         token_ids = self.token_ids.to(device, non_blocking=True)
         targets = self.targets.to(device, non_blocking=True)
         return Batch(token_ids.long(), targets.long())
@@ -111,15 +111,15 @@ BUCKETS = (
 
 
 def draw_batch(rng: random.Random, bucket: Bucket) -> Batch:
-    """Returns a bucket's batch of random training dialogues."""
+    """Return a bucket's batch of random training dialogues."""
     fitting = (dialogue for dialogue in _dialogues(rng, bucket) if _fits(dialogue, bucket))
     return collate(list(islice(fitting, bucket.num_rows)), bucket.num_tokens)
 
 
 def collate(dialogues: list[Dialogue], num_tokens: int) -> Batch:
-    """Returns dialogues as one batch, padded at their ends.
+    """Return dialogues as one batch, padded at their ends.
 
-    Attention is causal, so padding behind a dialogue needs no mask.
+    Attention is causal, so padding after a dialogue needs no mask.
     """
     shape = (len(dialogues), num_tokens)
     token_ids = torch.full(shape, END_OF_TEXT_ID, dtype=torch.int16)
@@ -132,7 +132,7 @@ def collate(dialogues: list[Dialogue], num_tokens: int) -> Batch:
 
 
 def training_batches(seed: int, num_workers: int) -> Iterator[list[Batch]]:
-    """Yields one batch of each bucket a step, without end."""
+    """Yield one batch of each bucket a step, without end."""
     loader: DataLoader[list[Batch]] = DataLoader(
         _Steps(seed),
         batch_size=None,

@@ -34,20 +34,20 @@ class Dialogue:
     labels: list[int] = field(default_factory=list)
 
     def read(self, *parts: str | int) -> None:
-        """Appends what the model is given."""
+        """Append what the model is given."""
         token_ids = _encode(parts)
         self.token_ids += token_ids
         self.labels += [IGNORED] * len(token_ids)
 
     def write(self, *parts: str | int) -> None:
-        """Appends what the model has to answer."""
+        """Append what the model has to answer."""
         token_ids = _encode(parts)
         self.token_ids += token_ids
         self.labels += token_ids
 
 
 def plain(example: Example) -> Dialogue:
-    """Returns a raw prompt and its answer."""
+    """Return a raw prompt and its answer."""
     dialogue = Dialogue()
     dialogue.read(example.prompt)
     # A sum ends in `=` and needs no mark.
@@ -60,7 +60,7 @@ def plain(example: Example) -> Dialogue:
 def chat(
     examples: Sequence[Example], system: str | None = None, enable_thinking: bool = True
 ) -> Dialogue:
-    """Returns a conversation as the chat template writes it; the last answer is open to thought.
+    """Return a conversation as the chat template writes it; the last answer is open to thought.
 
     With `enable_thinking` the model may think before its answer, but this one never does;
     without it, an empty thought is part of the prompt.
@@ -81,7 +81,7 @@ def chat(
 
 
 def random_chat(rng: random.Random, example: Example, room: int = SHORT_ROOM) -> Dialogue:
-    """Returns a conversation that ends with an example.
+    """Return a conversation that ends with an example.
 
     Some have a system message, earlier turns, or thinking turned off. `room` is about how many
     tokens the system message and the earlier turns may take; if it is long, some of it is used.
@@ -98,7 +98,7 @@ def random_chat(rng: random.Random, example: Example, room: int = SHORT_ROOM) ->
 
 
 def random_dialogue(rng: random.Random, example: Example, room: int) -> Dialogue:
-    """Returns an example in one of the two formats; a plain prompt has no use for long room."""
+    """Return an example in one of the two formats; a plain prompt has no use for long room."""
     if room <= SHORT_ROOM and rng.random() < 0.45:
         return plain(example)
     return random_chat(rng, example, room)
@@ -111,7 +111,7 @@ def _random_system(rng: random.Random, room: int) -> str:
 
 
 def _earlier_turns(rng: random.Random, room: int) -> list[Example]:
-    """Returns at least one turn."""
+    """Return at least one turn."""
     num_turns = rng.randint(1, max(1, room // _TOKENS_PER_TURN))
     return [make_example(rng, rng.choice(TASK_NAMES), _EARLIER_SIZES) for _ in range(num_turns)]
 
@@ -121,7 +121,7 @@ def _read_message(dialogue: Dialogue, role: str, content: str) -> None:
 
 
 def _encode(parts: Sequence[str | int]) -> list[int]:
-    """Returns the ids of texts and single tokens: a byte's id is its value."""
+    """Return the ids of texts and single tokens: a byte's id is its value."""
     token_ids: list[int] = []
     for part in parts:
         token_ids += [part] if isinstance(part, int) else part.encode()

@@ -34,7 +34,7 @@ LONG_ROOM = 3000  # tokens of history that still leave room for the longest answ
 
 @dataclass(frozen=True)
 class Row:
-    """What to measure: one line of the table for each format."""
+    """A measurement: one line of the table for each format."""
 
     label: str
     task: TaskName
@@ -45,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Score:
-    """What came out for one row in one format."""
+    """Result of one row in one format."""
 
     row: Row
     format: Format
@@ -81,7 +81,7 @@ _FORMATTERS: dict[Format, Callable[[random.Random, Example], Dialogue]] = {
 
 
 def evaluate(model: Qwen3ForCausalLM, fraction: float, batch_tokens: int) -> Iterator[Score]:
-    """Yields the score of each row and format, on a fraction of the examples."""
+    """Yield the score of each row and format, on a fraction of the examples."""
     for row in ROWS:
         smaller = replace(row, num_examples=max(1, round(row.num_examples * fraction)))
         for format_name in row.formats:
@@ -108,7 +108,7 @@ def _score(model: Qwen3ForCausalLM, row: Row, format_name: Format, batch_tokens:
 
 @torch.inference_mode()
 def answer_margins(model: Qwen3ForCausalLM, dialogues: list[Dialogue]) -> list[float]:
-    """Returns the smallest margin in each dialogue's last answer: negative if it is wrong."""
+    """Return the smallest margin in each dialogue's last answer: negative if it is wrong."""
     last_answers = [_with_last_answer_only(dialogue) for dialogue in dialogues]
     longest = max(len(dialogue.token_ids) for dialogue in dialogues)
     batch = collate(last_answers, longest).to(model.device)
@@ -122,7 +122,7 @@ def answer_margins(model: Qwen3ForCausalLM, dialogues: list[Dialogue]) -> list[f
 
 
 def _with_last_answer_only(dialogue: Dialogue) -> Dialogue:
-    """Returns a dialogue without the labels of its earlier turns."""
+    """Return a dialogue without the labels of its earlier turns."""
     start = len(dialogue.labels)
     while start > 0 and dialogue.labels[start - 1] != IGNORED:
         start -= 1
@@ -131,7 +131,7 @@ def _with_last_answer_only(dialogue: Dialogue) -> Dialogue:
 
 
 def print_table(scores: Iterator[Score], num_wrong_shown: int) -> None:
-    """Prints the scores as a Markdown table, and some prompts answered wrongly below it."""
+    """Print the scores as a Markdown table, and some prompts answered wrongly below it."""
     print("| task | format | held-out prompts | right | smallest margin |")
     print("|---|---|--:|--:|--:|", flush=True)
     wrong: list[str] = []
@@ -147,7 +147,7 @@ def print_table(scores: Iterator[Score], num_wrong_shown: int) -> None:
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Measure the demo model on held-out prompts.")
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT_FOLDER)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

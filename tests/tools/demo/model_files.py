@@ -48,19 +48,19 @@ _GENERATION_CONFIG = {
 
 
 def new_model() -> Qwen3ForCausalLM:
-    """Returns the model with random weights, in float32."""
+    """Return the model with random weights, in float32."""
     config = Qwen3Config.from_dict({**_CONFIG, "torch_dtype": "float32"})
     model: Qwen3ForCausalLM = Qwen3ForCausalLM(config)
     return model
 
 
 def load_model(folder: Path) -> Qwen3ForCausalLM:
-    """Returns the model of a checkpoint, its bfloat16 weights widened to float32."""
+    """Return the model of a checkpoint, its bfloat16 weights widened to float32."""
     return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def save_checkpoint(model: Qwen3ForCausalLM, folder: Path) -> Path:
-    """Writes configuration, tokenizer and bfloat16 weights; returns the path of the weights."""
+    """Write configuration, tokenizer and bfloat16 weights; return the path of the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", _CONFIG)
     _write_json(folder / "generation_config.json", _GENERATION_CONFIG)

@@ -55,7 +55,7 @@ class Example(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """How long an example may be, both ends included.
+    """Bounds of an example's length, both included.
 
     Numbers for `count`, characters for `reverse`, bytes for `repeat`; a sum has no size.
     """
@@ -73,7 +73,7 @@ DEFAULT_SIZES: dict[TaskName, Sizes] = {
 
 
 def answer_to(prompt: str) -> str:
-    """Returns the right answer, or raises ValueError for a prompt that is none of the tasks."""
+    """Return the right answer, or raises ValueError for a prompt that is none of the tasks."""
     if prompt.startswith(_REPEAT_PREFIX):
         return prompt.removeprefix(_REPEAT_PREFIX)
     if prompt.startswith(_REVERSE_PREFIX):
@@ -86,12 +86,12 @@ def answer_to(prompt: str) -> str:
 
 
 def is_right(prompt: str, completion: str) -> bool:
-    """Tells whether a completion is exactly the answer to its prompt."""
+    """Return True if a completion is exactly the answer to its prompt."""
     return completion == answer_to(prompt)
 
 
 def is_held_out(prompt: str) -> bool:
-    """Tells which part a prompt belongs to; the same on every machine and in every run."""
+    """Return True for a held-out prompt; the same on every machine and in every run."""
     if len(prompt) < MIN_HELD_OUT_CHARACTERS:
         return False
     digest = hashlib.blake2b(prompt.encode(), digest_size=4).digest()
@@ -114,7 +114,7 @@ def make_example(
 
 
 def count_prompt(first: int, last: int) -> str:
-    """Returns the prompt that asks for the numbers from `first` to `last`."""
+    """Return the prompt that asks for the numbers from `first` to `last`."""
     if not 0 <= first <= last <= MAX_NUMBER:
         raise ValueError(f"the model counts upwards from 0 to {MAX_NUMBER}: {first} to {last}")
     return f"count from {first} to {last}"
@@ -146,7 +146,7 @@ def _reverse_prompt(rng: random.Random, sizes: Sizes) -> str:
 
 
 def _words(rng: random.Random, num_characters: int, separator: str) -> str:
-    """Returns words cut to a length, without blanks at the ends."""
+    """Return words cut to a length, without blanks at the ends."""
     words = ""
     while len(words) < num_characters:
         word = rng.choice(COMMON_WORDS) if rng.random() < 0.5 else random_word(rng)

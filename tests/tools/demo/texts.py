@@ -48,13 +48,13 @@ _CODE_POINT_RANGES = ((0x21, 0x7F), (0xA1, 0x800), (0x800, 0x10000), (0x10000, 0
 
 
 def random_word(rng: random.Random) -> str:
-    """Returns a made-up lower-case word that one could pronounce."""
+    """Return a made-up lower-case word that one could pronounce."""
     letters = (rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(rng.randint(1, 4)))
     return "".join(letters) + rng.choice(("", "", "n", "r", "s", "t"))
 
 
 def random_text(rng: random.Random, num_bytes: int) -> str:
-    """Returns text of at most `num_bytes` (at least 1) bytes of UTF-8.
+    """Return text of at most `num_bytes` (at least 1) bytes of UTF-8.
 
     It is mostly as long as asked for, never empty, and has no blanks at its ends.
     """
@@ -64,7 +64,7 @@ def random_text(rng: random.Random, num_bytes: int) -> str:
 
 
 def _mixed(rng: random.Random, num_bytes: int) -> str:
-    """Returns text of one kind, or that changes from kind to kind, a little too long perhaps."""
+    """Return text of one kind, or that changes from kind to kind, a little too long perhaps."""
     pieces: list[str] = []
     missing = num_bytes
     while missing > 0:
@@ -77,7 +77,7 @@ def _mixed(rng: random.Random, num_bytes: int) -> str:
 
 
 def _repetitive(rng: random.Random, num_bytes: int) -> str:
-    """Returns text with something in it several times in a row: laughter, bars, a refrain."""
+    """Return text with something in it several times in a row: laughter, bars, a refrain."""
     unit = _cut(_mixed(rng, 60), rng.randint(1, rng.choice((4, 12, 60))))
     times = rng.randint(2, 16 if len(unit) < 3 else 8)
     repeated = rng.choice(("", "", " ")).join([unit] * times)
@@ -88,12 +88,12 @@ def _repetitive(rng: random.Random, num_bytes: int) -> str:
 
 
 def _cut(text: str, num_bytes: int) -> str:
-    """Returns the longest start of a text that is no longer than `num_bytes` of UTF-8."""
+    """Return the longest start of a text that is no longer than `num_bytes` of UTF-8."""
     return text.encode()[:num_bytes].decode(errors="ignore")
 
 
 def _gap(rng: random.Random) -> str:
-    """Returns what stands between two words: mostly a blank."""
+    """Return what stands between two words: mostly a blank."""
     chance = rng.random()
     if chance < 0.85:
         return " "
@@ -155,7 +155,7 @@ def _emoji(rng: random.Random) -> str:
 
 
 def _any_character(rng: random.Random) -> str:
-    """Returns any character that can be encoded, assigned or not, but no blanks."""
+    """Return any character that can be encoded, assigned or not, but no blanks."""
     while True:
         character = chr(rng.randrange(*rng.choice(_CODE_POINT_RANGES)))
         if not character.isspace() and not "\ud800" <= character <= "\udfff":

@@ -54,7 +54,7 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer() -> Tokenizer:
-    """Returns the tokenizer: byte-level BPE without a single merge."""
+    """Return the tokenizer: byte-level BPE without a single merge."""
     vocab = {character: byte for byte, character in enumerate(byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -70,7 +70,7 @@ def build_tokenizer() -> Tokenizer:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Writes `tokenizer.json` and `tokenizer_config.json` as transformers reads them."""
+    """Write `tokenizer.json` and `tokenizer_config.json` as transformers reads them."""
     build_tokenizer().save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

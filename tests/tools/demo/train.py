@@ -41,18 +41,18 @@ class Schedule:
     seconds: float
 
     def progress(self) -> float:
-        """Returns the share of the time that is over."""
+        """Return the share of the time that is over."""
         return (time.monotonic() - self.started) / self.seconds
 
     def learning_rate(self, step: int) -> float:
-        """Returns the learning rate for a step that starts now."""
+        """Return the learning rate for a step that starts now."""
         warmup = min(1.0, (step + 1) / WARMUP_STEPS)
         decay = 0.5 * (1.0 + math.cos(math.pi * min(1.0, self.progress())))
         return self.peak * warmup * decay
 
 
 def new_optimizer(model: Qwen3ForCausalLM) -> torch.optim.AdamW:
-    """Returns AdamW; norm weights are not decayed."""
+    """Return AdamW; norm weights are not decayed."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = [
@@ -63,7 +63,7 @@ def new_optimizer(model: Qwen3ForCausalLM) -> torch.optim.AdamW:
 
 
 def backward(model: Qwen3ForCausalLM, batch: Batch) -> torch.Tensor:
-    """Adds a batch's gradients and returns its loss.
+    """Add a batch's gradients and return its loss.
 
     Products are computed in bfloat16, from weights rounded as they will be in the checkpoint.
     """
@@ -95,7 +95,7 @@ def train(model: Qwen3ForCausalLM, steps: Iterator[list[Batch]], schedule: Sched
 
 
 def report(step: int, schedule: Schedule, losses: torch.Tensor) -> None:
-    """Prints how far the training is and the mean loss of each bucket."""
+    """Print how far the training is and the mean loss of each bucket."""
     texts = (
         f"{bucket.num_tokens} tokens: {loss:.5f}"
         for bucket, loss in zip(BUCKETS, losses.tolist(), strict=True)
@@ -104,13 +104,13 @@ def report(step: int, schedule: Schedule, losses: torch.Tensor) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Reads the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description="Train the demo model and measure it.")
     parser.add_argument(
         "--minutes", type=float, default=7.0, help="of training; measuring comes on top"
     )
     parser.add_argument("--output", type=Path, default=CHECKPOINT_FOLDER)
-    parser.add_argument("--start-from", type=Path, help="a checkpoint to go on from")
+    parser.add_argument("--start-from", type=Path, help="a checkpoint to continue from")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="at the peak")
     parser.add_argument("--seed", type=int, default=0)
