@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 
@@ -92,6 +93,7 @@ def uvicorn_config(
     config: Config, service: Service, limits: Limits | None = None
 ) -> uvicorn.Config:
     """For `Server`."""
+    logging.getLogger("uvicorn.error").addFilter(_is_error)
     limits = limits or limits_for(service.max_request_bytes, service.max_answers)
     return uvicorn.Config(
         make_app(service),
@@ -105,6 +107,11 @@ def uvicorn_config(
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=int(min(config.drain_timeout, MAX_GRACE)),
     )
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    """Return False for uvicorn's error about tasks that `Server.shutdown` cancels by design."""
+    return not str(record.msg).startswith("Cancel %s running task")
 
 
 def main() -> None:

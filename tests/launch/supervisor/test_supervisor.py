@@ -161,7 +161,9 @@ def test_files_that_are_removed_from_the_run_folder_are_made_again(
         (child,) = (one for one in children if PROCESS_VARIABLE in one.environ())
         child.kill()
 
-    read = f'mkdir {tmp_path}/1 && echo && exec sleep 60; cat "$PENSTOCK_CONFIG" > {tmp_path}/2'
+    # a third one may begin before the signal is handled: it changes nothing
+    read = f'cat "$PENSTOCK_CONFIG" > {tmp_path}/3; mv {tmp_path}/3 {tmp_path}/2'
+    read = f"mkdir {tmp_path}/1 && echo && exec sleep 60; {read}"
     assert supervise(act, tokenizer=f"sh -c '{read}; kill -TERM $PPID'") == 0
     assert msgspec.json.decode((tmp_path / "2").read_bytes(), type=Config) == CONFIG
 

@@ -30,7 +30,9 @@ def begun(request: Request) -> list[Reply]:
     return [delta(request, 0, 3)] if isinstance(request, GenerateRequest) else behave(request)
 
 
-def test_what_is_not_finished_when_the_server_stops_is_a_503(serve: Serve) -> None:
+def test_what_is_not_finished_when_the_server_stops_is_a_503(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its requests are aborted before the client of the pipeline is closed."""
     served = serve(silent, drain_timeout=0)
     answers: list[httpx.Response] = []
@@ -56,6 +58,7 @@ def test_what_is_not_finished_when_the_server_stops_is_a_503(serve: Serve) -> No
     served.join()
     assert [one.status_code for one in answers] == [503] * 4
     assert {one.json()["error"]["message"] for one in answers} == {"this server stops"}
+    assert caplog.messages == []  # an ordinary stop is not an error
 
 
 def test_a_stream_that_has_begun_ends_with_an_error(serve: Serve) -> None:
