@@ -103,10 +103,6 @@ class Meter(Client):
         run = self._finish(start, [one.answer for one in stamps if one.times])
         return msgspec.structs.replace(run, failed=len(failed)), stamps
 
-    def settle(self) -> None:
-        """Waits until nothing runs."""
-        self.report = self._report_of_the_end()
-
     def wait(self) -> None:
         """However long an answer takes."""
         try:
@@ -137,7 +133,7 @@ class Meter(Client):
         """Waits for the answers, and until nothing runs."""
         replies = [self.wait_for(answer, GenerateReply) for answer in answers]
         seconds, before = time.perf_counter() - start, self._scheduler()
-        self.settle()
+        self.report = self._report_of_the_end()
         preemptions = self._scheduler().num_preemptions - before.num_preemptions
         return _as_run(replies, seconds, preemptions)
 
@@ -156,27 +152,19 @@ class Meter(Client):
 
 
 def _as_run(replies: list[GenerateReply], seconds: float, preemptions: int) -> Run:
-    return run_of(
-        len(replies),
-        sum(reply.usage.prompt_tokens for reply in replies),
-        sum(len(reply.token_ids) for reply in replies),
-        seconds,
-        cached_tokens=sum(reply.usage.cached_tokens for reply in replies),
-        preemptions=preemptions,
-    )
-
-
-def run_of(completed: int, num_inputs: int, num_outputs: int, duration: float, **more: int) -> Run:
-    """A run of so many requests and tokens; `more`: fields of Run that may be left at 0."""
+    num_inputs = sum(reply.usage.prompt_tokens for reply in replies)
+    num_outputs = sum(len(reply.token_ids) for reply in replies)
     return Run(
-        completed=completed,
+        completed=len(replies),
+        failed=0,
         total_input_tokens=num_inputs,
+        cached_tokens=sum(reply.usage.cached_tokens for reply in replies),
         total_output_tokens=num_outputs,
-        duration=duration,
-        request_throughput=completed / duration,
-        output_throughput=num_outputs / duration,
-        total_token_throughput=(num_inputs + num_outputs) / duration,
-        **{"failed": 0, "cached_tokens": 0, "preemptions": 0} | more,
+        duration=seconds,
+        request_throughput=len(replies) / seconds,
+        output_throughput=num_outputs / seconds,
+        total_token_throughput=(num_inputs + num_outputs) / seconds,
+        preemptions=preemptions,
     )
 
 

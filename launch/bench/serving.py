@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from penstock.launch.bench.measure import Run
-from penstock.launch.bench.streams import Times, as_streaming
+from penstock.launch.bench.streams import Stamps, as_streaming
 
-Load = tuple[Run, Sequence[Times]]
+Load = tuple[Run, Sequence[Stamps]]
 """one run, and its requests in the order of their times; those that failed have none"""
 
 
@@ -29,7 +29,7 @@ def summary(
 
 
 def _figures(
-    run: Run, stamps: Sequence[Times], times: Sequence[float], goodput: Mapping[str, float]
+    run: Run, stamps: Sequence[Stamps], times: Sequence[float], goodput: Mapping[str, float]
 ) -> dict[str, Any]:
     num_good = sum(bool(one.times) and one.is_good(goodput) for one in stamps)
     return {

@@ -35,13 +35,16 @@ class Streaming(Struct):
     p99_e2el_ms: float
 
 
-class Times:
-    """When each message with tokens came for one request that was sent at `start`."""
+class Stamps:
+    """Times at which the messages with tokens came, of a stream that was sent at `start`."""
 
-    def __init__(self, start: float) -> None:
+    def __init__(self, start: float, answer: Answer) -> None:
         self.start = start
         self.times: list[float] = []
         self.num_tokens = 0
+        self.answer = answer
+        answer.on_change = self._stamp
+        self._stamp()  # what came while it was sent
 
     @property
     def ttft(self) -> float:
@@ -64,16 +67,6 @@ class Times:
         """Whether it kept within milliseconds, by the names of properties."""
         return not any(getattr(self, name) * 1e3 > limit for name, limit in limits.items())
 
-
-class Stamps(Times):
-    """The times of a stream of our client."""
-
-    def __init__(self, start: float, answer: Answer) -> None:
-        super().__init__(start)
-        self.answer = answer
-        answer.on_change = self._stamp
-        self._stamp()  # what came while it was sent
-
     def _stamp(self) -> None:
         while delta := self.answer.take_delta():
             if delta.token_ids:
@@ -81,7 +74,7 @@ class Stamps(Times):
                 self.num_tokens += len(delta.token_ids)
 
 
-def as_streaming(all_times: Sequence[Times]) -> Streaming:
+def as_streaming(all_times: Sequence[Stamps]) -> Streaming:
     """The figures of requests that have ended; those that failed without a token are left out."""
     stamps = [one for one in all_times if one.times]
     columns = (

@@ -12,8 +12,8 @@ from msgspec import Struct
 
 from penstock.launch.commands.options import as_flags, flag, given_options
 from penstock.launch.errors import LaunchError
-from penstock.launch.offline.ephemeral_pipeline import free_port, private_pipeline
-from penstock.launch.run_folder import base_url, model_name, running_config
+from penstock.launch.offline.ephemeral_pipeline import private_pipeline
+from penstock.launch.run_folder import model_name, running_config
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.config import Config
 
@@ -36,9 +36,6 @@ class Target(Struct):
     """from the start to `ready`, of a pipeline of the benchmark's own"""
     keys: str = ""
     """folder of keys, if the gateway has some"""
-    url: str = ""
-    """of the HTTP processes; empty where there are none"""
-    api_key: str = ""
 
 
 @contextlib.contextmanager
@@ -48,15 +45,12 @@ def target(arguments: Namespace) -> Iterator[Target]:
     Raises LaunchError for options that can't be.
     """
     options = given_options(arguments, Config)
-    options.pop("http", None)  # a flag of its own here
     name, endpoint = options.pop("name"), options.pop("endpoint")
     if name or endpoint:
         yield _running(name, endpoint, options)
         return
     _vocab_size(Config(**options))  # a wrong --model is one sentence, here
     options = OWN_DEFAULTS | options
-    if getattr(arguments, "http", False):
-        options = {"http_port": free_port()} | options | {"http": 1}
     start, name = time.perf_counter(), f"bench-{os.getpid()}"
     with private_pipeline(name, *as_flags(options)) as endpoint:
         seconds = time.perf_counter() - start
@@ -78,17 +72,8 @@ def _running(name: str | None, endpoint: str | None, options: dict[str, Any]) ->
 
 
 def _target(config: Config, ready_seconds: float | None = None) -> Target:
-    vocab_size = _vocab_size(config)
-    return Target(
-        config.endpoint,
-        model_name(config),
-        vocab_size,
-        config,
-        ready_seconds,
-        config.keys,
-        base_url(config) if config.http else "",
-        config.api_key,
-    )
+    where = config.endpoint, model_name(config), _vocab_size(config)
+    return Target(*where, config, ready_seconds, config.keys)
 
 
 def is_running(name: str) -> bool:
