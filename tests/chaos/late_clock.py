@@ -1,5 +1,7 @@
-"""`python -P late_clock.py FOLDER MODULE`: a process whose clock is an hour behind when it is
-restarted. FOLDER remembers which ones have been started before."""
+"""A process whose clock is an hour late once it is restarted: `late_clock.py FOLDER MODULE`.
+
+FOLDER remembers the processes that were started before.
+"""
 
 import os
 import runpy
@@ -11,7 +13,7 @@ HOUR = 3600
 
 
 def set_back(seconds: int) -> None:
-    """The wall clock only: what counts seconds since the machine's start is not set by anybody."""
+    """Set the wall clock back; nobody sets the clock that counts from the machine's start."""
     now, now_ns = time.time, time.time_ns
     time.time = lambda: now() - seconds
     time.time_ns = lambda: now_ns() - seconds * 1_000_000_000

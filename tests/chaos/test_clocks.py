@@ -1,4 +1,4 @@
-"""Every process is killed and comes back with a clock that is an hour behind: all is answered."""
+"""Every process is killed and restarts with a clock that is an hour late: all is answered."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""One process after the other is killed or stopped, in the middle of streams: all of them go on.
+"""One process after the other is killed or stopped, in the middle of streams: all streams continue.
 
 `test_chaos.py` does the same at random, and several at once; here it can be read.
 """
@@ -25,7 +25,7 @@ def served(pipeline: Callable[..., Pipeline]) -> Pipeline:  # noqa: F811
 
 
 def read(deltas: Iterator[TextDelta], num_chars: int) -> str:
-    """At least so many characters of a stream."""
+    """Return at least `num_chars` characters of a stream."""
     text = ""
     while len(text) < num_chars:
         text += next(deltas).text

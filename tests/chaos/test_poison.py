@@ -1,4 +1,4 @@
-"""Requests that kill every worker that runs them get an error; all others go on."""
+"""Requests that kill every worker that runs them get an error; all others continue."""
 
 import re
 from collections.abc import Callable

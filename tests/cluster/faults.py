@@ -1,4 +1,4 @@
-"""What a cluster's faults do to streams that run: `python -P -m tests.cluster.faults`.
+"""Effects of a cluster's faults on streams that run: `python -P -m tests.cluster.faults`.
 
 A head node without CPUs holds the launcher and the clients; a node with a whole replica of two
 workers and three smaller ones, over which the other replica and the rest are spread, hold the
@@ -76,7 +76,7 @@ class Hit:
     """streams that were no beginning of the answer when it was over"""
 
     def row(self, done: list[Flight], expected: list[Expected]) -> list[str]:
-        """Of the table; done: requests that ended after it, before the next one."""
+        """Return a row of the table; done: requests that ended after it, before the next one."""
         verdicts = [check(one.received, expected[one.number]) for one in done]
         stood = [silence for silence in self.silences if silence > STOOD]
         gaps = stood or self.silences

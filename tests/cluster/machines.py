@@ -64,8 +64,11 @@ class Machine:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """This thread is on this machine for the block. So are, for good, the sockets that it
-        makes there, and the threads that it starts: those of a ZeroMQ context, too."""
+        """Put this thread on this machine for the block.
+
+        Sockets that it makes there and threads that it starts stay there for good, the threads of
+        a ZeroMQ context too.
+        """
         outside_path, inside_path = Path("/proc/thread-self/ns/net"), NAMESPACES / self.name
         with outside_path.open() as outside, inside_path.open() as inside:
             _set_namespace(inside.fileno())
@@ -166,8 +169,7 @@ class Wire:
         """Write every frame that arrives somewhere to a pcap file; None ends and closes it."""
         self._ask(capture=None if path is None else str(path))
 
-    def counts(self) -> list[dict[str, int]]:
-        """Of each link: frames `sent`, `received` and `dropped`, and `received_bytes`."""
+        """Return frames `sent`, `received` and `dropped`, and `received_bytes`, of each link."""
         counts: list[dict[str, int]] = self._ask(counts=True)["counts"]
         return counts
 
@@ -230,7 +232,7 @@ class Cluster:
 
 
 def remove_leftovers() -> None:
-    """What is left of clusters whose process was killed."""
+    """Remove the remains of clusters whose process was killed."""
     ours = re.compile(rf"({PREFIX}-(\d+)-\w{{8}})(-\d+)?")
     temporary = Path(tempfile.gettempdir())
     with (temporary / f"{PREFIX}.lock").open("w") as lock:
@@ -262,13 +264,13 @@ def kill_all(namespace: str) -> None:
 
 
 def _set_namespace(descriptor: int) -> None:
-    """The network namespace of this thread. (`os.setns` is of Python 3.12.)"""
+    """Set the network namespace of this thread; `os.setns` exists since Python 3.12."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(descriptor, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns")
 
 
 def ip(*arguments: str) -> str:
-    """What `ip` of iproute2 prints."""
+    """Return the output of `ip` of iproute2."""
     done = subprocess.run(["ip", *arguments], check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout

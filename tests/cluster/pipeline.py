@@ -73,8 +73,10 @@ class Pipeline:
         return "".join(line for _, line in self.output)
 
     def wait_for(self, pattern: str, timeout: float, start: int = 0) -> float:
-        """Wait for a line that begins like `pattern`, at `start` or later in `output`: when it
-        came."""
+        """Wait for a line that begins like `pattern`, at `start` or later in `output`.
+
+        Return the moment when it came.
+        """
 
         def found() -> list[float]:
             return [at for at, line in self.output[start:] if re.match(pattern, line)]
@@ -86,7 +88,7 @@ class Pipeline:
         return moments[0]
 
     def run(self, *arguments: str) -> str:
-        """What `launch …` says on the first machine."""
+        """Return the output of `launch …` on the first machine."""
         process = self.machine.run(
             *(*LAUNCH, *arguments), env=self._environment, stdout=subprocess.PIPE
         )
@@ -95,7 +97,7 @@ class Pipeline:
         return str(output)
 
     def nodes(self) -> dict[str, str]:
-        """Of each process that runs: the address of its machine."""
+        """Return the address of the machine of each process that runs."""
         status = json.loads(self.run("status", "--json"))
         return {one["name"]: one["node"] for one in status["processes"] if one["pid"]}
 

@@ -59,7 +59,7 @@ def sampling(number: int) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def alone() -> list[Expected]:
-    """What one machine answers: the tasks, greedy and with seeds, and the count."""
+    """Return the answers of one machine: the tasks, greedy and with seeds, and the count."""
     params = [sampling(number) for number in range(2 * len(TASKS))]
     count = SamplingParams(max_tokens=1000, temperature=0.0)
     with LLM(device="cpu", num_threads=1, kv_cache_gib=0.1) as llm:
@@ -171,7 +171,7 @@ def test_a_stranger_gets_nothing(
 
 
 def is_let_in(context: "zmq.Context[Any]", address: str, keys: Path) -> bool:
-    """Whether ZeroMQ's handshake succeeds there."""
+    """Return whether ZeroMQ's handshake succeeds there."""
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 1000)
@@ -186,7 +186,7 @@ def is_let_in(context: "zmq.Context[Any]", address: str, keys: Path) -> bool:
 
 
 def ports(machine: Machine) -> set[int]:
-    """Those at which processes of Penstock listen there."""
+    """Return the addresses at which processes of Penstock listen there."""
     listed = ip("netns", "exec", machine.name, "ss", "-Hltnp")
     ours = {pid for pid, command in machine.commands().items() if "penstock." in command}
     return {

@@ -63,7 +63,7 @@ class Asker:
         return self.answer()
 
     def has_answer(self, seconds: float) -> bool:
-        """Whether it comes back so soon."""
+        """Return whether the line comes back within `seconds`."""
         return bool(select.select([self._output], [], [], seconds)[0])
 
 
@@ -79,7 +79,7 @@ def asker(cluster: Cluster) -> Asker:
 
 @contextlib.contextmanager
 def link(cluster: Cluster, index: int, **values: float) -> Iterator[None]:
-    """What a link does meanwhile; it is mended at the end."""
+    """Disturb a link for the block; mend it at the end."""
     cluster.wire.set_link(index, **values)
     try:
         yield
@@ -139,7 +139,7 @@ def test_capture_holds_what_passes(cluster: Cluster, asker: Asker) -> None:
 
 
 def frames(path: Path) -> Iterator[bytes]:
-    """Those of a pcap file."""
+    """Return the frames of a pcap file."""
     data = path.read_bytes()
     magic, major, minor, *_, link_type = struct.unpack_from("=IHHiIII", data)
     assert (magic, major, minor, link_type) == (0xA1B2C3D4, 2, 4, 1)

@@ -54,7 +54,7 @@ class Link:
     received_bytes: int = 0
 
     def drops(self, randoms: random.Random) -> bool:
-        """Whether the next frame is lost here."""
+        """Return whether the next frame is lost here."""
         is_lost = self.is_cut or (self.loss > 0 and randoms.random() < self.loss)
         self.dropped += is_lost
         return is_lost
@@ -173,7 +173,7 @@ class Switch:
 
 
 def mac_address(index: int) -> bytes:
-    """That of the machine of this index, locally administered."""
+    """Return the address of the machine of this index, locally administered."""
     return bytes((2, 0, 0, 0, 0, index + 1))
 
 

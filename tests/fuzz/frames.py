@@ -1,6 +1,5 @@
 """Valid messages of every socket, to be mutated, and how many mutated frames a test makes."""
 
-import os
 from types import UnionType
 from typing import Any
 
@@ -219,8 +218,3 @@ def encoded(union: str) -> list[bytes]:
     if union in ("Request", "Reply"):
         frames += [msgspec.json.encode(message) for message in MESSAGES[union]]
     return frames
-
-
-def num_frames(default: int) -> int:
-    """`PENSTOCK_FRAMES`, or few."""
-    return int(os.environ.get("PENSTOCK_FRAMES", default))

@@ -67,7 +67,7 @@ class Mutator:
         self._ways = [self._flip, self._cut, self._repeat, self._insert, self._splice]
 
     def frames(self, number: int) -> Iterator[bytes]:
-        """`number` frames, each with one to four faults; most faults are of structure."""
+        """Yield `number` frames, each with one to four faults; most faults are of structure."""
         rng = self._rng
         for _ in range(number):
             frame = rng.choice(self._frames)

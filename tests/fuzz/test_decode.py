@@ -1,6 +1,6 @@
 """Mutated frames of every union of the protocol: each is a message that can be used, or dropped.
 
-`PENSTOCK_FRAMES=1000000 pytest tests/fuzz/test_decode.py` makes so many, spread over the unions.
+`PENSTOCK_SEARCH=50 pytest tests/fuzz/test_decode.py` makes a million, spread over the unions.
 """
 
 import contextlib
@@ -37,8 +37,9 @@ from penstock.services.scheduler.checks import CannotFitError
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.tokenizer.prompts import PromptError, Tokenizer
-from tests.fuzz.frames import INNER_ID, MESSAGES, UNIONS, encoded, num_frames
+from tests.fuzz.frames import INNER_ID, MESSAGES, UNIONS, encoded
 from tests.fuzz.mutator import Mutator
+from tests.search import scaled
 
 CONFIG = Config(max_model_len=64)
 MODEL = read_model_config(CONFIG.model_folder)
@@ -47,7 +48,7 @@ TOKENIZER = Tokenizer(CONFIG.model_folder, CONFIG.max_model_len)
 GENERATION = read_generation_config(CONFIG.model_folder)
 TO_TOKENIZER = msgspec.msgpack.Decoder(ToTokenizer)
 ADMISSION = Admission(CONFIG, MODEL)
-NUM_FRAMES = num_frames(20_000) // len(UNIONS)
+NUM_FRAMES = scaled(20_000) // len(UNIONS)
 INNER_UNIONS = sorted(UNIONS.keys() - {"Request", "Reply"})
 
 
@@ -139,6 +140,7 @@ USES: dict[type[Struct], Callable[[Any], None]] = {
 """what the receiver does with a message, where it relies on more than the types of the fields"""
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("union", INNER_UNIONS)
 def test_inner_frames(union: str, channel: Callable[[Any], Channel[Any]]) -> None:
     receiver, num_messages = channel(UNIONS[union]), 0
@@ -153,8 +155,9 @@ def test_inner_frames(union: str, channel: Callable[[Any], Channel[Any]]) -> Non
     assert 0.01 < num_messages / (NUM_FRAMES // 2) < 0.9
 
 
+@pytest.mark.search
 def test_requests() -> None:
-    """What admission lets in reaches the tokenizer as it was; a refusal can be sent."""
+    """Requests that are valid reach the tokenizer unchanged; a refusal can be sent."""
     num_accepted = 0
     for frame in Mutator("Request", encoded("Request")).frames(NUM_FRAMES):
         codec = codec_of(frame)
@@ -171,8 +174,9 @@ def test_requests() -> None:
     assert 0.01 < num_accepted / NUM_FRAMES < 0.9
 
 
+@pytest.mark.search
 def test_replies() -> None:
-    """What a client does with them: `Session.receive` drops what is unreadable."""
+    """Handle frames as a client: `Session.receive` drops undecodable frames."""
     num_messages = 0
     for frame in Mutator("Reply", encoded("Reply")).frames(NUM_FRAMES):
         try:

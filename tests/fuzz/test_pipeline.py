@@ -1,6 +1,6 @@
 """Mutated frames to the sockets of a running pipeline: nobody dies, others are answered right.
 
-`PENSTOCK_FRAMES=50000 pytest --timeout 3000 tests/fuzz/test_pipeline.py` sends so many.
+`PENSTOCK_SEARCH=50 pytest --timeout 3000 tests/fuzz/test_pipeline.py` sends 50,000.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,12 +21,13 @@ from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.transport.channel import DECODE_ERRORS, connect
 from penstock.protocol.transport.endpoints import endpoints
 from penstock.services.gateway.incoming import MAX_ENVELOPE_BYTES
-from tests.fuzz.frames import INNER_ID, UNIONS, encoded, num_frames
+from tests.fuzz.frames import INNER_ID, UNIONS, encoded
 from tests.fuzz.mutator import Mutator
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
+from tests.search import scaled
 
 pytestmark = pytest.mark.pipeline
-NUM_FRAMES = num_frames(1_000)
+NUM_FRAMES = scaled(1_000)
 NUM_CONNECTIONS = 4
 FRAMES_A_ROUND = 100
 """less than what admission calls overloaded"""
@@ -69,7 +70,7 @@ def is_idle(scheduler: SchedulerStatus | None) -> bool:
 
 
 def connections(context: "zmq.Context[Any]", kind: int, where: str) -> "list[zmq.Socket[bytes]]":
-    """Some foreign ones; what they have sent is delivered though they are closed."""
+    """Connect foreign sockets; their messages are delivered though they are closed."""
     sockets = [context.socket(kind) for _ in range(NUM_CONNECTIONS)]
     for socket in sockets:
         socket.setsockopt(zmq.SNDHWM, 0)
@@ -79,7 +80,7 @@ def connections(context: "zmq.Context[Any]", kind: int, where: str) -> "list[zmq
 
 
 def answer_to(socket: "zmq.Socket[bytes]", number: bytes) -> Any:
-    """The answer to the request behind the frame `number`; those to mutated frames are dropped."""
+    """Return the answer to the request after frame `number`; drop answers to mutated frames."""
     while True:
         assert socket.poll(ANSWER_TIMEOUT_MS), number
         *envelope, frame = socket.recv_multipart()
@@ -87,6 +88,7 @@ def answer_to(socket: "zmq.Socket[bytes]", number: bytes) -> Any:
             return codec_of(frame).decode_reply(frame)
 
 
+@pytest.mark.search
 def test_clients(served: Pipeline) -> None:
     """Each connection sends mutated frames and then a question, whose answer must be right."""
     frames = Mutator("clients", encoded("Request")).frames(NUM_FRAMES)
@@ -112,9 +114,11 @@ def test_clients(served: Pipeline) -> None:
 
 
 def is_forged(frame: bytes, union: str) -> bool:
-    """Whether a scheduler or gateway seems to have started, which its peer must believe: whoever
-    may write into the run folder (of mode 0700) can stop the pipeline. The examples are of epoch
-    and attempt 0, long past."""
+    """Return whether a scheduler or gateway seems to have started, which its peer must believe.
+
+    Whoever may write into the run folder (of mode 0700) can stop the pipeline. The examples are of
+    epoch and attempt 0, long past.
+    """
     try:
         message = msgspec.msgpack.decode(frame, type=UNIONS[union])
     except DECODE_ERRORS:
@@ -125,10 +129,14 @@ def is_forged(frame: bytes, union: str) -> bool:
     return False
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("name", INNER_SOCKETS)
 def test_inner_sockets(served: Pipeline, name: str) -> None:
-    """From connections that come and go. A mutated heartbeat may well register one of them, which
-    then does no work: what it was given goes to others when it is gone."""
+    """Send from connections that come and go.
+
+    A mutated heartbeat may register such a connection, which then does no work: its work goes to
+    others when it is closed.
+    """
     at = endpoints(Config(name=served.name, endpoint=served.endpoint))
     kind, union = INNER_SOCKETS[name]
     number = NUM_FRAMES // len(INNER_SOCKETS)

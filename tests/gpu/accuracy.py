@@ -1,10 +1,10 @@
-"""What fewer bits change, against the same model without: on a CPU that is in float32.
+"""Effect of fewer bits, against the same model without: on a CPU that is in float32.
 
     python -m tests.gpu.accuracy [--model FOLDER] --quantization fp8 --kv-cache-dtype fp8
 
 Other options are those of `launch all`. Perplexity and likeliest tokens are those of `accuracy.txt`
 (Lincoln, Melville, Austen, Carroll) in windows, and of the answers to the demo model's held-out
-tasks. Greedy tokens go on behind half a window, and behind a task.
+tasks. Greedy tokens continue half a window, and a task.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class Item(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Of all texts, one after the other."""
+    """Results of all texts, one after the other."""
 
     logprobs: list[float]
     """of their tokens, as far as they count"""
@@ -53,7 +53,7 @@ class Measured(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        """Of the texts."""
+        """Return the perplexity of the texts."""
         return math.exp(-sum(self.logprobs) / len(self.logprobs))
 
 
@@ -65,7 +65,7 @@ def windows(folder: Path) -> list[Item]:
 
 
 def tasks() -> list[Item]:
-    """Of the demo model, with their answers."""
+    """Return tasks of the demo model, with their answers."""
     rng = Random(0)
     names = (TASK_NAMES[n % len(TASK_NAMES)] for n in range(NUM_TASKS))
     dialogues = (plain(make_example(rng, name, SIZES.get(name), held_out=True)) for name in names)
@@ -100,13 +100,13 @@ def num_same(ours: list[int], theirs: list[int]) -> int:
 
 
 def num_right(items: list[Item], measured: Measured) -> int:
-    """How many were continued as they go on."""
+    """Return the number of texts whose continuation is unchanged."""
     rest = (item.token_ids[item.num_given :] for item in items)
     return sum(one == other for one, other in zip(rest, measured.greedy, strict=True))
 
 
 def row(name: str, items: list[Item], full: Measured, fewer: Measured) -> str:
-    """Of the table."""
+    """Return a row of the table."""
     likeliest = zip(full.likeliest, fewer.likeliest, strict=True)
     num_tokens = len(full.likeliest)
     num_greedy = sum(map(len, full.greedy))

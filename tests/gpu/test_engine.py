@@ -69,7 +69,7 @@ def num_wrong(tokenizer: PreTrainedTokenizerFast, examples: list[Example], answe
 
 @pytest.fixture(scope="module")
 def expected(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> Answers:
-    """What the default options give; all right."""
+    """Return the answers with the default options; all are right."""
     answers = answer(tokenizer, examples)
     assert num_wrong(tokenizer, examples, answers) == 0
     return answers

@@ -45,7 +45,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 class Logits:
-    """What the model computes for each row that samples, kept on the host."""
+    """Logits of each row that samples, kept on the host."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps: list[Tensor] = []
@@ -65,7 +65,7 @@ def relative_error(ours: Tensor, reference: Tensor) -> float:
 
 
 def reference_logits(folder: Path, texts: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
-    """Of the last NUM_DECODED + 1 tokens of each text."""
+    """Return the logits of the last NUM_DECODED + 1 tokens of each text."""
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype).eval().cuda()
     logits = []
     with torch.inference_mode():

@@ -60,7 +60,7 @@ def folder(
 
 
 def release() -> None:
-    """What this process holds of the GPUs, which workers need."""
+    """Free the GPU memory that this process holds and workers need."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -85,7 +85,7 @@ def told(output: RequestOutput) -> list[ByToken]:
 
 
 def reference(folder: Path, outputs: list[RequestOutput], dtype: torch.dtype) -> list[float]:
-    """Of what the outputs tell, by transformers."""
+    """Return the logprobs of the outputs by transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().cuda()
     logprobs: list[float] = []
     with torch.inference_mode():

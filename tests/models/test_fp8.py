@@ -153,6 +153,7 @@ EVEN = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 EVEN_SPARSE = EXPERTS | EVEN | {"moe_intermediate_size": 256}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [EVEN, EVEN_SPARSE], ids=["dense", "experts"])
 @pytest.mark.parametrize("expert_parallel", [False, True])
 @pytest.mark.parametrize("tp", WHOLE_AND_PARTS, ids=["whole", "first", "second"])

@@ -36,6 +36,7 @@ def free_rendezvous() -> str:
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_logits_are_those_of_one_rank(tmp_path: Path, size: int) -> None:
     folders = [str(tmp_path / name) for name in SHAPES]

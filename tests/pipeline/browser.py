@@ -1,4 +1,4 @@
-"""What the tests of the page need: pages that are watched, and what a user does with one."""
+"""Tools for tests of the page: pages that are watched, and actions of a user."""
 
 import json
 import re
@@ -94,7 +94,7 @@ def answer_with(page: Any, *chunks: object) -> None:
 
 
 def process_box(page: Any, name: str) -> Any:
-    """What is drawn of one process."""
+    """Return the element of one process."""
     return page.locator(f'.process[data-name="{name}"]')
 
 

@@ -25,7 +25,7 @@ STOP_TIMEOUT = 15.0
 
 
 class Pipeline:
-    """A running `launch all` and everything it has said."""
+    """A running `launch all` and its output."""
 
     def __init__(self, *flags: str, name: str | None = None, endpoint: str | None = None) -> None:
         self.name = name or f"test-{uuid.uuid4().hex[:8]}"
@@ -105,7 +105,7 @@ class Pipeline:
             raise AssertionError(f"{error}: {status}\n{''.join(self.output)}") from error
 
     def status(self) -> dict[str, Any]:
-        """What `launch status --json` says."""
+        """Return the report of `launch status --json`."""
         status: dict[str, Any] = json.loads(self.run("status", "--json").stdout)
         return status
 
@@ -114,7 +114,7 @@ class Pipeline:
         return {one["name"]: one["pid"] for one in self.status()["processes"]}
 
     def restarts(self) -> dict[str, int]:
-        """How often each process was restarted."""
+        """Return the number of restarts of each process."""
         return {one["name"]: one["restarts"] for one in self.status()["processes"]}
 
     def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
@@ -132,7 +132,7 @@ class Pipeline:
 
     @staticmethod
     def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-        """Those that are still there some seconds later."""
+        """Return the processes that are still there some seconds later."""
         _, alive = psutil.wait_procs(processes, timeout=STOP_TIMEOUT)
         return list(alive)
 

@@ -57,7 +57,7 @@ class Api:
         return self._create("completions", prompt=prompt, **{"max_tokens": 50} | fields)
 
     def text(self, messages: list[Any] = COUNT_MESSAGES, **fields: Any) -> str:
-        """What the assistant says."""
+        """Return the text of the assistant."""
         content: str = self.chat(messages, **fields).choices[0].message.content
         return content
 

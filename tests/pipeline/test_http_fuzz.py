@@ -1,9 +1,8 @@
 """Requests made from `/openapi.json`, good and bad: no answer is a 500, and nobody dies.
 
-`PENSTOCK_EXAMPLES=500 pytest --timeout 3000 tests/pipeline/test_http_fuzz.py` sends more.
+`PENSTOCK_SEARCH=100 pytest --timeout 3000 tests/pipeline/test_http_fuzz.py` sends more.
 """
 
-import os
 from collections.abc import Callable
 
 import hypothesis
@@ -14,9 +13,10 @@ from schemathesis.generation import GenerationMode
 
 from tests.pipeline.conftest import Pipeline
 from tests.pipeline.ports import free_port
+from tests.search import scaled
 
 pytestmark = pytest.mark.pipeline
-NUM_EXAMPLES = int(os.environ.get("PENSTOCK_EXAMPLES", "5"))
+NUM_EXAMPLES = scaled(5)
 SECONDS = 60.0
 
 
@@ -29,6 +29,7 @@ def served(pipeline: Callable[..., Pipeline]) -> tuple[Pipeline, str]:
     return one, f"http://127.0.0.1:{port}"
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_no_request_is_a_server_error(served: tuple[Pipeline, str], mode: GenerationMode) -> None:
     pipeline, url = served
@@ -44,7 +45,7 @@ def test_no_request_is_a_server_error(served: tuple[Pipeline, str], mode: Genera
             deadline=None,
             suppress_health_check=list(hypothesis.HealthCheck),
             database=None,
-            derandomize="PENSTOCK_EXAMPLES" not in os.environ,
+            derandomize=scaled(1) == 1,
         )
         def ask(case: schemathesis.Case) -> None:
             case.call_and_validate(checks=[not_a_server_error], timeout=SECONDS)

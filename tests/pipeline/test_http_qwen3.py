@@ -137,7 +137,7 @@ CLOSES = {"260": 100}
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_follows_the_thought(api: Api, stream: bool) -> None:
-    """`</think>` is no part of the grammar, and what comes before it is no part of the content."""
+    """`</think>` is not part of the grammar, nor what comes before it of the content."""
     fields: dict[str, Any] = {
         "logit_bias": CLOSES,
         "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}},

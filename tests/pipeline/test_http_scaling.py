@@ -42,7 +42,7 @@ async def stream(url: str, started: asyncio.Event) -> str:
 
 
 async def streams(url: str, number: int, then: Callable[[], object]) -> list[str | BaseException]:
-    """So many at once; `then` is called in the middle of them."""
+    """Run `number` streams at once; call `then` in the middle of them."""
     started = [asyncio.Event() for _ in range(number)]
     tasks = [asyncio.create_task(stream(url, one)) for one in started]
     await asyncio.gather(*(one.wait() for one in started))

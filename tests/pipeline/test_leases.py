@@ -1,4 +1,4 @@
-"""Clients that ask again, clients that are gone, time limits: with real processes."""
+"""Clients that resubmit, clients that disconnect, time limits: with real processes."""
 
 from collections.abc import Callable, Iterator
 
@@ -33,14 +33,14 @@ def req(served: Pipeline) -> Iterator["zmq.Socket[bytes]"]:
 
 
 def wait_for_requests(served: Pipeline, number: int) -> None:
-    """Until the gateway has so many open; each question waits for its answer."""
+    """Wait until the gateway has `number` open requests; each query waits for its answer."""
     with served.client() as client:
         while client.status().num_requests != number:
             pass
 
 
 def wait_until_all_is_free(served: Pipeline) -> None:
-    """The scheduler's reports come twice a second: they are read until one says so."""
+    """Read the scheduler's reports, which come twice a second, until one has it idle."""
     with served.client() as client:
         while one := client.status(fresh=True).scheduler:
             if not one.num_running + one.num_waiting and one.num_free_blocks == one.num_blocks:

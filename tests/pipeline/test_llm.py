@@ -1,4 +1,4 @@
-"""`LLM`, with a real pipeline behind it."""
+"""`LLM` with its own real pipeline."""
 
 import signal
 import subprocess

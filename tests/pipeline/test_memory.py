@@ -1,10 +1,9 @@
 """Many requests, of which some are aborted or left: nothing of them stays.
 
-`PENSTOCK_REQUESTS=10000 pytest -s tests/pipeline/test_memory.py` prints the figures of the README.
+`PENSTOCK_SEARCH=25 pytest -s tests/pipeline/test_memory.py` prints the documented figures.
 """
 
 import asyncio
-import os
 from collections.abc import Callable
 from random import Random
 
@@ -13,10 +12,11 @@ import pytest
 
 from penstock.protocol.client.client import AsyncClient
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
+from tests.search import scaled
 from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.pipeline
-NUM_REQUESTS = int(os.environ.get("PENSTOCK_REQUESTS", "400"))
+NUM_REQUESTS = scaled(400)
 CONCURRENCY = 64
 MAX_GROWTH = 8
 """MiB of a process from the end of the first fifth of the requests; not of a worker, whose KV cache
@@ -24,7 +24,7 @@ takes memory from the kernel where it is first written to"""
 
 
 async def ask(client: AsyncClient, draw: Random) -> None:
-    """A request that is answered, aborted after some tokens, or left with its connection."""
+    """Send a request that is answered, aborted after some tokens, or left with its connection."""
     begin = draw.randrange(100)
     prompt = count_prompt(begin, begin + draw.randrange(20))
     fate = draw.random()
@@ -40,7 +40,7 @@ async def ask(client: AsyncClient, draw: Random) -> None:
 
 
 async def load(endpoint: str, number: int, draw: Random) -> None:
-    """So many requests, CONCURRENCY at a time, a new connection for every few hundred."""
+    """Send `number` requests, CONCURRENCY at a time, a new connection for every few hundred."""
     while number > 0:
         async with AsyncClient(endpoint) as client:
             left = client.submit(count_prompt(1, 90))  # nobody waits for it
@@ -71,6 +71,7 @@ def memory(served: Pipeline) -> dict[str, float]:
     return {name: psutil.Process(pid).memory_info().rss / 2**20 for name, pid in pids}
 
 
+@pytest.mark.search
 def test_nothing_grows(pipeline: Callable[..., Pipeline]) -> None:  # noqa: F811
     served = pipeline("--max-num-seqs", "64")
     draw = Random(1)

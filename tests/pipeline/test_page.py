@@ -183,7 +183,7 @@ def test_keyboard_reaches_everything(page: Any) -> None:
 
 
 def test_everything_has_a_name(page: Any) -> None:
-    """As Chromium tells a screen reader."""
+    """As Chromium reports it to a screen reader."""
     wait_for_answer(ask(page, "17+25="))
     tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")
     roles = ("button", "checkbox", "heading", "image", "log", "meter", "spinbutton", "textbox")

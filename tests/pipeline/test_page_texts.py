@@ -1,4 +1,4 @@
-"""What the page does with texts and conversations, in headless Chromium."""
+"""Texts and conversations on the page, in headless Chromium."""
 
 from typing import Any
 

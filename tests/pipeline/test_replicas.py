@@ -1,4 +1,4 @@
-"""Two replicas behind one gateway: requests are shared out, and those of a lost one go on."""
+"""Two replicas of one gateway: requests are shared out; a failed replica's requests continue."""
 
 import signal
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def test_equal_beginnings_are_computed_once(served: Pipeline) -> None:
 
 @pytest.mark.parametrize("victim", ["scheduler.2", "worker.1"])
 def test_streams_of_a_lost_replica_go_on_in_the_other(served: Pipeline, victim: str) -> None:
-    """Nothing is lost or doubled, and nothing goes on twice."""
+    """Nothing is lost or doubled, and nothing is continued twice."""
     processes = served.processes()
     with served.client() as client:
         client.status(wait=True)

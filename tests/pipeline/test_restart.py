@@ -152,8 +152,10 @@ def test_what_runs_is_finished_and_nothing_begun(pipeline: Start) -> None:
 
 @pytest.mark.parametrize("is_before", [True, False])
 def test_a_drain_outlives_the_gateway(pipeline: Start, is_before: bool) -> None:
-    """It is killed just before or in it: its clients ask the next one again, which lets nobody
-    else in."""
+    """A gateway is killed just before or in its drain.
+
+    Its clients resubmit to the next gateway, which admits nobody else.
+    """
     prompt = count_prompt(1, 20)
     running = pipeline("--drain-timeout", "3600", *PATIENT)
     with running.client() as client:
@@ -179,7 +181,7 @@ def test_a_drain_outlives_the_gateway(pipeline: Start, is_before: bool) -> None:
 
 
 def is_heard(status: StatusReply, before: StatusReply) -> bool:
-    """The scheduler has reported to the gateway that was started after `before`."""
+    """Return whether the scheduler has reported to the gateway that started after `before`."""
     (old,) = before.schedulers
     return any(one.first_attempt > old.first_attempt for one in status.schedulers)
 

@@ -23,7 +23,7 @@ def served(pipeline: Callable[..., Pipeline]) -> Pipeline:
 
 
 def read_until(stream: Stream, num_tokens: int) -> str:
-    """Return the text of a stream up to the first delta that reaches so many tokens."""
+    """Return the text of a stream up to the first delta that reaches `num_tokens`."""
     text = ""
     for delta in stream:
         text += delta.text

@@ -39,7 +39,7 @@ def requests() -> list[tuple[str, SamplingParams]]:
 
 
 class Speculating(Engine):
-    """What comes of `requests`, and in how many steps."""
+    """Outputs of `requests`, and the number of steps."""
 
     def __init__(self, speculative: str, **options: object) -> None:
         defaults = {"device": "cpu", "num_threads": 1, "kv_cache_gib": 0.1, "max_num_seqs": 64}

@@ -1,4 +1,4 @@
-"""What a pipeline tells of itself: how old it may be, and which processes it is of."""
+"""Status of a pipeline: its age, and its processes."""
 
 import contextlib
 import json
@@ -25,9 +25,9 @@ def answer(socket: "zmq.Socket[bytes]") -> bytes:
 
 
 def test_a_fresh_status_waits_for_the_scheduler(pipeline: Callable[..., Pipeline]) -> None:
-    """A stopped scheduler reports nothing, so a plain question behind the fresh one overtakes it.
+    """A stopped scheduler reports nothing, so a plain query after the fresh one overtakes it.
 
-    The fresh one is asked in JSON, the plain one in MessagePack: that tells the answers apart.
+    The fresh query is in JSON, the plain one in MessagePack, so that the answers differ.
     """
     running = pipeline()
     scheduler = psutil.Process(running.processes()["scheduler.1"])

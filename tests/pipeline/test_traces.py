@@ -1,4 +1,4 @@
-"""One request's way through the processes, as an OpenTelemetry collector is told of it."""
+"""One request's way through the processes, as reported to an OpenTelemetry collector."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise

@@ -196,6 +196,7 @@ def test_files_that_are_none(tmp_path: Path, config: object) -> None:
         ChatTemplate(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
 def test_the_template_and_vocabulary_of_qwen3(qwen3_folder: Path, kwargs: dict[str, Any]) -> None:
     reference = PreTrainedTokenizerFast(

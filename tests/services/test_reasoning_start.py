@@ -56,6 +56,7 @@ REASONING: dict[str, tuple[str | None, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("template", "asked", "reasoning"), REASONING.values(), ids=REASONING)
 def test_how_an_answer_begins(
     qwen3_folder: Path, tmp_path: Path, template: str | None, asked: dict[str, Any], reasoning: str

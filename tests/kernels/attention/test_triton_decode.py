@@ -115,6 +115,7 @@ def attention_for(
     return DecodeAttention(max_rows, *layout, device, tuning=tuning)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "heads",
     [(16, 8), (40, 8), (2, 2), (16, 1), on_gpu((32, 8)), on_gpu((16, 2)), on_gpu((4, 1))],
@@ -125,6 +126,7 @@ def test_head_layouts(heads: tuple[int, int], device: str, dtype: torch.dtype) -
     step.check(step.run(attention_for(layout, device, MANY_SPLITS)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block_size", "tuning"),
     [
@@ -141,6 +143,7 @@ def test_block_sizes_and_lengths(
     step.check(step.run(attention_for(layout, device, tuning)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "tuning"),
     [
@@ -161,6 +164,7 @@ def test_8_bits(
     step.check(step.run(attention_for(layout, device, tuning, max_rows=len(lengths))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tuning", [FEW_SPLITS, MANY_SPLITS])
 def test_lengths_change_between_steps(
     tuning: DecodeTuning, device: str, dtype: torch.dtype
@@ -172,6 +176,7 @@ def test_lengths_change_between_steps(
         step.check(step.run(attention))
 
 
+@pytest.mark.slow
 def test_layers_share_a_plan(device: str, dtype: torch.dtype) -> None:
     """And give the same bits for the same data."""
     attention = attention_for(Layout(), device, MANY_SPLITS)
@@ -205,6 +210,7 @@ def test_large_scores_and_large_values(device: str, dtype: torch.dtype) -> None:
     step.check(step.run(attention_for(Layout(), device, MANY_SPLITS)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [(2, 1), (10, 2), (16, 1), on_gpu((4, 1)), on_gpu((16, 2))])
 def test_many_splits_are_merged_in_turns(
     heads: tuple[int, int], device: str, dtype: torch.dtype

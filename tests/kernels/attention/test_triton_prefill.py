@@ -111,6 +111,7 @@ def assert_right(case: Case, out: Tensor) -> None:
     assert (by_token < 3 * limit).all()  # a short sequence weighs little in the whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "heads", "head_dim", "block_size"),
     [
@@ -135,6 +136,7 @@ def test_equals_the_reference(
     assert_right(case, case.run(device))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "heads", "head_dim", "block_size", "tile_size"),
     [
@@ -161,6 +163,7 @@ def test_8_bits(
     assert_right(case, case.run(device, tile_size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tile_size", "tuning", "block_size"),
     [

@@ -110,6 +110,7 @@ def behind_first_block(kv_cache: KVCache) -> KVCache:
 HEADS_AND_SLOTS = [(16, 8, [5]), (32, 8, [95, -1, 0, 33]), (5, 1, [3, 4, -1]), (40, 10, [-1, 7])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "slots"), HEADS_AND_SLOTS)
 def test_qk_norm_rope_store(
@@ -126,6 +127,7 @@ def test_qk_norm_rope_store(
     assert_near(stored.v, expected.v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [16, 48])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "slots"), HEADS_AND_SLOTS)
 def test_8_bits_are_stored(

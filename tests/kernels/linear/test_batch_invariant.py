@@ -77,6 +77,7 @@ def both_products(x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return out[:, :num_rows]
 
 
+@pytest.mark.long
 def test_on_other_cpus() -> None:
     """In parallel, each in a process: libraries look at the CPU once."""
     running = [

@@ -92,6 +92,7 @@ def check(operands: Product, config: GemmConfig, device: str) -> None:
     assert error < (1e-5 if operands.x.dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", [(3, 64, 48), (17, 80, 33)], ids=str)
@@ -101,6 +102,7 @@ def test_a_tile(
     check(product(kind, *sizes, dtype), config, device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("kind", NORM_KINDS)
 @pytest.mark.parametrize("sizes", [(3, 64, 48), (17, 80, 33)], ids=str)
@@ -124,6 +126,7 @@ def test_rows_and_columns(rows: int, norm_inside: bool, device: str, dtype: torc
         check(product("norm", rows, 160, columns, dtype), config, device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize(
     ("kind", "sizes"),
@@ -159,6 +162,7 @@ def test_split_k_gives_the_same_bits_every_time(device: str, dtype: torch.dtype)
         assert torch.equal(operands.out, first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", GEMVS.values(), ids=GEMVS)
 @pytest.mark.parametrize(
     ("kind", "sizes"),

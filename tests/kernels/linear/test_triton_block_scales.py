@@ -15,6 +15,7 @@ WIDE = GemmConfig("mma", 16, 256, 1, 4, 3, 0)
 SLICED = GemmConfig("slices", 16, 1024, 1, 4, 1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "rows", "inner", "columns", "config"),
     [

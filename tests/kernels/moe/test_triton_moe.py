@@ -129,6 +129,7 @@ def in_blocks(weight: Tensor) -> Quantized:
     return Quantized(values, scales * torch.logspace(-1, 1, scales.numel()).view_as(scales))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "tuning", "sizes", "narrow"),
     [
@@ -156,6 +157,7 @@ def test_small_experts_in_8_bits(
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "tuning"),
     [(1, SMALL), (20, UNEVEN), on_gpu(70, SMALL), on_gpu(70, UNEVEN)],

@@ -84,6 +84,7 @@ def _no_free_memory_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: poisoned(new_empty(*a, **k)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [264, 9001, on_gpu(5000)])
 def test_draws_the_tokens_of_the_reference(device: str, vocab_size: int) -> None:
     parameters = parameters_of(KINDS * 2)
@@ -108,6 +109,7 @@ def test_draws_the_tokens_of_the_reference(device: str, vocab_size: int) -> None
     assert torch.equal(last_token, written)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limits", "last"),
     [
@@ -141,6 +143,7 @@ def test_the_last_token_kept_may_be_drawn_and_the_next_may_not(
     assert torch.equal(tokens, scores.argmax(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [(1.0, 0, 1.0, 0.0), (1.0, 3, 1.0, 0.0), (1.0, 0, 0.3, 0.0)])
 def test_tokens_that_tie_stay_or_go_together(
     device: str, kind: tuple[float, int, float, float]
@@ -168,6 +171,7 @@ def test_greedy_rows_take_the_lowest_id_of_equals(device: str) -> None:
     assert tokens.tolist() == [4097, 1029, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's
 def test_a_row_with_a_logit_that_is_no_number_has_no_token(device: str) -> None:
     """Wherever it is, among forbidden tokens, too; the next rows are as ever."""
@@ -242,6 +246,7 @@ def test_tokens_have_the_probabilities_of_the_softmax(
     assert deviation.abs().max() < 5
 
 
+@pytest.mark.slow
 def test_what_a_grammar_rules_out_counts_nothing(device: str) -> None:
     """Whole runs of the vocabulary may be at minus infinity."""
     logits = torch.randn(len(KINDS), 9000) * 3

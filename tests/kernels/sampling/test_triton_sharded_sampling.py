@@ -79,6 +79,7 @@ def cases(device: str, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, dict[st
     return logits.to(device), slots.to(device), positions.to(device), on_device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vocab_size", "num_ranks"),
     [

@@ -43,6 +43,7 @@ def padded(shape: BatchShape, random: np.random.Generator) -> BatchShape:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.gpu)])
 def test_makes_what_the_reference_makes(device: str, seed: int) -> None:
     """Rows come with chunks, decode, get blocks, are drafted and leave; some steps are padded."""

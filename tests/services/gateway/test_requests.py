@@ -248,6 +248,7 @@ def test_a_defect_at_one_entry_ends_no_loop_over_all(
     assert [one.tokenize().request_id for _ in range(2)] == ["a", "c"]
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_ten_thousand_requests(stage: Start) -> None:
     """Aborted, finished, timed out, or left by their clients; tokenizers do all, half or nothing
     of their work and leave."""

@@ -1,7 +1,6 @@
-"""Fixtures, and how many examples the property tests run: `PENSTOCK_EXAMPLES`, or few."""
+"""Fixtures, and the number of examples of property tests."""
 
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +19,12 @@ from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.process import SchedulerProcess
 from penstock.services.scheduler.scheduler import Scheduler
+from tests.search import scaled
 from tests.services.scheduler.processes import INCARNATION, NUM_BLOCKS, Gateway
 
 settings.register_profile(
     "scheduler",
-    max_examples=int(os.environ.get("PENSTOCK_EXAMPLES", "75")),
+    max_examples=scaled(50),
     stateful_step_count=40,
     deadline=None,
 )

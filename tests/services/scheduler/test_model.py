@@ -1,6 +1,6 @@
 """Random requests, results, ends, preemptions and lost workers, against the reference.
 
-`PENSTOCK_EXAMPLES=3500` runs that many examples for each number of plans in flight.
+`PENSTOCK_SEARCH=72` runs 3,600 examples for each number of plans in flight.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -200,12 +200,14 @@ def _guesses_often(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(speculation, name, number)
 
 
+@pytest.mark.search
 @pytest.mark.timeout(3600)
 def test_every_block_is_computed_once() -> None:
     profile = settings(settings.get_profile("scheduler"), stateful_step_count=20)
     run_state_machine_as_test(AmpleMachine, settings=profile)
 
 
+@pytest.mark.search
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("num_plans", [1, 2, 4])
 def test_scheduler_against_reference(num_plans: int) -> None:

@@ -96,6 +96,7 @@ def answers(*, preempt: bool = False, **options: object) -> tuple[list[list[int]
     return outputs, sum(is_right(example.prompt, text) for example, text in pairs)
 
 
+@pytest.mark.slow
 def test_8_bits_answer_as_well_however_blocks_are_used() -> None:
     outputs, num_right = answers(kv_cache_dtype="fp8", num_blocks=200)
     assert num_right == answers(num_blocks=200)[1]

@@ -112,6 +112,7 @@ class _Loads:
         return LLTokenizer(path)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_ready_has_loaded_the_grammars_tokenizer(
     qwen3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

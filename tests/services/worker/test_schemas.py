@@ -1,10 +1,9 @@
 """Random JSON schemas: whatever the mask lets through parses and validates.
 
-PENSTOCK_SCHEMAS=2000 for the full run.
+`PENSTOCK_SEARCH=10` draws 2,000 schemas.
 """
 
 import json
-import os
 import random
 from typing import Any
 
@@ -15,8 +14,9 @@ from jsonschema import Draft202012Validator
 from penstock.protocol.config import Config
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.worker.grammars import Grammars
+from tests.search import scaled
 
-NUM_SCHEMAS = int(os.environ.get("PENSTOCK_SCHEMAS", "200"))
+NUM_SCHEMAS = scaled(200)
 ROWS = 20
 MAX_TOKENS = 50_000
 """never reached: every schema bounds its texts, or ends them soon enough by chance"""
@@ -136,6 +136,7 @@ def texts(schemas: list[Schema], seed: int) -> list[str]:
     raise AssertionError(f"{MAX_TOKENS} tokens, and these go on: {[schemas[s] for s in slots]}")
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("first", range(0, NUM_SCHEMAS, ROWS))
 def test_random_schemas(first: int) -> None:
     schemas = [Schemas(seed).make() for seed in range(first, first + ROWS)]

@@ -131,6 +131,7 @@ def greedy(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
     return token_ids[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_two_ranks_run_plans_and_end_together(start: Start, folder: Path) -> None:
     workers = start(tp=2)
     workers.gather()
@@ -161,6 +162,7 @@ def test_two_ranks_run_plans_and_end_together(start: Start, folder: Path) -> Non
     assert "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_every_rank_decodes_the_tokens_of_rows_that_ask(start: Start, folder: Path) -> None:
     """Of two ranks: bias makes the row say 7, which the next step must know on both."""
     workers = start(tp=2)
@@ -186,6 +188,7 @@ def test_every_rank_decodes_the_tokens_of_rows_that_ask(start: Start, folder: Pa
     torch.testing.assert_close(torch.tensor([x for _, x in told]), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_ranks_on_several_nodes_draw_the_tokens_of_one(start: Start, folder: Path) -> None:
     """From candidates, or, for the last three rows, in the second pass."""
     workers = start(tp=2)
@@ -213,6 +216,7 @@ def test_ranks_on_several_nodes_draw_the_tokens_of_one(start: Start, folder: Pat
     assert all(len(set(tokens)) > 5 for tokens in zip(*expected, strict=True))
 
 
+@pytest.mark.slow
 def test_stops_when_told_to(start: Start) -> None:
     workers = start()
     workers.gather()
@@ -221,6 +225,7 @@ def test_stops_when_told_to(start: Start) -> None:
     assert process.wait(TIMEOUT) == 0
 
 
+@pytest.mark.slow
 def test_a_model_that_can_not_be_served_ends_it_with_a_sentence(start: Start) -> None:
     workers = start(model="/nowhere")
     workers.gather()
