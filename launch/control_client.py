@@ -18,7 +18,7 @@ from penstock.protocol.messages.control import (
 )
 from penstock.protocol.messages.status import ProcessStatus
 from penstock.protocol.replicas import replica_of
-from penstock.protocol.transport.channel import connect
+from penstock.protocol.transport.context import Context
 
 TIMEOUT = 60
 """seconds"""
@@ -32,8 +32,8 @@ def request(pipeline: str, message: ControlRequest, timeout: int = TIMEOUT) -> C
     Raises LaunchError if it failed, or the supervisor has ended.
     """
     running_config(pipeline)
-    with zmq.Context() as context:
-        channel = connect(context, zmq.DEALER, control_endpoint(run_folder(pipeline)), ControlReply)
+    with Context() as context:
+        channel = context.connect(zmq.DEALER, control_endpoint(run_folder(pipeline)), ControlReply)
         with channel.socket as socket:
             poller = zmq.Poller()
             for one in (socket, socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)):

@@ -14,7 +14,7 @@ import zmq
 from msgspec import Struct
 
 from penstock.protocol.messages.supervisor import Pulse
-from penstock.protocol.transport.channel import Channel, connect
+from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.process import SUPERVISOR_VARIABLE, Process
 
 MEMORY = 600.0
@@ -86,7 +86,7 @@ class DeathReports:
     def __init__(self, process: Process) -> None:
         self._channel: Channel[None] | None = None
         if SUPERVISOR_VARIABLE in os.environ:
-            self._channel = connect(process.context, zmq.PUSH, process.endpoints.pulses)
+            self._channel = process.context.connect(zmq.PUSH, process.endpoints.pulses)
 
     def died(self, processes: list[tuple[str, int]], suspects: list[bytes]) -> None:
         """As `ProcessesDied`."""

@@ -8,7 +8,6 @@ import zmq
 
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack, unpack
 from penstock.protocol.messages.worker import ToWorker, WorkerAssignment, WorkerExit, WorkerState
-from penstock.protocol.transport.channel import connect
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
@@ -25,8 +24,8 @@ class StandInWorker:
         self.hello = WorkerState(process.name)
         self.num_left: dict[int, int] = {}
         self.epoch = -1
-        self.plans = connect(
-            process.context, zmq.DEALER, process.endpoints.workers, ToWorker, process.identity
+        self.plans = process.context.connect(
+            zmq.DEALER, process.endpoints.workers, ToWorker, process.identity
         )
         self.loop = EventLoop(process.context, self.say_hello, HeartbeatThread(process))
         self.loop.add(self.plans, self.on_messages)

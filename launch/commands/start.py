@@ -21,8 +21,8 @@ from penstock.protocol.client.errors import ClientError
 from penstock.protocol.client.failover import check_addresses
 from penstock.protocol.config import DEFAULT_CLIENT, Config, write_config
 from penstock.protocol.tracing import check_tracing
+from penstock.protocol.transport.context import check_reach, stays_on_host
 from penstock.protocol.transport.curve import secure_client, secure_server
-from penstock.protocol.transport.endpoints import check_reach, stays_on_host
 from penstock.protocol.transport.process import raise_descriptor_limit
 
 

@@ -10,8 +10,8 @@ import zmq
 from penstock.launch.run_folder import control_endpoint
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.messages.control import ControlReply, ControlRequest, ListProcesses, Spawned
-from penstock.protocol.transport.channel import bind
-from penstock.protocol.transport.event_loop import attend, drain, leave
+from penstock.protocol.transport.context import Context, drain
+from penstock.protocol.transport.event_loop import attend, leave
 
 Run = Callable[[ControlRequest], Coroutine[Any, Any, ControlReply]]
 
@@ -26,8 +26,8 @@ class ControlServer:
         self._end = end
         self._tasks = tasks
         self._watchers: set[bytes] = set()
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._channel = bind(self._context, zmq.ROUTER, control_endpoint(folder), ControlRequest)
+        self._context: Context = Context()
+        self._channel = self._context.bind(zmq.ROUTER, control_endpoint(folder), ControlRequest)
         self._handlers = [(self._channel, self._receive)]
         attend(self._handlers)
 

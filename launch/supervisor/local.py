@@ -7,10 +7,8 @@ import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
-from typing import Any
 
 import psutil
-import zmq
 
 from penstock.launch.run_folder import environment
 from penstock.launch.supervisor.child import GRACE, kind_of
@@ -19,8 +17,12 @@ from penstock.launch.supervisor.logs import Log
 from penstock.launch.supervisor.processes import KeptProcess, Policy, Processes
 from penstock.launch.supervisor.vitals import Vitals
 from penstock.protocol.config import Config
-from penstock.protocol.transport.incarnation import INCARNATION_VARIABLE
-from penstock.protocol.transport.process import PROCESS_VARIABLE, SUPERVISOR_VARIABLE
+from penstock.protocol.transport.context import Context
+from penstock.protocol.transport.process import (
+    INCARNATION_VARIABLE,
+    PROCESS_VARIABLE,
+    SUPERVISOR_VARIABLE,
+)
 
 
 class LocalProcess(KeptProcess):
@@ -65,13 +67,13 @@ class LocalProcesses(Processes[LocalProcess]):
         """commands: by kind of process."""
         super().__init__(policy)
         self.host = LocalHost()
-        self.watchdog_context: zmq.Context[Any] = zmq.Context()
+        self.watchdog_context = Context()
         self._config = config
         self._commands = commands
         self._incarnations = count(1)
 
     @property
-    def context(self) -> "zmq.Context[Any]":
+    def context(self) -> Context:
         return self.watchdog_context
 
     def _make(self, name: str) -> LocalProcess:

@@ -10,10 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-import zmq
-
 from penstock.launch.supervisor.child import GRACE
 from penstock.launch.supervisor.tasks import Tasks
+from penstock.protocol.transport.context import Context
 
 
 class Running(NamedTuple):
@@ -118,7 +117,7 @@ class Processes(ABC, Generic[Kept]):
     """Starts, restarts and stops processes, each by its name."""
 
     host: Host
-    watchdog_context: "zmq.Context[Any]"
+    watchdog_context: Context
     """of the socket that all processes connect to"""
 
     def __init__(self, policy: Policy) -> None:
@@ -129,7 +128,7 @@ class Processes(ABC, Generic[Kept]):
 
     @property
     @abstractmethod
-    def context(self) -> "zmq.Context[Any]":
+    def context(self) -> Context:
         """Context of sockets that connect to processes."""
 
     @abstractmethod

@@ -11,8 +11,8 @@ from penstock.launch.supervisor.watchdog import Watchdog
 from penstock.protocol.config import Config
 from penstock.protocol.messages.status import ProcessStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
-from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, connect
-from penstock.protocol.transport.endpoints import endpoints
+from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
+from penstock.protocol.transport.context import endpoints
 
 
 class Report:
@@ -34,7 +34,7 @@ class Report:
         self._loop = asyncio.get_running_loop()
         at = endpoints(config).results
         # one report waits at most for a gateway that is not there; newer ones are dropped
-        self._channel = connect(processes.context, zmq.PUSH, at, max_queue=1, wait=False)
+        self._channel = processes.context.connect(zmq.PUSH, at, max_queue=1, wait=False)
         self._is_draining = False
         self._timer = self._loop.call_later(HEARTBEAT_INTERVAL, self._send)
 

@@ -31,7 +31,7 @@ from penstock.launch.supervisor.watchdog import Watchdog
 from penstock.protocol.client.client import AsyncClient
 from penstock.protocol.config import Config
 from penstock.protocol.messages.control import Spawned
-from penstock.protocol.transport.endpoints import inner_clients
+from penstock.protocol.transport.context import endpoints
 
 MAX_EARLY_DEATHS = 3
 """deaths of one process that stop a pipeline which was never ready"""
@@ -135,7 +135,9 @@ class Supervisor:
 
     def _client(self) -> AsyncClient:
         if self._config.on == "ray":
-            return AsyncClient(inner_clients(self._config), context=self._processes.context)
+            return AsyncClient(
+                endpoints(self._config).inner_clients, context=self._processes.context
+            )
         return AsyncClient(self._config.endpoint, keys=self._config.keys)
 
     def may_spawn(self, name: str) -> bool:

@@ -16,7 +16,6 @@ import asyncio
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import zmq
 
@@ -25,8 +24,8 @@ from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.config import Config
 from penstock.protocol.messages.supervisor import Pulse
 from penstock.protocol.poison import PoisonFound, ProcessesDied, ToSupervisor
-from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, bind
-from penstock.protocol.transport.endpoints import endpoints
+from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
+from penstock.protocol.transport.context import Context, endpoints
 
 MAX_LATE = 2 * HEARTBEAT_INTERVAL
 """seconds by which the supervisor's own timer may be late, if it was not stopped itself"""
@@ -67,7 +66,7 @@ class Watchdog:
         config: Config,
         say: Callable[[str], None],
         host: Host,
-        context: "zmq.Context[Any]",
+        context: Context,
         tasks: Tasks,
         on_deaths: Callable[[ProcessesDied | PoisonFound], None] = lambda _: None,
     ) -> None:
@@ -83,7 +82,7 @@ class Watchdog:
         self._tasks = tasks
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
-        self._channel = bind(context, zmq.PULL, endpoints(config).pulses, ToSupervisor)
+        self._channel = context.bind(zmq.PULL, endpoints(config).pulses, ToSupervisor)
         self._fd = int(self._channel.socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._receive)
         self._interval = min(HEARTBEAT_INTERVAL, self._hang_timeout / 4)

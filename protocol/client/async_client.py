@@ -24,6 +24,7 @@ from penstock.protocol.messages.client import (
     TokenizeReply,
 )
 from penstock.protocol.messages.status import StatusReply
+from penstock.protocol.transport.context import Context
 
 
 class AsyncStream:
@@ -73,7 +74,7 @@ class AsyncClient:
         *,
         keys: str | Path | None = None,
         client: str = DEFAULT_CLIENT,
-        context: "zmq.Context[Any] | None" = None,
+        context: Context | None = None,
     ) -> None:
         """`context`: instead of one of its own, which ends with the block."""
         self._where = endpoint, keys, client, context

@@ -3,7 +3,7 @@
 import contextlib
 from collections import Counter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -21,16 +21,9 @@ from penstock.protocol.messages.client import (
     TokenizeReply,
 )
 from penstock.protocol.messages.status import StatusReply
-from penstock.protocol.transport.channel import (
-    CLUSTER,
-    MAX_FRAME_BYTES,
-    OVERSIZE_SLACK,
-    Channel,
-    Network,
-)
+from penstock.protocol.transport.channel import MAX_FRAME_BYTES, OVERSIZE_SLACK, Channel
+from penstock.protocol.transport.context import CLUSTER, Context, Handlers, drain, stays_on_host
 from penstock.protocol.transport.curve import KeysError, secure_client
-from penstock.protocol.transport.endpoints import stays_on_host
-from penstock.protocol.transport.event_loop import Handlers, drain
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
 Kind = TypeVar("Kind", GenerateReply, TokenizeReply, DetokenizeReply, AbortReply, StatusReply)
@@ -69,19 +62,18 @@ class Connection:
         endpoint: str,
         keys: str | Path | None,
         client: str,
-        context: "zmq.Context[Any] | None" = None,
+        context: Context | None = None,
     ) -> None:
-        """endpoint: as `Addresses` has it, or a name that `context`, if it is a Network, knows: it
-        has the keys, then, too. A given context is not ended by `close`. Raises ClientError for
-        keys that can't be read and for an address that is none."""
-        is_name = endpoint.startswith(CLUSTER)
-        self._network = context if is_name and isinstance(context, Network) else None
-        if self._network is None:
+        """endpoint: as in `Addresses`, or a name of the `Cluster` that `context` then is, which has
+        the keys, too. `close` does not end a given context. Raises ClientError for unreadable keys
+        and an invalid address."""
+        self._is_name = context is not None and endpoint.startswith(CLUSTER)
+        if not self._is_name:
             check_addresses(endpoint)
         self._addresses = Addresses(endpoint)
         self._is_failing = False
         """libzmq has tried the current address in vain, or the connection is lost"""
-        self._context = zmq.Context() if context is None else context
+        self._context = context or Context()
         self._owns_context = context is None
         self._session = Session()
         self._is_connected = False
@@ -105,7 +97,7 @@ class Connection:
             (Channel(self.monitor), self._on_monitor),
             (Channel(self.socket), self._on_reply),
         ]
-        if keys and self._network is None:
+        if keys and not self._is_name:
             self._secure(Path(keys), client)
         self._connect()
 
@@ -158,14 +150,11 @@ class Connection:
 
     def _connect(self) -> None:
         address = self._addresses.current
-        if self._network:
-            self._network.connect(self.socket, address, wait=False)
-            return
         self.socket.setsockopt(zmq.IPV6, "[" in address)
         if len(self._addresses) > 1 and not stays_on_host(address):
             self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL)
             self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT)
-        self.socket.connect(address)
+        self._context.connect_socket(self.socket, address, wait=False)
 
     def _try_next(self) -> None:
         self._is_failing = False

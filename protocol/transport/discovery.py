@@ -1,10 +1,10 @@
-"""A pipeline on several machines: how its processes find each other, and who may speak to them.
+"""Discovery in a cluster: how processes on several machines find each other.
 
-Whoever binds a socket binds an `ipc://` file for its own machine, and `tcp://` with CURVE for the
-others, and announces both to the directory, which the supervisor keeps. Whoever connects follows
-the directory: to the file on its own machine, to `tcp://` else, and to a new address when the name
-moves. All processes share one pair of server's and one pair of client's keys, which the supervisor
-makes for each run and hands over.
+A process that binds a socket binds an `ipc://` file for its own machine and `tcp://` with CURVE for
+the others, and announces both to the directory, which the supervisor keeps. A process that connects
+follows the directory: to the file on its own machine, to `tcp://` otherwise, and to the new address
+when the name moves. All processes share one pair of server keys and one pair of client keys, which
+the supervisor makes for each run and distributes.
 """
 
 import os
@@ -17,31 +17,27 @@ import zmq
 from msgspec import Struct
 from zmq.utils.monitor import recv_monitor_message
 
-from penstock.protocol.transport.authentication import Authenticator
 from penstock.protocol.transport.channel import (
-    CLUSTER,
     HEARTBEAT_INTERVAL,
     MAX_MISSED_HEARTBEATS,
     Channel,
-    Network,
-    connect,
 )
+from penstock.protocol.transport.context import CLUSTER, Context, drain
 from penstock.protocol.transport.curve import secure_client, secure_server
-from penstock.protocol.transport.event_loop import drain
 
 NODE_VARIABLE = "PENSTOCK_NODE"
-"""names the file with the facts of the machine, a `Node` as JSON"""
+"""path of the file that describes the machine, a `Node` as JSON"""
 KEYS_FOLDER = "cluster-keys"
-"""beside that file, as `launch keys` makes it"""
+"""in the folder of that file, as `launch keys` makes it"""
 KEYS_CLIENT = "process"
 """whose key all processes have"""
 ZAP_DOMAIN = b"cluster"
 CONNECT_TIMEOUT = 2000
-"""milliseconds after which a connection is tried anew: TCP alone would wait longer and longer"""
+"""milliseconds after which a connection is tried again: the intervals of TCP alone grow"""
 
 
 class Node(Struct, frozen=True):
-    """What a process of a cluster must know before it can ask anyone."""
+    """The facts that a process of a cluster needs at its start."""
 
     node_id: str
     """of the machine, for the cluster"""
@@ -54,28 +50,28 @@ class Node(Struct, frozen=True):
 
 
 class Address(Struct, frozen=True):
-    """Where a name is bound."""
+    """The endpoints to which a name is bound."""
 
     node_id: str
     ipc: str
     tcp: str
     incarnation: int
-    """of the process that binds it; a later one takes its place"""
+    """of the process that binds it; a later one replaces it"""
 
 
 class Announcement(Struct, tag=True):
-    """Process → directory, on each connection: what it binds."""
+    """Process → directory, on each connection: the names that the process binds."""
 
     addresses: dict[str, Address]
 
 
 class Directory(Struct, tag=True):
-    """Directory → process, on each announcement and each change: what is bound where."""
+    """Directory → process, on each announcement and each change: every name's address."""
 
     addresses: dict[str, Address]
 
     def add(self, announcement: Announcement) -> bool:
-        """Takes in what is newer; False if nothing is."""
+        """Add newer addresses. Return False if there is none."""
         newer = {
             name: address
             for name, address in announcement.addresses.items()
@@ -92,14 +88,14 @@ class _Following:
         self.socket = socket
         self.name = name
         self.endpoint = ""
-        """where it is connected; empty: nowhere"""
+        """to which it is connected; empty: none"""
         self.num_handshakes = 0
-        """with what is there"""
+        """at this endpoint"""
         self.on_connected: Callable[[], None] = lambda: None
-        self.on_return = self._leave
+        self.on_return = self._exit
 
     def point_to(self, endpoint: str) -> None:
-        """Connects it there and nowhere else."""
+        """Connect the socket to this endpoint only."""
         if endpoint == self.endpoint:
             return
         if self.endpoint:
@@ -108,8 +104,8 @@ class _Following:
         self.socket.connect(endpoint)
 
     def connected(self, endpoint: str) -> None:
-        """A handshake was made. A file of the own machine is connected again only when there is a
-        new process behind it, which is told apart by its messages."""
+        """Handle a handshake. A file of this machine is connected again only when a restarted
+        process binds it, which its messages show."""
         if endpoint != self.endpoint:
             return
         self.num_handshakes += 1
@@ -117,16 +113,14 @@ class _Following:
             self.on_return()
         self.on_connected()
 
-    def _leave(self) -> None:
-        raise SystemExit(f"lost {self.name} for a while, and perhaps messages: starts afresh")
+    def _exit(self) -> None:
+        raise SystemExit(f"lost the connection to {self.name}, and perhaps messages: restarting")
 
 
-class Cluster(Network):
-    """The sockets of one process of a cluster. For one thread, but for `Node.fixed` names."""
+class Cluster(Context):
+    """The sockets of a process of a cluster. For one thread, except for `Node.fixed` names."""
 
     node: Node
-    authenticator: Authenticator
-    """answers for all sockets of this context"""
     _folder: Path
     _directory: Channel[Any]
     _bound: dict[str, Address]
@@ -136,31 +130,36 @@ class Cluster(Network):
     _incarnation: int
 
     def __init__(self, node: Node, folder: Path, incarnation: int = 0) -> None:
-        """folder: of this pipeline on this machine, with the keys in it; incarnation: of this
-        process, if it binds anything. Raises KeysError."""
-        super().__init__()
+        """folder: of this pipeline on this machine, with its keys; incarnation: of this process,
+        if it binds anything. Raises KeysError."""
+        super().__init__(node.node_id, node.host)
         self.node, self._folder = node, folder
         self._bound, self._known, self._followings = {}, {}, {}
         self._incarnation = incarnation
-        self.authenticator = Authenticator(self, {ZAP_DOMAIN: folder / KEYS_FOLDER})
-        self._directory = connect(self, zmq.DEALER, f"{CLUSTER}directory", Directory)
-        self.handlers = [(self._directory, self._on_directory)]
+        self._directory = self.connect(zmq.DEALER, f"{CLUSTER}directory", Directory)
+        self.handlers.append((self._directory, self._on_directory))
         self._add_monitor(self._directory.socket, lambda _: self._announce())
         self._announce()  # it may be connected already, unseen
-        self.handlers.append((self.authenticator.channel, self.authenticator.handle))
+        self.admit(ZAP_DOMAIN, folder / KEYS_FOLDER)
 
-    def bind(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
-        """As `Network.bind`. Raises zmq.ZMQError and KeysError."""
+    def bind_socket(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+        """As `Context.bind_socket`; the addresses of a name are announced."""
         name = endpoint.removeprefix(CLUSTER)
+        if name == endpoint:
+            super().bind_socket(socket, endpoint)
+            return
         ipc = f"ipc://{self._folder}/{name}"
         socket.bind(ipc)  # in the clear: the folder's mode keeps others out
-        tcp = bind_tcp(socket, self.node.host, self._folder)
-        self._bound[name] = Address(self.node.node_id, ipc, tcp, self._incarnation)
+        tcp = bind_tcp(socket, self.host, self._folder)
+        self._bound[name] = Address(self.node_id, ipc, tcp, self._incarnation)
         self._announce()
 
-    def connect(self, socket: "zmq.Socket[bytes]", endpoint: str, wait: bool = True) -> None:
-        """As `Network.connect`. Raises KeysError."""
+    def connect_socket(self, socket: "zmq.Socket[bytes]", endpoint: str, wait: bool = True) -> None:
+        """As `Context.connect_socket`."""
         name = endpoint.removeprefix(CLUSTER)
+        if name == endpoint:
+            super().connect_socket(socket, endpoint)
+            return
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT)
         if name in self.node.fixed:
             self._secure(socket)
@@ -171,27 +170,27 @@ class Cluster(Network):
             self._add_monitor(socket, following.connected)
         self._point(following)
         while wait and not following.endpoint:
-            attended = self.handlers[:2]  # the directory and its monitor
-            zmq.select([channel.socket for channel, _ in attended], [], [])
-            drain(attended)
+            handlers = self.handlers[:2]  # the directory and its monitor
+            zmq.select([channel.socket for channel, _ in handlers], [], [])
+            drain(handlers)
 
-    def on_connected(self, socket: "zmq.Socket[bytes]", handler: Callable[[], None]) -> None:
-        """As `Network.on_connected`."""
-        self._followings[socket].on_connected = handler
+    def on_connected(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
+        """As `Context.on_connected`."""
+        self._followings[channel.socket].on_connected = handler
 
-    def on_return(self, socket: "zmq.Socket[bytes]", handler: Callable[[], None]) -> None:
-        """As `Network.on_return`."""
-        self._followings[socket].on_return = handler
+    def on_return(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
+        """As `Context.on_return`."""
+        self._followings[channel.socket].on_return = handler
 
     def _add_monitor(self, socket: "zmq.Socket[bytes]", handler: Callable[[str], None]) -> None:
-        """Calls `handler` with the endpoint of each connection that is made."""
-        events = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        """Call `handler` with the endpoint of each connection that is made."""
+        events: Channel[Any] = Channel(socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED))
 
-        def attend() -> None:
-            while events.poll(0):
-                handler(recv_monitor_message(events)["endpoint"].decode())
+        def handle() -> None:
+            while events.has_message:
+                handler(recv_monitor_message(events.socket)["endpoint"].decode())
 
-        self.handlers.append((Channel(events), attend))
+        self.handlers.append((events, handle))
 
     def _announce(self) -> None:
         self._directory.send(Announcement(self._bound))
@@ -200,7 +199,7 @@ class Cluster(Network):
         for _, directory in self._directory.receive():
             self._known = directory.addresses
             for socket, following in list(self._followings.items()):
-                if socket.closed:  # a client that has left
+                if socket.closed:  # of a client that is closed
                     del self._followings[socket]
                 else:
                     self._point(following)
@@ -209,20 +208,20 @@ class Cluster(Network):
         address = self._known.get(following.name)
         if address is None:
             return
-        if address.node_id == self.node.node_id and following.socket.mechanism == zmq.NULL:
+        if address.node_id == self.node_id and following.socket.mechanism == zmq.NULL:
             following.point_to(address.ipc)
-        else:  # also to the own machine, if it was another one: ZeroMQ can't take the keys back
+        else:  # also after a move to this machine: a socket that has keys can't drop them
             if following.endpoint != address.tcp:
                 self._secure(following.socket)
             following.point_to(address.tcp)
 
     def _secure(self, socket: "zmq.Socket[bytes]") -> None:
         secure_client(socket, self._folder / KEYS_FOLDER, KEYS_CLIENT)
-        over_tcp(socket, self.node.host)
+        over_tcp(socket, self.host)
 
 
 def bind_tcp(socket: "zmq.Socket[bytes]", host: str, folder: Path) -> str:
-    """Binds a socket at a free port of `host`, for who has the keys: its `tcp://` address."""
+    """Bind a socket at a free port of `host`, with CURVE. Return its `tcp://` address."""
     secure_server(socket, folder / KEYS_FOLDER, ZAP_DOMAIN)
     over_tcp(socket, host)
     socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
@@ -230,7 +229,7 @@ def bind_tcp(socket: "zmq.Socket[bytes]", host: str, folder: Path) -> str:
 
 
 def over_tcp(socket: "zmq.Socket[bytes]", host: str) -> None:
-    """What a socket is to do about peers that say nothing any more."""
+    """Let a socket disconnect peers that are silent."""
     socket.setsockopt(zmq.IPV6, ":" in host)
     socket.setsockopt(zmq.HEARTBEAT_IVL, round(1000 * HEARTBEAT_INTERVAL))
     socket.setsockopt(
@@ -238,9 +237,9 @@ def over_tcp(socket: "zmq.Socket[bytes]", host: str) -> None:
     )
 
 
-def network_from_environment(folder: Path, incarnation: int) -> Cluster | None:
-    """The network of a process of a cluster; None on a machine alone."""
+def context_from_environment(folder: Path, incarnation: int) -> Context:
+    """Return the context of a process: of a cluster if NODE_VARIABLE names this machine."""
     path = os.environ.get(NODE_VARIABLE)
     if path is None:
-        return None
+        return Context()
     return Cluster(msgspec.json.decode(Path(path).read_bytes(), type=Node), folder, incarnation)

@@ -1,6 +1,6 @@
 """The loop in which every process waits: for sockets, files, timers, heartbeats and signals.
 
-`drain`, `attend` and `leave` serve the same handlers within asyncio (HTTP, supervisor, clients).
+`attend` and `leave` serve the same handlers within asyncio (HTTP, supervisor).
 """
 
 import asyncio
@@ -11,27 +11,17 @@ import socket
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
-from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, Channel, Network
+from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, Channel
+from penstock.protocol.transport.context import Context, Handlers, drain
+from penstock.protocol.transport.heartbeat import HeartbeatThread
 
-Handlers = list[tuple[Channel[Any], Callable[[], None]]]
-"""channels, and what to call when a message waits there"""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SLACK = 64
 """cancelled timers that are kept in addition to as many as there are others"""
-
-
-class Heartbeats(Protocol):
-    """A thread that sends heartbeats as long as the main thread makes progress."""
-
-    def beat(self) -> None:
-        """Note that the main thread makes progress."""
-
-    def stop(self) -> None:
-        """End the thread."""
 
 
 class Timer:
@@ -63,9 +53,9 @@ class EventLoop:
 
     def __init__(
         self,
-        context: "zmq.Context[Any]",
+        context: Context,
         on_heartbeat: Callable[[], None],
-        heartbeats: Heartbeats | None = None,
+        heartbeats: HeartbeatThread | None = None,
         before_wait: Callable[[], None] = lambda: None,
     ) -> None:
         """on_heartbeat: called every HEARTBEAT_INTERVAL, before `heartbeats` notes the beat;
@@ -96,20 +86,6 @@ class EventLoop:
         self._poller.register(file, zmq.POLLIN)
         self._handlers[file] = ready
 
-    def add_connection(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
-        """Call `handler` whenever `channel` is connected: its peer may be a restarted process."""
-        if isinstance(self._context, Network):
-            self._context.on_connected(channel.socket, handler)
-            return
-        events = channel.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        monitor: Channel[Any] = Channel(events)
-
-        def connected() -> None:
-            for _ in monitor.receive_frames():
-                handler()
-
-        self.add(monitor, connected)
-
     def call_later(self, seconds: float, function: Callable[[], None]) -> Timer:
         """Call a function once, `seconds` from now or up to a turn later."""
         if len(self._timers) >= self._max_timers:
@@ -122,9 +98,8 @@ class EventLoop:
 
     def run(self) -> None:
         """Return after SIGTERM, SIGINT or `stop`."""
-        if isinstance(self._context, Network):
-            for channel, handler in self._context.handlers:
-                self.add(channel, handler)
+        for channel, handler in self._context.handlers:
+            self.add(channel, handler)
         with contextlib.closing(self._catch_signals()):
             try:
                 self._beat()
@@ -171,17 +146,6 @@ class EventLoop:
         self._handlers[reader.fileno()] = caught
         self._writer = writer
         return reader
-
-
-def drain(handlers: Handlers) -> None:
-    """Handle messages until none waits: a ZeroMQ file descriptor signals changes, not states."""
-    busy = True
-    while busy:
-        busy = False
-        for channel, handler in handlers:
-            if channel.has_message:
-                handler()
-                busy = True
 
 
 def attend(handlers: Handlers) -> None:

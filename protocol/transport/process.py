@@ -1,44 +1,62 @@
-"""What every process of the pipeline does: start, wait on its sockets, stop."""
+"""The start of every process of the pipeline: configuration, identity, context and log."""
 
 import contextlib
 import ctypes
+import fcntl
 import logging
 import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
-from typing import Any
-
-import zmq
+from pathlib import Path
+from typing import NamedTuple
 
 from penstock.protocol.config import Config, make_run_folder
 from penstock.protocol.environment import config_from_environment
 from penstock.protocol.logs import JsonFormatter
-from penstock.protocol.messages.supervisor import Pulse
 from penstock.protocol.replicas import replica_of
-from penstock.protocol.transport.channel import (
-    Channel,
-    connect,
-    traffic,
-)
-from penstock.protocol.transport.discovery import network_from_environment
-from penstock.protocol.transport.endpoints import Endpoints, endpoints
-from penstock.protocol.transport.incarnation import Identity, take_incarnation
+from penstock.protocol.transport.context import Context, Endpoints, endpoints
+from penstock.protocol.transport.discovery import context_from_environment
 
 PROCESS_VARIABLE = "PENSTOCK_PROCESS"
 SUPERVISOR_VARIABLE = "PENSTOCK_SUPERVISOR"
-"""pid of the supervisor: it may end while this process is still importing"""
+"""pid of the supervisor, which may exit while this process is still importing"""
+INCARNATION_VARIABLE = "PENSTOCK_INCARNATION"
+"""number by the supervisor; of two processes the one that was started later has the larger one"""
+COUNTER_FILE = "incarnations"
+"""in the run folder: the last number that a process without a supervisor has taken"""
 MAX_DESCRIPTORS = 1 << 20
 """Linux's own default maximum; containers may have a hard limit of 2**30, over which some programs
 loop"""
 _PR_SET_PDEATHSIG = 1
+_INCARNATION_BITS = 32
+"""numbers of one process: 4 billion, so that 2 billion incarnations fit into an int64"""
+
+
+class Identity(NamedTuple):
+    """One incarnation of a process, as its sockets are known to peers."""
+
+    name: str
+    pid: int = 0
+    incarnation: int = 0
+
+    def encode(self) -> bytes:
+        """Return the ZeroMQ routing id."""
+        return f"{self.name}/{self.pid}/{self.incarnation}".encode()
+
+    @classmethod
+    def decode(cls, routing_id: bytes) -> "Identity":
+        """Return the identity in a routing id; for any other one, its text is the name."""
+        name, *numbers = routing_id.decode(errors="replace").rsplit("/", 2)
+        if len(numbers) == 2 and all(number.isdecimal() for number in numbers):
+            return cls(name, *map(int, numbers))
+        return cls(routing_id.decode(errors="replace"))
 
 
 class Process:
     """One process: its name, configuration, ZeroMQ context and log.
 
-    `identity` is one per instance, so that a message for a dead instance can't reach its
+    `identity` differs for each instance, so that a message for a dead instance can't reach its
     successor.
     """
 
@@ -53,22 +71,11 @@ class Process:
         self.identity = Identity(self.name, os.getpid(), self.incarnation).encode()
         _start_log(self.config, self.name)
         _die_with_parent()
-        self.network = network_from_environment(folder, self.incarnation)
-        self.context: zmq.Context[Any] = self.network or zmq.Context()
-
-    @property
-    def node_id(self) -> str:
-        """Of this machine; empty without a cluster."""
-        return self.network.node.node_id if self.network else ""
-
-    @property
-    def host(self) -> str:
-        """The address at which the other processes reach this machine."""
-        return self.network.node.host if self.network else "127.0.0.1"
+        self.context: Context = context_from_environment(folder, self.incarnation)
 
     @property
     def replica(self) -> int:
-        """Which one it belongs to."""
+        """The replica that it belongs to."""
         return replica_of(self.name, self.config)
 
     @property
@@ -78,75 +85,36 @@ class Process:
 
     @property
     def all_endpoints(self) -> list[Endpoints]:
-        """Those of every replica, for a process that serves all."""
+        """The addresses of every replica, for a process that serves all."""
         return [endpoints(self.config, replica) for replica in range(self.config.dp)]
 
 
-class PulseSender:
-    """Tells the supervisor, if there is one, that this process lives. `send` is for one thread.
+def take_incarnation(folder: Path) -> int:
+    """Return this process's number: its supervisor's, or the next one of the run folder.
 
-    With each pulse goes what the process counts: its messages, and what `counters` returned when
-    `count` was called last, by names of Prometheus metrics without `penstock_process_`.
+    Attempts, epochs and identities are made of it. A clock would not do: set back, it would make a
+    restarted process older than its predecessor, and peers would ignore it.
     """
-
-    def __init__(
-        self, process: Process, counters: Callable[[], dict[str, float]] = dict[str, float]
-    ) -> None:
-        self._name = process.name
-        self._counters = counters
-        self._counted: dict[str, float] = {}
-        self._counters_failed = False
-        self._memory = _open_memory()
-        self._channel: Channel[Any] | None = None
-        if SUPERVISOR_VARIABLE in os.environ:
-            self._channel = connect(process.context, zmq.PUSH, process.endpoints.pulses)
-
-    def send(self, busy_seconds: float = 0.0, group: str = "") -> None:
-        """To be called every HEARTBEAT_INTERVAL."""
-        if self._channel:
-            counters = {
-                "messages_sent_total": traffic.messages_sent,
-                "messages_received_total": traffic.messages_received,
-                "bad_frames_total": traffic.bad_frames,
-                **self._counted,
-            }
-            pulse = Pulse(self._name, os.getpid(), busy_seconds, group, counters)
-            times = os.times()
-            pulse.cpu_seconds = times.user + times.system
-            pulse.rss_bytes = _resident_bytes(self._memory)
-            self._channel.send(pulse)
-
-    def count(self) -> None:
-        """Take new counters, in the thread whose they are; one that fails stops no heartbeat."""
-        try:
-            self._counted = self._counters()
-        except Exception:
-            self._counted = {}
-            if not self._counters_failed:
-                self._counters_failed = True
-                logging.getLogger(self._name).exception("counters failed (reported once)")
-
-
-def _open_memory() -> int | None:
-    """Opens the kernel's numbers of this process's memory, for good: a process that has no
-    descriptor left can read them. None where there is no /proc."""
-    with contextlib.suppress(OSError):
-        return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-    return None
-
-
-def _resident_bytes(memory: int | None) -> int:
-    """Returns how much of this process is in memory; 0 where that can't be read."""
-    if memory is None:
-        return 0
+    if given := os.environ.get(INCARNATION_VARIABLE):
+        return int(given)
+    path = folder / COUNTER_FILE
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        return int(os.pread(memory, 100, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
+        fcntl.flock(file, fcntl.LOCK_EX)
+        number = int(os.pread(file, 20, 0) or 0) + 1
+        os.pwrite(file, b"%020d" % number, 0)  # of one length: never half an old number
+        return number
+    finally:
+        os.close(file)
+
+
+def first_number(incarnation: int) -> int:
+    """Return the first of an incarnation's own numbers, larger than all of earlier ones."""
+    return incarnation << _INCARNATION_BITS
 
 
 def raise_descriptor_limit() -> None:
-    """Raises the soft limit of open descriptors to the hard one, up to MAX_DESCRIPTORS.
+    """Raise the soft limit of open descriptors to the hard one, up to MAX_DESCRIPTORS.
 
     Each client takes a descriptor. The usual soft limit of 1,024 is for programs that use
     select(2). Children inherit the limit.
@@ -168,9 +136,9 @@ def _start_log(config: Config, name: str) -> None:
 
 
 def _die_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent ends (prctl(2))."""
+    """Have the kernel kill this process when its parent exits (prctl(2))."""
     parent = int(os.environ.get(SUPERVISOR_VARIABLE) or os.getppid())
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel knew
+    if os.getppid() != parent:  # it exited before the kernel knew
         os.kill(os.getpid(), signal.SIGKILL)

@@ -22,7 +22,7 @@ from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
 from penstock.protocol.messages.scheduler import StopFound
 from penstock.protocol.messages.tokenizer import RequestFailed
 from penstock.protocol.tracing import Tracer
-from penstock.protocol.transport.channel import Channel, Network, connect
+from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
@@ -141,7 +141,7 @@ class DetokenizerProcess:
         """when each stream was opened, for traces"""
         context = process.context
         results = process.endpoints.results
-        self.gateway = connect(context, zmq.PUSH, results, on_return=self.begin_all_again)
+        self.gateway = context.connect(zmq.PUSH, results, on_return=self.begin_all_again)
         self.heartbeats = HeartbeatThread(process, to_peers=self.on_heartbeat)
         self.loop = EventLoop(process.context, self.on_heartbeat, self.heartbeats)
         self.tokens: list[Channel[ToDetokenizer]] = []
@@ -149,17 +149,15 @@ class DetokenizerProcess:
         """of each replica"""
         for at in process.all_endpoints:
             where = at.detokenizers
-            tokens = connect(context, zmq.DEALER, where, ToDetokenizer, process.identity)
+            tokens = context.connect(zmq.DEALER, where, ToDetokenizer, process.identity)
             # the gateway ends what has stopped, too
-            scheduler = connect(context, zmq.PUSH, at.requests, on_return=lambda: None)
+            scheduler = context.connect(zmq.PUSH, at.requests, on_return=lambda: None)
             detokenizer = Detokenizer(table)
             self.tokens.append(tokens)
             self.detokenizers.append(detokenizer)
             self.loop.add(tokens, partial(self.on_tokens, tokens, scheduler, detokenizer))
-            self.loop.add_connection(tokens, self.on_heartbeat)
-            if isinstance(context, Network):
-                again = partial(self.resubmit_all, tokens, detokenizer)
-                context.on_return(tokens.socket, again)
+            context.on_connected(tokens, self.on_heartbeat)
+            context.on_return(tokens, partial(self.resubmit_all, tokens, detokenizer))
 
     def on_tokens(
         self, tokens: Channel[ToDetokenizer], scheduler: Channel[None], detokenizer: Detokenizer

@@ -8,12 +8,11 @@ connection is reported before its first message comes.
 import logging
 import os
 from collections import Counter
-from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from penstock.protocol.transport.channel import connect
+from penstock.protocol.transport.context import Context
 from penstock.services.gateway.connection_limits import ConnectionLimits
 from penstock.services.gateway.connections import Connection, Connections
 from penstock.services.gateway.wire import peer_host, shut_down
@@ -27,8 +26,8 @@ class Monitor:
 
     address = "inproc://clients-monitor"
 
-    def __init__(self, context: "zmq.Context[Any]", connections: Connections) -> None:
-        self.channel = connect(context, zmq.PAIR, self.address)
+    def __init__(self, context: Context, connections: Connections) -> None:
+        self.channel = context.connect(zmq.PAIR, self.address)
         self.limits = ConnectionLimits()
         self._connections = connections
         self._num_disconnected: Counter[str] = Counter()

@@ -8,7 +8,7 @@ from penstock.protocol.messages.client import (
     TokenizePromptRequest,
 )
 from penstock.protocol.poison import REFUSED, DeathReports, PoisonList, digest_of
-from penstock.protocol.transport.incarnation import Identity
+from penstock.protocol.transport.process import Identity
 from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.validation import RefusedError
 

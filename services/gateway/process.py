@@ -22,11 +22,10 @@ from penstock.protocol.messages.tokenizer import (
 from penstock.protocol.poison import DeathReports
 from penstock.protocol.replicas import replica_of
 from penstock.protocol.tracing import Tracer
-from penstock.protocol.transport.channel import Channel, Network, bind, connect
+from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.event_loop import CallLater
-from penstock.protocol.transport.incarnation import first_number
-from penstock.protocol.transport.peers import refusal
-from penstock.protocol.transport.process import Process
+from penstock.protocol.transport.heartbeat import refusal
+from penstock.protocol.transport.process import Process, first_number
 from penstock.services.gateway.authentication import bind_clients
 from penstock.services.gateway.connections import Connections
 from penstock.services.gateway.delivery import Outbox
@@ -61,11 +60,11 @@ class Gateway:
         context, at = process.context, process.endpoints
         self.connections = Connections()
         self.monitor = Monitor(context, self.connections)
-        self.clients, about_clients = bind_clients(context, config, self.monitor, at.inner_clients)
-        self.to_tokenizers = bind(context, zmq.ROUTER, at.tokenizers, FromTokenizer)
-        self.results = bind(context, zmq.PULL, at.results, ToGateway)
+        self.clients = bind_clients(context, config, self.monitor, at.inner_clients)
+        self.to_tokenizers = context.bind(zmq.ROUTER, at.tokenizers, FromTokenizer)
+        self.results = context.bind(zmq.PULL, at.results, ToGateway)
         self.to_schedulers: list[Channel[Any]] = [
-            connect(context, zmq.PUSH, one.requests, on_return=partial(self.on_return, replica))
+            context.connect(zmq.PUSH, one.requests, on_return=partial(self.on_return, replica))
             for replica, one in enumerate(process.all_endpoints)
         ]
         self.replicas = Replicas(config.dp, config.routing)
@@ -107,8 +106,8 @@ class Gateway:
             (self.results, self.on_results),
             (self.to_tokenizers, self.on_tokenizers),
             (self.clients, lambda: self.dispatch.handle(self.ready)),
-            *about_clients,
-            *(context.handlers if isinstance(context, Network) else ()),
+            (self.monitor.channel, self.monitor.handle),
+            *context.handlers,
         ]
 
     def end_drain_if_idle(self) -> None:

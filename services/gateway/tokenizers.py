@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from penstock.protocol.fair_queue import FairQueue
 from penstock.protocol.messages.tokenizer import TokenizeRequest, TokenizerQuery
 from penstock.protocol.transport.channel import Channel
-from penstock.protocol.transport.peers import Peer, Peers
+from penstock.protocol.transport.heartbeat import Peer, Peers
 from penstock.services.gateway.poison import MAX_DEATHS, Asked, Poison
 from penstock.services.gateway.shares import Share
 

@@ -13,7 +13,6 @@ from penstock.protocol.client.client import AsyncClient
 from penstock.protocol.client.errors import ClientError
 from penstock.protocol.config import Config
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
-from penstock.protocol.transport.endpoints import inner_clients
 from penstock.protocol.transport.event_loop import attend
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
@@ -68,10 +67,8 @@ async def serve(process: Process) -> None:
         loop.call_later(HEARTBEAT_INTERVAL, heartbeat)
         heartbeats.beat()
 
-    if process.network:
-        attend(process.network.handlers)
-    where = inner_clients(config)
-    async with AsyncClient(where, context=process.network) as client:
+    attend(process.context.handlers)
+    async with AsyncClient(process.endpoints.inner_clients, context=process.context) as client:
         service = Service(config, client)
         server = Server(uvicorn_config(config, service))
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from penstock.protocol.messages.plan import pack
 from penstock.protocol.poison import DeathReports, PoisonList, digest_of
-from penstock.protocol.transport.incarnation import Identity
+from penstock.protocol.transport.process import Identity
 from penstock.services.scheduler.in_flight_plan import Step
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.suspects import MAX_DEATHS

@@ -22,12 +22,10 @@ from penstock.protocol.messages.tokenizer import RequestFailed
 from penstock.protocol.messages.worker import FromWorker, WorkerExit, WorkerState
 from penstock.protocol.poison import REFUSED, DeathReports
 from penstock.protocol.tracing import Tracer
-from penstock.protocol.transport.channel import bind, connect, traffic
+from penstock.protocol.transport.channel import traffic
 from penstock.protocol.transport.event_loop import EventLoop
-from penstock.protocol.transport.heartbeat import HeartbeatThread
-from penstock.protocol.transport.incarnation import first_number
-from penstock.protocol.transport.peers import refusal
-from penstock.protocol.transport.process import Process
+from penstock.protocol.transport.heartbeat import HeartbeatThread, refusal
+from penstock.protocol.transport.process import Process, first_number
 from penstock.services.scheduler import report, trials
 from penstock.services.scheduler.block_manager import make_block_manager
 from penstock.services.scheduler.checks import CannotFitError, check_request
@@ -57,7 +55,7 @@ class SchedulerProcess:
         self.plan_depth = PlanDepth(self.config.num_plans_in_flight)
         self.replica = process.replica
         sizes = self.config.tp, self.config.spare_workers
-        self.group = WorkerGroup(*sizes, self.replica, process.node_id, self.epoch + 1)
+        self.group = WorkerGroup(*sizes, self.replica, process.context.node_id, self.epoch + 1)
         self.streams = Streams(self.epoch)
         self.requests: dict[str, Sequence] = {}
         """every request that the gateway has not released"""
@@ -68,10 +66,10 @@ class SchedulerProcess:
         self.poison = Poison(DeathReports(process))
         self.traces = Traces(Tracer(self.config, process.name))
         context, at = process.context, process.endpoints
-        self.inbox = bind(context, zmq.PULL, at.requests, ToScheduler)
-        self.workers = bind(context, zmq.ROUTER, at.workers, FromWorker)
-        self.detokenizers = bind(context, zmq.ROUTER, at.detokenizers, FromDetokenizer)
-        self.gateway = connect(context, zmq.PUSH, at.results, on_return=self.on_gateway_returned)
+        self.inbox = context.bind(zmq.PULL, at.requests, ToScheduler)
+        self.workers = context.bind(zmq.ROUTER, at.workers, FromWorker)
+        self.detokenizers = context.bind(zmq.ROUTER, at.detokenizers, FromDetokenizer)
+        self.gateway = context.connect(zmq.PUSH, at.results, on_return=self.on_gateway_returned)
         self.loop = EventLoop(
             process.context,
             self.on_heartbeat,

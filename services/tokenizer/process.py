@@ -20,7 +20,6 @@ from penstock.protocol.messages.tokenizer import (
     ToTokenizer,
 )
 from penstock.protocol.tracing import Tracer
-from penstock.protocol.transport.channel import connect
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
@@ -41,8 +40,7 @@ class TokenizerProcess:
         max_model_len = model.context(config.max_model_len)
         self.tokenizer = Tokenizer(config.model_folder, max_model_len)
         context, at = process.context, process.endpoints
-        self.gateway = connect(
-            context,
+        self.gateway = context.connect(
             zmq.DEALER,
             at.tokenizers,
             ToTokenizer,
@@ -50,14 +48,14 @@ class TokenizerProcess:
             on_return=self.resubmit_all,
         )
         self.schedulers = [
-            connect(context, zmq.PUSH, one.requests, on_return=self.resubmit_all)
+            context.connect(zmq.PUSH, one.requests, on_return=self.resubmit_all)
             for one in process.all_endpoints
         ]
         self.tracer = Tracer(config, process.name)
         self.heartbeats = HeartbeatThread(process, to_peers=self.on_heartbeat)
         self.loop = EventLoop(process.context, self.on_heartbeat, self.heartbeats)
         self.loop.add(self.gateway, self.on_requests)
-        self.loop.add_connection(self.gateway, self.on_heartbeat)
+        context.on_connected(self.gateway, self.on_heartbeat)
         self.grammars = GrammarChecker(config.model_folder, self.loop)
 
     def on_requests(self) -> None:

@@ -2,8 +2,8 @@
 
 import threading
 
-from penstock.protocol.transport.heartbeat import AwakeClock
-from penstock.protocol.transport.process import Process, PulseSender
+from penstock.protocol.transport.heartbeat import AwakeClock, PulseSender
+from penstock.protocol.transport.process import Process
 
 
 class Watchdog:

@@ -17,7 +17,7 @@ from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack
 from penstock.protocol.messages.worker import ToWorker, WorkerAssignment, WorkerExit, WorkerState
-from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, connect
+from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.process import Process
 from penstock.services.worker.heartbeat import Watchdog
@@ -75,8 +75,8 @@ class Worker:
     """The worker's end of its socket."""
 
     def __init__(self, process: Process, load: Load) -> None:
-        self.channel = connect(
-            process.context, zmq.DEALER, process.endpoints.workers, ToWorker, process.identity
+        self.channel = process.context.connect(
+            zmq.DEALER, process.endpoints.workers, ToWorker, process.identity
         )
         self._process = process
         self._load = load
@@ -95,9 +95,9 @@ class Worker:
     def say_hello(self) -> None:
         """Tells the scheduler that this worker lives, and what it holds."""
         hello = WorkerState(self._process.name, self._group, self._rank, pid=os.getpid())
-        hello.node, hello.incarnation = self._process.node_id, self._process.incarnation
+        hello.node, hello.incarnation = self._process.context.node_id, self._process.incarnation
         if not self._group:
-            hello.rendezvous = free_rendezvous(self._process.host)
+            hello.rendezvous = free_rendezvous(self._process.context.host)
         if self._runner:
             hello.num_blocks, hello.block_size = self._runner.num_blocks, self._runner.block_size
             hello.idle_us = self._runner.idle_us()
@@ -219,7 +219,7 @@ def _run(process: Process, load: Load) -> None:
     worker.watchdog.start(process)
     loop = EventLoop(process.context, worker.say_hello)
     loop.add(worker.channel, worker.receive)
-    loop.add_connection(worker.channel, worker.say_hello)
-    if process.node_id:
-        use_interface_of(process.host)
+    process.context.on_connected(worker.channel, worker.say_hello)
+    if process.context.node_id:
+        use_interface_of(process.context.host)
     loop.run()

@@ -18,8 +18,8 @@ from penstock.protocol.messages.plan import pack
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import GatewayStarted, TokenizedRequest
 from penstock.protocol.messages.status import SchedulerStatus
-from penstock.protocol.transport.channel import DECODE_ERRORS, connect
-from penstock.protocol.transport.endpoints import endpoints
+from penstock.protocol.transport.channel import DECODE_ERRORS
+from penstock.protocol.transport.context import Context, endpoints
 from penstock.services.gateway.incoming import MAX_ENVELOPE_BYTES
 from tests.fuzz.frames import INNER_ID, UNIONS, encoded
 from tests.fuzz.mutator import Mutator
@@ -69,7 +69,7 @@ def is_idle(scheduler: SchedulerStatus | None) -> bool:
     return scheduler.num_free_blocks == scheduler.num_blocks > 0
 
 
-def connections(context: "zmq.Context[Any]", kind: int, where: str) -> "list[zmq.Socket[bytes]]":
+def connections(context: Context, kind: int, where: str) -> "list[zmq.Socket[bytes]]":
     """Connect foreign sockets; their messages are delivered though they are closed."""
     sockets = [context.socket(kind) for _ in range(NUM_CONNECTIONS)]
     for socket in sockets:
@@ -93,7 +93,7 @@ def test_clients(served: Pipeline) -> None:
     """Each connection sends mutated frames and then a question, whose answer must be right."""
     frames = Mutator("clients", encoded("Request")).frames(NUM_FRAMES)
     rng = Random("clients")
-    with zmq.Context() as context:
+    with Context() as context:
         sockets = connections(context, zmq.DEALER, served.endpoint)
         for turn in range(NUM_FRAMES // FRAMES_A_ROUND):
             number = b"question %d" % turn
@@ -144,7 +144,7 @@ def test_inner_sockets(served: Pipeline, name: str) -> None:
     rng = Random(name)
     with served.client() as client:
         while some := list(islice(frames, FRAMES_A_ROUND)):
-            with zmq.Context() as context:
+            with Context() as context:
                 sockets = connections(context, kind, getattr(at, name))
                 for frame in some:
                     rng.choice(sockets).send(frame)
@@ -158,8 +158,8 @@ def test_inner_sockets(served: Pipeline, name: str) -> None:
 def test_token_ids_that_no_model_has(served: Pipeline, token_id: int) -> None:
     """They would end every worker that is given them, and each that is started afresh."""
     at = endpoints(Config(name=served.name, endpoint=served.endpoint))
-    with zmq.Context() as context, served.client() as client:
-        channel = connect(context, zmq.PUSH, at.requests)
+    with Context() as context, served.client() as client:
+        channel = context.connect(zmq.PUSH, at.requests)
         for prompt, output in (([1, token_id], []), ([1], [token_id, 2])):
             request = TokenizedRequest(
                 f"{INNER_ID}{token_id}{prompt}", 0, SamplingParams(), pack(prompt), pack(output)

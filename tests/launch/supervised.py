@@ -16,8 +16,7 @@ from penstock.launch.supervisor.tasks import Tasks
 from penstock.launch.supervisor.watchdog import Watchdog
 from penstock.protocol.config import Config, make_run_folder
 from penstock.protocol.messages.supervisor import Pulse
-from penstock.protocol.transport.channel import connect
-from penstock.protocol.transport.endpoints import endpoints
+from penstock.protocol.transport.context import Context, endpoints
 
 LONG = 3600.0
 """seconds; no test waits for them"""
@@ -28,12 +27,12 @@ class Supervised:
 
     def __init__(self, config: Config, host: Host | None = None) -> None:
         self.said: list[str] = []
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context: Context = Context()
         self.errors: list[BaseException] = []
         self.tasks = Tasks(self.errors.append)
         at = host or LocalHost()
         self.pulses = Watchdog(config, self.said.append, at, self._context, self.tasks)
-        self._sender = connect(self._context, zmq.PUSH, endpoints(config).pulses)
+        self._sender = self._context.connect(zmq.PUSH, endpoints(config).pulses)
         self.children: list[asyncio.subprocess.Process] = []
 
     async def child(self, code: str = "signal.pause()") -> asyncio.subprocess.Process:

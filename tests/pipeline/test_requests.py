@@ -17,8 +17,7 @@ from penstock.protocol.messages.detokenizer import ToDetokenizer
 from penstock.protocol.messages.registration import Heartbeat
 from penstock.protocol.messages.tokenizer import ToTokenizer
 from penstock.protocol.messages.worker import ToWorker, WorkerState
-from penstock.protocol.transport.channel import connect
-from penstock.protocol.transport.endpoints import endpoints
+from penstock.protocol.transport.context import Context, endpoints
 from tests.pipeline.conftest import Pipeline
 from tests.tools.demo.tasks import TASK_NAMES, Sizes, make_example
 
@@ -40,7 +39,7 @@ def client(served: Pipeline) -> Iterator[Client]:
 
 @pytest.fixture
 def req(served: Pipeline) -> Iterator["zmq.Socket[bytes]"]:
-    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+    with Context() as context, context.socket(zmq.REQ) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVTIMEO, ANSWER_TIMEOUT_MS)
         socket.connect(served.endpoint)
@@ -243,7 +242,7 @@ def test_too_many_requests_at_once(client: Client) -> None:
 
 def test_garbage_on_internal_sockets_is_counted(served: Pipeline, client: Client) -> None:
     at = endpoints(Config(name=served.name, endpoint=served.endpoint))
-    with zmq.Context() as context:
+    with Context() as context:
         for address, kind in (
             (at.tokenizers, zmq.DEALER),
             (at.requests, zmq.PUSH),
@@ -276,8 +275,8 @@ def test_another_version_of_the_protocol_is_refused(
     served: Pipeline, where: str, message: msgspec.Struct, answers: Any
 ) -> None:
     at = endpoints(Config(name=served.name, endpoint=served.endpoint))
-    with zmq.Context() as context:
-        channel = connect(context, zmq.DEALER, getattr(at, where), answers)
+    with Context() as context:
+        channel = context.connect(zmq.DEALER, getattr(at, where), answers)
         channel.send(message)
         assert channel.socket.poll(ANSWER_TIMEOUT_MS)
         [(_, refused)] = channel.receive()

@@ -14,8 +14,7 @@ from penstock.protocol.config import (
     write_config,
 )
 from penstock.protocol.environment import config_from_environment, with_api_key
-from penstock.protocol.transport.channel import bind
-from penstock.protocol.transport.endpoints import endpoints
+from penstock.protocol.transport.context import Context, endpoints
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +47,9 @@ def test_what_is_made_in_it_is_for_this_user_only() -> None:
     os.umask(0o022)
     path = write_config(Config())
     assert path.stat().st_mode & 0o777 == 0o600
-    with zmq.Context() as context:
+    with Context() as context:
         address = endpoints(Config())[1]
-        bind(context, zmq.PULL, address, None).socket.close()
+        context.bind(zmq.PULL, address, None).socket.close()
     assert Path(address.removeprefix("ipc://")).stat().st_mode & 0o077 == 0
 
 

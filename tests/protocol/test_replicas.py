@@ -4,7 +4,7 @@ import pytest
 
 from penstock.protocol.config import Config
 from penstock.protocol.replicas import replica_of
-from penstock.protocol.transport.endpoints import endpoints
+from penstock.protocol.transport.context import endpoints
 
 
 def test_every_replica_gets_as_many_workers_and_spares() -> None:

@@ -28,8 +28,7 @@ from penstock.protocol.messages.tokenizer import (
     TokenizeRequest,
     TokenizerQuery,
 )
-from penstock.protocol.transport.channel import bind
-from penstock.protocol.transport.endpoints import Endpoints
+from penstock.protocol.transport.context import Context, Endpoints
 from penstock.services.tokenizer.process import TokenizerProcess
 from penstock.services.tokenizer.prompts import PromptError, Tokenizer
 
@@ -118,10 +117,10 @@ def test_the_context_limit_and_one_more() -> None:
 class Pipeline:
     """A tokenizer process with its gateway and scheduler."""
 
-    def __init__(self, folder: Path, context: "zmq.Context[Any]") -> None:
+    def __init__(self, folder: Path, context: Context) -> None:
         at = Endpoints(*(f"ipc://{folder}/{name}" for name in Endpoints._fields))
-        self.gateway = bind(context, zmq.ROUTER, at.tokenizers, FromTokenizer)
-        self.scheduler = bind(context, zmq.PULL, at.requests, ToScheduler)
+        self.gateway = context.bind(zmq.ROUTER, at.tokenizers, FromTokenizer)
+        self.scheduler = context.bind(zmq.PULL, at.requests, ToScheduler)
         own = SimpleNamespace(
             config=Config(),
             context=context,
@@ -152,7 +151,7 @@ class Pipeline:
 
 @pytest.fixture
 def pipeline(tmp_path: Path) -> Iterator[Pipeline]:
-    with zmq.Context() as context:
+    with Context() as context:
         made = Pipeline(tmp_path, context)
         yield made
         context.destroy(linger=0)

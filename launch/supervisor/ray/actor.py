@@ -17,8 +17,11 @@ from penstock.launch.supervisor.ray.folder import NodeFolder
 from penstock.launch.supervisor.vitals import Vitals
 from penstock.protocol.config import CONFIG_FILE, CONFIG_VARIABLE, Config
 from penstock.protocol.transport.discovery import KEYS_FOLDER, NODE_VARIABLE, Node
-from penstock.protocol.transport.incarnation import INCARNATION_VARIABLE
-from penstock.protocol.transport.process import PROCESS_VARIABLE, SUPERVISOR_VARIABLE
+from penstock.protocol.transport.process import (
+    INCARNATION_VARIABLE,
+    PROCESS_VARIABLE,
+    SUPERVISOR_VARIABLE,
+)
 
 PUBLIC_KEYS = "keys"
 GPU_VARIABLE = "PENSTOCK_GPU"

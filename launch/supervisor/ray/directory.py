@@ -5,8 +5,7 @@ from pathlib import Path
 
 import zmq
 
-from penstock.protocol.transport.authentication import Authenticator
-from penstock.protocol.transport.channel import CLUSTER, Network, bind
+from penstock.protocol.transport.context import CLUSTER, Context
 from penstock.protocol.transport.discovery import (
     KEYS_FOLDER,
     ZAP_DOMAIN,
@@ -16,32 +15,33 @@ from penstock.protocol.transport.discovery import (
 )
 
 
-class FixedNetwork(Network):
+class FixedNetwork(Context):
     """The context of sockets whose addresses are known before any process starts."""
 
     fixed: dict[str, str]
     """name → `tcp://` address"""
-    _host: str
     _folder: Path
 
     def __init__(self, host: str, folder: Path) -> None:
         """host: address at which other machines reach this one; folder: with the keys in it."""
-        super().__init__()
-        self._host, self._folder, self.fixed = host, folder, {}
-        authenticator = Authenticator(self, {ZAP_DOMAIN: folder / KEYS_FOLDER})
-        self.handlers = [(authenticator.channel, authenticator.handle)]
+        super().__init__(host=host)
+        self._folder, self.fixed = folder, {}
+        self.admit(ZAP_DOMAIN, folder / KEYS_FOLDER)
 
-    def bind(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
-        """As `Network.bind`. Raises zmq.ZMQError and KeysError."""
-        tcp = bind_tcp(socket, self._host, self._folder)
-        self.fixed[endpoint.removeprefix(CLUSTER)] = tcp
+    def bind_socket(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+        """As `Context.bind_socket`; of a name, at a free port of `host`."""
+        if endpoint.startswith(CLUSTER):
+            tcp = bind_tcp(socket, self.host, self._folder)
+            self.fixed[endpoint.removeprefix(CLUSTER)] = tcp
+        else:
+            super().bind_socket(socket, endpoint)
 
 
 class DirectoryServer:
     """Takes what processes announce, and tells all of them."""
 
     def __init__(self, network: FixedNetwork, on_change: Callable[[Directory], None]) -> None:
-        self.channel = bind(network, zmq.ROUTER, f"{CLUSTER}directory", Announcement)
+        self.channel = network.bind(zmq.ROUTER, f"{CLUSTER}directory", Announcement)
         self._on_change = on_change
         self._directory = Directory({})
         self._peers: set[bytes] = set()

@@ -5,16 +5,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import zmq
-
 from penstock.launch.bench.standin_worker import StandInWorker
 from penstock.protocol.messages.plan import BatchPlan, RowAdded, SampledTokens, pack, unpack
 from penstock.protocol.messages.worker import WorkerAssignment
+from penstock.protocol.transport.context import Context
 
 
 def test_a_place_that_is_told_again_changes_nothing(tmp_path: Path) -> None:
     """The scheduler does so every half second."""
-    context: zmq.Context[Any] = zmq.Context()
+    context = Context()
     at = SimpleNamespace(workers=f"ipc://{tmp_path}/workers", pulses="")
     worker = StandInWorker(
         SimpleNamespace(

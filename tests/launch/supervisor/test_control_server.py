@@ -20,7 +20,7 @@ from penstock.protocol.messages.control import (
     ScaleProcesses,
     Spawned,
 )
-from penstock.protocol.transport.channel import connect
+from penstock.protocol.transport.context import Context
 from tests.launch.supervisor.conftest import Supervise
 
 
@@ -31,8 +31,8 @@ def test_commands_for_one_kind_run_one_after_the_other(supervise: Supervise) -> 
 
     def send() -> None:
         scales = [ScaleProcesses("tokenizer", number) for number in [*numbers, MAX_PROCESSES + 1]]
-        with zmq.Context() as context:
-            channel = connect(context, zmq.DEALER, control_endpoint(run_folder("x")), ControlReply)
+        with Context() as context:
+            channel = context.connect(zmq.DEALER, control_endpoint(run_folder("x")), ControlReply)
             for message in [*scales, RestartProcesses(["tokenizer.9"])]:
                 channel.send(message)
             while len(replies) < len(scales) + 1:
@@ -65,8 +65,8 @@ def test_a_command_that_fails_is_answered_and_logged(
         errors.append(str(caught.value))
 
     def send() -> None:
-        with zmq.Context() as context:
-            channel = connect(context, zmq.DEALER, control_endpoint(run_folder("x")))
+        with Context() as context:
+            channel = context.connect(zmq.DEALER, control_endpoint(run_folder("x")))
             channel.send("rubbish")
             channel.socket.close()
         ask(ScaleProcesses("nothing", 1))
@@ -94,9 +94,9 @@ def test_a_watcher_hears_of_every_start(supervise: Supervise) -> None:
     heard: list[ControlReply | Spawned] = []
 
     def watch() -> None:
-        with zmq.Context() as context:
+        with Context() as context:
             endpoint = control_endpoint(run_folder("x"))
-            channel = connect(context, zmq.DEALER, endpoint, ControlReply | Spawned)
+            channel = context.connect(zmq.DEALER, endpoint, ControlReply | Spawned)
             channel.send(ListProcesses(watch=True))
             while sum(isinstance(one, Spawned) for one in heard) < 2:
                 assert channel.socket.poll(20_000)

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
 
 from penstock.launch.supervisor.processes import Running
 from penstock.launch.supervisor.report import Report
 from penstock.protocol.config import Config, make_run_folder
 from penstock.protocol.messages.supervisor import Pulse, SupervisorReport
+from penstock.protocol.transport.context import Context
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def with_report(
     def run(running: list[Running], look: Callable[[Report], None]) -> None:
         async def main() -> None:
             make_run_folder(Config(name="p"))
-            with zmq.Context() as context:
+            with Context() as context:
                 processes = SimpleNamespace(context=context, running=lambda: running)
                 children: Any = {one.name: SimpleNamespace(num_starts=3) for one in running}
                 pulses: Any = SimpleNamespace(newest=_pulse)

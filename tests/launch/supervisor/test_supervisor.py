@@ -18,8 +18,7 @@ from penstock.launch.supervisor.supervisor import MAX_EARLY_DEATHS
 from penstock.protocol.config import Config, run_folder
 from penstock.protocol.messages.gateway import ToGateway
 from penstock.protocol.messages.supervisor import SupervisorReport
-from penstock.protocol.transport.channel import bind
-from penstock.protocol.transport.endpoints import endpoints
+from penstock.protocol.transport.context import Context, endpoints
 from penstock.protocol.transport.process import PROCESS_VARIABLE
 from tests.launch.supervisor.conftest import CONFIG, Supervise
 
@@ -27,8 +26,7 @@ GATEWAY = (
     f'{sys.executable} -P -c "import os, signal, zmq; '
     "from penstock.protocol.transport.process import *; "
     "from penstock.protocol.messages.gateway import ToGateway; "
-    "from penstock.protocol.transport.channel import bind; "
-    "p = Process('x'); r = bind(p.context, zmq.PULL, p.endpoints.results, ToGateway); "
+    "p = Process('x'); r = p.context.bind(zmq.PULL, p.endpoints.results, ToGateway); "
     "print(1, flush=True); "
     'any(m.draining for m in iter(lambda: r.socket.poll() and next(r.receive())[1], 0)); %s"'
 )
@@ -101,6 +99,7 @@ def test_the_gateway_is_told_of_the_processes(supervise: Supervise) -> None:
     """Until it is there, one report waits for it; what a process has said goes with it."""
     code = (
         "import os, zmq; from penstock.protocol.transport.process import *; p = Process('x'); "
+        "from penstock.protocol.transport.heartbeat import PulseSender; "
         "s = PulseSender(p, lambda: {'plan_bytes': 7}); s.count(); s.send(); p.context.destroy(); "
         "print(1, flush=True); signal.pause()"
     )
@@ -108,8 +107,8 @@ def test_the_gateway_is_told_of_the_processes(supervise: Supervise) -> None:
     threads: list[threading.Thread] = []
 
     def listen() -> None:
-        with zmq.Context() as context:
-            channel = bind(context, zmq.PULL, endpoints(CONFIG).results, ToGateway)
+        with Context() as context:
+            channel = context.bind(zmq.PULL, endpoints(CONFIG).results, ToGateway)
             with channel.socket:
                 while sum(bool(one.counters) for r in reports[-1:] for one in r.processes) < 2:
                     assert channel.socket.poll(20_000)

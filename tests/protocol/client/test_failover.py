@@ -16,7 +16,7 @@ from penstock.protocol.client.client import AsyncClient, Client
 from penstock.protocol.client.errors import ClientError, RequestError
 from penstock.protocol.client.failover import Addresses
 from penstock.protocol.messages.client import GenerateRequest, Reply, Request, TextDelta
-from penstock.protocol.transport.channel import Network
+from penstock.protocol.transport.context import Context
 from penstock.protocol.transport.curve import secure_server
 from tests.launch.fake_gateway import TEXT, Gateway, delta, gateway, reply
 from tests.launch.link import HOST, Link
@@ -257,16 +257,16 @@ def test_what_is_no_address_is_named(endpoint: str, wrong: str) -> None:
     assert str(caught.value) == message + meant
 
 
-class Names(Network):
+class Names(Context):
     """A network that knows one name."""
 
     address: str
     waited: list[bool]
 
-    def connect(self, socket: "zmq.Socket[bytes]", endpoint: str, wait: bool = True) -> None:
+    def connect_socket(self, socket: "zmq.Socket[bytes]", endpoint: str, wait: bool = True) -> None:
         assert endpoint == "cluster://clients"
         self.waited.append(wait)
-        socket.connect(self.address)
+        super().connect_socket(socket, self.address)
 
 
 def test_a_network_connects_to_a_name(addresses: list[str], keys: Path) -> None:

@@ -9,7 +9,8 @@ import zmq
 
 from penstock.protocol.messages.registration import Goodbye, Heartbeat
 from penstock.protocol.transport import channel as sockets
-from penstock.protocol.transport.channel import MAX_FRAME_BYTES, bind, connect, traffic
+from penstock.protocol.transport.channel import MAX_FRAME_BYTES, traffic
+from penstock.protocol.transport.context import Context
 
 GARBAGE = [
     b"",
@@ -23,15 +24,15 @@ GARBAGE = [
 
 
 @pytest.fixture
-def context() -> Iterator["zmq.Context[Any]"]:
-    context: zmq.Context[Any] = zmq.Context()
+def context() -> Iterator[Context]:
+    context: Context = Context()
     yield context
     context.destroy(linger=0)
 
 
-def test_garbage_is_dropped_and_counted(context: "zmq.Context[Any]", tmp_path: Path) -> None:
-    server = bind(context, zmq.PULL, f"ipc://{tmp_path}/a", Heartbeat | Goodbye)
-    client = connect(context, zmq.PUSH, f"ipc://{tmp_path}/a")
+def test_garbage_is_dropped_and_counted(context: Context, tmp_path: Path) -> None:
+    server = context.bind(zmq.PULL, f"ipc://{tmp_path}/a", Heartbeat | Goodbye)
+    client = context.connect(zmq.PUSH, f"ipc://{tmp_path}/a")
     for frame in GARBAGE:
         client.send_bytes(frame)
     client.socket.send_multipart([b"two", b"frames"])
@@ -44,10 +45,10 @@ def test_garbage_is_dropped_and_counted(context: "zmq.Context[Any]", tmp_path: P
     assert server.num_bad_frames == len(GARBAGE) + 1
 
 
-def test_all_traffic_is_counted(context: "zmq.Context[Any]") -> None:
+def test_all_traffic_is_counted(context: Context) -> None:
     before = vars(traffic).copy()
-    server = bind(context, zmq.PULL, "inproc://a", Heartbeat | Goodbye)
-    client = connect(context, zmq.PUSH, "inproc://a")
+    server = context.bind(zmq.PULL, "inproc://a", Heartbeat | Goodbye)
+    client = context.connect(zmq.PUSH, "inproc://a")
     for frame in (b"\xc1", client.encode(Goodbye()), client.encode(Goodbye())):
         client.send_bytes(frame)
     assert len(list(server.receive())) == 2
@@ -55,20 +56,20 @@ def test_all_traffic_is_counted(context: "zmq.Context[Any]") -> None:
     assert counted == {"messages_sent": 3, "messages_received": 3, "bad_frames": 1}
 
 
-def test_a_queue_with_a_limit(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+def test_a_queue_with_a_limit(context: Context, tmp_path: Path) -> None:
     """While nobody is there, the newest messages are dropped."""
-    client = connect(context, zmq.PUSH, f"ipc://{tmp_path}/a", max_queue=1)
+    client = context.connect(zmq.PUSH, f"ipc://{tmp_path}/a", max_queue=1)
     assert [client.send(Heartbeat(str(number))) for number in range(3)] == [True, False, False]
-    server = bind(context, zmq.PULL, f"ipc://{tmp_path}/a", Heartbeat | Goodbye)
+    server = context.bind(zmq.PULL, f"ipc://{tmp_path}/a", Heartbeat | Goodbye)
     assert server.socket.poll(5000)
     assert [message for _, message in server.receive()] == [Heartbeat("0")]
 
 
 def test_no_flood_keeps_the_receiver_from_other_things(
-    context: "zmq.Context[Any]", monkeypatch: pytest.MonkeyPatch
+    context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = bind(context, zmq.PULL, "inproc://a", Heartbeat | Goodbye)
-    client = connect(context, zmq.PUSH, "inproc://a")
+    server = context.bind(zmq.PULL, "inproc://a", Heartbeat | Goodbye)
+    client = context.connect(zmq.PUSH, "inproc://a")
     for _ in range(5):
         client.send(Goodbye())
     monkeypatch.setattr(sockets, "MAX_DRAIN_SECONDS", 0.0)
@@ -77,9 +78,9 @@ def test_no_flood_keeps_the_receiver_from_other_things(
     assert [len(list(server.receive())) for _ in range(2)] == [3, 0]
 
 
-def test_a_peer_that_is_gone_is_told(context: "zmq.Context[Any]", tmp_path: Path) -> None:
-    server = bind(context, zmq.ROUTER, f"ipc://{tmp_path}/a", Heartbeat | Goodbye)
-    client = connect(context, zmq.DEALER, f"ipc://{tmp_path}/a", Heartbeat | Goodbye, b"me")
+def test_a_peer_that_is_gone_is_told(context: Context, tmp_path: Path) -> None:
+    server = context.bind(zmq.ROUTER, f"ipc://{tmp_path}/a", Heartbeat | Goodbye)
+    client = context.connect(zmq.DEALER, f"ipc://{tmp_path}/a", Heartbeat | Goodbye, b"me")
     client.send(Heartbeat("d"))
     assert server.socket.poll(5000)
     assert list(server.receive()) == [(b"me", Heartbeat("d"))]
@@ -89,11 +90,9 @@ def test_a_peer_that_is_gone_is_told(context: "zmq.Context[Any]", tmp_path: Path
     assert not server.send(Goodbye(), b"nobody")
 
 
-def test_a_frame_that_is_too_long_ends_its_connection(
-    context: "zmq.Context[Any]", tmp_path: Path
-) -> None:
-    server = bind(context, zmq.ROUTER, f"ipc://{tmp_path}/a", None, max_bytes=1000)
-    client = connect(context, zmq.DEALER, f"ipc://{tmp_path}/a", identity=b"me")
+def test_a_frame_that_is_too_long_ends_its_connection(context: Context, tmp_path: Path) -> None:
+    server = context.bind(zmq.ROUTER, f"ipc://{tmp_path}/a", None, max_bytes=1000)
+    client = context.connect(zmq.DEALER, f"ipc://{tmp_path}/a", identity=b"me")
     monitor = client.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     client.send_bytes(b"x" * 1001)
     assert monitor.poll(5000)
@@ -104,15 +103,15 @@ def test_a_frame_that_is_too_long_ends_its_connection(
     monitor.close()
 
 
-def test_every_socket_has_a_limit(context: "zmq.Context[Any]", tmp_path: Path) -> None:
-    server = bind(context, zmq.PULL, f"ipc://{tmp_path}/a", None)
-    client = connect(context, zmq.PUSH, f"ipc://{tmp_path}/a")
+def test_every_socket_has_a_limit(context: Context, tmp_path: Path) -> None:
+    server = context.bind(zmq.PULL, f"ipc://{tmp_path}/a", None)
+    client = context.connect(zmq.PUSH, f"ipc://{tmp_path}/a")
     for channel in (server, client):
         assert channel.socket.getsockopt(zmq.MAXMSGSIZE) == MAX_FRAME_BYTES
 
 
-def test_an_address_in_use_is_named(context: "zmq.Context[Any]") -> None:
+def test_an_address_in_use_is_named(context: Context) -> None:
     first = context.socket(zmq.ROUTER)
     port = first.bind_to_random_port("tcp://127.0.0.1")
     with pytest.raises(zmq.ZMQError, match=f"tcp://127.0.0.1:{port}"):
-        bind(context, zmq.ROUTER, f"tcp://127.0.0.1:{port}", None)
+        context.bind(zmq.ROUTER, f"tcp://127.0.0.1:{port}", None)

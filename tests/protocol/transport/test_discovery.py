@@ -11,7 +11,8 @@ import zmq
 from penstock.launch.commands.keys import make_keys
 from penstock.launch.supervisor.ray.directory import DirectoryServer, FixedNetwork
 from penstock.protocol.messages.registration import Heartbeat
-from penstock.protocol.transport.channel import CLUSTER, Channel, bind, connect
+from penstock.protocol.transport.channel import Channel
+from penstock.protocol.transport.context import CLUSTER, Context, drain
 from penstock.protocol.transport.curve import secure_client, secure_server
 from penstock.protocol.transport.discovery import (
     KEYS_CLIENT,
@@ -20,7 +21,6 @@ from penstock.protocol.transport.discovery import (
     Cluster,
     Node,
 )
-from penstock.protocol.transport.event_loop import drain
 
 HOST = "127.0.0.1"
 
@@ -79,8 +79,8 @@ def endpoint_of(channel: Channel[Any], process: Cluster) -> str:
 
 def meet(site: Site, binder: Cluster, connector: Cluster) -> tuple[Channel[Any], Channel[Any]]:
     """One binds a name, the other connects to it and is heard."""
-    inbox = bind(binder, zmq.PULL, f"{CLUSTER}requests", Heartbeat)
-    sender = connect(connector, zmq.PUSH, f"{CLUSTER}requests", wait=False)
+    inbox = binder.bind(zmq.PULL, f"{CLUSTER}requests", Heartbeat)
+    sender = connector.connect(zmq.PUSH, f"{CLUSTER}requests", wait=False)
     site.work_until(lambda: endpoint_of(sender, connector))
     sender.send(Heartbeat("hello"))
     assert site.hear(inbox) == Heartbeat("hello")
@@ -105,7 +105,7 @@ def test_a_name_that_moves_is_followed(site: Site) -> None:
     before, sender = meet(site, site.process("a"), connector)
     for node_id in ("c", "b"):
         first = endpoint_of(sender, connector)
-        inbox = bind(site.process(node_id), zmq.PULL, f"{CLUSTER}requests", Heartbeat)
+        inbox = site.process(node_id).bind(zmq.PULL, f"{CLUSTER}requests", Heartbeat)
         site.work_until(lambda first=first: endpoint_of(sender, connector) != first)
         sender.send(Heartbeat(node_id))
         assert site.hear(inbox) == Heartbeat(node_id)
@@ -116,9 +116,9 @@ def test_who_is_older_does_not_take_a_name_back(site: Site) -> None:
     """A machine that was cut off and is back again still has what was started elsewhere since."""
     older, newer = site.process("a"), site.process("b")
     inbox, _ = meet(site, newer, site.process("c"))
-    bind(older, zmq.PULL, f"{CLUSTER}requests", Heartbeat)
+    older.bind(zmq.PULL, f"{CLUSTER}requests", Heartbeat)
     later = site.process("c")
-    sender = connect(later, zmq.PUSH, f"{CLUSTER}requests", wait=False)
+    sender = later.connect(zmq.PUSH, f"{CLUSTER}requests", wait=False)
     site.work_until(lambda: endpoint_of(sender, later))
     sender.send(Heartbeat("again"))
     assert site.hear(inbox) == Heartbeat("again")
@@ -127,21 +127,21 @@ def test_who_is_older_does_not_take_a_name_back(site: Site) -> None:
 def test_who_is_back_after_a_broken_connection_ends(site: Site) -> None:
     """Messages may be lost. Where another way is known, that is gone instead."""
     process = site.process("b")
-    inbox = bind(site.process("a"), zmq.ROUTER, f"{CLUSTER}workers", Heartbeat)
+    inbox = site.process("a").bind(zmq.ROUTER, f"{CLUSTER}workers", Heartbeat)
     returned: list[str] = []
-    sender = connect(process, zmq.DEALER, f"{CLUSTER}workers", wait=False)
+    sender = process.connect(zmq.DEALER, f"{CLUSTER}workers", wait=False)
     following = process._followings[sender.socket]
     process._add_monitor(sender.socket, following.connected)
     connected: list[str] = []
-    process.on_connected(sender.socket, lambda: connected.append("yes"))
+    process.on_connected(sender, lambda: connected.append("yes"))
     site.work_until(lambda: connected)
     tcp = inbox.socket.getsockopt_string(zmq.LAST_ENDPOINT)
     inbox.socket.unbind(tcp)
     inbox.socket.close()
     again = bind_at(site.processes[1], tcp, site.folder)
-    with pytest.raises(SystemExit, match="lost workers"):
+    with pytest.raises(SystemExit, match="lost the connection to workers"):
         site.work_until(lambda: False)
-    process.on_return(sender.socket, lambda: returned.append("yes"))
+    process.on_return(sender, lambda: returned.append("yes"))
     again.close()
     again = bind_at(site.processes[1], tcp, site.folder)
     site.work_until(lambda: returned)
@@ -168,7 +168,7 @@ def test_who_has_no_key_gets_nothing(site: Site, tmp_path: Path) -> None:
     (tmp_path / "other" / "server.key").write_bytes(
         (site.folder / KEYS_FOLDER / "server.key").read_bytes()
     )
-    with zmq.Context() as context:
+    with Context() as context:
         for keys in (None, tmp_path / "other"):
             stranger = context.socket(zmq.PUSH)
             stranger.setsockopt(zmq.LINGER, 0)
@@ -185,14 +185,14 @@ def test_who_has_no_key_gets_nothing(site: Site, tmp_path: Path) -> None:
 
 def test_a_process_waits_for_what_it_needs(site: Site) -> None:
     """What it says before it knows the address would be lost."""
-    inbox = bind(site.process("a"), zmq.PULL, f"{CLUSTER}requests", Heartbeat)
+    inbox = site.process("a").bind(zmq.PULL, f"{CLUSTER}requests", Heartbeat)
     late = Node("b", "b", HOST, site.network.fixed)
     (site.folder / "b").mkdir()
     (site.folder / "b" / KEYS_FOLDER).symlink_to(site.folder / KEYS_FOLDER)
 
     def run() -> None:
         with Cluster(late, site.folder / "b") as process:
-            connect(process, zmq.PUSH, f"{CLUSTER}requests").send(Heartbeat("first"))
+            process.connect(zmq.PUSH, f"{CLUSTER}requests").send(Heartbeat("first"))
             process.destroy()
 
     thread = threading.Thread(target=run)

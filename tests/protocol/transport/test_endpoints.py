@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.protocol.config import Config
-from penstock.protocol.transport.endpoints import check_reach, stays_on_host
+from penstock.protocol.transport.context import check_reach, stays_on_host
 
 LOCAL = [
     "ipc:///tmp/clients",

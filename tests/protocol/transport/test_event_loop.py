@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from penstock.protocol.transport.channel import bind, connect
+from penstock.protocol.transport.context import Context
 from penstock.protocol.transport.event_loop import EventLoop
 
 
@@ -24,27 +24,27 @@ def _signals() -> Iterator[None]:
 
 @pytest.fixture
 def loop() -> Iterator[EventLoop]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context: Context = Context()
     yield EventLoop(context, lambda: None)
     context.destroy()
 
 
 def test_each_new_connection_is_told(tmp_path: Path) -> None:
     """The peer may be another process now, to which nobody has said anything."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context: Context = Context()
     address = f"ipc://{tmp_path}/peer"
-    channel = connect(context, zmq.DEALER, address)
-    peers = [bind(context, zmq.ROUTER, address, None)]
+    channel = context.connect(zmq.DEALER, address)
+    peers = [context.bind(zmq.ROUTER, address, None)]
     loop = EventLoop(context, lambda: None)
 
     def connected() -> None:
         if len(peers) == 1:
             peers[0].socket.close()
-            peers.append(bind(context, zmq.ROUTER, address, None))
+            peers.append(context.bind(zmq.ROUTER, address, None))
         else:
             signal.raise_signal(signal.SIGTERM)
 
-    loop.add_connection(channel, connected)
+    context.on_connected(channel, connected)
     loop.run()
     context.destroy()
     assert len(peers) == 2
@@ -52,9 +52,9 @@ def test_each_new_connection_is_told(tmp_path: Path) -> None:
 
 def test_other_signals_do_not_end_it(tmp_path: Path) -> None:
     """As that of a timer, which the loop is woken by, too."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox = bind(context, zmq.PULL, f"ipc://{tmp_path}/inbox", str)
-    sender = connect(context, zmq.PUSH, f"ipc://{tmp_path}/inbox")
+    context: Context = Context()
+    inbox = context.bind(zmq.PULL, f"ipc://{tmp_path}/inbox", str)
+    sender = context.connect(zmq.PUSH, f"ipc://{tmp_path}/inbox")
     before = signal.signal(signal.SIGVTALRM, lambda *_: None)
     heard: list[str] = []
     loop = EventLoop(context, lambda: None)
@@ -92,11 +92,11 @@ def test_a_socket_that_is_always_busy_stops_neither_timers_nor_other_sockets(
     tmp_path: Path,
 ) -> None:
     """Nobody waits longer than a turn of MAX_DRAIN_SECONDS."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    busy = bind(context, zmq.PULL, f"ipc://{tmp_path}/busy", str)
-    quiet = bind(context, zmq.PULL, f"ipc://{tmp_path}/quiet", str)
-    to_busy = connect(context, zmq.PUSH, f"ipc://{tmp_path}/busy")
-    to_quiet = connect(context, zmq.PUSH, f"ipc://{tmp_path}/quiet")
+    context: Context = Context()
+    busy = context.bind(zmq.PULL, f"ipc://{tmp_path}/busy", str)
+    quiet = context.bind(zmq.PULL, f"ipc://{tmp_path}/quiet", str)
+    to_busy = context.connect(zmq.PUSH, f"ipc://{tmp_path}/busy")
+    to_quiet = context.connect(zmq.PUSH, f"ipc://{tmp_path}/quiet")
     happened: list[str] = []
     beats: list[int] = []
     loop = EventLoop(context, lambda: beats.append(1))
@@ -125,7 +125,7 @@ def test_a_socket_that_is_always_busy_stops_neither_timers_nor_other_sockets(
 
 def test_it_is_told_before_each_wait() -> None:
     """So a process can end when nothing is left to do, whatever has ended it."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context: Context = Context()
     order: list[str] = []
 
     def before_wait() -> None:

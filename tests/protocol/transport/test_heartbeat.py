@@ -13,8 +13,8 @@ from penstock.protocol.config import Config, write_config
 from penstock.protocol.messages.registration import Heartbeat
 from penstock.protocol.messages.supervisor import Pulse
 from penstock.protocol.messages.tokenizer import FromTokenizer
-from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, Channel, bind, connect
-from penstock.protocol.transport.endpoints import endpoints
+from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, Channel
+from penstock.protocol.transport.context import endpoints
 from penstock.protocol.transport.heartbeat import MAX_MISSED, HeartbeatThread
 from penstock.protocol.transport.process import SUPERVISOR_VARIABLE, Process
 
@@ -27,9 +27,9 @@ class Site:
     def __init__(self) -> None:
         self.process = Process("tokenizer")
         context, at = self.process.context, endpoints(self.process.config)
-        self.pulses: Channel[Any] = bind(context, zmq.PULL, at.pulses, Pulse)
-        self.peer: Channel[Any] = bind(context, zmq.ROUTER, at.tokenizers, FromTokenizer)
-        self.to_peer: Channel[Any] = connect(context, zmq.DEALER, at.tokenizers)
+        self.pulses: Channel[Any] = context.bind(zmq.PULL, at.pulses, Pulse)
+        self.peer: Channel[Any] = context.bind(zmq.ROUTER, at.tokenizers, FromTokenizer)
+        self.to_peer: Channel[Any] = context.connect(zmq.DEALER, at.tokenizers)
         self.counters: dict[str, float] = {"n": 1}
         self.heartbeats = HeartbeatThread(
             self.process, lambda: dict(self.counters), lambda: self.to_peer.send(Heartbeat("t"))

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.transport.incarnation import (
+from penstock.protocol.transport.heartbeat import Peers
+from penstock.protocol.transport.process import (
     COUNTER_FILE,
     INCARNATION_VARIABLE,
     Identity,
     first_number,
     take_incarnation,
 )
-from penstock.protocol.transport.peers import Peers
 
 
 @pytest.fixture(autouse=True)

@@ -14,13 +14,13 @@ import zmq
 
 from penstock.protocol.config import Config, write_config
 from penstock.protocol.messages.supervisor import Pulse
-from penstock.protocol.transport.channel import Channel, bind
-from penstock.protocol.transport.endpoints import endpoints
+from penstock.protocol.transport.channel import Channel
+from penstock.protocol.transport.context import endpoints
+from penstock.protocol.transport.heartbeat import PulseSender
 from penstock.protocol.transport.process import (
     MAX_DESCRIPTORS,
     SUPERVISOR_VARIABLE,
     Process,
-    PulseSender,
     raise_descriptor_limit,
 )
 
@@ -38,7 +38,7 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process
 
 @pytest.fixture
 def supervisor(process: Process) -> Iterator[Channel[Pulse]]:
-    channel = bind(process.context, zmq.PULL, endpoints(process.config).pulses, Pulse)
+    channel = process.context.bind(zmq.PULL, endpoints(process.config).pulses, Pulse)
     yield channel
     channel.socket.close(linger=0)
 

@@ -15,10 +15,8 @@ from penstock.protocol.messages.detokenizer import TextDeltas
 from penstock.protocol.messages.registration import Heartbeat
 from penstock.protocol.messages.scheduler import ToScheduler
 from penstock.protocol.messages.tokenizer import TokenizeDone, ToTokenizer
-from penstock.protocol.transport.channel import bind, connect
+from penstock.protocol.transport.context import Context, Endpoints, drain
 from penstock.protocol.transport.curve import secure_client
-from penstock.protocol.transport.endpoints import Endpoints
-from penstock.protocol.transport.event_loop import drain
 from penstock.services.gateway.process import Gateway
 
 TIMEOUT = 10_000
@@ -41,7 +39,7 @@ class Timer:
 class Stage:
     """A gateway that works while the test waits for something."""
 
-    def __init__(self, context: "zmq.Context[Any]", folder: Path, config: Config) -> None:
+    def __init__(self, context: Context, folder: Path, config: Config) -> None:
         self.context = context
         at = Endpoints(config.endpoint, *(f"ipc://{folder}/{n}" for n in Endpoints._fields[1:]))
         places = [at._replace(requests=f"{at.requests}{n or ''}") for n in range(config.dp)]
@@ -56,10 +54,10 @@ class Stage:
         )
         self.timers: list[Timer] = []
         self.reports = 0
-        self.schedulers = [bind(context, zmq.PULL, one.requests, ToScheduler) for one in places]
+        self.schedulers = [context.bind(zmq.PULL, one.requests, ToScheduler) for one in places]
         self.gateway = Gateway(process, lambda s, f: Timer(s, f, self.timers))  # type: ignore[arg-type]
-        self.tokenizer = connect(context, zmq.DEALER, at.tokenizers, ToTokenizer, b"t")
-        self.detokenizer = connect(context, zmq.PUSH, at.results)
+        self.tokenizer = context.connect(zmq.DEALER, at.tokenizers, ToTokenizer, b"t")
+        self.detokenizer = context.connect(zmq.PUSH, at.results)
         where = self.gateway.clients.socket.getsockopt(zmq.LAST_ENDPOINT)
         self.endpoint = where.decode().rstrip("\0")  # type: ignore[union-attr]
         self._poller = zmq.Poller()
@@ -180,7 +178,7 @@ def request(request_id: str, **fields: Any) -> GenerateRequest:
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
     """Starts a gateway with options."""
-    context: zmq.Context[Any] = zmq.Context()
+    context: Context = Context()
 
     def start(**options: Any) -> Stage:
         return Stage(context, tmp_path, Config(**{"endpoint": f"ipc://{tmp_path}/c"} | options))

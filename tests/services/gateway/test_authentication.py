@@ -4,7 +4,6 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zmq
@@ -12,8 +11,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from penstock.launch.commands.keys import make_keys
 from penstock.protocol.config import Config
-from penstock.protocol.transport.channel import OVERSIZE_SLACK, bind
-from penstock.protocol.transport.curve import secure_client
+from penstock.protocol.transport.channel import OVERSIZE_SLACK
+from penstock.protocol.transport.context import Context
+from penstock.protocol.transport.curve import secure_client, secure_server
 from penstock.services.gateway.authentication import bind_clients
 from penstock.services.gateway.connections import Connections
 from penstock.services.gateway.monitor import Monitor
@@ -26,12 +26,11 @@ Secure = Callable[[Socket], None]
 class Door:
     """The clients' socket, with its handlers run as the gateway runs them."""
 
-    def __init__(self, context: "zmq.Context[Any]", config: Config) -> None:
+    def __init__(self, context: Context, config: Config) -> None:
         self.config = config
         monitor = Monitor(context, Connections())
-        self.channel, self.handlers = bind_clients(
-            context, config, monitor, f"{config.endpoint}-inner"
-        )
+        self.channel = bind_clients(context, config, monitor, f"{config.endpoint}-inner")
+        self.handlers = [(monitor.channel, monitor.handle), *context.handlers]
         self._context = context
 
     def knock(self, secure: Secure, frame: bytes) -> tuple[int, Socket]:
@@ -77,7 +76,7 @@ def stranger(tmp_path: Path, keys: Path) -> Secure:
 
 @pytest.fixture
 def door(tmp_path: Path, keys: Path) -> Iterator[Door]:
-    context: zmq.Context[Any] = zmq.Context()
+    context: Context = Context()
     yield Door(context, Config(endpoint=f"ipc://{tmp_path}/clients", keys=str(keys)))
     context.destroy(linger=0)
 
@@ -130,8 +129,13 @@ def test_keys_that_can_not_be_read_let_nobody_in(
 def test_where_nobody_answers_for_the_keys_nobody_gets_in(tmp_path: Path, keys: Path) -> None:
     """As when the gateway ends: libzmq would let everybody in if the domain were not enforced."""
     endpoint = f"ipc://{tmp_path}/clients"
-    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
-        server = bind(context, zmq.ROUTER, endpoint, None, keys=str(keys))
+    with (
+        Context() as context,
+        context.socket(zmq.DEALER) as client,
+        context.socket(zmq.ROUTER) as server,
+    ):
+        secure_server(server, keys)
+        server.bind(endpoint)
         secure_client(client, keys, "client")
         ends = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         monitor = client.get_monitor_socket(ends)
@@ -140,7 +144,6 @@ def test_where_nobody_answers_for_the_keys_nobody_gets_in(tmp_path: Path, keys: 
         event = recv_monitor_message(monitor)["event"]
         client.disable_monitor()
         monitor.close()
-        server.socket.close()
     assert event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
@@ -148,17 +151,17 @@ def test_in_the_clear_only_where_it_was_asked_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     inner = f"ipc://{tmp_path}/inner"
-    with zmq.Context() as context:
+    with Context() as context:
         monitor = Monitor(context, Connections())
         with pytest.raises(ValueError, match=r"tcp://0.0.0.0:\* may be reached"):
             bind_clients(context, Config(endpoint="tcp://0.0.0.0:*"), monitor, inner)
-        channel, handlers = bind_clients(
+        channel = bind_clients(
             context,
             Config(endpoint="tcp://0.0.0.0:*", insecure=True, max_request_bytes=2000),
             monitor,
             inner,
         )
-        assert handlers == [(monitor.channel, monitor.handle)]
+        assert not context.handlers
         assert "whoever sees the network's traffic reads" in caplog.text
         assert channel.socket.getsockopt(zmq.MAXMSGSIZE) == 2000 + OVERSIZE_SLACK
         channel.socket.close()

@@ -10,7 +10,7 @@ import zmq
 from penstock.launch.commands.keys import make_keys
 from penstock.protocol.messages.client import MSGPACK, ErrorReply, GenerateReply, TextDelta
 from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
-from penstock.protocol.transport.incarnation import first_number
+from penstock.protocol.transport.process import first_number
 from penstock.services.gateway.connections import Client, Connections
 from tests.services.gateway.conftest import TIMEOUT, Stage, request
 

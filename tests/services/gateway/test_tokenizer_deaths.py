@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from penstock.protocol.messages.client import GenerateRequest, TokenizePromptRequest
 from penstock.protocol.messages.registration import Goodbye, Heartbeat
 from penstock.protocol.messages.tokenizer import TokenizeDone, ToTokenizer
-from penstock.protocol.transport.channel import Channel, connect
-from penstock.protocol.transport.incarnation import Identity
+from penstock.protocol.transport.channel import Channel
+from penstock.protocol.transport.process import Identity
 from penstock.services.gateway.poison import MAX_DEATHS, Poison
 from penstock.services.gateway.shares import Share
 from penstock.services.gateway.tokenizers import Tokenizers
@@ -52,7 +52,7 @@ class Successors:
         self.number += 1
         identity = Identity("tokenizer.1", 100 + self.number, self.number).encode()
         where = self.one.gateway.to_tokenizers.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.channel = connect(self.one.context, zmq.DEALER, where, ToTokenizer, identity)
+        self.channel = self.one.context.connect(zmq.DEALER, where, ToTokenizer, identity)
         self.channel.send(Heartbeat("tokenizer.1"))
         peers = self.one.gateway.tokenizers.peers
         self.one.work_until(lambda: peers.get(identity) and len(peers) == 1)

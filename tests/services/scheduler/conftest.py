@@ -13,8 +13,8 @@ from hypothesis import settings
 from penstock.protocol.config import Config
 from penstock.protocol.messages.detokenizer import ToDetokenizer
 from penstock.protocol.messages.registration import Heartbeat
-from penstock.protocol.transport.channel import Channel, connect
-from penstock.protocol.transport.endpoints import Endpoints
+from penstock.protocol.transport.channel import Channel
+from penstock.protocol.transport.context import Context, Endpoints
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.process import SchedulerProcess
@@ -31,8 +31,8 @@ settings.register_profile(
 
 
 @pytest.fixture
-def context() -> Iterator["zmq.Context[Any]"]:
-    one: zmq.Context[Any] = zmq.Context()
+def context() -> Iterator[Context]:
+    one: Context = Context()
     yield one
     one.destroy(linger=0)
 
@@ -43,19 +43,17 @@ def at(tmp_path: Path) -> Endpoints:
 
 
 @pytest.fixture
-def gateway(context: "zmq.Context[Any]", at: Endpoints) -> Gateway:
+def gateway(context: Context, at: Endpoints) -> Gateway:
     return Gateway(context, at)
 
 
 @pytest.fixture
-def detokenizer(context: "zmq.Context[Any]", at: Endpoints) -> Channel[Any]:
-    return connect(context, zmq.DEALER, at.detokenizers, ToDetokenizer, b"d")
+def detokenizer(context: Context, at: Endpoints) -> Channel[Any]:
+    return context.connect(zmq.DEALER, at.detokenizers, ToDetokenizer, b"d")
 
 
 @pytest.fixture
-def fresh(
-    context: "zmq.Context[Any]", at: Endpoints, detokenizer: Channel[Any]
-) -> SchedulerProcess:
+def fresh(context: Context, at: Endpoints, detokenizer: Channel[Any]) -> SchedulerProcess:
     """A scheduler that knows a detokenizer, and no worker yet; a lease is over at once."""
     own = SimpleNamespace(
         config=Config(lease_timeout=1e-9),
@@ -64,7 +62,6 @@ def fresh(
         endpoints=at,
         name="scheduler.1",
         replica=0,
-        node_id="",
         incarnation=INCARNATION,
     )
     process = SchedulerProcess(own)  # type: ignore[arg-type]

@@ -10,8 +10,8 @@ from penstock.protocol.messages.plan import SampledTokens, pack
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest, ToScheduler
 from penstock.protocol.messages.tokenizer import RequestFailed
-from penstock.protocol.transport.channel import Channel, bind, connect
-from penstock.protocol.transport.endpoints import Endpoints
+from penstock.protocol.transport.channel import Channel
+from penstock.protocol.transport.context import Context, Endpoints
 from penstock.services.scheduler.process import SchedulerProcess
 
 SAMPLING = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=9)
@@ -22,9 +22,9 @@ INCARNATION = 3
 class Gateway:
     """The other end of two of the scheduler's sockets."""
 
-    def __init__(self, context: "zmq.Context[Any]", at: Endpoints) -> None:
-        self.results: Channel[Any] = bind(context, zmq.PULL, at.results, ToGateway)
-        self.requests: Channel[Any] = connect(context, zmq.PUSH, at.requests)
+    def __init__(self, context: Context, at: Endpoints) -> None:
+        self.results: Channel[Any] = context.bind(zmq.PULL, at.results, ToGateway)
+        self.requests: Channel[Any] = context.connect(zmq.PUSH, at.requests)
 
     def failures(self, process: SchedulerProcess) -> list[RequestFailed]:
         """What the scheduler has said before the status that it sends now."""

@@ -7,7 +7,7 @@ from penstock.protocol.messages.plan import SampledTokens, pack
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import StopFound, TokenizedRequest
 from penstock.protocol.messages.worker import WorkerState
-from penstock.protocol.transport.incarnation import first_number
+from penstock.protocol.transport.process import first_number
 from penstock.services.scheduler import checks
 from penstock.services.scheduler.poison import Poison
 from penstock.services.scheduler.process import SchedulerProcess

@@ -13,7 +13,7 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.logprobs import PackedLogprobs
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack
 from penstock.protocol.messages.worker import FromWorker, WorkerAssignment, WorkerState
-from penstock.protocol.transport.channel import bind
+from penstock.protocol.transport.context import Context
 from penstock.services.worker.process import Worker
 from penstock.services.worker.step_output import Told
 
@@ -73,18 +73,15 @@ class FakeRunner:
 class Talk:
     """A worker, and the scheduler's end of its socket."""
 
-    def __init__(
-        self, context: "zmq.Context[Any]", folder: Path, num_plans_in_flight: int = 2
-    ) -> None:
+    def __init__(self, context: Context, folder: Path, num_plans_in_flight: int = 2) -> None:
         self.context = context
+        context.node_id = "node-a"
         endpoint = f"ipc://{folder}/workers"
-        self.scheduler = bind(self.context, zmq.ROUTER, endpoint, FromWorker)
+        self.scheduler = self.context.bind(zmq.ROUTER, endpoint, FromWorker)
         process = SimpleNamespace(
             config=Config(num_plans_in_flight=num_plans_in_flight),
             name="worker.1",
-            node_id="node-a",
             incarnation=17,
-            host="127.0.0.1",
             identity=b"worker.1/7",
             context=self.context,
             endpoints=SimpleNamespace(workers=endpoint),

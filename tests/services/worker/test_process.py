@@ -2,26 +2,25 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import zmq
 
 from penstock.protocol.messages.worker import WorkerExit, WorkerState
+from penstock.protocol.transport.context import Context
 from penstock.services.worker.process import WorkerError
 from tests.services.worker.plans import plan
 from tests.services.worker.talk import Talk, assignment, hello, tokens_of
 
 
 @pytest.fixture
-def context() -> "Iterator[zmq.Context[Any]]":
-    context: zmq.Context[Any] = zmq.Context()
+def context() -> Iterator[Context]:
+    context = Context()
     yield context
     context.destroy(linger=0)
 
 
 @pytest.fixture
-def talk(context: "zmq.Context[Any]", tmp_path: Path) -> Talk:
+def talk(context: Context, tmp_path: Path) -> Talk:
     return Talk(context, tmp_path)
 
 
@@ -89,9 +88,7 @@ def test_a_plan_that_has_come_is_launched_before_another_step_is_waited_for(seat
     assert seated.says_nothing_more()
 
 
-def test_with_one_plan_in_flight_every_step_is_waited_for(
-    context: "zmq.Context[Any]", tmp_path: Path
-) -> None:
+def test_with_one_plan_in_flight_every_step_is_waited_for(context: Context, tmp_path: Path) -> None:
     talk = Talk(context, tmp_path, num_plans_in_flight=1)
     talk.tell(assignment())
     talk.answer()

@@ -15,8 +15,7 @@ import zmq
 from penstock.protocol.config import CONFIG_VARIABLE, Config, write_config
 from penstock.protocol.messages.plan import BatchPlan, RowExtras, SampledTokens, unpack
 from penstock.protocol.messages.worker import FromWorker, WorkerAssignment, WorkerState
-from penstock.protocol.transport.channel import bind
-from penstock.protocol.transport.endpoints import endpoints
+from penstock.protocol.transport.context import Context, endpoints
 from penstock.protocol.transport.process import PROCESS_VARIABLE
 from tests.models.forward import load_model, prefill_logits, random_prompts
 from tests.models.test_parallel import free_rendezvous
@@ -34,9 +33,9 @@ class Workers:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.context: zmq.Context[Any] = zmq.Context()
+        self.context: Context = Context()
         environment = {**os.environ, CONFIG_VARIABLE: str(write_config(config))}
-        self.channel = bind(self.context, zmq.ROUTER, endpoints(config).workers, FromWorker)
+        self.channel = self.context.bind(zmq.ROUTER, endpoints(config).workers, FromWorker)
         self.processes = {
             f"worker.{number}": subprocess.Popen(
                 [sys.executable, "-P", "-m", "penstock.services.worker"],

@@ -9,7 +9,6 @@ import zmq
 from penstock.launch.commands.keys import make_keys
 from penstock.launch.supervisor.ray.directory import DirectoryServer, FixedNetwork
 from penstock.protocol.messages.registration import Goodbye
-from penstock.protocol.transport.channel import bind, connect
 from penstock.protocol.transport.discovery import KEYS_CLIENT, KEYS_FOLDER, Cluster, Directory, Node
 from penstock.protocol.transport.event_loop import attend, leave
 
@@ -33,11 +32,11 @@ def test_names_are_found_wherever_they_are_bound(tmp_path: Path) -> None:
         networks = [
             Cluster(Node(node, node, "127.0.0.1", fixed.fixed), tmp_path) for node in ("a", "b")
         ]
-        sender = connect(networks[0], zmq.PUSH, "cluster://results", wait=False, max_queue=1)
+        sender = networks[0].connect(zmq.PUSH, "cluster://results", wait=False, max_queue=1)
         for network in networks:
             attend(network.handlers)
         got: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        receiver = bind(networks[1], zmq.PULL, "cluster://results", Goodbye)
+        receiver = networks[1].bind(zmq.PULL, "cluster://results", Goodbye)
 
         def receive() -> None:
             for _, message in receiver.receive():

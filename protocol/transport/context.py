@@ -1,0 +1,225 @@
+"""The sockets of a process: bound and connected by endpoint, on one machine or in a cluster.
+
+| endpoint      | kind            | bound by  | connected by                        |
+| ------------- | --------------- | --------- | ----------------------------------- |
+| clients       | ROUTER ↔ DEALER | gateway   | clients (`--endpoint`)              |
+| inner_clients | ROUTER ↔ DEALER | gateway   | http                                |
+| tokenizers    | ROUTER ↔ DEALER | gateway   | tokenizers                          |
+| requests      | PULL ← PUSH     | scheduler | tokenizers, gateway, detokenizers   |
+| workers       | ROUTER ↔ DEALER | scheduler | workers                             |
+| detokenizers  | ROUTER ↔ DEALER | scheduler | detokenizers                        |
+| results       | PULL ← PUSH     | gateway   | detokenizers, scheduler             |
+| pulses        | PULL ← PUSH     | launch    | every process (`launch all` binds)  |
+
+All but the first are `ipc://` files in the run folder, or, in a cluster, names whose addresses a
+directory knows (`discovery.py`). Each replica has its own sockets of those that a scheduler binds.
+"""
+
+from collections.abc import Callable, Mapping
+from ipaddress import ip_address
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import zmq
+
+from penstock.protocol.config import Config
+from penstock.protocol.transport.channel import MAX_FRAME_BYTES, Channel
+from penstock.protocol.transport.curve import ZAP_ENDPOINT, Authenticator
+
+CLUSTER = "cluster://"
+"""prefix of a name whose addresses the directory knows"""
+Handlers = list[tuple[Channel[Any], Callable[[], None]]]
+"""channels, and what to call when a message waits there"""
+
+
+class Endpoints(NamedTuple):
+    """The address of every socket of one pipeline that one replica uses."""
+
+    clients: str
+    inner_clients: str
+    tokenizers: str
+    requests: str
+    workers: str
+    detokenizers: str
+    results: str
+    pulses: str
+
+
+_OF_SCHEDULER = ("requests", "workers", "detokenizers")
+
+
+def endpoints(config: Config, replica: int = 0) -> Endpoints:
+    """Return the addresses that follow from the configuration."""
+    is_cluster = config.on == "ray"
+    where = CLUSTER if is_cluster else f"ipc://{config.run_folder}/"
+    # In the folder `clients` may be --endpoint.
+    own = "clients" if is_cluster else "inner"
+    inner = (
+        f"{where}{name}{(replica or '') if name in _OF_SCHEDULER else ''}"
+        for name in (own, *Endpoints._fields[2:])
+    )
+    return Endpoints(config.endpoint, *inner)
+
+
+def stays_on_host(endpoint: str) -> bool:
+    """Return whether no other machine can reach it: `ipc://`, or `tcp://` on loopback.
+
+    Of names only `localhost` counts: any other name, or an interface, may be anything.
+    """
+    transport, _, address = endpoint.partition("://")
+    host = address.rpartition(":")[0].strip("[]")
+    if transport != "tcp" or host == "localhost":
+        return transport in ("ipc", "tcp")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_reach(config: Config) -> None:
+    """Raise ValueError where other machines may reach the clients' socket in the clear."""
+    if not (config.keys or config.insecure or stays_on_host(config.endpoint)):
+        raise ValueError(
+            f"--endpoint {config.endpoint} may be reached from other machines: give --keys FOLDER "
+            "(`launch keys FOLDER` makes it), or --insecure, with which anyone may send requests "
+            "and anyone on the way reads prompts and answers"
+        )
+
+
+class Context(zmq.Context["zmq.Socket[bytes]"]):
+    """The sockets of a process on one machine; `Cluster` is the same interface for several."""
+
+    handlers: Handlers
+    """of the context's own channels, which the process's event loop must serve"""
+    node_id: str
+    """of this machine; empty without a cluster"""
+    host: str
+    """address at which the other processes reach this machine"""
+    _authenticator: Authenticator | None
+
+    def __init__(self, node_id: str = "", host: str = "127.0.0.1") -> None:
+        super().__init__()
+        self.node_id, self.host = node_id, host
+        self.handlers = []
+        self._authenticator = None
+
+    def bind(
+        self,
+        kind: int,
+        endpoint: str,
+        receives: Any = None,
+        max_bytes: int = MAX_FRAME_BYTES,
+        options: Mapping[int, int] = MappingProxyType({}),
+        monitor: str = "",
+    ) -> Channel[Any]:
+        """Return a bound channel.
+
+        `options` are libzmq's, by number. libzmq reports every peer that connects or disconnects to
+        the PAIR socket that is connected to `monitor`. Raises zmq.ZMQError, which names the
+        address, if it is taken; KeysError.
+        """
+        socket = self._new_socket(kind, endpoint, max_bytes)
+        if monitor:
+            socket.monitor(monitor, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        for option, value in options.items():
+            socket.setsockopt(option, value)
+        if kind == zmq.ROUTER:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        channel: Channel[Any] = Channel(socket, receives)
+        self.bind_also(channel, endpoint)
+        return channel
+
+    def bind_also(self, channel: Channel[Any], endpoint: str) -> None:
+        """Bind a channel to one more endpoint. Raises as `bind`."""
+        try:
+            self.bind_socket(channel.socket, endpoint)
+        except zmq.ZMQError as error:
+            raise zmq.ZMQError(error.errno, f"{error} ({endpoint})") from error
+
+    def connect(
+        self,
+        kind: int,
+        endpoint: str,
+        receives: Any = None,
+        identity: bytes = b"",
+        max_queue: int = 0,
+        wait: bool = True,
+        on_return: Callable[[], None] | None = None,
+    ) -> Channel[Any]:
+        """Return a connected channel; the peer may start later.
+
+        `max_queue`: messages that wait for the peer (0: no limit); `wait`: as in `connect_socket`;
+        `on_return`: see the method of this name.
+        """
+        socket = self._new_socket(kind, endpoint, MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.SNDHWM, max_queue)
+        if identity:
+            socket.setsockopt(zmq.IDENTITY, identity)
+        self.connect_socket(socket, endpoint, wait)
+        channel: Channel[Any] = Channel(socket, receives)
+        if on_return:
+            self.on_return(channel, on_return)
+        return channel
+
+    def on_connected(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
+        """Call `handler` whenever a channel that waited is connected: its peer may be a restarted
+        process. To be called before the event loop runs."""
+        events = channel.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        monitor: Channel[Any] = Channel(events)
+
+        def connected() -> None:
+            for _ in monitor.receive_frames():
+                handler()
+
+        self.handlers.append((monitor, connected))
+
+    def on_return(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
+        """Call `handler` when a connection between two running processes was lost and is restored:
+        messages may be lost. By default, the process exits and is restarted. Connections within a
+        machine are never lost."""
+
+    def admit(self, domain: bytes, folder: Path) -> None:
+        """Let clients whose keys are in `folder` connect to sockets of a ZAP domain."""
+        if self._authenticator is None:
+            self._authenticator = Authenticator(self.bind(zmq.REP, ZAP_ENDPOINT))
+            self.handlers.append((self._authenticator.channel, self._authenticator.handle))
+        self._authenticator.folders[domain] = folder
+
+    def bind_socket(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+        """Bind a socket whose options are set. Raises zmq.ZMQError; KeysError."""
+        socket.bind(endpoint)
+
+    def connect_socket(
+        self,
+        socket: "zmq.Socket[bytes]",
+        endpoint: str,
+        wait: bool = True,  # noqa: ARG002
+    ) -> None:
+        """Connect a socket whose options are set. Raises KeysError.
+
+        In a cluster it follows the name, wherever it is bound. Until the name is known, a caller
+        that does not `wait` loses what is sent.
+        """
+        socket.connect(endpoint)
+
+    def _new_socket(self, kind: int, endpoint: str, max_bytes: int) -> "zmq.Socket[bytes]":
+        socket = self.socket(kind)
+        socket.setsockopt(zmq.IPV6, "[" in endpoint)
+        socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        return socket
+
+
+def drain(handlers: Handlers) -> None:
+    """Handle messages until none waits: a ZeroMQ file descriptor signals changes, not states."""
+    busy = True
+    while busy:
+        busy = False
+        for channel, handler in handlers:
+            if channel.has_message:
+                handler()
+                busy = True
