@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.long]
 KILLS = 6
 CHAOS = [
     *(sys.executable, "-P", "-m", "penstock.launch", "chaos", "--json"),

@@ -13,6 +13,7 @@ from tests.tools.demo.tasks import answer_to, count_prompt
 pytestmark = pytest.mark.chaos
 LAUNCHER = Path(__file__).with_name("late_clock.py")
 PROMPT = count_prompt(1, 60)
+OTHERS = ("worker", "tokenizer", "detokenizer")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,12 @@ def served(
 
 
 @pytest.mark.parametrize(
-    "victim", ["gateway.1", "scheduler.1", "worker.1", "tokenizer.1", "detokenizer.1"]
+    "victim",
+    [
+        "gateway.1",
+        "scheduler.1",
+        *(pytest.param(f"{name}.1", marks=pytest.mark.long) for name in OTHERS),
+    ],
 )
 def test_a_clock_that_is_set_back_stops_nobody(served: Pipeline, victim: str) -> None:
     with served.client() as client:

@@ -28,7 +28,7 @@ from tests.cluster.machines import RAY_PORT, Cluster, Machine, ip, wait_for_ray
 from tests.cluster.pipeline import PORT, START_TIMEOUT, STOP_TIMEOUT, Pipeline
 from tests.cluster.test_wire import PYTHON, frames
 
-pytestmark = pytest.mark.pipeline
+pytestmark = [pytest.mark.pipeline, pytest.mark.long]
 CPUS = (3, 4, 2)
 """one for the gateway and a replica's three on the second machine leave no machine three more, so
 that the other replica's group spans two"""

@@ -28,8 +28,9 @@ class Pipeline:
     """A running `launch all` and its output."""
 
     def __init__(self, *flags: str, name: str | None = None, endpoint: str | None = None) -> None:
-        self.name = name or f"test-{uuid.uuid4().hex[:8]}"
-        self.endpoint = endpoint or f"ipc://{tempfile.gettempdir()}/penstock-{self.name}"
+        unique = f"test-{uuid.uuid4().hex[:8]}"
+        self.name = name or unique
+        self.endpoint = endpoint or f"ipc://{tempfile.gettempdir()}/penstock-{unique}"
         self.output: list[str] = []
         self.expected_exit_code = 0
         self._spoken = threading.Condition()

@@ -28,6 +28,7 @@ def answers(tp: int, **options: object) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.mark.long
 @pytest.mark.pipeline
 def test_seeds_give_the_same_tokens_at_four_ranks() -> None:
     small = {"device": "cpu", "num_threads": 1, "kv_cache_gib": 0.1}
