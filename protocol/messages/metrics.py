@@ -9,6 +9,31 @@ ITERATION_TOKENS = [1.0, *(float(1 << bits) for bits in range(3, 14))]
 """bounds of the tokens of a step: 1, 8, 16, 32, … 8,192"""
 
 
+# Bounds of histograms in seconds, as vLLM's (vllm/v1/metrics/loggers.py, commit 005a810bc40f),
+# with finer ones before the first of INTER_TOKEN, which is longer than a step of a small model.
+# fmt: off
+FIRST_TOKEN = [
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+]
+INTER_TOKEN = [
+    0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5,
+    0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+]
+END_TO_END = [
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
+    240.0, 480.0, 960.0, 1920.0, 7680.0,
+]
+# fmt: on
+NUM_ANSWERS = [1.0, 2.0, 5.0, 10.0, 20.0]
+
+
+def token_bounds(largest: int) -> list[float]:
+    """Return 1, 2, 5, 10, 20, … up to `largest`."""
+    exponents = range(len(str(largest)))
+    return [float(m * 10**e) for e in exponents for m in (1, 2, 5) if m * 10**e <= largest]
+
+
 class Histogram(Struct, kw_only=True):
     """How often a value was at most each bound, as Prometheus counts it."""
 
@@ -84,3 +109,36 @@ class Metrics(Struct, kw_only=True):
     request_generation_tokens: Histogram
     request_params_max_tokens: Histogram
     request_params_n: Histogram
+
+    @classmethod
+    def empty(cls, max_model_len: int) -> "Metrics":
+        """Return metrics that have counted nothing."""
+        tokens = token_bounds(max_model_len)
+        return cls(
+            time_to_first_token_seconds=Histogram.of(FIRST_TOKEN),
+            inter_token_latency_seconds=Histogram.of(INTER_TOKEN),
+            e2e_request_latency_seconds=Histogram.of(END_TO_END),
+            request_queue_time_seconds=Histogram.of(END_TO_END),
+            request_prefill_time_seconds=Histogram.of(END_TO_END),
+            request_decode_time_seconds=Histogram.of(END_TO_END),
+            request_inference_time_seconds=Histogram.of(END_TO_END),
+            request_time_per_output_token_seconds=Histogram.of(INTER_TOKEN),
+            request_prompt_tokens=Histogram.of(tokens),
+            request_generation_tokens=Histogram.of(tokens),
+            request_params_max_tokens=Histogram.of(tokens),
+            request_params_n=Histogram.of(NUM_ANSWERS),
+        )
+
+    def count_failure(self, code: str) -> None:
+        """Count a request, of any kind, that was refused or has failed."""
+        self.request_failed[code] = self.request_failed.get(code, 0) + 1
+
+    def count_times(self, times: RequestTimes, num_tokens: int) -> None:
+        """Count the phases of an answered request of `num_tokens` output tokens."""
+        self.request_decode_time_seconds.add(times.decode)
+        if num_tokens > 1:
+            self.request_time_per_output_token_seconds.add(times.decode / (num_tokens - 1))
+        if times.prefill:  # otherwise the scheduler's part is unknown
+            self.request_queue_time_seconds.add(times.queue)
+            self.request_prefill_time_seconds.add(times.prefill)
+            self.request_inference_time_seconds.add(times.prefill + times.decode)

@@ -11,7 +11,7 @@ def main() -> None:
     process = Process("gateway")
     gateway = Gateway(process, lambda seconds, function: loop.call_later(seconds, function))
     heartbeats = HeartbeatThread(process, gateway.counters)
-    loop = EventLoop(process.context, gateway.on_heartbeat, heartbeats, gateway.end_drain_if_idle)
+    loop = EventLoop(process.context, gateway.on_heartbeat, heartbeats, gateway.after_turn)
     for handler in gateway.handlers:
         loop.add(*handler)
     loop.run()

@@ -1,133 +1,128 @@
-"""The clients' connections, and which requests are answered on them."""
+"""The clients' connections: how they come and go, how many may, which requests each waits for.
 
-from collections import deque
+A ROUTER learns of a disconnected client only when it sends to it. libzmq's monitor reports it at
+once, by file descriptor, and every message carries the descriptor of its connection. An accepted
+connection is reported before its first message arrives.
+"""
+
+import logging
+import resource
+from collections import Counter, deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from itertools import count
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from penstock.protocol.messages.client import Codec
-from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
-from penstock.services.gateway.shares import Share, Shares
+from penstock.protocol.transport.channel import Channel
+from penstock.protocol.transport.socket_info import (
+    ConnectionTraffic,
+    duplicate,
+    peer_host,
+    shut_down,
+    take_events,
+)
 from penstock.services.gateway.validation import RefusedError
-from penstock.services.gateway.wire import is_all_read, tcp_counters
+
+log = logging.getLogger("gateway")
+MAX_CONNECTIONS = 4096
+"""of a gateway with as many descriptors: libzmq keeps some 50 KB for each connection"""
+RESERVED_DESCRIPTORS = 256
+"""for the pipeline's own connections and files"""
+TOO_MANY = "too many connections; the limit depends on its limit of open files (ulimit -n)"
+TOO_MANY_OF_ONE = "too many connections from this address"
+TOO_MANY_SILENT = "too many connections that have not sent a request, or shown a key"
+
+
+class Share:
+    """Open work of one client, which is a connection or, over HTTP, an address."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.num_open = 0
+        """requests and tokenizer queries that are not answered"""
+        self.num_waiting_tokens = 0
+        """of prompts without output"""
+        self.num_bytes = 0
 
 
 class Connection:
-    """One connection of a client, and what its full queue keeps from it."""
+    """One connection of a client, and what waits to be sent on it.
+
+    `Connections` opens and closes it; only `ClientSocket` writes the other fields.
+    """
 
     def __init__(self, fd: int = -1, share: Share | None = None, is_inner: bool = False) -> None:
-        """fd: libzmq's file descriptor. is_inner: it is of a process of the pipeline, which may
-        name its clients."""
+        """fd: libzmq's file descriptor. is_inner: of a process of the pipeline, which may name its
+        clients."""
         self.fd = fd
         self.share = share or Share("")
         self.is_inner = is_inner
         self.host = ""
-        """address of the client's machine; empty within this one"""
-        self.is_gone = False
-        """nothing is sent on it any more: it is closed, or was cut off"""
-        self.was_cut_off = False
-        """what still comes on it is dropped"""
+        """address of the client's machine; empty within this machine"""
+        self.is_closed = False
+        """by the client or the gateway: nothing is sent on it any more"""
+        self.is_cut_off = False
+        """by the gateway: messages that still arrive are dropped"""
         self.request_ids: set[str] = set()
+        """of requests that are answered on this connection"""
         self.unsent: dict[str, None] = {}
-        """requests with news that wait until the queue has room, oldest first"""
+        """of them, those with output that waits until the queue has room, oldest first"""
         self.replies: deque[list[bytes]] = deque()
-        """frames of replies to anything else"""
+        """waiting frames of replies to other requests"""
         self.num_status_queries = 0
-        """that wait"""
         self.retry_at = 0.0
-        self.num_messages = 0
-        """received"""
-        self._num_messages_before = 0
-        self._num_received_last = self._num_quiet_heartbeats = 0
-        self._num_received_before = 0
-        """bytes, when the last message had come"""
-        self.num_given = 0
-        """bytes of messages that libzmq was given to send, at least"""
-        self.num_read = 0
-        """of them, bytes that the client has read, when that was looked at last"""
-        self._num_read_before = 0
-        self.largest = 0
-        """bytes of the largest message given"""
+        self.identity = b""
+        """ZeroMQ identity that the client has chosen, known from its first message"""
+        self.traffic = ConnectionTraffic(fd)
 
     @property
     def is_full(self) -> bool:
         """Something waits: nothing else may overtake it."""
         return bool(self.unsent or self.replies)
 
-    @property
-    def num_queued(self) -> int:
-        """Bytes that libzmq and the kernel have for the client, or had when it was looked."""
-        return self.num_given - self.num_read
-
-    def gave(self, num_bytes: int) -> None:
-        """libzmq was given a message."""
-        self.num_given += num_bytes
-        if num_bytes > self.largest:
-            self.largest = num_bytes
-
-    def take_progress(self) -> int:
-        """Bytes that were read since the last call."""
-        before, self._num_read_before = self._num_read_before, self.num_read
-        return self.num_read - before
-
-    def num_unfinished(self, num_received: int) -> int:
-        """Bytes that have come since the last message, of all that have come (at most)."""
-        if self._num_messages_before != self.num_messages:
-            self._num_messages_before = self.num_messages
-            self._num_received_before = num_received
-        return num_received - self._num_received_before
-
-    def is_ignored(self, num_received: int, max_handshake_bytes: int) -> bool:
-        """Whether more than a handshake has come, nothing for a while, and no message of it: libzmq
-        ignores a client whose identity another one has. To be called every heartbeat."""
-        if self.num_messages or num_received <= max_handshake_bytes:
-            return False
-        if num_received > self._num_received_last:
-            self._num_received_last, self._num_quiet_heartbeats = num_received, 0
-        self._num_quiet_heartbeats += 1
-        return self._num_quiet_heartbeats > MAX_MISSED_HEARTBEATS
-
-    def look(self) -> None:
-        """Finds out how much of what was given has been read. Of a connection that is not TCP the
-        kernel knows only whether all of it was."""
-        counters = tcp_counters(self.fd)
-        if counters:
-            self.num_read = max(self.num_read, counters.acked)
-            self.num_given = max(self.num_given, self.num_read)  # libzmq sends more than messages
-        elif is_all_read(self.fd):
-            self.num_read = self.num_given
-
 
 class Client(NamedTuple):
-    """Where an answer goes, and in which encoding."""
+    """The destination of an answer, and its encoding."""
 
     envelope: tuple[bytes, ...]
-    """the frames before the message: identity, and an empty one for a REQ socket"""
+    """the frames before the message: identity, and an empty frame for a REQ socket"""
     codec: Codec
     connection: Connection
     named: Share | None = None
-    """of the client that one of our HTTP servers asks for"""
+    """of the client that one of our HTTP servers names"""
 
     @property
     def share(self) -> Share:
-        """What this client has open."""
+        """Open work of this client."""
         return self.named or self.connection.share
 
 
 class Connections:
-    """All connections by their file descriptor, and the requests that have lost theirs.
+    """All connections by file descriptor, and the requests that have lost theirs.
 
-    A descriptor names a connection from the event that it was accepted until the event that it was
-    closed; then the system gives the same number to another one. So whoever looks one up must have
-    told of the events before.
+    A descriptor names a connection from its accept event to its close event; then the system reuses
+    the number. So `handle_events` is called before a connection is looked up.
     """
 
-    def __init__(self) -> None:
-        self.shares = Shares()
+    def __init__(self, monitor: Channel[Any]) -> None:
+        """monitor: receives libzmq's events of the clients' socket."""
+        self.monitor = monitor
+        self.inner = b""
+        """endpoint, as it is bound, at which the pipeline's own processes are clients"""
         self._by_fd: dict[int, Connection] = {}
         self._nobody = Connection()
-        self._nobody.is_gone = True
+        self._nobody.is_closed = True
         self._lost: set[str] = set()
         self._lost_before: set[str] = set()
+        self._shares: WeakValueDictionary[str, Share] = WeakValueDictionary()
+        """of the clients that our HTTP servers name"""
+        self._numbers = count(1)
+        self._limits = ConnectionLimits()
+        self._num_cut_off: Counter[str] = Counter()
+        """clients, by the reason"""
+        self._refused: list[tuple[Connection, str]] = []
+        """connections that are to be ended, and why"""
 
     def __len__(self) -> int:
         return len(self._by_fd)
@@ -135,31 +130,61 @@ class Connections:
     def __iter__(self) -> Iterator[Connection]:
         return iter(list(self._by_fd.values()))
 
-    def accepted(self, fd: int, is_inner: bool = False) -> Connection:
-        """A client has connected."""
-        connection = self._by_fd[fd] = Connection(fd, self.shares.of_connection(), is_inner)
+    @property
+    def num_cut_off(self) -> int:
+        """Clients that the gateway has disconnected, for any reason."""
+        return self._num_cut_off.total()
+
+    def handle_events(self) -> None:
+        """Take in every event up to now, and disconnect clients beyond a limit."""
+        self._take_events()
+        while self._refused:
+            self.cut_off(*self._refused.pop())
+
+    def open(self, fd: int, host: str = "", is_inner: bool = False) -> Connection:
+        """Add a new connection."""
+        share = Share(f"connection {next(self._numbers)}")
+        connection = self._by_fd[fd] = Connection(fd, share, is_inner)
+        connection.host = host
+        if reason := self._limits.opened(host):
+            self._refused.append((connection, reason))
         return connection
 
-    def closed(self, fd: int) -> Connection | None:
-        """A connection is no more; its requests may be asked for on another one."""
-        connection = self._by_fd.pop(fd, None)
-        if connection:
-            self.leave(connection)
-        return connection
+    def close(self, fd: int) -> None:
+        """Remove a connection; its requests may be sent again on another one."""
+        if connection := self._by_fd.pop(fd, None):
+            self._abandon(connection)
+            self._limits.closed(connection.host, is_silent=not connection.traffic.num_messages)
 
-    def leave(self, connection: Connection) -> None:
-        """Nothing is sent on a connection any more."""
-        connection.is_gone = True
-        connection.unsent.clear()
-        connection.replies.clear()
-        self._lost |= connection.request_ids
+    def cut_off(self, connection: Connection, reason: str) -> None:
+        """Disconnect a client. Each reason is logged once, and counted."""
+        if connection.is_closed:
+            return
+        connection.is_cut_off = True
+        self._abandon(connection)
+        self._num_cut_off[reason] += 1
+        if self._num_cut_off[reason] == 1:
+            who = connection.host or "this machine"
+            log.warning("disconnected a client at %s (more are only counted): %s", who, reason)
+        with duplicate(connection.fd) as end:  # libzmq may close the descriptor at any time
+            self._take_events()
+            if self.at(connection.fd) is connection:
+                shut_down(end)
 
-    def of(self, fd: int) -> Connection:
-        """The connection that a message came on; one that is gone, if it is closed by now."""
+    def count_message(self, connection: Connection, identity: bytes) -> None:
+        """Count a message; the first one shows the ZeroMQ identity. libzmq begins the identities
+        that it makes itself with a zero."""
+        if not connection.traffic.num_messages and not connection.is_closed:
+            self._limits.spoke(connection.host)
+            connection.identity = b"" if identity.startswith(b"\0") else identity
+        connection.traffic.num_messages += 1
+
+    def at(self, fd: int) -> Connection:
+        """Return the connection of a descriptor; a closed one if it is closed by now."""
         return self._by_fd.get(fd, self._nobody)
 
-    def named(self, client: Client, name: str | None) -> Client:
-        """The client that a request names. Raises RefusedError where it may name none."""
+    def named_client(self, client: Client, name: str | None) -> Client:
+        """Return the client that a request names. Raises RefusedError where it may name none."""
         if name is None:
             return client
         if not client.connection.is_inner:
@@ -168,33 +193,91 @@ class Connections:
                 "pipeline name their clients; leave it out",
                 "client",
             )
-        return client._replace(named=self.shares.named(name))
+        share = self._shares.get(name)
+        if share is None:
+            share = self._shares[name] = Share(name)
+        return client._replace(named=share)
 
-    def full(self) -> list[Connection]:
-        """Those for which something waits."""
-        return [one for one in self._by_fd.values() if one.is_full]
+    def attach(self, request_id: str, client: Client) -> None:
+        """Answer a request on the connection of this client."""
+        connection = client.connection
+        (self._lost if connection.is_closed else connection.request_ids).add(request_id)
 
-    def add(self, request_id: str, client: Client) -> None:
-        """The request is answered to this client."""
-        if client.connection.is_gone:
-            self._lost.add(request_id)
-        else:
-            client.connection.request_ids.add(request_id)
-
-    def remove(self, request_id: str, client: Client) -> None:
-        """It is not any more."""
-        client.connection.request_ids.discard(request_id)
+    def detach(self, request_id: str, client: Client) -> None:
+        """Undo `attach`."""
         client.connection.unsent.pop(request_id, None)
-        self._lost.discard(request_id)
-        self._lost_before.discard(request_id)
+        for held in (client.connection.request_ids, self._lost, self._lost_before):
+            held.discard(request_id)
 
     def lose(self, request_id: str, client: Client) -> Client:
-        """The client can't be reached, whatever the events say: the one that stands for it now."""
-        self.remove(request_id, client)
+        """Return the stand-in for a client that can't be reached, whatever the events say."""
+        self.detach(request_id, client)
         self._lost.add(request_id)
         return client._replace(connection=self._nobody)
 
     def take_lost(self) -> set[str]:
-        """The requests that lost their connection before the last call, and got no other one."""
+        """Return requests that lost their connection before the last call and got no other one."""
         lost, self._lost_before, self._lost = self._lost_before, self._lost, set()
         return lost
+
+    def _take_events(self) -> None:
+        for fd, endpoint in take_events(self.monitor):
+            if endpoint is None:
+                self.close(fd)
+            else:
+                self.open(fd, peer_host(fd), endpoint == self.inner)
+
+    def _abandon(self, connection: Connection) -> None:
+        connection.is_closed = True
+        connection.unsent.clear()
+        connection.replies.clear()
+        self._lost |= connection.request_ids
+
+
+class ConnectionLimits:
+    """Numbers of connections by host. Beyond a limit the newest connection is refused.
+
+    One machine may have half of all connections. An eighth of all, of one machine, and half, of all
+    machines, may be silent: they have not sent a request yet.
+    """
+
+    def __init__(self) -> None:
+        self._hosts: Counter[str] = Counter()
+        self._silent: Counter[str] = Counter()
+
+    def opened(self, host: str) -> str | None:
+        """Count a new connection. Return why it is to be closed; None if it may stay."""
+        self._hosts[host] += 1
+        self._silent[host] += 1
+        limit = max_connections()
+        if self._hosts.total() > limit:
+            return TOO_MANY
+        if self._hosts[host] > limit // 2:
+            return TOO_MANY_OF_ONE
+        if self._silent[host] > limit // 8 or self._silent.total() > limit // 2:
+            return TOO_MANY_SILENT
+        return None
+
+    def spoke(self, host: str) -> None:
+        """Count the first message of a connection."""
+        _decrement(self._silent, host)
+
+    def closed(self, host: str, is_silent: bool) -> None:
+        """Count a connection less."""
+        _decrement(self._hosts, host)
+        if is_silent:
+            _decrement(self._silent, host)
+
+
+def max_connections() -> int:
+    """Return the limit now: the supervisor raises that of descriptors."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return min(max(soft - RESERVED_DESCRIPTORS, soft // 2), MAX_CONNECTIONS)
+
+
+def _decrement(counter: Counter[str], key: str) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]

@@ -1,4 +1,4 @@
-"""One accepted request, with all that is needed to begin it again."""
+"""One accepted request: everything needed to run it again, and what its client was sent."""
 
 from penstock.protocol.messages.client import (
     ErrorReply,
@@ -8,32 +8,40 @@ from penstock.protocol.messages.client import (
     PromptFields,
     StopReason,
     TextDelta,
+    TokenizePromptRequest,
     Usage,
 )
 from penstock.protocol.messages.logprobs import TokenLogprobs
-from penstock.protocol.messages.metrics import RequestTimes
+from penstock.protocol.messages.metrics import Metrics, RequestTimes
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.tokenizer import TokenizeRequest
+from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.event_loop import Timer
 from penstock.services.gateway.connections import Client
-from penstock.services.gateway.estimates import (
-    TEXT_BYTES,
-    TOKEN_BYTES,
-    estimated_tokens,
-    logprob_bytes,
-)
+
+TOKEN_BYTES = 8
+"""that a token id counts for, in memory and on its way"""
+TEXT_BYTES = 4
+"""of text for each token, until a tokenizer has counted them"""
+_LOGPROB_BYTES = 256
+"""that one `Logprob` counts for: four objects and their struct"""
 
 
 class GapError(Exception):
-    """A delta begins behind what is known: something between was lost."""
+    """A delta that begins after what is known: something between was lost."""
 
 
 class Entry:
-    """One request: who asked what, the tokens and text so far, and what of it the client has."""
+    """One request: its client, tokens and text so far, and how much of them was delivered.
+
+    `Ledger` and `Requests` write its fields, `Router` writes `replica` and `num_deaths`, and
+    `ClientSocket` calls `mark_delivered`.
+    """
 
     def __init__(
         self, request: GenerateRequest, request_id: str, client: Client, num_bytes: int = 0
     ) -> None:
+        """num_bytes: of the request's frame."""
         self.request = request
         self.request_id = request_id
         self.client = client
@@ -43,58 +51,54 @@ class Entry:
         self.sampling = SamplingParams(
             **{field: getattr(request, field) for field in SamplingParams.__struct_fields__}
         )
-        self._is_stream = request.stream
-        self.attempt = 0
+        self.attempt = self.num_attempts = 0
         self.replica = 0
-        """that works at it"""
         self.left: dict[int, int] = {}
-        """attempt → replica, of attempts that were left to be gone on with by another one"""
+        """attempt → replica, of attempts that were migrated to another replica"""
         self.num_deaths = 0
         """as in `TokenizeRequest`"""
         self.timer: Timer | None = None
+        """of the request's timeout"""
         self.num_bytes = num_bytes
         """of the request's frame, the text and the tokens"""
+        self.num_waiting_tokens = estimated_tokens(request)
+        """of the prompt, until there is output; then 0"""
         has_grammar = request.structured_outputs is not None
-        self.size = TEXT_BYTES * estimated_tokens(request) if has_grammar else num_bytes
-        """about as many bytes are to be tokenized: a grammar is compiled apart"""
+        self.size = TEXT_BYTES * self.num_waiting_tokens if has_grammar else num_bytes
+        """about the number of bytes to be tokenized: a grammar is compiled elsewhere"""
         self.is_open = True
-        """it is to be worked at"""
         self.tokenizer = b""
-        """who passed this attempt on; empty when something has come of it"""
-        self.num_attempts = 0
+        """that passed this attempt on; empty when there is output of it"""
         self.accepted_at = self.first_token_at = self.last_token_at = 0.0
         """moments of one clock, seconds; 0: not yet"""
-        self.num_waiting_tokens = estimated_tokens(request)
-        """of the prompt, while nothing has come out of it; then 0"""
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self._starts_reasoning = False
+        self.num_prompt_tokens = self.num_cached_tokens = 0
         self.phase_seconds = (0.0, 0.0)  # as in `StreamOpened`
-        self._stop_reason: StopReason = None
         self.token_ids: list[int] = list(request.output_token_ids)
+        self.answer: GenerateReply | ErrorReply | None = None
+        """set when the request has ended"""
+        self._starts_reasoning = False
+        self._stop_reason: StopReason = None
         self._token_bytes = TOKEN_BYTES + logprob_bytes(request.logprobs)
         self._logprobs: list[TokenLogprobs | None] | None = None
         if request.logprobs is not None:
             self._logprobs = [None] * len(self.token_ids)
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._prompt_bytes = 0
-        self.answer: GenerateReply | ErrorReply | None = None
-        """set when the request has ended"""
         self._text: list[str] = []
         self._num_chars = 0
         self.rewind()
 
     @property
     def key(self) -> object:
-        """Names this attempt among the work of tokenizers."""
+        """The name of this attempt among the work of tokenizers."""
         return self.request_id, self.attempt
 
     def rewind(self) -> None:
-        """The client has nothing: it is another one."""
-        self._told_tokens = self._told_chars = self._told_pieces = 0
+        """Deliver everything again, to another client."""
+        self._delivered_tokens = self._delivered_chars = self._delivered_pieces = 0
 
     def submission(self) -> TokenizeRequest:
-        """The request, to be gone on with behind the tokens it has."""
+        """Return the request for a tokenizer, to be resumed after its tokens."""
         return TokenizeRequest(
             request_id=self.request_id,
             attempt=self.attempt,
@@ -109,10 +113,10 @@ class Entry:
         )
 
     def append(self, delta: TextDelta) -> bool:
-        """Takes what is new in `delta`; False if nothing is.
+        """Add what is new in `delta`; False if nothing is new.
 
         Every hop may repeat itself, so a delta may begin before what is known. Raises GapError if
-        it begins behind it.
+        it begins after that.
         """
         if delta.attempt != self.attempt:
             return False
@@ -123,7 +127,10 @@ class Entry:
                 f"delta begins at token {delta.token_offset}; {len(self.token_ids)} are known"
             )
         if delta.prompt_logprobs and self._prompt_logprobs is None:
-            self._take_prompt_logprobs(delta.prompt_logprobs)
+            self._prompt_logprobs = delta.prompt_logprobs
+            num_bytes = logprob_bytes(self.request.prompt_logprobs)
+            self._prompt_bytes = len(delta.prompt_logprobs) * num_bytes
+            self.num_bytes += self._prompt_bytes
         token_ids, text = delta.token_ids[num_tokens:], delta.text[num_chars:]
         if not token_ids and not text and delta.finish_reason is None:
             return False
@@ -144,43 +151,38 @@ class Entry:
             self.phase_seconds = delta.phase_seconds
         return True
 
-    def _take_prompt_logprobs(self, logprobs: list[TokenLogprobs | None]) -> None:
-        self._prompt_logprobs = logprobs
-        self._prompt_bytes = len(logprobs) * logprob_bytes(self.request.prompt_logprobs)
-        self.num_bytes += self._prompt_bytes
-
-    def untold(self) -> TextDelta | None:
-        """What a streaming client has not been told; None if there is nothing."""
-        num_pieces = len(self._text) - self._told_pieces
-        if not self._is_stream or not num_pieces:
+    def undelivered(self) -> TextDelta | None:
+        """Return the output that a streaming client has not been sent; None if there is none."""
+        num_pieces = len(self._text) - self._delivered_pieces
+        if not self.request.stream or not num_pieces:
             return None
-        token_ids = self.token_ids[self._told_tokens :]
-        text = self._text[-1] if num_pieces == 1 else "".join(self._text[self._told_pieces :])
+        token_ids = self.token_ids[self._delivered_tokens :]
+        text = self._text[-1] if num_pieces == 1 else "".join(self._text[self._delivered_pieces :])
         if not token_ids and not text:
             return None
         return TextDelta(
             request_id=self.request_id,
-            token_offset=self._told_tokens,
-            char_offset=self._told_chars,
+            token_offset=self._delivered_tokens,
+            char_offset=self._delivered_chars,
             token_ids=token_ids,
             text=text,
             starts_reasoning=self._starts_reasoning,
-            logprobs=self._logprobs and self._logprobs[self._told_tokens :],
+            logprobs=self._logprobs and self._logprobs[self._delivered_tokens :],
         )
 
-    def told(self) -> None:
-        """The client has been told all that was untold."""
-        self._told_tokens = len(self.token_ids)
-        self._told_chars = self._num_chars
-        self._told_pieces = len(self._text)
+    def mark_delivered(self) -> None:
+        """Record that all output so far was sent."""
+        self._delivered_tokens = len(self.token_ids)
+        self._delivered_chars = self._num_chars
+        self._delivered_pieces = len(self._text)
 
     @property
     def num_unread_bytes(self) -> int:
-        """About as many bytes of answers are kept for the client."""
+        """About the number of bytes of answers that are kept for the client."""
         num_tokens = num_chars = num_bytes = 0
         if self.request.stream:
-            num_tokens = len(self.token_ids) - self._told_tokens
-            num_chars = self._num_chars - self._told_chars
+            num_tokens = len(self.token_ids) - self._delivered_tokens
+            num_chars = self._num_chars - self._delivered_chars
         if self.answer:
             num_tokens += len(self.token_ids)
             num_chars += self._num_chars
@@ -188,14 +190,21 @@ class Entry:
         return num_bytes + num_chars + self._token_bytes * num_tokens
 
     def reply(self, reason: FinishReason) -> GenerateReply:
-        """The whole answer."""
+        """Return the whole answer."""
+        stop_reason = self._stop_reason
+        if (
+            not stop_reason
+            and self.token_ids
+            and self.token_ids[-1] in self.sampling.stop_token_ids
+        ):
+            stop_reason = self.token_ids[-1]
         return GenerateReply(
             request_id=self.request_id,
             text="".join(self._text),
             token_ids=self.token_ids,
             finish_reason=reason,
             starts_reasoning=self._starts_reasoning,
-            stop_reason=self._why_stopped() if reason == "stop" else None,
+            stop_reason=stop_reason if reason == "stop" else None,
             times=RequestTimes.of(
                 self.accepted_at, self.first_token_at, self.last_token_at, self.phase_seconds
             ),
@@ -208,6 +217,61 @@ class Entry:
             prompt_logprobs=self._prompt_logprobs,
         )
 
-    def _why_stopped(self) -> StopReason:
-        last = self.token_ids[-1] if self.token_ids else -1
-        return self._stop_reason or (last if last in self.sampling.stop_token_ids else None)
+    def record_tokens(self, metrics: Metrics, num_tokens: int, now: float) -> None:
+        """Count new tokens, which arrived at once: the time before counts for all of them."""
+        metrics.generation_tokens += num_tokens
+        if self.first_token_at:
+            metrics.inter_token_latency_seconds.add(now - self.last_token_at)
+        else:
+            self.first_token_at = now
+            metrics.time_to_first_token_seconds.add(now - self.accepted_at)
+            metrics.prompt_tokens += self.num_prompt_tokens
+            metrics.prefix_cache_queries += self.num_prompt_tokens
+            metrics.prefix_cache_hits += self.num_cached_tokens
+        self.last_token_at = now
+
+    def record_end(self, metrics: Metrics, reply: GenerateReply | ErrorReply, now: float) -> None:
+        """Count an answer. One whose client has disconnected counts as `abort`."""
+        if isinstance(reply, ErrorReply):
+            metrics.count_failure(reply.code)
+            return
+        reason, usage = reply.finish_reason, reply.usage
+        metrics.request_success[reason] = metrics.request_success.get(reason, 0) + 1
+        metrics.e2e_request_latency_seconds.add(now - self.accepted_at)
+        metrics.request_prompt_tokens.add(usage.prompt_tokens)
+        metrics.request_generation_tokens.add(usage.output_tokens)
+        if self.sampling.max_tokens is not None:
+            metrics.request_params_max_tokens.add(self.sampling.max_tokens)
+        if self.request.num_answers:
+            metrics.request_params_n.add(self.request.num_answers)
+        if reply.times:
+            metrics.count_times(reply.times, usage.output_tokens)
+
+    def write_span(self, tracer: Tracer, reply: GenerateReply | ErrorReply) -> None:
+        """Write the span of the whole request, which has ended."""
+        attributes = {
+            "gen_ai.usage.input_tokens": self.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": len(self.token_ids),
+            "gen_ai.response.finish_reasons": [getattr(reply, "finish_reason", "error")],
+            "penstock.cached_tokens": self.num_cached_tokens,
+            "penstock.num_attempts": self.num_attempts,
+        }
+        events = {"first token": self.first_token_at} if self.first_token_at else {}
+        error = getattr(reply, "message", "")
+        tracer.span(
+            "request", self.request_id, self.accepted_at, attributes, events=events, error=error,
+            is_root=True,
+        )  # fmt: skip
+
+
+def estimated_tokens(request: GenerateRequest | TokenizePromptRequest) -> int:
+    """Return the length of a prompt: exact for token ids, otherwise bytes / 4."""
+    if isinstance(request.prompt, list):
+        return len(request.prompt)
+    texts = [message.content for message in request.messages or []]
+    return max(1, sum(len(text.encode()) for text in [request.prompt or "", *texts]) // TEXT_BYTES)
+
+
+def logprob_bytes(num_likeliest: int | None) -> int:
+    """Return the bytes that the logprobs of one token count for."""
+    return 0 if num_likeliest is None else _LOGPROB_BYTES * (1 + num_likeliest)

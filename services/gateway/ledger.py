@@ -1,111 +1,193 @@
-"""The ledger: every accepted request, with all that is needed to begin it again."""
+"""The ledger of all open requests, and admission control: limits on what it holds. No I/O."""
 
+from collections import deque
 from itertools import count
 
-from penstock.protocol.messages.client import (
-    ErrorReply,
-    GenerateReply,
-    TextDelta,
-)
+from penstock.protocol.config import Config
+from penstock.protocol.messages.client import ErrorReply, GenerateReply
+from penstock.services.gateway.connections import Share
 from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.validation import RefusedError
+
+NUM_SAMPLES = 20
+"""heartbeats over which the rate of starts is measured"""
+MAX_RETRY_AFTER = 60.0
+"""seconds"""
+RESERVED = 8
+"""one more place for every N places of a limit is kept for clients that have few"""
+
+
+class Totals(Share):
+    """Open work of all clients. `Ledger` and `TokenizerQueries` count it."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.num_waiting = 0
+        """requests without output"""
+        self.num_started = 0
+        """requests that have had their first token since the gateway's start"""
+
+    def count(
+        self, share: Share, num_open: int = 0, num_tokens: int = 0, num_bytes: int = 0
+    ) -> None:
+        """Add work, or remove it where a number is negative, of one client and in total."""
+        for one in (share, self):
+            one.num_open += num_open
+            one.num_waiting_tokens += num_tokens
+            one.num_bytes += num_bytes
 
 
 class Ledger:
     """All requests by id, open or answered, until the client has the answer.
 
-    `num_bytes` is of all of them. `num_waiting` open ones have no output yet; their prompts have
-    `num_waiting_tokens`. `num_started` is how many have had their first token since the start.
-    No two attempts have the same number, whichever request and gateway they are of.
+    No two attempts have the same number, of whichever request and gateway.
     """
 
-    def __init__(self, first_attempt: int = 0) -> None:
+    def __init__(self, totals: Totals, first_attempt: int = 0) -> None:
+        self.totals = totals
         self.first_attempt = first_attempt
         self._attempts = count(first_attempt)
         self._open: dict[str, Entry] = {}
         self._answered: dict[str, Entry] = {}
-        self.num_bytes = self.num_waiting = self.num_waiting_tokens = self.num_started = 0
 
     def __len__(self) -> int:
         return len(self._open) + len(self._answered)
 
     @property
     def num_open(self) -> int:
-        """Requests that are not answered: an answer that nobody fetches is no work any more."""
+        """Requests that are not answered."""
         return len(self._open)
 
     def get(self, request_id: str) -> Entry | None:
-        """The entry of an open request."""
+        """Return the entry of an open request."""
         return self._open.get(request_id)
 
     def find(self, request_id: str) -> Entry | None:
-        """The entry of a request, which may be answered, but not to its client yet."""
+        """Return the entry of a request that is open, or whose answer is not delivered yet."""
         return self._open.get(request_id) or self._answered.get(request_id)
 
-    def add(self, entry: Entry) -> None:
-        """A request was accepted."""
+    def open(self, entry: Entry) -> None:
+        """Add an accepted request."""
         self.begin_attempt(entry)
         self._open[entry.request_id] = entry
-        entry.share.num_open += 1
-        self.num_waiting += 1
-        self._count(entry, entry.num_waiting_tokens, entry.num_bytes)
+        self.totals.num_waiting += 1
+        self.totals.count(entry.share, 1, entry.num_waiting_tokens, entry.num_bytes)
 
-    def tokenized(self, entry: Entry, num_prompt_tokens: int) -> None:
-        """The length of a prompt is known."""
+    def take_prompt_length(self, entry: Entry, num_prompt_tokens: int) -> None:
+        """Replace the estimate of a prompt's length."""
         entry.num_prompt_tokens = num_prompt_tokens
         if entry.num_waiting_tokens:
-            self._count(entry, num_prompt_tokens - entry.num_waiting_tokens)
+            num_new = num_prompt_tokens - entry.num_waiting_tokens
+            self.totals.count(entry.share, num_tokens=num_new)
             entry.num_waiting_tokens = num_prompt_tokens
 
-    def append(self, entry: Entry, delta: TextDelta) -> bool:
-        """As `Entry.append`."""
-        before = entry.num_bytes
-        is_new = entry.append(delta)
-        self._count(entry, num_bytes=entry.num_bytes - before)
+    def take_growth(self, entry: Entry, num_bytes: int) -> None:
+        """Count the output of a request that had `num_bytes` before."""
+        self.totals.count(entry.share, num_bytes=entry.num_bytes - num_bytes)
         if entry.num_waiting_tokens and entry.token_ids:
-            self._wait_no_more(entry)
-            self.num_started += 1
-        return is_new
+            self._stop_waiting(entry)
+            self.totals.num_started += 1
 
     def answer(self, entry: Entry, reply: GenerateReply | ErrorReply) -> None:
-        """The request has ended; it stays until its client has the reply."""
+        """End a request, which stays until its client has the reply."""
         entry.answer = reply
-        entry.is_open = False
-        self._wait_no_more(entry)
-        entry.share.num_open -= 1
+        self._end(entry)
         self._answered[entry.request_id] = self._open.pop(entry.request_id)
 
-    def close(self, entry: Entry) -> None:
-        """The client has its answer, or nobody wants it."""
-        entry.is_open = False
-        self._wait_no_more(entry)
-        was_open = self._open.pop(entry.request_id, None)
-        entry.share.num_open -= was_open is not None
-        if was_open or self._answered.pop(entry.request_id, None):
-            self._count(entry, num_bytes=-entry.num_bytes)
+    def remove(self, entry: Entry) -> None:
+        """Forget a request that is delivered, or that nobody waits for."""
+        self._end(entry)
+        if self._open.pop(entry.request_id, None) or self._answered.pop(entry.request_id, None):
+            self.totals.count(entry.share, num_bytes=-entry.num_bytes)
 
     def begin_attempt(self, entry: Entry) -> None:
-        """What comes of an earlier attempt counts no more."""
+        """Number a new attempt: output of earlier attempts is dropped."""
         entry.attempt = next(self._attempts)
         entry.num_attempts += 1
         entry.tokenizer = b""
 
     def new_first_attempt(self) -> int:
-        """A number below those of all attempts that begin from here on, above those before."""
+        """Return a number below all later attempts and above all earlier ones."""
         return next(self._attempts)
 
-    def from_tokenizer(self, identity: bytes) -> list[Entry]:
-        """Open requests that it has passed on, of which nothing has come since."""
-        return [entry for entry in self._open.values() if entry.tokenizer == identity]
+    def passed_on_by(self, tokenizer: bytes) -> list[Entry]:
+        """Return open requests that a tokenizer has passed on and that have no output since."""
+        return [entry for entry in self._open.values() if entry.tokenizer == tokenizer]
 
-    def _count(self, entry: Entry, num_tokens: int = 0, num_bytes: int = 0) -> None:
-        """Of prompts that wait, and of all; in total and for the client."""
-        self.num_waiting_tokens += num_tokens
-        self.num_bytes += num_bytes
-        entry.share.num_waiting_tokens += num_tokens
-        entry.share.num_bytes += num_bytes
+    def _end(self, entry: Entry) -> None:
+        self._stop_waiting(entry)
+        if entry.is_open:
+            entry.is_open = False
+            self.totals.count(entry.share, num_open=-1)
 
-    def _wait_no_more(self, entry: Entry) -> None:
+    def _stop_waiting(self, entry: Entry) -> None:
         if entry.num_waiting_tokens:
-            self.num_waiting -= 1
-            self._count(entry, -entry.num_waiting_tokens)
+            self.totals.num_waiting -= 1
+            self.totals.count(entry.share, num_tokens=-entry.num_waiting_tokens)
             entry.num_waiting_tokens = 0
+
+
+class Admission:
+    """Limits on open requests and queries, waiting prompt tokens and bytes.
+
+    A prompt's tokens are counted by the tokenizer, its start by the first token of output. A
+    refused client is sent the seconds in which the work that waits now will have started, at the
+    rate of the last NUM_SAMPLES heartbeats: 1 to 60, and 1 where nothing has started.
+    When one client has filled a limit, a few places are left for others: see `exceeds`.
+    """
+
+    def __init__(self, config: Config, totals: Totals) -> None:
+        self._totals = totals
+        self._max_requests = config.max_running + config.max_waiting_requests
+        self._max_waiting_tokens = config.max_waiting_tokens
+        self._max_open_bytes = config.max_open_bytes
+        self._starts: deque[tuple[float, int]] = deque(maxlen=NUM_SAMPLES)
+        """(moment, requests started until then)"""
+
+    def sample(self, now: float) -> None:
+        """Measure the rate of starts, at every heartbeat; `now` in seconds of one clock."""
+        self._starts.append((now, self._totals.num_started))
+
+    def check(self, num_bytes: int, num_tokens: int, share: Share) -> None:
+        """Raises RefusedError for a request or query of this size that may not be accepted."""
+        totals = self._totals
+        if exceeds(1, share.num_open, totals.num_open, self._max_requests):
+            raise self._refusal(
+                f"{totals.num_open} requests are open; the limit is {self._max_requests}"
+            )
+        waiting, limit = totals.num_waiting_tokens, self._max_waiting_tokens
+        is_over = exceeds(num_tokens, share.num_waiting_tokens, waiting, limit)
+        if waiting and num_tokens and is_over:
+            raise self._refusal(
+                f"{waiting + num_tokens} prompt tokens would wait, {num_tokens} of this request; "
+                f"the limit is {limit}"
+            )
+        if exceeds(num_bytes, share.num_bytes, totals.num_bytes, self._max_open_bytes):
+            raise self._refusal(
+                f"open requests and their answers have {totals.num_bytes} bytes, this request has "
+                f"{num_bytes}; the limit is {self._max_open_bytes}"
+            )
+
+    def _refusal(self, reason: str) -> RefusedError:
+        return RefusedError(
+            f"overloaded: {reason}", code="overloaded", retry_after=self._retry_after()
+        )
+
+    def _retry_after(self) -> float:
+        if not self._starts:
+            return 1.0
+        (begin, before), (end, now) = self._starts[0], self._starts[-1]
+        if now == before:
+            return 1.0
+        seconds = self._totals.num_waiting * (end - begin) / (now - before)
+        return min(max(1.0, seconds), MAX_RETRY_AFTER)
+
+
+def exceeds(new: int, own: int, total: int, limit: int) -> bool:
+    """Return whether a client that has `own` of `total` things may not have `new` more.
+
+    Up to the limit a client may have any number. Beyond the limit there are a few more places, of
+    which a client may have as many as it leaves free: a client that has filled the limit gets none.
+    """
+    free = limit + -(-limit // RESERVED) - total
+    return total + new > limit and not (own < free >= new)

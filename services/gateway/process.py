@@ -1,13 +1,24 @@
-"""The gateway's process: sockets around the ledger."""
+"""The gateway's process: its sockets, and the handler of each message."""
 
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
-from penstock.protocol.messages.client import ErrorReply
+from penstock.protocol.messages.client import (
+    AbortReply,
+    AbortRequest,
+    Codec,
+    DetokenizeRequest,
+    ErrorReply,
+    GenerateRequest,
+    Request,
+    StatusRequest,
+    TokenizePromptRequest,
+)
 from penstock.protocol.messages.detokenizer import TextDeltas
 from penstock.protocol.messages.gateway import ToGateway
 from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
@@ -19,252 +30,266 @@ from penstock.protocol.messages.tokenizer import (
     TokenizeDone,
     TokenizerReply,
 )
-from penstock.protocol.poison import DeathReports
 from penstock.protocol.replicas import replica_of
-from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.channel import Channel
+from penstock.protocol.transport.context import Handlers
 from penstock.protocol.transport.event_loop import CallLater
 from penstock.protocol.transport.heartbeat import refusal
 from penstock.protocol.transport.process import Process, first_number
-from penstock.services.gateway.authentication import bind_clients
-from penstock.services.gateway.connections import Connections
-from penstock.services.gateway.delivery import Outbox
-from penstock.services.gateway.dispatch import Dispatch
-from penstock.services.gateway.entry import Entry
-from penstock.services.gateway.given_up import GivenUp
-from penstock.services.gateway.incoming import Incoming
-from penstock.services.gateway.ledger import Ledger
-from penstock.services.gateway.monitor import Monitor
-from penstock.services.gateway.poison import Poison
-from penstock.services.gateway.requests import DEFECT, Requests
-from penstock.services.gateway.router import Replicas
-from penstock.services.gateway.status_queries import StatusQueries
-from penstock.services.gateway.tokenizer_queries import OpenQuestion, Questions
-from penstock.services.gateway.tokenizers import Tokenizers
+from penstock.services.gateway.client_socket import ClientSocket
+from penstock.services.gateway.connections import Client
+from penstock.services.gateway.ledger import Ledger, Totals
+from penstock.services.gateway.requests import Requests
+from penstock.services.gateway.router import Router
+from penstock.services.gateway.validation import RefusedError
 
 LAST_WORDS = 1.0
-"""seconds at the end of a drain: a client that uses ZMQ_IMMEDIATE, as ours does, discards what it
-has not read when its connection is closed"""
+"""seconds at the end of a drain: a client with ZMQ_IMMEDIATE, as ours, discards unread replies when
+its connection is closed"""
+MAX_WAITING = 1024
+"""status requests that are answered at once, when a report arrives: in a few milliseconds"""
+MAX_WAITING_PER_CONNECTION = 64
 
 
 class Gateway:
-    """Answers clients; gives requests to tokenizers; collects text from detokenizers."""
+    """Connects clients, tokenizers, schedulers and detokenizers."""
 
     def __init__(self, process: Process, call_later: CallLater) -> None:
-        self.log = process.log
         self.config = config = process.config
-        self.processes: list[ProcessStatus] = []
-        """of the supervisor's newest report; it can't end before this process"""
+        self.processes: list[ProcessStatus] = []  # of the supervisor's newest report
         self.was_ready = self.has_drained = False
         self.call_later = call_later
         context, at = process.context, process.endpoints
-        self.connections = Connections()
-        self.monitor = Monitor(context, self.connections)
-        self.clients = bind_clients(context, config, self.monitor, at.inner_clients)
+        self.ledger = Ledger(Totals(), first_number(process.incarnation))
+        self.clients = ClientSocket(context, config, at.inner_clients, self.ledger)
+        self.connections = self.clients.connections
         self.to_tokenizers = context.bind(zmq.ROUTER, at.tokenizers, FromTokenizer)
         self.results = context.bind(zmq.PULL, at.results, ToGateway)
-        self.to_schedulers: list[Channel[Any]] = [
+        to_schedulers: list[Channel[Any]] = [
             context.connect(zmq.PUSH, one.requests, on_return=partial(self.on_return, replica))
             for replica, one in enumerate(process.all_endpoints)
         ]
-        self.replicas = Replicas(config.dp, config.routing)
-        self.ledger = Ledger(first_number(process.incarnation))
-        self.outbox = Outbox(self.clients, self.ledger, self.connections, config)
-        self.incoming = Incoming(self.clients, self.connections, self.monitor, config)
-        self.poison = Poison(DeathReports(process))
-        self.status_queries = StatusQueries(self.outbox, self.status)
-        self.tokenizers = Tokenizers(
-            self.to_tokenizers,
-            self.poison,
-            self.tell_ready,
-            self.on_tokenizer_lost,
-            self.on_defect,
-            lambda work: self.given_up.on_poison(work),
-        )
-        self.questions = Questions(self.ledger.first_attempt, self.outbox, self.tokenizers)
+        self.router = Router(to_schedulers, config.routing, self.ledger.first_attempt)
         self.requests = Requests(
-            config,
-            self.ledger,
-            self.connections,
-            self.outbox,
-            self.tokenizers,
-            self.questions,
-            self.replicas,
-            Tracer(config, process.name),
-            self.to_schedulers,
-            call_later,
-            self.monitor.disconnect,
+            process, self.ledger, self.clients, self.to_tokenizers, self.router, call_later
         )
-        self.given_up = GivenUp(self.poison, self.requests, self.questions, self.replicas)
-        self.statistics = self.requests.statistics
+        self.tokenizers, self.metrics = self.requests.tokenizers, self.requests.metrics
+        self.status_queries = StatusQueries(self.clients, self.status)
         for replica in range(config.dp):
-            self.requests.introduce(replica, self.ledger.first_attempt)
-        self.dispatch = Dispatch(
-            self.incoming, self.requests, self.outbox, self.status_queries, self.poison
-        )
-        self.handlers = [
+            self.router.introduce(replica, self.ledger.first_attempt)
+        self.handlers: Handlers = [
             (self.results, self.on_results),
             (self.to_tokenizers, self.on_tokenizers),
-            (self.clients, lambda: self.dispatch.handle(self.ready)),
-            (self.monitor.channel, self.monitor.handle),
+            (self.clients.channel, self.on_clients),
+            (self.connections.monitor, self.connections.handle_events),
             *context.handlers,
         ]
 
-    def end_drain_if_idle(self) -> None:
-        """End the process if the pipeline is draining and no request is open."""
-        is_idle = not (self.ledger or self.questions)
-        if self.requests.drain.is_on and is_idle and not self.replicas.await_claims:
-            self.end_drain()
+    def after_turn(self) -> None:
+        """Answer requests that waited for readiness. End the process if the pipeline is draining
+        and no request is open: after LAST_WORDS while clients are connected."""
+        was_ready, self.was_ready = self.was_ready, self.is_ready
+        if self.was_ready > was_ready:
+            self.status_queries.on_ready()
+        is_idle = not (self.ledger or self.requests.queries)
+        must_wait = self.has_drained or self.router.awaits_claims
+        if self.requests.is_draining and is_idle and not must_wait:
+            self.has_drained = True
+            end = partial(signal.raise_signal, signal.SIGTERM)
+            if len(self.connections):
+                self.call_later(LAST_WORDS, end)
+            else:
+                end()
 
-    def end_drain(self) -> None:
-        """Ends the process; while clients are connected, after LAST_WORDS."""
-        if self.has_drained:
-            return
-        self.has_drained = True
-        end = partial(signal.raise_signal, signal.SIGTERM)
-        if len(self.connections):
-            self.call_later(LAST_WORDS, end)
-        else:
-            end()
+    def on_clients(self) -> None:
+        """Handle requests; an error is reported to the sender alone."""
+        for client, frame in self.clients.receive():
+            try:
+                request = self.requests.validation.decode(client.codec, frame)
+                client = self.connections.named_client(client, getattr(request, "client", None))
+                self.on_request(client, request, len(frame))
+            except RefusedError as error:
+                self.metrics.count_failure(error.reply.code)
+                self.clients.reply(client, error.reply)
 
-    # ---- tokenizers --------------------------------------------------------------------------
+    def on_request(self, client: Client, request: Request, num_bytes: int) -> None:
+        """Handle one request, of a frame of `num_bytes`. Raises RefusedError."""
+        match request:
+            case GenerateRequest():
+                self.requests.submit(client, request, num_bytes)
+            case TokenizePromptRequest() | DetokenizeRequest():
+                self.requests.submit_query(client, request, num_bytes)
+            case AbortRequest():
+                found = self.requests.abort(request.request_id)
+                self.clients.reply(client, AbortReply(request_id=request.request_id, found=found))
+            case StatusRequest():
+                self.status_queries.submit(client, request, self.is_ready)
 
     def on_tokenizers(self) -> None:
-        """Requests that are with the scheduler now, refused prompts, heartbeats."""
+        """Handle requests that were passed on to the scheduler, refused prompts and heartbeats."""
         for identity, message in self.to_tokenizers.receive():
             match message:
                 case Heartbeat():
-                    self.on_heartbeat_of(identity, message)
+                    if reason := refusal(message):
+                        self.to_tokenizers.send(Refused(reason), identity)
+                    else:
+                        self.tokenizers.alive(identity, message.name)
                 case Goodbye():
                     self.tokenizers.lose(identity, has_died=False)
-                case TokenizeDone() | RequestFailed():
+                case TokenizeDone(request_id, attempt, num_tokens):
+                    self.tokenizers.done(identity, (request_id, attempt))
+                    self.requests.on_tokenized(request_id, attempt, num_tokens, identity)
+                case RequestFailed():
                     self.tokenizers.done(identity, (message.request_id, message.attempt))
-                    self.on_tokenized(identity, message)
+                    self.requests.on_failed(message)
                 case TokenizerReply():
                     self.tokenizers.done(identity, message.number)
-                    self.questions.answer(message)
+                    self.requests.queries.answer(message)
                     if isinstance(message.reply, ErrorReply):
-                        self.statistics.failed(message.reply)
-
-    def on_heartbeat_of(self, identity: bytes, message: Heartbeat) -> None:
-        """Registers a new tokenizer, or refuses it."""
-        if reason := refusal(message):
-            self.to_tokenizers.send(Refused(reason), identity)
-        else:
-            self.tokenizers.alive(identity, message.name)
-
-    def on_tokenized(self, identity: bytes, message: TokenizeDone | RequestFailed) -> None:
-        """A tokenizer is done with a request."""
-        entry = self.ledger.get(message.request_id)
-        if entry is None:  # ended meanwhile: the scheduler must not go on with it
-            self.requests.release_unknown(message.request_id, message.attempt)
-        elif isinstance(message, RequestFailed):
-            if message.attempt == entry.attempt:
-                self.requests.fail(entry, message.error)
-        else:
-            self.requests.release_left(entry, message.attempt)
-            self.ledger.tokenized(entry, message.num_prompt_tokens)
-            entry.tokenizer = identity
-
-    def on_tokenizer_lost(self, identity: bytes) -> None:
-        """What it said it had passed on may have died with it."""
-        self.requests.each(self.ledger.from_tokenizer(identity), self.requests.again)
-
-    def on_defect(self, work: Entry | OpenQuestion) -> None:
-        """Work that can't be sent to a tokenizer is failed, alone."""
-        if isinstance(work, Entry):
-            self.requests.on_defect(work)
-        else:
-            self.questions.fail(work, DEFECT)
-
-    # ---- results -----------------------------------------------------------------------------
+                        self.metrics.count_failure(message.reply.code)
 
     def on_results(self) -> None:
-        """Text from detokenizers; failures and news from the scheduler."""
+        """Handle text from detokenizers, and reports of schedulers and the supervisor."""
         for _, message in self.results.receive():
             match message:
                 case TextDeltas(deltas):
                     self.requests.on_deltas(deltas, time.monotonic())
                 case RequestFailed():
-                    entry = self.ledger.get(message.request_id)
-                    if entry and entry.attempt == message.attempt:
-                        self.given_up.on_failed(entry, message)
+                    self.requests.on_failed(message)
                 case SchedulerStatus():
                     self.on_scheduler(message)
-                case SupervisorReport(processes, draining):
-                    self.requests.drain.is_on |= draining
-                    self.on_report(processes)
+                case SupervisorReport():
+                    self.on_report(message)
 
-    def on_report(self, processes: list[ProcessStatus]) -> None:
-        """Which processes run. What a scheduler had that does not goes on in other replicas."""
-        self.processes = processes
-        schedulers = [one.name for one in processes if one.name.startswith("scheduler.")]
-        self.replicas.reported({replica_of(name, self.config) for name in schedulers})
-        self.requests.migrate_lost()
+    def on_report(self, report: SupervisorReport) -> None:
+        """Take in which processes run; requests of a scheduler that does not run are migrated."""
+        self.requests.is_draining |= report.draining
+        self.processes = report.processes
+        names = [one.name for one in self.processes if one.name.startswith("scheduler.")]
+        self.router.take_running({replica_of(name, self.config) for name in names})
+        self.requests.migrate_stranded()
 
     def on_scheduler(self, status: SchedulerStatus) -> None:
-        """A new epoch is a new scheduler, which knows nothing: its requests are submitted again.
-
-        So they are to the first one: what was accepted before may have gone to one that is dead.
-        """
-        is_new = self.replicas.heard(status)
-        if is_new is None:
+        """Resubmit the requests of a scheduler of a new epoch: it has restarted. That includes the
+        first epoch, for requests may have been sent to an earlier scheduler."""
+        has_restarted = self.router.take_status(status)
+        if has_restarted is None:
             return
-        if is_new:
+        if has_restarted:
             self.requests.resubmit_all(status.replica)
-        self.requests.migrate_lost()
-        self.tell_ready()
-        self.status_queries.on_report(status.replica, self.replicas.are_all)
+        self.requests.migrate_stranded()
+        self.status_queries.on_report(status.replica, self.router)
 
     def on_return(self, replica: int) -> None:
-        """The connection to a scheduler was lost and is back, so messages may be lost: it is told
-        all that is open once more, and forgets what is not."""
-        self.requests.introduce(replica, self.ledger.new_first_attempt())
+        """Resubmit everything: the connection to a scheduler was lost and is back, so messages may
+        be lost. The scheduler forgets all other requests."""
+        self.router.introduce(replica, self.ledger.new_first_attempt())
         self.requests.resubmit_all(replica)
 
-    # ---- status ------------------------------------------------------------------------------
+    def on_heartbeat(self) -> None:
+        """Drop peers that are silent, and clients that have disconnected or do not read."""
+        self.tokenizers.lose_silent()
+        self.router.on_heartbeat()
+        self.requests.migrate_stranded()
+        self.connections.handle_events()
+        self.requests.on_heartbeat()
+        self.clients.on_heartbeat()
+        self.status_queries.drop_closed()
 
     @property
-    def ready(self) -> bool:
-        """Every stage is there."""
-        return self.replicas.ready and len(self.tokenizers.peers) > 0
-
-    def tell_ready(self) -> None:
-        """Answers those who wait for it, when it becomes so."""
-        was_ready, self.was_ready = self.was_ready, self.ready
-        if self.ready and not was_ready:
-            self.status_queries.on_ready()
+    def is_ready(self) -> bool:
+        """Every stage runs."""
+        return self.router.is_ready and len(self.tokenizers.peers) > 0
 
     def status(self, metrics: bool = False) -> StatusReply:
-        """The pipeline as seen from here."""
+        """Return the state of the pipeline as the gateway knows it."""
         return StatusReply(
-            ready=self.ready,
+            ready=self.is_ready,
             model=str(self.config.model_folder),
             num_requests=len(self.ledger),
             tokenizers={peer.name: len(peer.work) for peer in self.tokenizers.peers},
-            schedulers=self.replicas.statuses,
+            schedulers=self.router.statuses,
             num_bad_frames=sum(channel.num_bad_frames for channel, _ in self.handlers),
-            draining=self.requests.drain.is_on,
+            draining=self.requests.is_draining,
             processes=self.processes,
-            metrics=self.statistics.metrics if metrics else None,
+            metrics=self.metrics if metrics else None,
         )
 
     def counters(self) -> dict[str, float]:
-        """What this process counts about itself, for its pulses."""
+        """Return this process's counters, for its heartbeats."""
         return {
             "open_requests": self.ledger.num_open,
-            "open_questions": len(self.questions),
+            "open_questions": len(self.requests.queries),
             "connections": len(self.connections),
-            "disconnected_clients_total": self.monitor.num_disconnected,
+            "disconnected_clients_total": self.connections.num_cut_off,
         }
 
-    def on_heartbeat(self) -> None:
-        """Gives up whoever is silent, and clients that are gone or do not read."""
-        for identity in self.tokenizers.peers.silent():
-            self.tokenizers.lose(identity)
-        self.replicas.on_heartbeat()
-        self.requests.migrate_lost()
-        self.monitor.handle()
-        self.requests.on_heartbeat()
-        self.incoming.on_heartbeat()
-        self.status_queries.on_heartbeat()
+
+class StatusQuery(NamedTuple):
+    """One status request that waits, and the replicas that have reported since."""
+
+    client: Client
+    request: StatusRequest
+    replicas: set[int]
+
+
+class StatusQueries:
+    """Status requests that wait for readiness, or for a fresh report. Their number is limited."""
+
+    def __init__(self, clients: ClientSocket, status: Callable[[bool], StatusReply]) -> None:
+        self.for_ready: list[StatusQuery] = []
+        self.for_report: list[StatusQuery] = []
+        self._clients = clients
+        self._status = status
+
+    def submit(self, client: Client, request: StatusRequest, is_ready: bool) -> None:
+        """Answer a status request now, or later. Raises RefusedError where too many wait."""
+        query = StatusQuery(client, request, set())
+        if request.wait and (request.fresh or not is_ready):
+            self._wait(query, self.for_ready)
+        elif request.fresh:
+            self._wait(query, self.for_report)
+        else:
+            self._answer([query])
+
+    def on_ready(self) -> None:
+        """Answer the requests that waited for the pipeline to be ready."""
+        waiting, self.for_ready = self.for_ready, []
+        self._answer(waiting, waited=True)
+
+    def on_report(self, replica: int, router: Router) -> None:
+        """Answer the requests for which every replica that is not silent has reported."""
+        waiting, self.for_report = self.for_report, []
+        complete: list[StatusQuery] = []
+        for query in waiting:
+            query.replicas.add(replica)
+            is_complete = router.covers_all(query.replicas)
+            (complete if is_complete else self.for_report).append(query)
+        self._answer(complete, waited=True)
+
+    def drop_closed(self) -> None:
+        """Drop the queries of clients that have disconnected."""
+        self.for_ready = [one for one in self.for_ready if not one.client.connection.is_closed]
+        self.for_report = [one for one in self.for_report if not one.client.connection.is_closed]
+
+    def _wait(self, query: StatusQuery, waiting: list[StatusQuery]) -> None:
+        connection = query.client.connection
+        if (number := connection.num_status_queries) >= MAX_WAITING_PER_CONNECTION:
+            limit = f"{number} status requests wait on this connection, which is the limit"
+        elif (number := len(self.for_ready) + len(self.for_report)) >= MAX_WAITING:
+            limit = f"{number} status requests wait, which is the limit"
+        else:
+            connection.num_status_queries += 1
+            waiting.append(query)
+            return
+        raise RefusedError(f"overloaded: {limit}", code="overloaded", retry_after=1.0)
+
+    def _answer(self, queries: list[StatusQuery], waited: bool = False) -> None:
+        """Encode one reply of each kind for all of them."""
+        frames: dict[tuple[Codec, bool], bytes] = {}
+        for client, request, _ in queries:
+            client.connection.num_status_queries -= waited
+            kind = client.codec, request.metrics
+            if kind not in frames:
+                frames[kind] = client.codec.encode(self._status(request.metrics))
+            self._clients.send(client, frames[kind])

@@ -1,4 +1,8 @@
-"""What becomes of a request between its acceptance and its answer."""
+"""The life of a request, from its validation to its release. `Requests` owns it.
+
+A delta passes four objects between the socket of the detokenizers and the client's socket:
+`Gateway.on_results` → `Requests.on_deltas` → `Entry.append` → `ClientSocket.deliver`.
+"""
 
 import logging
 import time
@@ -6,43 +10,31 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from uuid import uuid4
 
-from penstock.protocol.checkpoint import (
-    max_request_bytes,
-    read_generation_config,
-    read_model_config,
-)
-from penstock.protocol.config import Config
-from penstock.protocol.messages.client import (
-    Codec,
-    ErrorReply,
-    FinishReason,
-    GenerateReply,
-    GenerateRequest,
-    Request,
-    TextDelta,
-)
-from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
-from penstock.protocol.messages.tokenizer import TokenizeRequest, TokenizerQuery
+from penstock.protocol.checkpoint import read_generation_config
+from penstock.protocol.messages.client import ErrorReply, GenerateReply, GenerateRequest, TextDelta
+from penstock.protocol.messages.metrics import Metrics
+from penstock.protocol.messages.tokenizer import RequestFailed
+from penstock.protocol.poison import REFUSED, DeathReports
 from penstock.protocol.tracing import Tracer
-from penstock.protocol.transport.channel import DECODE_ERRORS, Channel
+from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.event_loop import CallLater
-from penstock.services.gateway.admission import Overload
-from penstock.services.gateway.connections import Client, Connection, Connections
-from penstock.services.gateway.delivery import Outbox
-from penstock.services.gateway.drain import Drain
-from penstock.services.gateway.entry import Entry, GapError
-from penstock.services.gateway.estimates import estimated_tokens
-from penstock.services.gateway.ledger import Ledger
-from penstock.services.gateway.metrics import Statistics
-from penstock.services.gateway.request_trace import trace_request
-from penstock.services.gateway.router import Replicas
-from penstock.services.gateway.tokenizer_queries import (
-    AskedTokenizer,
-    Questions,
-    num_question_tokens,
+from penstock.protocol.transport.process import Process
+from penstock.services.gateway.client_socket import ClientSocket
+from penstock.services.gateway.connections import Client
+from penstock.services.gateway.entry import Entry, GapError, estimated_tokens
+from penstock.services.gateway.ledger import Admission, Ledger
+from penstock.services.gateway.router import Router
+from penstock.services.gateway.tokenizers import Queries, Query, Tokenizers, Work, num_query_tokens
+from penstock.services.gateway.validation import (
+    GIVEN_UP,
+    Poison,
+    RefusedError,
+    TokenizerRequest,
+    Validation,
+    WorkRequest,
+    check_same,
+    digest,
 )
-from penstock.services.gateway.tokenizers import Tokenizers
-from penstock.services.gateway.validation import Admission, RefusedError, decode_request, is_same
 
 log = logging.getLogger("gateway")
 UNREAD = "it does not read its answers (--max-unread-bytes)"
@@ -50,250 +42,255 @@ DEFECT = "the gateway failed at this request; its log has the reason"
 
 
 class Requests:
-    """Accepts requests, begins them again, ends them."""
+    """Accepts requests, resubmits them after failures, and ends them.
+
+    A gateway that was restarted during a drain knows no request. Its clients send again what runs
+    (by its id, under a lease of the scheduler), or what is to be continued: that is accepted.
+    """
 
     def __init__(
         self,
-        config: Config,
+        process: Process,
         ledger: Ledger,
-        connections: Connections,
-        outbox: Outbox,
-        tokenizers: Tokenizers,
-        questions: Questions,
-        replicas: Replicas,
-        tracer: Tracer,
-        to_schedulers: list[Channel[Any]],
+        clients: ClientSocket,
+        to_tokenizers: Channel[Any],
+        router: Router,
         call_later: CallLater,
-        disconnect: Callable[[Connection, str], None],
     ) -> None:
-        """disconnect: ends a client's connection, for a reason."""
+        config = process.config
         self._generation = read_generation_config(config.model_folder)
-        self._admission = Admission(config, read_model_config(config.model_folder))
-        self.statistics = Statistics(self._admission.max_model_len)
-        self._overload = Overload(config, ledger, questions)
-        self._max_request_bytes = max_request_bytes(config)
-        self._ledger = ledger
-        self._connections = connections
-        self._outbox = outbox
-        self._tokenizers = tokenizers
-        self._questions = questions
-        self._replicas = replicas
-        self._tracer, self._to_schedulers, self._call_later = tracer, to_schedulers, call_later
-        self._disconnect = disconnect
-        self.drain = Drain(replicas)
+        self.validation = Validation(config)
+        self._admission = Admission(config, ledger.totals)
+        self.metrics = Metrics.empty(self.validation.max_model_len)
+        self.tracer = Tracer(config, process.name)
+        self.poison = Poison(DeathReports(process))
+        self.tokenizers = Tokenizers(to_tokenizers, self.poison, self)
+        self.queries = Queries(ledger.first_attempt, clients, self.tokenizers, ledger.totals)
+        self._ledger, self._clients, self._router = ledger, clients, router
+        self._call_later = call_later
+        self.is_draining = False
 
-    def decode(self, codec: Codec, frame: bytes) -> Request:
-        """As `decode_request`."""
-        limits = self._max_request_bytes, self._admission.max_model_len
-        return decode_request(codec, frame, *limits)
-
-    def ask(self, client: Client, request: GenerateRequest, num_bytes: int) -> None:
-        """A client asks, with a frame of so many bytes; perhaps for what it has asked for before.
-        Raises RefusedError."""
+    def submit(self, client: Client, request: GenerateRequest, num_bytes: int) -> None:
+        """Accept a request of a frame of `num_bytes`, or have this client get the answer of the
+        same request that is open. Raises RefusedError."""
+        self.poison.check(request)
         entry = self._ledger.find(request.request_id) if request.request_id else None
         if entry is None:
             self._accept(client, request, num_bytes)
-        elif is_same(request, entry.request):
-            self._adopt(entry, client)
         else:
-            raise RefusedError(
-                f"another request with request_id {entry.request_id!r} is open already",
-                "request_id",
-            )
+            check_same(request, entry.request)
+            self._adopt(entry, client)
 
-    def ask_tokenizer(self, client: Client, question: AskedTokenizer, num_bytes: int) -> None:
-        """A client asks what a tokenizer answers alone. Raises RefusedError."""
-        self.drain.check(question)
-        self._overload.check(num_bytes, num_question_tokens(question), client.share)
-        self._admission.check_question(question)
-        self._check_encoding(TokenizerQuery(0, question))
-        self._questions.ask(client, question, num_bytes)
+    def submit_query(self, client: Client, query: TokenizerRequest, num_bytes: int) -> None:
+        """Accept a request that a tokenizer answers alone. Raises RefusedError."""
+        self.poison.check(query)
+        self._check_drain(query)
+        self._admission.check(num_bytes, num_query_tokens(query), client.share)
+        self.validation.check_query(query)
+        self.queries.submit(client, query, num_bytes)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request with what it has; False if it is not open."""
+        """End a request with the output that it has; False if it is not open."""
         if entry := self._ledger.get(request_id):
-            self._finish(entry, "abort")
+            self._answer(entry, entry.reply("abort"))
         return entry is not None
 
-    def fail(self, entry: Entry, error: ErrorReply) -> None:
-        """Answers a request with an error."""
-        error.request_id = entry.request_id
-        self._answer(entry, error)
+    def _accept(self, client: Client, request: GenerateRequest, num_bytes: int) -> None:
+        self._check_drain(request)
+        self._admission.check(num_bytes, estimated_tokens(request), client.share)
+        self.validation.check(request, is_req_socket=client.envelope[-1] == b"")
+        entry = Entry(request, request.request_id or uuid4().hex, client, num_bytes)
+        entry.accepted_at = time.monotonic()
+        self._generation.fill(entry.sampling)
+        self._ledger.open(entry)
+        self._router.assign(entry)
+        self._clients.connections.attach(entry.request_id, client)
+        if request.timeout is not None:
+            entry.timer = self._call_later(
+                request.timeout, lambda: self._answer(entry, entry.reply("abort"))
+            )
+        self.tokenizers.submit(entry)
 
-    def release_unknown(self, request_id: str, attempt: int) -> None:
-        """Some scheduler goes on with what is over here. It has a lease for what an earlier gateway
-        has begun: somebody may yet ask for it."""
-        if attempt >= self._ledger.first_attempt:
-            for replica in range(len(self._to_schedulers)):
-                self._release(replica, request_id, attempt)
+    def _adopt(self, entry: Entry, client: Client) -> None:
+        """Deliver an answer, from its start, to the client that asked for it last."""
+        request_id, previous = entry.request_id, entry.client
+        self._clients.connections.detach(request_id, previous)
+        if previous.connection is not client.connection:
+            message = f"request {request_id!r} is answered on another connection now"
+            error = ErrorReply(code="failed", message=message, request_id=request_id)
+            self._clients.reply(previous, error)
+        entry.client = client
+        entry.rewind()
+        self._clients.connections.attach(request_id, client)
+        self._clients.deliver(entry)
 
-    def release_left(self, entry: Entry, attempt: int) -> None:
-        """A scheduler goes on, or is about to, with what another one has now."""
-        if (replica := entry.left.get(attempt)) is not None:
-            self._release(replica, entry.request_id, attempt)
-
-    def _release(self, replica: int, request_id: str, attempt: int) -> None:
-        self._to_schedulers[replica].send(ReleaseRequest(request_id, attempt))
+    def _check_drain(self, request: WorkRequest) -> None:
+        if not self.is_draining:
+            return
+        if isinstance(request, GenerateRequest):
+            known = request.request_id and self._router.may_have(request.request_id)
+            if known or request.output_token_ids:
+                return
+        raise RefusedError("the pipeline is stopping and accepts no requests", code="overloaded")
 
     def on_deltas(self, deltas: list[TextDelta], now: float) -> None:
-        """Passes new text on, at `now` of time.monotonic; a request that raises is failed alone."""
+        """Deliver new output, at `now` of time.monotonic; a request that raises fails alone."""
         for delta in deltas:
+            entry = self._ledger.get(delta.request_id)
+            if entry is None:
+                self._router.release_everywhere(delta.request_id, delta.attempt)
+                continue
             try:
-                self.on_delta(delta, now)
+                self._on_delta(entry, delta, now)
             except Exception:  # noqa: BLE001
-                if entry := self._ledger.find(delta.request_id):
-                    self.on_defect(entry)
+                self.on_defect(entry)
 
-    def on_delta(self, delta: TextDelta, now: float) -> None:
-        """As `on_deltas`."""
-        entry = self._ledger.get(delta.request_id)
-        if entry is None:
-            self.release_unknown(delta.request_id, delta.attempt)
-            return
+    def _on_delta(self, entry: Entry, delta: TextDelta, now: float) -> None:
         if entry.left:
-            self.release_left(entry, delta.attempt)
-        num_tokens = len(entry.token_ids)
+            self._router.release_left(entry, delta.attempt)
+        num_tokens, num_bytes = len(entry.token_ids), entry.num_bytes
         try:
-            is_new = self._ledger.append(entry, delta)
+            is_new = entry.append(delta)
         except GapError as error:
-            named = {"request_id": entry.request_id}
-            log.warning("%s: %s; it begins again there", entry.request_id, error, extra=named)
+            log.warning(
+                "%s: %s; resubmitting it",
+                entry.request_id,
+                error,
+                extra={"request_id": entry.request_id},
+            )
             self._ledger.begin_attempt(entry)
-            self._tokenizers.submit(entry)
+            self.tokenizers.submit(entry)
             return
+        self._ledger.take_growth(entry, num_bytes)
         if num_new := len(entry.token_ids) - num_tokens:
-            self.statistics.got_tokens(entry, num_new, now)
+            entry.record_tokens(self.metrics, num_new, now)
         if is_new and delta.finish_reason:
-            self._finish(entry, delta.finish_reason)
+            self._answer(entry, entry.reply(delta.finish_reason))
         elif is_new and entry.request.stream:
-            self._outbox.deliver(entry)
+            self._clients.deliver(entry)
 
-    def introduce(self, replica: int, first_attempt: int) -> None:
-        """Have a scheduler serve this gateway, from this attempt on."""
-        self._replicas.introduced(replica, first_attempt)
-        self._to_schedulers[replica].send(GatewayStarted(first_attempt))
+    def on_failed(self, message: RequestFailed) -> None:
+        """Fail a request that a scheduler or tokenizer can't serve. Refuse its likes if it is
+        poison."""
+        entry = self._ledger.get(message.request_id)
+        if entry and entry.attempt == message.attempt:
+            self.fail(entry, message.error)
+            if message.is_poison:
+                self._fail_likes(entry.request)
+
+    def on_poison(self, work: Work) -> None:
+        """Give up work at which tokenizers died."""
+        if isinstance(work, Query):
+            self.queries.fail(work, GIVEN_UP)
+        elif work.is_open:
+            self.fail(work, ErrorReply(code="failed", message=GIVEN_UP))
+        self._fail_likes(work.request)
+
+    def on_tokenized(self, request_id: str, attempt: int, num_tokens: int, by: bytes) -> None:
+        """Record that a tokenizer has passed a prompt of `num_tokens` on."""
+        if entry := self._ledger.get(request_id):
+            self._router.release_left(entry, attempt)
+            self._ledger.take_prompt_length(entry, num_tokens)
+            entry.tokenizer = by
+        else:  # ended meanwhile
+            self._router.release_everywhere(request_id, attempt)
 
     def resubmit_all(self, replica: int) -> None:
-        """Its scheduler is a new one and knows nothing."""
-        entries = self._replicas.entries(replica)
-        if entries:
-            log.warning("scheduler.%d is a new one: %d requests go on", replica + 1, len(entries))
-        self.each(entries, self.again)
+        """Resubmit the requests of a scheduler that has restarted."""
+        if entries := self._router.entries_of(replica):
+            log.warning(
+                "scheduler.%d restarted; resubmitting %d requests", replica + 1, len(entries)
+            )
+        self._for_each(entries, self._resubmit)
 
-    def migrate_lost(self) -> None:
-        """What a replica can't run goes on in another one."""
-        entries = self._replicas.lost()
-        if entries:
-            log.warning("a replica is down: %d requests go on in others", len(entries))
-        self.each(entries, self.again)
+    def resubmit_passed_on_by(self, tokenizer: bytes) -> None:
+        """Resubmit what a tokenizer has passed on: it may have been lost with it."""
+        self._for_each(self._ledger.passed_on_by(tokenizer), self._resubmit)
 
-    def each(self, entries: Iterable[Entry], handle: Callable[[Entry], None]) -> None:
-        """Calls `handle` with each entry; an entry at which it raises is failed, alone."""
+    def migrate_stranded(self) -> None:
+        """Migrate what a replica can't run to another one."""
+        if entries := self._router.stranded():
+            log.warning("a replica is down; migrating %d requests to others", len(entries))
+        self._for_each(entries, self._resubmit)
+
+    def _resubmit(self, entry: Entry) -> None:
+        """Submit a request once more, to be resumed after the tokens that it has."""
+        attempt = entry.attempt
+        left = self._router.migrate(entry)
+        self._ledger.begin_attempt(entry)
+        if left is not None:
+            entry.left[attempt] = left
+            self._router.release_left(entry, attempt)
+        self.tokenizers.submit(entry)
+
+    def _for_each(self, entries: Iterable[Entry], handle: Callable[[Entry], None]) -> None:
+        """Call `handle` with each entry; an entry at which it raises fails, alone."""
         for entry in entries:
             try:
                 handle(entry)
             except Exception:  # noqa: BLE001
                 self.on_defect(entry)
 
-    def on_defect(self, entry: Entry) -> None:
-        """Ends a request that raises, in an `except` block: other requests continue."""
-        named = {"request_id": entry.request_id}
-        log.exception("request %s raised and is failed", entry.request_id, extra=named)
+    def on_defect(self, entry: Work) -> None:
+        """Fail work that raises, in an `except` block: other requests continue."""
+        if isinstance(entry, Query):
+            log.exception("a query raised and is failed")
+            return self.queries.fail(entry, DEFECT)
+        request_id, extra = entry.request_id, {"request_id": entry.request_id}
+        log.exception("request %s raised and is failed", request_id, extra=extra)
         try:
             self.fail(entry, ErrorReply(code="failed", message=DEFECT))
         except Exception:
-            log.exception("request %s is dropped", entry.request_id, extra=named)
-            self._outbox.close(entry)
-
-    def again(self, entry: Entry) -> None:
-        """Submits a request once more, to go on behind the tokens that it has."""
-        attempt = entry.attempt
-        left = self._replicas.place_again(entry)
-        self._ledger.begin_attempt(entry)
-        if left is not None:
-            entry.left[attempt] = left
-            self.release_left(entry, attempt)
-        self._tokenizers.submit(entry)
+            log.exception("request %s is dropped", request_id, extra=extra)
+            self._clients.release(entry)
 
     def on_heartbeat(self) -> None:
-        """Gives up clients that are gone, and those that do not read."""
-        self._overload.sample(time.monotonic())
-        self._questions.on_heartbeat()
-        lost = map(self._ledger.find, self._connections.take_lost())
-        self.each(filter(None, lost), self._drop)
-        for connection in self._outbox.on_heartbeat():
-            self._cut_off(connection)
+        """Drop the requests of clients that have disconnected, or do not read."""
+        self._admission.sample(time.monotonic())
+        self.queries.drop_closed()
+        self._drop_all(self._clients.connections.take_lost())
+        for connection in self._clients.retry_full():
+            log.warning(
+                "a client has left %d bytes of answers unread: its %d requests are aborted",
+                self._clients.num_unread_bytes(connection),
+                len(connection.request_ids),
+            )
+            self._drop_all(set(connection.request_ids))
+            self._clients.connections.cut_off(connection, UNREAD)
 
-    def _accept(self, client: Client, request: GenerateRequest, num_bytes: int) -> None:
-        """Writes a request into the ledger and sends it on its way."""
-        self.drain.check(request)
-        self._overload.check(num_bytes, estimated_tokens(request), client.share)
-        self._admission.check(request, is_req_socket=client.envelope[-1] == b"")
-        entry = Entry(request, request.request_id or uuid4().hex, client, num_bytes)
-        entry.accepted_at = time.monotonic()
-        self._generation.fill(entry.sampling)
-        self._check_encoding(entry.submission())
-        self._ledger.add(entry)
-        self._replicas.place(entry)
-        self._connections.add(entry.request_id, client)
-        if request.timeout is not None:
-            entry.timer = self._call_later(request.timeout, lambda: self._finish(entry, "abort"))
-        self._tokenizers.submit(entry)
+    def fail(self, entry: Entry, error: ErrorReply) -> None:
+        """Answer a request with an error."""
+        error.request_id = entry.request_id
+        self._answer(entry, error)
 
-    def _check_encoding(self, submission: TokenizeRequest | TokenizerQuery) -> None:
-        """What is accepted can be sent on, now and after a restart. Raises RefusedError."""
-        try:
-            self._tokenizers.check(submission)
-        except DECODE_ERRORS as error:
-            raise RefusedError(f"request can't be encoded as MessagePack: {error}") from error
-
-    def _adopt(self, entry: Entry, client: Client) -> None:
-        """Who asked last gets the answer, from its start."""
-        request_id, previous = entry.request_id, entry.client
-        self._connections.remove(request_id, previous)
-        if previous.connection is not client.connection:
-            message = f"request {request_id!r} is answered on another connection now"
-            moved = ErrorReply(code="failed", message=message, request_id=request_id)
-            self._outbox.reply(previous, moved)
-        entry.client = client
-        entry.rewind()
-        self._connections.add(request_id, client)
-        self._outbox.deliver(entry)
-
-    def _finish(self, entry: Entry, reason: FinishReason) -> None:
-        """Answers a request with all its text."""
-        self._answer(entry, entry.reply(reason))
+    def _fail_likes(self, request: WorkRequest) -> None:
+        """Refuse a poison request, and fail those that are open and have no output."""
+        poison = self.poison.give_up(request)
+        for entry in self._router.entries:
+            if not entry.token_ids and digest(entry.request) == poison:
+                self.fail(entry, ErrorReply(code="failed", message=REFUSED))
 
     def _answer(self, entry: Entry, reply: GenerateReply | ErrorReply) -> None:
-        """The last word to a request."""
         self._end(entry, reply)
         self._ledger.answer(entry, reply)
-        self._outbox.deliver(entry)
+        self._clients.deliver(entry)
+
+    def _drop_all(self, request_ids: set[str]) -> None:
+        """End requests, answered or not, whose client can't get the answer."""
+        self._for_each(filter(None, map(self._ledger.find, request_ids)), self._drop)
 
     def _drop(self, entry: Entry) -> None:
-        """Ends a request, answered or not, whose client can't get the answer."""
         if entry.answer is None:
             self._end(entry, entry.reply("abort"))
-        self._outbox.close(entry)
+        self._clients.release(entry)
 
     def _end(self, entry: Entry, reply: GenerateReply | ErrorReply) -> None:
-        """Nothing works at a request any more."""
-        self.statistics.ended(entry, reply, time.monotonic())
-        if self._tracer.is_on:
-            trace_request(self._tracer, entry, reply)
+        """Stop all work at a request."""
+        entry.record_end(self.metrics, reply, time.monotonic())
+        if self.tracer.is_on:
+            entry.write_span(self.tracer, reply)
         if entry.timer:
             entry.timer.cancel()
-        self._tokenizers.forget(entry)
-        self._replicas.end(entry)
-        self._release(entry.replica, entry.request_id, entry.attempt)
-
-    def _cut_off(self, connection: Connection) -> None:
-        """Ends the requests of a client that does not read, and its connection."""
-        log.warning(
-            "a client has left %d bytes of answers unread: its %d requests are aborted",
-            self._outbox.num_unread_bytes(connection),
-            len(connection.request_ids),
-        )
-        entries = [self._ledger.find(request_id) for request_id in connection.request_ids]
-        self.each(filter(None, entries), self._drop)
-        self._disconnect(connection, UNREAD)
+        self.tokenizers.forget(entry)
+        self._router.unassign(entry)
+        self._router.release(entry.replica, entry.request_id, entry.attempt)

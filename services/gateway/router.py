@@ -1,15 +1,15 @@
-"""Which replica gets which request. No sockets, no clock.
+"""The router: assigns each request to a replica, and releases it there. No clock.
 
-A request goes where the longest beginning of its prompt has been, for its KV may be in that
-replica's cache; but to the least loaded one if that has much less to do (the rule, though not the
+A request goes to the replica that had the longest beginning of its prompt, whose cache may hold its
+KV; but to the least loaded replica if that one has much less to do (the rule, though not the
 numbers, of SGLang's router: sgl-project/sglang, cache_aware policy). Prompts are known by hashes of
-their pieces, each chained to those before it.
+their pieces, each chained to the pieces before it.
 """
 
 import random
 from collections import OrderedDict
 from collections.abc import Collection
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import xxhash
@@ -17,18 +17,19 @@ from msgspec.structs import replace
 
 from penstock.protocol.messages.client import GenerateRequest
 from penstock.protocol.messages.plan import pack
+from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
 from penstock.protocol.messages.status import SchedulerStatus
-from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
+from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
 from penstock.services.gateway.entry import Entry
 
 PIECE_BYTES = 256
 """of text, or of token ids of 4 bytes"""
 MAX_PIECES = 1024
-"""of one prompt that are looked at"""
+"""of one prompt that are hashed"""
 MAX_KNOWN = 1 << 16
-"""pieces that are remembered, those used last"""
+"""pieces that are remembered, the most recently used"""
 MUCH_MORE = 8, 1.5
-"""requests, and times as many, that a replica has more than another one"""
+"""requests, and factor, by which the load of one replica exceeds that of another"""
 
 
 class Replica:
@@ -37,62 +38,58 @@ class Replica:
     def __init__(self, index: int) -> None:
         self.index = index
         self.first_attempt = 0
-        """that its scheduler was sent by this gateway last"""
+        """that this gateway has sent its scheduler last"""
         self.status: SchedulerStatus | None = None
         self.entries: dict[str, Entry] = {}
-        """open requests that it has, by id"""
+        """its open requests, by id"""
         self.num_given = 0
-        """requests that it has ever had"""
+        """requests that were ever assigned to it"""
         self.num_missed = 0
-        """heartbeats since its last report"""
-        self.is_gone = False
-        """the supervisor has no scheduler for it that runs"""
+        """heartbeats since its last status"""
+        self.has_exited = False
+        """no scheduler of it runs, as the supervisor reports"""
 
     @property
     def is_silent(self) -> bool:
-        """It has missed so many that it may be gone."""
-        return self.is_gone or self.num_missed > MAX_MISSED_HEARTBEATS
+        """Its scheduler has exited, or has missed too many heartbeats."""
+        return self.has_exited or self.num_missed > MAX_MISSED_HEARTBEATS
 
     @property
     def runs(self) -> bool:
-        """What it is given gets a token soon."""
+        """A request that is assigned to it gets a token soon."""
         return bool(self.status and self.status.workers_ready and not self.is_silent)
 
     @property
-    def is_ready(self) -> bool:
-        """Its scheduler is ready, is heard, and serves no gateway that was started later."""
-        status = self.status
-        return bool(status and status.ready and not self.is_silent and self.serves_us)
+    def is_down(self) -> bool:
+        """It is silent, or has reported that it can't run anything."""
+        return self.is_silent or bool(self.status and not self.status.workers_ready)
 
     @property
-    def serves_us(self) -> bool:
-        """Its scheduler would accept a request of this gateway."""
-        return bool(self.status and self.status.first_attempt <= self.first_attempt)
+    def is_ready(self) -> bool:
+        """Its scheduler is ready, not silent, and serves no gateway that was started later."""
+        status = self.status
+        serves_us = status and status.first_attempt <= self.first_attempt
+        return bool(status and status.ready and serves_us and not self.is_silent)
 
     @property
     def awaits_claims(self) -> bool:
-        """Clients may ask for requests that its scheduler has of an earlier gateway."""
+        """Its scheduler has requests of an earlier gateway, which clients may claim."""
         return not self.is_silent and self._unclaimed() != []
 
     def may_have(self, request_id: str) -> bool:
-        """Whether this is one of them; True if they are not known yet."""
+        """Return whether a client may claim this request; True if that is not known yet."""
         unclaimed = self._unclaimed()
         return not self.is_silent and (unclaimed is None or request_id in unclaimed)
 
     def _unclaimed(self) -> list[str] | None:
-        """As in its status; None until it has heard of this gateway, or of none."""
+        """As in its status; None until its scheduler knows this gateway, or none."""
         if self.status is None or 0 < self.status.first_attempt < self.first_attempt:
             return None
         return self.status.unclaimed
 
-    @property
-    def is_down(self) -> bool:
-        """It said that it can't run anything, or has said nothing for long."""
-        return self.is_silent or bool(self.status and not self.status.workers_ready)
-
 
 class Prefixes:
-    """Which replicas have had which beginnings of prompts."""
+    """Beginnings of prompts, and the replicas that have had each."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, frozenset[int]] = OrderedDict()
@@ -102,7 +99,7 @@ class Prefixes:
         return len(self._known)
 
     def longest(self, pieces: list[int], among: Collection[int]) -> frozenset[int]:
-        """Those of `among` that have had most of the pieces; none if nobody had the first."""
+        """Return the replicas, of `among`, that have had most of the pieces."""
         best: frozenset[int] = frozenset()
         for piece in pieces:
             having = self._known.get(piece, frozenset()).intersection(among)
@@ -111,8 +108,8 @@ class Prefixes:
             best = having
         return best
 
-    def add(self, pieces: list[int], replica: int) -> None:
-        """A replica gets a prompt. Of its pieces the first are forgotten last."""
+    def remember(self, pieces: list[int], replica: int) -> None:
+        """Add a prompt of a replica. Its first pieces are forgotten last."""
         for piece in reversed(pieces):
             self._known[piece] = self._known.get(piece, frozenset()) | {replica}
             self._known.move_to_end(piece)
@@ -120,7 +117,7 @@ class Prefixes:
             self._known.popitem(last=False)
 
     def forget(self, replica: int) -> None:
-        """Its cache is empty."""
+        """Remove a replica whose cache is empty."""
         for piece, having in list(self._known.items()):
             if having == {replica}:
                 del self._known[piece]
@@ -128,17 +125,25 @@ class Prefixes:
                 self._known[piece] = having - {replica}
 
 
-class Replicas:
-    """All replicas, and who has which open request."""
+class Router:
+    """All replicas, and the open requests of each."""
 
-    def __init__(self, number: int, routing: Literal["prefix", "load", "random"]) -> None:
-        self._all = [Replica(index) for index in range(number)]
+    def __init__(
+        self,
+        to_schedulers: list[Channel[Any]],
+        routing: Literal["prefix", "load", "random"],
+        first_attempt: int = 0,
+    ) -> None:
+        """to_schedulers: one a replica. first_attempt: of this gateway."""
+        self._all = [Replica(index) for index in range(len(to_schedulers))]
+        self._to_schedulers = to_schedulers
+        self._first_attempt = first_attempt
         self._prefixes = Prefixes()
         self._routing = routing
 
     @property
     def statuses(self) -> list[SchedulerStatus]:
-        """The newest reports; `ready` is False in those of replicas that do not serve us now."""
+        """The newest ones; `ready` is False where the replica does not serve this gateway now."""
         return [
             replace(one.status, ready=one.is_ready, unclaimed=[])  # not for other clients' eyes
             for one in self._all
@@ -146,12 +151,12 @@ class Replicas:
         ]
 
     @property
-    def ready(self) -> bool:
-        """All are."""
+    def is_ready(self) -> bool:
+        """All replicas are ready."""
         return all(one.is_ready for one in self._all)
 
     @property
-    def await_claims(self) -> bool:
+    def awaits_claims(self) -> bool:
         """As `Replica.awaits_claims`, of any."""
         return any(one.awaits_claims for one in self._all)
 
@@ -159,13 +164,14 @@ class Replicas:
         """As `Replica.may_have`, of any."""
         return any(one.may_have(request_id) for one in self._all)
 
-    def introduced(self, replica: int, first_attempt: int) -> None:
-        """The scheduler of a replica was sent this number."""
+    def introduce(self, replica: int, first_attempt: int) -> None:
+        """Have a scheduler serve this gateway, from this attempt on."""
         self._all[replica].first_attempt = first_attempt
+        self._to_schedulers[replica].send(GatewayStarted(first_attempt))
 
-    def heard(self, status: SchedulerStatus) -> bool | None:
-        """Takes a report. True: its scheduler is a new one, which knows nothing; None: it is of one
-        that is gone, or of no replica."""
+    def take_status(self, status: SchedulerStatus) -> bool | None:
+        """Record a status. True: its scheduler has restarted and knows nothing; None: it is of an
+        earlier scheduler, or of an unknown replica."""
         if status.replica >= len(self._all):
             return None
         replica = self._all[status.replica]
@@ -178,61 +184,77 @@ class Replicas:
         replica.status, replica.num_missed = status, 0
         return is_new
 
-    def reported(self, running: Collection[int]) -> None:
-        """The supervisor has schedulers of these that run; of a next one nothing is known yet."""
+    def take_running(self, running: Collection[int]) -> None:
+        """Record which replicas have a scheduler that runs, as the supervisor reports."""
         for one in self._all:
-            one.is_gone = one.index not in running
-            if one.is_gone:
+            one.has_exited = one.index not in running
+            if one.has_exited:
                 one.status = None
 
-    def are_all(self, heard: set[int]) -> bool:
-        """Whether none is left of which anything is to be heard soon."""
-        return all(one.index in heard or one.is_silent for one in self._all)
+    def covers_all(self, replicas: set[int]) -> bool:
+        """Return whether every other replica is silent."""
+        return all(one.index in replicas or one.is_silent for one in self._all)
 
     def on_heartbeat(self) -> None:
-        """Counts them: after a time in which the gateway itself was stopped nobody is silent."""
+        """Count heartbeats, not seconds: a gateway that was stopped itself finds nobody silent."""
         for one in self._all:
             one.num_missed += 1
 
     @property
-    def all_entries(self) -> list[Entry]:
+    def entries(self) -> list[Entry]:
         """All open requests."""
         return [entry for one in self._all for entry in one.entries.values()]
 
-    def entries(self, replica: int) -> list[Entry]:
-        """Open requests that it has."""
+    def entries_of(self, replica: int) -> list[Entry]:
+        """Return the open requests of a replica."""
         return list(self._all[replica].entries.values())
 
-    def lost(self) -> list[Entry]:
-        """Requests of replicas that can't run them, while another one can."""
+    def stranded(self) -> list[Entry]:
+        """Return requests of replicas that can't run them, while another one can."""
         if not any(one.runs for one in self._all):
             return []
         return [entry for one in self._all if one.is_down for entry in one.entries.values()]
 
-    def place(self, entry: Entry) -> None:
-        """Gives a new request to a replica."""
+    def assign(self, entry: Entry) -> None:
+        """Assign a request to a replica."""
         pieces = self._pieces(entry.request)
         replica = self._choose(pieces)
-        self._prefixes.add(pieces, replica.index)
+        self._prefixes.remember(pieces, replica.index)
         entry.replica = replica.index
         replica.entries[entry.request_id] = entry
         replica.num_given += 1
 
-    def place_again(self, entry: Entry) -> int | None:
-        """Gives a request to another replica if its own can't run it and that one can. Returns the
-        one that it has left; None if it has not."""
+    def migrate(self, entry: Entry) -> int | None:
+        """Assign a request to another replica if its own can't run it and that one can. Return the
+        replica that it has left; None if it stays."""
         before = self._all[entry.replica]
         if before.runs or not any(one.runs for one in self._all):
             return None
         deaths = before.status.num_deaths if before.status else {}
         entry.num_deaths = deaths.get(entry.request_id, 0)
-        self.end(entry)
-        self.place(entry)
+        self.unassign(entry)
+        self.assign(entry)
         return before.index
 
-    def end(self, entry: Entry) -> None:
-        """Nothing works at a request any more."""
+    def unassign(self, entry: Entry) -> None:
+        """Remove a request from its replica."""
         self._all[entry.replica].entries.pop(entry.request_id, None)
+
+    def release(self, replica: int, request_id: str, attempt: int) -> None:
+        """End an attempt at a scheduler."""
+        self._to_schedulers[replica].send(ReleaseRequest(request_id, attempt))
+
+    def release_left(self, entry: Entry, attempt: int) -> None:
+        """Release an attempt at a replica that the request has left."""
+        if (replica := entry.left.get(attempt)) is not None:
+            self.release(replica, entry.request_id, attempt)
+
+    def release_everywhere(self, request_id: str, attempt: int) -> None:
+        """Release a request that has ended here and that some scheduler continues. Requests of an
+        earlier gateway are not released: a client may yet claim them."""
+        if attempt >= self._first_attempt:
+            for replica in range(len(self._all)):
+                self.release(replica, request_id, attempt)
 
     def _choose(self, pieces: list[int]) -> Replica:
         running = [one for one in self._all if one.runs] or self._all
@@ -242,17 +264,19 @@ class Replicas:
         having = self._prefixes.longest(pieces, [one.index for one in running])
         if having:
             best = min((self._all[index] for index in having), key=_load)
-            if not _has_much_more(len(best.entries), len(least.entries)):
+            more, times = MUCH_MORE
+            number, fewest = len(best.entries), len(least.entries)
+            if number <= fewest + more or number <= fewest * times:
                 return best
         return least
 
     def _pieces(self, request: GenerateRequest) -> list[int]:
-        """Empty where nobody looks at them."""
+        """Return nothing where pieces are not used."""
         return pieces_of(request) if self._routing == "prefix" and len(self._all) > 1 else []
 
 
 def pieces_of(request: GenerateRequest) -> list[int]:
-    """A hash for each whole piece of the prompt, of that piece and all before it."""
+    """Return a hash for each whole piece of the prompt, of that piece and all before it."""
     prompt = request.prompt
     if isinstance(prompt, str):
         data = prompt.encode()
@@ -271,10 +295,5 @@ def pieces_of(request: GenerateRequest) -> list[int]:
 
 
 def _load(replica: Replica) -> tuple[int, int]:
-    """Equals take turns."""
+    """Return a key by which equally loaded replicas take turns."""
     return len(replica.entries), replica.num_given
-
-
-def _has_much_more(number: int, least: int) -> bool:
-    more, times = MUCH_MORE
-    return number > least + more and number > least * times

@@ -1,149 +1,149 @@
-"""Work on its way to tokenizers: each piece to the one that has the fewest.
+"""Work for tokenizers, requests and queries: each piece goes to the tokenizer that has the fewest.
 
-When a tokenizer dies, any of the work that it had may have killed it. Such suspects get a tokenizer
-for themselves, until it has done them: who is alone at MAX_DEATHS deaths is given up.
+When a tokenizer dies, any of its work may have killed it. Such suspects get a tokenizer for
+themselves, until it has done them: work that is alone at MAX_DEATHS deaths is given up.
 """
 
-import logging
-from collections.abc import Callable
+from itertools import count
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from penstock.protocol.fair_queue import FairQueue
-from penstock.protocol.messages.tokenizer import TokenizeRequest, TokenizerQuery
+from penstock.protocol.messages.client import ErrorReply, TokenizePromptRequest
+from penstock.protocol.messages.tokenizer import TokenizerQuery, TokenizerReply
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.heartbeat import Peer, Peers
-from penstock.services.gateway.poison import MAX_DEATHS, Asked, Poison
-from penstock.services.gateway.shares import Share
+from penstock.services.gateway.client_socket import ClientSocket
+from penstock.services.gateway.connections import Client
+from penstock.services.gateway.entry import Entry, estimated_tokens
+from penstock.services.gateway.ledger import Totals
+from penstock.services.gateway.validation import MAX_DEATHS, Poison, TokenizerRequest
 
-log = logging.getLogger("gateway")
 MAX_BYTES = 1 << 17
-"""of work that one tokenizer has at a time, unless it is one piece: what nobody waits for any more
-is dropped here, and can't be once a tokenizer has it"""
-
+"""of work that one tokenizer has at a time, unless it is one piece: work that nobody waits for any
+more is dropped here, and can't be once a tokenizer has it"""
 _LOST = 1 << 32
 """more than any difference of priorities"""
 
 
-class Work(Protocol):
-    """A request, or a question that a tokenizer answers alone."""
+class Query:
+    """One request that a tokenizer answers alone: token ids of a prompt, or text of token ids."""
 
-    @property
-    def key(self) -> object:
-        """Names it, and its attempt, to the tokenizer."""
-
-    @property
-    def size(self) -> int:
-        """About as many bytes are to be tokenized."""
-
-    @property
-    def request(self) -> Asked:
-        """What its client asks for."""
-
-    @property
-    def share(self) -> Share:
-        """Of the client that waits for it."""
-
-    @property
-    def priority(self) -> int:
-        """As in `GenerateRequest`."""
+    def __init__(
+        self, number: int, client: Client, request: TokenizerRequest, num_bytes: int
+    ) -> None:
+        self.key = number
+        self.client = client
+        self.size = num_bytes
+        self.share = client.share
+        self.priority = 0
+        self.num_tokens = num_query_tokens(request)
+        self.request = request
 
     @property
     def is_open(self) -> bool:
-        """Somebody waits for it."""
+        """The client waits for the answer."""
+        return not self.client.connection.is_closed
 
-    def submission(self) -> TokenizeRequest | TokenizerQuery:
-        """What the tokenizer is sent."""
+    def submission(self) -> TokenizerQuery:
+        """Return the message for a tokenizer."""
+        return TokenizerQuery(self.key, self.request)
+
+
+def num_query_tokens(request: TokenizerRequest) -> int:
+    """Return the estimated length of the prompt that is to be tokenized."""
+    return estimated_tokens(request) if isinstance(request, TokenizePromptRequest) else 0
+
+
+Work = Entry | Query
+
+
+class Owner(Protocol):
+    """The owner of all work."""
+
+    def resubmit_passed_on_by(self, tokenizer: bytes) -> None:
+        """Handle the loss of a tokenizer."""
+
+    def on_defect(self, work: Any) -> None:
+        """Fail work that can't be sent, in an `except` block."""
+
+    def on_poison(self, work: Any) -> None:
+        """Fail work that is given up."""
 
 
 class Tokenizers:
-    """Which tokenizer has which work; what none has room for waits here, in turns of clients."""
+    """All tokenizers and the work of each. Other work waits here; clients take turns."""
 
-    def __init__(
-        self,
-        channel: Channel[Any],
-        poison: Poison,
-        on_change: Callable[[], None],
-        on_lost: Callable[[bytes], None] = lambda _: None,
-        on_defect: Callable[[Any], None] = lambda _: None,
-        on_poison: Callable[[Any], None] = lambda _: None,
-    ) -> None:
-        """`on_change` is called when a tokenizer has come or is lost; `on_lost` with the identity
-        of a lost one; `on_defect` in an `except` block, with work that can't be sent; `on_poison`
-        with work that is given up."""
+    def __init__(self, channel: Channel[Any], poison: Poison, owner: Owner) -> None:
         self.peers: Peers[Work] = Peers()
         self.unassigned: FairQueue[Work] = FairQueue()
         self._num_losses = 0
         self._num_bytes: dict[bytes, int] = {}
         """by tokenizer, of the work it has"""
         self._channel = channel
-        self._on_change = on_change
-        self._on_lost = on_lost
-        self._on_defect = on_defect
-        self._on_poison = on_poison
         self._poison = poison
+        self._owner = owner
         self._suspects: WeakKeyDictionary[Work, int] = WeakKeyDictionary()
         """→ deaths at which it was alone"""
 
-    def check(self, submission: TokenizeRequest | TokenizerQuery) -> None:
-        """Raises one of DECODE_ERRORS if `submission` can't be encoded."""
-        self._channel.encode(submission)
-
     def submit(self, work: Work) -> None:
-        """Gives work away, now or when a tokenizer has room."""
+        """Send work to a tokenizer, now or when one has room."""
         if num_deaths := self._poison.num_deaths(work.request):
             self._suspects[work] = num_deaths
-        self._add(work, work.priority)
+        self._enqueue(work, work.priority)
         self._assign()
 
     def alive(self, identity: bytes, name: str) -> None:
-        """A heartbeat came; the first one of a tokenizer makes it take part."""
+        """Record a heartbeat; the first one registers a tokenizer."""
         if self.peers.alive(identity, name):
             self._num_bytes[identity] = 0
             for dead in self.peers.predecessors(identity):
                 self.lose(dead)
             self._assign()
-            self._on_change()
 
     def done(self, identity: bytes, key: object) -> None:
-        """A tokenizer has passed a request on, answered a question, or failed at it."""
+        """Record that a tokenizer has passed a request on, answered a query, or failed at it."""
         if peer := self.peers.get(identity):
             work = self._take_back(peer, key)
             if work and self._suspects.pop(work, 0):
-                self._poison.suspect(work.request, 0)
+                self._poison.set_num_deaths(work.request, 0)
             self._assign()
 
     def forget(self, work: Work) -> None:
-        """Nobody waits for it any more. A tokenizer that has it still reports it as done."""
+        """Remove work that nobody waits for. A tokenizer that has it still reports it as done."""
         self.unassigned.remove(work)
 
     def lose(self, identity: bytes, has_died: bool = True) -> None:
-        """Its unanswered work goes to another one, or to the next that comes, first of each
-        client's."""
+        """Remove a tokenizer. Its work goes to another one, before other work of the same clients;
+        or to the next tokenizer that registers."""
         had = self.peers.lost(identity)
         if has_died and had:
             had = self._blame(identity, had)
-        self._add_first(had)
+        self._enqueue_first(had)
         self._num_bytes.pop(identity, None)
-        self._on_lost(identity)
+        self._owner.resubmit_passed_on_by(identity)
         self._assign()
-        self._on_change()
+
+    def lose_silent(self) -> None:
+        """Remove tokenizers that missed too many heartbeats; called at every heartbeat."""
+        for identity in self.peers.silent():
+            self.lose(identity)
 
     def _blame(self, identity: bytes, lost: list[Work]) -> list[Work]:
-        """A tokenizer died with this work. Return what is to be tried again."""
-        self._poison.died(identity, [work.request for work in lost])
+        """Suspect the work with which a tokenizer died. Return the work that is to be retried."""
+        self._poison.report_death(identity, [work.request for work in lost])
         for work in lost:
             self._suspects.setdefault(work, 0)
         if len(lost) == 1:
             self._suspects[work] += 1
-            self._poison.suspect(work.request, self._suspects[work])
+            self._poison.set_num_deaths(work.request, self._suspects[work])
             if self._suspects[work] >= MAX_DEATHS:
-                self._on_poison(work)
+                self._owner.on_poison(work)
                 return []
         return lost
 
     def _assign(self) -> None:
-        """Sends what waits, as long as there is room."""
+        """Send what waits, as long as there is room."""
         while work := self.unassigned.first():
             if not work.is_open:
                 self.unassigned.remove(work)
@@ -154,16 +154,16 @@ class Tokenizers:
             self.unassigned.take()
             self._send(work, min(having_room, key=lambda peer: len(peer.work)))
 
-    def _add(self, work: Work, priority: int) -> None:
+    def _enqueue(self, work: Work, priority: int) -> None:
         self.unassigned.remove(work)
         self.unassigned.add(work, work.share.name, priority)
 
-    def _add_first(self, lost: list[Work]) -> None:
-        """Before all other work of the same clients."""
+    def _enqueue_first(self, lost: list[Work]) -> None:
+        """Enqueue work before all other work of the same clients."""
         self._num_losses += 1
         for work in lost:
             if work.is_open:
-                self._add(work, work.priority - _LOST * self._num_losses)
+                self._enqueue(work, work.priority - _LOST * self._num_losses)
 
     def _has_room(self, peer: Peer[Work], work: Work) -> bool:
         if not peer.work:
@@ -173,7 +173,7 @@ class Tokenizers:
         return self._num_bytes[peer.identity] + work.size <= MAX_BYTES
 
     def _has_suspect(self, peer: Peer[Work]) -> bool:
-        """A suspect is alone."""
+        """Return whether a tokenizer has a suspect, which is alone."""
         return len(peer.work) == 1 and next(iter(peer.work.values())) in self._suspects
 
     def _send(self, work: Work, peer: Peer[Work]) -> None:
@@ -183,14 +183,59 @@ class Tokenizers:
             is_sent = self._channel.send(work.submission(), peer.identity)
         except Exception:  # noqa: BLE001
             self._take_back(peer, work.key)
-            self._on_defect(work)
+            self._owner.on_defect(work)
         else:
             if not is_sent:  # nobody died of this one
                 self._take_back(peer, work.key)
-                self._add_first([work])
+                self._enqueue_first([work])
                 self.lose(peer.identity)
 
     def _take_back(self, peer: Peer[Work], key: object) -> Work | None:
         if work := peer.work.pop(key, None):
             self._num_bytes[peer.identity] -= work.size
         return work
+
+
+class Queries:
+    """All open queries by number. No two have the same number, of whichever gateway: a tokenizer
+    may answer a query of an earlier gateway to this one."""
+
+    def __init__(
+        self, first_number: int, clients: ClientSocket, tokenizers: Tokenizers, totals: Totals
+    ) -> None:
+        self._numbers = count(first_number)
+        self._open: dict[int, Query] = {}
+        self._clients = clients
+        self._tokenizers = tokenizers
+        self._totals = totals
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def submit(self, client: Client, request: TokenizerRequest, num_bytes: int) -> None:
+        """Send a query, of a frame of `num_bytes`, to a tokenizer."""
+        query = Query(next(self._numbers), client, request, num_bytes)
+        self._open[query.key] = query
+        self._totals.count(query.share, 1, query.num_tokens, query.size)
+        self._tokenizers.submit(query)
+
+    def answer(self, message: TokenizerReply) -> None:
+        """Send a tokenizer's reply to the client; the second one of a query is dropped."""
+        if query := self._remove(message.number):
+            self._clients.reply(query.client, message.reply)
+
+    def fail(self, query: Query, message: str) -> None:
+        """Answer a query with an error."""
+        self.answer(TokenizerReply(query.key, ErrorReply(code="failed", message=message)))
+
+    def drop_closed(self) -> None:
+        """Drop the queries of clients that have disconnected."""
+        for query in [one for one in self._open.values() if not one.is_open]:
+            self._tokenizers.forget(query)
+            self._remove(query.key)
+
+    def _remove(self, number: int) -> Query | None:
+        query = self._open.pop(number, None)
+        if query:
+            self._totals.count(query.share, -1, -query.num_tokens, -query.size)
+        return query

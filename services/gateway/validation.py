@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.protocol.checkpoint import ModelConfig
+from penstock.protocol.checkpoint import max_request_bytes, read_model_config
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import (
     REQUEST_TYPES,
@@ -18,8 +18,19 @@ from penstock.protocol.messages.client import (
     TokenizePromptRequest,
 )
 from penstock.protocol.nesting import MAX_DEPTH, is_too_deep
+from penstock.protocol.poison import REFUSED, DeathReports, PoisonList, digest_of
 from penstock.protocol.transport.channel import DECODE_ERRORS
+from penstock.protocol.transport.process import Identity
 
+TokenizerRequest = TokenizePromptRequest | DetokenizeRequest
+WorkRequest = GenerateRequest | TokenizerRequest
+IGNORED_FIELDS = {
+    "seed", "request_id", "stream", "timeout", "output_token_ids", "priority", "client",
+}  # fmt: skip
+"""fields that do not change what a process has to do for a request"""
+MAX_DEATHS = 2
+"""of tokenizers that worked at a request and nothing else"""
+GIVEN_UP = f"{MAX_DEATHS} tokenizers died while they worked at the request; it is not tried again"
 TOKEN_BYTES = 5
 """of a token id in MessagePack, at most"""
 _SHOWN = 60
@@ -104,9 +115,19 @@ def explain(error: str, raw: Any) -> tuple[str | None, str]:
         known = ", ".join(kind.__struct_fields__)
         return unknown[1], f"{unknown[1]} is not a field of a request; the fields are {known}"
     if not field:
-        return None, error
+        missing = re.search(r"missing required field `(.*)`", limit)
+        return (missing[1], f"{missing[1]} is missing") if missing else (None, error)
     of_key = "a key: " if where.startswith("`key`") else ""
     return field, f"{path} is {_shown(raw, path)}: {of_key}{limit[0].lower()}{limit[1:]}"
+
+
+def check_encoding(request: Request) -> None:
+    """Raise RefusedError for a request that can't be sent on, now or after a restart."""
+    try:
+        for field in UNTYPED:
+            msgspec.msgpack.encode(getattr(request, field, None))
+    except DECODE_ERRORS as error:
+        raise RefusedError(f"{field} can't be encoded as MessagePack: {error}", field) from error
 
 
 def _shown(raw: Any, path: str) -> str:
@@ -125,13 +146,19 @@ def _shown(raw: Any, path: str) -> str:
     return value if len(value) <= _SHOWN else f"{value[:_SHOWN]}…"
 
 
-class Admission:
+class Validation:
     """Checks that need the model's facts."""
 
-    def __init__(self, config: Config, model: ModelConfig) -> None:
+    def __init__(self, config: Config) -> None:
+        model = read_model_config(config.model_folder)
         self.vocab_size = model.vocab_size
         self.max_model_len = model.context(config.max_model_len)
+        self._max_bytes = max_request_bytes(config)
         self.trusts_templates = config.trust_request_chat_template
+
+    def decode(self, codec: Codec, frame: bytes) -> Request:
+        """As `decode_request`."""
+        return decode_request(codec, frame, self._max_bytes, self.max_model_len)
 
     def check(self, request: GenerateRequest, is_req_socket: bool) -> None:
         """Raises RefusedError."""
@@ -156,13 +183,15 @@ class Admission:
         self._check_token_ids("stop_token_ids", request.stop_token_ids)
         self._check_token_ids("logit_bias", request.logit_bias)
         self._check_token_ids("allowed_token_ids", request.allowed_token_ids or [])
+        check_encoding(request)
 
-    def check_question(self, question: TokenizePromptRequest | DetokenizeRequest) -> None:
+    def check_query(self, query: TokenizerRequest) -> None:
         """Raises RefusedError."""
-        if isinstance(question, DetokenizeRequest):
-            self._check_token_ids("token_ids", question.token_ids)
+        if isinstance(query, DetokenizeRequest):
+            self._check_token_ids("token_ids", query.token_ids)
         else:
-            self._check_prompt(question)
+            self._check_prompt(query)
+        check_encoding(query)
 
     def _check_prompt(self, request: GenerateRequest | TokenizePromptRequest) -> None:
         if (request.prompt is None) == (request.messages is None):
@@ -198,7 +227,51 @@ class Admission:
             )
 
 
-def is_same(request: GenerateRequest, other: GenerateRequest) -> bool:
-    """Return True if both requests ask for one answer; who asks again may have some of it."""
-    has = other.output_token_ids
-    return msgspec.structs.replace(request, output_token_ids=has) == other
+def check_same(request: GenerateRequest, known: GenerateRequest) -> None:
+    """Raises RefusedError for a request that differs from the open request of its id; the tokens
+    that the client already has may differ."""
+    if msgspec.structs.replace(request, output_token_ids=known.output_token_ids) != known:
+        raise RefusedError(
+            f"request_id: got {request.request_id!r}, which another open request has; choose "
+            "another id",
+            "request_id",
+        )
+
+
+class Poison:
+    """Digests of requests that were given up, or are suspects."""
+
+    def __init__(self, reports: DeathReports) -> None:
+        self._reports = reports
+        self._known = PoisonList()
+
+    def num_deaths(self, request: WorkRequest) -> int:
+        """Return at how many deaths of tokenizers the same request was the only one."""
+        return self._known.num_deaths(digest(request)) if len(self._known) else 0
+
+    def report_death(self, tokenizer: bytes, requests: list[WorkRequest]) -> None:
+        """Report the death of a tokenizer, by its routing id, that had these requests."""
+        dead = Identity.decode(tokenizer)
+        self._reports.died([(dead.name, dead.pid)], [digest(request) for request in requests])
+
+    def set_num_deaths(self, request: WorkRequest, num_deaths: int) -> None:
+        """Remember at how many deaths a request was the only one; 0 clears it."""
+        self._known.put(digest(request), num_deaths)
+
+    def check(self, request: WorkRequest) -> None:
+        """Raises RefusedError for a request that was given up."""
+        if self.num_deaths(request) >= MAX_DEATHS:
+            raise RefusedError(REFUSED, code="failed")
+
+    def give_up(self, request: WorkRequest) -> bytes:
+        """Refuse a request from now on. Return its digest."""
+        poison = digest(request)
+        self._known.put(poison, MAX_DEATHS)
+        self._reports.found(poison)
+        return poison
+
+
+def digest(request: WorkRequest) -> bytes:
+    """Return equal bytes for equal requests, of whichever client."""
+    fields = [field for field in request.__struct_fields__ if field not in IGNORED_FIELDS]
+    return digest_of(type(request).__name__, [getattr(request, field) for field in fields])

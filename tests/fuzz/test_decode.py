@@ -16,7 +16,6 @@ from msgspec import Struct
 from penstock.protocol.checkpoint import (
     max_request_bytes,
     read_generation_config,
-    read_model_config,
 )
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import GenerateRequest, Reply, codec_of
@@ -30,7 +29,7 @@ from penstock.services.detokenizer.process import Detokenizer
 from penstock.services.detokenizer.token_bytes import token_bytes
 from penstock.services.gateway.connections import Client, Connection
 from penstock.services.gateway.entry import Entry, GapError
-from penstock.services.gateway.validation import Admission, RefusedError, decode_request
+from penstock.services.gateway.validation import RefusedError, Validation, decode_request
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.checks import CannotFitError
@@ -42,12 +41,11 @@ from tests.fuzz.mutator import Mutator
 from tests.search import scaled
 
 CONFIG = Config(max_model_len=64)
-MODEL = read_model_config(CONFIG.model_folder)
 TABLE = token_bytes(CONFIG.model_folder)
 TOKENIZER = Tokenizer(CONFIG.model_folder, CONFIG.max_model_len)
 GENERATION = read_generation_config(CONFIG.model_folder)
 TO_TOKENIZER = msgspec.msgpack.Decoder(ToTokenizer)
-ADMISSION = Admission(CONFIG, MODEL)
+VALIDATION = Validation(CONFIG)
 NUM_FRAMES = scaled(20_000) // len(UNIONS)
 INNER_UNIONS = sorted(UNIONS.keys() - {"Request", "Reply"})
 
@@ -164,7 +162,7 @@ def test_requests() -> None:
         try:
             request = decode_request(codec, frame, max_request_bytes(CONFIG))
             if isinstance(request, GenerateRequest):
-                ADMISSION.check(request, is_req_socket=False)
+                VALIDATION.check(request, is_req_socket=False)
                 use_accepted(Entry(request, "r", Client((b"c",), codec, Connection())))
             num_accepted += 1
         except RefusedError as refused:

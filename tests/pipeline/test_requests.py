@@ -220,7 +220,7 @@ def test_a_request_id_twice(client: Client, req: "zmq.Socket[bytes]") -> None:
     stream = client.stream("count from 1 to 400", request_id="twice")
     next(iter(stream))
     reply = ask(req, b'{"prompt": "a", "request_id": "twice"}')
-    assert "'twice' is open already" in reply["message"]
+    assert "'twice', which another open request has" in reply["message"]
     stream.abort()
     assert stream.result().finish_reason == "abort"
 

@@ -58,7 +58,7 @@ class Stage:
         self.gateway = Gateway(process, lambda s, f: Timer(s, f, self.timers))  # type: ignore[arg-type]
         self.tokenizer = context.connect(zmq.DEALER, at.tokenizers, ToTokenizer, b"t")
         self.detokenizer = context.connect(zmq.PUSH, at.results)
-        where = self.gateway.clients.socket.getsockopt(zmq.LAST_ENDPOINT)
+        where = self.gateway.clients.channel.socket.getsockopt(zmq.LAST_ENDPOINT)
         self.endpoint = where.decode().rstrip("\0")  # type: ignore[union-attr]
         self._poller = zmq.Poller()
         for channel, _ in self.gateway.handlers:
@@ -73,7 +73,7 @@ class Stage:
     def work(self) -> None:
         """Lets the gateway handle what waits."""
         drain(self.gateway.handlers)
-        self.gateway.end_drain_if_idle()
+        self.gateway.after_turn()
 
     def connect(self, keys: Path | None = None, **options: int) -> "zmq.Socket[bytes]":
         """A client."""
@@ -143,7 +143,7 @@ class Stage:
 
     def told_scheduler(self, replica: int = 0) -> list[Any]:
         """What the gateway has told a scheduler up to now."""
-        self.gateway.requests.release_unknown("end", self.gateway.ledger.first_attempt)
+        self.gateway.router.release_everywhere("end", self.gateway.ledger.first_attempt)
         heard: list[Any] = []
         while not heard or getattr(heard[-1], "request_id", "") != "end":
             assert self.schedulers[replica].socket.poll(TIMEOUT)
@@ -162,11 +162,12 @@ class Stage:
             self.gateway.tokenizers,
             self.gateway.connections,
         )
-        counts = (ledger.num_bytes, ledger.num_waiting, ledger.num_waiting_tokens)
+        totals = ledger.totals
+        counts = (totals.num_bytes, totals.num_waiting, totals.num_waiting_tokens)
         held = [one.request_ids or one.is_full for one in connections._by_fd.values()]
         work = [peer.work for peer in tokenizers.peers]
         lost = connections._lost or connections._lost_before or connections._nobody.request_ids
-        questions = len(self.gateway.questions) or self.gateway.questions.num_bytes
+        questions = len(self.gateway.requests.queries)
         empty = not (len(ledger) or questions or tokenizers.unassigned or lost or self.timers)
         return empty and not any([*counts, *held, *work])
 

@@ -18,11 +18,16 @@ def frame(body: bytes, flags: int = 0) -> bytes:
 
 
 class RawClient:
-    """A DEALER socket on TCP."""
+    """A DEALER socket."""
 
     def __init__(self, endpoint: str, identity: bytes = b"", handshake: bool = True) -> None:
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        self.socket = socket.create_connection((host, int(port)))
+        scheme, _, address = endpoint.partition("://")
+        if scheme == "ipc":
+            self.socket = socket.socket(socket.AF_UNIX)
+            self.socket.connect(address)
+        else:
+            host, _, port = address.rpartition(":")
+            self.socket = socket.create_connection((host, int(port)))
         if handshake:
             ready = b"\x05READY" + property_of(b"Socket-Type", b"DEALER")
             ready += property_of(b"Identity", identity)

@@ -14,9 +14,8 @@ from penstock.protocol.config import Config
 from penstock.protocol.transport.channel import OVERSIZE_SLACK
 from penstock.protocol.transport.context import Context
 from penstock.protocol.transport.curve import secure_client, secure_server
-from penstock.services.gateway.authentication import bind_clients
-from penstock.services.gateway.connections import Connections
-from penstock.services.gateway.monitor import Monitor
+from penstock.services.gateway.client_socket import ClientSocket
+from penstock.services.gateway.ledger import Ledger, Totals
 
 TIMEOUT = 10_000
 Socket = zmq.Socket[bytes]
@@ -28,9 +27,10 @@ class Door:
 
     def __init__(self, context: Context, config: Config) -> None:
         self.config = config
-        monitor = Monitor(context, Connections())
-        self.channel = bind_clients(context, config, monitor, f"{config.endpoint}-inner")
-        self.handlers = [(monitor.channel, monitor.handle), *context.handlers]
+        clients = ClientSocket(context, config, f"{config.endpoint}-inner", Ledger(Totals()))
+        monitor = clients.connections.monitor
+        self.channel = clients.channel
+        self.handlers = [(monitor, clients.connections.handle_events), *context.handlers]
         self._context = context
 
     def knock(self, secure: Secure, frame: bytes) -> tuple[int, Socket]:
@@ -152,17 +152,13 @@ def test_in_the_clear_only_where_it_was_asked_for(
 ) -> None:
     inner = f"ipc://{tmp_path}/inner"
     with Context() as context:
-        monitor = Monitor(context, Connections())
         with pytest.raises(ValueError, match=r"tcp://0.0.0.0:\* may be reached"):
-            bind_clients(context, Config(endpoint="tcp://0.0.0.0:*"), monitor, inner)
-        channel = bind_clients(
-            context,
-            Config(endpoint="tcp://0.0.0.0:*", insecure=True, max_request_bytes=2000),
-            monitor,
-            inner,
-        )
+            ClientSocket(context, Config(endpoint="tcp://0.0.0.0:*"), inner, Ledger(Totals()))
+        config = Config(endpoint="tcp://0.0.0.0:*", insecure=True, max_request_bytes=2000)
+        clients = ClientSocket(context, config, inner, Ledger(Totals()))
+        monitor = clients.connections.monitor
         assert not context.handlers
-        assert "whoever sees the network's traffic reads" in caplog.text
-        assert channel.socket.getsockopt(zmq.MAXMSGSIZE) == 2000 + OVERSIZE_SLACK
-        channel.socket.close()
-        monitor.channel.socket.close()
+        assert "network's traffic reads prompts and answers" in caplog.text
+        assert clients.channel.socket.getsockopt(zmq.MAXMSGSIZE) == 2000 + OVERSIZE_SLACK
+        clients.channel.socket.close()
+        monitor.socket.close()

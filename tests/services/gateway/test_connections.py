@@ -83,25 +83,25 @@ def test_events_count_before_the_request_that_is_read_behind_them(stage: Start) 
     first = one.connect()
     one.open(first, "a")
     first.close()
-    assert one.gateway.monitor.channel.socket.poll(TIMEOUT)
+    assert one.gateway.connections.monitor.socket.poll(TIMEOUT)
     second = one.connect()
     one.ask(second, request("b"))
-    assert one.gateway.clients.socket.poll(TIMEOUT)
-    one.gateway.dispatch.handle(False)
+    assert one.gateway.clients.channel.socket.poll(TIMEOUT)
+    one.gateway.on_clients()
     one.heartbeats(2)
     assert [one.gateway.ledger.get(name) is None for name in "ab"] == [True, False]
 
 
 def test_a_descriptor_that_is_used_again() -> None:
-    connections = Connections()
+    connections = Connections(None)  # type: ignore[arg-type]
     clients = []
     for name in "ab":
-        connections.accepted(5)
-        clients.append(Client((b"c",), MSGPACK, connections.of(5)))
-        connections.add(name, clients[-1])
+        connections.open(5)
+        clients.append(Client((b"c",), MSGPACK, connections.at(5)))
+        connections.attach(name, clients[-1])
         if name == "a":
-            connections.closed(5)
-    assert [client.connection.is_gone for client in clients] == [True, False]
+            connections.close(5)
+    assert [client.connection.is_closed for client in clients] == [True, False]
     assert [connections.take_lost() for _ in range(3)] == [set(), {"a"}, set()]
 
 
@@ -109,11 +109,11 @@ def test_a_request_that_is_read_when_its_client_has_gone(stage: Start) -> None:
     one = stage()
     gone = one.connect()
     one.ask(gone, request("a"))
-    assert one.gateway.clients.socket.poll(TIMEOUT)
-    one.gateway.monitor.handle()
+    assert one.gateway.clients.channel.socket.poll(TIMEOUT)
+    one.gateway.connections.handle_events()
     assert len(one.gateway.connections) == 1
     gone.close()
-    assert one.gateway.monitor.channel.socket.poll(TIMEOUT)
+    assert one.gateway.connections.monitor.socket.poll(TIMEOUT)
     one.work_until(lambda: one.gateway.ledger.get("a"))
     one.heartbeats(2)
     assert one.is_empty()
@@ -167,7 +167,7 @@ def test_another_request_of_the_same_id_is_refused(stage: Start) -> None:
     one.ask(client, request("a", max_tokens=9))
     refused = one.hear(client)
     assert (refused.code, refused.field) == ("invalid", "request_id")
-    assert refused.message == "another request with request_id 'a' is open already"
+    assert refused.message.startswith("request_id: got 'a', which another open request has")
     assert one.gateway.ledger.get("a")
 
 
@@ -188,6 +188,6 @@ def test_the_monitor_has_no_limit(stage: Start) -> None:
         socket.create_connection((host, int(port))).close()
     client = one.connect()
     one.ask(client, request("a"))
-    assert one.gateway.clients.socket.poll(TIMEOUT)
+    assert one.gateway.clients.channel.socket.poll(TIMEOUT)
     one.work_until(lambda: one.gateway.ledger.get("a"))
     assert len(one.gateway.connections) == 1

@@ -26,8 +26,8 @@ def restarted(stage: Start) -> Stage:
     """A gateway that has heard of the drain and nothing else yet."""
     one = stage()
     one.detokenizer.send(SupervisorReport([], draining=True))
-    one.gateway.replicas.reported = lambda _: None  # type: ignore[method-assign]  # none is gone
-    one.work_until(lambda: one.gateway.requests.drain.is_on)
+    one.gateway.router.take_running = lambda _: None  # type: ignore[method-assign]  # none is gone
+    one.work_until(lambda: one.gateway.requests.is_draining)
     return one
 
 
@@ -37,7 +37,7 @@ def report(one: Stage, first_attempt: int, *unclaimed: str) -> None:
         epoch=1, ready=True, first_attempt=first_attempt, unclaimed=list(unclaimed)
     )
     one.detokenizer.send(status)
-    one.work_until(lambda: one.gateway.replicas._all[0].status == status)
+    one.work_until(lambda: one.gateway.router._all[0].status == status)
 
 
 def code(one: Stage, client: Any) -> str:
@@ -88,7 +88,7 @@ def test_a_scheduler_that_is_not_there_has_nothing_to_wait_for(
 ) -> None:
     one = restarted(stage)
     if is_gone:
-        type(one.gateway.replicas).reported(one.gateway.replicas, ())
+        type(one.gateway.router).take_running(one.gateway.router, ())
     else:
         for _ in range(MAX_MISSED_HEARTBEATS + 1):
             one.gateway.on_heartbeat()

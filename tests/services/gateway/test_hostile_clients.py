@@ -10,10 +10,9 @@ import zmq
 
 from penstock.launch.commands.keys import make_keys
 from penstock.protocol.messages.client import MSGPACK, AbortReply, AbortRequest
-from penstock.services.gateway import connection_limits, incoming
-from penstock.services.gateway.connection_limits import ConnectionLimits
-from penstock.services.gateway.connections import Connection
-from penstock.services.gateway.wire import tcp_counters
+from penstock.protocol.transport.socket_info import tcp_counters
+from penstock.services.gateway import client_socket, connections
+from penstock.services.gateway.connections import ConnectionLimits
 from tests.services.gateway.conftest import Stage
 from tests.services.gateway.raw_client import MORE, RawClient, frame
 
@@ -40,11 +39,11 @@ def test_an_envelope_has_limits(
     assert is_served(one, client)
     sender = Thread(target=hostile.send_multipart, args=([*envelope, SMALL],))
     sender.start()
-    one.work_until(lambda: one.gateway.monitor.num_disconnected)
+    one.work_until(lambda: one.gateway.connections.num_cut_off)
     sender.join()
     one.work_until(lambda: len(one.gateway.connections) == 1)
     assert is_served(one, client)
-    assert caplog.messages[-1].endswith(incoming.ENVELOPE)
+    assert caplog.messages[-1].endswith(client_socket.ENVELOPE)
 
 
 def test_an_envelope_within_the_limits(stage: Start) -> None:
@@ -55,9 +54,11 @@ def test_an_envelope_within_the_limits(stage: Start) -> None:
     assert one.hear_frames(client)[:-1] == envelope
 
 
-def test_a_message_without_an_end(stage: Start) -> None:
-    """One message is too long; all begun messages together are far from their limit."""
-    one = stage(endpoint=TCP, max_open_bytes=1 << 40)
+@pytest.mark.parametrize("endpoint", [TCP, ""])
+def test_a_message_without_an_end(stage: Start, endpoint: str) -> None:
+    """One message is too long; all begun messages together are far from their limit. On ipc the
+    kernel does not count bytes."""
+    one = stage(max_open_bytes=1 << 40, **({"endpoint": endpoint} if endpoint else {}))
     client = one.connect()
     assert is_served(one, client)
     hostile = RawClient(one.endpoint)
@@ -71,7 +72,7 @@ def test_a_message_without_an_end(stage: Start) -> None:
 
 def test_messages_without_an_end_together(stage: Start) -> None:
     """Who has sent most is disconnected."""
-    one = stage(endpoint=TCP, max_open_bytes=(2 << 20) * incoming.EXPANSION)
+    one = stage(endpoint=TCP, max_open_bytes=(2 << 20) * client_socket.EXPANSION)
     honest, *hostile = (RawClient(one.endpoint) for _ in range(4))
     honest.send(PIECE[: 1 << 19])
     for client in hostile:
@@ -82,10 +83,10 @@ def test_messages_without_an_end_together(stage: Start) -> None:
     while sum(its.received for its in map(tcp_counters, fds) if its) < num_bytes:
         one.work()
     one.heartbeats(1)
-    assert one.gateway.monitor.num_disconnected == 2
+    assert one.gateway.connections.num_cut_off == 2
     one.work_until(lambda: len(one.gateway.connections) == 2)
     one.heartbeats(1)
-    assert one.gateway.monitor.num_disconnected == 2
+    assert one.gateway.connections.num_cut_off == 2
     assert not honest.is_closed
 
 
@@ -103,13 +104,13 @@ def test_pipelined_requests_are_no_message_without_an_end(stage: Start) -> None:
         return counters.received
 
     num_bytes = 0
-    while num_received() < incoming.MAX_QUEUE * len(large):
+    while num_received() < client_socket.MAX_RECEIVE_QUEUE * len(large):
         num_bytes += client.send_some(large[num_bytes % len(large) :])
     one.heartbeats(1)
-    assert not one.gateway.monitor.num_disconnected
-    for _ in one.gateway.incoming.receive():
+    assert not one.gateway.connections.num_cut_off
+    for _ in one.gateway.clients.receive():
         one.heartbeats(1)
-    assert not one.gateway.monitor.num_disconnected
+    assert not one.gateway.connections.num_cut_off
     assert not client.is_closed
 
 
@@ -127,47 +128,71 @@ def test_clients_of_an_older_protocol_are_dropped(
     assert "ZMTP before version 3" in logged
 
 
-@pytest.mark.parametrize("keys", [False, True])
+@pytest.mark.parametrize("where", ["tcp", "curve", "ipc"])
 def test_a_second_client_of_an_identity_is_disconnected(
-    stage: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, keys: bool
+    stage: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
-    """libzmq ignores it. One that is idle stays."""
-    folder = tmp_path / "keys" if keys else None
+    """libzmq ignores it, however small its request. When the first one leaves it is served."""
+    folder = tmp_path / "keys" if where == "curve" else None
     if folder:
         make_keys(folder, None)
-    one = stage(endpoint=TCP, keys=str(folder or ""))
+    one = stage(keys=str(folder or ""), **({} if where == "ipc" else {"endpoint": TCP}))
 
-    def connect(identity: bytes) -> "zmq.Socket[bytes]":
-        client = one.connect(folder, RECONNECT_IVL=-1, IDENTITY=identity)  # type: ignore[arg-type]
+    def connect(identity: bytes, **options: int) -> "zmq.Socket[bytes]":
+        client = one.connect(folder, IDENTITY=identity, **options)  # type: ignore[arg-type]
         number = len(one.gateway.connections)
         one.work_until(lambda: len(one.gateway.connections) > number)
         return client
 
-    first = connect(b"x" * 200)
+    first = connect(b"x")
     assert is_served(one, first)
-    idle = connect(b"y" * 255)
-    second = connect(b"x" * 200)
-    second.send(MSGPACK.encode(AbortRequest(request_id="x")) + bytes(1000))
-    while not one.gateway.monitor.num_disconnected:
+    second = connect(b"x", RECONNECT_IVL=20)
+    events = second.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    second.send(SMALL)
+    while not events.poll(0):
         one.work()  # for its key
         one.heartbeats(1)
-    one.work_until(lambda: len(one.gateway.connections) == 2)
     (logged,) = caplog.messages
-    assert logged.endswith(incoming.IGNORED)
-    one.heartbeats(30)
+    assert logged.endswith(client_socket.IGNORED)
     assert is_served(one, first)
+    first.close()
+    while not second.poll(0):
+        second.send(SMALL)
+        one.heartbeats(1)
+        one.work()
+
+
+def test_an_idle_client_beside_chosen_identities_stays(stage: Start) -> None:
+    """On TCP its bytes are counted."""
+    one = stage(endpoint=TCP)
+    clients = [one.connect(IDENTITY=name) for name in (b"a", b"bcde")]  # type: ignore[arg-type]
+    clients.append(one.connect())
+    assert is_served(one, clients[0])
+    one.work_until(lambda: len(one.gateway.connections) == len(clients))
+    one.heartbeats(30)
+    assert not one.gateway.connections.num_cut_off
+    assert all(is_served(one, client) for client in clients)
+
+
+def test_an_idle_client_on_ipc_comes_back(stage: Start) -> None:
+    one = stage()
+    idle, first = one.connect(RECONNECT_IVL=20), one.connect(IDENTITY=b"a")  # type: ignore[arg-type]
+    assert is_served(one, first)
+    one.work_until(lambda: len(one.gateway.connections) == 2)
+    one.heartbeats(30)
+    assert one.gateway.connections.num_cut_off == 1
     assert is_served(one, idle)
 
 
 def test_idle_connections_are_limited(stage: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_limits, "max_connections", lambda: 32)
+    monkeypatch.setattr(connections, "max_connections", lambda: 32)
     one = stage(endpoint=TCP)
     client = one.connect()
     assert is_served(one, client)
     idle = [RawClient(one.endpoint, handshake=False) for _ in range(40)]
     one.work_until(lambda: len(one.gateway.connections) == 1 + 32 // 8)
     one.work_until(lambda: sum(one.is_closed for one in idle) == 36)
-    assert one.gateway.monitor.num_disconnected == 36
+    assert one.gateway.connections.num_cut_off == 36
     assert is_served(one, client)
     for each in idle:
         each.socket.close()
@@ -176,40 +201,37 @@ def test_idle_connections_are_limited(stage: Start, monkeypatch: pytest.MonkeyPa
 
 
 def test_limits_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_limits, "max_connections", lambda: 64)
+    monkeypatch.setattr(connections, "max_connections", lambda: 64)
     limits = ConnectionLimits()
 
-    def connect(host: str, speaks: bool) -> tuple[Connection, str | None]:
-        connection = Connection()
-        connection.host = host
-        reason = limits.add(connection)
+    def connect(host: str, speaks: bool) -> str | None:
+        reason = limits.opened(host)
         if speaks:
-            limits.spoke(connection)
-            connection.num_messages = 1
+            limits.spoke(host)
         if reason:
-            limits.remove(connection)
-        return connection, reason
+            limits.closed(host, is_silent=not speaks)
+        return reason
 
     silent = [connect("a", False) for _ in range(9)]
-    assert [reason for _, reason in silent] == [None] * 8 + [connection_limits.TOO_MANY_SILENT]
+    assert silent == [None] * 8 + [connections.TOO_MANY_SILENT]
     speaking = [connect("a", True) for _ in range(25)]
-    assert [reason for _, reason in speaking[:8]] == [connection_limits.TOO_MANY_SILENT] * 8
-    for connection, _ in silent[:8]:
-        limits.remove(connection)
+    assert speaking[:8] == [connections.TOO_MANY_SILENT] * 8
+    for _ in range(8):
+        limits.closed("a", is_silent=True)
     speaking = [connect("a", True) for _ in range(33)]
-    assert [reason for _, reason in speaking] == [None] * 32 + [connection_limits.TOO_MANY_OF_ONE]
-    others = [connect(host, True)[1] for host in "bcde" for _ in range(10)]
-    assert others == [None] * 32 + [connection_limits.TOO_MANY] * 8
-    limits.remove(speaking[0][0])
-    assert connect("f", False)[1] is None
+    assert speaking == [None] * 32 + [connections.TOO_MANY_OF_ONE]
+    others = [connect(host, True) for host in "bcde" for _ in range(10)]
+    assert others == [None] * 32 + [connections.TOO_MANY] * 8
+    limits.closed("a", is_silent=False)
+    assert connect("f", False) is None
 
 
 def test_the_limit_follows_that_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     soft = {1024: 768, 256: 128, 1 << 20: 4096, resource.RLIM_INFINITY: 4096}
     for number, expected in soft.items():
         monkeypatch.setattr(resource, "getrlimit", lambda _, number=number: (number, number))
-        assert connection_limits.max_connections() == expected
+        assert connections.max_connections() == expected
 
 
 def test_who_shows_no_key_has_ten_seconds(stage: Start) -> None:
-    assert stage().gateway.clients.socket.getsockopt(zmq.HANDSHAKE_IVL) == 10_000
+    assert stage().gateway.clients.channel.socket.getsockopt(zmq.HANDSHAKE_IVL) == 10_000

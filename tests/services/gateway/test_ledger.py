@@ -10,9 +10,8 @@ from penstock.protocol.messages.client import JSON, ChatMessage, GenerateRequest
 from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.protocol.messages.metrics import RequestTimes
 from penstock.services.gateway.connections import Client, Connection
-from penstock.services.gateway.entry import Entry, GapError
-from penstock.services.gateway.estimates import estimated_tokens
-from penstock.services.gateway.ledger import Ledger
+from penstock.services.gateway.entry import Entry, GapError, estimated_tokens
+from penstock.services.gateway.ledger import Ledger, Totals
 
 TEXT = "0123456789" * 4
 
@@ -43,36 +42,48 @@ def delta(begin: int, end: int, attempt: int = 0, **fields: Any) -> TextDelta:
     )
 
 
+def counts(totals: Totals) -> tuple[int, int, int]:
+    return totals.num_waiting, totals.num_waiting_tokens, totals.num_started
+
+
+def append(ledger: Ledger, open_: Entry, delta: TextDelta) -> bool:
+    """As `Requests` does."""
+    num_bytes = open_.num_bytes
+    is_new = open_.append(delta)
+    ledger.take_growth(open_, num_bytes)
+    return is_new
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans())))
 def test_repeats_are_trimmed_and_what_is_untold_adds_up(
     steps: list[tuple[int, int, bool]],
 ) -> None:
     """Each step goes back by some tokens and then on by others; the client may have no room."""
     open_ = entry()
-    ledger = Ledger()
-    ledger.add(open_)
+    ledger = Ledger(Totals())
+    ledger.open(open_)
     known = 0
     seen: list[int] = []
     text = ""
     for back, length, has_room in [*steps, (9, len(TEXT), True)]:
         begin = max(0, known - back)
         end = min(begin + length, len(TEXT))
-        assert ledger.append(open_, delta(begin, end)) == (end > known)
+        assert append(ledger, open_, delta(begin, end)) == (end > known)
         known = max(known, end)
         assert open_.token_ids == list(range(known))
         assert open_.num_unread_bytes == 9 * (known - len(seen))
-        assert ledger.num_bytes == 9 * known
-        new = open_.untold()
+        assert ledger.totals.num_bytes == 9 * known
+        new = open_.undelivered()
         assert (new is None) == (known == len(seen))
         if new is not None and has_room:
             assert (new.token_offset, new.char_offset) == (len(seen), len(text))
             seen += new.token_ids
             text += new.text
-            open_.told()
+            open_.mark_delivered()
     assert seen == list(range(len(TEXT)))
     assert text == open_.reply("length").text == TEXT
     open_.rewind()
-    again = open_.untold()
+    again = open_.undelivered()
     assert again
     assert (again.token_offset, again.char_offset, again.text) == (0, 0, TEXT)
 
@@ -80,7 +91,7 @@ def test_repeats_are_trimmed_and_what_is_untold_adds_up(
 def test_who_wants_no_stream_is_told_nothing_before_the_end() -> None:
     open_ = entry(stream=False)
     open_.append(delta(0, 3))
-    assert open_.untold() is None
+    assert open_.undelivered() is None
     assert open_.num_unread_bytes == 0
     open_.answer = open_.reply("stop")
     assert open_.num_unread_bytes == 3 * 9
@@ -99,52 +110,52 @@ def test_every_token_keeps_its_logprobs(steps: list[tuple[int, int, bool]]) -> N
         known = max(known, end)
         for one in (open_, other):
             one.append(delta(begin, end, logprobs=logprobs(begin, end)))
-        new = open_.untold()
+        new = open_.undelivered()
         if new and has_room:
             assert new.logprobs is not None
             assert len(new.logprobs) == len(new.token_ids)
             heard += new.logprobs
-            open_.told()
+            open_.mark_delivered()
     expected = [None, None, *logprobs(2, len(TEXT))]
     assert heard == open_.reply("stop").logprobs == expected
-    assert (other.untold() or delta(0, 0)).logprobs is other.reply("stop").logprobs is None
+    assert (other.undelivered() or delta(0, 0)).logprobs is other.reply("stop").logprobs is None
 
 
 def test_logprobs_that_nobody_knows() -> None:
     """After a restart of all that is behind the gateway, its own tokens keep what is known."""
-    ledger, open_ = Ledger(), entry(logprobs=0)
-    ledger.add(open_)
-    ledger.append(open_, delta(0, 2, logprobs=logprobs(0, 2)))
+    ledger, open_ = Ledger(Totals()), entry(logprobs=0)
+    ledger.open(open_)
+    append(ledger, open_, delta(0, 2, logprobs=logprobs(0, 2)))
     ledger.begin_attempt(open_)
     late = [None, None, *logprobs(2, 3)]
-    ledger.append(open_, delta(0, 3, open_.attempt, logprobs=late))
-    ledger.append(open_, delta(3, 4, open_.attempt))
+    append(ledger, open_, delta(0, 3, open_.attempt, logprobs=late))
+    append(ledger, open_, delta(3, 4, open_.attempt))
     assert open_.reply("stop").logprobs == [*logprobs(0, 3), None]
 
 
 def test_logprobs_of_the_prompt_come_once_and_go_with_the_reply() -> None:
-    ledger, open_ = Ledger(), entry(prompt_logprobs=3)
-    ledger.add(open_)
+    ledger, open_ = Ledger(Totals()), entry(prompt_logprobs=3)
+    ledger.open(open_)
     of_prompt = [None, *logprobs(1, 4)]
-    assert not ledger.append(open_, delta(0, 0, prompt_logprobs=of_prompt))
-    assert ledger.append(open_, delta(0, 2, prompt_logprobs=[None]))
-    assert (open_.untold() or delta(0, 0)).prompt_logprobs is None
+    assert not append(ledger, open_, delta(0, 0, prompt_logprobs=of_prompt))
+    assert append(ledger, open_, delta(0, 2, prompt_logprobs=[None]))
+    assert (open_.undelivered() or delta(0, 0)).prompt_logprobs is None
     assert open_.reply("stop").prompt_logprobs == of_prompt
 
 
 def test_logprobs_count_as_bytes() -> None:
-    ledger, open_ = Ledger(), entry(logprobs=2, prompt_logprobs=1)
-    ledger.add(open_)
-    ledger.append(open_, delta(0, 3, logprobs=logprobs(0, 3), prompt_logprobs=logprobs(0, 5)))
+    ledger, open_ = Ledger(Totals()), entry(logprobs=2, prompt_logprobs=1)
+    ledger.open(open_)
+    append(ledger, open_, delta(0, 3, logprobs=logprobs(0, 3), prompt_logprobs=logprobs(0, 5)))
     of_tokens, of_prompt = 3 * (9 + 3 * 256), 5 * 2 * 256
-    assert ledger.num_bytes == of_tokens + of_prompt
+    assert ledger.totals.num_bytes == of_tokens + of_prompt
     assert open_.num_unread_bytes == of_tokens
-    open_.told()
+    open_.mark_delivered()
     assert open_.num_unread_bytes == 0
     ledger.answer(open_, open_.reply("stop"))
     assert open_.num_unread_bytes == of_tokens + of_prompt
-    ledger.close(open_)
-    assert ledger.num_bytes == 0
+    ledger.remove(open_)
+    assert ledger.totals.num_bytes == 0
 
 
 def test_a_gap_is_an_error() -> None:
@@ -155,9 +166,9 @@ def test_a_gap_is_an_error() -> None:
 
 
 def test_deltas_of_an_older_attempt_are_dropped() -> None:
-    ledger = Ledger(first_attempt=100)
+    ledger = Ledger(Totals(), first_attempt=100)
     open_ = entry()
-    ledger.add(open_)
+    ledger.open(open_)
     ledger.begin_attempt(open_)
     assert not open_.append(delta(0, 3, attempt=100))
     assert open_.append(delta(0, 3, attempt=101))
@@ -166,9 +177,9 @@ def test_deltas_of_an_older_attempt_are_dropped() -> None:
 
 
 def test_what_is_answered_is_not_open() -> None:
-    ledger = Ledger()
+    ledger = Ledger(Totals())
     open_ = entry()
-    ledger.add(open_)
+    ledger.open(open_)
     ledger.answer(open_, open_.reply("stop"))
     assert (ledger.get("a"), ledger.find("a")) == (None, open_)
     assert (ledger.num_open, len(ledger)) == (0, 1)
@@ -189,33 +200,45 @@ def test_estimates(request_: GenerateRequest, num_tokens: int) -> None:
 
 def test_what_waits() -> None:
     """A prompt waits until a token has come of it; then it does so in no later attempt."""
-    ledger = Ledger()
+    ledger = Ledger(Totals())
     first, second = entry("a", prompt="x" * 40), entry("b", prompt=[1, 2])
-    ledger.add(first)
-    ledger.add(second)
-    assert (ledger.num_waiting, ledger.num_waiting_tokens, ledger.num_started) == (2, 12, 0)
-    ledger.tokenized(first, 30)
-    assert ledger.num_waiting_tokens == 32
-    assert ledger.append(first, delta(0, 1))
-    assert (ledger.num_waiting, ledger.num_waiting_tokens, ledger.num_started) == (1, 2, 1)
+    ledger.open(first)
+    ledger.open(second)
+    assert (
+        ledger.totals.num_waiting,
+        ledger.totals.num_waiting_tokens,
+        ledger.totals.num_started,
+    ) == (2, 12, 0)
+    ledger.take_prompt_length(first, 30)
+    assert ledger.totals.num_waiting_tokens == 32
+    assert append(ledger, first, delta(0, 1))
+    assert (
+        ledger.totals.num_waiting,
+        ledger.totals.num_waiting_tokens,
+        ledger.totals.num_started,
+    ) == (1, 2, 1)
     ledger.begin_attempt(first)
-    ledger.tokenized(first, 30)
-    assert (ledger.num_waiting, ledger.num_waiting_tokens) == (1, 2)
-    ledger.close(second)
-    assert (ledger.num_waiting, ledger.num_waiting_tokens, ledger.num_started) == (0, 0, 1)
+    ledger.take_prompt_length(first, 30)
+    assert (ledger.totals.num_waiting, ledger.totals.num_waiting_tokens) == (1, 2)
+    ledger.remove(second)
+    assert (
+        ledger.totals.num_waiting,
+        ledger.totals.num_waiting_tokens,
+        ledger.totals.num_started,
+    ) == (0, 0, 1)
 
 
 def test_bytes() -> None:
-    ledger = Ledger()
+    ledger = Ledger(Totals())
     one = entry(num_bytes=100)
-    ledger.add(one)
-    ledger.append(one, delta(0, 4))
-    assert ledger.num_bytes == 100 + 4 * 9
+    ledger.open(one)
+    append(ledger, one, delta(0, 4))
+    assert ledger.totals.num_bytes == 100 + 4 * 9
     ledger.answer(one, one.reply("stop"))
-    assert ledger.num_bytes == 100 + 4 * 9  # until the client has it
+    assert ledger.totals.num_bytes == 100 + 4 * 9  # until the client has it
     for _ in range(2):
-        ledger.close(one)
-        assert ledger.num_bytes == 0
+        ledger.remove(one)
+        assert ledger.totals.num_bytes == 0
 
 
 @pytest.mark.parametrize(

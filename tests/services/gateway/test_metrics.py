@@ -11,18 +11,18 @@ from penstock.protocol.messages.client import (
     GenerateRequest,
     StatusRequest,
 )
-from penstock.protocol.messages.metrics import Histogram
+from penstock.protocol.messages.metrics import (
+    END_TO_END,
+    FIRST_TOKEN,
+    INTER_TOKEN,
+    Histogram,
+    Metrics,
+    token_bounds,
+)
 from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.services.gateway.connections import Client, Connection
 from penstock.services.gateway.entry import Entry
-from penstock.services.gateway.metrics import (
-    END_TO_END,
-    FIRST_TOKEN,
-    INTER_TOKEN,
-    Statistics,
-    token_bounds,
-)
 from tests.services.gateway.conftest import PROMPT, Stage, request
 
 
@@ -40,14 +40,13 @@ def counted(histogram: Histogram) -> dict[float, int]:
 
 
 def test_a_request_from_its_acceptance_to_its_answer() -> None:
-    statistics, one = Statistics(4096), entry(accepted_at=100.0)
+    metrics, one = Metrics.empty(4096), entry(accepted_at=100.0)
     one.phase_seconds = (0.02, 0.9)
     one.sampling.max_tokens = 5
     for num_tokens, now in ((1, 100.2), (3, 100.26), (1, 100.5)):
         one.token_ids += [7] * num_tokens
-        statistics.got_tokens(one, num_tokens, now)
-    statistics.ended(one, one.reply("length"), 100.6)
-    metrics = statistics.metrics
+        one.record_tokens(metrics, num_tokens, now)
+    one.record_end(metrics, one.reply("length"), 100.6)
     assert counted(metrics.time_to_first_token_seconds) == {0.25: 1}
     assert metrics.time_to_first_token_seconds.sum == pytest.approx(0.2)
     assert counted(metrics.inter_token_latency_seconds) == {0.075: 1, 0.3: 1}
@@ -68,12 +67,11 @@ def test_a_request_from_its_acceptance_to_its_answer() -> None:
 
 
 def test_n_is_counted_once_though_each_answer_is_a_request() -> None:
-    statistics = Statistics(4096)
+    metrics = Metrics.empty(4096)
     for num_answers in (3, 0, 0, 1):
         one = entry(1.0)
         one.request.num_answers = num_answers
-        statistics.ended(one, one.reply("abort"), 2.0)
-    metrics = statistics.metrics
+        one.record_end(metrics, one.reply("abort"), 2.0)
     assert metrics.request_params_n.sum == 4.0
     assert counted(metrics.request_params_n) == {1.0: 1, 5.0: 1}
     assert counted(metrics.request_decode_time_seconds) == {}
@@ -81,11 +79,10 @@ def test_n_is_counted_once_though_each_answer_is_a_request() -> None:
 
 
 def test_errors_are_in_no_histogram() -> None:
-    statistics = Statistics(4096)
+    metrics = Metrics.empty(4096)
     for code in ("failed", "overloaded", "failed"):
         error = ErrorReply(code=code, message="")  # type: ignore[arg-type]
-        statistics.ended(entry(1.0), error, 2.0)
-    metrics = statistics.metrics
+        entry(1.0).record_end(metrics, error, 2.0)
     assert metrics.request_failed == {"failed": 2, "overloaded": 1}
     assert counted(metrics.e2e_request_latency_seconds) == {}
 

@@ -21,7 +21,7 @@ def report(one: Stage, replica: int, runs: bool = True, **fields: Any) -> None:
     )
     one.reports += 1
     one.detokenizer.send(status)
-    one.work_until(lambda: status in one.gateway.replicas.statuses)
+    one.work_until(lambda: status in one.gateway.router.statuses)
 
 
 def supervise(one: Stage, *names: str) -> None:
@@ -45,11 +45,11 @@ def test_what_a_replica_without_a_scheduler_has_goes_on_at_once(stage: Start) ->
     supervise(one, "gateway.1", "scheduler.1", "scheduler.2")
     supervise(one, "gateway.1", "scheduler.2")
     assert one.tokenize().replica == 1
-    assert not one.gateway.ready
+    assert not one.gateway.is_ready
     supervise(one, "gateway.1", "scheduler.1", "scheduler.2")
-    assert not one.gateway.ready, "the new scheduler has said nothing"
+    assert not one.gateway.is_ready, "the new scheduler has said nothing"
     report(one, 0)
-    assert one.gateway.ready
+    assert one.gateway.is_ready
 
 
 def test_what_a_lost_replica_has_is_released_there_and_goes_on(stage: Start) -> None:
@@ -88,7 +88,7 @@ def test_what_a_lost_replica_has_is_released_there_and_goes_on(stage: Start) -> 
     assert one.hear(client).token_ids == [4]
     assert one.hear(client).token_ids == [0, 1, 2, 3, 4]
     assert one.is_empty()
-    assert not any(its.entries for its in one.gateway.replicas._all)
+    assert not any(its.entries for its in one.gateway.router._all)
 
 
 def test_a_fresh_status_is_of_every_replica_that_reports(stage: Start) -> None:
@@ -106,6 +106,6 @@ def test_a_fresh_status_is_of_every_replica_that_reports(stage: Start) -> None:
     one.ask(client, StatusRequest(fresh=True))
     one.work_until(lambda: one.gateway.status_queries.for_report)
     for _ in range(11):
-        one.gateway.replicas.on_heartbeat()
+        one.gateway.router.on_heartbeat()
     report(one, 0)
     assert len(one.hear(client).schedulers) == 2, "of the silent one what it said last"

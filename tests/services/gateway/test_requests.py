@@ -74,9 +74,9 @@ def test_the_tokenizer_tells_how_long_a_prompt_is(stage: Start) -> None:
     one = stage()
     client = one.connect()
     one.open(client, "a", prompt="x" * 400)
-    assert one.gateway.ledger.num_waiting_tokens == 100
+    assert one.gateway.ledger.totals.num_waiting_tokens == 100
     one.tokenize()
-    assert one.gateway.ledger.num_waiting_tokens == 7
+    assert one.gateway.ledger.totals.num_waiting_tokens == 7
     one.ask(client, AbortRequest(request_id="a"))
     assert one.hear(client).usage.prompt_tokens == 7
 
@@ -94,7 +94,7 @@ def test_what_is_recovered_is_never_refused(stage: Start) -> None:
     one.tokenize()
     for epoch in (1, 2):
         one.detokenizer.send(SchedulerStatus(epoch=epoch, ready=True))
-    one.work_until(lambda: [its.epoch for its in one.gateway.replicas.statuses] == [2])
+    one.work_until(lambda: [its.epoch for its in one.gateway.router.statuses] == [2])
     again = [one.tokenize() for _ in range(2)]
     assert {task.request_id: task.output_token_ids for task in again} == {"a": [0], "b": []}
 
@@ -105,11 +105,11 @@ def test_the_first_scheduler_may_be_the_second(stage: Start) -> None:
     one.open(one.connect(), "a")
     first = one.tokenize()
     one.detokenizer.send(SchedulerStatus(epoch=1, ready=True))
-    one.work_until(lambda: one.gateway.replicas.statuses)
+    one.work_until(lambda: one.gateway.router.statuses)
     again = one.tokenize()
     assert (again.request_id, again.attempt > first.attempt) == ("a", True)
     one.detokenizer.send(SchedulerStatus(epoch=1, ready=False))
-    one.work_until(lambda: not one.gateway.replicas.statuses[0].ready)
+    one.work_until(lambda: not one.gateway.router.statuses[0].ready)
     assert not one.tokenizer.socket.poll(0)
 
 
@@ -179,7 +179,7 @@ def test_what_can_not_be_sent_on_is_refused(stage: Start, untyped: bytes, kind: 
     one.open(client, "b")
     one.tokenize()
     one.detokenizer.send(SchedulerStatus(epoch=1, ready=True))
-    one.work_until(lambda: one.gateway.replicas.statuses)
+    one.work_until(lambda: one.gateway.router.statuses)
     again = [one.tokenize() for _ in range(2)]
     assert [task.request_id for task in again] == ["a", "b"]
     assert again[0].attempt > first.attempt

@@ -6,8 +6,9 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.messages.client import ErrorReply
-from penstock.services.gateway.shares import RESERVED, Shares, is_too_much
+from penstock.protocol.messages.client import JSON, ErrorReply
+from penstock.services.gateway.connections import Client, Connections
+from penstock.services.gateway.ledger import RESERVED, exceeds
 from penstock.services.gateway.tokenizers import MAX_BYTES
 from tests.services.gateway.conftest import Stage, request
 
@@ -21,7 +22,7 @@ def test_whoever_has_few_gets_a_place_after_one_has_filled_the_limit(
 
     def ask(client: str) -> bool:
         total = sum(own.values())
-        is_let_in = not is_too_much(1, own[client], total, limit)
+        is_let_in = not exceeds(1, own[client], total, limit)
         own[client] += is_let_in
         return is_let_in
 
@@ -37,12 +38,13 @@ def test_whoever_has_few_gets_a_place_after_one_has_filled_the_limit(
 
 
 def test_shares_are_forgotten_with_their_requests() -> None:
-    shares = Shares()
-    share = shares.named("10.0.0.1")
-    assert shares.named("10.0.0.1") is share
+    connections = Connections(None)  # type: ignore[arg-type]
+    client = Client((b"c",), JSON, connections.open(5, is_inner=True))
+    share = connections.named_client(client, "10.0.0.1").named
+    assert connections.named_client(client, "10.0.0.1").named is share
     del share
-    assert not len(shares._by_name)
-    names = {shares.of_connection().name for _ in range(3)}
+    assert not len(connections._shares)
+    names = {connections.open(fd).share.name for fd in range(3)}
     assert len(names) == 3
 
 
@@ -95,7 +97,7 @@ def test_only_our_own_processes_name_clients(stage: Callable[..., Stage]) -> Non
     assert (refused.code, refused.field) == ("invalid", "client")
     inside: zmq.Socket[bytes] = one.context.socket(zmq.DEALER)
     inside.setsockopt(zmq.LINGER, 0)
-    inside.connect(one.gateway.monitor.inner.decode())
+    inside.connect(one.gateway.connections.inner.decode())
     one.open(inside, "b", client="10.0.0.1")
     one.open(inside, "c", client="10.0.0.1", priority=-3)
     one.open(inside, "d", client="10.0.0.2")

@@ -15,7 +15,7 @@ from penstock.protocol.messages.client import (
     GenerateReply,
     TextDelta,
 )
-from penstock.services.gateway import authentication
+from penstock.services.gateway import client_socket
 from penstock.services.gateway.connections import Connection
 from tests.services.gateway.conftest import Stage
 
@@ -29,7 +29,7 @@ NUM_HELD = 20
 
 @pytest.fixture
 def one(stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch) -> Stage:
-    monkeypatch.setattr(authentication, "MAX_QUEUE", 4)
+    monkeypatch.setattr(client_socket, "MAX_SEND_QUEUE", 4)
     return stage(endpoint="tcp://127.0.0.1:*", max_unread_bytes=1 << 20)
 
 
@@ -111,7 +111,7 @@ def test_who_leaves_too_much_unread_is_cut_off(
     assert isinstance(one.hear(quick), GenerateReply)
     assert one.is_empty()
     while len(one.gateway.connections) < 2:  # once it has read, libzmq connects again
-        one.gateway.monitor.handle()
+        one.gateway.connections.handle_events()
         if slow.poll(10):
             assert isinstance(MSGPACK.decode_reply(slow.recv()), TextDelta)
     one.open(slow, "again")
@@ -169,9 +169,9 @@ def test_a_full_queue_is_no_client_that_is_gone(one: Stage) -> None:
     identity = one.gateway.ledger.get("a").client.envelope[0]  # type: ignore[union-attr]
     error = 0
     while not error:  # the system may have taken some more meanwhile
-        error = one.gateway.clients.try_send([identity, bytes(PIECE)])
+        error = one.gateway.clients.channel.try_send([identity, bytes(PIECE)])
     assert error == zmq.EAGAIN
-    assert one.gateway.clients.try_send([b"nobody", b""]) == zmq.EHOSTUNREACH
+    assert one.gateway.clients.channel.try_send([b"nobody", b""]) == zmq.EHOSTUNREACH
     slow.close()
     one.work_until(lambda: not len(one.gateway.connections))
     one.heartbeats(2)
@@ -198,4 +198,8 @@ def test_a_full_queue_is_not_tried_for_every_token(one: Stage) -> None:
 
 
 def test_the_queue_of_a_client_has_a_limit(stage: Callable[..., Stage]) -> None:
-    assert stage().gateway.clients.socket.getsockopt(zmq.SNDHWM) == authentication.MAX_QUEUE == 4096
+    assert (
+        stage().gateway.clients.channel.socket.getsockopt(zmq.SNDHWM)
+        == client_socket.MAX_SEND_QUEUE
+        == 4096
+    )

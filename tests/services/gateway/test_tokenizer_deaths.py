@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from penstock.protocol.messages.registration import Goodbye, Heartbeat
 from penstock.protocol.messages.tokenizer import TokenizeDone, ToTokenizer
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.process import Identity
-from penstock.services.gateway.poison import MAX_DEATHS, Poison
-from penstock.services.gateway.shares import Share
+from penstock.services.gateway.connections import Share
 from penstock.services.gateway.tokenizers import Tokenizers
+from penstock.services.gateway.validation import MAX_DEATHS, Poison
 from tests.services.gateway.conftest import Stage
 
 Start = Callable[..., Stage]
@@ -44,7 +45,7 @@ class Successors:
 
     def __init__(self, one: Stage) -> None:
         self.one = one
-        self.reports = one.gateway.poison._reports = Reports()  # type: ignore[assignment]
+        self.reports = one.gateway.requests.poison._reports = Reports()  # type: ignore[assignment]
         self.number = 0
         self.channel: Channel[Any]
 
@@ -129,7 +130,10 @@ def test_who_was_alone_once_and_is_done_begins_at_none(successors: Successors) -
     for number in range(3):
         one.open(client, f"r{number}", prompt="same")
         successors.start()
-        assert one.gateway.poison.num_deaths(one.gateway.ledger._open[f"r{number}"].request) == 1
+        assert (
+            one.gateway.requests.poison.num_deaths(one.gateway.ledger._open[f"r{number}"].request)
+            == 1
+        )
         successors.tokenize()
         one.generate(f"r{number}", 0, 1)
     assert set(one.gateway.ledger._open) == {"r0", "r1", "r2"}
@@ -203,8 +207,9 @@ def test_all_poison_is_found_and_nothing_else(
     tokenizers = Tokenizers(
         wire,  # type: ignore[arg-type]
         Poison(Reports()),  # type: ignore[arg-type]
-        on_change=lambda: None,
-        on_poison=lambda job: given_up.append(job.key),
+        SimpleNamespace(
+            resubmit_passed_on_by=lambda _: None, on_poison=lambda job: given_up.append(job.key)
+        ),  # type: ignore[arg-type]
     )
     names = 0
 
@@ -221,7 +226,7 @@ def test_all_poison_is_found_and_nothing_else(
     while jobs or any(wire.queues.values()):
         busy = [identity for identity, queue in wire.queues.items() if queue]
         if jobs and (not busy or random.random() < 0.5):
-            tokenizers.submit(jobs.pop(0))
+            tokenizers.submit(jobs.pop(0))  # type: ignore[arg-type]
             continue
         identity = random.choice(busy)
         key = wire.queues[identity].pop(0)

@@ -17,12 +17,12 @@ def test_each_request_is_a_root(stage: Callable[..., Stage]) -> None:
     one.open(client, "a", "b")
     one.generate("a", 0, 2)
     one.detokenizer.send(SchedulerStatus(epoch=1, ready=True))  # a second attempt begins
-    one.work_until(lambda: one.gateway.replicas.statuses)
+    one.work_until(lambda: one.gateway.router.statuses)
     one.generate("a", 2, 3, cached_tokens=4, finish_reason="length")
     one.ask(client, AbortRequest(request_id="b"))
     for _ in range(3):
         one.hear(client)
-    one.gateway.requests._tracer._processor.shutdown()
+    one.gateway.requests.tracer._processor.shutdown()
     spans = {span.span_id: span for span in collector.receive()[1]}
     collector.close()
     first, second = (spans[trace_ids(name)[1].to_bytes(8)] for name in "ab")

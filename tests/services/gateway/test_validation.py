@@ -6,7 +6,6 @@ import msgspec
 import pytest
 from msgspec.inspect import AnyType, type_info
 
-from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import (
     JSON,
@@ -20,18 +19,19 @@ from penstock.protocol.messages.client import (
 from penstock.protocol.nesting import MAX_DEPTH
 from penstock.services.gateway.validation import (
     UNTYPED,
-    Admission,
     RefusedError,
+    Validation,
+    check_encoding,
     decode_request,
 )
 
 MAX_BYTES = 100_000
 
 
-def admission() -> Admission:
+def admission() -> Validation:
     """Of the demo model."""
     config = Config()
-    return Admission(config, read_model_config(config.model_folder))
+    return Validation(config)
 
 
 def refusal(frame: bytes) -> RefusedError:
@@ -72,6 +72,27 @@ def test_bad_fields(encode, fields, field, value, limit) -> None:  # type: ignor
     assert error.reply.field == field
     assert value in str(error)
     assert limit in str(error)
+
+
+@pytest.mark.parametrize(("kind", "field"), [("detokenize", "token_ids"), ("abort", "request_id")])
+def test_a_missing_field_is_named(kind: str, field: str) -> None:
+    error = refusal(msgspec.json.encode({"type": kind}))
+    assert error.reply.field == field
+    assert str(error) == f"{field} is missing"
+
+
+@pytest.mark.parametrize("field", UNTYPED)
+def test_what_cannot_be_sent_on_is_named(field: str) -> None:
+    """MessagePack has no integers of over 64 bits; JSON has."""
+    values: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "a", "tool_calls": [{"a": 1 << 64}]}],
+        "tools": [{"a": 1 << 64}],
+        "structured_outputs": {"json": {"a": 1 << 64}},
+    }
+    frame = msgspec.json.encode({field: values.get(field, {"a": 1 << 64})})
+    with pytest.raises(RefusedError) as caught:
+        check_encoding(decode_request(JSON, frame, MAX_BYTES))
+    assert caught.value.reply.field == field
 
 
 def test_a_long_value_is_cut() -> None:
@@ -181,12 +202,12 @@ def test_what_a_tokenizer_can_not_answer(
     question: TokenizePromptRequest | DetokenizeRequest, sentence: str
 ) -> None:
     with pytest.raises(RefusedError, match=sentence):
-        admission().check_question(question)
+        admission().check_query(question)
 
 
 def test_what_a_tokenizer_can_answer() -> None:
-    admission().check_question(TokenizePromptRequest(messages=MESSAGES, tools=[{}]))
-    admission().check_question(DetokenizeRequest(token_ids=[]))
+    admission().check_query(TokenizePromptRequest(messages=MESSAGES, tools=[{}]))
+    admission().check_query(DetokenizeRequest(token_ids=[]))
 
 
 def test_templates_of_requests_need_an_option() -> None:
@@ -195,7 +216,7 @@ def test_templates_of_requests_need_an_option() -> None:
         admission().check(request, is_req_socket=False)
     assert caught.value.reply.field == "chat_template"
     config = Config(trust_request_chat_template=True)
-    Admission(config, read_model_config(config.model_folder)).check(request, is_req_socket=False)
+    Validation(config).check(request, is_req_socket=False)
 
 
 def test_a_message_is_continued_or_answered() -> None:

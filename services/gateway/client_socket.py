@@ -1,0 +1,274 @@
+"""The clients' socket: who may connect, requests in, replies out.
+
+libzmq limits the bytes of a frame, but not the frames of a message, which it keeps until the last
+frame has arrived. So `on_heartbeat` checks how much each connection has received since its last
+message; where the kernel does not count bytes (ipc), how often bytes were arriving.
+
+libzmq silently ignores a client with the ZeroMQ identity of another client, until that one leaves.
+An ignored client has sent more than a handshake, and no message of it has arrived. Where the kernel
+does not count bytes, an idle client looks the same: it is disconnected, too, and reconnects.
+"""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import zmq
+
+from penstock.protocol.checkpoint import max_request_bytes
+from penstock.protocol.config import Config
+from penstock.protocol.messages.client import Reply, codec_of
+from penstock.protocol.transport.channel import OVERSIZE_SLACK, Channel, traffic
+from penstock.protocol.transport.context import Context, check_reach, stays_on_host
+from penstock.protocol.transport.curve import ZAP_DOMAIN, secure_server
+from penstock.protocol.transport.socket_info import is_receiving, tcp_counters
+from penstock.services.gateway.connections import Client, Connection, Connections
+from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.ledger import Ledger
+
+log = logging.getLogger("gateway")
+MAX_SEND_QUEUE = 4096
+"""messages in libzmq's queue for one client; further output waits in the ledger"""
+MAX_RECEIVE_QUEUE = 8
+"""messages of one client that libzmq receives ahead; then the client has to wait"""
+OPTIONS = {
+    zmq.HANDSHAKE_IVL: 10_000,  # milliseconds in which a client shows its key
+    zmq.RCVHWM: MAX_RECEIVE_QUEUE,
+    # The connection of a machine that has vanished ends after 25 s: until then its client can't
+    # reconnect with the same ZeroMQ identity.
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 10,
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
+MAX_FRAMES = 8
+"""of a message, its sender's identity included"""
+MAX_ENVELOPE_BYTES = 1024
+"""of the frames before the request"""
+KERNEL_BYTES = 1 << 23
+"""more than the system receives ahead for one connection"""
+EXPANSION = 32
+"""bytes of memory that libzmq may need for each byte of an unfinished message: 64 for an empty
+frame, which has two"""
+MAX_BUSY_HEARTBEATS = 2
+"""at which bytes of one message arrive; a whole message takes milliseconds within a machine"""
+FRAME_BYTES, CURVE_FRAME_BYTES = 2, 35
+"""of a frame on the wire in addition to its content, at least"""
+RETRY_INTERVAL = 0.01
+"""seconds in which a full queue is not tried again: a try costs the encoding of a reply"""
+ENVELOPE = (
+    f"a message has more than {MAX_FRAMES} frames, or {MAX_ENVELOPE_BYTES} bytes before the request"
+)
+IGNORED = (
+    "its ZeroMQ identity is that of another client (choose another), or its message has no end"
+)
+UNFINISHED = "a message was begun that is longer than any request, or all that were begun are"
+
+
+class ClientSocket:
+    """Receives requests and delivers the ledger's output, never faster than a client reads.
+
+    When the queue of a connection is full (libzmq's, or because `max_unread_bytes` in it are not
+    read), its output stays in the ledger. It is sent as one delta a request when there is room: at
+    the next output for that connection, or at the next heartbeat.
+    """
+
+    def __init__(self, context: Context, config: Config, inner: str, ledger: Ledger) -> None:
+        """inner: endpoint at which the pipeline's own processes are clients. Raises ValueError for
+        an endpoint that other machines may reach in the clear, zmq.ZMQError with an address that is
+        taken, and KeysError."""
+        check_reach(config)
+        address = "inproc://clients-monitor"  # connected first: libzmq waits until events are read
+        self.connections = Connections(context.connect(zmq.PAIR, address))
+        self._max_frame_bytes = max_request_bytes(config) + OVERSIZE_SLACK
+        self._bind(context, config, inner, address)
+        self._may_be_curve = bool(config.keys) or config.on != "local"
+        self._frame_overhead = CURVE_FRAME_BYTES if config.keys else FRAME_BYTES
+        self._max_unfinished_bytes = config.max_open_bytes // EXPANSION
+        self._max_unread_bytes = config.max_unread_bytes
+        self._ledger = ledger
+
+    def receive(self) -> Iterator[tuple[Client, bytes]]:
+        """Yield the messages that wait, not decoded. Clients beyond a limit are disconnected."""
+        for frames in self.channel.receive_uncopied(MAX_FRAMES):
+            self.connections.handle_events()
+            if connection := self._connection_of(frames[0]):
+                if len(frames) > MAX_FRAMES or sum(map(len, frames[:-1])) > MAX_ENVELOPE_BYTES:
+                    self.connections.cut_off(connection, ENVELOPE)
+                    continue
+                *envelope, frame = (one.bytes for one in frames)
+                yield Client(tuple(envelope), codec_of(frame), connection), frame
+
+    def reply(self, client: Client, reply: Reply) -> None:
+        """Send a reply that is in no ledger."""
+        self.send(client, client.codec.encode(reply))
+
+    def send(self, client: Client, reply: bytes) -> None:
+        """Send an encoded reply, unless the client has disconnected."""
+        connection = client.connection
+        if connection.is_closed:
+            return
+        frames = [*client.envelope, reply]
+        if connection.is_full or self._try_send(connection, frames) == zmq.EAGAIN:
+            connection.replies.append(frames)
+
+    def deliver(self, entry: Entry) -> None:
+        """Send new output of a request. With the whole answer it leaves the ledger."""
+        connection = entry.client.connection
+        if connection.is_closed:
+            return
+        if connection.is_full:
+            connection.unsent[entry.request_id] = None
+            if monotonic() >= connection.retry_at:
+                self._flush(connection)
+        elif not self._send_new(entry):
+            connection.unsent[entry.request_id] = None
+
+    def release(self, entry: Entry) -> None:
+        """Forget a request."""
+        self.connections.detach(entry.request_id, entry.client)
+        self._ledger.remove(entry)
+
+    def on_heartbeat(self) -> None:
+        """Disconnect clients that libzmq ignores, and clients whose messages do not end: the client
+        that has sent most goes first where all together have sent too much."""
+        unfinished: list[tuple[int, Connection]] = []
+        # Whole messages may wait in libzmq's queue.
+        waits = self.channel.has_message
+        limit = self._max_frame_bytes * (MAX_RECEIVE_QUEUE + 1 if waits else 1) + KERNEL_BYTES
+        identities = [len(one.identity) for one in self.connections if one.identity]
+        for connection in self.connections:
+            counters = tcp_counters(connection.fd)
+            identity_bytes = 0 if connection.is_inner else min(identities, default=0)
+            if connection.traffic.is_ignored(counters, identity_bytes, self._may_be_curve):
+                self.connections.cut_off(connection, IGNORED)
+            elif counters is None:
+                num_busy = connection.traffic.num_busy_heartbeats(
+                    not waits and is_receiving(connection.fd)
+                )
+                if num_busy > MAX_BUSY_HEARTBEATS:
+                    self.connections.cut_off(connection, UNFINISHED)
+            elif num_bytes := connection.traffic.num_unfinished(counters.received):
+                unfinished.append((num_bytes, connection))
+        num_all = sum(num_bytes for num_bytes, _ in unfinished)
+        for num_bytes, connection in sorted(unfinished, key=lambda one: -one[0]):
+            if num_bytes <= limit and num_all <= self._max_unfinished_bytes:
+                break
+            num_all -= num_bytes
+            self.connections.cut_off(connection, UNFINISHED)
+
+    def retry_full(self) -> list[Connection]:
+        """Try full queues again, at every heartbeat. Return the connections that do not read.
+
+        They have left more unread than the limit, the largest message not counted, and have read
+        less than the limit since the last heartbeat.
+        """
+        full = [one for one in self.connections if one.is_full]
+        for connection in full:
+            connection.traffic.update_num_read()
+            self._flush(connection)
+        limit = self._max_unread_bytes
+        return [
+            one
+            for one in full
+            if one.traffic.take_progress()
+            < limit
+            < self.num_unread_bytes(one) - one.traffic.largest
+        ]
+
+    def num_unread_bytes(self, connection: Connection) -> int:
+        """Return the bytes that wait for one connection, here and in libzmq's queue."""
+        entries = (self._ledger.find(request_id) for request_id in connection.unsent)
+        num_bytes = sum(len(frame) for frames in connection.replies for frame in frames)
+        num_bytes += sum(entry.num_unread_bytes for entry in entries if entry)
+        return connection.traffic.num_queued + num_bytes
+
+    def _flush(self, connection: Connection) -> None:
+        """Send what waits, until the queue is full again."""
+        for request_id in list(connection.unsent):
+            entry = self._ledger.find(request_id)
+            if entry and not self._send_new(entry):
+                return
+            connection.unsent.pop(request_id, None)
+        while connection.replies:
+            if self._try_send(connection, connection.replies[0]) == zmq.EAGAIN:
+                return
+            connection.replies.popleft()
+
+    def _send_new(self, entry: Entry) -> bool:
+        """Send all new output of a request; False if the queue is full."""
+        client, error = entry.client, 0
+        if delta := entry.undelivered():
+            frames = [*client.envelope, client.codec.encode(delta)]
+            error = self._try_send(client.connection, frames)
+            if not error:
+                entry.mark_delivered()
+        if entry.answer and not error:
+            frames = [*client.envelope, client.codec.encode(entry.answer)]
+            error = self._try_send(client.connection, frames)
+            if not error:
+                self.release(entry)
+        if error == zmq.EHOSTUNREACH:
+            entry.client = self.connections.lose(entry.request_id, client)
+        return error != zmq.EAGAIN
+
+    def _try_send(self, connection: Connection, frames: list[bytes]) -> int:
+        """As `Channel.try_send`; EAGAIN, too, where too much of what was sent is not read."""
+        error = 0
+        if connection.traffic.num_queued > self._max_unread_bytes:
+            connection.traffic.update_num_read()
+            if connection.traffic.num_queued > self._max_unread_bytes:
+                error = zmq.EAGAIN
+        error = error or self.channel.try_send(frames)
+        if not error:
+            num_bytes = len(frames[-1]) + self._frame_overhead * (len(frames) - 1)
+            connection.traffic.num_given += num_bytes
+            connection.traffic.largest = max(connection.traffic.largest, num_bytes)
+        elif error == zmq.EAGAIN:
+            connection.retry_at = monotonic() + RETRY_INTERVAL
+        return error
+
+    def _connection_of(self, frame: zmq.Frame) -> Connection | None:
+        """Return the connection that a message came on; None if the message is to be dropped."""
+        try:
+            connection = self.connections.at(int(frame.get(zmq.SRCFD)))
+        except zmq.ZMQError:  # libzmq knows it for ZMTP 3 only
+            self.channel.num_bad_frames += 1
+            traffic.bad_frames += 1
+            if self.channel.num_bad_frames == 1:
+                log.warning("dropped a message of ZMTP before version 3 (further ones are counted)")
+            return None
+        if connection.is_cut_off:
+            return None
+        self.connections.count_message(connection, frame.bytes)
+        return connection
+
+    def _bind(self, context: Context, config: Config, inner: str, monitor: str) -> None:
+        if config.keys:
+            context.admit(ZAP_DOMAIN, Path(config.keys))
+        elif not stays_on_host(config.endpoint):
+            log.warning(
+                "--insecure: anybody who reaches %s may send requests, and anybody who sees the "
+                "network's traffic reads prompts and answers",
+                config.endpoint,
+            )
+        # Our own processes are clients at an endpoint of their own. The one without keys is first.
+        is_inner_first = bool(config.keys) or not context.node_id
+        endpoint = inner if is_inner_first else config.endpoint
+        options = {int(option): value for option, value in OPTIONS.items()}
+        options[zmq.SNDHWM] = MAX_SEND_QUEUE
+        self.channel: Channel[Any] = context.bind(
+            zmq.ROUTER, endpoint, None, self._max_frame_bytes, options, monitor
+        )
+        if is_inner_first:
+            self.connections.inner = self.channel.last_endpoint
+            if config.keys:
+                secure_server(self.channel.socket, Path(config.keys))
+            self.channel.socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
+            self.channel.socket.setsockopt(zmq.IPV6, "[" in config.endpoint)
+            context.bind_also(self.channel, config.endpoint)
+        else:
+            context.bind_also(self.channel, inner)
+            self.connections.inner = self.channel.last_endpoint
