@@ -32,7 +32,7 @@ def dtype(device: str) -> torch.dtype:
 
 
 def in_8_bits(kv_cache: KVCache) -> KVCache:
-    """The same numbers, quantised by the reference; NaN stays so."""
+    """Return the same numbers, quantised by the reference; NaN stays so."""
     device, (num_blocks, block_size, num_kv_heads, _) = kv_cache.k.device, kv_cache.k.shape
     k, v = kv_cache.k.cpu(), kv_cache.v.cpu()
     scales = tuple(torch.empty(2, num_blocks, num_kv_heads, block_size))
@@ -42,7 +42,7 @@ def in_8_bits(kv_cache: KVCache) -> KVCache:
 
 
 def on(device: str | torch.device, kv_cache: KVCache) -> KVCache:
-    """The same cache there."""
+    """Return the same cache there."""
     k, v, scales = kv_cache
     moved = scales and (scales[0].to(device), scales[1].to(device))
     return KVCache(k.to(device), v.to(device), moved)

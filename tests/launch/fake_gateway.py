@@ -90,7 +90,7 @@ class Gateway:
         self._context.term()
 
     def wait_for(self, num_requests: int) -> None:
-        """Returns when so many have come."""
+        """Return when `num_requests` have come."""
         with self._news:
             assert self._news.wait_for(lambda: len(self.heard) >= num_requests, timeout=60)
 
@@ -111,7 +111,7 @@ class Gateway:
 
 @contextlib.contextmanager
 def gateway(endpoint: str, behaviour: Behaviour = echo) -> Iterator[Gateway]:
-    """A gateway that lives as long as the block."""
+    """Yield a gateway that lives as long as the block."""
     one = Gateway(endpoint, behaviour)
     try:
         yield one

@@ -36,7 +36,7 @@ class Supervised:
         self.children: list[asyncio.subprocess.Process] = []
 
     async def child(self, code: str = "signal.pause()") -> asyncio.subprocess.Process:
-        """A process at the beginning of `code`."""
+        """Return a process at the beginning of `code`."""
         code = f"import signal; print(flush=True)\n{code}"
         command = sys.executable, "-c", code
         child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)

@@ -21,7 +21,7 @@ class Nobody:
         self.reasons: list[str] = []
 
     def wait(self) -> None:
-        """Returns at once."""
+        """Return at once."""
 
 
 class Bare(Ground):

@@ -37,7 +37,7 @@ def generated(token_ids: list[int], text: str, reason: FinishReason = "stop") ->
 def streamed(
     token_ids: list[int], text: str, *, told: GenerateReply | ErrorReply | None = None
 ) -> Received:
-    """A stream, and the reply behind it: if none is given, one that says the same."""
+    """Return a stream, and the reply after it: if none is given, one that says the same."""
     return Received(True, told or generated(token_ids, text), token_ids, text)
 
 

@@ -41,7 +41,7 @@ EXPERTS = {
 
 
 def save_checkpoint(folder: Path, max_shard_size: str = "1GB", **shape: object) -> PreTrainedModel:
-    """Writes a random checkpoint of `SHAPE`, changed by `shape`, and returns its model.
+    """Write a random checkpoint of `SHAPE`, changed by `shape`, and return its model.
 
     The tokenizer is the demo model's.
     """

@@ -21,7 +21,7 @@ def load_model(
     quantization: str = "none",
     quantize_lm_head: bool = False,
 ) -> Qwen3:
-    """The model of a checkpoint, or one rank's part."""
+    """Return the model of a checkpoint, or one rank's part."""
     config = quantized(read_model_config(folder), quantization)
     attention = AttentionBackend(16, config.head_dim**-0.5)
     num_positions = config.max_position_embeddings

@@ -22,7 +22,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
 def change(folder: Path, **tensors: Tensor | None) -> None:
-    """Replaces tensors of a checkpoint in one file; None: removes."""
+    """Replace tensors of a checkpoint in one file; None removes it."""
     changed = {**load_file(folder / SINGLE_FILE), **tensors}
     kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
     save_file(kept, folder / SINGLE_FILE)

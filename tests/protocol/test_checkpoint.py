@@ -28,7 +28,7 @@ MOE = {
 
 
 def changed(folder: Path, **fields: Any) -> Path:
-    """The demo model's `config.json` with other fields."""
+    """Return the demo model's `config.json` with other fields."""
     config = json.loads((DEMO / "config.json").read_text()) | fields
     (folder / "config.json").write_text(json.dumps(config))
     return folder

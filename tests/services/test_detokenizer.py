@@ -44,7 +44,7 @@ def opened(
 
 
 def text_of(token_ids: list[int], stop: list[str] | None = None, **options: Any) -> str:
-    """The text of tokens that come one by one."""
+    """Return the text of tokens that come one by one."""
     stream = TextStream(opened(stop=stop, **options), TABLE)
     text = ""
     for token_id in token_ids:
@@ -205,7 +205,7 @@ def test_messages_of_an_older_scheduler_are_dropped() -> None:
 
 
 def packed(*token_ids: int) -> PackedLogprobs:
-    """The token that stands there and others; the n-th has a logprob of -n / 2."""
+    """Return the token that stands there and others; the n-th has a logprob of -n / 2."""
     values = array("f", [-number / 2 for number in range(len(token_ids))])
     return PackedLogprobs(pack(token_ids), values.tobytes())
 

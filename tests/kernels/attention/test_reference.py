@@ -77,7 +77,7 @@ def random_sequence(
 
 
 def dense_attention(sequence: Sequence) -> Tensor:
-    """The textbook's: every score, a triangle of them masked; in float64."""
+    """Return the textbook's: every score, a triangle of them masked; in float64."""
     q, k, v = (x.double().transpose(0, 1) for x in sequence)
     group = len(q) // len(k)
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
@@ -88,7 +88,7 @@ def dense_attention(sequence: Sequence) -> Tensor:
 
 
 def in_chunks(cache: Cache, sequence: int, bounds: list[int]) -> Tensor:
-    """The sequence's results, computed alone in one chunk after the other."""
+    """Return the sequence's results, computed alone in one chunk after the other."""
     return torch.cat([cache.attend([(sequence, begin, end)])[0] for begin, end in pairwise(bounds)])
 
 

@@ -26,7 +26,7 @@ class Case:
         self.k_cache, self.v_cache = torch.zeros(2, 3, 4, NUM_KV_HEADS, HEAD_DIM)
 
     def run(self, slots: list[int], rows: slice = slice(None), **changed: object) -> Tensor:
-        """The queries of some of the tokens, whose keys and values are stored in `slots`."""
+        """Return the queries of some of the tokens, whose keys and values are stored in `slots`."""
         arguments = {
             "qkv": self.heads[rows].flatten(1).contiguous(),
             "num_heads": NUM_HEADS,

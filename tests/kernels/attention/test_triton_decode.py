@@ -63,7 +63,7 @@ class Step:
         self.scale = head_dim**-0.5
 
     def run(self, attention: DecodeAttention) -> Tensor:
-        """The result, NaN where nothing was written."""
+        """Return the result, NaN where nothing was written."""
         attention.plan(self.context_lens)
         # also the plain kernel that must lie between a plan and a layer
         out = torch.full(self.q.shape, torch.nan, dtype=self.q.dtype, device=self.q.device)
@@ -86,7 +86,7 @@ class Step:
         )
 
     def expected(self) -> Tensor:
-        """The reference's result for the rows that are not padded, float32."""
+        """Return the reference's result for the rows that are not padded, float32."""
         rows = self.context_lens.cpu().nonzero()[:, 0]
         return attend(
             self.q.cpu().float()[rows],

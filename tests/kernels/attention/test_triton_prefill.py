@@ -54,7 +54,7 @@ class Case(NamedTuple):
         return torch.tensor(tiles)[torch.randperm(len(tiles))].int()
 
     def expected(self) -> Tensor:
-        """The reference's rows behind the decode rows."""
+        """Return the reference's rows after the decode rows."""
         return attend(
             self.q[NUM_DECODE_ROWS:].float(),
             numbers_of(self.kv_cache),

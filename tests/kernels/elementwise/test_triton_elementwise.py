@@ -65,7 +65,7 @@ def test_silu_and_mul_is_finite_at_the_ends(gate: float, device: str, dtype: tor
 def store_by_both(
     kv_cache: KVCache, num_heads: int, slots: list[int], device: str, dtype: torch.dtype
 ) -> KVCache:
-    """Compares queries of random tokens, and stores into `kv_cache` what the reference does.
+    """Compare queries of random tokens, and store into `kv_cache` what the reference does.
 
     Returns what the kernel stores. The first block is given to none, so that slot -1 can be seen to
     stay as it is.

@@ -26,7 +26,7 @@ CPUS = [
 
 
 def rows_agree(inner: int, num_columns: int, counts: list[int], most: int = 70) -> None:
-    """Compares rows alone, and in the middle of others, with all of them together."""
+    """Compare rows alone, and in the middle of others, with all of them together."""
     x, weight = torch.randn(most, inner), torch.randn(num_columns, inner)
     together = product(x, weight)
     for count in counts:
@@ -56,7 +56,7 @@ def test_rows_of_batches(head_dim: int) -> None:
 
 
 def batches_agree(head_dim: int, most: int) -> None:
-    """Compares rows of the products of attention alone with those of all rows together."""
+    """Compare rows of the products of attention alone with those of all rows together."""
     x, keys, values = (torch.randn(4, size, head_dim) for size in (most, 128, 128))
     together = both_products(x, keys, values)
     expected = (x.double() @ keys.double().mT) @ values.double()
@@ -67,7 +67,7 @@ def batches_agree(head_dim: int, most: int) -> None:
 
 
 def both_products(x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The products of attention, without the softmax between."""
+    """Return the products of attention, without the softmax between."""
     num_rows = x.shape[1]
     x = pad_rows(x, 8)
     scores = x.new_empty(len(x), x.shape[1], keys.shape[1])
@@ -125,7 +125,7 @@ def test_a_library_that_fails_the_check(
 
 
 def main() -> None:
-    """Compares rows in many shapes."""
+    """Compare rows in many shapes."""
     for inner in (5, 8, 16, 31, 64, 65, 256, 320, 513, 768):
         for num_columns in (1, 2, 5, 7, 8, 15, 16, 17, 33, 48, 64):
             rows_agree(inner, num_columns, [1, 2, 7, 15, 16, 17, 31, 32, 64])

@@ -57,7 +57,7 @@ def product(kind: str, rows: int, inner: int, columns: int, dtype: torch.dtype) 
 
 
 def use_tables(monkeypatch: pytest.MonkeyPatch, bfloat16: Table, fp8: Table | None = None) -> None:
-    """Replaces the tables of `tuning.json`."""
+    """Replace the tables of `tuning.json`."""
     tables = {"bfloat16": bfloat16, "fp8": fp8 or {}}
     monkeypatch.setattr(small_m_gemm, "tuning_tables", lambda: tables)
 

@@ -14,7 +14,7 @@ CHI_SQUARE_999 = {4: 18.47}
 
 
 def tables(prompts: Tensor, outputs: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Counts of each row's output tokens, and which tokens its prompt has."""
+    """Return the counts of each row's output tokens, and which tokens its prompt has."""
     counts = torch.zeros(len(outputs), vocab_size, dtype=torch.int32)
     counts.scatter_add_(1, outputs, torch.ones_like(outputs, dtype=torch.int32))
     in_prompt = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)

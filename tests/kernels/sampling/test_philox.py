@@ -19,7 +19,7 @@ KNOWN_ANSWERS = [
 
 
 def int64(value: int) -> torch.Tensor:
-    """The 64 bits of an unsigned number."""
+    """Return the 64 bits of an unsigned number."""
     return torch.tensor(value - (value >> 63 << 64), dtype=torch.int64)
 
 

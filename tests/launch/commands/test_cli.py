@@ -17,7 +17,7 @@ SLOW_MODULES = ("asyncio", "psutil", "torch", "transformers", "zmq")
 
 
 def launch(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
-    """The exit code of a command line."""
+    """Return the exit code of a command line."""
     monkeypatch.setattr(sys, "argv", ["launch", *arguments])
     with pytest.raises(SystemExit) as end:
         main()

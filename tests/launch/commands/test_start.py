@@ -29,7 +29,7 @@ MODEL = {
 
 @pytest.fixture
 def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Starts a pipeline for a model with these facts: the sentence that refuses it."""
+    """Start a pipeline for a model with these facts: the sentence that refuses it."""
 
     def begin(facts: dict[str, object], tp: int, **fields: Any) -> str:
         (tmp_path / "config.json").write_text(json.dumps(MODEL | facts))

@@ -24,7 +24,7 @@ Make = Callable[..., tuple[Gateway, Client]]
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Make]:
-    """A gateway that answers as the test says, and its client."""
+    """Yield a gateway that answers as the test says, and its client."""
     with contextlib.ExitStack() as stack:
 
         def make(

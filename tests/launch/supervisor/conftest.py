@@ -19,7 +19,7 @@ Supervise = Callable[..., int]
 
 @pytest.fixture
 def supervise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervise:
-    """Runs these commands to their end, which leaves nothing; `act` runs after the first line."""
+    """Run these commands to their end, which leaves nothing; `act` runs after the first line."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
     def run(

@@ -13,7 +13,7 @@ PLAIN = "x | {}\n".format
 
 
 def written(write: Callable[[Log], None], show: Show = PLAIN) -> list[str]:
-    """The lines printed of what `write` puts into the pipe."""
+    """Return the lines printed of what `write` puts into the pipe."""
     lines: list[str] = []
 
     async def run() -> None:

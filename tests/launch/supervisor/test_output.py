@@ -16,7 +16,7 @@ MAX_BYTES = 1 << 18  # more than a pipe holds
 
 @contextmanager
 def piped(on_closed: Callable[[], None]) -> Iterator[tuple[Output, int]]:
-    """An output into a pipe, and the end to read from."""
+    """Yield an output into a pipe, and the end to read from."""
     reader, writer = os.pipe()
     one = Output(on_closed, "{} dropped\n".format)
     one._descriptors = [writer, None]

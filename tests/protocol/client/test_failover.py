@@ -41,7 +41,7 @@ def whole(request: Request) -> list[Reply]:
 
 @contextlib.contextmanager
 def closed() -> Iterator[str]:
-    """An address at which connections are refused."""
+    """Yield an address at which connections are refused."""
     with socket.create_server((HOST, 0)) as server:
         port = server.getsockname()[1]
     yield f"tcp://localhost:{port}"
@@ -49,7 +49,7 @@ def closed() -> Iterator[str]:
 
 @contextlib.contextmanager
 def black_hole() -> Iterator[str]:
-    """An address that does not answer, as of a machine that is off: a queue that is full."""
+    """Yield an address that does not answer, as of a machine that is off: a queue that is full."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server((HOST, 0), backlog=0))
         for _ in range(2):
@@ -61,7 +61,7 @@ def black_hole() -> Iterator[str]:
 
 @contextlib.contextmanager
 def mute() -> Iterator[str]:
-    """An address that accepts and says nothing, as of a process that hangs."""
+    """Yield an address that accepts and says nothing, as of a process that hangs."""
     with socket.create_server((HOST, 0)) as server:
         yield f"tcp://{HOST}:{server.getsockname()[1]}"
 
@@ -84,7 +84,7 @@ def test_a_dead_address_is_left_for_the_next(
 
 
 def wait_for_failures(client: Client, number: int) -> None:
-    """Returns when so many attempts to connect have failed."""
+    """Return when so many attempts to connect have failed."""
     while client._connection._addresses._num_failures < number:
         assert client._poller.poll(1000 * TIMEOUT)
         client._connection.take()
@@ -185,7 +185,7 @@ def test_a_gateway_that_falls_silent_is_left(
 
 @contextlib.contextmanager
 def refusing(endpoint: str, keys: Path) -> Iterator[None]:
-    """A gateway that refuses who has no keys."""
+    """Yield a gateway that refuses who has no keys."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
         secure_server(server, keys)
         server.bind(endpoint)

@@ -38,7 +38,7 @@ class Site:
         self.processes: list[Cluster] = []
 
     def process(self, node_id: str) -> Cluster:
-        """A new process of a machine."""
+        """Return a new process of a machine."""
         folder = self.folder / node_id
         folder.mkdir(exist_ok=True)
         if not (folder / KEYS_FOLDER).exists():
@@ -57,7 +57,7 @@ class Site:
             drain(handlers)
 
     def hear(self, channel: Channel[Any]) -> Any:
-        """The next message on a channel."""
+        """Return the next message on a channel."""
         self.work_until(lambda: channel.socket.poll(0), channel)
         return next(channel.receive())[1]
 
@@ -149,7 +149,7 @@ def test_who_is_back_after_a_broken_connection_ends(site: Site) -> None:
 
 
 def bind_at(process: Cluster, tcp: str, folder: Path) -> "zmq.Socket[bytes]":
-    """A socket at an address that was another one's."""
+    """Return a socket at an address that was another one's."""
     socket: zmq.Socket[bytes] = process.socket(zmq.ROUTER)
     secure_server(socket, folder / KEYS_FOLDER, ZAP_DOMAIN)
     while True:

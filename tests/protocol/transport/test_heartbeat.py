@@ -36,7 +36,7 @@ class Site:
         )
 
     def pulse(self) -> Pulse:
-        """The next one."""
+        """Return the next one."""
         assert self.pulses.socket.poll(TIMEOUT)
         return msgspec.msgpack.decode(self.pulses.socket.recv(), type=Pulse)
 

@@ -76,7 +76,7 @@ class Stage:
         self.gateway.after_turn()
 
     def connect(self, keys: Path | None = None, **options: int) -> "zmq.Socket[bytes]":
-        """A client."""
+        """Return a client."""
         socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         if keys:
@@ -96,7 +96,7 @@ class Stage:
         self.work_until(lambda: all(map(self.gateway.ledger.get, request_ids)))
 
     def hear(self, socket: "zmq.Socket[bytes]", codec: Codec = MSGPACK) -> Any:
-        """The next reply to a client."""
+        """Return the next reply to a client."""
         return codec.decode_reply(self.hear_frames(socket)[-1])
 
     def hear_frames(self, socket: "zmq.Socket[bytes]") -> list[bytes]:
@@ -133,7 +133,7 @@ class Stage:
         return self.tokenizer.decode([self.tokenizer.socket.recv()])
 
     def tokenize(self) -> Any:
-        """The tokenizer's next request, which it passes on."""
+        """Return the tokenizer's next request, which it passes on."""
         task = self.ask_tokenizer()
         self.tokenizer.send(TokenizeDone(task.request_id, task.attempt, 7))
         peer = self.gateway.tokenizers.peers.get(b"t")
@@ -178,7 +178,7 @@ def request(request_id: str, **fields: Any) -> GenerateRequest:
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
-    """Starts a gateway with options."""
+    """Start a gateway with options."""
     context: Context = Context()
 
     def start(**options: Any) -> Stage:

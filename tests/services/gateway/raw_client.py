@@ -50,7 +50,7 @@ class RawClient:
         return True
 
     def send_some(self, data: bytes) -> int:
-        """Sends as much as there is room for: how many bytes."""
+        """Send as much as there is room for: how many bytes."""
         try:
             return self.socket.send(data)
         except BlockingIOError:

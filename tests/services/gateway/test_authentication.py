@@ -34,7 +34,7 @@ class Door:
         self._context = context
 
     def knock(self, secure: Secure, frame: bytes) -> tuple[int, Socket]:
-        """Connects a client that sends a frame: the event that ends its handshake."""
+        """Connect a client that sends a frame: the event that ends its handshake."""
         client = self._context.socket(zmq.DEALER)
         client.setsockopt(zmq.LINGER, 0)
         secure(client)
@@ -55,7 +55,7 @@ class Door:
         return event, client
 
     def heard(self) -> bytes:
-        """The next frame that got in."""
+        """Return the next frame that got in."""
         assert self.channel.socket.poll(TIMEOUT)
         return self.channel.socket.recv_multipart()[-1]
 

@@ -23,7 +23,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def restarted(stage: Start) -> Stage:
-    """A gateway that has heard of the drain and nothing else yet."""
+    """Return a gateway that has heard of the drain and nothing else yet."""
     one = stage()
     one.detokenizer.send(SupervisorReport([], draining=True))
     one.gateway.router.take_running = lambda _: None  # type: ignore[method-assign]  # none is gone

@@ -47,7 +47,7 @@ def fill(one: Stage, request_id: str) -> Connection:
 
 
 def next_reply(one: Stage, socket: "zmq.Socket[bytes]") -> object:
-    """A reply that comes now, or after a heartbeat."""
+    """Return a reply that comes now, or after a heartbeat."""
     while not socket.poll(100):
         one.heartbeats(1)
     return MSGPACK.decode_reply(socket.recv())

@@ -65,7 +65,7 @@ class Successors:
         return [work.request.prompt for work in peer.work.values()]  # type: ignore[misc, union-attr]
 
     def tokenize(self) -> None:
-        """Does the first of it."""
+        """Do the first of it."""
         [peer] = self.one.gateway.tokenizers.peers
         key = request_id, attempt = next(iter(peer.work))  # type: ignore[misc]
         self.channel.send(TokenizeDone(request_id, attempt, 3))

@@ -228,7 +228,7 @@ def test_a_message_is_continued_or_answered() -> None:
 
 
 def nested(levels: int) -> Any:
-    """Maps and lists in turns."""
+    """Return maps and lists in turns."""
     value: Any = 1
     for level in range(levels):
         value = [value] if level % 2 else {"a": value}

@@ -71,7 +71,7 @@ class Served:
             self._loop.call_soon_threadsafe(self._server.stop)
 
     def join(self) -> None:
-        """Waits until it has stopped."""
+        """Wait until it has stopped."""
         self._thread.join()
         self._listener.close()
 

@@ -22,7 +22,7 @@ FAR_TOO_MUCH = 64 << 20
 
 
 def silent(request: Request) -> list[Reply]:
-    """Generates nothing: requests stay open."""
+    """Generate nothing: requests stay open."""
     return [] if isinstance(request, GenerateRequest) else behave(request)
 
 

@@ -21,12 +21,12 @@ PROMPT = {"prompt": "one two"}
 
 
 def silent(request: Request) -> list[Reply]:
-    """Generates nothing, and decodes nothing: requests stay open."""
+    """Generate nothing, and decode nothing: requests stay open."""
     return [] if isinstance(request, GenerateRequest | DetokenizeRequest) else behave(request)
 
 
 def begun(request: Request) -> list[Reply]:
-    """Generates the beginning of a text."""
+    """Generate the beginning of a text."""
     return [delta(request, 0, 3)] if isinstance(request, GenerateRequest) else behave(request)
 
 

@@ -20,7 +20,7 @@ def make_sequence(
     priority: int = 0,
     **sampling: object,
 ) -> Sequence:
-    """A new sequence; `output` is what an earlier attempt generated."""
+    """Return a new sequence; `output` is what an earlier attempt generated."""
     params = SamplingParams(**({"seed": 0} | sampling))  # type: ignore[arg-type]
     request = TokenizedRequest(f"r{next(_numbers)}", 0, params, pack(prompt), pack(output))
     request.cache_salt = cache_salt
@@ -29,7 +29,7 @@ def make_sequence(
 
 
 def long_prompt(num_tokens: int, first: int = 1) -> list[int]:
-    """A prompt without repetition; those with another `first` differ in every block."""
+    """Return a prompt without repetition; those with another `first` differ in every block."""
     return list(range(first, first + num_tokens))
 
 

@@ -54,7 +54,7 @@ def detokenizer(context: Context, at: Endpoints) -> Channel[Any]:
 
 @pytest.fixture
 def fresh(context: Context, at: Endpoints, detokenizer: Channel[Any]) -> SchedulerProcess:
-    """A scheduler that knows a detokenizer, and no worker yet; a lease is over at once."""
+    """Return a scheduler that knows a detokenizer, and no worker yet; a lease is over at once."""
     own = SimpleNamespace(
         config=Config(lease_timeout=1e-9),
         log=logging.getLogger(),

@@ -44,7 +44,7 @@ def deltas(process: SchedulerProcess) -> list[StepTokens]:
 
 
 def opened(process: SchedulerProcess) -> list[StreamOpened]:
-    """The streams that the detokenizer is told of."""
+    """Return the streams that the detokenizer is told of."""
     return [one for delta in deltas(process) for one in delta.opened]
 
 

@@ -35,7 +35,7 @@ class WorkerDiedError(Exception):
 
 
 def next_token(seed: int, token_ids: SequenceOf[int]) -> int:
-    """The model: a pure function of the whole prefix; EOS one time in eight.
+    """Return the model: a pure function of the whole prefix; EOS one time in eight.
 
     With odd seeds eight tokens in a row follow from the two before each: these can be guessed.
     With LOOP, it goes on with 1 2 3 for ever.

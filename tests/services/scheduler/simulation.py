@@ -90,7 +90,7 @@ class Simulation:
         num_deaths: int = 0,
         **sampling: object,
     ) -> Sequence:
-        """A request comes. Raises CannotFitError."""
+        """Take a request. Raises CannotFitError."""
         sequence = make_sequence(prompt, output, **sampling)
         sequence.num_deaths = self.num_deaths[sequence] = num_deaths
         self.scheduler.add(sequence)
@@ -102,7 +102,7 @@ class Simulation:
         return sequence
 
     def send(self) -> BatchPlan | None:
-        """The next plan, if there is one; the worker runs it at once, or dies of it."""
+        """Return the next plan, if there is one; the worker runs it at once, or dies of it."""
         ranks = {sequence: sequence.rank for sequence in self.scheduler.running}
         plan = self.scheduler.schedule()
         lost = [rank for one, rank in ranks.items() if one.status is Status.WAITING]
@@ -123,7 +123,7 @@ class Simulation:
         return len(self.results) > self.num_ahead
 
     def receive(self) -> StepOutput:
-        """The tokens of the oldest step."""
+        """Return the tokens of the oldest step."""
         result = msgspec.msgpack.decode(self.results.popleft(), type=SampledTokens)
         rows = self.scheduler.in_flight[0].sampled
         output = self.scheduler.update(result)

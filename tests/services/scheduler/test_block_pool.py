@@ -24,7 +24,7 @@ def full_blocks(pool: BlockPool, *token_ids: bytes) -> list[tuple[bytes, bytes]]
 
 
 def compute(pool: BlockPool, *token_ids: bytes) -> list[int]:
-    """Takes blocks and publishes them as a chain."""
+    """Take blocks and publish them as a chain."""
     blocks, content = [], ROOT
     for hash_, tokens in full_blocks(pool, *token_ids):
         blocks.append(pool.take())
@@ -154,7 +154,7 @@ class PlainCache:
         """cached prefixes, which end with their block"""
 
     def allocate(self, prompt: SequenceOf[int]) -> list[int] | None:
-        """The block table; None if too few are free. Then the whole prompt is computed."""
+        """Return the block table; None if too few are free. Then the whole prompt is computed."""
         size, table = self.block_size, []
         for end in range(size, len(prompt), size):
             if tuple(prompt[:end]) not in self.blocks:

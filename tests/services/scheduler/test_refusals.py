@@ -12,7 +12,7 @@ INNOCENT = [(1, 2, 3), (4, 5), (6,)]
 
 
 def run_step(process: SchedulerProcess) -> None:
-    """Makes a plan; the workers die of it if it has poison, or its tokens come back."""
+    """Make a plan; the workers die of it if it has poison, or its tokens come back."""
     scheduler = process.scheduler
     assert scheduler
     scheduler.schedule()

@@ -11,7 +11,7 @@ from tests.services.scheduler.site import Site
 
 
 def seat(nodes: str, tp_size: int, own: str) -> tuple[str, list[WorkerAssignment]]:
-    """The node of each rank, and what it is told, when workers of all `nodes` are heard.
+    """Return the node of each rank, and what it is told, when workers of all `nodes` are heard.
 
     The workers are w0, w1, …; own: the scheduler's node.
     """

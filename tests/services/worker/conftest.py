@@ -42,5 +42,5 @@ def folder(checkpoint: Checkpoint) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(checkpoint: Checkpoint) -> Qwen3ForCausalLM:
-    """The checkpoint's model in transformers."""
+    """Return the checkpoint's model in transformers."""
     return checkpoint.model

@@ -18,7 +18,7 @@ def plan(
     chunks: Pairs = (),
     drafts: Iterable[tuple[int, int, list[int]]] = (),
 ) -> BatchPlan:
-    """A plan; appended: (slot, block id), chunks: (slot, number of tokens), drafts: (slot,
+    """Return a plan; appended: (slot, block id), chunks: (slot, number of tokens), drafts: (slot,
     position, tokens)."""
     appended_ids = pack(slot << BLOCK_BITS | block_id for slot, block_id in appended)
     chunk_ids = pack(chain.from_iterable(chunks))
@@ -39,7 +39,7 @@ def row(
     seed: int = 0,
     extras: RowExtras | None = None,
 ) -> RowAdded:
-    """A row; greedy if nothing else is said."""
+    """Return a row; greedy if nothing else is said."""
     return RowAdded(
         slot,
         pack(token_ids),

@@ -103,17 +103,17 @@ class Talk:
         return self.runner
 
     def tell(self, *messages: object) -> None:
-        """Sends to the worker, which handles it all."""
+        """Send to the worker, which handles it all."""
         for message in messages:
             self.tell_bytes(self.scheduler.encode(message))
 
     def tell_bytes(self, frame: bytes) -> None:
-        """Sends what need not be a message."""
+        """Send what need not be a message."""
         self.bring_bytes(frame)
         self.worker.receive()
 
     def bring(self, message: object) -> None:
-        """Sends a message that then waits at the worker's socket."""
+        """Send a message that then waits at the worker's socket."""
         self.bring_bytes(self.scheduler.encode(message))
 
     def bring_bytes(self, frame: bytes) -> None:
@@ -122,7 +122,7 @@ class Talk:
         assert self.worker.channel.socket.poll(TIMEOUT)
 
     def answer(self) -> WorkerState | SampledTokens:
-        """The worker's next message."""
+        """Return the worker's next message."""
         assert self.scheduler.socket.poll(TIMEOUT)
         identity, frame = self.scheduler.socket.recv_multipart()
         message: WorkerState | SampledTokens = self.scheduler.decode([identity, frame])

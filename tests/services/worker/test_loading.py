@@ -47,7 +47,7 @@ def test_the_device_of_the_last_rank(
 
 @pytest.fixture
 def on_cluster(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A node with four GPUs."""
+    """Return a node with four GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setenv(NODE_VARIABLE, "/nowhere")

@@ -30,7 +30,7 @@ def extras(prompt: list[int] = PROMPT, **asked: object) -> RowExtras:
 
 
 def expected(reference: Qwen3ForCausalLM, change: Change) -> tuple[list[int], list[Tensor]]:
-    """The likeliest tokens by changed logits, and the raw logits."""
+    """Return the likeliest tokens by changed logits, and the raw logits."""
     token_ids, raw = list(PROMPT), []
     for _ in range(NUM_STEPS):
         with torch.inference_mode():
@@ -81,7 +81,7 @@ def generate(folder: Path, asked: RowExtras | None, **sampling: float) -> Listen
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> dict[int, list[int]]:
-    """The tokens where nobody asks."""
+    """Return the tokens where nobody asks."""
     return generate(folder, None).tokens
 
 

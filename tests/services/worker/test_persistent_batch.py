@@ -52,7 +52,7 @@ def batch() -> Batch:
 
 
 def run(batch: Batch, step_plan: BatchPlan) -> tuple[ForwardBatch, Sampled]:
-    """Applies a plan that has something to compute."""
+    """Apply a plan that has something to compute."""
     batch.apply(step_plan)
     rows = batch.step(step_plan.chunks, step_plan.drafts)
     assert rows is not None

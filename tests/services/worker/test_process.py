@@ -26,7 +26,7 @@ def talk(context: Context, tmp_path: Path) -> Talk:
 
 @pytest.fixture
 def seated(talk: Talk) -> Talk:
-    """A worker of rank 0 in group g, of epoch 1."""
+    """Return a worker of rank 0 in group g, of epoch 1."""
     talk.tell(assignment())
     talk.answer()
     return talk

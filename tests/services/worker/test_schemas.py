@@ -114,7 +114,7 @@ VALUES = (None, True, 0, -7, 2.5, "", "a", 'é"\\\n', [], [1, "b"], {}, {"k": [N
 
 
 def texts(schemas: list[Schema], seed: int) -> list[str]:
-    """A random text for each: every token that is allowed is as likely as any other."""
+    """Return a random text for each: every token that is allowed is as likely as any other."""
     noise = np.random.default_rng(seed)
     grammars = Grammars(Config().model_folder, VOCAB_SIZE)
     outputs = [bytearray() for _ in schemas]

@@ -39,7 +39,7 @@ def tokens_of(mask: Bitmask, vocab_size: int = VOCAB_SIZE) -> set[int]:
 
 
 def left(asked: RowExtras, output: list[int]) -> set[int]:
-    """The tokens that may follow, by the definition."""
+    """Return the tokens that may follow, by the definition."""
 
     def is_bad(token: int) -> bool:
         text = [*output, token]

@@ -54,14 +54,14 @@ class Workers:
         self._messages: deque[tuple[bytes, WorkerState | SampledTokens]] = deque()
 
     def receive(self) -> tuple[bytes, WorkerState | SampledTokens]:
-        """The next message of a worker, and its identity."""
+        """Return the next message of a worker, and its identity."""
         while not self._messages:
             assert self.channel.socket.poll(TIMEOUT * 1000)
             self._messages.extend(self.channel.receive())
         return self._messages.popleft()
 
     def gather(self) -> None:
-        """Waits for a hello of every worker."""
+        """Wait for a hello of every worker."""
         while len(self.members) < self.config.tp:
             identity, hello = self.receive()
             assert isinstance(hello, WorkerState)
@@ -69,7 +69,7 @@ class Workers:
             self.rendezvous[identity] = hello.rendezvous
 
     def seat(self, epoch: int, rendezvous: str, spans_nodes: bool = False) -> None:
-        """Gives every worker its rank and waits until it is ready."""
+        """Give every worker its rank and wait until it is ready."""
         for rank, identity in enumerate(self.members):
             place = WorkerAssignment(epoch, "group", rank, self.config.tp, rendezvous)
             place.spans_nodes = spans_nodes
@@ -83,7 +83,7 @@ class Workers:
                 ready.add(identity)
 
     def run(self, step_plan: BatchPlan) -> list[int]:
-        """The tokens of a step."""
+        """Return the tokens of a step."""
         for identity in self.members:
             self.channel.send(step_plan, identity)
         while True:
@@ -106,7 +106,7 @@ Start = Callable[..., Workers]
 
 @pytest.fixture
 def start(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts the workers of a pipeline; they end with the test."""
+    """Start the workers of a pipeline; they end with the test."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     started: list[Workers] = []
 
