@@ -1,10 +1,20 @@
 """Rules for all pages of the documentation."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+from penstock.protocol.config import Config
+from tests.docs.pages import PAGES as TEXTS
 from tests.docs.pages import ROOT, Block, blocks
 from tests.docs.reference import FOLDER, PAGES
 
+DOCS = ROOT / "docs"
+THIS = Path(__file__)
+VARIABLES = {
+    name for page in TEXTS for name in re.findall(r"PENSTOCK_[A-Z_]+[A-Z]", page.read_text())
+}
 NEEDS = {
     "needs a GPU",
     "needs Docker",
@@ -21,6 +31,24 @@ NEEDS = {
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_site_leads_to_every_page() -> None:
+    """Decisions and raw results are linked from the page of their folder."""
+    linked = set(re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+    for folder in ("decisions", "benchmarks"):
+        index = (DOCS / folder / "index.md").read_text()
+        linked |= {f"{folder}/{name}" for name in re.findall(r"\(([\w/-]+\.md)\)", index)}
+    assert linked == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+
+
+@pytest.mark.parametrize("variable", sorted(VARIABLES))
+def test_a_variable_is_read(variable: str) -> None:
+    """Each option has one; a few others are read by the command line or by tests."""
+    options = {f"PENSTOCK_{field.upper()}" for field in Config.__struct_fields__}
+    assert variable in options or any(
+        variable in path.read_text() for path in (ROOT / "tests").rglob("*.py") if path != THIS
+    )
 
 
 @pytest.mark.parametrize("block", list(blocks("sh", "bash", "python")), ids=str)
