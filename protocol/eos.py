@@ -7,25 +7,22 @@ from msgspec import Struct
 from penstock.protocol.checkpoint import read_generation_config, read_json, read_model_config
 
 
-class _AddedToken(Struct):
+class _Token(Struct):
     content: str
-    id: int | None = None
+    id: int = -1
 
 
 class _TokenizerConfig(Struct):
-    eos_token: str | _AddedToken | None = None
+    eos_token: str | _Token | None = None
 
 
-class _AddedTokens(Struct):
-    added_tokens: list[_AddedToken] = []
-
-
-class _BytePairs(Struct):
+class _Model(Struct):
     vocab: dict[str, int]
 
 
-class _Vocabulary(Struct):
-    model: _BytePairs
+class _Tokenizer(Struct):
+    model: _Model
+    added_tokens: list[_Token] = []
 
 
 def read_eos_token_ids(folder: Path) -> list[int]:
@@ -40,12 +37,12 @@ def read_eos_token_ids(folder: Path) -> list[int]:
 
 
 def _tokenizer_eos(folder: Path) -> int | None:
-    """The id of `eos_token` in tokenizer_config.json; None where there is none."""
+    """Return the id of `eos_token` in tokenizer_config.json; None where there is none."""
     path, vocabulary = folder / "tokenizer_config.json", folder / "tokenizer.json"
     token = read_json(path, _TokenizerConfig).eos_token if path.exists() else None
-    content = token.content if isinstance(token, _AddedToken) else token
+    content = token.content if isinstance(token, _Token) else token
     if content is None or not vocabulary.exists():
         return None
-    added = read_json(vocabulary, _AddedTokens).added_tokens
-    ids = [one.id for one in added if one.content == content]
-    return ids[0] if ids else read_json(vocabulary, _Vocabulary).model.vocab.get(content)
+    tokenizer = read_json(vocabulary, _Tokenizer)
+    added = {one.content: one.id for one in tokenizer.added_tokens}
+    return added.get(content, tokenizer.model.vocab.get(content))

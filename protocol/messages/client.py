@@ -237,7 +237,9 @@ Reply = (
 )
 
 
-class _Kind(Struct):
+class RequestKind(Struct):
+    """The type of a request, decoded before the rest."""
+
     type: Literal["generate", "tokenize", "detokenize", "abort", "status"] = "generate"
 
 
@@ -257,7 +259,7 @@ class Codec:
         self.encode = module.Encoder().encode  # type: ignore[attr-defined]
         self.decode_reply = module.Decoder(Reply).decode  # type: ignore[attr-defined]
         self.decode_any = module.Decoder().decode  # type: ignore[attr-defined]
-        self._decode_kind = module.Decoder(_Kind).decode  # type: ignore[attr-defined]
+        self._decode_kind = module.Decoder(RequestKind).decode  # type: ignore[attr-defined]
         self._decoders = {
             kind: module.Decoder(struct).decode  # type: ignore[attr-defined]
             for kind, struct in REQUEST_TYPES.items()

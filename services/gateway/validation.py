@@ -1,6 +1,5 @@
 """What the gateway lets in: every check of a client's request, and the sentence that refuses it."""
 
-import re
 from collections.abc import Collection
 from typing import Any
 
@@ -8,6 +7,7 @@ import msgspec
 
 from penstock.protocol.checkpoint import max_request_bytes, read_model_config
 from penstock.protocol.config import Config
+from penstock.protocol.field_errors import explain
 from penstock.protocol.messages.client import (
     REQUEST_TYPES,
     Codec,
@@ -15,6 +15,7 @@ from penstock.protocol.messages.client import (
     ErrorReply,
     GenerateRequest,
     Request,
+    RequestKind,
     TokenizePromptRequest,
 )
 from penstock.protocol.nesting import MAX_DEPTH, is_too_deep
@@ -33,8 +34,6 @@ MAX_DEATHS = 2
 GIVEN_UP = f"{MAX_DEATHS} tokenizers died while they worked at the request; it is not tried again"
 TOKEN_BYTES = 5
 """of a token id in MessagePack, at most"""
-_SHOWN = 60
-"""characters of a bad value that an error repeats"""
 UNTYPED = ("messages", "tools", "chat_template_kwargs", "structured_outputs")
 """fields of requests in which clients nest what they like"""
 
@@ -76,7 +75,10 @@ def _decode(codec: Codec, frame: bytes) -> Request:
     try:
         request = codec.decode_request(frame)
     except msgspec.ValidationError as error:
-        field, message = explain(str(error), _raw(codec, frame))
+        raw = _raw(codec, frame)
+        name = raw.get("type", "generate") if isinstance(raw, dict) else None
+        kind = REQUEST_TYPES.get(str(name), RequestKind)
+        field, message = explain(str(error), raw, kind)
         raise RefusedError(message, field) from error
     except DECODE_ERRORS as error:
         raise RefusedError(f"request can't be decoded as JSON or MessagePack: {error}") from error
@@ -103,24 +105,6 @@ def _raw(codec: Codec, frame: bytes) -> Any:
         return None
 
 
-def explain(error: str, raw: Any) -> tuple[str | None, str]:
-    """msgspec's sentence, with the name of the field and its value: (field, message)."""
-    limit, _, where = error.partition(" - at ")
-    path = where.partition("`$.")[2].removesuffix("`")
-    field = re.split(r"[.\[]", path)[0] or None
-    if unknown := re.search(r"unknown field `(.*)`", limit):
-        if field:
-            return field, f"{unknown[1]} is not a field of {path}"
-        kind = REQUEST_TYPES[(raw or {}).get("type", "generate")]
-        known = ", ".join(kind.__struct_fields__)
-        return unknown[1], f"{unknown[1]} is not a field of a request; the fields are {known}"
-    if not field:
-        missing = re.search(r"missing required field `(.*)`", limit)
-        return (missing[1], f"{missing[1]} is missing") if missing else (None, error)
-    of_key = "a key: " if where.startswith("`key`") else ""
-    return field, f"{path} is {_shown(raw, path)}: {of_key}{limit[0].lower()}{limit[1:]}"
-
-
 def check_encoding(request: Request) -> None:
     """Raise RefusedError for a request that can't be sent on, now or after a restart."""
     try:
@@ -128,22 +112,6 @@ def check_encoding(request: Request) -> None:
             msgspec.msgpack.encode(getattr(request, field, None))
     except DECODE_ERRORS as error:
         raise RefusedError(f"{field} can't be encoded as MessagePack: {error}", field) from error
-
-
-def _shown(raw: Any, path: str) -> str:
-    """The value at msgspec's path `messages[0].role`, cut where it is long.
-
-    None where it is not in `raw`: of a key that stands there twice `raw` has the last value only.
-    """
-    try:
-        for part in re.findall(r"[^.\[\]]+", path):
-            raw = raw[int(part) if isinstance(raw, list) else part]
-        value = repr(raw)
-    except (LookupError, TypeError, ValueError):
-        return "None"
-    except RecursionError:
-        return "nested too deep"
-    return value if len(value) <= _SHOWN else f"{value[:_SHOWN]}…"
 
 
 class Validation:
@@ -220,10 +188,10 @@ class Validation:
     def _check_token_ids(self, field: str, token_ids: Collection[int]) -> None:
         largest = max(token_ids, default=0)
         if largest >= self.vocab_size:
+            is_map = isinstance(token_ids, dict)
+            path = f"{field}'s key" if is_map else f"{field}[{list(token_ids).index(largest)}]"
             raise RefusedError(
-                f"{field}[{list(token_ids).index(largest)}] is {largest}; token ids go up to "
-                f"{self.vocab_size - 1}",
-                field,
+                f"{path} is {largest}; token ids go up to {self.vocab_size - 1}", field
             )
 
 

@@ -7,9 +7,10 @@ import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 
+from penstock.protocol.field_errors import explain, out_of_range_field
 from penstock.protocol.nesting import MAX_DEPTH, is_too_deep
 from penstock.protocol.transport.channel import DECODE_ERRORS
-from penstock.services.http.errors import ApiError, explain
+from penstock.services.http.errors import ApiError
 from penstock.services.http.neutral_fields import without_neutral
 
 T = TypeVar("T", bound=Struct)
@@ -51,13 +52,8 @@ def _too_long(max_bytes: int) -> ApiError:
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
-    """A JSON map as `kind`; what is null in it counts as left out. Raises ApiError."""
-    try:
-        raw = decode_json(body)
-    except DECODE_ERRORS as error:
-        raise ApiError(400, f"the body can't be decoded as JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ApiError(400, f"the body is a JSON {type(raw).__name__}; it is to be a map")
+    """Decode a JSON object as `kind`; a field that is null is left out. Raises ApiError."""
+    raw = _decode_object(body)
     for name, value in raw.items():
         if name != "prompt" and is_too_deep(value):  # its type is checked below
             message = f"{name} is nested more than {MAX_DEPTH} levels deep, which is the limit"
@@ -67,11 +63,27 @@ def decode_body(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.convert(given, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise explain(str(error), given) from error
+        path, message = explain(str(error), given, kind)
+        raise ApiError(400, message, path) from error
+
+
+def _decode_object(body: bytes) -> dict[str, Any]:
+    try:
+        body.decode()  # msgspec counts bytes from the start of a string, not of the body
+        raw = decode_json(body)
+    except DECODE_ERRORS as error:
+        if path := out_of_range_field(body):
+            sentence = f"{path}: got a number out of range, expected at most 64 bits"
+            raise ApiError(400, sentence, path) from error
+        raise ApiError(400, f"the body can't be decoded as JSON: {error}") from error
+    if not isinstance(raw, dict):
+        kind = type(raw).__name__
+        raise ApiError(400, f"the body: got a JSON {kind}, expected an object of the fields")
+    return raw
 
 
 def decode_json(data: bytes | str) -> Any:
-    """JSON that can be passed on in MessagePack. Raises one of DECODE_ERRORS."""
+    """Decode JSON that MessagePack can encode. Raises one of DECODE_ERRORS."""
     raw = msgspec.json.decode(data)
     msgspec.msgpack.encode(raw)
     return raw

@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from penstock.protocol.messages.client import GenerateReply, TextDelta
-from penstock.services.http.app_state import Service
+from penstock.services.http.app_state import AppState
 from penstock.services.http.generation import Generation
 from penstock.services.http.logprobs import chat_logprobs, prompt_logprobs
 from penstock.services.http.reasoning import ReasoningSplitter
@@ -27,10 +27,10 @@ from penstock.services.http.tool_calls import ContentPiece, Piece, ToolCallDelta
 from penstock.services.http.tool_choice import is_forced
 
 
-async def chat(service: Service, request: ChatRequest, receive: Receive) -> Response:
+async def chat(state: AppState, request: ChatRequest, receive: Receive) -> Response:
     """Answers a conversation. Raises ApiError, RequestError, ClientDisconnect."""
-    question = truncated(chat_fields(request, service.tags_are_tokens), service.max_model_len)
-    generation = Generation(service, "chatcmpl", request, [question])
+    question = truncated(chat_fields(request, state.tags_are_tokens), state.max_model_len)
+    generation = Generation(state, "chatcmpl", request, [question])
     choices = [ChatChoice(index, request) for index in range(request.n)]
     if request.stream:
         return generation.stream("chat.completion.chunk", choices)
@@ -39,10 +39,8 @@ async def chat(service: Service, request: ChatRequest, receive: Receive) -> Resp
     of_prompt = replies[0].prompt_logprobs
     return json_response(
         ChatReply(
-            id=generation.id,
             object="chat.completion",
-            created=generation.created,
-            model=generation.model,
+            **generation.head,
             choices=[one.whole(reply) for one, reply in zip(choices, replies, strict=True)],
             usage=generation.usage(replies),
             prompt_logprobs=UNSET if of_prompt is None else prompt_logprobs(of_prompt),
@@ -63,17 +61,19 @@ class ChatChoice:
         self._shows_reasoning = request.include_reasoning
         self._shows_token_ids = request.return_token_ids
         self._names_token_ids = request.return_tokens_as_token_ids
-        self._has_begun = self._has_calls = False
+        self._has_calls = False
         self.prompt_token_ids: list[int] | None = None
 
+    def begin(self, delta: TextDelta) -> Iterator[ChatChunk]:
+        """Yield the role."""
+        self._splitter = ReasoningSplitter(delta.starts_reasoning)
+        yield ChatChunk(index=self._index, delta=Delta(role="assistant", content=""))
+
     def grow(self, delta: TextDelta) -> Iterator[ChatChunk]:
-        """Yields the role first, then at least one chunk for new tokens: empty `content` for tokens
-        without text, so that clients see when each token came. The first has what is one a token.
+        """Yield at least one chunk for new tokens: empty `content` for tokens without text.
+
+        So clients see when each token came. Logprobs and token ids are in the first chunk.
         """
-        if not self._has_begun:
-            self._has_begun = True
-            self._splitter = ReasoningSplitter(delta.starts_reasoning)
-            yield ChatChunk(index=self._index, delta=Delta(role="assistant", content=""))
         deltas = list(self._deltas(*self._splitter.feed(delta.text)))
         logprobs = chat_logprobs(delta.logprobs, self._names_token_ids)
         token_ids = delta.token_ids if self._shows_token_ids else UNSET

@@ -8,8 +8,8 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from penstock.protocol.messages.client import GenerateReply, TextDelta
-from penstock.services.http.app_state import Service
-from penstock.services.http.caller import caller
+from penstock.services.http.access import caller
+from penstock.services.http.app_state import AppState
 from penstock.services.http.errors import ApiError
 from penstock.services.http.generation import Generation, gather
 from penstock.services.http.logprobs import completion_logprobs, first_token, prompt_logprobs
@@ -23,15 +23,15 @@ from penstock.services.http.schema import CompletionRequest
 from penstock.services.http.to_generate_request import completion_fields, prompts_of, truncated
 
 
-async def complete(service: Service, request: CompletionRequest, receive: Receive) -> Response:
+async def complete(state: AppState, request: CompletionRequest, receive: Receive) -> Response:
     """Writes on from prompts. Raises ApiError, RequestError, ClientDisconnect."""
     prompts = prompts_of(request)
     if not prompts:
         raise ApiError(400, "prompt is empty", "prompt")
-    fields = truncated(completion_fields(request), service.max_model_len)
+    fields = truncated(completion_fields(request), state.max_model_len)
     questions = [{"prompt": prompt, **fields} for prompt in prompts]
-    echoes = await _texts(service, questions) if request.echo else [""] * len(prompts)
-    generation = Generation(service, "cmpl", request, questions)
+    echoes = await _texts(state, questions) if request.echo else [""] * len(prompts)
+    generation = Generation(state, "cmpl", request, questions)
     choices = [
         CompletionChoice(index, request, echo)
         for index, echo in enumerate(one for one in echoes for _ in range(request.n))
@@ -42,31 +42,28 @@ async def complete(service: Service, request: CompletionRequest, receive: Receiv
     prompt_token_ids = await generation.prompt_token_ids()
     for choice, token_ids in zip(choices, prompt_token_ids, strict=True):
         choice.prompt_token_ids = token_ids
-    wholes = [one.whole(reply) for one, reply in zip(choices, replies, strict=True)]
     return json_response(
         CompletionReply(
-            id=generation.id,
             object="text_completion",
-            created=generation.created,
-            model=generation.model,
-            choices=wholes,
+            **generation.head,
+            choices=[one.whole(reply) for one, reply in zip(choices, replies, strict=True)],
             usage=generation.usage(replies),
         )
     )
 
 
-async def _texts(service: Service, questions: list[dict[str, Any]]) -> list[str]:
+async def _texts(state: AppState, questions: list[dict[str, Any]]) -> list[str]:
     """The texts of prompts, as far as they are not cut off. Raises RequestError."""
 
     async def text(prompt: str | list[int], **fields: Any) -> str:
         if fields["truncate_prompt_tokens"] is not None:
             names = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
             options = {name: fields[name] for name in names}
-            options["client"] = caller.get()
-            prompt = (await service.client.tokenize(prompt, **options)).token_ids
+            options["client"] = caller.get().client
+            prompt = (await state.client.tokenize(prompt, **options)).token_ids
         if isinstance(prompt, str):
             return prompt
-        return await service.client.detokenize(prompt, client=caller.get())
+        return await state.client.detokenize(prompt, client=caller.get().client)
 
     return await gather(text(**question) for question in questions)
 
@@ -82,6 +79,10 @@ class CompletionChoice:
         self._names_token_ids = request.return_tokens_as_token_ids
         self._shows_prompt_logprobs = request.prompt_logprobs is not None
         self.prompt_token_ids: list[int] | None = None
+
+    def begin(self, _: TextDelta) -> Iterator[CompletionChoiceReply]:
+        """Yield nothing."""
+        yield from ()
 
     def grow(self, delta: TextDelta) -> Iterator[CompletionChoiceReply]:
         """Yields one chunk for new tokens, even without text; the echo comes with the first."""

@@ -1,9 +1,7 @@
 """What goes wrong, in OpenAI's shape."""
 
 import math
-import re
 from collections.abc import Mapping
-from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -13,8 +11,6 @@ from penstock.protocol.client.errors import RequestError
 from penstock.services.http.replies import ErrorBody, ErrorDetail, json_response
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-_SHOWN = 60
-"""characters of a bad value that an error repeats"""
 
 
 class ApiError(Exception):
@@ -59,33 +55,18 @@ async def answer_error(_: Request, error: Exception) -> Response:
     """An exception handler of starlette."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)  # nobody reads it
-    api_error = as_api_error(error)
-    response = json_response(api_error.body, api_error.status)
-    response.headers.update(api_error.headers)
+    return error_response(as_api_error(error))
+
+
+def error_response(error: ApiError) -> Response:
+    """Return the response of an error."""
+    response = json_response(error.body, error.status)
+    response.headers.update(error.headers)
     return response
 
 
-def explain(error: str, raw: Any) -> ApiError:
-    """msgspec's sentence about `raw`, with the name of the field and its value."""
-    limit, _, path = error.partition(" - at `")
-    if unknown := re.search(r"unknown field `(.*)`", limit):
-        return ApiError(400, f"{unknown[1]} is not a field of this request", unknown[1])
-    if missing := re.search(r"missing required field `(.*)`", limit):
-        return ApiError(400, f"{missing[1]} is missing", missing[1])
-    path = path.rpartition("$.")[2].rstrip("`")
-    field = re.split(r"[.\[]", path)[0]
-    if not field:
-        return ApiError(400, error)
-    sentence = f"{path}{_shown(raw, path)}: {limit[0].lower()}{limit[1:]}"
-    return ApiError(400, sentence, field)
-
-
-def _shown(raw: Any, path: str) -> str:
-    """The value at msgspec's path `messages[0].role`, cut where it is long."""
-    try:
-        for part in re.findall(r"[^.\[\]]+", path):
-            raw = raw[int(part) if isinstance(raw, list) else part]
-        value = repr(raw)
-    except (LookupError, RecursionError, TypeError, ValueError):
-        return ""  # msgspec shows keys of maps as dots
-    return f" is {value}" if len(value) <= _SHOWN else f" is {value[:_SHOWN]}…"
+def rename_field(error: RequestError, name: str | None) -> None:
+    """Replaces the field of a pipeline's error with the client's name for it."""
+    if error.field and name and name != error.field:
+        error.message = error.message.replace(error.field, name, 1)
+        error.field = name

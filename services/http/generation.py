@@ -1,9 +1,8 @@
-"""One HTTP request for text: the requests it makes of the pipeline, and their streams as SSE."""
+"""One HTTP request for text: the requests that it makes of the pipeline, and their streams."""
 
 import asyncio
 import time
-import uuid
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -15,12 +14,12 @@ from starlette.types import Receive, Scope, Send
 from penstock.protocol.client.client import AsyncStream
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.client import AbortRequest, GenerateReply, PromptFields, TextDelta
-from penstock.services.http.app_state import Service
-from penstock.services.http.caller import caller
-from penstock.services.http.errors import ApiError, as_api_error
-from penstock.services.http.replies import ENCODER, PromptTokensDetails, Usage
-from penstock.services.http.schema import ApiRequest, ChatRequest
-from penstock.services.http.structured import rename_field
+from penstock.services.http.access import caller
+from penstock.services.http.app_state import AppState
+from penstock.services.http.errors import ApiError, as_api_error, rename_field
+from penstock.services.http.replies import ENCODER, PromptTokensDetails, StreamChunk, Usage
+from penstock.services.http.schema import ApiRequest, ChatRequest, StreamOptions
+from penstock.services.http.to_generate_request import name_as_sent
 
 T = TypeVar("T")
 _EVENT_STREAM = [
@@ -31,69 +30,75 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class Choice(Protocol):
-    """Makes the pieces of one answer's stream."""
+    """Maker of the pieces of one answer's stream."""
 
     prompt_token_ids: list[int] | None
     """set before the first piece, if they were requested"""
 
+    def begin(self, delta: TextDelta) -> Iterable[Struct]:
+        """Return the pieces before the first token."""
+
     def grow(self, delta: TextDelta) -> Iterable[Struct]:
-        """What is to be sent now."""
+        """Return the pieces for new tokens."""
 
     def end(self, reply: GenerateReply) -> Iterable[Struct]:
-        """What is to be sent last."""
+        """Return the last pieces."""
 
 
 class Generation:
-    """Asks `n` times for each prompt: answer i of prompt p is number p * n + i."""
+    """`n` requests for each prompt: answer i of prompt p is number p * n + i."""
 
     def __init__(
-        self, service: Service, kind: str, request: ApiRequest, questions: list[dict[str, Any]]
+        self, state: AppState, kind: str, request: ApiRequest, questions: list[dict[str, Any]]
     ) -> None:
-        """kind: what its id begins with. questions: for each prompt, fields of GenerateRequest.
+        """Submit the requests. Raises ApiError.
 
-        Raises ApiError.
+        kind: the beginning of the id. questions: for each prompt, fields of GenerateRequest.
         """
         number = len(questions) * request.n
-        if number > service.max_answers:
-            sentence = f"{len(questions)} prompts times n = {request.n} are {number} answers"
-            raise ApiError(400, f"{sentence}; the limit is {service.max_answers}", "n")
-        name = uuid.uuid4().hex
-        self.id = f"{kind}-{request.request_id or name}"
-        self.created = int(time.time())
-        self.model = service.model
-        self._client = service.client
+        if number > state.max_answers:
+            sentence = f"n: got {request.n}, which makes {number} answers to {len(questions)} "
+            raise ApiError(400, f"{sentence}prompts, expected at most {state.max_answers}", "n")
+        name = caller.get().unique_id
+        self.head: dict[str, Any] = {
+            "id": f"{kind}-{request.request_id or name}",
+            "created": int(time.time()),
+            "model": state.model,
+        }
+        """of the reply and of all chunks"""
+        self._client = state.client
         self._request = request
+        self._options = request.stream_options or StreamOptions()
         self._questions = questions
+        self._is_echo_only = request.max_tokens == 0
+        """the prompt is the answer: the one token that is generated is left out"""
         given = f"-{request.request_id[:64]}" if request.request_id else ""
         inner_id = f"{kind}-{name}{given}"  # two clients may give the same one
         self._streams = [
-            self._ask(question, f"{inner_id}-{index}", index)
+            self._submit(question, f"{inner_id}-{index}", index % request.n)
             for index, question in enumerate(one for one in questions for _ in range(request.n))
         ]
 
-    def _ask(self, question: dict[str, Any], request_id: str, index: int) -> AsyncStream:
+    def _submit(self, question: dict[str, Any], request_id: str, index: int) -> AsyncStream:
         request = self._request
-        index %= request.n
         own = {
             "request_id": request_id,
             "seed": None if request.seed is None else request.seed + index,
             "stream": request.stream,
             "num_answers": 0 if index else request.n,
         }
-        return self._client.submit(**question | own, client=caller.get())
+        return self._client.submit(**question | own, client=caller.get().client)
 
     async def replies(self, receive: Receive) -> list[GenerateReply]:
-        """All answers, whole. Raises RequestError, ApiError, ClientDisconnect."""
-        results = gather([one.result() for one in self._streams])
+        """Return all answers. Raises RequestError, ApiError, ClientDisconnect."""
+        results = gather([self._result(one) for one in self._streams])
         with self._fields_as_sent():
-            replies = await while_connected(receive, results)
-        return [self._without_output(one) for one in replies] if self._is_echo_only else replies
+            return await while_connected(receive, results)
 
     async def prompt_token_ids(self) -> Sequence[list[int] | None]:
-        """Of the prompt of each answer; None if nobody wants them. Raises RequestError."""
+        """Return the prompt's ids for each answer, None if not requested. Raises RequestError."""
         request = self._request
-        shows_usage = request.stream and request.stream_options.continuous_usage_stats
-        if not (request.return_token_ids or shows_usage):
+        if not (request.return_token_ids or self._options.continuous_usage_stats):
             return [None] * len(self._streams)
         names = PromptFields.__struct_fields__
         prompts = [{k: v for k, v in one.items() if k in names} for one in self._questions]
@@ -106,157 +111,142 @@ class Generation:
         return [reply.token_ids for reply in replies for _ in range(request.n)]
 
     def usage(self, replies: Sequence[GenerateReply]) -> Usage:
-        """Of all of them."""
-        prompt_tokens = sum(one.usage.prompt_tokens for one in replies[:: self._request.n])
-        cached_tokens = sum(one.usage.cached_tokens for one in replies[:: self._request.n])
-        output_tokens = sum(one.usage.output_tokens for one in replies)
-        return _usage(prompt_tokens, 0 if self._is_echo_only else output_tokens, cached_tokens)
-
-    @property
-    def _is_echo_only(self) -> bool:
-        """The prompt is the answer: the one token that is generated is left out."""
-        return self._request.max_tokens == 0
-
-    @staticmethod
-    def _without_output(reply: GenerateReply) -> GenerateReply:
-        reply.text, reply.token_ids, reply.finish_reason = "", [], "length"
-        reply.stop_reason = None
-        reply.logprobs = None if reply.logprobs is None else []
-        return reply
-
-    @contextmanager
-    def _fields_as_sent(self) -> Iterator[None]:
-        """Names fields in errors as the client sent them."""
-        try:
-            yield
-        except RequestError as error:
-            rename_field(error, self._request)
-            raise
+        """Return the sums over all answers; a prompt counts once."""
+        first = [reply.usage for reply in replies[:: self._request.n]]
+        cached_tokens = sum(one.cached_tokens for one in first)
+        output_tokens = 0 if self._is_echo_only else sum(one.usage.output_tokens for one in replies)
+        usage = _usage(sum(one.prompt_tokens for one in first), output_tokens)
+        usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached_tokens)
+        return usage
 
     def stream(self, kind: str, choices: Sequence[Choice]) -> "EventStream":
-        """The answers as they come, in pieces whose `object` is `kind`."""
-        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-        prefix = b"data: " + ENCODER.encode(head)[:-1] + b',"choices":['
-        return EventStream(self, prefix, choices)
+        """Return the answers as they come, in chunks whose `object` is `kind`."""
+        return EventStream(lambda events: self._send_all(events, kind, choices))
 
-    async def send_all(self, stream: "EventStream", choices: Sequence[Choice]) -> None:
-        """Sends the pieces of all answers, and the last words."""
+    async def _send_all(self, events: "EventStream", kind: str, choices: Sequence[Choice]) -> None:
         with self._fields_as_sent():
             prompts = await self.prompt_token_ids()
             replies = await gather(
-                self._send_one(stream, *three)
+                self._send_one(events, StreamChunk(object=kind, **self.head), *three)
                 for three in zip(self._streams, choices, prompts, strict=True)
             )
-        last = _DONE
-        if self._request.stream_options.include_usage:
-            last = b'%b],"usage":%b}\n\n' % (stream.prefix, ENCODER.encode(self.usage(replies)))
-            last += _DONE
-        await stream.send(last, more=False)
+        last = StreamChunk(object=kind, **self.head)
+        last.usage = self.usage(replies)
+        await events.send([last] if self._options.include_usage else [], is_last=True)
 
     async def _send_one(
-        self, events: "EventStream", stream: AsyncStream, choice: Choice, prompt: list[int] | None
+        self,
+        events: "EventStream",
+        chunk: StreamChunk,
+        stream: AsyncStream,
+        choice: Choice,
+        prompt: list[int] | None,
     ) -> GenerateReply:
-        choice.prompt_token_ids = prompt if self._request.return_token_ids else None
-        extras = self._extras(prompt or [])
+        request = self._request
+        if prompt is not None and request.return_token_ids:
+            choice.prompt_token_ids = prompt
+            chunk.prompt_token_ids = prompt if isinstance(request, ChatRequest) else UNSET
+        if prompt is not None and self._options.continuous_usage_stats:
+            chunk.usage = _usage(len(prompt), 0)
+        begins = True
         try:
             async for delta in stream:
                 if self._is_echo_only:
                     delta.text, delta.token_ids, delta.logprobs = "", [], None
-                extras.num_tokens += len(delta.token_ids)
-                await events.send_pieces(choice.grow(delta), extras)
-            reply = await stream.result()
-            if self._is_echo_only:
-                reply = self._without_output(reply)
-            await events.send_pieces(choice.end(reply), extras)
-        except asyncio.CancelledError:  # the stream itself hears of it only if it is waited for
+                await events.send(_grow(chunk, choice, delta, begins))
+                begins = False
+            reply = await self._result(stream)
+            await events.send(_chunks(chunk, choice.end(reply)))
+        except asyncio.CancelledError:  # the stream notices it only while it is awaited
             self._client.ask(AbortRequest(request_id=stream.request_id))
             raise
         return reply
 
-    def _extras(self, prompt_token_ids: list[int]) -> "ChunkExtras":
-        request = self._request
-        is_chat = isinstance(request, ChatRequest)
-        shows_ids = is_chat and request.return_token_ids
-        shows_usage = request.stream_options.continuous_usage_stats
-        return ChunkExtras(
-            prompt_token_ids if shows_ids else None, len(prompt_token_ids) if shows_usage else None
-        )
+    async def _result(self, stream: AsyncStream) -> GenerateReply:
+        reply = await stream.result()
+        if self._is_echo_only:
+            reply.text, reply.token_ids, reply.finish_reason = "", [], "length"
+            reply.stop_reason = None
+            reply.logprobs = None if reply.logprobs is None else []
+        return reply
+
+    @contextmanager
+    def _fields_as_sent(self) -> Iterator[None]:
+        """Name fields in errors as the client sent them."""
+        try:
+            yield
+        except RequestError as error:
+            rename_field(error, name_as_sent(error.field, self._request))
+            raise
 
 
-class ChunkExtras:
-    """vLLM's additions to the chunks of one answer, after its choice."""
-
-    def __init__(self, prompt_token_ids: list[int] | None, num_prompt_tokens: int | None) -> None:
-        """prompt_token_ids: for the first chunk. num_prompt_tokens: for usage in each chunk."""
-        self.num_tokens = 0
-        """of the output so far"""
-        self._first = b""
-        if prompt_token_ids is not None:
-            self._first = b',"prompt_token_ids":' + ENCODER.encode(prompt_token_ids)
-        self._num_prompt_tokens = num_prompt_tokens
-
-    def take(self) -> bytes:
-        """For the next chunk."""
-        extras, self._first = self._first, b""
-        if self._num_prompt_tokens is not None:
-            extras += b',"usage":' + ENCODER.encode(
-                _usage(self._num_prompt_tokens, self.num_tokens)
-            )
-        return extras
+def _grow(
+    chunk: StreamChunk, choice: Choice, delta: TextDelta, begins: bool
+) -> Iterator[StreamChunk]:
+    """Yield the chunks of new tokens; begins: those before the first token, too."""
+    if begins:
+        yield from _chunks(chunk, choice.begin(delta))
+    if chunk.usage is not UNSET:
+        chunk.usage.completion_tokens += len(delta.token_ids)
+        chunk.usage.total_tokens += len(delta.token_ids)
+    yield from _chunks(chunk, choice.grow(delta))
 
 
-def _usage(prompt_tokens: int, output_tokens: int, cached_tokens: int | None = None) -> Usage:
-    details = UNSET if cached_tokens is None else PromptTokensDetails(cached_tokens=cached_tokens)
+def _chunks(chunk: StreamChunk, choices: Iterable[Struct]) -> Iterator[StreamChunk]:
+    """Yield `chunk` with each choice; the prompt's ids are in the first one only."""
+    for choice in choices:
+        chunk.choices = [choice]
+        yield chunk
+        chunk.prompt_token_ids = UNSET
+
+
+def _usage(prompt_tokens: int, output_tokens: int) -> Usage:
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=output_tokens,
         total_tokens=prompt_tokens + output_tokens,
-        prompt_tokens_details=details,
     )
 
 
 class EventStream(Response):
-    """Server-sent events. It starts with the first piece: what is refused before that has the
-    status of its error; an error behind it is a piece of its own."""
+    """Server-sent events.
 
-    def __init__(self, generation: Generation, prefix: bytes, choices: Sequence[Choice]) -> None:
-        """prefix: of each piece, up to the choice in it."""
-        self.prefix = prefix
+    The response starts with the first event. An error before it has a status of its own; a later
+    error is an event.
+    """
+
+    def __init__(self, produce: Callable[["EventStream"], Coroutine[Any, Any, None]]) -> None:
+        """produce: sends all events with `send`."""
         self.background = None
-        self._generation = generation
-        self._choices = choices
+        self._produce = produce
         self._is_started = False
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         self._send = send
         try:
-            await while_connected(receive, self._generation.send_all(self, self._choices))
+            await while_connected(receive, self._produce(self))
         except ClientDisconnect:
             return
         except (RequestError, ApiError) as error:
             if not self._is_started:
                 raise
-            body = ENCODER.encode(as_api_error(error).body)
-            await self.send(b"data: %b\n\n%b" % (body, _DONE), more=False)
+            await self.send([as_api_error(error).body], is_last=True)
 
-    async def send_pieces(self, choices: Iterable[Struct], extras: ChunkExtras) -> None:
-        """One event for each choice."""
-        prefix, encode = self.prefix, ENCODER.encode
-        events = [b"%b%b]%b}\n\n" % (prefix, encode(one), extras.take()) for one in choices]
-        if events:
-            await self.send(b"".join(events))
-
-    async def send(self, data: bytes, more: bool = True) -> None:
-        """Sends bytes, behind the head if they are the first."""
+    async def send(self, bodies: Iterable[Struct], is_last: bool = False) -> None:
+        """Send each body as an event; after the last one, [DONE]."""
+        data = b"".join([b"data: %b\n\n" % ENCODER.encode(one) for one in bodies])
+        data += _DONE if is_last else b""
+        if not data:
+            return
         if not self._is_started:
             self._is_started = True
             head = {"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM}
             await self._send(head)
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
 
 async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results; the first failure cancels the others."""
+    """Return all results; the first failure cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
@@ -266,7 +256,7 @@ async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Does `work`. When the HTTP client goes it is cancelled, which aborts its requests.
+    """Return the result of `work`, which is cancelled when the HTTP client disconnects.
 
     Raises ClientDisconnect then; ApiError when the server stops.
     """
@@ -278,7 +268,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     except asyncio.CancelledError:
         if watch.done():
             raise ClientDisconnect from None
-        raise ApiError(503, "this server stops") from None
+        raise ApiError(503, "the server is stopping") from None
     finally:
         watch.cancel()
 

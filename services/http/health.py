@@ -1,4 +1,4 @@
-"""Whether the pipeline works: told from what its processes do, not from what they said once."""
+"""Health of the pipeline, by what its processes do now and not by what they reported once."""
 
 import asyncio
 import time
@@ -11,56 +11,57 @@ LOOK_TIMEOUT = 2.0
 """seconds for a new report of the scheduler, which it sends every half second"""
 
 
-class Watch:
-    """Looks at the pipeline when somebody asks, and remembers the look before."""
+class HealthCheck:
+    """Checks of the pipeline on request; the previous check is remembered."""
 
     def __init__(self, client: AsyncClient, step_timeout: float) -> None:
         self._client = client
         self._step_timeout = step_timeout
         self._since: dict[tuple[int, int], float] = {}
-        """(epoch of a scheduler, its step that runs) → when that was first seen"""
+        """(epoch of a scheduler, its running step) → when that was first seen"""
 
     async def check(self) -> None:
         """Raises ApiError (503), with what is missing."""
-        try:
-            status = await asyncio.wait_for(self._client.status(fresh=True), LOOK_TIMEOUT)
-        except TimeoutError:
-            raise _unavailable(await self._who_is_silent()) from None
-        if not status.serves:
-            raise _unavailable(missing(status))
-        seconds = self._seconds_at_step(status.schedulers)
+        status = await self._status(fresh=True)
+        if status is None:
+            known = await self._status()
+            if known is not None and known.serves:
+                raise _unavailable("the scheduler does not report")
+            status = known
+        seconds = self._seconds_at_step(_serving(status).schedulers)
         if seconds > self._step_timeout:
             raise _unavailable(f"no step has ended for {seconds:.0f} s")
 
     async def check_ready(self) -> None:
-        """The same, as the gateway has heard it last."""
-        try:
-            status = await asyncio.wait_for(self._client.status(), LOOK_TIMEOUT)
-        except TimeoutError:
-            raise _unavailable("the gateway does not answer") from None
-        if not status.serves:
-            raise _unavailable(missing(status))
-        if status.draining:
-            raise _unavailable("the pipeline stops and takes no more requests")
+        """Raises ApiError (503) by the gateway's last report, also while the pipeline drains."""
+        if _serving(await self._status()).draining:
+            raise _unavailable("the pipeline is stopping and accepts no requests")
 
     def _seconds_at_step(self, schedulers: list[SchedulerStatus]) -> float:
-        """A step that was there at the look before, too, has lasted since at least then. The
-        longest of all replicas."""
+        """Return the longest time since a step that still runs was first seen."""
         now = time.monotonic()
         steps = [(one.epoch, one.num_steps) for one in schedulers if one.num_running]
         self._since = {step: self._since.get(step, now) for step in steps}
         return now - min(self._since.values(), default=now)
 
-    async def _who_is_silent(self) -> str:
+    async def _status(self, fresh: bool = False) -> StatusReply | None:
         try:
-            status = await asyncio.wait_for(self._client.status(), LOOK_TIMEOUT)
+            return await asyncio.wait_for(self._client.status(fresh=fresh), LOOK_TIMEOUT)
         except TimeoutError:
-            return "the gateway does not answer"
-        return "the scheduler does not report" if status.serves else missing(status)
+            return None
+
+
+def _serving(status: StatusReply | None) -> StatusReply:
+    """Return the status of a pipeline that serves. Raises ApiError."""
+    if status is None:
+        raise _unavailable("the gateway does not answer")
+    if not status.serves:
+        raise _unavailable(missing(status))
+    return status
 
 
 def missing(status: StatusReply) -> str:
-    """Which stages a pipeline lacks that does not serve."""
+    """Return the stages that a pipeline which does not serve lacks."""
     scheduler = status.scheduler
     stages = {
         "scheduler": scheduler is not None,

@@ -5,6 +5,7 @@ Every process of kind http answers the same, since the gateway counts: scrape on
 
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -18,6 +19,7 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.metrics import Histogram, Metrics
 from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
 
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 _HISTOGRAMS = {
     "time_to_first_token_seconds": "From a request's arrival to its first token.",
     "inter_token_latency_seconds": "Between two tokens of a request.",
@@ -38,8 +40,6 @@ _COUNTERS = {
     "prefix_cache_queries": "Prompt tokens that were looked for in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
 }
-
-
 _OF_SCHEDULER = {
     "num_requests_running": ("num_running", "In the batch."),
     "num_requests_waiting": ("num_waiting", "Not in it yet."),
@@ -51,7 +51,7 @@ _COUNTERS_OF_SCHEDULER = ("num_preemptions", "num_steps")
 
 
 class StatusCollector:
-    """One look at the pipeline, for a registry of prometheus_client."""
+    """One status of the pipeline, for a registry of prometheus_client."""
 
     def __init__(self, status: StatusReply, model: str, config: Config) -> None:
         self._status = status
@@ -59,11 +59,17 @@ class StatusCollector:
         self._config = config
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics."""
+        """Yield all metrics."""
         status = self._status
-        yield self._gauge("ready", "Whether every stage is there.", status.ready)
-        yield self._gauge("num_requests_open", "Accepted, not answered.", status.num_requests)
-        yield self._counter("bad_frames", "Frames that were no message.", status.num_bad_frames)
+        yield self._family(
+            GaugeMetricFamily, "ready", "Whether every stage is there.", status.ready
+        )
+        yield self._family(
+            GaugeMetricFamily, "num_requests_open", "Accepted, not answered.", status.num_requests
+        )
+        yield self._family(
+            CounterMetricFamily, "bad_frames", "Undecodable frames.", status.num_bad_frames
+        )
         if status.schedulers:
             yield from self._of_schedulers(status.schedulers)
         if status.metrics:
@@ -112,12 +118,15 @@ class StatusCollector:
 
     def _of_requests(self, metrics: Metrics) -> Iterator[Metric]:
         for name, text in _COUNTERS.items():
-            yield self._counter(name, text, getattr(metrics, name))
+            yield self._family(CounterMetricFamily, name, text, getattr(metrics, name))
         for name, text in _HISTOGRAMS.items():
-            yield self._histogram(name, text, getattr(metrics, name))
+            yield self._family(HistogramMetricFamily, name, text, *_summed(getattr(metrics, name)))
         between = metrics.inter_token_latency_seconds
-        text = "As inter_token_latency_seconds, by vLLM's older name."
-        yield self._histogram("time_per_output_token_seconds", text, between)
+        text, older = (
+            "As inter_token_latency_seconds, by vLLM's older name.",
+            "time_per_output_token_seconds",
+        )
+        yield self._family(HistogramMetricFamily, older, text, *_summed(between))
         for name, label, values in (
             ("request_success", "finished_reason", metrics.request_success),
             ("request_failed", "code", metrics.request_failed),
@@ -129,24 +138,14 @@ class StatusCollector:
                 family.add_metric([self._model, value], number)
             yield family
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"penstock:{name}", text, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"penstock:{name}", text, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
-
-    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
-        family = HistogramMetricFamily(f"penstock:{name}", text, labels=["model_name"])
-        family.add_metric([self._model], *_summed(histogram))
+    def _family(self, kind: type[Family], name: str, text: str, *value: Any) -> Metric:
+        family = kind(f"penstock:{name}", text, labels=["model_name"])
+        family.add_metric([self._model], *value)
         return family
 
 
 def _summed(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
-    """Cumulative buckets, and the sum of the values."""
+    """Return cumulative buckets, and the sum of the values."""
     bounds = [*map(str, histogram.bounds), "+Inf"]
     return list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.sum
 
@@ -171,7 +170,7 @@ def _of_processes(processes: list[ProcessStatus]) -> Iterator[Metric]:
 
 
 def render(status: StatusReply, model: str, config: Config) -> bytes:
-    """The text that Prometheus reads."""
+    """Return the text that Prometheus reads."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector(status, model, config))
     return generate_latest(registry)

@@ -10,9 +10,8 @@ from penstock.services.http.routes import Operation
 
 
 def describe(operations: Sequence[Operation], version: str) -> bytes:
-    """OpenAPI 3.1."""
-    types = [ErrorBody, *(one.body for one in operations if one.body)]
-    types += [one.reply for one in operations if one.reply]
+    """Return the document, as OpenAPI 3.1."""
+    types = [ErrorBody, *(kind for one in operations for kind in (one.body, one.reply) if kind)]
     _, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     paths: dict[str, dict[str, Any]] = {}
     for one in operations:
@@ -30,10 +29,13 @@ def describe(operations: Sequence[Operation], version: str) -> bytes:
 
 
 def _operation(one: Operation) -> dict[str, Any]:
+    content = _content(one.reply) if one.reply else {}
+    if one.media_type:
+        content[one.media_type] = {"schema": {"type": "string"}}
     described: dict[str, Any] = {
-        "summary": one.summary,
+        "summary": (one.run.__doc__ or "").partition("\n")[0],
         "responses": {
-            "200": {"description": "Done.", "content": _reply_content(one)},
+            "200": {"description": "Success.", "content": content},
             "default": {"description": "An error.", "content": _content(ErrorBody)},
         },
     }
@@ -42,13 +44,6 @@ def _operation(one: Operation) -> dict[str, Any]:
     if not one.is_open:
         described["security"] = [{"key": []}, {}]
     return described
-
-
-def _reply_content(one: Operation) -> dict[str, Any]:
-    content = _content(one.reply) if one.reply else {}
-    for media_type in one.media_types:
-        content[media_type] = {"schema": {"type": "string"}}
-    return content
 
 
 def _content(kind: type) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from penstock.protocol.transport.event_loop import attend
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
 from penstock.services.http.app import make_app
-from penstock.services.http.app_state import Service
+from penstock.services.http.app_state import AppState
 from penstock.services.http.connections import Limits, limited_protocol, limits_for
 
 MAX_GRACE = 4
@@ -69,31 +69,29 @@ async def serve(process: Process) -> None:
 
     attend(process.context.handlers)
     async with AsyncClient(process.endpoints.inner_clients, context=process.context) as client:
-        service = Service(config, client)
-        server = Server(uvicorn_config(config, service))
+        state = AppState(config, client)
+        server = Server(uvicorn_config(config, state))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.stop)
         heartbeat()
         process.log.info("listens on http://%s:%d", config.http_host, config.http_port)
-        await run(server, service, listener)
+        await run(server, state, listener)
     heartbeats.stop()
 
 
-async def run(server: Server, service: Service, listener: socket.socket) -> None:
+async def run(server: Server, state: AppState, listener: socket.socket) -> None:
     """Serves until the server stops."""
-    start = asyncio.create_task(service.start())
+    start = asyncio.create_task(state.start())
     await server.serve([listener])
     start.cancel()
 
 
-def uvicorn_config(
-    config: Config, service: Service, limits: Limits | None = None
-) -> uvicorn.Config:
+def uvicorn_config(config: Config, state: AppState, limits: Limits | None = None) -> uvicorn.Config:
     """For `Server`."""
     logging.getLogger("uvicorn.error").addFilter(_is_error)
-    limits = limits or limits_for(service.max_request_bytes, service.max_answers)
+    limits = limits or limits_for(state.max_request_bytes, state.max_answers)
     return uvicorn.Config(
-        make_app(service),
+        make_app(state),
         http=limited_protocol(limits),
         ws="none",
         lifespan="off",

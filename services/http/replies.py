@@ -1,6 +1,6 @@
 """What is answered: OpenAI's replies, with vLLM's additions."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -126,16 +126,29 @@ class ChatChoiceReply(Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatReply(Struct, kw_only=True):
-    """Answers ChatRequest."""
+class ReplyHead(Struct, kw_only=True):
+    """The beginning of every reply and chunk."""
 
     id: str
-    object: Literal["chat.completion"]
+    object: str
     created: int
     model: str
+
+
+class ChatReply(ReplyHead, kw_only=True):
+    """Reply to ChatRequest."""
+
     choices: list[ChatChoiceReply]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class StreamChunk(ReplyHead, kw_only=True):
+    """One event of a stream."""
+
+    choices: list[Any] = []
+    usage: Usage | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -173,13 +186,9 @@ class CompletionChoiceReply(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class CompletionReply(Struct, kw_only=True):
-    """Answers CompletionRequest."""
+class CompletionReply(ReplyHead, kw_only=True):
+    """Reply to CompletionRequest."""
 
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoiceReply]
     usage: Usage
 

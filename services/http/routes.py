@@ -1,4 +1,4 @@
-"""What can be asked: one table, for starlette and for `/openapi.json`."""
+"""Every route, as one table for starlette and for `/openapi.json`."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,13 +9,15 @@ from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Receive
 
+from penstock.protocol.client.errors import RequestError
+from penstock.protocol.messages.client import PromptFields
 from penstock.protocol.messages.status import StatusReply
-from penstock.services.http.app_state import Service
-from penstock.services.http.caller import caller
+from penstock.services.http.access import caller
+from penstock.services.http.app_state import AppState
 from penstock.services.http.chat import chat
 from penstock.services.http.completions import complete
-from penstock.services.http.errors import ApiError
-from penstock.services.http.health import LOOK_TIMEOUT, Watch
+from penstock.services.http.errors import ApiError, rename_field
+from penstock.services.http.health import LOOK_TIMEOUT, HealthCheck
 from penstock.services.http.metrics import render
 from penstock.services.http.replies import (
     ChatReply,
@@ -37,111 +39,77 @@ from penstock.services.http.schema import (
 from penstock.services.http.to_generate_request import chat_messages, template_tools
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-Run = Callable[[Any, Receive], Awaitable[Response]]
 
 
 class Operation(Struct, frozen=True):
-    """One route."""
+    """One route; `run` gets the decoded body, or the parameters of the path if it has no body."""
 
     method: str
     path: str
-    run: Run
-    """gets the decoded body, or without one the parameters of the path"""
-    summary: str
+    run: Callable[[Any, Receive], Awaitable[Response]]
+    reply: type | None
     body: type | None = None
-    reply: type | None = None
-    media_types: tuple[str, ...] = ()
+    media_type: str = ""
     """other than JSON"""
     is_open: bool = False
-    """to those without the key, too"""
+    """needs no key"""
 
 
 class Routes:
-    """Answers all but the page."""
+    """Handlers of all routes except the page; the first line of each is its summary."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._watch = Watch(service.client, service.config.step_timeout)
+    def __init__(self, state: AppState) -> None:
+        self._state = state
+        self._health = HealthCheck(state.client, state.config.step_timeout)
 
     def table(self) -> list[Operation]:
-        """Every route."""
+        """Return every route."""
+        stream = "text/event-stream"
         return [
+            Operation("POST", "/v1/chat/completions", self.chat, ChatReply, ChatRequest, stream),
             Operation(
-                "POST",
-                "/v1/chat/completions",
-                self.chat,
-                "Answers a conversation.",
-                ChatRequest,
-                ChatReply,
-                ("text/event-stream",),
+                "POST", "/v1/completions", self.complete, CompletionReply, CompletionRequest, stream
             ),
-            Operation(
-                "POST",
-                "/v1/completions",
-                self.complete,
-                "Writes on from prompts.",
-                CompletionRequest,
-                CompletionReply,
-                ("text/event-stream",),
-            ),
-            Operation("GET", "/v1/models", self.models, "The model.", None, ModelList),
-            Operation("GET", "/v1/models/{model}", self.model, "One model.", None, Model),
-            Operation(
-                "POST", "/tokenize", self.tokenize, "To token ids.", TokenizeBody, TokenizeResult
-            ),
-            Operation(
-                "POST", "/detokenize", self.detokenize, "To text.", DetokenizeBody, DetokenizeResult
-            ),
-            Operation("GET", "/status", self.status, "The pipeline now.", None, StatusReply),
-            Operation(
-                "GET", "/metrics", self.metrics, "For Prometheus.", media_types=("text/plain",)
-            ),
-            Operation("GET", "/health", self.health, "Does it work?", reply=Health, is_open=True),
-            *(
-                Operation(method, "/ping", self.health, "As /health.", reply=Health, is_open=True)
-                for method in ("GET", "POST")
-            ),
-            Operation(
-                "GET", "/ready", self.ready, "Is every stage there?", reply=Health, is_open=True
-            ),
-            Operation("GET", "/version", self.version, "Of Penstock.", reply=Version, is_open=True),
+            Operation("GET", "/v1/models", self.models, ModelList),
+            Operation("GET", "/v1/models/{model}", self.model, Model),
+            Operation("POST", "/tokenize", self.tokenize, TokenizeResult, TokenizeBody),
+            Operation("POST", "/detokenize", self.detokenize, DetokenizeResult, DetokenizeBody),
+            Operation("GET", "/status", self.status, StatusReply),
+            Operation("GET", "/metrics", self.metrics, None, media_type="text/plain"),
+            Operation("GET", "/health", self.health, Health, is_open=True),
+            Operation("GET", "/ping", self.health, Health, is_open=True),
+            Operation("POST", "/ping", self.health, Health, is_open=True),
+            Operation("GET", "/ready", self.ready, Health, is_open=True),
+            Operation("GET", "/version", self.version, Version, is_open=True),
         ]
 
     async def chat(self, body: ChatRequest, receive: Receive) -> Response:
-        """As OpenAI's."""
-        await self._service.check(body.model)
-        return await chat(self._service, body, receive)
+        """Answer a conversation."""
+        await self._state.check(body.model)
+        return await chat(self._state, body, receive)
 
     async def complete(self, body: CompletionRequest, receive: Receive) -> Response:
-        """As OpenAI's."""
-        await self._service.check(body.model)
-        return await complete(self._service, body, receive)
+        """Continue prompts."""
+        await self._state.check(body.model)
+        return await complete(self._state, body, receive)
 
     async def models(self, *_: object) -> Response:
-        """The one model."""
+        """List the model that is served."""
         return json_response(ModelList(object="list", data=[self._model()]))
 
     async def model(self, path: dict[str, str], _: Receive) -> Response:
-        """By its name."""
-        if path["model"] != self._service.model:
-            sentence = f"model is {path['model']!r}; {self._service.model!r} is served"
-            raise ApiError(404, sentence, "model", "model_not_found")
+        """Describe the model."""
+        self._state.check_name(path["model"])
         return json_response(self._model())
 
     async def tokenize(self, body: TokenizeBody, _: Receive) -> Response:
-        """vLLM's."""
-        await self._service.check(body.model)
-        reply = await self._service.client.tokenize(
-            body.prompt,
-            messages=chat_messages(body.messages) if body.messages else None,
-            tools=template_tools(body.tools),
-            chat_template_kwargs=body.chat_template_kwargs,
-            chat_template=body.chat_template,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            add_special_tokens=body.add_special_tokens,
-            client=caller.get(),
-        )
+        """Return the token ids of a prompt or a conversation."""
+        await self._state.check(body.model)
+        fields = {name: getattr(body, name, None) for name in PromptFields.__struct_fields__}
+        fields["messages"] = chat_messages(body.messages) if body.messages else None
+        fields["tools"] = template_tools(body.tools)
+        given = {name: value for name, value in fields.items() if value is not None}
+        reply = await self._state.client.tokenize(**given, client=caller.get().client)
         return json_response(
             TokenizeResult(
                 count=len(reply.token_ids),
@@ -151,45 +119,50 @@ class Routes:
         )
 
     async def detokenize(self, body: DetokenizeBody, _: Receive) -> Response:
-        """vLLM's."""
-        await self._service.check(body.model)
-        text = await self._service.client.detokenize(body.tokens, client=caller.get())
+        """Return the text of token ids."""
+        await self._state.check(body.model)
+        try:
+            text = await self._state.client.detokenize(body.tokens, client=caller.get().client)
+        except RequestError as error:
+            rename_field(error, "tokens" if error.field == "token_ids" else error.field)
+            raise
         return json_response(DetokenizeResult(prompt=text))
 
     async def status(self, *_: object) -> Response:
-        """All that the gateway knows."""
+        """Describe the pipeline and its processes."""
         return json_response(await self._status())
 
     async def metrics(self, *_: object) -> Response:
-        """The same for Prometheus."""
-        text = render(await self._status(), self._service.model, self._service.config)
+        """Return metrics for Prometheus."""
+        text = render(await self._status(), self._state.model, self._state.config)
         return Response(text, headers={"content-type": PROMETHEUS})
 
     async def health(self, *_: object) -> Response:
-        """200 if it works."""
-        await self._watch.check()
+        """Return 200 if the pipeline works."""
+        await self._health.check()
         return json_response(Health(status="ok"))
 
     async def ready(self, *_: object) -> Response:
-        """200 if every stage is there."""
-        await self._watch.check_ready()
+        """Return 200 if every stage is there."""
+        await self._health.check_ready()
         return json_response(Health(status="ok"))
 
     async def version(self, *_: object) -> Response:
-        """Of this program."""
+        """Return Penstock's version."""
         return json_response(Version(version=version("penstock")))
 
     def _model(self) -> Model:
+        state = self._state
         return Model(
-            id=self._service.model,
+            id=state.model,
             object="model",
-            created=self._service.created,
+            created=state.created,
             owned_by="penstock",
-            max_model_len=self._service.max_model_len,
+            max_model_len=state.max_model_len,
         )
 
     async def _status(self) -> StatusReply:
         try:
-            return await asyncio.wait_for(self._service.client.status(metrics=True), LOOK_TIMEOUT)
+            return await asyncio.wait_for(self._state.client.status(metrics=True), LOOK_TIMEOUT)
         except TimeoutError:
             raise ApiError(503, "the gateway does not answer") from None

@@ -43,7 +43,7 @@ class ApiRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N, description="answers per prompt")] = 1
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: StreamOptions | None = None
     priority: Priority = 0
     response_format: ResponseFormat | None = None
     guided_json: Any | None = None

@@ -6,6 +6,7 @@ import msgspec
 
 from penstock.protocol.messages.client import ChatMessage
 from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.transport.channel import DECODE_ERRORS
 from penstock.services.http.body import decode_json
 from penstock.services.http.errors import ApiError
@@ -13,14 +14,22 @@ from penstock.services.http.schema import (
     ApiRequest,
     ChatRequest,
     CompletionRequest,
-    ContentPart,
     Message,
     Tool,
     ToolCall,
 )
-from penstock.services.http.structured import forced_outputs, structured_outputs
-from penstock.services.http.tool_choice import offered_tools
+from penstock.services.http.tool_choice import forced_call, forced_tools, is_forced, offered_tools
 
+_KINDS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+}
+"""field → the field of `StructuredOutputs` that it is"""
+_SCHEMA = "response_format.json_schema.schema"
 _SAME = [
     name
     for name in SamplingParams.__struct_fields__
@@ -89,7 +98,7 @@ def chat_messages(messages: list[Message]) -> list[ChatMessage]:
     return [
         ChatMessage(
             role="system" if one.role == "developer" else one.role,
-            content=_text(one.content, f"messages[{number}].content"),
+            content=_text(one, f"messages[{number}].content"),
             name=one.name,
             reasoning_content=one.reasoning_content or one.reasoning,
             tool_calls=[_template_call(call) for call in one.tool_calls or []] or None,
@@ -113,6 +122,8 @@ def _sampling_fields(request: ApiRequest) -> dict[str, Any]:
     if request.truncate_prompt_tokens == 0:
         sentence = "truncate_prompt_tokens: got 0, expected -1 or more than 0"
         raise ApiError(400, sentence, "truncate_prompt_tokens")
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options: needs stream: true", "stream_options")
     fields = {name: getattr(request, name) for name in _SAME}
     own = {"structured_outputs": structured_outputs(request), "priority": request.priority}
     return fields | own
@@ -125,13 +136,19 @@ def truncated(fields: dict[str, Any], max_model_len: int) -> dict[str, Any]:
     return fields
 
 
-def _text(content: str | list[ContentPart] | None, path: str) -> str:
+def _text(message: Message, path: str) -> str:
+    """Return the text of a message, at `path`. Raises ApiError."""
+    content = message.content
+    if content is None and message.role != "assistant":
+        sentence = f"{path}: got null, expected a string or a list of text parts"
+        raise ApiError(400, sentence, path)
     if not isinstance(content, list):
         return content or ""
     for number, part in enumerate(content):
         if part.type != "text":
-            sentence = f"{path}[{number}].type is {part.type!r}; the model understands text only"
-            raise ApiError(400, sentence, "messages")
+            path = f"{path}[{number}].type"
+            sentence = f"{path}: got {part.type!r}, expected 'text', which is all the model reads"
+            raise ApiError(400, sentence, path)
     return "\n".join(part.text for part in content)
 
 
@@ -146,3 +163,78 @@ def _template_call(call: ToolCall) -> dict[str, Any]:
         arguments = decoded if isinstance(decoded, dict) else arguments
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": call.type, "function": function}
+
+
+def structured_outputs(request: ApiRequest) -> StructuredOutputs | None:
+    """What the text must match, from whichever field says it. Raises ApiError if two do."""
+    names = _given(request)
+    if len(names) > 1:
+        raise ApiError(400, f"give one of {' and '.join(names)}", names[1])
+    if not names:
+        return None
+    name = names[0]
+    if name == "structured_outputs":
+        return request.structured_outputs
+    if name == "response_format":
+        return _response_format(request)
+    return _checked(name, _KINDS[name], getattr(request, name))
+
+
+def forced_outputs(request: ChatRequest, tags_are_tokens: bool) -> StructuredOutputs | None:
+    """The grammar of a call that must be made; None where the model is free. Raises ApiError.
+
+    tags_are_tokens: as in `forced_call`.
+    """
+    grammar = forced_call(request, tags_are_tokens)
+    return _checked(_tools_path(request), "grammar", grammar) if grammar else None
+
+
+def name_as_sent(field: str | None, request: ApiRequest) -> str | None:
+    """Return the client's name for a field of `GenerateRequest`."""
+    if field == "structured_outputs":
+        return _path(request)
+    if field == "max_tokens" and getattr(request, "max_completion_tokens", None) is not None:
+        return "max_completion_tokens"
+    return field
+
+
+def _path(request: ApiRequest) -> str:
+    """Of the field that says what the text must match."""
+    if isinstance(request, ChatRequest) and is_forced(request):
+        return _tools_path(request)
+    name = next(iter(_given(request)), "structured_outputs")
+    return _SCHEMA if name == "response_format" else name
+
+
+def _given(request: ApiRequest) -> list[str]:
+    names = [name for name in ("structured_outputs", *_KINDS) if getattr(request, name) is not None]
+    given = request.response_format
+    if given is not None and given.type != "text":
+        names.append("response_format")
+    return names
+
+
+def _tools_path(request: ChatRequest) -> str:
+    """Of the parameters that a grammar was made of; just `tools` if there are several."""
+    forced = forced_tools(request)
+    if len(forced) != 1:
+        return "tools"
+    return f"tools[{request.tools.index(forced[0])}].function.parameters"
+
+
+def _checked(path: str, kind: str, value: Any) -> StructuredOutputs:
+    """Raises ApiError for what `StructuredOutputs` refuses, naming the request's field."""
+    try:
+        return msgspec.convert({kind: value}, StructuredOutputs)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, f"{path}: {error}", path) from error
+
+
+def _response_format(request: ApiRequest) -> StructuredOutputs | None:
+    given = request.response_format
+    assert given is not None  # noqa: S101  for mypy
+    if given.type == "json_object":
+        return StructuredOutputs(json_object=True)
+    if given.json_schema is None or given.json_schema.schema is None:
+        raise ApiError(400, f"{_SCHEMA} is missing", _SCHEMA)
+    return _checked(_SCHEMA, "json", given.json_schema.schema)

@@ -57,7 +57,7 @@ def offered_tools(request: ChatRequest) -> list[Tool]:
     for number, name in enumerate(names):
         if name not in known:
             path = f"tool_choice.allowed_tools.tools[{number}].function.name"
-            raise ApiError(400, f"{path}: got {name!r}, which is not in tools", "tool_choice")
+            raise ApiError(400, f"{path}: got {name!r}, which is not in tools", path)
     return [tool for tool in request.tools if tool.function.name in names]
 
 

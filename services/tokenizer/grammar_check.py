@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.protocol.messages.structured import GRAMMAR_LIMITS
@@ -22,6 +23,9 @@ from penstock.protocol.transport.event_loop import EventLoop
 
 MAX_COMPILE_SECONDS = 0.5
 """of CPU time: so long may a worker's other rows have to wait for one that is compiled"""
+MATCHED_TOKENS = 3
+"""Some limits apply only while text is matched; each step may cost as much as compiling."""
+TOO_LARGE = "its repetitions expand to too many states; use smaller repetition counts"
 MAX_STACK_BYTES = 1 << 20
 MAX_CHILDREN = 2
 MAX_KNOWN = 256
@@ -108,8 +112,25 @@ def _compile_and_exit(tokenizer: LLTokenizer, grammar: str, writer: int) -> NoRe
 
 def _compile(tokenizer: LLTokenizer, grammar: str) -> str:
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
-    if not matcher.is_error():
-        matcher.compute_bitmask()
+    for step in range(MATCHED_TOKENS):
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        token_id = _first_token(matcher)
         if matcher.is_error():
-            return "no text matches it, or its beginning is too complex"
+            return "no text matches it, or its beginning is too complex" if step == 0 else TOO_LARGE
+        if token_id is None:
+            break
+        matcher.consume_token(token_id)  # expands repetitions, which compiling leaves alone
+        if matcher.is_error():
+            return TOO_LARGE
     return matcher.get_error()
+
+
+def _first_token(matcher: LLMatcher) -> int | None:
+    """Return the lowest token id that may come next, None if there is none."""
+    words = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+    used = np.flatnonzero(words)
+    if not len(used):
+        return None
+    word = int(words[used[0]])
+    return int(used[0]) * 32 + (word & -word).bit_length() - 1

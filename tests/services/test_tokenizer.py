@@ -205,6 +205,8 @@ DEEP: dict[str, Any] = {
         ({"json": {"type": "integer", "minimum": 3, "maximum": 2}}, "Unsatisfiable schema"),
         ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "no text matches"),
         ({"regex": "(?=a)"}, "look-ahead"),
+        ({"regex": "(a{1000}){1000}"}, "its repetitions expand to too many states"),
+        ({"regex": "b{20}(a{1000}){1000}"}, "its repetitions expand to too many states"),
         ({"grammar": "start: <|nothing|>"}, "unknown special token"),
         (SLOW, "compiling it takes more than 0.5 s, which is the limit"),
         (DEEP, "it is nested too deep to be compiled"),

@@ -49,21 +49,26 @@ def refusal(frame: bytes) -> RefusedError:
         ({"top_p": 0}, "top_p", "0", "> 0"),
         ({"n": 2}, "n", "2", "<= 1"),
         ({"prompt": ""}, "prompt", "''", ">= 1"),
-        ({"prompt": [1, -5]}, "prompt", "-5", ">= 0"),
+        ({"prompt": [1, -5]}, "prompt[1]", "-5", ">= 0"),
         ({"prompt": 7}, "prompt", "7", "`str"),
-        ({"stop": ["a", ""]}, "stop", "''", ">= 1"),
-        ({"messages": [{"role": "cook", "content": "x"}]}, "messages", "'cook'", "enum"),
+        ({"stop": ["a", ""]}, "stop[1]", "''", ">= 1"),
+        (
+            {"messages": [{"role": "cook", "content": "x"}]},
+            "messages[0].role",
+            "'cook'",
+            "'system' or",
+        ),
         ({"colour": "red"}, "colour", "colour", "max_tokens"),
         ({"type": "tokenize", "stream": True}, "stream", "stream", "prompt, messages, tools,"),
-        ({"structured_outputs": {"xml": 1}}, "structured_outputs", "xml", "of structured_outputs"),
-        ({"logit_bias": {5: 900.0}}, "logit_bias", ": 900.0}", "<= 100"),
-        ({"allowed_token_ids": []}, "allowed_token_ids", "is []", "length >= 1"),
-        ({"allowed_token_ids": [-1]}, "allowed_token_ids", "[0] is -1", ">= 0"),
-        ({"bad_words": [""]}, "bad_words", "[0] is ''", "length >= 1"),
-        ({"bad_words": ["x" * 129]}, "bad_words", "[0] is 'xxx", "length <= 128"),
-        ({"bad_words": ["x"] * 65}, "bad_words", "is ['x'", "length <= 64"),
-        ({"logit_bias": {"five": 1.0}}, "logit_bias", "'five'", "a key: expected `int`"),
-        ({"type": "steal"}, "type", "'steal'", "enum"),
+        ({"structured_outputs": {"xml": 1}}, "structured_outputs.xml", "xml is not", "a field"),
+        ({"logit_bias": {5: 900.0}}, "logit_bias.5", "got 900.0", "<= 100"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "got []", "length >= 1"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids[0]", "got -1", ">= 0"),
+        ({"bad_words": [""]}, "bad_words[0]", "got ''", "length >= 1"),
+        ({"bad_words": ["x" * 129]}, "bad_words[0]", "got 'xxx", "length <= 128"),
+        ({"bad_words": ["x"] * 65}, "bad_words", "got ['x'", "length <= 64"),
+        ({"logit_bias": {"five": 1.0}}, "logit_bias", "'five'", "the key 'five', expected `int`"),
+        ({"type": "steal"}, "type", "'steal'", "'detokenize' or"),
     ],
 )
 @pytest.mark.parametrize("encode", [msgspec.json.encode, msgspec.msgpack.encode])
@@ -117,10 +122,11 @@ NESTED = [
     ],
 )
 def test_a_key_twice(frame: bytes) -> None:
-    """What is wrong is in the first value; the frame without a type has the second only."""
+    """The first value is invalid; the frame without a type has the second only."""
     error = refusal(frame)
-    assert error.reply.field == frame.split(b'"')[1].decode()
-    assert "is None: expected" in str(error)
+    field = error.reply.field or ""
+    assert field in ("messages[0].role", "stop[1]")
+    assert str(error).startswith(f"{field}: expected")
 
 
 def test_any_depth() -> None:
@@ -159,7 +165,7 @@ def test_tokens_that_the_client_has_got_are_not_too_many_bytes() -> None:
         (GenerateRequest(prompt=[1, 264]), r"prompt\[1\] is 264; token ids go up to 263"),
         (GenerateRequest(prompt="a", output_token_ids=[264]), r"output_token_ids\[0\] is 264"),
         (GenerateRequest(prompt="a", stop_token_ids=[1, 264]), r"stop_token_ids\[1\] is 264"),
-        (GenerateRequest(prompt="a", logit_bias={264: 1.0, 3: 1.0}), r"logit_bias\[0\] is 264"),
+        (GenerateRequest(prompt="a", logit_bias={264: 1.0, 3: 1.0}), r"logit_bias's key is 264"),
         (GenerateRequest(prompt="a", allowed_token_ids=[3, 264]), r"allowed_token_ids\[1\] is 264"),
         (
             GenerateRequest(prompt="a", max_tokens=5, min_tokens=6),

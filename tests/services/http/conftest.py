@@ -20,7 +20,7 @@ from penstock.protocol.messages.client import (
     TokenizePromptRequest,
     TokenizeReply,
 )
-from penstock.services.http.app_state import Service
+from penstock.services.http.app_state import AppState
 from penstock.services.http.connections import Limits
 from penstock.services.http.process import Server, listen, run, uvicorn_config
 from tests.launch.fake_gateway import Behaviour, Gateway, echo, gateway
@@ -60,10 +60,10 @@ class Served:
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
         async with AsyncClient(self._endpoint) as client:
-            service = Service(self._config, client)
-            self._server = Server(uvicorn_config(self._config, service, self._limits))
+            state = AppState(self._config, client)
+            self._server = Server(uvicorn_config(self._config, state, self._limits))
             self._began.set()
-            await run(self._server, service, self._listener)
+            await run(self._server, state, self._listener)
 
     def stop(self) -> None:
         """As SIGTERM does; twice does no harm."""

@@ -92,11 +92,92 @@ def test_pages_of_any_origin(serve: Serve) -> None:
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
 
 
-def test_no_pages_unless_they_are_allowed(serve: Serve) -> None:
-    with serve().client() as client:
-        assert preflight(client, "https://a").status_code == 405
-        answer = client.get("/version", headers={"Origin": "https://a"})
+EVIL = "http://evil.example"
+
+
+def status(client: httpx.Client, **headers: str) -> int:
+    """Asks as a page does that needs no permission: text/plain is sent without a preflight."""
+    headers = {"Content-Type": "text/plain", **headers}
+    answer = client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+    if answer.status_code == 403:
+        assert answer.json()["error"]["message"]
         assert "access-control-allow-origin" not in answer.headers
+    return answer.status_code
+
+
+def test_pages_need_a_permission_where_there_is_no_key(serve: Serve) -> None:
+    served = serve()
+    host, port = served.address
+    with served.client() as client:
+        assert preflight(client, EVIL).status_code == 403
+        assert client.get("/version", headers={"Origin": EVIL}).status_code == 403
+        for origin in (EVIL, "null", f"http://{host}:1", f"http://{host}", f"{EVIL}:{port}"):
+            assert status(client, Origin=origin) == 403
+        assert status(client) == 200
+        assert status(client, Origin=served.url) == 200
+
+
+def test_a_page_whose_name_points_here_is_refused(serve: Serve) -> None:
+    """DNS rebinding: the page and this server have one origin."""
+    served = serve(allowed_origins='["https://app.example"]')
+    port = served.address[1]
+    with served.client() as client:
+        for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example", "[::1"):
+            for name in (host, f"{host}:{port}"):
+                assert status(client, Host=name, Origin=f"http://{name}") == 403
+                assert status(client, Host=name) == 403
+        for host in (
+            "localhost",
+            "LOCALHOST",
+            "app.localhost",
+            "127.0.0.1",
+            "[::1]",
+            "app.example",
+        ):
+            assert status(client, Host=f"{host}:{port}", Origin=f"http://{host}:{port}") == 200
+        assert status(client, Origin="https://app.example") == 200
+
+
+@pytest.mark.parametrize(
+    "options", [{"api_key": KEY}, {"allowed_origins": "*"}], ids=["key", "any origin"]
+)
+def test_pages_and_names_where_access_is_decided_otherwise(
+    serve: Serve, options: dict[str, str]
+) -> None:
+    key = {"X-API-Key": KEY.encode()}
+    with serve(**options).client(headers=key) as client:
+        assert status(client, Host="evil.example", Origin=EVIL) == 200
+
+
+def test_names_of_a_server_that_other_machines_reach(serve: Serve) -> None:
+    """Their users chose --insecure; pages of other origins stay out."""
+    with serve(http_host="0.0.0.0", insecure=True).client() as client:  # noqa: S104
+        assert status(client, Host="gpu-box:8000") == 200
+        assert status(client, Host="gpu-box:8000", Origin="http://gpu-box:8000") == 200
+        assert status(client, Host="gpu-box:8000", Origin=EVIL) == 403
+
+
+@pytest.mark.parametrize("value", ["née".encode(), "née".encode("latin-1"), b"a" * 500, b"id-1"])
+def test_request_ids(serve: Serve, value: bytes) -> None:
+    """The client's is in the header and the body of the response, also of an error."""
+    text = {b"n\xe9e": "née"}.get(value) or value.decode()[:128]
+    headers = [(b"X-Request-Id", value)]
+    with serve().client() as client:
+        answer = client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+        assert answer.json()["id"] == f"cmpl-{text}"
+        assert dict(answer.headers.raw)[b"x-request-id"] == value[:128]
+        for path in ("/none", "/v1/models", "/"):
+            answer = client.get(path, headers=headers)
+            assert dict(answer.headers.raw)[b"x-request-id"] == value[:128]
+
+
+def test_a_request_without_an_id_gets_one(serve: Serve) -> None:
+    with serve().client() as client:
+        fields = {"prompt": "a"}
+        answer = client.post("/v1/completions", json=fields)
+        assert answer.json()["id"] == f"cmpl-{answer.headers['x-request-id']}"
+        with client.stream("POST", "/v1/completions", json=fields | {"stream": True}) as stream:
+            assert stream.headers["x-request-id"] != answer.headers["x-request-id"]
 
 
 def test_paths_with_a_slash_at_their_end(serve: Serve) -> None:

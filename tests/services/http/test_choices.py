@@ -10,12 +10,6 @@ from penstock.protocol.messages.client import FinishReason, GenerateReply, TextD
 from penstock.protocol.messages.logprobs import Logprob, TokenLogprobs
 from penstock.services.http.chat import ChatChoice
 from penstock.services.http.completions import CompletionChoice
-from penstock.services.http.logprobs import (
-    chat_logprobs,
-    completion_logprobs,
-    first_token,
-    prompt_logprobs,
-)
 from penstock.services.http.replies import ENCODER, ChatChoiceReply
 from penstock.services.http.schema import ChatRequest, CompletionRequest, Function, Message, Tool
 
@@ -50,7 +44,8 @@ def logprob(token: str, value: float = -1.0, *top: Logprob) -> TokenLogprobs:
 def streamed(text: str, asked: ChatRequest, size: int = 1) -> list[dict[str, Any]]:
     choice = ChatChoice(0, asked)
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    chunks = [chunk for piece in pieces for chunk in choice.grow(delta(piece))]
+    chunks = list(choice.begin(delta(text)))
+    chunks += [chunk for piece in pieces for chunk in choice.grow(delta(piece))]
     chunks += choice.end(reply(text))
     return [msgspec.json.decode(ENCODER.encode(chunk)) for chunk in chunks]
 
@@ -152,28 +147,6 @@ def test_a_forced_call_that_is_cut_off() -> None:
     assert (choice.finish_reason, choice.message.content) == ("length", None)
 
 
-def test_logprobs_of_a_chat() -> None:
-    other = Logprob(token_id=1, token="b", logprob=-2.0, bytes=[98])  # noqa: S106
-    choice = ChatChoice(0, request())
-    chunks = list(choice.grow(delta("a", logprobs=[logprob("a", -1.0, other)])))
-    content = msgspec.json.decode(ENCODER.encode(chunks[1]))["logprobs"]["content"]
-    assert content == [
-        {
-            "token": "a",
-            "logprob": -1.0,
-            "bytes": [97],
-            "top_logprobs": [{"token": "b", "logprob": -2.0, "bytes": [98]}],
-        }
-    ]
-
-
-def test_logprobs_are_told_where_the_text_is_held_back() -> None:
-    choice = ChatChoice(0, request())
-    chunks = list(choice.grow(delta("<", logprobs=[logprob("<")])))
-    assert [chunk.logprobs is None for chunk in chunks] == [True, False]
-    assert chunks[1].delta.content == ""
-
-
 def test_reasoning_is_left_out_where_it_is_not_wanted() -> None:
     asked = request(include_reasoning=False)
     text = "<think>\nhm\n</think>\n\nanswer"
@@ -187,7 +160,7 @@ def test_token_ids() -> None:
     """Of each piece of a stream once, whatever the pieces of its text are."""
     choice = ChatChoice(0, request(return_token_ids=True))
     chunks = list(choice.grow(delta("<think>\nhm\n</think>\n\nanswer")))
-    assert [chunk.token_ids for chunk in chunks] == [UNSET, [1], UNSET]
+    assert [chunk.token_ids for chunk in chunks] == [[1], UNSET]
     assert choice.whole(reply("a")).token_ids == []
     asked = CompletionRequest(prompt="a", return_token_ids=True)
     completion = CompletionChoice(0, asked)
@@ -195,20 +168,6 @@ def test_token_ids() -> None:
     pieces = [piece for _ in range(2) for piece in completion.grow(delta("x"))]
     assert [piece.token_ids for piece in pieces] == [[1], [1]]
     assert [piece.prompt_token_ids for piece in pieces] == [[7, 8], UNSET]
-
-
-def test_tokens_named_by_their_ids() -> None:
-    other = Logprob(token_id=1, token="b", logprob=-2.0, bytes=[98])  # noqa: S106
-    tokens = [logprob("a", -1.0, other), None]
-    of_chat = chat_logprobs(tokens, names_ids=True)
-    assert of_chat
-    assert of_chat.content[0].token == "token_id:97"  # noqa: S105
-    assert of_chat.content[0].top_logprobs[0].token == "token_id:1"  # noqa: S105
-    of_completion = completion_logprobs(tokens, 3, names_ids=True)
-    assert of_completion
-    assert of_completion.tokens == ["token_id:97", ""]
-    assert of_completion.top_logprobs[0] == {"token_id:97": -1.0, "token_id:1": -2.0}
-    assert of_completion.text_offset == [3, 4]
 
 
 def test_each_token_is_seen_in_a_stream() -> None:
@@ -231,48 +190,6 @@ def test_an_echo_comes_with_the_first_piece() -> None:
     assert (last.index, last.text, last.finish_reason) == (3, "", "stop")
 
 
-def test_logprobs_of_an_echo() -> None:
-    of_prompt = [None, logprob("b", -0.5)]
-    whole = CompletionChoice(0, COMPLETION, "ab").whole(
-        reply("c", logprobs=[logprob("c")], prompt_logprobs=of_prompt)
-    )
-    assert whole.text == "abc"
-    assert whole.logprobs
-    assert whole.logprobs.tokens == ["a", "b", "c"]
-    assert whole.logprobs.token_logprobs == [None, -0.5, -1.0]
-    assert whole.logprobs.text_offset == [0, 1, 2]
-    assert whole.logprobs.top_logprobs == [None, {"b": -0.5}, {"c": -1.0}]
-
-
-def test_offsets_go_on_behind_what_was_sent() -> None:
-    choice = CompletionChoice(0, COMPLETION)
-    for text, offset in (("ab", 0), ("c", 2)):
-        (piece,) = choice.grow(delta(text, logprobs=[logprob(text[0])]))
-        assert piece.logprobs
-        assert piece.logprobs.text_offset == [offset]
-
-
-def test_tokens_of_which_nothing_is_known() -> None:
-    logprobs = completion_logprobs([None, logprob("a")], 0)
-    assert logprobs
-    assert logprobs.token_logprobs == [None, -1.0]
-
-
-def test_the_first_token_of_a_prompt() -> None:
-    assert first_token("né", [None, *[logprob("x")] * 2]) == "n"
-    assert first_token("ab", [None, logprob("b")]) == "a"
-
-
-def test_prompt_logprobs_have_ranks() -> None:
-    other = Logprob(token_id=1, token="x", logprob=-0.1, bytes=[120])  # noqa: S106
-    first, second = prompt_logprobs([None, logprob("b", -3.0, other)])
-    assert first is None
-    assert second
-    assert second["1"].rank == 1
-    assert second["98"].rank is None
-    assert second["98"].decoded_token == "b"  # noqa: S105
-
-
 def test_the_reply_says_whether_the_text_begins_with_reasoning() -> None:
     """The prompt of one request may end within a thought, and that of the next may not."""
     text = 'Well\n</think>\n\n{"a": 1}'
@@ -291,6 +208,8 @@ def test_the_reply_says_whether_the_text_begins_with_reasoning() -> None:
                 text=character,
                 starts_reasoning=starts,
             )
+            if number == 0:
+                list(choice.begin(delta))
             for chunk in choice.grow(delta):
                 told[0] += chunk.delta.reasoning_content or ""
                 told[1] += chunk.delta.content or ""

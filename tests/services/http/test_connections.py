@@ -12,8 +12,8 @@ from penstock.services.http.connections import LimitedProtocol, Limits, limits_f
 from tests.services.http.conftest import Served, behave
 
 Serve = Callable[..., Served]
-GET = b"GET /version HTTP/1.1\r\nHost: a\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY = b'{"prompt": "one"}'
 WHOLE = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -99,7 +99,7 @@ def test_headers_as_long_as_they_may_be(serve: Serve, connect: Connect) -> None:
 def test_a_body_in_the_smallest_chunks(serve: Serve, connect: Connect) -> None:
     connection = connect(serve(limits=Limits(max_header_bytes=200)))
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY.ljust(5000))
-    request = CHUNKED.replace(b"Host: a", b"Host: a\r\nConnection: close")
+    request = CHUNKED.replace(b"Host: localhost", b"Host: localhost\r\nConnection: close")
     connection.sendall(request + chunks + b"0\r\n\r\n")
     assert rest(connection).startswith(b"HTTP/1.1 200 OK\r\n")
 

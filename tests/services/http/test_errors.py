@@ -1,10 +1,13 @@
 """Bodies that are refused, and errors in OpenAI's shape."""
 
+import json
+
 import msgspec
 import pytest
 from starlette.exceptions import HTTPException
 
 from penstock.protocol.client.errors import RequestError
+from penstock.protocol.field_errors import out_of_range_field
 from penstock.protocol.messages.client import ErrorReply
 from penstock.services.http.body import decode_body
 from penstock.services.http.errors import ApiError, as_api_error
@@ -53,32 +56,98 @@ def test_depth_has_a_limit() -> None:
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"prompt": "x", "temperature": 3}, "temperature", "temperature is 3: expected"),
+        ({"prompt": "x", "temperature": 3}, "temperature", "temperature: got 3, expected"),
         ({"prompt": "x", "foo": 1}, "foo", "foo is not a field of this request"),
         ({}, "prompt", "prompt is missing"),
-        ({"prompt": [1, -1]}, "prompt", "prompt[1] is -1: expected `int` >= 0"),
+        ({"prompt": [1, -1]}, "prompt[1]", "prompt[1]: got -1, expected `int` >= 0"),
+        ({"prompt": 5}, "prompt", "prompt: got 5, expected `str | array`"),
         (
             {"prompt": "x", "logit_bias": {"5": 999}},
-            "logit_bias",
-            "logit_bias[...] is {'5': 999}: exp",
+            "logit_bias.5",
+            "logit_bias.5: got 999, expected `float` <= 100",
         ),
-        ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "logit_bias is {'a': 1}: exp"),
-        ({"prompt": "x", "stop": ["y" * 300]}, "stop", f"stop[0] is '{'y' * 59}…: expected"),
+        (
+            {"prompt": "x", "logit_bias": {"1": 1, "a": 1}},
+            "logit_bias",
+            "logit_bias: got the key 'a', expected `int`",
+        ),
+        (
+            {"prompt": "x", "stop": ["y" * 300]},
+            "stop[0]",
+            f"stop[0]: got '{'y' * 59}…, expected",
+        ),
+        ({"prompt": "x", "seed": 10**30}, "seed", "seed: got a number out of range"),
+        (
+            {"prompt": "x", "metadata": {"a": [1, {"b": -(10**400)}]}},
+            "metadata.a[1].b",
+            "metadata.a[1].b: got a number out of range",
+        ),
+        (
+            {"prompt": "x", "response_format": {"type": "yaml"}},
+            "response_format.type",
+            "response_format.type: got 'yaml', expected 'json_object' or 'json_schema' or 'text'",
+        ),
+        (
+            {"prompt": "x", "structured_outputs": {"yaml": 1}},
+            "structured_outputs.yaml",
+            "structured_outputs.yaml is not a field of this request",
+        ),
     ],
 )
 def test_the_field_its_value_and_the_limit(
     body: dict[str, object], param: str, message: str
 ) -> None:
-    error = refusal(msgspec.json.encode(body)).body.error
+    error = refusal(json.dumps(body).encode()).body.error
     assert error.param == param
     assert error.message.startswith(message)
 
 
-def test_a_field_deep_inside() -> None:
-    body = {"messages": [{"role": "user"}, {"role": "robot"}]}
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "robot"}]},
+            "messages[1].role",
+            "messages[1].role: got 'robot', expected 'assistant' or 'developer' or 'system' or ",
+        ),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "messages[0].role is missing"),
+        (
+            {"tools": [{"type": "retrieval"}]},
+            "tools[0].type",
+            "tools[0].type: got 'retrieval', expected 'function'",
+        ),
+        (
+            {"tool_choice": "some"},
+            "tool_choice",
+            "tool_choice: got 'some', expected 'auto' or 'none' or 'required'",
+        ),
+        (
+            {"tool_choice": {"type": "any"}},
+            "tool_choice.type",
+            "tool_choice.type: got 'any', expected 'function' or 'allowed_tools'",
+        ),
+    ],
+)
+def test_the_path_of_a_field_inside_another(
+    fields: dict[str, object], param: str, message: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}]} | fields
     error = refusal(msgspec.json.encode(body), ChatRequest).body.error
-    assert error.param == "messages"
-    assert error.message.startswith("messages[1].role is 'robot': ")
+    assert error.param == param
+    assert error.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("value", "path"), [(b"1e999", "temperature"), (b"-1e999", "temperature"), (b"1.5", "")]
+)
+def test_numbers_out_of_range(value: bytes, path: str) -> None:
+    assert out_of_range_field(b'{"prompt": "x", "temperature": %s}' % value) == path
+    assert out_of_range_field(b"{") == ""
+
+
+def test_the_position_of_invalid_utf8_is_that_in_the_body() -> None:
+    body = b'{"prompt": "aaa\xff"}'
+    assert f"position {body.index(0xFF)}" in refusal(body).body.error.message
 
 
 @pytest.mark.parametrize(

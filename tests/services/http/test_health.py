@@ -6,7 +6,7 @@ from penstock.protocol.client.client import AsyncClient
 from penstock.protocol.messages.status import SchedulerStatus, StatusReply
 from penstock.services.http import health
 from penstock.services.http.errors import ApiError
-from penstock.services.http.health import Watch, missing
+from penstock.services.http.health import HealthCheck, missing
 
 
 def status(tokenizers: dict[str, int], scheduler: SchedulerStatus | None) -> StatusReply:
@@ -57,7 +57,7 @@ def test_the_missing_stage(found: StatusReply, sentence: str) -> None:
 def test_time_at_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(health.time, "monotonic", lambda: now)
-    watch = Watch(AsyncClient(), step_timeout=60.0)
+    watch = HealthCheck(AsyncClient(), step_timeout=60.0)
 
     def look(num_steps: int, num_running: int, epoch: int = 1) -> float:
         one = SchedulerStatus(epoch=epoch, ready=True, num_steps=num_steps, num_running=num_running)
@@ -87,9 +87,9 @@ async def test_a_pipeline_that_drains_is_not_ready(
         return one
 
     monkeypatch.setattr(AsyncClient, "status", report)
-    watch = Watch(AsyncClient(), step_timeout=60.0)
+    watch = HealthCheck(AsyncClient(), step_timeout=60.0)
     if is_draining:
-        with pytest.raises(ApiError, match="takes no more requests"):
+        with pytest.raises(ApiError, match="accepts no requests"):
             await watch.check_ready()
     else:
         await watch.check_ready()

@@ -9,7 +9,7 @@ from openai.types.completion_create_params import CompletionCreateParamsBase
 
 from penstock.services.http.body import decode_body
 from penstock.services.http.errors import ApiError
-from penstock.services.http.neutral_fields import IGNORED, NEUTRAL, RENAMED
+from penstock.services.http.neutral_fields import FIELDS
 from penstock.services.http.schema import ApiRequest, ChatRequest, CompletionRequest
 from penstock.services.http.to_generate_request import chat_fields, completion_fields
 
@@ -53,7 +53,7 @@ def decode(kind: type[ApiRequest], **given: Any) -> ApiRequest:
     ],
 )
 def test_every_field_of_the_three_apis_is_known(kind: type[ApiRequest], names: list[str]) -> None:
-    known = {*kind.__struct_fields__, *IGNORED, *NEUTRAL, *RENAMED}
+    known = {*kind.__struct_fields__, *FIELDS.ignored, *FIELDS.neutral, *FIELDS.renamed}
     assert not set(names) - known
 
 
@@ -85,8 +85,8 @@ def test_a_client_may_send_every_default(kind: type[ApiRequest]) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *((name, value) for name, values in NEUTRAL.items() for value in (*values, None)),
-        *((name, {"any": ["thing"]}) for name in sorted(IGNORED)),
+        *((name, value) for name, values in FIELDS.neutral.items() for value in (*values, None)),
+        *((name, {"any": ["thing"]}) for name in sorted(FIELDS.ignored)),
         *(("best_of", 1), ("min_tokens", 0), ("ignore_eos", False), ("logit_bias", None)),
     ],
 )
@@ -100,7 +100,7 @@ def test_neutral_values_are_accepted(kind: type[ApiRequest], name: str, value: A
     [
         (kind, name)
         for kind in (ChatRequest, CompletionRequest)
-        for name in sorted(NEUTRAL.keys() - kind.__struct_fields__)
+        for name in sorted(FIELDS.neutral.keys() - kind.__struct_fields__)
     ],
 )
 def test_other_values_are_refused_by_name(kind: type[ApiRequest], name: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from penstock.protocol.checkpoint import max_request_bytes
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import DetokenizeRequest, GenerateRequest, Reply, Request
-from tests.launch.fake_gateway import delta
+from tests.launch.fake_gateway import delta, reply
 from tests.services.http.conftest import Served, behave
 
 Serve = Callable[..., Served]
@@ -57,7 +57,7 @@ def test_what_is_not_finished_when_the_server_stops_is_a_503(
         thread.join()
     served.join()
     assert [one.status_code for one in answers] == [503] * 4
-    assert {one.json()["error"]["message"] for one in answers} == {"this server stops"}
+    assert {one.json()["error"]["message"] for one in answers} == {"the server is stopping"}
     assert caplog.messages == []  # an ordinary stop is not an error
 
 
@@ -71,7 +71,7 @@ def test_a_stream_that_has_begun_ends_with_an_error(serve: Serve) -> None:
         assert "one" in next(lines)
         served.stop()
         error, done = lines
-    assert "this server stops" in error
+    assert "the server is stopping" in error
     assert done == "data: [DONE]"
 
 
@@ -112,3 +112,27 @@ def test_a_prompt_as_long_as_the_context_fits(tmp_path: Path, context: int) -> N
         assert len(msgspec.json.encode(one)) <= max_request_bytes(config)
     assert max_request_bytes(Config()) >= 1 << 20
     assert max_request_bytes(Config(max_request_bytes=2000)) == 2000
+
+
+def test_continuous_usage_counts_the_tokens_of_each_chunk(serve: Serve) -> None:
+    """The first chunk of a chat has the role, and no token yet."""
+
+    def generate(request: Request) -> list[Reply]:
+        if not isinstance(request, GenerateRequest):
+            return behave(request)
+        return [delta(request, 0, 1), delta(request, 1, 3), reply(request)]
+
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "stream": True,
+        "stream_options": {"continuous_usage_stats": True},
+    }
+    with serve(generate).client() as client:
+        lines = client.post("/v1/chat/completions", json=body).text.split("\n\n")
+    chunks = [msgspec.json.decode(line[6:]) for line in lines if line.startswith("data: {")]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert counts == [0, 1, 3, 7, 7]
+    assert all(
+        chunk["usage"]["total_tokens"] == 1 + n for chunk, n in zip(chunks, counts, strict=True)
+    )

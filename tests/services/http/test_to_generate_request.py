@@ -131,7 +131,33 @@ def test_images_are_refused() -> None:
     request = chat(messages=[{"role": "user", "content": [part]}])
     error = refusal(chat_messages, request.messages).body.error
     assert "'image_url'" in error.message
-    assert error.param == "messages"
+    assert error.param == "messages[0].content[0].type"
+
+
+@pytest.mark.parametrize("role", ["user", "system", "developer", "tool"])
+@pytest.mark.parametrize("message", [{}, {"content": None}])
+def test_a_message_without_content(role: str, message: dict[str, Any]) -> None:
+    messages = [USER, {"role": role} | message]
+    error = refusal(chat_fields, chat(messages=messages)).body.error
+    assert error.param == "messages[1].content"
+    assert error.message == (
+        "messages[1].content: got null, expected a string or a list of text parts"
+    )
+
+
+def test_an_assistant_may_have_no_content() -> None:
+    messages = [USER, {"role": "assistant", "content": None}]
+    assert chat_fields(chat(messages=messages))["messages"][1].content == ""
+
+
+@pytest.mark.parametrize("stream_options", [{"include_usage": True}, {}])
+def test_stream_options_need_a_stream(stream_options: dict[str, Any]) -> None:
+    fields = {"stream_options": stream_options}
+    for function, make in ((chat_fields, chat), (completion_fields, completion)):
+        error = refusal(function, make(**fields)).body.error
+        assert error.param == "stream_options"
+        function(make(stream=True, **fields))
+        function(make(stream_options=None))
 
 
 def test_thinking() -> None:

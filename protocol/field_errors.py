@@ -1,0 +1,139 @@
+"""Decoding errors in terms of the field: its path, its value and what is expected there."""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+_SHOWN = 60
+"""characters of an invalid value that an error repeats"""
+_NO_VALUE = object()
+_MIN_INT, _MAX_INT = -(2.0**63), 2.0**64
+
+
+def explain(error: str, raw: object, kind: type[Struct]) -> tuple[str | None, str]:
+    """Return the path of an invalid field of `raw`, which is not a `kind`, and a message.
+
+    error: msgspec's. The path is None where the error is of the whole.
+    """
+    reason, _, path = error.partition(" - at ")
+    path = path.rpartition("$")[2].strip("`.")
+    if unknown := re.search(r"unknown field `(.*)`", reason):
+        name = _joined(path, unknown[1])
+        known = f"; the fields are {', '.join(kind.__struct_fields__)}" if not path else ""
+        return name, f"{name} is not a field of this request{known}"
+    if missing := re.search(r"missing required field `(.*)`", reason):
+        name = _joined(path, missing[1])
+        return name, f"{name} is missing"
+    if not path:
+        return None, error
+    path, reason = _entry(path, reason, raw, kind)
+    if reason.startswith("Invalid") and (allowed := _permitted(kind, path)):
+        reason = f"Expected {' or '.join(map(repr, allowed))}"
+    reason = reason[0].lower() + reason[1:]
+    if got := _got(raw, path):
+        reason = got + re.sub(", got `[a-z]+`$", "", reason)
+    return path, f"{path}: {reason}"
+
+
+def out_of_range_field(body: bytes) -> str:
+    """Return the path of a number that JSON's decoder or MessagePack's encoder refuses, or ""."""
+    try:
+        return _out_of_range(json.loads(body, parse_int=_decimal), "")
+    except (RecursionError, ValueError):
+        return ""
+
+
+def _decimal(digits: str) -> float:
+    """Return infinity for an integer that MessagePack can't encode."""
+    number = float(digits)
+    return number if _MIN_INT <= number < _MAX_INT else math.inf
+
+
+def _out_of_range(raw: object, path: str) -> str:
+    if isinstance(raw, float) and not math.isfinite(raw):
+        return path
+    items: Iterator[tuple[str, Any]] = iter(())
+    if isinstance(raw, dict):
+        items = ((_joined(path, name), value) for name, value in raw.items())
+    elif isinstance(raw, list):
+        items = ((f"{path}[{number}]", value) for number, value in enumerate(raw))
+    return next(filter(None, (_out_of_range(value, inner) for inner, value in items)), "")
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _entry(path: str, reason: str, raw: object, kind: type[Struct]) -> tuple[str, str]:
+    """Return the path of the invalid entry of a map, which msgspec leaves out, and its reason."""
+    name = path.removesuffix("[...]")
+    entries = _value_at(raw, name)
+    types = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    if not isinstance(entries, dict) or name not in types:
+        return path, reason
+    for key, value in entries.items():
+        try:
+            msgspec.convert({key: value}, types[name], str_keys=True)
+        except msgspec.ValidationError as error:
+            inner, _, where = str(error).partition(" - at ")
+            if where.startswith("`key"):
+                return name, f"got the key {key!r}, {inner[0].lower()}{inner[1:]}"
+            return f"{name}.{key}", inner
+    return path, reason
+
+
+def _got(raw: object, path: str) -> str:
+    """Return `got VALUE, ` for the value at a path `messages[0].role`, cut where it is long.
+
+    Empty where `raw` lacks the value: of a key that stands twice `raw` has the last one only.
+    """
+    value = _value_at(raw, path)
+    if value is _NO_VALUE or isinstance(value, dict):
+        return ""
+    try:
+        shown = repr(value)
+    except (RecursionError, ValueError):
+        return "got a value that is nested too deep, "
+    return f"got {shown}, " if len(shown) <= _SHOWN else f"got {shown[:_SHOWN]}…, "
+
+
+def _parts(path: str) -> list[str]:
+    return re.findall(r"[^.\[\]]+", path)
+
+
+def _value_at(raw: Any, path: str) -> Any:
+    try:
+        for part in _parts(path):
+            if isinstance(raw, dict):  # MessagePack has integers as keys
+                raw = raw[part] if part in raw else raw[int(part)]
+            else:
+                raw = raw[int(part)]
+    except (LookupError, TypeError, ValueError):
+        return _NO_VALUE
+    return raw
+
+
+def _permitted(kind: type[Struct], path: str) -> list[object]:
+    """Return the values that are permitted at a path, where it is an enumeration."""
+    (schema,), definitions = msgspec.json.schema_components([kind])
+    options = [schema]
+    for part in ["", *_parts(path)]:
+        options = [inner for one in options for inner in _at(one, part, definitions)]
+    return [value for one in options for value in one.get("enum", ())]
+
+
+def _at(schema: dict[str, Any], part: str, definitions: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the alternatives of a JSON schema, or of its property or item `part`."""
+    name = schema.get("$ref", "").rpartition("/")[2]
+    schema = definitions.get(name, schema)
+    if "anyOf" in schema:
+        return [inner for one in schema["anyOf"] for inner in _at(one, part, definitions)]
+    if not part:
+        return [schema]
+    inner = schema.get("properties", {}).get(part) or schema.get("items")
+    return _at(inner, "", definitions) if inner else []

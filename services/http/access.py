@@ -1,0 +1,159 @@
+"""The outermost layer of HTTP: who sends a request, whether they may, and the request's id."""
+
+import contextlib
+import hmac
+import uuid
+from contextvars import ContextVar
+from ipaddress import ip_address, ip_network
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.protocol.config import Config
+from penstock.protocol.transport.endpoints import stays_on_host
+from penstock.services.http.errors import ApiError, error_response
+
+IPV6_PREFIX = 64
+"""bits of an address that one customer of a provider can't choose"""
+_MAX_ID = 128
+"""characters of X-Request-Id that are used"""
+
+
+class Caller(NamedTuple):
+    """The sender of the request that is handled."""
+
+    client: str | None
+    """the remote address, which names one of the clients that share the pipeline"""
+    request_id: str
+    """the header X-Request-Id; empty: there is none"""
+    unique_id: str
+    """made here for each request"""
+
+
+caller: ContextVar[Caller] = ContextVar("caller")
+"""the sender of the request that this task handles"""
+
+
+class Gate:
+    """An ASGI application around another: sets `caller`, refuses web pages that are not allowed.
+
+    A path ends with or without a slash: not all clients follow a redirection. Each response has
+    the header X-Request-Id, the client's or a new one.
+    """
+
+    def __init__(self, app: ASGIApp, config: Config) -> None:
+        self._app = app
+        self._pages = PageRules(config)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        scope["path"] = scope["path"].rstrip("/") or "/"
+        request_id, encoding = _request_id(headers)
+        sender = Caller(_client_name(scope), request_id, uuid.uuid4().hex)
+        caller.set(sender)
+        header = (b"x-request-id", (request_id or sender.unique_id).encode(encoding))
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], header]
+            await send(message)
+
+        refusal = self._pages.refusal(headers)
+        app = error_response(refusal) if refusal else self._app
+        await app(scope, receive, send_with_id)
+
+
+class PageRules:
+    """Rules against web pages that use a server without a key through the browser of its user.
+
+    Any page may send requests to this machine, which the browser marks with the page's `Origin`.
+    A page whose name has been pointed at this machine (DNS rebinding) has the server's origin, but
+    sends its own name as `Host`.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._origins = frozenset(map(str.lower, config.origins))
+        self._is_off = bool(config.api_key) or "*" in self._origins
+        host = config.http_host
+        self._checks_host = stays_on_host(f"tcp://{f'[{host}]' if ':' in host else host}:1")
+        self._hosts = {"localhost", host.lower(), *map(_host_of, self._origins)}
+
+    def refusal(self, headers: Headers) -> ApiError | None:
+        """Return why a request is refused; requests without these headers are no page's."""
+        if self._is_off:
+            return None
+        host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
+        is_own = host and origin.partition("://")[2] == host
+        if origin and not is_own and origin not in self._origins:
+            return ApiError(
+                403,
+                f"Origin: got {origin!r}, expected this server's or one of --allowed-origins: a "
+                "server without --api-key answers no other web pages",
+            )
+        if host and self._checks_host and not self._is_known(_host_of(f"//{host}")):
+            return ApiError(
+                403,
+                f"Host: got {host!r}, expected an IP address, localhost or a host of "
+                "--allowed-origins: a server without --api-key has no other name",
+            )
+        return None
+
+    def _is_known(self, host: str) -> bool:
+        host = host.rstrip(".")
+        if host in self._hosts or host.endswith(".localhost"):
+            return True
+        try:
+            ip_address(host)
+        except ValueError:
+            return False
+        return True
+
+
+def _host_of(url: str) -> str:
+    """Return the host's name in lower case, without brackets; empty where it is malformed."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _request_id(headers: Headers) -> tuple[str, str]:
+    """Return the header X-Request-Id, and its encoding: UTF-8, or Latin-1 as HTTP once had it."""
+    value = headers.get("x-request-id", "")
+    with contextlib.suppress(UnicodeDecodeError):
+        return value.encode("latin-1").decode()[:_MAX_ID], "utf-8"
+    return value[:_MAX_ID], "latin-1"
+
+
+def _client_name(scope: Scope) -> str | None:
+    """Return the remote address, of IPv6 its network; None where there is none.
+
+    With a proxy on this machine it is the address in `X-Forwarded-For`, put there by uvicorn.
+    """
+    host = scope["client"][0] if scope.get("client") else ""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host or None
+    if address.version == 6 and not address.ipv4_mapped:
+        return str(ip_network((address, IPV6_PREFIX), strict=False))
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def check_key(headers: Headers, key: str) -> None:
+    """Raises ApiError. A key comes in UTF-8 or, from some clients, in Latin-1.
+
+    Both are compared in constant time.
+    """
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    forms = [key.encode()]
+    with contextlib.suppress(UnicodeEncodeError):
+        forms.append(key.encode("latin-1"))
+    matches = [hmac.compare_digest(given.encode("latin-1"), form) for form in forms]
+    if not any(matches):
+        response_headers = {"WWW-Authenticate": "Bearer"}
+        sentence = "the key is wrong or missing; send `Authorization: Bearer KEY`"
+        raise ApiError(401, sentence, None, "invalid_api_key", response_headers)
