@@ -141,7 +141,7 @@ class DetokenizerProcess:
         """when each stream was opened, for traces"""
         context = process.context
         results = process.endpoints.results
-        self.gateway = context.connect(zmq.PUSH, results, on_return=self.begin_all_again)
+        self.gateway = context.connect(zmq.PUSH, results, on_return=self.reopen_all)
         self.heartbeats = HeartbeatThread(process, to_peers=self.on_heartbeat)
         self.loop = EventLoop(process.context, self.on_heartbeat, self.heartbeats)
         self.tokens: list[Channel[ToDetokenizer]] = []
@@ -157,7 +157,7 @@ class DetokenizerProcess:
             self.detokenizers.append(detokenizer)
             self.loop.add(tokens, partial(self.on_tokens, tokens, scheduler, detokenizer))
             context.on_connected(tokens, self.on_heartbeat)
-            context.on_return(tokens, partial(self.resubmit_all, tokens, detokenizer))
+            context.on_return(tokens, partial(self.reopen, tokens, detokenizer))
 
     def on_tokens(
         self, tokens: Channel[ToDetokenizer], scheduler: Channel[None], detokenizer: Detokenizer
@@ -170,7 +170,7 @@ class DetokenizerProcess:
                 with self.heartbeats.working():
                     deltas, stops = detokenizer.handle(message)
             except LostError:
-                self.resubmit_all(tokens, detokenizer)
+                self.reopen(tokens, detokenizer)
                 continue
             if message.confirm:
                 tokens.send(Confirmed())
@@ -183,16 +183,16 @@ class DetokenizerProcess:
             if self.tracer.is_on:
                 self.trace(message, deltas)
 
-    def resubmit_all(self, tokens: Channel[ToDetokenizer], detokenizer: Detokenizer) -> None:
-        """Has a scheduler tell all its streams from their start: tokens, or texts, may be lost."""
+    def reopen(self, tokens: Channel[ToDetokenizer], detokenizer: Detokenizer) -> None:
+        """Have a scheduler open all its streams again: tokens, or texts, may be lost."""
         detokenizer.forget()
         tokens.send(Goodbye())
         tokens.send(Heartbeat(self.name))
 
-    def begin_all_again(self) -> None:
-        """As `resubmit_all`, of every scheduler."""
+    def reopen_all(self) -> None:
+        """Have every scheduler open its streams again."""
         for tokens, detokenizer in zip(self.tokens, self.detokenizers, strict=True):
-            self.resubmit_all(tokens, detokenizer)
+            self.reopen(tokens, detokenizer)
 
     def trace(self, message: StepTokens, deltas: list[TextDelta]) -> None:
         """The time from a stream's first token to its end."""

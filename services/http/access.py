@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.protocol.config import Config
-from penstock.protocol.transport.endpoints import stays_on_host
+from penstock.protocol.transport.context import stays_on_host
 from penstock.services.http.errors import ApiError, error_response
 
 IPV6_PREFIX = 64

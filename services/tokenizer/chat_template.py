@@ -4,8 +4,11 @@ They are Jinja templates that come with a checkpoint, written for transformers' 
 (`apply_chat_template`), which this one equals without importing transformers and, with it, torch.
 """
 
+import contextlib
 import functools
 import json
+import signal
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +22,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.messages.client import ChatMessage, PromptFields
 from penstock.services.tokenizer.reasoning import SWITCH
-from penstock.services.tokenizer.time_limit import TimeLimitError, time_limit
 
 NOT_FOR_CLIENTS = frozenset(
     {"messages", "tools", "chat_template", "tokenize", "add_generation_prompt"}
@@ -41,6 +43,29 @@ class ChatTemplateError(ValueError):
     def __init__(self, message: str, field: str = "messages") -> None:
         super().__init__(message)
         self.field = field
+
+
+class TimeLimitError(BaseException):
+    """The time is over. Not an Exception: the code that is interrupted may catch those."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeLimitError in the block after this much CPU time. For the main thread.
+
+    A call into C is not interrupted; the supervisor ends a process in one after --step-timeout.
+    """
+
+    def end(*_: object) -> NoReturn:
+        raise TimeLimitError(seconds)
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 class ChatTemplate:
