@@ -102,13 +102,9 @@ class PageRules:
 
     def _is_known(self, host: str) -> bool:
         host = host.rstrip(".")
-        if host in self._hosts or host.endswith(".localhost"):
-            return True
-        try:
-            ip_address(host)
-        except ValueError:
-            return False
-        return True
+        with contextlib.suppress(ValueError):
+            return bool(ip_address(host))
+        return host in self._hosts or host.endswith(".localhost")
 
 
 def _host_of(url: str) -> str:
@@ -152,8 +148,6 @@ def check_key(headers: Headers, key: str) -> None:
     forms = [key.encode()]
     with contextlib.suppress(UnicodeEncodeError):
         forms.append(key.encode("latin-1"))
-    matches = [hmac.compare_digest(given.encode("latin-1"), form) for form in forms]
-    if not any(matches):
-        response_headers = {"WWW-Authenticate": "Bearer"}
+    if not any([hmac.compare_digest(given.encode("latin-1"), form) for form in forms]):
         sentence = "the key is wrong or missing; send `Authorization: Bearer KEY`"
-        raise ApiError(401, sentence, None, "invalid_api_key", response_headers)
+        raise ApiError(401, sentence, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
