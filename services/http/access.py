@@ -148,6 +148,7 @@ def check_key(headers: Headers, key: str) -> None:
     forms = [key.encode()]
     with contextlib.suppress(UnicodeEncodeError):
         forms.append(key.encode("latin-1"))
-    if not any([hmac.compare_digest(given.encode("latin-1"), form) for form in forms]):
+    matches = [hmac.compare_digest(given.encode("latin-1"), form) for form in forms]
+    if not any(matches):
         sentence = "the key is wrong or missing; send `Authorization: Bearer KEY`"
         raise ApiError(401, sentence, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
