@@ -1,47 +1,39 @@
-"""What the scheduler notes of a plan while it is made, while it is in flight, and of its result."""
+"""Plans in flight: one while it is built, while workers run it, and its result; and how many."""
 
+import math
+import statistics
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from penstock.protocol.messages.plan import BLOCK_BITS, BatchPlan, RowAdded, SampledTokens, pack
 from penstock.services.scheduler.sequence import Sequence
 
-
-class Changes(NamedTuple):
-    """The parts of a `BatchPlan` while it is being made."""
-
-    added: list[RowAdded]
-    appended: list[int]
-    chunks: list[int]
-    drafts: list[int]
-
-    def append(self, slot: int, block: int) -> None:
-        """A row gets a block."""
-        self.appended.append(slot << BLOCK_BITS | block)
-
-    def plan(self, epoch: int, number: int, removed: list[int]) -> BatchPlan:
-        """As the workers get them."""
-        appended, chunks, drafts = pack(self.appended), pack(self.chunks), pack(self.drafts)
-        return BatchPlan(epoch, number, pack(removed), self.added, appended, chunks, drafts)
+MIN_PLANS = 2
+"""in flight: with fewer, the GPU waits for the host, however long a step takes"""
+ROUND_TRIP = 2.5e-3
+"""seconds from a step's end until a plan that follows from its tokens is launched, at the worst:
+1.1 ms between the processes at the 90th percentile, as sleeping threads wake late; 0.25 ms of
+launch"""
 
 
-class Step(NamedTuple):
-    """A plan in flight: what `update` must know of it."""
+class InFlightPlan(NamedTuple):
+    """A plan in flight: the facts that `Scheduler.update` needs of it."""
 
     number: int
     sampled: list[Sequence]
-    """get one token each, in ascending order of slot; with guesses, one for each and one more"""
+    """rows that get a token, in ascending order of slot; a sequence with guesses has several"""
     chunks: dict[int, Sequence]
-    """those with a chunk of prefill, by the slot that they had in this plan"""
+    """sequences with a chunk of prefill, by their slot in this plan"""
 
     @property
     def computes(self) -> bool:
-        """It is not empty."""
+        """Whether the plan is not empty."""
         return bool(self.sampled or self.chunks)
 
     @property
     def sequences(self) -> set[Sequence]:
-        """All that the plan computes something of."""
+        """All sequences that the plan computes tokens of."""
         return {*self.sampled, *self.chunks.values()}
 
     def rows(
@@ -50,21 +42,47 @@ class Step(NamedTuple):
         failed: list[tuple[int, str]],
         fail: Callable[[Sequence, int, str], None],
     ) -> Iterable[tuple[Sequence, int]]:
-        """Each row that was sampled, in order, with its token; `fail` gets those that can't go on.
+        """Yield each sampled row, in order, with its token; call `fail` for the failed ones.
 
-        A row behind a wrong guess does not fail: it is void.
+        A row after a wrong guess does not fail: it is void.
         """
         rows = zip(self.sampled, token_ids, strict=True)
         return _without_failed(rows, dict(failed), fail) if failed else rows
 
     def take_logprobs(self, tokens: SampledTokens) -> None:
-        """Each goes to the sequence that asked for it; those of a row that failed are void."""
+        """Give each sequence its logprobs; those of a failed row are void."""
         failed = dict(tokens.failed)
         for index, packed in tokens.logprobs:
             if index not in failed:
                 self.sampled[index].take_logprobs(packed)
         for slot, chunk in tokens.prompt_logprobs:
             self.chunks[slot].take_prompt_logprobs(chunk)
+
+
+class PlanBuilder:
+    """A `BatchPlan` while it is made, and its `InFlightPlan`."""
+
+    def __init__(self, number: int) -> None:
+        self.plan = InFlightPlan(number, [], {})
+        self.added: list[RowAdded] = []
+        self.drafts: list[int] = []
+        self._appended: list[int] = []
+        self._chunks: list[int] = []
+
+    def append_block(self, slot: int, block: int) -> None:
+        """Give a row a block."""
+        self._appended.append(slot << BLOCK_BITS | block)
+
+    def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
+        """Let a row compute the next `num_tokens` of its prefill."""
+        self._chunks.extend((sequence.slot, num_tokens))
+        self.plan.chunks[sequence.slot] = sequence
+
+    def build(self, epoch: int, removed: list[int]) -> BatchPlan:
+        """Return the message to the workers."""
+        appended, chunks, drafts = pack(self._appended), pack(self._chunks), pack(self.drafts)
+        number = self.plan.number
+        return BatchPlan(epoch, number, pack(removed), self.added, appended, chunks, drafts)
 
 
 def _without_failed(
@@ -77,16 +95,37 @@ def _without_failed(
             yield sequence, token_id
         elif sequence.finish_reason is None:
             speculation = sequence.speculation
-            if speculation is None or speculation.takes():
+            if speculation is None or speculation.accept_row():
                 fail(sequence, token_id, reasons[index])
 
 
 class StepOutput(NamedTuple):
-    """What a step brought."""
+    """The result of a plan."""
 
     sequences: list[Sequence]
     token_ids: list[int]
     """one for each of `sequences`"""
     finished: list[Sequence]
     failed: list[tuple[Sequence, str]]
-    """ended without a token, and why"""
+    """sequences that ended without a token, and the reason"""
+
+
+class PlanDepth:
+    """The number of plans that run during one round trip, from the rate of steps.
+
+    A larger number would only make new requests wait longer for their first step.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.num_plans = min(MIN_PLANS, most)
+        self._most = most
+        self._last = -math.inf
+        self._seconds = deque([math.inf] * 3, maxlen=3)
+        """between two steps; the median ignores one that is late"""
+
+    def on_tokens(self, now: float) -> None:
+        """Note the tokens of a step; `now` in seconds."""
+        self._seconds.append(now - self._last)
+        self._last = now
+        step = max(statistics.median(self._seconds), ROUND_TRIP / self._most)
+        self.num_plans = min(max(1 + math.ceil(ROUND_TRIP / step), MIN_PLANS), self._most)

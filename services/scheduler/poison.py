@@ -1,61 +1,188 @@
-"""Poison requests at the scheduler: what it remembers of them when they are gone."""
+"""Poison requests: requests that end the processes that work at them, and how they are found.
 
-from collections.abc import Iterable
+At workers: a death alone does not show its cause. A request that was in flight at
+`MAX_WORKER_DEATHS` - 1 deaths in a row, without a token in between, is a suspect. A suspect runs
+alone until its next token, and others are preempted. If the workers die again, nothing else can be
+the cause, and the request is given up. The token clears the suspects that are not the cause.
+
+At detokenizers: any stream that a dead detokenizer had opened may be the cause. Such suspects are
+sent to a detokenizer in batches, and nothing else until it has confirmed them. The streams of a
+failed batch are tried one by one; a stream at whose trial detokenizers die is given up.
+"""
+
+from collections.abc import Collection, Iterable
 
 from msgspec.structs import replace
 
 from penstock.protocol.messages.plan import pack
 from penstock.protocol.poison import DeathReports, PoisonList, digest_of
 from penstock.protocol.transport.process import Identity
-from penstock.services.scheduler.in_flight_plan import Step
-from penstock.services.scheduler.sequence import Sequence
-from penstock.services.scheduler.suspects import MAX_DEATHS
+from penstock.services.scheduler.in_flight_plan import InFlightPlan
+from penstock.services.scheduler.sequence import Sequence, Status
+
+_, RUNNING, DRAINING, _ = Status
+MAX_WORKER_DEATHS = 3
+"""of workers in a row at which a request may be in flight without a token in between"""
+WORKERS_DIED = (
+    f"the workers died {MAX_WORKER_DEATHS} times in a row while the request ran, each time before "
+    "it got another token; it is not tried again"
+)
+"""message to its client"""
+MAX_DETOKENIZER_DEATHS = 2
+"""of detokenizers at failed trials of a sequence, the last one alone"""
+DETOKENIZERS_DIED = (
+    f"{MAX_DETOKENIZER_DEATHS} detokenizers died while they made the text of the request; it is "
+    "not tried again"
+)
+TRIAL_BATCH = 64
+"""streams of one trial"""
+
+
+def is_suspect(sequence: Sequence) -> bool:
+    """Return whether it must run alone: it would be given up at the next death."""
+    return sequence.num_deaths >= MAX_WORKER_DEATHS - 1
+
+
+def count_death(in_flight: Collection[Sequence]) -> list[Sequence]:
+    """Count a death of the workers. Return the sequence that is given up: a suspect that was alone
+    in flight, even if it was aborted meanwhile."""
+    guilty = [one for one in in_flight if is_suspect(one) and len(in_flight) == 1]
+    for sequence in in_flight:
+        limit = MAX_WORKER_DEATHS if sequence in guilty else MAX_WORKER_DEATHS - 1
+        sequence.num_deaths = min(sequence.num_deaths + 1, limit)
+    return [one for one in guilty if one.finish_reason in (None, "abort")]
+
+
+class WorkerTrial:
+    """The suspect that runs alone at the workers."""
+
+    def __init__(self, running: Collection[Sequence], in_flight: Collection[InFlightPlan]) -> None:
+        """Both change while the scheduler works."""
+        self._running, self._in_flight = running, in_flight
+        self._suspect: Sequence | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a suspect runs that has not got a token yet."""
+        one = self._suspect
+        return one is not None and is_suspect(one) and one.status in (RUNNING, DRAINING)
+
+    def note_admission(self, sequence: Sequence) -> None:
+        """Begin a trial if the sequence is a suspect."""
+        if is_suspect(sequence):
+            self._suspect = sequence
+
+    def keeps_out(self, sequence: Sequence) -> bool:
+        """Return whether a sequence may not be admitted: another one is on trial, or it is a
+        suspect and plans with others are in flight."""
+        if self.is_on or not is_suspect(sequence):
+            return self.is_on
+        return bool(self._running) or any(plan.computes for plan in self._in_flight)
+
+
+class DetokenizerTrials:
+    """The queue of suspects, and the trial that is running."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, Sequence] = {}
+        """by stream id"""
+        self.at = b""
+        """routing id of the detokenizer that must confirm a message; empty: none"""
+        self.batch: list[Sequence] = []
+        """of the running trial; empty while the detokenizer confirms earlier messages"""
+        self._num_deaths: dict[int, int] = {}
+        """at trials of each suspect, by stream id"""
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """Queue sequences that were open at a detokenizer that died."""
+        for sequence in sequences:
+            self.waiting[sequence.stream_id] = sequence
+            self._num_deaths.setdefault(sequence.stream_id, 0)
+
+    def next_batch(self) -> list[Sequence]:
+        """Take the next suspects out of the queue; one of a failed trial is alone."""
+        waiting = list(self.waiting.values())
+        known = [one for one in waiting if self._num_deaths[one.stream_id]]
+        self.batch = known[:1] or waiting[:TRIAL_BATCH]
+        for sequence in self.batch:
+            del self.waiting[sequence.stream_id]
+        return self.batch
+
+    def passed(self) -> None:
+        """End the trial: its batch is confirmed, or was closed."""
+        for sequence in self.batch:
+            self._num_deaths.pop(sequence.stream_id, None)
+        self.at, self.batch = b"", []
+
+    def failed(self) -> list[Sequence]:
+        """End the trial: its detokenizer died. Return the sequences that are given up."""
+        batch, self.at, self.batch = self.batch, b"", []
+        for sequence in batch:
+            if sequence.stream_id in self._num_deaths:  # otherwise it was closed meanwhile
+                self._num_deaths[sequence.stream_id] += 1
+                self.waiting[sequence.stream_id] = sequence
+        given_up = [
+            one
+            for one in batch
+            if len(batch) == 1 and self._num_deaths.get(one.stream_id, 0) >= MAX_DETOKENIZER_DEATHS
+        ]
+        for sequence in given_up:
+            self.close(sequence)
+        return given_up
+
+    def close(self, sequence: Sequence) -> None:
+        """Forget a sequence."""
+        self.waiting.pop(sequence.stream_id, None)
+        self._num_deaths.pop(sequence.stream_id, None)
 
 
 class Poison:
-    """Remembers requests by their digests, over an abort, and reports deaths to the supervisor.
+    """The deaths of each request, by its digest, and reports of them to the supervisor.
 
-    A client that leaves and sends the same request again does not begin at no death.
+    They outlive the request: a client that aborts it and sends it again does not start at 0.
     """
 
     def __init__(self, reports: DeathReports) -> None:
         self._known = PoisonList()
         self._reports = reports
 
-    def arrived(self, sequence: Sequence) -> bool:
-        """Give a new sequence the deaths of its predecessors; False if it is not to run."""
+    def admits(self, sequence: Sequence) -> bool:
+        """Give a new sequence the deaths of its predecessors. Return False if it must not run."""
         if len(self._known):
             known = self._known.num_deaths(_digest(sequence))
             sequence.num_deaths = max(sequence.num_deaths, known)
-        return sequence.num_deaths < MAX_DEATHS
+        return sequence.num_deaths < MAX_WORKER_DEATHS
 
-    def left(self, sequence: Sequence) -> None:
-        """A sequence is released: remember its deaths, or that it has got a token since."""
+    def remember(self, sequence: Sequence) -> None:
+        """Remember the deaths of a sequence that is released, or that it has got a token since."""
         got_token = len(sequence.token_ids) > sequence.num_prefill_tokens > 0
         if sequence.num_deaths or (got_token and len(self._known)):
             self._known.put(_digest(sequence), sequence.num_deaths)
 
-    def died(self, workers: list[tuple[str, int]], in_flight: Iterable[Step]) -> None:
-        """Workers, by name and pid, died with these steps in flight."""
-        suspects = {sequence for step in in_flight for sequence in step.sequences}
+    def report_workers(
+        self, workers: list[tuple[str, int]], in_flight: Iterable[InFlightPlan]
+    ) -> None:
+        """Report workers, by name and pid, that died with these plans in flight."""
+        suspects = {sequence for plan in in_flight for sequence in plan.sequences}
         self._reports.died(workers, [_digest(sequence) for sequence in suspects])
 
-    def died_at(
+    def report_detokenizer(
         self, detokenizer: bytes, suspects: list[Sequence], given_up: list[Sequence]
     ) -> list[Sequence]:
-        """A detokenizer, by its routing id, died with these sequences. Return `given_up`."""
+        """Report a detokenizer, by its routing id, that died with these sequences. Return
+        `given_up`."""
         dead = Identity.decode(detokenizer)
         self._reports.died([(dead.name, dead.pid)], [_digest(one) for one in suspects])
         return given_up
 
-    def found(self, sequence: Sequence) -> None:
-        """A sequence is given up."""
+    def report_found(self, sequence: Sequence) -> None:
+        """Remember and report a sequence that is given up."""
         digest = _digest(sequence)
-        self._known.put(digest, MAX_DEATHS)
+        self._known.put(digest, MAX_WORKER_DEATHS)
         self._reports.found(digest)
 
 
 def _digest(sequence: Sequence) -> bytes:
-    """Equal in all replicas, and for every attempt: without output, seed or id."""
+    """Return the same digest in all replicas and for every attempt: without output, seed, id."""
     prompt = pack(sequence.token_ids[: sequence.num_prompt_tokens])
     return digest_of(prompt, replace(sequence.sampling, seed=None))

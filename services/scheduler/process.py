@@ -26,17 +26,13 @@ from penstock.protocol.transport.channel import traffic
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread, refusal
 from penstock.protocol.transport.process import Process, first_number
-from penstock.services.scheduler import report, trials
+from penstock.services.scheduler import poison, report
 from penstock.services.scheduler.block_manager import make_block_manager
-from penstock.services.scheduler.checks import CannotFitError, check_request
+from penstock.services.scheduler.in_flight_plan import PlanDepth
 from penstock.services.scheduler.lease import Lease
-from penstock.services.scheduler.plan_depth import PlanDepth
-from penstock.services.scheduler.poison import Poison
 from penstock.services.scheduler.scheduler import Scheduler
-from penstock.services.scheduler.sequence import Sequence
+from penstock.services.scheduler.sequence import CannotFitError, Sequence
 from penstock.services.scheduler.streams import Streams
-from penstock.services.scheduler.suspects import GIVEN_UP
-from penstock.services.scheduler.traces import Traces
 from penstock.services.scheduler.workers import NO_GROUP, Letter, WorkerGroup
 
 Request = TokenizedRequest | Sequence
@@ -63,8 +59,8 @@ class SchedulerProcess:
         self.early: list[TokenizedRequest] = []
         """came before there were workers"""
         self.told_ready, self.plan_bytes = False, 0
-        self.poison = Poison(DeathReports(process))
-        self.traces = Traces(Tracer(self.config, process.name))
+        self.poison = poison.Poison(DeathReports(process))
+        self.traces = report.Traces(Tracer(self.config, process.name))
         context, at = process.context, process.endpoints
         self.inbox = context.bind(zmq.PULL, at.requests, ToScheduler)
         self.workers = context.bind(zmq.ROUTER, at.workers, FromWorker)
@@ -121,19 +117,18 @@ class SchedulerProcess:
             return
         self.release(request.request_id, request.attempt)
         sequence = Sequence(request, self.eos_token_ids)
-        if not self.poison.arrived(sequence):
+        if not self.poison.admits(sequence):
             self.fail(request, ErrorReply(code="failed", message=REFUSED), is_poison=True)
             return
         try:
-            check_request(sequence, self.model.vocab_size)
+            sequence.check(self.model.vocab_size)
             self.scheduler.add(sequence)
         except CannotFitError as error:
             self.fail(request, ErrorReply(code="invalid", message=str(error), field="prompt"))
             return
-        sequence.arrived_at = monotonic()
         self.requests[request.request_id] = sequence
         self.streams.open(sequence)
-        self.traces.arrived(sequence)
+        self.traces.on_arrival(sequence)
 
     def fail(self, request: Request, reply: ErrorReply, is_poison: bool = False) -> None:
         """Tells the gateway why a request can't be served."""
@@ -154,8 +149,8 @@ class SchedulerProcess:
             del self.requests[request_id]
             self.scheduler.finish(sequence, "abort")
             self.streams.close(sequence)
-            self.traces.left(sequence)
-            self.poison.left(sequence)
+            self.traces.end(sequence)
+            self.poison.remember(sequence)
         self.early = [r for r in self.early if r.request_id != request_id or r.attempt > attempt]
 
     # ---- workers -----------------------------------------------------------------------------
@@ -174,8 +169,8 @@ class SchedulerProcess:
         if self.scheduler and message.epoch == self.scheduler.epoch == self.group.epoch:
             output = self.scheduler.update(message)
             self.streams.put(output)
-            self.traces.came(output)
-            self.plan_depth.tokens_came(monotonic())
+            self.traces.on_output(output)
+            self.plan_depth.on_tokens(monotonic())
             for sequence, reason in output.failed:
                 self.give_up(sequence, reason)
 
@@ -215,9 +210,9 @@ class SchedulerProcess:
     def end_group(self) -> None:
         """If the workers are gone, everything waits: for others, or to go to another replica."""
         if self.scheduler and self.scheduler.epoch not in (NO_GROUP, self.group.epoch):
-            self.poison.died(self.group.members_before, self.scheduler.in_flight)
+            self.poison.report_workers(self.group.members_before, self.scheduler.in_flight)
             for sequence in self.scheduler.restart(NO_GROUP):
-                self.give_up(sequence, GIVEN_UP, is_poison=True)
+                self.give_up(sequence, poison.WORKERS_DIED, is_poison=True)
 
     def give_up(self, sequence: Sequence, reason: str, is_poison: bool = False) -> None:
         """The others go on without a request that can't, or that may kill workers."""
@@ -226,7 +221,7 @@ class SchedulerProcess:
         self.fail(sequence, ErrorReply(code="failed", message=reason), is_poison)
         self.release(sequence.request_id, sequence.attempt)
         if is_poison:
-            self.poison.found(sequence)
+            self.poison.report_found(sequence)
 
     def advance(self) -> None:
         """Sends every plan that may be sent, and then the tokens that have come."""
@@ -236,7 +231,7 @@ class SchedulerProcess:
             plan = scheduler.schedule()
             if plan is None:
                 break
-            self.traces.planned(scheduler.in_flight[-1])
+            self.traces.on_plan(scheduler.in_flight[-1])
             frame = self.workers.encode(plan)
             self.plan_bytes += len(frame)
             for member in self.group.members:
@@ -253,8 +248,8 @@ class SchedulerProcess:
         """Its sequences go to another one at once, or to the next that comes."""
         self.log.warning("detokenizer %s is gone", identity.decode(errors="replace"))
         lost = self.streams.lost(identity, has_died=True)
-        for sequence in self.poison.died_at(identity, *lost):
-            self.give_up(sequence, trials.GIVEN_UP, is_poison=True)
+        for sequence in self.poison.report_detokenizer(identity, *lost):
+            self.give_up(sequence, poison.DETOKENIZERS_DIED, is_poison=True)
         self.advance()
 
     def on_detokenizers(self) -> None:
@@ -294,5 +289,5 @@ class SchedulerProcess:
         status.first_attempt = self.lease.first_attempt
         status.num_bad_frames = traffic.bad_frames
         status.unclaimed = self.lease.unclaimed([*self.requests.values(), *self.early])
-        report.fill(status, self.scheduler, self.group, self.streams)
+        report.fill_status(status, self.scheduler, self.group, self.streams)
         self.gateway.send(status)

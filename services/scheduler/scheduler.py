@@ -1,9 +1,9 @@
-"""The policy of the pipeline: which sequences run in which step. No sockets, no clock.
+"""The policy of the pipeline: the choice of sequences for each step. No sockets, no clock.
 
-`schedule` makes plans and may run up to `max_plans` plans ahead of `update`, which takes the tokens
-of the oldest plan. A plan is made without knowing the tokens of those before it: only their number,
-or guesses. `update` is the only place where a sequence grows or ends. Blocks of generated tokens
-are published there, too; those of given tokens as soon as a plan computes them.
+`schedule` makes plans, up to `max_plans` ahead of `update`, which takes the tokens of the oldest
+plan. A plan is made without the tokens of earlier plans in flight: only their number, or guesses,
+are known. A sequence grows only in `update`. Blocks of generated tokens are published there, too;
+blocks of the prefill as soon as a plan computes them.
 """
 
 from bisect import insort
@@ -17,11 +17,10 @@ from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.metrics import ITERATION_TOKENS, Histogram
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens, unpack
 from penstock.services.scheduler.block_manager import BlockManager
-from penstock.services.scheduler.checks import limit_length
-from penstock.services.scheduler.in_flight_plan import Changes, Step, StepOutput
-from penstock.services.scheduler.ngram_proposer import Drafter
+from penstock.services.scheduler.in_flight_plan import InFlightPlan, PlanBuilder, StepOutput
+from penstock.services.scheduler.ngram_proposer import NgramProposer
+from penstock.services.scheduler.poison import WorkerTrial, count_death
 from penstock.services.scheduler.sequence import Sequence, Status
-from penstock.services.scheduler.suspects import Trial, count_death
 from penstock.services.scheduler.waiting_queue import WaitingQueue
 
 WAITING, RUNNING, DRAINING, FINISHED = Status
@@ -34,14 +33,14 @@ class Scheduler:
         self, config: Config, max_model_len: int, block_manager: BlockManager, epoch: int = 0
     ) -> None:
         self.epoch = epoch
-        """of the plans; a new group of workers has a new one"""
+        """of the plans; each group of workers has its own"""
         self.block_manager = block_manager
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         """by `Sequence.rank`: the last one is the first to be preempted"""
-        self.in_flight: deque[Step] = deque()
+        self.in_flight: deque[InFlightPlan] = deque()
         self.max_plans = config.num_plans_in_flight
-        """in flight at once; may be changed at any time"""
+        """limit of plans in flight; may change at any time"""
         self.num_steps = self.num_preemptions = 0
         self.step_tokens = Histogram.of(ITERATION_TOKENS)
         self._block_size = block_manager.block_size
@@ -49,25 +48,25 @@ class Scheduler:
         self._max_length = min(max_model_len, block_manager.num_tokens)
         self._max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._free_slots = list(range(self._max_rows))
-        self.drafter = Drafter(config, block_manager)
-        self._trial = Trial(self.running, self.in_flight)
+        self.proposer = NgramProposer(config, block_manager)
+        self._trial = WorkerTrial(self.running, self.in_flight)
         self._removed: list[int] = []
-        """slots to leave the persistent batch with the next plan"""
+        """slots that leave the persistent batch with the next plan"""
 
     # ---- requests come and go ----------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a new sequence into the queue. Raises CannotFitError.
+        """Queue a new sequence. Raises CannotFitError.
 
-        A sequence that an earlier attempt had brought to its end is finished at once.
+        A sequence that an earlier attempt had completed is finished at once.
         """
-        limit_length(sequence, self._max_length)
+        sequence.limit_length(self._max_length)
         self.waiting.add(sequence)
         if len(sequence.token_ids) > sequence.num_prompt_tokens:
             self._end_if_due(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Ends a sequence in whatever state it is. What is in flight of it is discarded."""
+        """End a sequence in any state. Its tokens in flight are discarded."""
         if sequence.status is FINISHED:
             return
         if sequence.status is WAITING:
@@ -80,7 +79,7 @@ class Scheduler:
         sequence.finish_reason = reason
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's slot and blocks; its tokens are kept, their KV recomputed."""
+        """Take slot and blocks from a running sequence; the KV of its tokens is recomputed."""
         self.running.remove(sequence)
         self._leave_slot(sequence)
         self._requeue(sequence)
@@ -98,11 +97,11 @@ class Scheduler:
         sequence.slot = -1
 
     def restart(self, epoch: int) -> list[Sequence]:
-        """New workers, with empty KV: everything is `waiting` again and nothing is in flight.
+        """Requeue every sequence: the workers were restarted, and their KV is empty.
 
-        Returns the sequences that are given up, and ended, because they may kill workers.
+        Return the sequences that are given up, and ended, as poison requests.
         """
-        in_flight = {sequence for step in self.in_flight for sequence in step.sequences}
+        in_flight = {sequence for plan in self.in_flight for sequence in plan.sequences}
         given_up = count_death(in_flight)
         draining = [sequence for sequence in in_flight if sequence.status is DRAINING]
         for sequence in reversed(self.running):
@@ -124,50 +123,52 @@ class Scheduler:
     # ---- the next step -----------------------------------------------------------------------
 
     def schedule(self) -> BatchPlan | None:
-        """The next plan; None if enough plans are in flight or there is nothing to run.
+        """Return the next plan; None if `max_plans` are in flight or there is nothing to run.
 
-        When the last sequences drain, an empty plan follows: a worker may keep the tokens of a step
-        until it has launched another.
+        After the plan of the last sequences, an empty one follows: a worker may keep the tokens of
+        a step until it has launched the next.
         """
         if len(self.in_flight) >= self.max_plans:
             return None
-        step = Step(self.num_steps, [], {})
-        changes = Changes([], [], [], [])
+        builder = PlanBuilder(self.num_steps)
+        plan = builder.plan
         if self.waiting.has_suspects and not self._trial.is_on:
             for sequence in reversed(self.running):
                 self.preempt(sequence)
-        prefilling = self._schedule_decode(step, changes)
-        num_decoding = len(step.sampled)
+        prefilling = self._schedule_decode(builder)
+        num_decoding = len(plan.sampled)
         budget = self._max_tokens_per_step - num_decoding
         for sequence in prefilling:
             if budget and sequence.status is RUNNING:
-                budget -= self._add_chunk(sequence, step, changes, budget)
-        budget = self._admit(step, changes, budget)
-        num_rows = self._max_rows - num_decoding - len(step.chunks)
-        self.drafter.add(self.running, step, changes, min(num_rows, budget))
-        if step.computes:
+                budget -= self._add_chunk(sequence, builder, budget)
+        budget = self._admit(builder, budget)
+        num_rows = self._max_rows - num_decoding - len(plan.chunks)
+        self.proposer.add_drafts(self.running, builder, min(num_rows, budget))
+        if plan.computes:
             self.step_tokens.add(self._max_tokens_per_step - budget)
         elif not (self.in_flight and self.in_flight[-1].computes):
             return None
-        self._retire_rows(step)
-        step.sampled.sort(key=attrgetter("slot"))
-        return self._send(step, changes)
+        self._retire_rows(plan)
+        plan.sampled.sort(key=attrgetter("slot"))
+        return self._launch(builder)
 
-    def _schedule_decode(self, step: Step, changes: Changes) -> list[Sequence]:
-        """Plans a token for every row behind its prefill; returns the rows still in it."""
+    def _schedule_decode(self, builder: PlanBuilder) -> list[Sequence]:
+        """Plan a token for every row whose prefill is computed. Return the other rows."""
         prefilling: list[Sequence] = []
-        running, sampled = self.running, step.sampled
-        number, block_size = step.number, self._block_size
+        running, sampled = self.running, builder.plan.sampled
+        number, block_size = builder.plan.number, self._block_size
         index = 0
         while index < len(running):
             sequence = running[index]
             position = sequence.num_planned_tokens
             if position < sequence.num_prefill_tokens:
                 prefilling.append(sequence)
-            elif sequence.speculation and sequence.rests and position >= len(sequence.token_ids):
-                pass  # what comes next can only be guessed
+            elif (
+                sequence.speculation and sequence.is_paused and position >= len(sequence.token_ids)
+            ):
+                pass  # the next token can only be guessed
             elif position < len(sequence.block_table) * block_size or self._append_block(
-                sequence, changes
+                sequence, builder
             ):
                 sequence.num_planned_tokens = position + 1
                 sequence.last_step = number
@@ -175,30 +176,29 @@ class Scheduler:
             index += 1
         return prefilling
 
-    def _append_block(self, sequence: Sequence, changes: Changes) -> bool:
-        """Gives `sequence` a block, at the cost of newer ones; False if it was the newest."""
+    def _append_block(self, sequence: Sequence, builder: PlanBuilder) -> bool:
+        """Give a sequence a block, preempting newer ones. Return False if it was the newest."""
         while not self.block_manager.num_free_blocks:
             victim = self.running[-1]
             self.preempt(victim)
             if victim is sequence:
                 return False
-        changes.append(sequence.slot, self.block_manager.append(sequence))
+        builder.append_block(sequence.slot, self.block_manager.append(sequence))
         return True
 
-    def _add_chunk(self, sequence: Sequence, step: Step, changes: Changes, budget: int) -> int:
+    def _add_chunk(self, sequence: Sequence, builder: PlanBuilder, budget: int) -> int:
         num_tokens = min(budget, sequence.num_prefill_tokens - sequence.num_planned_tokens)
         sequence.num_planned_tokens += num_tokens
-        sequence.last_step = step.number
-        changes.chunks.extend((sequence.slot, num_tokens))
-        step.chunks[sequence.slot] = sequence
-        # A layer stores the keys and values of a whole step before it reads any: the rows that
-        # are admitted behind this one, even to this plan, find its blocks.
+        sequence.last_step = builder.plan.number
+        builder.add_chunk(sequence, num_tokens)
+        # A layer stores the keys and values of a whole step before it reads any: rows that are
+        # admitted after this one, even to this plan, find its blocks.
         self.block_manager.publish(sequence, sequence.num_planned_tokens)
         if sequence.num_planned_tokens == sequence.num_prefill_tokens:
-            step.sampled.append(sequence)
+            builder.plan.sampled.append(sequence)
         return num_tokens
 
-    def _admit(self, step: Step, changes: Changes, budget: int) -> int:
+    def _admit(self, builder: PlanBuilder, budget: int) -> int:
         may_admit = budget and self._free_slots and self.block_manager.has_room(bool(self.running))
         for sequence in self.waiting.candidates() if may_admit else ():
             if self._is_in_flight(sequence) or self._trial.keeps_out(sequence):
@@ -208,10 +208,10 @@ class Scheduler:
                 continue
             self.waiting.admit(sequence)
             self._run(sequence)
-            self._trial.admitted(sequence)
-            changes.added.append(sequence.as_row())
-            self.drafter.begin(sequence, changes.added[-1])
-            budget -= self._add_chunk(sequence, step, changes, budget)
+            self._trial.note_admission(sequence)
+            builder.added.append(sequence.as_row())
+            self.proposer.begin(sequence, builder.added[-1])
+            budget -= self._add_chunk(sequence, builder, budget)
             if not budget or not self._free_slots:
                 break
         return budget
@@ -221,11 +221,11 @@ class Scheduler:
         sequence.admit(heappop(self._free_slots))
 
     def _allocate(self, sequence: Sequence) -> bool:
-        """The watermark is for others: a sequence alone may have the whole pool."""
+        """Give a sequence its blocks. A sequence alone may have the whole pool."""
         if not self.block_manager.allocate(sequence, keep_watermark=bool(self.running)):
             return False
         if sequence.needs_prompt_logprobs:
-            sequence.prompt_logprobs = []  # all are computed anew
+            sequence.prompt_logprobs = []  # all are computed again
         if not sequence.num_preemptions:
             num_found = min(sequence.num_planned_tokens, sequence.num_prompt_tokens)
             sequence.num_cached_tokens = num_found
@@ -234,42 +234,43 @@ class Scheduler:
     def _is_in_flight(self, sequence: Sequence) -> bool:
         return bool(self.in_flight) and sequence.last_step >= self.in_flight[0].number
 
-    def _retire_rows(self, step: Step) -> None:
-        """Rows whose last token is sampled by this step have no place in the next plan."""
-        for sequence in step.sampled:
-            if sequence.num_planned_tokens + 1 == sequence.max_length and not sequence.rests:
+    def _retire_rows(self, plan: InFlightPlan) -> None:
+        """Remove rows whose last token this plan samples from the next plan."""
+        for sequence in plan.sampled:
+            is_last = sequence.num_planned_tokens + 1 == sequence.max_length
+            if is_last and not sequence.is_paused:
                 self.running.remove(sequence)
                 sequence.status = DRAINING
 
-    def _send(self, step: Step, changes: Changes) -> BatchPlan:
-        plan = changes.plan(self.epoch, step.number, self._removed)
+    def _launch(self, builder: PlanBuilder) -> BatchPlan:
+        message = builder.build(self.epoch, self._removed)
         self._removed.clear()
-        for sequence in step.sampled:
+        for sequence in builder.plan.sampled:
             if sequence.status is DRAINING:
                 self._leave_slot(sequence)
-        self.in_flight.append(step)
+        self.in_flight.append(builder.plan)
         self.num_steps += 1
-        return plan
+        return message
 
     # ---- its result --------------------------------------------------------------------------
 
     def update(self, tokens: SampledTokens) -> StepOutput:
-        """Takes the tokens of the oldest plan in flight, one for each row it sampled.
+        """Add the tokens of the oldest plan in flight to its sequences, one for each sampled row.
 
-        Raises ValueError if they are not the tokens of that plan.
+        Raises ValueError for tokens of another plan.
         """
         number, token_ids = tokens.step, unpack(tokens.token_ids)
         expected = self.in_flight[0] if self.in_flight else None
         if not expected or (expected.number, len(expected.sampled)) != (number, len(token_ids)):
-            raise ValueError(f"{len(token_ids)} tokens of step {number}; expected {expected}")
-        step = self.in_flight.popleft()
+            raise ValueError(f"got {len(token_ids)} tokens of step {number}; expected {expected}")
+        plan = self.in_flight.popleft()
         output = StepOutput([], [], [], [])
-        step.take_logprobs(tokens)
-        for sequence, token_id in step.rows(token_ids, tokens.failed, partial(self._fail, output)):
+        plan.take_logprobs(tokens)
+        for sequence, token_id in plan.rows(token_ids, tokens.failed, partial(self._fail, output)):
             if sequence.finish_reason is not None:
                 continue  # it ended while the plan was in flight
             speculation = sequence.speculation
-            if speculation and not speculation.takes():
+            if speculation and not speculation.accept_row():
                 continue
             num_computed = len(sequence.token_ids)
             if num_computed // self._block_size > sequence.num_published_blocks:
@@ -279,14 +280,14 @@ class Scheduler:
             output.sequences.append(sequence)
             output.token_ids.append(token_id)
             if speculation:
-                self.drafter.check(sequence, speculation)
+                self.proposer.check(sequence, speculation)
             if token_id in sequence.stop_token_ids or num_computed + 1 >= sequence.max_length:
                 self._end_if_due(sequence)
                 output.finished.append(sequence)
         return output
 
     def _fail(self, output: StepOutput, sequence: Sequence, token_id: int, reason: str) -> None:
-        """Ends a row that can't go on; keys and values that may be NaN are for nobody."""
+        """End a failed row; keys and values that may be NaN are hidden from others."""
         if token_id < 0:
             self.block_manager.unpublish(sequence)
         self.finish(sequence, "abort")

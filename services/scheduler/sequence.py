@@ -16,6 +16,15 @@ MAX_PREEMPTIONS = 4
 """of a sequence by others with a better priority; then it keeps its blocks"""
 
 
+MAX_PROMPT_LOGPROBS = 1 << 19
+"""of one prompt. They are sent at once: for this number a detokenizer takes a second, in which it
+handles nothing else; after five seconds it would be given up, and the next one too"""
+
+
+class CannotFitError(ValueError):
+    """A request that could not run even alone; the message names the numbers."""
+
+
 class Status(Enum):
     """Where a sequence is."""
 
@@ -29,7 +38,20 @@ class Status(Enum):
 
 
 class Sequence:
-    """Tokens, blocks and progress of one request. Changed by the `Scheduler` only."""
+    """Tokens, blocks and progress of one request.
+
+    Besides its own methods, these classes write its fields (a test compares):
+
+    - `Scheduler`: status, finish_reason, slot, token_ids, last_step, num_deaths,
+      num_planned_tokens, num_preemptions, num_cached_tokens, prompt_logprobs
+    - `BlockManager`: block_table, num_prefill_tokens, num_planned_tokens, num_published_blocks,
+      published_content
+    - `NgramProposer`: speculation, num_planned_tokens, last_step
+    - `WaitingQueue`: admission
+    - `Streams`: detokenizer, stream_id
+    - `SchedulerProcess`: attempt
+    - `poison`: num_deaths
+    """
 
     __slots__ = (
         "admission",
@@ -72,11 +94,11 @@ class Sequence:
     def __init__(self, request: TokenizedRequest, eos_token_ids: frozenset[int]) -> None:
         prompt = unpack(request.prompt_token_ids)
         self.request_id = request.request_id
-        self.arrived_at = self.scheduled_at = self.first_token_at = 0.0
-        """at the scheduler, of `time.monotonic`; 0: not yet"""
+        self.arrived_at = monotonic()
+        self.scheduled_at = self.first_token_at = 0.0
+        """at the scheduler; 0: not yet"""
         self.attempt, self.reasoning = request.attempt, request.reasoning
-        self.client = request.client
-        self.priority = request.priority
+        self.client, self.priority = request.client, request.priority
         self.admission = -1
         """number of its first admission to the running batch"""
         self.sampling = sampling = request.sampling
@@ -143,9 +165,9 @@ class Sequence:
         return is_young, self.priority if is_young else 0, self.admission
 
     @property
-    def rests(self) -> bool:
-        """A plan that does not name it in a draft computes nothing of it."""
-        return self.speculation is not None and self.speculation.rests
+    def is_paused(self) -> bool:
+        """Whether a plan computes nothing of it unless a draft names it."""
+        return self.speculation is not None and self.speculation.is_paused
 
     @property
     def needs_prompt_logprobs(self) -> bool:
@@ -153,8 +175,42 @@ class Sequence:
         known = self.prompt_logprobs
         return known is not None and len(known) < self.num_prompt_tokens - 1
 
+    def limit_length(self, max_length: int) -> None:
+        """Set the length at which the sequence ends. Raises CannotFitError."""
+        if self.num_prompt_tokens >= max_length:
+            raise CannotFitError(
+                f"prompt has {self.num_prompt_tokens} tokens; at most {max_length - 1} "
+                "fit into the context and the KV pool"
+            )
+        max_tokens = self.sampling.max_tokens or max_length
+        self.max_length = min(self.num_prompt_tokens + max_tokens, max_length)
+
+    def check(self, vocab_size: int) -> None:
+        """Check what gateway and tokenizer can't. Raises CannotFitError."""
+        for extreme in (min(self.token_ids), max(self.token_ids)):
+            if not 0 <= extreme < vocab_size:  # every worker, and its successor, would exit
+                raise CannotFitError(
+                    f"prompt has token id {extreme}; ids go up to {vocab_size - 1}"
+                )
+        sampling = self.sampling
+        named = {
+            "logit_bias": sampling.logit_bias,
+            "allowed_token_ids": sampling.allowed_token_ids or (),
+        }
+        for field, token_ids in named.items():
+            if (largest := max(token_ids, default=0)) >= vocab_size:
+                raise CannotFitError(
+                    f"{field} has token id {largest}; ids go up to {vocab_size - 1}"
+                )
+        num_top = sampling.prompt_logprobs
+        if num_top is not None and (1 + num_top) * self.num_prompt_tokens > MAX_PROMPT_LOGPROBS:
+            raise CannotFitError(
+                f"prompt_logprobs is {num_top} and the prompt has {self.num_prompt_tokens} tokens; "
+                f"at most {MAX_PROMPT_LOGPROBS} logprobs of a prompt are sent"
+            )
+
     def admit(self, slot: int) -> None:
-        """Gives it a slot: it is part of the next plan."""
+        """Give the sequence a slot: it is part of the next plan."""
         self.status = Status.RUNNING
         self.slot = slot
         self.scheduled_at = self.scheduled_at or monotonic()

@@ -8,8 +8,8 @@ from penstock.protocol.messages.logprobs import PackedLogprobs
 from penstock.protocol.messages.plan import pack
 from penstock.protocol.transport.heartbeat import Peers
 from penstock.services.scheduler.in_flight_plan import StepOutput
+from penstock.services.scheduler.poison import DetokenizerTrials
 from penstock.services.scheduler.sequence import Sequence
-from penstock.services.scheduler.trials import Trials
 
 MAX_CHARACTER_TOKENS = 4
 """a character has at most 4 bytes, and a token at least one"""
@@ -77,7 +77,7 @@ class Streams:
         self._unassigned: dict[int, Sequence] = {}
         self._unopened: set[int] = set()
         """streams that no detokenizer has been told of: their prompt is not computed yet"""
-        self._trials = Trials()
+        self._trials = DetokenizerTrials()
         self._trial: tuple[bytes, StepTokens] | None = None
         """the next message of a trial, and to whom"""
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from itertools import count, islice
 
 from penstock.protocol.fair_queue import FairQueue
+from penstock.services.scheduler.poison import is_suspect
 from penstock.services.scheduler.sequence import Sequence
-from penstock.services.scheduler.suspects import is_suspect
 
 MAX_RETRIED = 4
 """held sequences that are tried again in one step, the oldest first"""

@@ -69,8 +69,8 @@ def plain() -> list[list[int]]:
 def test_the_same_tokens(plain: list[list[int]], options: dict[str, int]) -> None:
     engine = Speculating("ngram", **options)
     assert engine.outputs(*requests()) == plain
-    drafter = engine.scheduler.drafter
-    assert 100 < drafter.num_accepted_tokens < drafter.num_draft_tokens
+    proposer = engine.scheduler.proposer
+    assert 100 < proposer.num_accepted_tokens < proposer.num_draft_tokens
 
 
 def test_a_text_to_repeat_takes_fewer_steps() -> None:

@@ -8,8 +8,7 @@ from penstock.protocol.messages.plan import RowExtras, SampledTokens, pack
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.services.scheduler.checks import CannotFitError, check_request
-from penstock.services.scheduler.sequence import Sequence
+from penstock.services.scheduler.sequence import CannotFitError, Sequence
 from penstock.services.scheduler.streams import _opened
 from tests.services.scheduler.builders import long_prompt, make_sequence
 from tests.services.scheduler.reference import EOS, logprobs_at
@@ -66,8 +65,8 @@ def test_bad_words_come_as_the_tokenizer_has_encoded_them() -> None:
 def test_an_allowed_token_that_no_model_has_ends_no_worker() -> None:
     sequence = make_sequence((5, 6), allowed_token_ids=[7, 264])
     with pytest.raises(CannotFitError, match="allowed_token_ids has token id 264; ids"):
-        check_request(sequence, 264)
-    check_request(make_sequence((5, 6), allowed_token_ids=[7, 263]), 264)
+        sequence.check(264)
+    make_sequence((5, 6), allowed_token_ids=[7, 263]).check(264)
 
 
 # ---- logprobs --------------------------------------------------------------------------------

@@ -21,8 +21,7 @@ from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.scheduler import speculative as speculation
 from penstock.services.scheduler.block_pool import hash_block
-from penstock.services.scheduler.checks import CannotFitError
-from penstock.services.scheduler.sequence import Sequence
+from penstock.services.scheduler.sequence import CannotFitError, Sequence
 from tests.services.scheduler.builders import make_sequence
 from tests.services.scheduler.reference import POISON, expected_output
 from tests.services.scheduler.simulation import Simulation
@@ -196,7 +195,7 @@ class AmpleMachine(SchedulerMachine):
 @pytest.fixture(autouse=True)
 def _guesses_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """After one equal token, also where guesses are wrong: most are in a random text."""
-    for name, number in {"SHORT": 1, "LONG": 2, "MOST_REQUIRED": 2}.items():
+    for name, number in {"SHORT": 1, "LONG": 2, "MAX_REQUIRED": 2}.items():
         monkeypatch.setattr(speculation, name, number)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.services.scheduler.plan_depth import PlanDepth
+from penstock.services.scheduler.in_flight_plan import PlanDepth
 
 
 def depth_at(most: int, *step_milliseconds: float) -> int:
@@ -11,7 +11,7 @@ def depth_at(most: int, *step_milliseconds: float) -> int:
     for milliseconds in step_milliseconds:
         for _ in range(20):
             now += milliseconds / 1000
-            depth.tokens_came(now)
+            depth.on_tokens(now)
     return depth.num_plans
 
 
@@ -36,5 +36,5 @@ def test_begins_with_two_and_goes_back_to_two() -> None:
 def test_one_late_step_changes_little() -> None:
     depth = PlanDepth(4)
     for step in range(40):
-        depth.tokens_came(step * 0.5e-3 + (0.4e-3 if step == 39 else 0))
+        depth.on_tokens(step * 0.5e-3 + (0.4e-3 if step == 39 else 0))
     assert depth.num_plans == 4

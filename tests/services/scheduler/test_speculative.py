@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.services.scheduler.speculative import KNOWN, LONG, MOST_REQUIRED, SHORT, Speculation
+from penstock.services.scheduler.speculative import KNOWN, LONG, MAX_REQUIRED, SHORT, Speculation
 from tests.services.scheduler.builders import long_prompt
 from tests.services.scheduler.reference import LOOP, split
 from tests.services.scheduler.simulation import Simulation
@@ -36,8 +36,8 @@ def test_guesses_run_ahead_of_the_tokens() -> None:
     # 1 by the prefill and 28 in sevens; the last token is no guess, but follows from one
     behind = [draft for plan in drafts(sim)[7:] for draft in plan]
     assert behind == [(0, (36, [1, 2, 3, 1])), (0, (40, [2]))]
-    drafter = sim.scheduler.drafter
-    assert drafter.num_draft_tokens == drafter.num_accepted_tokens == 3 + 6 * 4
+    proposer = sim.scheduler.proposer
+    assert proposer.num_draft_tokens == proposer.num_accepted_tokens == 3 + 6 * 4
     assert not sim.num_wasted
 
 
@@ -117,20 +117,20 @@ def test_the_newest_and_longest_place_is_found() -> None:
 
 def test_wrong_guesses_make_it_wary() -> None:
     """A match must be twice as long then, and one shorter after each guess that is right."""
-    speculation, text = Speculation(), long_prompt(MOST_REQUIRED + 1)
-    assert speculation.takes()  # the prefill
-    for required in (SHORT, 2 * SHORT, 4 * SHORT, 8 * SHORT, MOST_REQUIRED):
+    speculation, text = Speculation(), long_prompt(MAX_REQUIRED + 1)
+    assert speculation.accept_row()  # the prefill
+    for required in (SHORT, 2 * SHORT, 4 * SHORT, 8 * SHORT, MAX_REQUIRED):
         assert not speculation.look_up(text + text[: required - 1])
         token_ids = text + text[:required]
         assert speculation.check(token_ids) is None
         assert speculation.look_up(token_ids)
         speculation.send([KNOWN, 999, 998])
-        assert speculation.takes()
+        assert speculation.accept_row()
         assert speculation.check([*token_ids, 1]) is False
-        assert speculation.rests
-        assert not speculation.takes()
-        assert not speculation.takes()
+        assert speculation.is_paused
+        assert not speculation.accept_row()
+        assert not speculation.accept_row()
     speculation.send([KNOWN, text[required]])
-    assert speculation.takes()
+    assert speculation.accept_row()
     assert speculation.check(text + text[: required + 1])
-    assert speculation._required == MOST_REQUIRED - 1
+    assert speculation._required == MAX_REQUIRED - 1

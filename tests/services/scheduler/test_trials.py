@@ -5,8 +5,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.services.scheduler.poison import MAX_DETOKENIZER_DEATHS, TRIAL_BATCH
 from penstock.services.scheduler.sequence import Sequence
-from penstock.services.scheduler.trials import BATCH, MAX_DEATHS
 from tests.services.scheduler.desk import Desk, Reader
 
 
@@ -70,13 +70,13 @@ def started(hall: Hall, number: int) -> list[Sequence]:
 
 def test_the_one_that_kills_is_given_up() -> None:
     hall = Hall()
-    sequences = started(hall, 2 * BATCH)
+    sequences = started(hall, 2 * TRIAL_BATCH)
     hall.poison = {"r70"}
     hall.die(b"d1")
     hall.step(sequences, 2)
     hall.settle()
     assert hall.given_up == ["r70"]
-    assert hall.num_deaths == 1 + MAX_DEATHS
+    assert hall.num_deaths == 1 + MAX_DETOKENIZER_DEATHS
     others = [one for one in sequences if one.request_id != "r70"]
     hall.step(others, 3)
     hall.settle()
@@ -99,7 +99,7 @@ def test_who_dies_of_something_else_during_a_trial_blames_nobody() -> None:
     """It was not sent the trial: the message before it is not confirmed yet."""
     hall = Hall()
     sequences = started(hall, 2)
-    for _ in range(5 * MAX_DEATHS):
+    for _ in range(5 * MAX_DETOKENIZER_DEATHS):
         [identity] = hall.readers
         hall.die(identity)
         list(hall.streams.take_deltas())
