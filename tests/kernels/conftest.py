@@ -27,7 +27,7 @@ def device() -> str:
 
 @pytest.fixture
 def dtype(device: str) -> torch.dtype:
-    """Of activations: the interpreter can't compute in bfloat16."""
+    """Return the type of activations: the interpreter can't compute in bfloat16."""
     return torch.bfloat16 if device == "cuda" else torch.float32
 
 
@@ -49,13 +49,15 @@ def on(device: str | torch.device, kv_cache: KVCache) -> KVCache:
 
 
 def numbers_of(kv_cache: KVCache) -> KVCache:
-    """What a cache stands for, in float32 on the CPU, with 0 in place of NaN."""
+    """Return the values of a cache, in float32 on the CPU, with 0 in place of NaN."""
     k, v, scales = on("cpu", kv_cache)
     k_scale, v_scale = (s.transpose(1, 2).unsqueeze(3) for s in scales or torch.ones(2, 1, 1, 1))
     return KVCache((k.float() * k_scale).nan_to_num(), (v.float() * v_scale).nan_to_num())
 
 
 def on_gpu(*values: Any) -> Any:
-    """A parameter that is run on a GPU only: the interpreter is slow, and other values go the same
-    ways through the kernel."""
+    """Return a parameter that is run on a GPU only.
+
+    The interpreter is slow, and other values take the same branches of the kernel.
+    """
     return pytest.param(*values, marks=pytest.mark.gpu)

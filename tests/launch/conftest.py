@@ -1,4 +1,4 @@
-"""What the tests of several modules share."""
+"""Fixtures of several modules."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A gateway that says what the test tells it to."""
+"""A gateway that sends the test's replies."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""A connection that can be cut without its ends being told."""
+"""A connection that can be cut without a sign to its ends."""
 
 import contextlib
 import socket
@@ -9,7 +9,7 @@ HOST = "127.0.0.1"
 
 
 class Link(contextlib.ExitStack):
-    """What lies between a client and a gateway, until it is cut; then both hear nothing.
+    """Link between a client and a gateway; once it is cut, both receive nothing.
 
     ZeroMQ can't know that `0.0.0.0` is this machine.
     """

@@ -35,7 +35,7 @@ SMALL = ("--num-threads", "1", "--kv-cache-gib", "0.1")
 def bench(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
 ) -> str:
-    """What `launch bench` prints."""
+    """Return the output of `launch bench`."""
     monkeypatch.setattr(sys, "argv", ["launch", "bench", *arguments])
     with pytest.raises(SystemExit) as end:
         main()
@@ -50,7 +50,7 @@ def run_of(seconds: float, preemptions: int = 0) -> Run:
 
 
 def streaming_of(ttft: float, tpot: float, itl: float, e2el: float) -> Streaming:
-    """Mean, median, p90 and p99 of each: so many times 1, 2, 3 and 4."""
+    """Return mean, median, p90 and p99 of each: the value times 1, 2, 3 and 4."""
     return Streaming(*(ms * place for ms in (ttft, tpot, itl, e2el) for place in (1, 2, 3, 4)))
 
 

@@ -79,7 +79,7 @@ def flight(event: int, token_ids: list[int], text: str) -> Flight:
 
 
 def outcome(**changes: Any) -> Outcome:
-    """Three events, and a request that ended behind each: the second one lost a token."""
+    """Three events, and a request that ended after each: the second one lost a token."""
     scheduler, worker = Kill("scheduler.1", "SIGKILL"), Kill("worker.2", "SIGSTOP")
     right = [1, 2, 3, 4]
     fields: dict[str, Any] = {

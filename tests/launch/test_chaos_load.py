@@ -93,7 +93,7 @@ def test_an_aborted_request_has_the_beginning(
 
 
 def run_load(tmp_path: Path, behaviour: Behaviour, options: ChaosOptions) -> list[Verdict]:
-    """Some requests to a gateway that does what the test says; nothing is killed."""
+    """Send some requests to a gateway that does what the test says; nothing is killed."""
 
     async def run() -> list[Verdict]:
         changes = Changes()
@@ -114,7 +114,7 @@ def run_load(tmp_path: Path, behaviour: Behaviour, options: ChaosOptions) -> lis
 
 
 def behind_the_first(number: int, wrong: Callable[[GenerateRequest], list[Reply]]) -> Behaviour:
-    """Right answers at first, so many, then others."""
+    """Return right answers at first, then others."""
     count = itertools.count()
 
     def behaviour(request: Request) -> list[Reply]:
@@ -161,7 +161,7 @@ def test_load_finds_a_stream_that_differs_from_its_reply(tmp_path: Path) -> None
 
 
 def test_load_counts_what_never_comes(tmp_path: Path) -> None:
-    """It goes on with the others, and says at the end what has no answer."""
+    """The load continues with the others, and reports at the end what has no answer."""
     is_silent = itertools.chain([True], itertools.repeat(False))
     behaviour = behind_the_first(4, lambda one: [] if next(is_silent) else [reply(one)])
     options = ChaosOptions(num_requests=8, concurrency=2, distinct=4, recovery_timeout=0.5)

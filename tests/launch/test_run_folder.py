@@ -1,4 +1,4 @@
-"""Which pipelines run."""
+"""Discovery of running pipelines."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""Which silent processes are killed: with real processes and sockets."""
+"""Silent processes and their end: with real processes and sockets."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""Penstock's model of a checkpoint, and its logits behind whole prompts."""
+"""Penstock's model of a checkpoint, and its logits after whole prompts."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def load_model(
 
 @torch.inference_mode()
 def prefill_logits(model: Qwen3, prompts: list[list[int]], block_size: int = 16) -> Tensor | None:
-    """Logits behind every token of some prompts, computed in one step; None but on rank 0."""
+    """Return the logits after every token of prompts, in one step; None except on rank 0."""
     attention = model.model.layers[0].self_attn
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     max_blocks = -(-int(lengths.max()) // block_size)

@@ -29,7 +29,7 @@ WHOLE_AND_PARTS = [TensorParallel(), TensorParallel(0, 2), TensorParallel(1, 2)]
 
 
 def weights(model: Qwen3) -> dict[str, Tensor | Quantized]:
-    """Of every layer."""
+    """Return the weight of every layer."""
     return {name: one.weight for name, one in model.named_modules() if isinstance(one, Layer)}
 
 
@@ -94,7 +94,7 @@ def test_its_logits_are_those_of_what_it_stands_for(
 @pytest.mark.parametrize("tie_word_embeddings", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_the_head_alone_is_quantised(tmp_path: Path, size: int, tie_word_embeddings: bool) -> None:
-    """Of five ranks the last one has rows of zeros behind the vocabulary's end."""
+    """The last of five ranks has rows of zeros after the vocabulary's end."""
     shape = {"num_attention_heads": 10, "num_key_value_heads": 5, "intermediate_size": 100}
     save_checkpoint(tmp_path, tie_word_embeddings=tie_word_embeddings, **shape)
     for rank in range(size):
@@ -122,7 +122,7 @@ def quantize_each(weight: Tensor) -> Quantized:
 
 
 def save_in_blocks(folder: Path, wide: Path, shape: dict[str, object]) -> dict[str, Tensor]:
-    """A checkpoint in blocks, its scales in a file of their own, and in `wide` what it stands for.
+    """Write a checkpoint in blocks, scales in a file of their own, and its values to `wide`.
 
     Returns the scales.
     """

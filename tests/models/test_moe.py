@@ -17,7 +17,7 @@ from tests.models.forward import load_model, prefill_logits, random_prompts
 
 @torch.inference_mode()
 def transformers_logits(model: PreTrainedModel, prompts: list[list[int]]) -> Tensor:
-    """Logits behind every token of the prompts, each prompt on its own."""
+    """Return the logits after every token of the prompts, each prompt on its own."""
     return torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in prompts])
 
 

@@ -22,7 +22,7 @@ DEMO = Config().model_folder
 
 @torch.inference_mode()
 def transformers_logits(model: Qwen3ForCausalLM, prompts: list[list[int]]) -> Tensor:
-    """Logits behind every token of the prompts, each prompt on its own."""
+    """Return the logits after every token of the prompts, each prompt on its own."""
     return torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in prompts])
 
 

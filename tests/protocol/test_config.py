@@ -61,7 +61,7 @@ def test_the_run_folder_is_for_this_user_only() -> None:
 
 
 def test_the_configuration_is_for_this_user_only() -> None:
-    """It may have the API key."""
+    """The file may have the API key."""
     assert write_config(Config(api_key="x")).stat().st_mode & 0o777 == 0o600
 
 

@@ -1,4 +1,4 @@
-"""Which process belongs to which replica, and where it connects."""
+"""Replicas of processes, and their connections."""
 
 import pytest
 

@@ -21,7 +21,7 @@ def collector() -> Iterator[Collector]:
 
 
 def test_spans_of_two_processes_join(collector: Collector) -> None:
-    """Neither has told the other anything."""
+    """The two processes have exchanged no message."""
     spans = {}
     for process, name in (("gateway.1", "request"), ("tokenizer.2", "tokenize")):
         tracer = Tracer(Config(otlp_endpoint=collector.address), process)

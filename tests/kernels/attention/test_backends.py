@@ -1,4 +1,4 @@
-"""Which attention back end there is for what is asked."""
+"""Choice of the attention backend."""
 
 import pytest
 import torch

@@ -165,7 +165,7 @@ def test_8_bits_are_multiplied_with_their_scales(block_size: int) -> None:
 
 
 def refusal(**changed: object) -> str:
-    """What `attend` says to arguments of which some are changed."""
+    """Return the error of `attend` for arguments of which some are changed."""
     arguments = {
         "q": torch.zeros(2, 4, 8),
         "kv_cache": KVCache(*torch.zeros(2, 3, 16, 2, 8)),

@@ -112,7 +112,7 @@ def test_stores_8_bits_near_what_it_stores_otherwise() -> None:
 
 
 def refusal(**changed: object) -> str:
-    """What the function says to the arguments of 2 tokens of which some are changed."""
+    """Return the error for the arguments of 2 tokens of which some are changed."""
     with pytest.raises(ValueError) as caught:
         Case(2).run([0, 1], **changed)
     return str(caught.value)

@@ -21,7 +21,7 @@ MANY_SPLITS = DecodeTuning(block_n=32, programs_per_sm=40, min_split=32)
 
 
 class Layout(NamedTuple):
-    """Of heads and of the cache."""
+    """Sizes of heads and of the cache."""
 
     num_heads: int = 8
     num_kv_heads: int = 4

@@ -28,7 +28,7 @@ class Case(NamedTuple):
     block_tables: Tensor
 
     def run(self, device: str, tile_size: int = 64, tuning: object = None) -> Tensor:
-        """What the kernel makes of it: out, which was NaN before."""
+        """Return the kernel's output, which was NaN before."""
         out = torch.full_like(self.q, torch.nan, device=device)
         gpu.prefill_attention(
             self.q.to(device),

@@ -27,7 +27,7 @@ def ranks_of(device: str, num_ranks: int) -> tuple[list[PushAllReduce], list[Ten
 
 
 def messages_of(num_ranks: int, sizes: list[int]) -> list[Tensor]:
-    """Of each call, [num_ranks, size]: their sums are exact, in the interpreter too."""
+    """Return the messages of each call, [num_ranks, size], whose sums are exact."""
     messages = [torch.randint(-50, 50, (num_ranks, size)).bfloat16() for size in sizes]
     for message in messages:
         message[:, :2] = -0.0

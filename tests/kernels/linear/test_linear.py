@@ -85,7 +85,7 @@ def test_nor_does_what_is_around_the_product(inner: int, outer: int) -> None:
 
 
 def same_rows(product: Callable[[slice], Tensor]) -> None:
-    """Of 400, some alone and all together."""
+    """Compute some of 400 rows alone and all together."""
     together = product(slice(0, 400))
     for num_rows in NUM_ROWS:
         for begin in (0, 13, 400 - num_rows):

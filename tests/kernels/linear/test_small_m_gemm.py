@@ -41,7 +41,7 @@ GEMVS = {
 
 
 def product(kind: str, rows: int, inner: int, columns: int, dtype: torch.dtype) -> Product:
-    """Of random numbers; the result is NaN."""
+    """Return a GEMM of random numbers; its result is NaN."""
     swiglu = kind == "swiglu"
     weight = torch.randn(2 * columns if swiglu else columns, inner) / inner**0.5
     out_dtype = torch.float32 if kind == "logits" else dtype

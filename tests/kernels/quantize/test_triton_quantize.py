@@ -23,7 +23,7 @@ def dequantized(matrix: Matrix) -> Tensor:
 
 
 def share_exact(found: Quantized, x: Tensor, most: float = 0.501) -> float:
-    """Of numbers off by `most` steps of e4m3 or less: 3 bits of mantissa, at the end subnormal."""
+    """Check that numbers are off by at most `most` steps of e4m3, subnormal ones too."""
     error = (dequantized(found) - x.float()).abs()
     step = torch.maximum(x.float().abs() / 8, found.scale[:, None] * 2**-9)
     return (error <= most * step).float().mean().item()
@@ -136,7 +136,7 @@ def test_products_at_8b(kind: str, rows: int) -> None:
         error = (dequantized(found) - wanted).norm() / wanted.norm()
         is_exact = choose(kind, rows, num_weights, inner, is_fp8=True) is not None
         assert error < (1e-2 if is_exact else 8e-2)
-        if isinstance(found, Quantized):  # as the MLP goes on
+        if isinstance(found, Quantized):  # as the MLP continues
             down = quantize(torch.randn(4096, num_weights // 2).bfloat16() / inner**0.5)
             stream = torch.randn(rows, 4096).bfloat16()
             wanted = stream.float() + dequantized(found) @ dequantized(down).T

@@ -46,7 +46,7 @@ def prompts() -> Tensor:
 
 @pytest.fixture
 def outputs() -> Tensor:
-    """Some tokens are there often."""
+    """Return output tokens of which some repeat often."""
     return torch.randint(0, 40, (NUM_ROWS, 60))
 
 
@@ -105,7 +105,7 @@ def test_there_are_no_more_likeliest_tokens_than_tokens() -> None:
 
 
 def test_penalized_and_restricted_tokens_have_their_probabilities() -> None:
-    """Of eight tokens two are forbidden, and top-p leaves five; 100,000 draws."""
+    """Two of eight tokens are forbidden, and top-p leaves five; 100,000 draws."""
     num_draws = 100_000
     logits = torch.tensor([[2.0, 1.5, 1.0, 3.0, 0.5, 0.0, 1.2, -6.0]])
     prompts, outputs = torch.tensor([[0, 4]]), torch.tensor([[3, 3, 1]])

@@ -47,7 +47,7 @@ def sample_by_name(slots: Tensor, positions: Tensor, **by_slot: Tensor) -> Tenso
 
 
 def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
-    """How far the counts of tokens are from what their probabilities promise."""
+    """Return the deviation of the counts of tokens from their probabilities."""
     expected = probabilities * len(tokens)
     counts = torch.bincount(tokens, minlength=len(probabilities))
     assert not counts[expected == 0].any()
@@ -150,7 +150,7 @@ def test_a_row_does_not_depend_on_the_others(vocab_size: int) -> None:
 def transformers_scores(
     logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> Tensor:
-    """What transformers' `generate` samples from, processors in its order."""
+    """Return the scores that transformers' `generate` samples from, processors in its order."""
     ids = torch.zeros(len(logits), 1, dtype=torch.int64)
     scores = TemperatureLogitsWarper(temperature)(ids, logits)
     if top_k:
@@ -192,7 +192,7 @@ def test_top_k_keeps_all_that_tie_with_the_last() -> None:
     ("top_p", "kept"), [(0.1, [3]), (0.4, [3]), (0.41, [0, 2, 3]), (0.9, [0, 2, 3, 4]), (1, None)]
 )
 def test_top_p_keeps_or_drops_tokens_that_tie_together(top_p: float, kept: list[int]) -> None:
-    # Probabilities 0.2, 0.04, 0.2, 0.4, 0.16: 0.2 twice, behind 0.4.
+    # Probabilities 0.2, 0.04, 0.2, 0.4, 0.16: 0.2 twice, after 0.4.
     scores = torch.tensor([[5.0, 1.0, 5.0, 10.0, 4.0]]).log()
     none = torch.tensor([0.0])
     left = keep_top_k_top_p(scores, torch.tensor([0]), torch.tensor([top_p]), none)[0].isfinite()

@@ -62,7 +62,7 @@ def draw(
 def reference_scores(
     logits: Tensor, slots: Tensor, positions: Tensor, parameters: dict[str, Tensor]
 ) -> Tensor:
-    """What the token is the argmax of; of greedy rows the logits."""
+    """Return the scores whose argmax is the token; for greedy rows the logits."""
     seeds, temperature, top_k, top_p, min_p = (values[slots] for values in parameters.values())
     greedy = (temperature == 0)[:, None]
     scores = (logits - logits.amax(1, keepdim=True)) / temperature.masked_fill(

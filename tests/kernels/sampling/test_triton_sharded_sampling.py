@@ -32,13 +32,13 @@ def draw(
     positions: Tensor,
     parameters: dict[str, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """What `sample` returns and writes to last_token, on all ranks."""
+    """Return the tokens that `sample` returns and writes to last_token, on all ranks."""
     shard = shard_size(logits.shape[1], len(samplers))
     tokens: list[Tensor] = []
     last_tokens: list[Tensor] = []
 
     def run(rank: int) -> None:
-        """The barrier behind a rank's scan is the work of the next rank."""
+        """Run the next rank in place of the barrier after a rank's scan."""
         if rank == len(samplers):
             return
         own = logits[:, rank * shard : (rank + 1) * shard]
@@ -54,7 +54,7 @@ def draw(
             )
         )
 
-    # A rank's tokens are put behind those of the ranks that it waits for.
+    # A rank's tokens follow those of the ranks that it waits for.
     run(0)
     for ranks in tokens, last_tokens:
         assert len(ranks) == len(samplers)

@@ -35,7 +35,7 @@ def test_a_command_line_without_its_key(words: list[str], kept: list[str], key: 
 
 @pytest.mark.parametrize("flag", [["--api-key", SECRET], [f"--api-key={SECRET}"]])
 def test_a_program_hides_its_key(flag: list[str]) -> None:
-    """It is started again, as the same process, with the key in its environment."""
+    """The command replaces itself, as the same process, with the key in its environment."""
     show = (
         "import json, os, sys, pathlib\n"
         "from penstock.launch.commands.api_key import hide_api_key\n"

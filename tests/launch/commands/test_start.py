@@ -1,4 +1,4 @@
-"""What `launch all` refuses before anything starts."""
+"""Errors of `launch all` before anything starts."""
 
 import json
 import socket

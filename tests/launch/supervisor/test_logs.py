@@ -31,7 +31,7 @@ def test_every_line_has_the_prefix() -> None:
 
 
 def test_the_pipe_outlives_its_writers() -> None:
-    """What a crashed process said is read after its death, and the next one continues."""
+    """The output of a crashed process is read after its death; the next process continues."""
 
     def write(log: Log) -> None:
         for number in range(3):

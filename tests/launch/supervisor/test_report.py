@@ -1,4 +1,4 @@
-"""What is told of processes that come and go."""
+"""Reports of processes that come and go."""
 
 import asyncio
 from collections.abc import Callable

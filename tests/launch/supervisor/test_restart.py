@@ -25,7 +25,7 @@ def status(*detokenizers: str) -> StatusReply:
 
 
 def test_a_predecessor_is_not_taken_for_its_successor(tmp_path: Path) -> None:
-    """It starts when the other's name is gone, and is back when its own has come."""
+    """A process starts when the other's name is removed, and is back when its own name is there."""
     reports = iter([["detokenizer.1", "detokenizer.2"], ["detokenizer.2"], [], ["detokenizer.1"]])
     happened: list[object] = []
 

@@ -1,4 +1,4 @@
-"""What the supervisor kills, and what it leaves alone: with real processes and sockets."""
+"""Processes that the supervisor kills or leaves alone: with real processes and sockets."""
 
 import asyncio
 import os
@@ -66,7 +66,7 @@ def test_what_a_process_counts_is_known_while_it_lives(supervised: Callable[...,
 
 
 def test_nobody_else_is_killed(supervised: Callable[..., Any]) -> None:
-    """A pulse may come from anywhere; this test's own process is no child of its own."""
+    """A pulse may come from anywhere; this test's own process is not its own child."""
 
     async def run() -> None:
         async with supervised() as one:
@@ -148,7 +148,7 @@ class Somewhere:
 def test_only_those_of_a_group_that_can_be_reached_are_killed(
     supervised: Callable[..., Any],
 ) -> None:
-    """Those that can't are neither killed nor asked again before their next sign of life."""
+    """Processes that can't are neither killed nor polled again before their next sign of life."""
 
     async def run() -> None:
         machines = Machines()

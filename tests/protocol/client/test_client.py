@@ -1,4 +1,4 @@
-"""The clients, with a gateway that says what the test tells it to."""
+"""Clients, with a gateway that sends the test's replies."""
 
 import asyncio
 import time
@@ -187,7 +187,7 @@ def test_keys_where_the_gateway_has_none_with_asyncio(endpoint: str, strange_key
 
 
 def test_a_gateway_with_another_key_is_given_up(endpoint: str, strange_keys: Path) -> None:
-    """It hangs up again and again, which is no sign of a pipeline."""
+    """Another program that hangs up again and again is not a pipeline."""
     make_keys(other := strange_keys.parent / "other", None)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
         secure_server(server, other)

@@ -84,7 +84,7 @@ def test_a_dead_address_is_left_for_the_next(
 
 
 def wait_for_failures(client: Client, number: int) -> None:
-    """Return when so many attempts to connect have failed."""
+    """Return when `number` attempts to connect have failed."""
     while client._connection._addresses._num_failures < number:
         assert client._poller.poll(1000 * TIMEOUT)
         client._connection.take()
@@ -130,7 +130,7 @@ def test_addresses_that_refuse_are_left_out_until_the_next_round(addresses: list
 
 
 def go_on(deltas: Iterator[TextDelta], first: Gateway, second: Gateway) -> None:
-    """The second gateway is asked for what the first one has not said."""
+    """Check that the second gateway sends what the first one has not sent."""
     assert [one.text for one in deltas] == [" t", "wo"]
     [asked], [again] = first.heard, second.heard
     assert isinstance(asked, GenerateRequest)

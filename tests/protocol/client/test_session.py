@@ -1,4 +1,4 @@
-"""What a client makes of what the gateway says."""
+"""A client's reaction to the gateway's replies."""
 
 from typing import Any
 

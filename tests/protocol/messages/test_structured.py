@@ -1,4 +1,4 @@
-"""What a text must match: exactly one thing, not too large, in llguidance's format."""
+"""Constraints on a text: exactly one, not too large, in llguidance's format."""
 
 import json
 from typing import Any

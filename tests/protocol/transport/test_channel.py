@@ -1,4 +1,4 @@
-"""Channels: typed messages, garbage, peers that are gone."""
+"""Channels: typed messages, garbage, peers that disconnect."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -125,7 +125,7 @@ def test_who_is_older_does_not_take_a_name_back(site: Site) -> None:
 
 
 def test_who_is_back_after_a_broken_connection_ends(site: Site) -> None:
-    """Messages may be lost. Where another way is known, that is gone instead."""
+    """Messages may be lost. Another known way is taken instead."""
     process = site.process("b")
     inbox = site.process("a").bind(zmq.ROUTER, f"{CLUSTER}workers", Heartbeat)
     returned: list[str] = []
@@ -184,7 +184,7 @@ def test_who_has_no_key_gets_nothing(site: Site, tmp_path: Path) -> None:
 
 
 def test_a_process_waits_for_what_it_needs(site: Site) -> None:
-    """What it says before it knows the address would be lost."""
+    """Messages sent before the address is known would be lost."""
     inbox = site.process("a").bind(zmq.PULL, f"{CLUSTER}requests", Heartbeat)
     late = Node("b", "b", HOST, site.network.fixed)
     (site.folder / "b").mkdir()

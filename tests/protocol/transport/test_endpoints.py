@@ -1,4 +1,4 @@
-"""Which endpoints other machines may reach, and what is asked of them."""
+"""Endpoints that other machines may reach, and their requirements."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What every process does: pulses that nothing may stop, room for descriptors."""
+"""Duties of every process: pulses that nothing may stop, room for descriptors."""
 
 import errno
 import os

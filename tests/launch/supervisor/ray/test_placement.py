@@ -1,4 +1,4 @@
-"""Which process goes where."""
+"""Placement of processes on nodes."""
 
 from typing import Any
 
