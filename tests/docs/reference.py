@@ -31,11 +31,15 @@ CODES = {
 STATUSES = {
     400: "invalid request",
     401: "missing or wrong API key",
+    403: "the web page's origin, or the name of the host, is not allowed without an API key",
     404: "unknown model or route",
     405: "wrong method",
+    408: "the request did not arrive in time",
     413: "the body is too large",
     415: "unknown `Content-Encoding`",
     429: "`overloaded`, with the header `Retry-After`",
+    431: "the headers are too large",
+    499: "the client disconnected; nobody reads the response",
     500: "`failed`, or a defect; the server's log names the reason",
     503: "the pipeline is not ready, or is stopping",
 }

@@ -8,7 +8,7 @@ import pytest
 from penstock.protocol.config import Config
 from tests.docs.pages import PAGES as TEXTS
 from tests.docs.pages import ROOT, Block, blocks
-from tests.docs.reference import FOLDER, PAGES
+from tests.docs.reference import FOLDER, PAGES, STATUSES
 
 DOCS = ROOT / "docs"
 THIS = Path(__file__)
@@ -63,6 +63,13 @@ def test_a_block_is_run_or_says_what_it_needs(block: Block) -> None:
 @pytest.mark.parametrize("block", list(blocks("python")), ids=str)
 def test_python_parses(block: Block) -> None:
     compile(block.code, str(block), "exec")
+
+
+def test_every_status_is_documented() -> None:
+    sources = (ROOT / "services" / "http").glob("*.py")
+    used = {int(n) for path in sources for n in re.findall(r"[( ]([45]\d\d)[,)]", path.read_text())}
+    assert len(used) > 5
+    assert not used - STATUSES.keys()
 
 
 @pytest.mark.parametrize("name", list(PAGES))
