@@ -18,7 +18,7 @@ ray get-auth-token --generate > /dev/null # in the home folder, before all nodes
 # other nodes a minute later; a node that is lost is no reason to end the others.
 srun --kill-on-bad-exit=0 ray symmetric-run --address="$host:6379" --min-nodes="$nodes" \
   --num-cpus="${SLURM_CPUS_PER_TASK:?}" --num-gpus="${SLURM_GPUS_ON_NODE:?}" --disable-usage-stats -- \
-  launch all --on ray --address="$host:6379" --tp 8 --dp "$nodes" --model "$model" \
-  --keys "$HOME/penstock-keys" --endpoint tcp://0.0.0.0:5555 &
+  launch all --backend ray --address="$host:6379" --tp 8 --dp "$nodes" --model "$model" \
+  --curve-keys "$HOME/penstock-keys" --endpoint tcp://0.0.0.0:5555 &
 trap 'launch stop' TERM # a minute before the time is up
 wait $! || wait $! # the signal ends the first one

@@ -33,7 +33,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     name: Annotated[Name, Meta(description="name of the pipeline and of its run folder")] = (
         "default"
     )
-    on: Annotated[
+    backend: Annotated[
         Literal["local", "ray"],
         Meta(description="where processes run; local: on this machine; ray: on a Ray cluster"),
     ] = "local"
@@ -44,7 +44,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         str, Meta(description="folder of a Qwen3 checkpoint; empty: the demo model")
     ] = ""
     endpoint: Annotated[str, Meta(description="where clients connect")] = "tcp://127.0.0.1:5555"
-    keys: Annotated[
+    curve_keys: Annotated[
         str,
         Meta(description="folder of `launch keys`: only clients with a key connect, encrypted"),
     ] = ""
@@ -108,7 +108,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         Literal["auto", "fp8"],
         Meta(description="keys and values as the model computes them, or in 8 bits (e4m3)"),
     ] = "auto"
-    speculative: Annotated[
+    speculative_method: Annotated[
         Literal["none", "ngram"],
         Meta(description="ngram: guess tokens that followed the same ones before, check them"),
     ] = "none"

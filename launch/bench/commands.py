@@ -1,12 +1,15 @@
 """The flags of `launch bench`, a parser for each subject, and what each prints."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.launch.bench import pipeline
 from penstock.launch.bench.make_model import add_make_model
+from penstock.launch.bench.model import bench_latency, bench_offline, bench_serve
 from penstock.launch.bench.numbers import count, limit, positive, share
+from penstock.launch.bench.report import as_json, latency_table, offline_table, serve_table
 from penstock.launch.commands.options import add_pipeline_options
 from penstock.launch.errors import LaunchError
 from penstock.protocol.config import Config
@@ -43,7 +46,7 @@ COUNTS: dict[str, dict[str, tuple[Any, str]]] = {
 NOT_OWN = ("name", "endpoint", "http")
 
 
-def add_bench(command: ArgumentParser) -> None:
+def add_arguments(command: ArgumentParser) -> None:
     """Add `launch bench pipeline`, `offline`, `latency`, `serve` and `make-model`."""
     subjects = command.add_subparsers(metavar="SUBJECT", required=True)
     for name, run, text in (
@@ -109,23 +112,19 @@ def _add_target(command: ArgumentParser) -> None:
     command.add_argument("--temperature", type=float, default=0.6, help="(default: 0.6)")
     command.add_argument("--top-k", type=int, default=-1, help="(default: -1, all tokens)")
     command.add_argument("--top-p", type=float, default=1.0, help="(default: 1, all tokens)")
-    command.add_argument("--name", help="measure this running pipeline, not one of its own")
+    text = "measure this running pipeline, not one of its own"
+    command.add_argument("--name", default=SUPPRESS, help=text)
     command.add_argument("--endpoint", help="likewise; --model then says which model runs there")
     own = [field for field in Config.__struct_fields__ if field not in NOT_OWN]
     add_pipeline_options(command, own)
 
 
 def _pipeline(arguments: Namespace) -> int:
-    from penstock.launch.bench.pipeline import as_table, bench_pipeline
-
     counts = arguments.batches, arguments.detokenizers, arguments.max_tokens, arguments.runs
-    return _show(bench_pipeline(*counts), as_table, arguments.json)
+    return _show(pipeline.bench_pipeline(*counts), pipeline.as_table, arguments.json)
 
 
 def _offline(arguments: Namespace) -> int:
-    from penstock.launch.bench.model import bench_offline
-    from penstock.launch.bench.report import offline_table
-
     least, most = arguments.min_tokens, arguments.max_tokens
     if least > most:
         raise LaunchError(f"--min-tokens is {least}: more than --max-tokens, {most}")
@@ -133,24 +132,16 @@ def _offline(arguments: Namespace) -> int:
 
 
 def _latency(arguments: Namespace) -> int:
-    from penstock.launch.bench.model import bench_latency
-    from penstock.launch.bench.report import latency_table
-
     return _show(bench_latency(arguments), latency_table, arguments.json)
 
 
 def _serve(arguments: Namespace) -> int:
-    from penstock.launch.bench.model import bench_serve
-    from penstock.launch.bench.report import serve_table
-
     arguments.goodput = dict(arguments.goodput)
     return _show(bench_serve(arguments), serve_table, arguments.json)
 
 
 def _show(report: Any, as_table: Callable[[Any], str], file: str | None) -> int:
     """`file`: of `--json`; "-" is where else the table is printed."""
-    from penstock.launch.bench.report import as_json
-
     if file == "-":
         print(as_json(report))
         return 0

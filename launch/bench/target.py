@@ -45,7 +45,7 @@ def target(arguments: Namespace) -> Iterator[Target]:
     Raises LaunchError for options that can't be.
     """
     options = given_options(arguments, Config)
-    name, endpoint = options.pop("name"), options.pop("endpoint")
+    name, endpoint = options.pop("name", None), options.pop("endpoint")
     if name or endpoint:
         yield _running(name, endpoint, options)
         return
@@ -58,22 +58,22 @@ def target(arguments: Namespace) -> Iterator[Target]:
 
 
 def _running(name: str | None, endpoint: str | None, options: dict[str, Any]) -> Target:
-    model, keys = options.pop("model", None), options.pop("keys", "")
+    model, keys = options.pop("model", None), options.pop("curve_keys", "")
     if options:
         raise LaunchError(f"{flag(next(iter(options)))} is for a pipeline that is yet to start")
     if name:
         config = running_config(name)
-        return _target(msgspec.structs.replace(config, keys=keys or config.keys))
+        return _target(msgspec.structs.replace(config, curve_keys=keys or config.curve_keys))
     if model is None:
         raise LaunchError("--endpoint needs --model, for the size of its vocabulary")
-    found = _target(Config(endpoint=str(endpoint), model=model, keys=keys))
+    found = _target(Config(endpoint=str(endpoint), model=model, curve_keys=keys))
     found.config = None
     return found
 
 
 def _target(config: Config, ready_seconds: float | None = None) -> Target:
     where = config.endpoint, model_name(config), _vocab_size(config)
-    return Target(*where, config, ready_seconds, config.keys)
+    return Target(*where, config, ready_seconds, config.curve_keys)
 
 
 def is_running(name: str) -> bool:

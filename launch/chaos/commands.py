@@ -1,8 +1,12 @@
 """The flags of `launch chaos`, and what it prints."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 
+from penstock.launch.bench.report import as_json
+from penstock.launch.chaos.aimed import aimed
 from penstock.launch.chaos.options import KINDS, ChaosOptions
+from penstock.launch.chaos.report import as_table
+from penstock.launch.chaos.run import chaos
 from penstock.launch.commands.options import (
     add_options,
     add_pipeline_options,
@@ -22,8 +26,8 @@ RUNNING = (
 )
 
 
-def add_chaos(command: ArgumentParser) -> None:
-    """`launch chaos`."""
+def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
     command.set_defaults(run=_chaos)
     command.epilog = EXIT_CODE
     add_options(command, ChaosOptions)
@@ -37,17 +41,12 @@ def add_chaos(command: ArgumentParser) -> None:
     )
     command.add_argument("--aimed", nargs="*", metavar="WORD", help=text)
     command.add_argument("--json", action="store_true", help="for programs")
-    command.add_argument("--name", help=RUNNING)
+    command.add_argument("--name", default=SUPPRESS, help=RUNNING)
     own = [field for field in Config.__struct_fields__ if field not in ("name", "endpoint")]
     add_pipeline_options(command, own)
 
 
 def _chaos(arguments: Namespace) -> int:
-    from penstock.launch.bench.report import as_json
-    from penstock.launch.chaos.aimed import aimed
-    from penstock.launch.chaos.report import as_table
-    from penstock.launch.chaos.run import chaos
-
     if arguments.aimed is not None:
         given = given_options(arguments, Config)
         given.pop("name", None)

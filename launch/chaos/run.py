@@ -31,7 +31,7 @@ def chaos(arguments: Namespace, options: ChaosOptions, kinds: list[str]) -> dict
     machine, shared = hardware(), shared_memory()
     with target(arguments) as config:
         outcome = asyncio.run(run_chaos(config, options, kinds))
-    is_own = not arguments.name
+    is_own = not getattr(arguments, "name", None)
     is_gpu = config.device == "cuda" or (config.device == "auto" and config.tp == 1)
     report = make_report(outcome, is_exact=not (is_gpu and machine["gpus"]))
     report |= {
@@ -51,7 +51,7 @@ async def run_chaos(config: Config, options: ChaosOptions, kinds: list[str]) -> 
     changes = Changes()
     async with (
         Processes(config.name, changes) as processes,
-        AsyncClient(config.endpoint, keys=config.keys) as client,
+        AsyncClient(config.endpoint, keys=config.curve_keys) as client,
     ):
         before = await client.status(wait=True)
         vocab_size = read_model_config(config.model_folder).vocab_size

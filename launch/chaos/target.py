@@ -28,7 +28,7 @@ def target(arguments: Namespace) -> Iterator[Config]:
     Raises LaunchError for options that can't be.
     """
     options = given_options(arguments, Config)
-    name = options.pop("name")
+    name = options.pop("name", None)
     if name:
         if options:
             raise LaunchError(f"{flag(next(iter(options)))} is for a pipeline that is yet to start")

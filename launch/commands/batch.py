@@ -7,9 +7,10 @@ and a last line that was not written to its end is cut off.
 import asyncio
 import contextlib
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import httpx
@@ -17,7 +18,7 @@ import msgspec
 from msgspec import Struct
 from tqdm import tqdm
 
-from penstock.launch.commands.options import as_flags, flag, given_options
+from penstock.launch.commands.options import add_pipeline_options, as_flags, flag, given_options
 from penstock.launch.errors import LaunchError
 from penstock.launch.offline.ephemeral_pipeline import free_port, private_pipeline
 from penstock.launch.run_folder import base_url, running_config
@@ -52,8 +53,19 @@ class Outcome(Struct):
     error: dict[str, str] | None
 
 
-def run_batch(arguments: Namespace) -> int:
-    """Runs the file: 1 if a line was refused or failed. Raises LaunchError, ClientError."""
+def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
+    command.set_defaults(run=_run)
+    command.add_argument("input", type=Path, metavar="IN.jsonl")
+    command.add_argument("output", type=Path, metavar="OUT.jsonl", help="results are added to it")
+    command.add_argument(
+        "--concurrency", type=int, default=256, help="requests at once (default: 256)"
+    )
+    add_pipeline_options(command, [one for one in Config.__struct_fields__ if one != "endpoint"])
+
+
+def _run(arguments: Namespace) -> int:
+    """Return 1 if a line was refused or failed. Raises LaunchError, ClientError."""
     with _target(arguments) as config, _open(arguments) as (lines, output):
         counts = asyncio.run(Batch(config, output).run(lines, arguments.concurrency))
     parts = ", ".join(f"{number} {name}" for name, number in sorted(counts.items()))

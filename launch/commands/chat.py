@@ -1,34 +1,30 @@
-"""`launch ask` and `launch chat`: answers as they come."""
+"""`launch chat`: a conversation in the terminal."""
 
 import contextlib
 import sys
+from argparse import ArgumentParser, Namespace
 from typing import Any
 
-import msgspec
-
-from penstock.protocol.client.client import Client, Stream
+from penstock.launch.commands.ask import print_stream
+from penstock.launch.commands.client_options import add_client_options, connect_client
+from penstock.launch.commands.options import given_options
+from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import ClientError
-
-INTERRUPTED = 130
-"""the exit code of a command that Ctrl-C ended, as shells have it"""
+from penstock.protocol.messages.sampling import SamplingParams
 
 
-def ask(client: Client, question: dict[str, Any], as_json: bool) -> int:
-    """Prints one answer: its text, or the whole reply as JSON."""
-    stream = client.submit(stream=not as_json, **question)
-    try:
-        if as_json:
-            print(msgspec.json.encode(stream.result()).decode())
-        else:
-            _print(stream)
-    except KeyboardInterrupt:
-        stream.abort()
-        return INTERRUPTED
-    return 0
+def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
+    command.set_defaults(run=_run)
+    add_client_options(command)
 
 
-def chat(client: Client, sampling: dict[str, Any]) -> int:
-    """A conversation: Ctrl-C ends an answer, Ctrl-D the conversation."""
+def _run(arguments: Namespace) -> int:
+    with connect_client(arguments) as client:
+        return _chat(client, given_options(arguments, SamplingParams))
+
+
+def _chat(client: Client, sampling: dict[str, Any]) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  gives `input` its editing keys
     messages: list[dict[str, str]] = []
@@ -49,7 +45,7 @@ def _turn(
     stream = client.stream(messages=[*messages, question], **sampling)
     try:
         try:
-            _print(stream)
+            print_stream(stream)
         except KeyboardInterrupt:
             stream.abort()
             print()
@@ -58,12 +54,3 @@ def _turn(
         print(f"launch: {error}", file=sys.stderr)
         return
     messages += (question, {"role": "assistant", "content": answer})
-
-
-def _print(stream: Stream) -> None:
-    end = "\n"
-    for delta in stream:
-        print(delta.text, end="", flush=True)
-        end = delta.text[-1:] or end
-    if end != "\n":
-        print()

@@ -1,6 +1,7 @@
 """`launch keys`: makes the keys of a gateway and of its clients."""
 
 import tempfile
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import msgspec
@@ -9,6 +10,25 @@ from zmq.auth import create_certificates
 from penstock.launch.errors import LaunchError
 from penstock.protocol.config import DEFAULT_CLIENT, Name
 from penstock.protocol.transport.curve import CLIENTS, SERVER
+
+
+def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
+    command.set_defaults(run=_run)
+    command.add_argument(
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="to make: server.key, server.key_secret, clients/NAME.key of each client that may "
+        "connect, NAME.key_secret for it; a client needs server.key and its NAME.key_secret",
+    )
+    text = f"add a client to FOLDER (the first one is {DEFAULT_CLIENT!r})"
+    command.add_argument("--client", metavar="NAME", help=text)
+
+
+def _run(arguments: Namespace) -> int:
+    print(*make_keys(arguments.folder, arguments.client), sep="\n")
+    return 0
 
 
 def make_keys(folder: Path, client: str | None) -> list[Path]:

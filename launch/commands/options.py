@@ -27,6 +27,10 @@ OTHER_NAMES = {
 """names of some options in vLLM, SGLang or nano-vllm"""
 
 
+DEPRECATED = {"on": "backend", "keys": "curve_keys", "speculative": "speculative_method"}
+"""old name of an option of a pipeline → its name"""
+
+
 def flag(field: str) -> str:
     """The flag of a field: `max_num_seqs` → `--max-num-seqs`."""
     return "--" + field.replace("_", "-")
@@ -47,6 +51,16 @@ def add_options(
             help=_help(struct, field),
             **(_bool_or_value(struct, field, hint)),
         )
+
+
+def add_name(command: argparse.ArgumentParser) -> None:
+    """Add `--name`, the name of a pipeline that runs."""
+    add_options(command, Config, ["name"])
+
+
+def name_of(arguments: argparse.Namespace) -> str:
+    """Return the name of the pipeline, before or after the command, or the default."""
+    return str(getattr(arguments, "name", Config().name))
 
 
 def add_pipeline_options(parser: argparse.ArgumentParser, fields: Iterable[str]) -> None:

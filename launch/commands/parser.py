@@ -5,9 +5,10 @@ import itertools
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any, NoReturn
 
-from penstock.launch.commands.options import OTHER_NAMES, flag
+from penstock.launch.commands.options import DEPRECATED, OTHER_NAMES, flag
 from penstock.launch.errors import LaunchError
 
 MAX_SHOWN_OPTIONS = 12
@@ -16,6 +17,15 @@ MAX_SHOWN_OPTIONS = 12
 
 class Parser(argparse.ArgumentParser):
     """The parser of `launch` and, by argparse's rules, of each of its commands."""
+
+    module = ""
+    """module whose `add_arguments` adds the arguments, imported when they are needed"""
+
+    def load(self) -> None:
+        """Add the arguments of `module`, once."""
+        module, self.module = self.module, ""
+        if module:
+            import_module(module).add_arguments(self)
 
     def error(self, message: str) -> NoReturn:
         """Raises LaunchError."""
@@ -33,7 +43,8 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """As argparse does, but refuses what is unknown here, where it is known what could be."""
-        args = sys.argv[1:] if args is None else args
+        self.load()
+        args = [self._as_new_spelling(word) for word in (sys.argv[1:] if args is None else args)]
         if self._subparsers:
             self._check_leading_options(args)
         parsed, unknown = super().parse_known_args(args, namespace)
@@ -41,6 +52,15 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
+
+    def _as_new_spelling(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        known, renamed = self._option_string_actions, DEPRECATED.get(name.removeprefix("--"), "")
+        new = flag(renamed)
+        if name in known or new not in known or not word.startswith("--"):
+            return word
+        print(f"launch: {name} is deprecated; use {new}", file=sys.stderr)
+        return f"{new}{equals}{value}"
 
     def _check_leading_options(self, args: Sequence[str]) -> None:
         """Refuse unknown options before the command: argparse would take a value for a command."""
@@ -57,7 +77,9 @@ class Parser(argparse.ArgumentParser):
 
     def _options_of_commands(self) -> set[str]:
         parsers = [one.choices for one in self._actions if isinstance(one.choices, dict)]
-        commands = itertools.chain.from_iterable(one.values() for one in parsers)
+        commands = [*itertools.chain.from_iterable(one.values() for one in parsers)]
+        for command in commands:
+            command.load()
         return set().union(*(one._option_string_actions for one in commands))
 
     def _check_options(self, args: Sequence[str]) -> None:

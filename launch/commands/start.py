@@ -4,17 +4,19 @@ import asyncio
 import contextlib
 import errno
 import socket
+from argparse import ArgumentParser, Namespace
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import zmq
 
+from penstock.launch.commands.api_key import read_api_key
 from penstock.launch.commands.gpus import check_gpus
-from penstock.launch.commands.options import flag
+from penstock.launch.commands.options import add_options, flag, given_options
 from penstock.launch.errors import LaunchError
 from penstock.launch.run_folder import CONTROL_SOCKET, claim
-from penstock.launch.supervisor.procfile import read_procfile
+from penstock.launch.supervisor.procfile import PROCFILE, read_procfile
 from penstock.launch.supervisor.supervisor import Supervisor
 from penstock.protocol.checkpoint import ModelError, check_tp, quantized, read_model_config
 from penstock.protocol.client.errors import ClientError
@@ -26,6 +28,24 @@ from penstock.protocol.transport.curve import secure_client, secure_server
 from penstock.protocol.transport.process import raise_descriptor_limit
 
 
+def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
+    command.set_defaults(run=_run_all)
+    add_options(command, Config)
+    text = "what to run (default: penstock's own)"
+    command.add_argument("--procfile", type=Path, default=PROCFILE, help=text)
+    text = "deaths of one process within 60 s that stop the pipeline (default: 5)"
+    command.add_argument("--max-deaths", type=int, default=5, help=text)
+
+
+def _run_all(arguments: Namespace) -> int:
+    fields = given_options(arguments, Config)
+    for field in ("model", "curve_keys"):
+        if fields.get(field):
+            fields[field] = str(Path(fields[field]).absolute())
+    return start(read_api_key(Config(**fields)), arguments.procfile, arguments.max_deaths)
+
+
 def start(config: Config, procfile: Path, max_deaths: int) -> int:
     """Runs the pipeline to its end and returns the exit code."""
     commands = read_procfile(procfile)
@@ -33,7 +53,7 @@ def start(config: Config, procfile: Path, max_deaths: int) -> int:
         check_addresses(config.endpoint)
     except ClientError as error:
         raise LaunchError(str(error)) from None
-    if config.device == "cuda" and config.on == "local":
+    if config.device == "cuda" and config.backend == "local":
         check_gpus(config)
     try:
         model = quantized(read_model_config(config.model_folder), config.quantization)
@@ -46,7 +66,7 @@ def start(config: Config, procfile: Path, max_deaths: int) -> int:
         field, _, reason = str(error).partition(":")
         raise LaunchError(f"{flag(field)}:{reason}") from error
     raise_descriptor_limit()
-    run = _run_on_ray if config.on == "ray" else _run
+    run = _run_on_ray if config.backend == "ray" else _run
     with claim(config) as folder:
         _check_length(folder / CONTROL_SOCKET)
         _check_security(config)
@@ -96,10 +116,10 @@ def _check_security(config: Config) -> None:
     try:
         check_reach(config)
         check_tracing(config)
-        if config.keys:
+        if config.curve_keys:
             with zmq.Context() as context, context.socket(zmq.ROUTER) as trial:
-                secure_server(trial, Path(config.keys))
-                secure_client(trial, Path(config.keys), DEFAULT_CLIENT)
+                secure_server(trial, Path(config.curve_keys))
+                secure_client(trial, Path(config.curve_keys), DEFAULT_CLIENT)
     except ValueError as error:
         raise LaunchError(str(error)) from error
 

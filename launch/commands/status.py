@@ -1,9 +1,11 @@
 """`launch status`: the processes as the supervisor sees them, the queues as the gateway does."""
 
+from argparse import ArgumentParser, Namespace
 from typing import Any
 
 import msgspec
 
+from penstock.launch.commands.options import add_name, name_of
 from penstock.launch.control_client import list_processes
 from penstock.launch.run_folder import model_name, running_config
 from penstock.launch.supervisor.logs import at_node
@@ -15,12 +17,25 @@ TIMEOUT = 2.0
 """seconds that the gateway has to answer"""
 
 
+def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
+    command.set_defaults(run=_run)
+    command.add_argument("--json", action="store_true", help="for programs")
+    add_name(command)
+
+
+def _run(arguments: Namespace) -> int:
+    status = read_status(name_of(arguments))
+    print(as_json(status) if arguments.json else as_text(status))
+    return 0
+
+
 def read_status(pipeline: str) -> dict[str, Any]:
     """Everything known of a running pipeline; `gateway` is None where it does not answer."""
     config = running_config(pipeline)
     processes = list_processes(pipeline)
     try:
-        with Client(config.endpoint, timeout=TIMEOUT, keys=config.keys) as client:
+        with Client(config.endpoint, timeout=TIMEOUT, keys=config.curve_keys) as client:
             gateway = client.status()
     except NoAnswer:
         gateway = None

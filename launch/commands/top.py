@@ -8,6 +8,7 @@ import sys
 import termios
 import time
 import tty
+from argparse import ArgumentParser, Namespace
 from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
@@ -18,6 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from penstock.launch.commands.options import add_name, name_of
 from penstock.launch.run_folder import model_name, running_config
 from penstock.launch.supervisor.logs import at_node
 from penstock.protocol.client.client import AsyncClient
@@ -44,24 +46,30 @@ class Report(NamedTuple):
     status: StatusReply
 
 
-def top(pipeline: str, once: bool) -> int:
-    """Shows the pipeline until `q` or Ctrl-C; or prints it once."""
-    config = running_config(pipeline)
-    with contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(_print(config) if once else _show(config))
+def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
+    command.set_defaults(run=_run)
+    command.add_argument("--once", action="store_true", help="print it once")
+    add_name(command)
+
+
+def _run(arguments: Namespace) -> int:
+    config = running_config(name_of(arguments))
+    with contextlib.suppress(asyncio.CancelledError):  # by `q`
+        asyncio.run(_print(config) if arguments.once else _show(config))
     return 0
 
 
 async def _print(config: Config) -> None:
     """Two reports: the rates are those between them, the percentiles since the gateway's start."""
-    async with AsyncClient(config.endpoint, keys=config.keys) as client:
+    async with AsyncClient(config.endpoint, keys=config.curve_keys) as client:
         before, now = await _report(client), await _report(client)
     Console().print(view(config, before, now, None))
 
 
 async def _show(config: Config) -> None:
     reports: deque[Report] = deque(maxlen=NUM_KEPT)
-    async with AsyncClient(config.endpoint, keys=config.keys) as client:
+    async with AsyncClient(config.endpoint, keys=config.curve_keys) as client:
         with _keyboard(), Live(screen=True, auto_refresh=False) as live:
             while True:
                 task = asyncio.ensure_future(_report(client))

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import time
+import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, Self
 import msgspec
 from tqdm import tqdm
 
-from penstock.launch.commands.options import OTHER_NAMES, as_flags
+from penstock.launch.commands.options import DEPRECATED, OTHER_NAMES, as_flags
 from penstock.launch.offline.bounded_concurrency import ask_all
 from penstock.launch.offline.ephemeral_pipeline import private_pipeline
 from penstock.launch.offline.outputs import RequestOutput, SamplingParams, prompts_of
@@ -245,11 +246,15 @@ def _one_for_each(
 
 def _config_fields(options: dict[str, Any]) -> dict[str, Any]:
     """The options by their names in Config. Raises TypeError and ValueError."""
-    fields = OWN_DEFAULTS | {OTHER_NAMES.get(name, name): its for name, its in options.items()}
+    for name in DEPRECATED.keys() & options:
+        text = f"LLM: {name} is deprecated; use {DEPRECATED[name]}"
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
+    names = OTHER_NAMES | DEPRECATED
+    fields = OWN_DEFAULTS | {names.get(name, name): its for name, its in options.items()}
     if "enforce_eager" in fields:
         fields["enable_cuda_graphs"] = not fields.pop("enforce_eager")
     for name in fields:
-        if name not in Config.__struct_fields__ or name in ("name", "endpoint", "keys"):
+        if name not in Config.__struct_fields__ or name in ("name", "endpoint", "curve_keys"):
             raise TypeError(f"LLM has no option {name!r}; `launch all --help` lists what it has")
     try:
         msgspec.convert(fields, Config)

@@ -134,11 +134,11 @@ class Supervisor:
         notify_ready()
 
     def _client(self) -> AsyncClient:
-        if self._config.on == "ray":
+        if self._config.backend == "ray":
             return AsyncClient(
                 endpoints(self._config).inner_clients, context=self._processes.context
             )
-        return AsyncClient(self._config.endpoint, keys=self._config.keys)
+        return AsyncClient(self._config.endpoint, keys=self._config.curve_keys)
 
     def may_spawn(self, name: str) -> bool:
         """As `Policy.may_spawn`; the first start is no restart."""
@@ -166,7 +166,7 @@ class Supervisor:
     def _has_config(self) -> bool:
         """Restores the configuration that a process finds in the run folder of this machine; ends
         the pipeline if that is not possible."""
-        if self._config.on == "local":
+        if self._config.backend == "local":
             try:
                 restore_config(self._config)
             except (LaunchError, OSError) as error:

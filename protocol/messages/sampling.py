@@ -93,7 +93,7 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
         NumLogprobs | None, Meta(description="likewise for the tokens of the prompt")
     ] = None
     speculative: Annotated[
-        bool, Meta(description="guess tokens ahead, where the pipeline does (--speculative)")
+        bool, Meta(description="guess tokens ahead, where the pipeline does (--speculative-method)")
     ] = True
     structured_outputs: Annotated[
         StructuredOutputs | None, Meta(description="what the text must match")

@@ -51,7 +51,7 @@ _OF_SCHEDULER = ("requests", "workers", "detokenizers")
 
 def endpoints(config: Config, replica: int = 0) -> Endpoints:
     """Return the addresses that follow from the configuration."""
-    is_cluster = config.on == "ray"
+    is_cluster = config.backend == "ray"
     where = CLUSTER if is_cluster else f"ipc://{config.run_folder}/"
     # In the folder `clients` may be --endpoint.
     own = "clients" if is_cluster else "inner"
@@ -79,11 +79,11 @@ def stays_on_host(endpoint: str) -> bool:
 
 def check_reach(config: Config) -> None:
     """Raise ValueError where other machines may reach the clients' socket in the clear."""
-    if not (config.keys or config.insecure or stays_on_host(config.endpoint)):
+    if not (config.curve_keys or config.insecure or stays_on_host(config.endpoint)):
         raise ValueError(
-            f"--endpoint {config.endpoint} may be reached from other machines: give --keys FOLDER "
-            "(`launch keys FOLDER` makes it), or --insecure, with which anyone may send requests "
-            "and anyone on the way reads prompts and answers"
+            f"--endpoint {config.endpoint} may be reached from other machines: give "
+            "--curve-keys FOLDER (`launch keys FOLDER` makes it), or --insecure, with which anyone "
+            "may send requests and anyone on the way reads prompts and answers"
         )
 
 

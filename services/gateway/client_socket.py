@@ -84,8 +84,8 @@ class ClientSocket:
         self.connections = Connections(context.connect(zmq.PAIR, address))
         self._max_frame_bytes = max_request_bytes(config) + OVERSIZE_SLACK
         self._bind(context, config, inner, address)
-        self._may_be_curve = bool(config.keys) or config.on != "local"
-        self._frame_overhead = CURVE_FRAME_BYTES if config.keys else FRAME_BYTES
+        self._may_be_curve = bool(config.curve_keys) or config.backend != "local"
+        self._frame_overhead = CURVE_FRAME_BYTES if config.curve_keys else FRAME_BYTES
         self._max_unfinished_bytes = config.max_open_bytes // EXPANSION
         self._max_unread_bytes = config.max_unread_bytes
         self._ledger = ledger
@@ -246,8 +246,8 @@ class ClientSocket:
         return connection
 
     def _bind(self, context: Context, config: Config, inner: str, monitor: str) -> None:
-        if config.keys:
-            context.admit(ZAP_DOMAIN, Path(config.keys))
+        if config.curve_keys:
+            context.admit(ZAP_DOMAIN, Path(config.curve_keys))
         elif not stays_on_host(config.endpoint):
             log.warning(
                 "--insecure: anybody who reaches %s may send requests, and anybody who sees the "
@@ -255,7 +255,7 @@ class ClientSocket:
                 config.endpoint,
             )
         # Our own processes are clients at an endpoint of their own. The one without keys is first.
-        is_inner_first = bool(config.keys) or not context.node_id
+        is_inner_first = bool(config.curve_keys) or not context.node_id
         endpoint = inner if is_inner_first else config.endpoint
         options = {int(option): value for option, value in OPTIONS.items()}
         options[zmq.SNDHWM] = MAX_SEND_QUEUE
@@ -264,8 +264,8 @@ class ClientSocket:
         )
         if is_inner_first:
             self.connections.inner = self.channel.last_endpoint
-            if config.keys:
-                secure_server(self.channel.socket, Path(config.keys))
+            if config.curve_keys:
+                secure_server(self.channel.socket, Path(config.curve_keys))
             self.channel.socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
             self.channel.socket.setsockopt(zmq.IPV6, "[" in config.endpoint)
             context.bind_also(self.channel, config.endpoint)

@@ -19,7 +19,7 @@ class NgramProposer:
         """sent to the workers"""
         self.num_accepted_tokens = 0
         """found right"""
-        self._is_on = config.speculative == "ngram"
+        self._is_on = config.speculative_method == "ngram"
         self._max_tokens = config.num_speculative_tokens
         self._blocks = blocks
 

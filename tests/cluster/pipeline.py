@@ -1,4 +1,4 @@
-"""`launch all --on ray` on the machines of `machines.py`, as a user runs it there."""
+"""`launch all --backend ray` on the machines of `machines.py`, as a user runs it there."""
 
 import json
 import os
@@ -35,7 +35,7 @@ class Pipeline:
         folder.mkdir(mode=0o700)
         self.run_folder = folder / f"penstock-{os.getuid()}" / NAME
         self._environment = os.environ | {"XDG_RUNTIME_DIR": str(folder)}
-        where = ["--on", "ray", "--address", f"{self.machine.address}:{RAY_PORT}"]
+        where = ["--backend", "ray", "--address", f"{self.machine.address}:{RAY_PORT}"]
         small = ["--device", "cpu", "--num-threads", "1", "--kv-cache-gib", "0.1", "--http", "0"]
         self.process = self.machine.run(
             *(*LAUNCH, "all", *where, *small, *flags),

@@ -1,4 +1,4 @@
-"""A pipeline on three machines, as a user starts it: `launch all --on ray`."""
+"""A pipeline on three machines, as a user starts it: `launch all --backend ray`."""
 
 import asyncio
 import contextlib
@@ -84,7 +84,7 @@ def served(cluster: Cluster, keys: Path) -> Iterator[Pipeline]:
     for node in nodes:
         wait_for_ray(node)
     cluster.wire.capture(cluster.folder / FRAMES)  # from its first connection on
-    flags = ("--endpoint", f"tcp://{head.address}:{PORT}", "--keys", str(keys))
+    flags = ("--endpoint", f"tcp://{head.address}:{PORT}", "--curve-keys", str(keys))
     with Pipeline(cluster, *flags, "--tp", "2", "--dp", "2", "--routing", "load") as pipeline:
         yield pipeline
 

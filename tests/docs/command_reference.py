@@ -15,7 +15,7 @@ MANY = 8
 
 def commands() -> str:
     """Return the page of the command line."""
-    parser = cli._parser()
+    parser = cli.make_parser()
     rows, sections = [], []
     for name, command, text in _subcommands(parser):
         rows.append(f"[`launch {name}`](#launch-{name}) | {_sentence(text)}")

@@ -50,7 +50,7 @@ def _spans(text: str) -> list[str]:
 
 @functools.cache
 def parser() -> Parser:
-    found = cli._parser()
+    found = cli.make_parser()
     assert isinstance(found, Parser)
     return found
 
@@ -65,7 +65,9 @@ def test_the_commands_are_found() -> None:
     assert len(text) > 50
     assert "launch keys keys" in commands
     assert "launch bench make-model 0.6B 0.6B" in commands
-    assert any(one.startswith("launch all --on ray --address=4 --tp 8 --dp 4") for one in commands)
+    assert any(
+        one.startswith("launch all --backend ray --address=4 --tp 8 --dp 4") for one in commands
+    )
     assert any("--http-host 4" in one for one in commands)
 
 

@@ -53,7 +53,7 @@ def test_the_secret_has_what_the_guide_makes() -> None:
     (keys,) = (one["secret"] for one in pods()[0]["spec"]["volumes"] if "secret" in one)
     assert made == {*secrets, *(one["key"] for one in keys["items"])}
     folder = next(one for one in container["volumeMounts"] if one["name"] == "keys")["mountPath"]
-    assert f"--keys {folder}" in of_kind("RayJob")["spec"]["entrypoint"]
+    assert f"--curve-keys {folder}" in of_kind("RayJob")["spec"]["entrypoint"]
 
 
 def test_the_service_has_the_ports_of_the_pipeline() -> None:

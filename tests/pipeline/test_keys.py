@@ -35,7 +35,7 @@ def port() -> int:
 
 @pytest.fixture(scope="module")
 def served(pipeline: Callable[..., Pipeline], keys: Path, port: int) -> Pipeline:
-    return pipeline("--keys", str(keys), endpoint=f"tcp://0.0.0.0:{port}")
+    return pipeline("--curve-keys", str(keys), endpoint=f"tcp://0.0.0.0:{port}")
 
 
 @pytest.mark.usefixtures("served")
@@ -85,7 +85,7 @@ def test_commands_find_the_keys(served: Pipeline, keys: Path, port: int) -> None
     assert served.run("ask", "--raw", "17+25=").stdout == f"{ANSWER}\n"
     assert served.status()["gateway"]["ready"]
     for command, given in (("ask", ["--raw", "17+25="]), ("chat", [])):
-        where = ["--endpoint", f"tcp://127.0.0.1:{port}", "--keys", str(keys)]
+        where = ["--endpoint", f"tcp://127.0.0.1:{port}", "--curve-keys", str(keys)]
         asked = subprocess.run(
             [*LAUNCH, command, *where, *given],
             input="17+25=\n",

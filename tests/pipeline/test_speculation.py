@@ -43,7 +43,7 @@ class Speculating(Engine):
 
     def __init__(self, speculative: str, **options: object) -> None:
         defaults = {"device": "cpu", "num_threads": 1, "kv_cache_gib": 0.1, "max_num_seqs": 64}
-        super().__init__(Config(speculative=speculative, **defaults | options))  # type: ignore[arg-type]
+        super().__init__(Config(speculative_method=speculative, **defaults | options))  # type: ignore[arg-type]
 
     def outputs(self, *which: tuple[str, SamplingParams]) -> list[list[int]]:
         sequences = [

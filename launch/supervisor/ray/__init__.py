@@ -1,1 +1,1 @@
-"""The supervisor's processes on a Ray cluster; imported for `--on ray` alone."""
+"""The supervisor's processes on a Ray cluster; imported for `--backend ray` alone."""

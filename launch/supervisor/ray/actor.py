@@ -46,7 +46,7 @@ class Spec(NamedTuple):
     keys: dict[str, bytes]
     """of the processes: content by path"""
     public_keys: dict[str, bytes]
-    """of `--keys`"""
+    """of `--curve-keys`"""
 
 
 class Started(NamedTuple):
@@ -146,7 +146,7 @@ class ProcessActor:
         run_folder = Path(f"penstock-{os.getuid()}", spec.config.name)
         config, keys = spec.config, folder.path / run_folder / PUBLIC_KEYS
         if spec.public_keys:
-            config = msgspec.structs.replace(config, keys=str(keys))
+            config = msgspec.structs.replace(config, curve_keys=str(keys))
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         node = Node(self._node_id, self._node, host, spec.fixed)
         files = {CONFIG_FILE: msgspec.json.encode(config), "node.json": msgspec.json.encode(node)}

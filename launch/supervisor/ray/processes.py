@@ -129,7 +129,7 @@ class RayProcesses(Processes[RemoteProcess]):
             run=self._joined.run,
             fixed=self._fixed.fixed,
             keys=self._keys,
-            public_keys=_public_keys(Path(self._config.keys)) if self._config.keys else {},
+            public_keys=_public_keys(self._config.curve_keys),
         )
         actor: Any = ProcessActor
         return actor.options(scheduling_strategy=self._strategy(name), **options).remote(spec)
@@ -165,8 +165,11 @@ def _make_keys(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in names}
 
 
-def _public_keys(folder: Path) -> dict[str, bytes]:
-    """What a gateway needs of `--keys`, and those of our own processes that are its clients."""
+def _public_keys(keys: str) -> dict[str, bytes]:
+    """Return the files of `--curve-keys` that the gateway and our own clients need, by path."""
+    if not keys:
+        return {}
+    folder = Path(keys)
     names = (f"{SERVER}.key", f"{SERVER}.key_secret", f"{DEFAULT_CLIENT}.key_secret")
     paths = [*(folder / name for name in names), *(folder / CLIENTS).glob("*.key")]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}

@@ -43,9 +43,12 @@ def test_it_starts_without_what_it_does_not_need() -> None:
         (["all", "--endpoint", "tcp://*:5555"], "--endpoint tcp://*:5555 may be reached"),
         (["keys", "/none/keys"], "keys can't be made in /none/keys: No such file or directory"),
         (["keys", "/none", "--client", "a/b"], "--client is 'a/b': "),
-        (["scale", "worker", "2"], "'worker' can't be scaled; tokenizer, detokenizer and http can"),
-        (["scale", "tokenizer", "0"], "number is 0: a pipeline needs 1 tokenizer"),
-        (["scale", "http", "-1"], "number is -1: a pipeline needs 0 http"),
+        (
+            ["scale", "worker", "2"],
+            "kind: got 'worker', expected one of tokenizer, ",
+        ),
+        (["scale", "tokenizer", "0"], "number: got 0, expected at least 1 tokenizer"),
+        (["scale", "http", "-1"], "number: got -1, expected at least 0 http"),
         (["scale", "http", "0", "--name", "none"], "no pipeline 'none' runs"),
         (["status", "--name", "none"], "no pipeline 'none' runs"),
         (["stop", "--name", "none"], "no pipeline 'none' runs"),
@@ -100,6 +103,39 @@ def test_alone_it_says_what_to_do_first(
 ) -> None:
     assert launch(monkeypatch) == 0
     assert "launch all --model FOLDER" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("equals", [False, True])
+@pytest.mark.parametrize(
+    ("command", "old", "new", "value"),
+    [
+        ("all", "--on", "--backend", "here"),
+        ("all", "--speculative", "--speculative-method", "guess"),
+        ("ask", "--keys", "--curve-keys", "/none"),
+    ],
+)
+def test_an_old_spelling_still_works_with_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    old: str,
+    new: str,
+    value: str,
+    equals: bool,
+) -> None:
+    words = [f"{old}={value}"] if equals else [old, value]
+    name = ["--name", "none", "x"] if command == "ask" else []
+    assert launch(monkeypatch, command, *words, *name) == 2
+    line, refusal = capsys.readouterr().err.splitlines()
+    assert line == f"launch: {old} is deprecated; use {new}"
+    assert refusal.startswith(f"launch: {new}: got '{value}'") or "no pipeline" in refusal
+
+
+def test_a_sampling_parameter_has_the_old_spelling_of_an_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(monkeypatch, "ask", "--speculative", "x", "--name", "none") == 2
+    assert "deprecated" not in capsys.readouterr().err
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

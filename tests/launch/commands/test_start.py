@@ -82,16 +82,16 @@ def test_an_endpoint_that_others_reach(refused: Callable[..., str]) -> None:
     for endpoint in ("tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://[::]:5555", "tcp://gpu1:5555"):
         sentence = refused({}, 1, endpoint=endpoint)
         assert sentence.startswith(f"--endpoint {endpoint} may be reached from other machines: ")
-        assert "--keys FOLDER" in sentence
+        assert "--curve-keys FOLDER" in sentence
     assert not run_folder("x").exists()
 
 
 def test_keys_that_can_not_be_read(refused: Callable[..., str], tmp_path: Path) -> None:
-    sentence = refused({}, 1, endpoint="tcp://*:5555", keys=str(tmp_path / "none"))
+    sentence = refused({}, 1, endpoint="tcp://*:5555", curve_keys=str(tmp_path / "none"))
     assert "none/server.key_secret can't be read; `launch keys` makes it" in sentence
     make_keys(tmp_path / "keys", None)
     (tmp_path / "keys" / "client.key_secret").unlink()
-    assert "client.key_secret can't be read" in refused({}, 1, keys=str(tmp_path / "keys"))
+    assert "client.key_secret can't be read" in refused({}, 1, curve_keys=str(tmp_path / "keys"))
 
 
 def test_a_free_endpoint(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ def test_what_others_reach_needs_keys_or_consent(endpoint: str) -> None:
         check_reach(Config(endpoint=endpoint))
     sentence = str(refused.value)
     assert sentence.startswith(f"--endpoint {endpoint} ")
-    assert all(way in sentence for way in ("--keys FOLDER", "`launch keys FOLDER`", "--insecure"))
-    check_reach(Config(endpoint=endpoint, keys="folder"))
+    assert all(
+        way in sentence for way in ("--curve-keys FOLDER", "`launch keys FOLDER`", "--insecure")
+    )
+    check_reach(Config(endpoint=endpoint, curve_keys="folder"))
     check_reach(Config(endpoint=endpoint, insecure=True))

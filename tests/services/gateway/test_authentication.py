@@ -77,7 +77,7 @@ def stranger(tmp_path: Path, keys: Path) -> Secure:
 @pytest.fixture
 def door(tmp_path: Path, keys: Path) -> Iterator[Door]:
     context: Context = Context()
-    yield Door(context, Config(endpoint=f"ipc://{tmp_path}/clients", keys=str(keys)))
+    yield Door(context, Config(endpoint=f"ipc://{tmp_path}/clients", curve_keys=str(keys)))
     context.destroy(linger=0)
 
 

@@ -30,7 +30,7 @@ def test_requests_of_a_client_that_is_gone_end(stage: Start, tmp_path: Path, whe
     if keys:
         make_keys(keys, None)
     endpoint = f"ipc://{tmp_path}/c" if where == "ipc" else "tcp://127.0.0.1:*"
-    one = stage(endpoint=endpoint, keys=str(keys or ""))
+    one = stage(endpoint=endpoint, curve_keys=str(keys or ""))
     gone, stays = one.connect(keys), one.connect(keys)
     one.open(gone, "a")
     one.open(gone, "b", stream=True)

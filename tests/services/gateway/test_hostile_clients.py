@@ -136,7 +136,7 @@ def test_a_second_client_of_an_identity_is_disconnected(
     folder = tmp_path / "keys" if where == "curve" else None
     if folder:
         make_keys(folder, None)
-    one = stage(keys=str(folder or ""), **({} if where == "ipc" else {"endpoint": TCP}))
+    one = stage(curve_keys=str(folder or ""), **({} if where == "ipc" else {"endpoint": TCP}))
 
     def connect(identity: bytes, **options: int) -> "zmq.Socket[bytes]":
         client = one.connect(folder, IDENTITY=identity, **options)  # type: ignore[arg-type]

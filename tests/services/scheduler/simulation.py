@@ -240,8 +240,8 @@ class Simulation:
             assert tokens[len(received)] == DEAD_END
         if sequence in cut:
             assert received == tokens[: len(received)]
-            assert num_wasted <= num_plans or self.config.speculative == "ngram"
+            assert num_wasted <= num_plans or self.config.speculative_method == "ngram"
         else:
             assert (received, sequence.finish_reason) == (tokens, reason)
-            if self.config.speculative == "none":
+            if self.config.speculative_method == "none":
                 assert num_wasted <= (num_plans - 1 if reason == "stop" else 0)

@@ -51,7 +51,7 @@ def simulations(draw: st.DrawFn, num_plans: int) -> Simulation:
         max_num_seqs=draw(st.integers(1, 6) | st.just(24)),
         max_num_batched_tokens=draw(st.integers(1, 16) | st.just(64)),
         num_plans_in_flight=num_plans,
-        speculative=draw(st.sampled_from(["none", "ngram"])),
+        speculative_method=draw(st.sampled_from(["none", "ngram"])),
         num_speculative_tokens=draw(st.integers(1, 6)),
         enable_prefix_caching=draw(st.integers(0, 7)) > 0,
     )

@@ -14,7 +14,7 @@ Draft = tuple[int, tuple[int, list[int]]]
 
 
 def speculating(**options: Any) -> Simulation:
-    defaults = {"speculative": "ngram", "num_speculative_tokens": 3, "max_num_seqs": 16}
+    defaults = {"speculative_method": "ngram", "num_speculative_tokens": 3, "max_num_seqs": 16}
     return Simulation(num_blocks=40, max_model_len=100, **defaults | options)
 
 
@@ -66,7 +66,7 @@ def test_what_takes_no_guesses() -> None:
         sim = speculating()
         sim.add([1, 2, 3] * 4, seed=LOOP, max_tokens=9, **options)
         assert not any(drafts(sim.run())), options
-    full, off = speculating(max_num_seqs=2), speculating(speculative="none")
+    full, off = speculating(max_num_seqs=2), speculating(speculative_method="none")
     for sim in (full, off):
         for _ in range(2):
             sim.add([1, 2, 3] * 4, seed=LOOP, max_tokens=9)
@@ -88,7 +88,7 @@ def test_guesses_take_what_is_left() -> None:
 def test_guesses_preempt_nobody(num_blocks: int) -> None:
     """Two rows with two blocks each; only with a fifth the first one's guesses find room."""
     sim = Simulation(
-        num_blocks=num_blocks, speculative="ngram", max_num_seqs=16, num_plans_in_flight=1
+        num_blocks=num_blocks, speculative_method="ngram", max_num_seqs=16, num_plans_in_flight=1
     )
     sim.add([1, 2, 3, 1, 2, 3], seed=LOOP, max_tokens=5)
     sim.add([2, 2, 3, 1, 2, 3], seed=LOOP, max_tokens=2)

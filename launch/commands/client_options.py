@@ -1,0 +1,32 @@
+"""Options of the commands that send requests: which pipeline, which key, sampling parameters."""
+
+from argparse import ArgumentParser, Namespace
+
+from penstock.launch.commands.options import add_name, add_options, name_of
+from penstock.launch.run_folder import running_config
+from penstock.protocol.client.client import Client
+from penstock.protocol.config import DEFAULT_CLIENT
+from penstock.protocol.messages.sampling import SamplingParams
+
+
+def add_client_options(command: ArgumentParser) -> None:
+    """Add the options."""
+    add_name(command)
+    text = "connect there, not to the pipeline of --name; of A,B,… to the next if one is lost"
+    command.add_argument("--endpoint", help=text)
+    text = "with server.key and NAME.key_secret"
+    command.add_argument("--curve-keys", metavar="FOLDER", help=text)
+    command.add_argument(
+        "--client", metavar="NAME", default=DEFAULT_CLIENT, help="whose key (default: %(default)s)"
+    )
+    fields = [field for field in SamplingParams.__struct_fields__ if field != "n"]
+    add_options(command, SamplingParams, fields)
+
+
+def connect_client(arguments: Namespace) -> Client:
+    """Return a connected client. Raises LaunchError, ClientError."""
+    endpoint, keys = arguments.endpoint, arguments.curve_keys
+    if endpoint is None:
+        config = running_config(name_of(arguments))
+        endpoint, keys = config.endpoint, keys or config.curve_keys
+    return Client(endpoint, keys=keys, client=arguments.client)

@@ -1,0 +1,28 @@
+"""`launch scale`: changes how many processes of a kind run."""
+
+from argparse import ArgumentParser, Namespace
+
+from penstock.launch import control_client
+from penstock.launch.commands.options import add_name, name_of
+from penstock.launch.errors import LaunchError
+
+SCALABLE = {"tokenizer": 1, "detokenizer": 1, "http": 0}
+"""kind: the least number that a pipeline needs"""
+
+
+def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
+    command.set_defaults(run=_run)
+    command.add_argument("kind", metavar="|".join(SCALABLE))
+    command.add_argument("number", type=int)
+    add_name(command)
+
+
+def _run(arguments: Namespace) -> int:
+    kind, number = arguments.kind, arguments.number
+    if kind not in SCALABLE:
+        raise LaunchError(f"kind: got {kind!r}, expected one of {', '.join(SCALABLE)}")
+    if number < SCALABLE[kind]:
+        raise LaunchError(f"number: got {number}, expected at least {SCALABLE[kind]} {kind}")
+    print(f"{kind}: {control_client.scale(name_of(arguments), kind, number)}")
+    return 0

@@ -1,0 +1,20 @@
+"""`launch gateway`, `launch worker` and others: one more process of a running pipeline."""
+
+import os
+from argparse import ArgumentParser, Namespace
+
+from penstock.launch.commands.options import add_name, name_of
+from penstock.launch.run_folder import environment, running_config
+from penstock.launch.supervisor.procfile import read_procfile, shell_line
+
+
+def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
+    command.set_defaults(run=_run, kind=command.prog.split()[-1])
+    add_name(command)
+
+
+def _run(arguments: Namespace) -> int:
+    config = running_config(name_of(arguments))
+    line = shell_line(read_procfile()[arguments.kind])
+    os.execvpe("sh", ["sh", "-c", line], environment(config))  # noqa: S606

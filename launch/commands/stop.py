@@ -1,0 +1,17 @@
+"""`launch stop`: stops a pipeline."""
+
+from argparse import ArgumentParser, Namespace
+
+from penstock.launch import run_folder
+from penstock.launch.commands.options import add_name, name_of
+
+
+def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
+    command.set_defaults(run=_run)
+    add_name(command)
+
+
+def _run(arguments: Namespace) -> int:
+    run_folder.stop(name_of(arguments))
+    return 0
