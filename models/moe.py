@@ -1,8 +1,8 @@
 """Qwen3's mixture of experts, in place of the MLP of some layers or of all.
 
-The ranks of a group share either every expert's inner features (tensor parallelism) or the experts
-themselves (expert parallelism). Each routes all tokens, adds up what its share of the experts
-gives, and the sums are reduced as behind any other layer.
+The ranks of a group divide either every expert's inner features (tensor parallelism) or the experts
+(expert parallelism). Each rank routes all tokens and adds the outputs of its share. The sums are
+reduced as after any other layer.
 """
 
 from collections.abc import Iterator
@@ -11,13 +11,21 @@ from torch import Tensor, nn
 
 from penstock.kernels.moe.moe import norm_moe
 from penstock.kernels.quantize.types import parts
-from penstock.models.parallel import Fp8, Layer, RMSNorm, Slice, add_weight, kept, parameter
+from penstock.models.parallel import (
+    Fp8,
+    Layer,
+    RMSNorm,
+    Slice,
+    add_weight,
+    parameter,
+    scales_after_cut,
+)
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.checkpoint import ModelConfig
 
 
 class Router(Layer):
-    """Scores the experts for a token; whole on every rank."""
+    """Scores of the experts for a token; whole on every rank."""
 
     weight: nn.Parameter
 
@@ -26,13 +34,13 @@ class Router(Layer):
         self.weight = parameter(num_experts, hidden_size)
 
     def slices(self, name: str) -> Iterator[Slice]:
-        """All of it."""
+        """Yield the whole weight."""
         num_experts, hidden_size = self.weight.shape
         yield Slice(f"{name}.weight", (num_experts, hidden_size), 0, 0, num_experts, self.weight)
 
 
 class Experts(Layer):
-    """Linear layers of each expert, side by side: [experts here, out_features, in_features]."""
+    """Adjacent linear layers of each expert: [local experts, out_features, in_features]."""
 
     def __init__(
         self,
@@ -45,8 +53,11 @@ class Experts(Layer):
         num_experts: int,
         fp8: Fp8,
     ) -> None:
-        """names: of an expert's layers in the checkpoint; shape: each one's, of which `dim` is cut
-        into `num_parts`, one of them for this rank; experts: those of this rank."""
+        """Allocate the weights.
+
+        names: of an expert's layers in the checkpoint. shape: of each layer, whose dimension `dim`
+        is cut into `num_parts`; this rank has `part`. experts: of this rank.
+        """
         super().__init__()
         self.names, self.shape, self.dim, self.part = names, shape, dim, part
         self.experts, self.num_experts = experts, num_experts
@@ -55,11 +66,11 @@ class Experts(Layer):
         self.size = sizes[dim]
         self.num_rows = sizes[0]
         if num_parts > 1 or len(names) > 1:
-            fp8 = kept(fp8, sizes[dim])
+            fp8 = scales_after_cut(fp8, sizes[dim])
         add_weight(self, len(experts), len(names) * sizes[0], sizes[1], fp8=fp8)
 
     def slices(self, name: str) -> Iterator[Slice]:
-        """Of an expert that is elsewhere nothing is taken."""
+        """Yield slices of every expert, empty for experts of other ranks."""
         parent = name.rpartition(".")[0]
         start = self.part * self.size
         for expert in range(self.num_experts):
@@ -75,10 +86,10 @@ class Experts(Layer):
 
 
 class MoE(nn.Module):
-    """Each token goes through the experts that the router chooses for it."""
+    """A mixture of experts: a router chooses the experts of each token."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, expert_parallel: bool) -> None:
-        """expert_parallel: each rank has whole experts, not a part of every one."""
+        """Make the layers; expert_parallel: each rank has whole experts, not parts of all."""
         super().__init__()
         self.tp = tp
         self.top_k = config.num_experts_per_tok
@@ -95,7 +106,7 @@ class MoE(nn.Module):
         self.down_proj = Experts(("down_proj",), (hidden, inner), 1, *here)
 
     def forward(self, residual: Tensor, norm: RMSNorm) -> Tensor:
-        """residual [num_tokens, hidden_size] plus the experts of its norm."""
+        """Return residual [num_tokens, hidden_size] plus the experts' output for its norm."""
         num_tokens, hidden_size = residual.shape
         part = norm_moe(
             residual,
@@ -113,8 +124,8 @@ class MoE(nn.Module):
         return part if self.tp.size == 1 else self.tp.all_reduce(part, residual)
 
     @property
-    def num_resting(self) -> int:
-        """This rank's weights that a token is not multiplied with, on average."""
+    def num_idle_weights(self) -> int:
+        """Number of this rank's weights that are not multiplied with a token, on average."""
         weights = self.gate_up_proj.weight, self.down_proj.weight
         num_weights = sum(parts(weight)[0].numel() for weight in weights)
         return num_weights - num_weights * self.top_k // len(self.gate.weight)

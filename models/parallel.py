@@ -1,6 +1,6 @@
 """Layers cut across the ranks of a tensor-parallel group (Megatron-LM, arXiv:1909.08053).
 
-Each layer says which part of which checkpoint tensor its weights are made of: `slices`. Layers are
+`slices` of a layer yields the parts of checkpoint tensors of which its weight consists. Layers are
 built on torch's default device, in its default dtype, for inference only.
 """
 
@@ -18,35 +18,35 @@ from penstock.kernels.sampling.sampling import shard_size
 from penstock.models.tensor_parallel import TensorParallel
 
 Fp8 = Literal["", "rows", "blocks"]
-"""what has scales in a weight of 8 bits; "": it is not in 8 bits"""
+"""scales of a weight in 8 bits; "": not in 8 bits"""
 
 
 class Slice(NamedTuple):
-    """What one rank takes of a tensor of the checkpoint."""
+    """The part of a checkpoint tensor that one rank loads."""
 
     name: str
     shape: tuple[int, ...]
-    """of the whole tensor"""
+    """shape of the whole tensor"""
     dim: int
     """the dimension that is cut"""
     start: int
     stop: int
     target: Matrix
-    """where it goes; of the slice's shape"""
+    """destination, of the slice's shape"""
 
 
 class Layer(nn.Module, ABC):
-    """A layer with a `weight`, made of tensors of the checkpoint."""
+    """A layer whose `weight` consists of checkpoint tensors."""
 
     weight: Matrix
 
     @abstractmethod
     def slices(self, name: str) -> Iterator[Slice]:
-        """What this rank's weight is made of; `name` is the layer's own, as `model.norm`."""
+        """Yield the parts of this rank's weight; name: of the layer, such as `model.norm`."""
 
 
 class ColumnParallelLinear(Layer):
-    """Linear layers of one input, side by side; each rank has its share of every one's outputs."""
+    """Adjacent linear layers of one input; each rank has a share of every layer's outputs."""
 
     def __init__(
         self,
@@ -56,23 +56,25 @@ class ColumnParallelLinear(Layer):
         num_parts: dict[str, int] | None = None,
         fp8: Fp8 = "",
     ) -> None:
-        """outputs: the layers' names in the checkpoint → their numbers of output features;
-        num_parts: the layers that can't be cut into a part for each rank → into how many they can,
-        each of which neighbours among the ranks have alike."""
+        """Allocate the weight.
+
+        outputs: names of the layers in the checkpoint → output features. num_parts: layers that
+        can't be cut into a part for each rank → number of parts; adjacent ranks share a part.
+        """
         super().__init__()
         self.tp = tp
         self.outputs = outputs
         self.num_parts = dict.fromkeys(outputs, tp.size) | (num_parts or {})
         self.sizes = [size // self.num_parts[layer] for layer, size in outputs.items()]
         """this rank's output features of each layer"""
-        add_weight(self, sum(self.sizes), in_features, fp8=kept(fp8, *self.sizes))
+        add_weight(self, sum(self.sizes), in_features, fp8=scales_after_cut(fp8, *self.sizes))
 
     def forward(self, x: Tensor, norm: "RMSNorm") -> Tensor:
-        """The layers of the norm of x: [num_tokens, in_features] → [num_tokens, sum of `sizes`]."""
+        """Return the layers of norm(x), x [num_tokens, in_features]: [num_tokens, sum(sizes)]."""
         return norm_linear(x, norm.weight, norm.eps, self.weight)
 
     def slices(self, name: str) -> Iterator[Slice]:
-        """Rows of each layer's weight."""
+        """Yield rows of each layer's weight."""
         parent = name.rpartition(".")[0]
         targets = self.weight.split(self.sizes)
         for (layer, num_rows), size, target in zip(
@@ -84,7 +86,7 @@ class ColumnParallelLinear(Layer):
 
 
 class RowParallelLinear(Layer):
-    """A linear layer whose inputs are spread over the ranks; every rank has the whole output."""
+    """A linear layer whose inputs are divided among the ranks; every rank has the whole output."""
 
     def __init__(
         self, tp: TensorParallel, in_features: int, out_features: int, fp8: Fp8 = ""
@@ -93,10 +95,12 @@ class RowParallelLinear(Layer):
         self.tp = tp
         self.in_features = in_features
         size = in_features // tp.size
-        add_weight(self, out_features, size, fp8=fp8 if tp.size == 1 else kept(fp8, size))
+        add_weight(
+            self, out_features, size, fp8=fp8 if tp.size == 1 else scales_after_cut(fp8, size)
+        )
 
     def forward(self, x: Matrix, residual: Tensor) -> Tensor:
-        """residual + layer: [num_tokens, in_features / size] → [num_tokens, out_features]."""
+        """Return residual plus the layer of x [num_tokens, in_features / tp size]."""
         if self.tp.size == 1:
             return linear_add(x, self.weight, residual)
         num_rows, num_columns = residual.shape
@@ -104,7 +108,7 @@ class RowParallelLinear(Layer):
         return self.tp.all_reduce(linear(x, self.weight, out), residual)
 
     def slices(self, name: str) -> Iterator[Slice]:
-        """Columns of the weight."""
+        """Yield columns of the weight."""
         out_features, size = self.weight.shape
         shape = (out_features, self.in_features)
         start = self.tp.rank * size
@@ -112,10 +116,10 @@ class RowParallelLinear(Layer):
 
 
 class ParallelLMHead(Layer):
-    """Scores tokens; each rank has a run of the vocabulary.
+    """The output layer; each rank has a shard of the vocabulary.
 
-    On GPUs it is cut between the sampler's runs of token ids. Where it does not divide by the size
-    of the group, the last ranks' rows are filled up with zeros.
+    On GPUs the vocabulary is cut between the sampler's runs of token ids. The last ranks' rows are
+    padded with zeros.
     """
 
     def __init__(
@@ -126,7 +130,7 @@ class ParallelLMHead(Layer):
         is_fp8: bool = False,
         source: str | None = None,
     ) -> None:
-        """source: the layer of the checkpoint whose weight it takes, if that is another's."""
+        """Allocate the weight; source: another layer of the checkpoint that has this weight."""
         super().__init__()
         self.tp = tp
         self.vocab_size = vocab_size
@@ -139,10 +143,10 @@ class ParallelLMHead(Layer):
         add_weight(self, num_rows, hidden_size, fp8="rows" if is_fp8 else "")
 
     def logits(self, hidden_states: Tensor, norm: "RMSNorm", out: Tensor | None = None) -> Tensor:
-        """This rank's scores of the norm of hidden_states [num_rows, hidden_size].
+        """Return this rank's logits for the norm of hidden_states [num_rows, hidden_size].
 
-        float32 [num_rows, rows of `weight`], those behind the vocabulary's end void; out: where
-        they go, contiguous.
+        float32 [num_rows, rows of `weight`], undefined after the end of the vocabulary; out:
+        contiguous memory of the result.
         """
         return norm_linear(hidden_states, norm.weight, norm.eps, self.weight, torch.float32, out)
 
@@ -152,7 +156,7 @@ class ParallelLMHead(Layer):
         return None if joined is None else joined[:, : self.vocab_size]
 
     def slices(self, name: str) -> Iterator[Slice]:
-        """Rows of the weight; fewer than it has on the last ranks."""
+        """Yield rows of the weight; fewer than allocated on the last ranks."""
         num_rows, hidden_size = self.weight.shape
         num_own = self.stop - self.start
         target, _ = self.weight.split([num_own, num_rows - num_own])
@@ -161,12 +165,12 @@ class ParallelLMHead(Layer):
 
 
 class VocabParallelEmbedding(ParallelLMHead):
-    """Token embeddings, each rank with a run of the vocabulary; may be the head, too."""
+    """Token embeddings, sharded over the ranks; may also be the output layer."""
 
     weight: nn.Parameter
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """input_ids int64 [num_tokens] → [num_tokens, hidden_size]."""
+        """Return the embeddings [num_tokens, hidden_size] of input_ids, int64 [num_tokens]."""
         if self.tp.size == 1:
             return embedding(input_ids, self.weight)
         elsewhere = (input_ids < self.start) | (input_ids >= self.stop)
@@ -178,7 +182,7 @@ class VocabParallelEmbedding(ParallelLMHead):
 
 
 class RMSNorm(Layer):
-    """The weight of a norm, whole on every rank; what comes behind it applies it."""
+    """The weight of a norm, whole on every rank; the next layer applies it."""
 
     weight: nn.Parameter
 
@@ -188,21 +192,21 @@ class RMSNorm(Layer):
         self.weight = parameter(size)
 
     def slices(self, name: str) -> Iterator[Slice]:
-        """All of it."""
+        """Yield the whole weight."""
         (size,) = self.weight.shape
         yield Slice(f"{name}.weight", (size,), 0, 0, size, self.weight)
 
 
-def kept(fp8: Fp8, *sizes: int) -> Fp8:
-    """Return what has scales in a weight cut into parts of these sizes, or put together of them.
+def scales_after_cut(fp8: Fp8, *sizes: int) -> Fp8:
+    """Return the kind of scales of a weight that is cut into, or joined from, these sizes.
 
-    Blocks keep theirs where each part has whole ones; elsewhere rows get scales of their own.
+    Blocks keep their scales if each part has whole blocks. Otherwise rows get scales.
     """
     return "rows" if fp8 == "blocks" and any(size % BLOCK for size in sizes) else fp8
 
 
 def add_weight(layer: Layer, *shape: int, fp8: Fp8) -> None:
-    """Make `layer.weight`, [..., out_features, in_features]; fp8: what has scales, if anything."""
+    """Make `layer.weight`, [..., out_features, in_features]; fp8: kind of scales."""
     if not fp8:
         layer.weight = parameter(*shape)
         return
@@ -214,5 +218,5 @@ def add_weight(layer: Layer, *shape: int, fp8: Fp8) -> None:
 
 
 def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """Of a layer, to be loaded."""
+    """Return a parameter to be loaded."""
     return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)

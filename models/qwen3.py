@@ -1,8 +1,8 @@
-"""Qwen3 (Yang et al. 2025, https://arxiv.org/abs/2505.09388), top to bottom.
+"""Qwen3 (Yang et al. 2025, https://arxiv.org/abs/2505.09388).
 
-A decoder of Llama's kind: RMSNorm before each half of a layer, grouped-query attention with RoPE,
-SwiGLU, or in Qwen3-MoE experts of which each is one; what is Qwen3's own is the RMSNorm of each
-query and key head.
+A decoder like Llama's: RMSNorm before each half of a layer, grouped-query attention with RoPE, and
+SwiGLU, or in Qwen3-MoE a mixture of SwiGLU experts. Qwen3 adds an RMSNorm of each query and key
+head.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from penstock.protocol.checkpoint import ModelConfig
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; each rank has its share of the heads."""
+    """Grouped-query attention; each rank has a share of the heads."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, attend: AttentionBackend) -> None:
         super().__init__()
@@ -46,9 +46,9 @@ class Attention(nn.Module):
         self.o_proj = RowParallelLinear(tp, size, config.hidden_size, config.fp8)
 
     def forward(
-        self, residual: Tensor, norm: RMSNorm, step: ForwardBatch, rope: Tensor, kv_cache: KVCache
+        self, residual: Tensor, norm: RMSNorm, batch: ForwardBatch, rope: Tensor, kv_cache: KVCache
     ) -> Tensor:
-        """residual [num_tokens, hidden_size] plus the attention of its norm."""
+        """Return residual [num_tokens, hidden_size] plus the attention of its norm."""
         q = qk_norm_rope_store(
             self.qkv_proj(residual, norm),
             num_heads=self.num_heads,
@@ -56,17 +56,17 @@ class Attention(nn.Module):
             q_weight=self.q_norm.weight,
             k_weight=self.k_norm.weight,
             rope=rope,
-            positions=step.positions,
-            slot_mapping=step.slot_mapping,
+            positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
             kv_cache=kv_cache,
             eps=self.q_norm.eps,
         )
-        out = self.attend(q, kv_cache, step)
+        out = self.attend(q, kv_cache, batch)
         return self.o_proj(out.flatten(1), residual)  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
-    """SwiGLU; each rank has its share of the intermediate features."""
+    """SwiGLU; each rank has a share of the intermediate features."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, residual: Tensor, norm: RMSNorm) -> Tensor:
-        """residual [num_tokens, hidden_size] plus the MLP of its norm."""
+        """Return residual [num_tokens, hidden_size] plus the MLP of its norm."""
         x = norm_swiglu(residual, norm.weight, norm.eps, self.gate_up_proj.weight)
         return self.down_proj(x, residual)  # type: ignore[no-any-return]
 
@@ -101,10 +101,10 @@ class DecoderLayer(nn.Module):
         self.mlp = MoE(config, tp, expert_parallel) if is_sparse else MLP(config, tp)
 
     def forward(
-        self, residual: Tensor, step: ForwardBatch, rope: Tensor, kv_cache: KVCache
+        self, residual: Tensor, batch: ForwardBatch, rope: Tensor, kv_cache: KVCache
     ) -> Tensor:
-        """The residual stream behind this layer, [num_tokens, hidden_size]."""
-        residual = self.self_attn(residual, self.input_layernorm, step, rope, kv_cache)
+        """Return the residual stream after this layer, [num_tokens, hidden_size]."""
+        residual = self.self_attn(residual, self.input_layernorm, batch, rope, kv_cache)
         return self.mlp(residual, self.post_attention_layernorm)  # type: ignore[no-any-return]
 
 
@@ -126,16 +126,16 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, step: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:
-        """kv_caches: of each layer → the residual stream behind the last one."""
-        residual = self.embed_tokens(step.input_ids)
+    def forward(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:
+        """Return the residual stream after the last layer; kv_caches: of each layer."""
+        residual = self.embed_tokens(batch.input_ids)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            residual = layer(residual, step, rope, kv_cache)
+            residual = layer(residual, batch, rope, kv_cache)
         return residual  # type: ignore[no-any-return]
 
 
 class Qwen3(nn.Module):
-    """The whole model, or one rank's part of it; modules are named as in the checkpoint."""
+    """The model, or one rank's part; modules have the names of the checkpoint."""
 
     def __init__(
         self,
@@ -146,9 +146,10 @@ class Qwen3(nn.Module):
         expert_parallel: bool = False,
         quantize_lm_head: bool = False,
     ) -> None:
-        """num_positions: most tokens of a sequence; expert_parallel: see `MoE`.
+        """Build the layers.
 
-        quantize_lm_head: the head in 8 bits, its own copy where it is the embedding otherwise.
+        num_positions: maximum tokens of a sequence. expert_parallel: see `MoE`. quantize_lm_head:
+        output layer in 8 bits, a copy of the embedding if the checkpoint ties the two.
         """
         super().__init__()
         self.tp = tp
@@ -161,19 +162,19 @@ class Qwen3(nn.Module):
         rope = config.rope
         self.rope = rope_table(config.head_dim, num_positions, rope.base, rope.yarn)
 
-    def forward(self, step: ForwardBatch, kv_caches: Sequence[KVCache]) -> Tensor:
-        """What `compute_logits` takes, for each token of the step: [num_tokens, hidden_size].
+    def forward(self, batch: ForwardBatch, kv_caches: Sequence[KVCache]) -> Tensor:
+        """Return the input of `compute_logits` for each token: [num_tokens, hidden_size].
 
         kv_caches: of each layer, with the KV heads of this rank.
         """
-        self.attention.begin(step)
-        return self.model(step, self.rope, kv_caches)  # type: ignore[no-any-return]
+        self.attention.begin(batch)
+        return self.model(batch, self.rope, kv_caches)  # type: ignore[no-any-return]
 
     @property
     def head(self) -> ParallelLMHead:
-        """What scores tokens."""
+        """The output layer."""
         return getattr(self, "lm_head", self.model.embed_tokens)
 
     def compute_logits(self, hidden_states: Tensor, out: Tensor | None = None) -> Tensor:
-        """This rank's share, float32: see `VocabParallelEmbedding.logits`."""
+        """Return this rank's share of the logits, float32: see `ParallelLMHead.logits`."""
         return self.head.logits(hidden_states, self.model.norm, out)

@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel group, and what they exchange."""
+"""Ranks of a tensor-parallel group and their collectives."""
 
 import atexit
 from collections.abc import Iterator
@@ -12,28 +12,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 TIMEOUT = timedelta(seconds=120)
-"""after which a rank that the others wait for is given up"""
+"""maximum wait for another rank"""
 PUSHED_BYTES = {2: 8 << 20, 4: 512 << 10, 8: 128 << 10}
-"""by the size of a group, of a tensor that each rank pushes to every other. Two ranks push larger
-ones piece by piece, which measured faster than anything else at every size (README, "Measured").
-More ranks would send more than in two-shot's way, in which each adds up its part and reads the
-others'; where that wins is an estimate"""
+"""maximum size of a tensor that each rank pushes to every other, by the size of the group
+
+Two ranks push larger tensors in pieces, which measured fastest at every size. With more ranks,
+two-shot all-reduce sends less, because each rank adds its part and reads the other ranks' parts;
+the size from which two-shot is faster is an estimate."""
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
 
 
 class GroupError(ConnectionError):
-    """A rank of the group is gone, so that nothing can be computed any more."""
+    """Loss of a rank of the group."""
 
 
 class TensorParallel:
-    """One rank of a tensor-parallel group. Alone (size 1) it exchanges nothing.
+    """One rank of a tensor-parallel group; a single rank (size 1) exchanges nothing.
 
     GPUs of one node exchange through symmetric memory (torch.distributed._symmetric_memory): each
-    rank reads and writes the others', peer to peer, in kernels that a CUDA graph can hold. Those of
-    several nodes exchange by NCCL, whose collectives it can hold, too; and so do those of one node
-    of which any two have no peer access.
+    rank reads and writes its peers' memory in kernels that a CUDA graph can hold. GPUs of several
+    nodes, and GPUs of a node without peer access, use NCCL, which CUDA graphs can hold too.
     """
 
     def __init__(
@@ -43,8 +43,7 @@ class TensorParallel:
         self.size = size
         self.device = device
         self.spans_nodes = spans_nodes
-        """the ranks do not reach each other's memory: they are on several nodes, or `join` found
-        GPUs without peer access"""
+        """True if ranks can't read each other's memory: on several nodes, or without peer access"""
         self._turns: Iterator[Tensor] = iter(())
         self._push: Any = None
 
@@ -67,19 +66,19 @@ class TensorParallel:
                 )
             if group.on_gpus and not spans_nodes:
                 group.spans_nodes = not group.have_peer_access()
-            # gloo's threads must end before the interpreter does, or they abort it
+            # gloo's threads abort the interpreter unless they end before it
             atexit.register(dist.destroy_process_group)
         return group
 
     @property
     def on_gpus(self) -> bool:
-        """Whether there are others, on GPUs of their own."""
+        """True if the group has several ranks on GPUs."""
         return self.size > 1 and self.device.type == "cuda"
 
     def have_peer_access(self) -> bool:
-        """Report whether every two GPUs of this node's ranks reach each other's memory.
+        """Return True if every two GPUs of this node's ranks reach each other's memory.
 
-        To be called by all ranks alike, which get the same answer. Raises GroupError.
+        All ranks call it and get the same result. Raises GroupError.
         """
         own = self.device.index
         devices = self._all_objects(own)
@@ -89,7 +88,7 @@ class TensorParallel:
         return all(self._all_objects(all(reached)))
 
     def _all_objects(self, own: T) -> list[T]:
-        """Every rank's object, in the order of the ranks."""
+        """Return every rank's object, in the order of the ranks."""
         objects: list[Any] = [None] * self.size
         with self._exchange():
             dist.all_gather_object(objects, own)
@@ -97,11 +96,11 @@ class TensorParallel:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether there is `symmetric` memory."""
+        """True if the ranks have `symmetric` memory."""
         return self.on_gpus and not self.spans_nodes
 
     def reserve(self, num_elements: int, dtype: torch.dtype) -> None:
-        """Make room for what `empty` gives out, of at most so many elements. Raises GroupError."""
+        """Allocate the memory of `empty`, for up to `num_elements`. Raises GroupError."""
         if not self.shares_memory:
             return
         from penstock.kernels.collectives.triton_all_reduce import (  # Triton: GPUs only
@@ -117,9 +116,9 @@ class TensorParallel:
         self.barrier()
 
     def symmetric(self, num_elements: int, dtype: torch.dtype) -> tuple[Tensor, list[int]]:
-        """Memory that every rank can read: this rank's, [num_elements], and where all ranks' are.
+        """Return memory that every rank can read, [num_elements], and all ranks' addresses.
 
-        To be called by all ranks alike. Raises GroupError.
+        All ranks call it with equal arguments. Raises GroupError.
         """
         import torch.distributed._symmetric_memory as symmetric_memory  # 0.3 s
 
@@ -129,29 +128,31 @@ class TensorParallel:
         return memory, list(self._handle.buffer_ptrs)
 
     def barrier(self) -> None:
-        """What any rank's GPU wrote before is there for all behind this; the host does not wait."""
+        """Make earlier writes of all ranks' GPUs visible to all; the host does not wait."""
         self._handle.barrier(channel=1)
 
     def empty(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor | None:
-        """Memory for a tensor that is to be reduced, where it has to be special; else None.
+        """Return memory for a tensor to be reduced if special memory is required, otherwise None.
 
-        It is valid until two more were given out.
+        The memory is valid for two more calls.
         """
         num_elements = num_rows * num_columns
         if not self.shares_memory or self._is_pushed(num_elements):
             return None
         buffer = next(self._turns)
         if buffer.dtype != dtype or num_elements > len(buffer):
-            raise ValueError(f"{num_elements} of {dtype}; {len(buffer)} of {buffer.dtype} can be")
+            raise ValueError(
+                f"tensor: got {num_elements} of {dtype}, expected {len(buffer)} of {buffer.dtype}"
+            )
         return buffer[:num_elements].view(num_rows, num_columns)
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The sum over the ranks, on all of them; `x`, which may be overwritten, is contiguous.
+        """Return the sum over the ranks, on all ranks; x is contiguous, and may be overwritten.
 
         residual: of x's shape, the same on all ranks, is added to the sum. As part of one rank's x
-        it would be rounded with that, and again wherever sums are rounded on the way.
+        it would be rounded more often.
 
-        Between GPUs of a node only what was written where `empty` said can be reduced.
+        Between GPUs of a node, x must lie in memory from `empty`.
         """
         if self.shares_memory and self._is_pushed(x.numel()):
             self._push_pieces(x, residual)
@@ -160,7 +161,7 @@ class TensorParallel:
         return total if residual is None else torch.add(residual, total, out=total)
 
     def _sum(self, x: Tensor) -> Tensor:
-        """As `all_reduce`, for what is not pushed."""
+        """Compute `all_reduce` of a tensor that is not pushed."""
         if self.shares_memory:
             with self._exchange():
                 return torch.ops.symm_mem.two_shot_all_reduce_(  # type: ignore[no-any-return]
@@ -170,14 +171,14 @@ class TensorParallel:
             with self._exchange():
                 dist.all_reduce(x)
             return x
-        # Added in the order of the ranks: where gloo starts to add depends on the tensor's size.
+        # Added in the order of the ranks; gloo's order depends on the tensor's size.
         total, *parts = self.all_gather(x)
         for part in parts:
             total += part
         return total
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """Every rank's x, in the order of the ranks, on all of them."""
+        """Return every rank's x, in the order of the ranks, on all ranks."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
         with self._exchange():
             dist.all_gather(parts, x.contiguous())
@@ -201,7 +202,7 @@ class TensorParallel:
         return dist.distributed_c10d._get_default_group()
 
     def gather(self, x: Tensor) -> Tensor | None:
-        """On rank 0 all ranks' x, joined at the last dimension; None on the others."""
+        """Return all ranks' x on rank 0, joined in the last dimension; None on other ranks."""
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
@@ -210,7 +211,7 @@ class TensorParallel:
         return None if parts is None else torch.cat(parts, dim=-1)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's x, on all ranks; those of the others are overwritten."""
+        """Return rank 0's x on all ranks, whose x is overwritten."""
         if self.size > 1:
             with self._exchange():
                 dist.broadcast(x, src=0)

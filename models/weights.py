@@ -1,8 +1,8 @@
 """Loading a Hugging Face checkpoint: safetensors, in one file or sharded.
 
-Of every tensor only this rank's slice is read. A weight in 8 bits has a scale for each block of
-128 by 128 (Qwen3-*-FP8) and keeps these; where the rank's part does not begin and end between
-blocks, or where a weight of 16 bits is to be served in 8, each row of the part gets a scale.
+Only this rank's slice of every tensor is read. A weight in 8 bits keeps the scales of its blocks of
+128 by 128 (Qwen3-*-FP8). If the rank's part does not consist of whole blocks, or for a weight of 16
+bits that is served in 8, each row of the part gets a scale.
 """
 
 from collections import defaultdict
@@ -22,18 +22,18 @@ from penstock.protocol.checkpoint import ModelError
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 TIED = "lm_head.weight"
-"""written by some although the embedding is used in its place"""
+"""tensor that some checkpoints have although the embedding is used"""
 COMPUTED = "rotary_emb.inv_freq"
-"""frequencies that old versions of transformers wrote; they follow from config.json"""
+"""frequencies that old versions of transformers wrote; computed from config.json"""
 BARE = "embed_tokens.weight"
 SCORES = ("score.", "classifier.")
 SCALES = "_scale_inv"
-"""behind a weight's name: its blocks' scales"""
+"""suffix of a weight's name for its blocks' scales"""
 
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
-    """tensor → file"""
+    """tensor → file name"""
 
 
 def load_weights(model: nn.Module, folder: Path, on_progress: Callable[[], None]) -> None:
@@ -62,7 +62,7 @@ def _slices(model: nn.Module) -> Iterator[Slice]:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor → the file it is in."""
+    """Return the file of each tensor."""
     index, single = folder / INDEX_FILE, folder / SINGLE_FILE
     try:
         if index.exists():
@@ -71,7 +71,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single)
     except (OSError, SafetensorError, msgspec.MsgspecError) as error:
-        raise ModelError(f"the weights in {folder} can't be read: {error}") from error
+        raise ModelError(f"{folder}: could not read the weights: {error}") from error
 
 
 def _check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
@@ -94,7 +94,7 @@ def _check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
 
 
 def _read_scales(files: dict[str, Path]) -> dict[str, Tensor]:
-    """All of them, by their names: one in 16,384 of a weight's numbers; they may be in any file."""
+    """Return all scales by name: one for 16,384 numbers of a weight, in any file."""
     scales = {}
     try:
         for path in set(files.values()):
@@ -102,7 +102,7 @@ def _read_scales(files: dict[str, Path]) -> dict[str, Tensor]:
                 for name in (name for name, its in files.items() if its == path):
                     scales[name] = file.get_tensor(name).float()
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} can't be read: {error}") from error
+        raise ModelError(f"{path}: could not read the file: {error}") from error
     return scales
 
 
@@ -115,8 +115,8 @@ def _read(path: Path, parts: list[Slice], scales: dict[str, Tensor]) -> Iterator
                 shape = tuple(source.get_shape())
                 if shape != part.shape:
                     raise ModelError(
-                        f"{part.name} in {path} has shape {list(shape)}; "
-                        f"config.json makes it {list(part.shape)}"
+                        f"{part.name} in {path}: got shape {list(shape)}, "
+                        f"expected {list(part.shape)} from config.json"
                     )
                 cut = slice(part.start, part.stop)
                 tensor = source[cut] if part.dim == 0 else source[:, cut]
@@ -126,16 +126,16 @@ def _read(path: Path, parts: list[Slice], scales: dict[str, Tensor]) -> Iterator
                     copy_into(part.target, tensor)
                 yield part.name
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} can't be read: {error}") from error
+        raise ModelError(f"{path}: could not read the file: {error}") from error
 
 
 def _copy_in_blocks(tensor: Tensor, part: Slice, scales: dict[str, Tensor], path: Path) -> None:
-    """Copy the slice of a weight as it is, where whole blocks go into blocks; else by float32."""
+    """Copy the slice of a weight with its scales into whole blocks, otherwise by float32."""
     scale = scales.get(f"{part.name}{SCALES}")
     num_blocks = [-(-size // BLOCK) for size in part.shape]
     if scale is None or list(scale.shape) != num_blocks:
         found = "no scales" if scale is None else f"scales of shape {list(scale.shape)}"
-        raise ModelError(f"{part.name} in {path} has {found}; {num_blocks} is needed")
+        raise ModelError(f"{part.name} in {path}: got {found}, expected shape {num_blocks}")
     device = part.target.device
     first, rest = part.start // BLOCK, part.start % BLOCK
     blocks = slice(first, -(-part.stop // BLOCK))
@@ -144,6 +144,6 @@ def _copy_in_blocks(tensor: Tensor, part: Slice, scales: dict[str, Tensor], path
         copy_into(part.target, Quantized(tensor, scale))
         return
     padding = (rest, 0, 0, 0) if part.dim else (0, 0, rest, 0)
-    values = functional.pad(tensor.to(device).float(), padding)  # from the beginning of a block on
+    values = functional.pad(tensor.to(device).float(), padding)  # padded to the start of a block
     wide = Quantized(values, scale).dequantized()
     copy_into(part.target, wide[:, rest:] if part.dim else wide[rest:])

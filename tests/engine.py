@@ -15,7 +15,7 @@ from penstock.services.scheduler.block_manager import make_block_manager
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.worker.loading import load
-from penstock.services.worker.step_output import Told
+from penstock.services.worker.step_output import StepOutput
 
 PLANS = msgspec.msgpack.Decoder(BatchPlan)
 
@@ -40,15 +40,15 @@ class Engine:
 
     def run(self, between_steps: Callable[[], None] = lambda: None) -> None:
         """Step until every request has ended. `between_steps` may disturb."""
-        results: list[tuple[list[int], Told]] = []
+        results: list[tuple[list[int], StepOutput]] = []
         while True:
             between_steps()
             while plan := self.scheduler.schedule():
                 decoded = PLANS.decode(msgspec.msgpack.encode(plan))
                 launched = self.runner.launch(decoded)
-                results.append((launched.token_ids(), launched.told()))
+                results.append((launched.token_ids(), launched.output()))
             if not results:
                 return
             number = self.scheduler.in_flight[0].number
-            token_ids, told = results.pop(0)
-            self.scheduler.update(SampledTokens(0, number, pack(token_ids), *told))
+            token_ids, output = results.pop(0)
+            self.scheduler.update(SampledTokens(0, number, pack(token_ids), *output))

@@ -1,3 +1,5 @@
+"""Entry point of a worker process."""
+
 from penstock.services.worker.loading import load
 from penstock.services.worker.process import main
 

@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: one launch from embedding to sampled token."""
+"""CUDA graphs of steps: one launch from embedding to sampled token."""
 
 import logging
 from bisect import bisect_left
@@ -15,34 +15,34 @@ from penstock.kernels.step.types import APPENDED, HEADER, PARAMETERS, ROW
 log = logging.getLogger(__name__)
 
 PROGRESS = 10
-"""graphs between two lines of the log"""
+"""graphs between two log lines"""
 PREFILL_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 PREFILL_ROWS = (16, 64)
-"""of the graphs that prefill, and max_num_seqs"""
+"""rows of the graphs that prefill, in addition to max_num_seqs"""
 SPARE_TILES = 16
-"""of a graph that prefills: for chunks that do not fill their tiles"""
+"""additional tiles of a graph that prefills, for chunks that do not fill their tiles"""
 LAUNCH_FLOPS = 1e13
-"""what a GPU computes in the time in which a host launches the kernels of a step one by one: 12 to
-15 ms (H200). For larger steps a graph gains nothing, and its padding costs."""
+"""operations of a GPU while the host launches the kernels of a step one by one, 12 to 15 ms (H200);
+for larger steps a graph saves nothing, and its padding costs time"""
 
 
 class Computed(NamedTuple):
-    """What a step leaves on the device."""
+    """Results of a step on the device."""
 
     tokens: Tensor
-    """int64 [num_rows]; that of a row that does not sample is void"""
+    """int64 [num_rows]; undefined for a row that does not sample"""
     logits: Tensor
-    """this rank's share, float32: see `VocabParallelEmbedding.logits`"""
+    """this rank's share, float32: see `ParallelLMHead.logits`"""
     hidden_states: Tensor
     """[num_tokens, hidden_size]"""
 
 
 Compute = Callable[[Tensor, BatchShape], Computed]
-"""(record, shape) → what the step leaves"""
+"""(record, shape) → results"""
 
 
 def decode_shapes(max_num_seqs: int, max_seqlen_k: int) -> list[BatchShape]:
-    """Padded batches: 1, 2, 4, 8, then by 8 to 256, by 16 beyond."""
+    """Return padded batch sizes: 1, 2, 4, 8, then in steps of 8 to 256, and in steps of 16."""
     steps = [1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs + 16, 16)]
     sizes = [*(size for size in steps if size < max_num_seqs), max_num_seqs]
     return [BatchShape(size, size, size, 0, SMALL_TILE, 1, max_seqlen_k) for size in sizes]
@@ -51,9 +51,9 @@ def decode_shapes(max_num_seqs: int, max_seqlen_k: int) -> list[BatchShape]:
 def prefill_shapes(
     max_num_seqs: int, max_tokens: int, num_weights: int, max_seqlen_k: int
 ) -> list[BatchShape]:
-    """Step of chunks and rows that decode, as far as it pays.
+    """Return shapes of steps with chunks and rows that decode, as far as graphs save time.
 
-    num_weights: of the model, each of which a token is multiplied with.
+    num_weights: of the model, each of which is multiplied with a token.
     """
     most = min(max_tokens, LAUNCH_FLOPS / (2 * num_weights))
     tokens = [number for number in PREFILL_TOKENS if number <= most]
@@ -75,7 +75,7 @@ def _prefill_shape(num_rows: int, num_tokens: int, max_seqlen_k: int) -> BatchSh
 
 
 class CudaGraphs:
-    """A graph for each shape, captured when it is first needed; they share one memory pool."""
+    """CUDA graphs by shape, captured at their first use, with a common memory pool."""
 
     def __init__(
         self, compute: Compute, shapes: Iterable[BatchShape], device: torch.device
@@ -89,9 +89,9 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture_all(self, on_progress: Callable[[], None]) -> None:
-        """Before they are needed; the largest comes first, so that the others fit into its memory.
+        """Capture all graphs, the largest first, so that the others fit into its memory.
 
-        Calls `on_progress` after each.
+        Calls `on_progress` after each graph.
         """
         for shape in reversed(self._shapes):
             self._capture(shape)
@@ -101,8 +101,8 @@ class CudaGraphs:
         log.info("captured %d CUDA graphs", len(self._shapes))
 
     def _capture(self, shape: BatchShape) -> None:
-        self._record.zero_()  # an empty record: the step touches nothing
-        self._compute(self._record, shape)  # what is compiled or allocated once can't be captured
+        self._record.zero_()  # an empty record: the step reads and writes no row
+        self._compute(self._record, shape)  # one-time compilation and allocation can't be captured
         torch.cuda.synchronize(self._record.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
@@ -112,9 +112,9 @@ class CudaGraphs:
         self._graphs[shape] = graph
 
     def replay(self, record: Any, shape: BatchShape) -> Computed | None:
-        """Run a step whose record is an int32 array; None where it fits into no graph.
+        """Run a step whose record is an int32 array; return None if no graph fits.
 
-        Returns what is valid until the next replay, padded to the graph's shape.
+        The results are valid until the next replay, and padded to the graph's shape.
         """
         chosen = choose(self._shapes, shape)
         if chosen is None or len(record) > len(self._record):
@@ -128,7 +128,7 @@ class CudaGraphs:
 
 
 class _Memory:
-    """Where a tensor is, for `torch.as_tensor`: the CUDA array interface (Numba's, version 2)."""
+    """Memory of a tensor for `torch.as_tensor`: the CUDA array interface (Numba's, version 2)."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -141,23 +141,23 @@ class _Memory:
 
 
 def _borrowed(tensor: Tensor) -> Tensor:
-    """The same memory, without keeping it: all graphs may put their logits there."""
+    """Return a view that does not own the memory, so that all graphs may use it for logits."""
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
 
 
 def order(shape: BatchShape) -> tuple[bool, int, int]:
-    """What costs more comes later; padded tokens cost more than padded rows."""
+    """Return a sort key by cost; padded tokens cost more than padded rows."""
     return shape.num_tiles > 0, shape.num_tokens, shape.num_rows
 
 
 def choose(shapes: list[BatchShape], shape: BatchShape) -> BatchShape | None:
-    """The first of `shapes`, which are in `order`, that has room for a step of `shape`."""
+    """Return the first of `shapes`, sorted by `order`, that has room for a step of `shape`."""
     first = bisect_left(shapes, order(shape), key=order)
     return next((one for one in shapes[first:] if _fits(shape, one)), None)
 
 
 def _fits(shape: BatchShape, graph: BatchShape) -> bool:
-    """A step of `shape` can be computed by a graph of this shape."""
+    """Return True if a graph of this shape can compute a step of `shape`."""
     return (
         shape.num_rows <= graph.num_rows
         and shape.num_tokens <= graph.num_tokens
@@ -167,6 +167,6 @@ def _fits(shape: BatchShape, graph: BatchShape) -> bool:
 
 
 def _record_size(shape: BatchShape) -> int:
-    """Room for the record of a step of this shape; a longer one is launched without a graph."""
+    """Return the record size of a step of this shape; longer records run without a graph."""
     per_row = ROW + PARAMETERS + 4 * APPENDED
     return HEADER + shape.num_rows * per_row + shape.num_tokens * (1 + APPENDED)

@@ -1,4 +1,4 @@
-"""What rows may say next where a grammar restricts them: a bitmask of the vocabulary per row."""
+"""Bitmasks of the tokens that grammars allow (structured output)."""
 
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,25 +11,25 @@ from llguidance.numpy import fill_next_token_bitmask_par
 
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.messages.structured import GRAMMAR_LIMITS, Reasoning, StructuredOutputs
-from penstock.services.worker.token_masks import Bitmask, TokenBits
+from penstock.services.worker.processed_row import Bitmask, TokenBits
 
 TAGS = ("<think>", "</think>")
-"""around reasoning"""
+"""tags around reasoning"""
 
 
 class _State:
-    """How far a row's output has come."""
+    """Progress of a row's output in its grammar."""
 
     def __init__(self, matcher: LLMatcher, reasoning: Reasoning, tags: tuple[int, int]) -> None:
-        """tags: as `Grammars._tags`."""
+        """Keep a compiled grammar; tags: as `Grammars._tags`."""
         self.matcher = matcher
         self.reasoning = reasoning if min(tags) >= 0 else "none"
         """"open": the grammar begins after `</think>`; "optional": the next token may be `<think>`,
         see `opening_tag`"""
         self._tags = tags
 
-    def take(self, token_id: int) -> None:
-        """The row has said this token; the next mask shows whether the grammar refused it."""
+    def accept(self, token_id: int) -> None:
+        """Advance by the row's new token; the next mask fails if the grammar refused the token."""
         begin, end = self._tags
         if self.reasoning == "open":
             self.reasoning = "none" if token_id == end else "open"
@@ -59,23 +59,22 @@ class _Row:
 
 
 class Grammars:
-    """The matchers of the rows that have a grammar, by slot. On rank 0 only.
+    """Matchers of the rows with a grammar, by slot; on rank 0 only.
 
-    Grammars are llguidance's: it matches bytes, so that special tokens match nothing but their
-    names in a Lark grammar. A text may end exactly where its grammar may: there the row's end
-    tokens are allowed, and nowhere else. Every JSON schema keyword that llguidance does not enforce
-    is an error: `uniqueItems`, `not`, `if`, `contains`, `propertyNames`, `dependentRequired`,
-    `dependentSchemas`, `unevaluatedProperties`, formats that it does not know, `oneOf` of schemas
-    that may overlap, `minProperties` and `patternProperties` in some places. What is no keyword of
-    the schema's draft means nothing, as in JSON Schema. It departs from a schema in one point:
-    keys that only `additionalProperties` or `patternProperties` describe may come twice.
+    llguidance matches bytes, so that special tokens match only their names in a Lark grammar. The
+    row's end tokens are allowed exactly where the grammar may end. A JSON schema keyword that
+    llguidance does not enforce is an error: `uniqueItems`, `not`, `if`, `contains`,
+    `propertyNames`, `dependentRequired`, `dependentSchemas`, `unevaluatedProperties`, unknown
+    formats, `oneOf` of schemas that may overlap, and in some places `minProperties` and
+    `patternProperties`. Unknown keywords have no effect, as in JSON Schema. One deviation from a
+    schema: keys that only `additionalProperties` or `patternProperties` describe may occur twice.
 
-    A grammar is for what follows `</think>` where an answer begins with reasoning. In there all
-    tokens are allowed but the row's end tokens: a text that has ended matches its grammar.
+    If an answer begins with reasoning, the grammar applies after `</think>`. Reasoning may contain
+    all tokens except the row's end tokens, so that every ended text matches its grammar.
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
-        """Begins to load the tokenizer, in the compiler's thread; see `wait`."""
+        """Start to load the tokenizer in the compiler's thread; see `wait`."""
         self._path = folder / "tokenizer.json"
         self._num_words = (vocab_size + 31) // 32
         self._rows: dict[int, _Row] = {}
@@ -86,13 +85,13 @@ class Grammars:
     def wait(self) -> None:
         """Wait for the tokenizer. Raises ModelError.
 
-        Of a large vocabulary it takes over a second, in which no other thread runs: to be called
-        before requests are served.
+        A large vocabulary takes over a second, in which no other thread runs. Call this before
+        requests are served.
         """
         try:
             self._tokenizer.result()
         except Exception as error:  # llguidance raises nothing more exact
-            raise ModelError(f"{self._path}: llguidance can't read it: {error}") from error
+            raise ModelError(f"{self._path}: llguidance could not read it: {error}") from error
 
     def add(
         self,
@@ -102,40 +101,42 @@ class Grammars:
         end_token_ids: list[int],
         reasoning: Reasoning = "none",
     ) -> None:
-        """Begins to compile the grammar of a row, which has said `output_token_ids` already."""
+        """Start to compile the grammar of a row with these output tokens so far."""
         compiled = self._compiler.submit(self._compile, spec, output_token_ids, reasoning)
         known = [token_id for token_id in end_token_ids if token_id < 32 * self._num_words]
         self._rows[slot] = _Row(compiled, known)
 
     def remove(self, slot: int) -> None:
-        """The row has left; it need not have a grammar."""
+        """Remove a row, with or without a grammar."""
         if row := self._rows.pop(slot, None):
             row.compiled.cancel()
 
     def clear(self) -> None:
-        """All rows have left."""
+        """Remove all rows."""
         for slot in list(self._rows):
             self.remove(slot)
 
     def accept(self, slot: int, token_id: int) -> None:
-        """The token drawn for the row, which has a grammar; -1: none could be drawn."""
+        """Advance a row with a grammar by its new token; -1: the row failed."""
         row = self._rows[slot]
         if row.failure or token_id < 0:
             return
         if token_id in row.end_token_ids:
             row.ended = True
         elif not row.ended:
-            row.state.take(token_id)
+            row.state.accept(token_id)
 
     def opening_tag(self, slot: int) -> int:
-        """The token with which the row may begin to reason now, if the model draws it from all
-        tokens; -2: there is none. The mask does not say it: where a grammar forbids what the model
-        likes, the tag would be drawn for want of something better."""
+        """Return the token with which the row may start to reason now, or -2.
+
+        The mask excludes this token; it may be drawn only if the model draws it from all tokens.
+        Otherwise a grammar that forbids the model's choice would make the tag likely.
+        """
         state = self._rows[slot].state
         return self._tags[0] if state.reasoning == "optional" else -2
 
     def bitmask(self, slots: list[int]) -> tuple[Bitmask, dict[int, str]]:
-        """The tokens that each of `slots` may draw next, and why rows can't go on.
+        """Return the allowed tokens of each of `slots`, and the reasons of failed rows.
 
         Waits for grammars that are being compiled. The mask of a failed row allows all tokens.
         """
@@ -145,7 +146,7 @@ class Grammars:
         alive = np.asarray(masks.any(axis=1)).tolist()
         for mask, row, is_alive in zip(masks, rows, alive, strict=True):
             if not row.failure and not is_alive:
-                row.failure = "no token may follow: the grammar has come to a dead end"
+                row.failure = "structured_outputs: the grammar allows no next token"
             if row.failure:
                 mask.fill(-1)
         return masks, {
@@ -154,32 +155,32 @@ class Grammars:
 
     def _fill(self, masks: Bitmask, rows: list[_Row]) -> None:
         tokenizer = self._tokenizer.result()
-        thinks = [row.state.reasoning == "open" for row in rows]
-        going = [
+        thinking = [row.state.reasoning == "open" for row in rows]
+        open_matchers = [
             (row.state.matcher, index)
             for index, row in enumerate(rows)
-            if not thinks[index] and _goes_on(row)
+            if not thinking[index] and _is_open(row)
         ]
-        if going:
+        if open_matchers:
             # as wide as the tokenizer's vocabulary, which may be smaller than the model's
             width = (tokenizer.vocab_size + 31) // 32
             texts = masks if width == self._num_words else np.zeros((len(rows), width), np.int32)
-            fill_next_token_bitmask_par(self._executor, going, texts)
+            fill_next_token_bitmask_par(self._executor, open_matchers, texts)
             masks[:, :width] = texts
-        masks[thinks] = -1
+        masks[thinking] = -1
         TokenBits(tokenizer.eos_tokens).forbid(masks)
-        may_end = [not is_thinking for is_thinking in thinks]
-        for matcher, index in going:
+        may_end = [not is_thinking for is_thinking in thinking]
+        for matcher, index in open_matchers:
             may_end[index] = matcher.is_accepting()
         for index, row in enumerate(rows):
             change = row.end_words.allow if may_end[index] else row.end_words.forbid
             change(masks[index])
-        for matcher, index in going:
+        for matcher, index in open_matchers:
             rows[index].failure = _failure(matcher)
 
     @cached_property
     def _tags(self) -> tuple[int, int]:
-        """The tokens `<think>` and `</think>`; -1: the vocabulary has no such token."""
+        """Token ids of `<think>` and `</think>`; -1: not in the vocabulary."""
         tokenizer = self._tokenizer.result()
         tags = [tokenizer.tokenize_str(tag, parse_special=True) for tag in TAGS]
         begin, end = (ids[0] if len(ids) == 1 else -1 for ids in tags)
@@ -194,12 +195,12 @@ class Grammars:
         )
         state = _State(matcher, reasoning, self._tags)
         for token_id in output_token_ids:
-            state.take(token_id)
+            state.accept(token_id)
         return state
 
 
-def _goes_on(row: _Row) -> bool:
-    """Whether its text is not at its end; waits for its matcher."""
+def _is_open(row: _Row) -> bool:
+    """Return True if the row's text has not ended; waits for its matcher."""
     if not row.ended and not row.failure:
         row.failure = _failure(row.state.matcher)
         row.ended = row.state.matcher.is_stopped()
@@ -207,8 +208,8 @@ def _goes_on(row: _Row) -> bool:
 
 
 def _failure(matcher: LLMatcher) -> str:
-    """Why it can't go on; empty: it can."""
+    """Return the reason of a failure, or an empty string."""
     if not matcher.is_error():
         return ""
     reason = matcher.get_error().removesuffix("<non-verbose/>").strip()
-    return f"structured_outputs can't be followed: {reason}"
+    return f"structured_outputs: the grammar failed: {reason}"

@@ -1,4 +1,4 @@
-"""A thread that says how the worker gets on, also while a step keeps the main thread."""
+"""Heartbeats of the worker from a thread, which continue during a step."""
 
 import threading
 
@@ -6,8 +6,8 @@ from penstock.protocol.transport.heartbeat import AwakeClock, PulseSender
 from penstock.protocol.transport.process import Process
 
 
-class Watchdog:
-    """Sends pulses. A process that is stopped sends none; one that is stuck says for how long."""
+class Heartbeat:
+    """Sender of pulses. A stopped process sends none; a stuck process reports for how long."""
 
     def __init__(self) -> None:
         self.group = ""
@@ -15,20 +15,20 @@ class Watchdog:
         self._clock = AwakeClock()
 
     def progress(self) -> None:
-        """A step begins, or goes on."""
+        """Note the progress of a step."""
         self._busy_since = self._clock.now()
 
     def rest(self) -> None:
-        """There is nothing to do, or nothing whose time has a limit."""
+        """Note that the worker is idle, or that its work has no time limit."""
         self._busy_since = None
 
     def busy_seconds(self) -> float:
-        """Since the latest progress; 0 at rest."""
+        """Return the seconds since the latest progress, 0 if idle."""
         since = self._busy_since
         return 0.0 if since is None else max(0.0, self._clock.now() - since)
 
     def start(self, process: Process) -> None:
-        """Pulses come from here on, to the end of the process."""
+        """Send pulses until the process ends."""
         threading.Thread(target=self._run, args=[process], daemon=True).start()
 
     def _run(self, process: Process) -> None:

@@ -1,4 +1,4 @@
-"""The memory of keys and values."""
+"""Size and allocation of the KV cache."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -16,20 +16,20 @@ log = logging.getLogger(__name__)
 
 
 def kv_block_shape(model: ModelConfig, tp_size: int, block_size: int) -> tuple[int, int, int]:
-    """Keys (or values) of one block in one layer: (block_size, KV heads of a rank, head_dim)."""
+    """Return the shape of a block's keys in a layer: (block_size, a rank's KV heads, head_dim)."""
     return block_size, max(1, model.num_key_value_heads // tp_size), model.head_dim
 
 
 def num_fitting_blocks(
     num_bytes: float, model: ModelConfig, tp_size: int, block_size: int, dtype: torch.dtype
 ) -> int:
-    """How many blocks fit into `num_bytes`. Raises ModelError if none does."""
+    """Return the number of blocks that fit into `num_bytes`. Raises ModelError if none fits."""
     shape = kv_block_shape(model, tp_size, block_size)
     block_bytes = 2 * model.num_hidden_layers * _num_bytes(shape, dtype)
     if num_bytes < block_bytes:
         raise ModelError(
-            f"{num_bytes / 2**30:.2f} GiB are left for the KV cache; one block takes "
-            f"{block_bytes / 2**30:.2f}"
+            f"KV cache: got {num_bytes / 2**30:.2f} GiB, expected {block_bytes / 2**30:.2f} or "
+            "more for one block; raise --gpu-memory-utilization or --kv-cache-gib, or use more GPUs"
         )
     return min(int(num_bytes / block_bytes), MAX_BLOCKS)
 
@@ -42,7 +42,7 @@ def allocate_kv_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[KVCache]:
-    """One rank's KV cache, of each layer: zeros."""
+    """Return one rank's KV cache of each layer, filled with zeros."""
     shape = kv_block_shape(model, tp_size, block_size)
     size = (model.num_hidden_layers, 2, num_blocks)
     log.info(
@@ -59,7 +59,7 @@ def allocate_kv_cache(
 
 
 def _num_bytes(shape: tuple[int, int, int], dtype: torch.dtype) -> int:
-    """Of the keys (or values) of a block in one layer, with the scales of those in 8 bits."""
+    """Return the bytes of a block's keys (or values) in one layer, including scales."""
     block_size, num_kv_heads, head_dim = shape
     head_bytes = head_dim * dtype.itemsize + (torch.float32.itemsize if dtype == FP8 else 0)
     return block_size * num_kv_heads * head_bytes
@@ -68,7 +68,7 @@ def _num_bytes(shape: tuple[int, int, int], dtype: torch.dtype) -> int:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     if device.type == "cpu":
-        # numpy's zeros are pages that the kernel makes when they are written to: a start is free
+        # the kernel allocates pages of numpy's zeros when they are first written
         return torch.from_numpy(np.zeros(num_bytes, "u1")).view(dtype).view(shape)
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device).view(dtype).view(shape)
 
@@ -76,11 +76,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 def free_gpu_bytes(
     worst_cases: Sequence[Callable[[], object]], utilization: float, device: torch.device
 ) -> int:
-    """What a GPU has left for the KV cache beside everything else that is on it.
+    """Return the bytes that remain for the KV cache on a GPU.
 
-    worst_cases run the largest step: of rows that want no more than a token, which graphs have
-    memory of their own for, then of rows that ask for all there is. utilization: share of the GPU's
-    memory that may be used, by whatever process.
+    worst_cases: run the largest step of rows without extras, for which CUDA graphs have their own
+    memory, then of rows with all extras. utilization: share of the GPU's memory that all processes
+    together may use.
     """
     before = torch.cuda.memory_allocated(device)
     peaks = []
@@ -91,6 +91,6 @@ def free_gpu_bytes(
         peaks.append(torch.cuda.max_memory_allocated(device) - before)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    log.info("the largest step takes %.2f GiB beside the weights", max(peaks) / 2**30)
-    # once for the CUDA graphs' pool, once for steps that run eagerly or behind a graph
+    log.info("the largest step takes %.2f GiB in addition to the weights", max(peaks) / 2**30)
+    # once for the CUDA graphs' pool, once for eager steps and the logits processor
     return int(free - (1 - utilization) * total - peaks[0] - max(peaks))

@@ -1,4 +1,4 @@
-"""How a worker comes to life: device, group, weights, KV cache, CUDA graphs."""
+"""Startup of a worker: device, group, weights, KV cache, CUDA graphs."""
 
 import logging
 import os
@@ -37,37 +37,36 @@ from penstock.services.worker.kv_cache import (
 )
 from penstock.services.worker.model_runner import ModelRunner
 from penstock.services.worker.persistent_batch import PersistentBatch
-from penstock.services.worker.profiler import step_profiler
-from penstock.services.worker.start_times import StartTimes
+from penstock.services.worker.timings import StartTimes, step_profiler
 
 IMPORTED = time.time()
 log = logging.getLogger(__name__)
 GPU_VARIABLE = "PENSTOCK_GPU"
-"""index of the worker's GPU among those that torch sees: all of its node, or they could not reach
-one another"""
+"""index of the worker's GPU among the GPUs that torch sees: all GPUs of the node, because the ranks
+need peer access"""
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 CPU_KV_BYTES = 1 << 30
-"""where nothing is said"""
+"""size of the KV cache on a CPU by default"""
 
 
 def load(
     config: Config, assignment: WorkerAssignment, on_progress: Callable[[], None]
 ) -> ModelRunner:
-    """Join the group, loads this rank's weights, allocates its KV cache, captures its graphs.
+    """Join the group, load this rank's weights, allocate its KV cache, capture its graphs.
 
-    Calls `on_progress` now and then. Raises ModelError, GroupError.
+    Calls `on_progress` repeatedly. Raises ModelError, GroupError.
     """
     times = StartTimes()
     times.end("imports", IMPORTED)
     times.end("place")
     index = assignment.replica * config.tp + assignment.rank
     device = choose_device(config.device, index, config.tp, config.dp)
-    # One core is for the other processes: threads that wait for one that has no core are dear.
+    # One core is for the other processes: waiting for a thread without a core is slow.
     num_cores = ((os.cpu_count() or 1) - 1) // (config.tp * config.dp)
     torch.set_num_threads(config.num_threads or max(1, num_cores))
     model_config = quantized(read_model_config(config.model_folder), config.quantization)
     check_tp(model_config, assignment.tp_size, config.enable_expert_parallel)
-    # Its thread loads while this one waits: for the group, for the device, for the disk.
+    # Its thread loads while this thread waits for the group, the device and the disk.
     grammars = None if assignment.rank else Grammars(config.model_folder, model_config.vocab_size)
     place = assignment.rendezvous, assignment.rank, assignment.tp_size
     tp = TensorParallel.join(*place, device, assignment.spans_nodes)
@@ -91,7 +90,9 @@ def load(
     on_progress()
     if device.type == "cuda" and config.enable_cuda_graphs and attention.can_be_captured:
         runner.use_graphs(_graph_shapes(config, model, max_blocks * attention.block_size))
-        if not assignment.num_blocks:  # else requests wait, and each graph comes when it is needed
+        if (
+            not assignment.num_blocks
+        ):  # otherwise requests wait; each graph is captured at its first use
             runner.capture_graphs(on_progress)
         times.end("CUDA graphs")
     if grammars:
@@ -105,8 +106,11 @@ def load(
 
 
 def choose_device(wanted: str, index: int, tp_size: int, num_replicas: int = 1) -> torch.device:
-    """The GPU of the worker `index` of all replicas' ones, or the CPU. Raises ModelError where
-    GPUs are wanted and there are too few. On a cluster GPU_VARIABLE says which GPU it is."""
+    """Return the GPU of the worker `index` among all replicas' workers, or the CPU.
+
+    On a cluster GPU_VARIABLE has the GPU's index. Raises ModelError if GPUs are requested and the
+    machine has too few.
+    """
     given = os.environ.get(GPU_VARIABLE)
     if given is not None or NODE_VARIABLE in os.environ:
         return _given_device(wanted, given)
@@ -128,14 +132,14 @@ def choose_device(wanted: str, index: int, tp_size: int, num_replicas: int = 1) 
 
 
 def _given_device(wanted: str, given: str | None) -> torch.device:
-    """Without a fall back to the CPU: the other ranks of the group may have GPUs."""
+    """Return the given device, without falling back to the CPU: other ranks may have GPUs."""
     if wanted == "cpu" or (wanted == "auto" and given is None):
         return torch.device("cpu")
     if given is None:
-        raise ModelError(f"--device {wanted}: the cluster has given this worker no GPU")
+        raise ModelError(f"--device: got {wanted}, but the cluster assigned no GPU to this worker")
     num_gpus = torch.cuda.device_count()
     if int(given) >= num_gpus:
-        raise ModelError(f"this worker was given GPU {given}; torch sees {num_gpus} GPUs here")
+        raise ModelError(f"{GPU_VARIABLE}: got {given}, expected an index of {num_gpus} GPUs")
     torch.cuda.set_device(int(given))
     return torch.device("cuda", int(given))
 
@@ -160,7 +164,7 @@ def _attention(
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Floating-point tensors are made of this type."""
+    """Make floating-point tensors of this type by default."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -177,7 +181,7 @@ def _make_runner(
     num_blocks: int,
     grammars: Grammars | None,
 ) -> ModelRunner:
-    """The KV cache gets `num_blocks`, or, where that is 0, what the largest step leaves."""
+    """Make a runner with `num_blocks` of KV cache, or with 0, as many as fit."""
     weight, block_size = model.model.embed_tokens.weight, model.attention.block_size
     vocab_size = model_config.vocab_size
     shape = (model_config, model.tp.size, block_size)
@@ -196,7 +200,7 @@ def _make_runner(
         if weight.is_cuda and not num_bytes:
             trial = make(1)
             sizes = config, max_blocks * block_size, block_size
-            plans = [worst_case_plan(*sizes), worst_case_plan(*sizes, asks=True)]
+            plans = [worst_case_plan(*sizes), worst_case_plan(*sizes, with_extras=True)]
             steps = [partial(_run_alone, trial, plan) for plan in plans]
             num_bytes = free_gpu_bytes(steps, config.gpu_memory_utilization, weight.device)
             del trial, steps
@@ -208,26 +212,26 @@ def _graph_shapes(config: Config, model: Qwen3, max_model_len: int) -> list[Batc
     shapes = decode_shapes(config.max_num_seqs, max_model_len)
     if model.attention.can_capture_prefill:
         num_weights = sum(parameter.numel() for parameter in model.parameters())
-        num_weights -= sum(moe.num_resting for moe in model.modules() if isinstance(moe, MoE))
+        num_weights -= sum(moe.num_idle_weights for moe in model.modules() if isinstance(moe, MoE))
         sizes = config.max_num_seqs, config.max_num_batched_tokens
         shapes += prefill_shapes(*sizes, num_weights, max_model_len)
     return shapes
 
 
 def _run_alone(runner: ModelRunner, plan: BatchPlan) -> None:
-    runner.launch(plan).told()
+    runner.launch(plan).output()
     runner.clear()
 
 
 def worst_case_plan(
-    config: Config, max_model_len: int, block_size: int, asks: bool = False
+    config: Config, max_model_len: int, block_size: int, with_extras: bool = False
 ) -> BatchPlan:
-    """As many tokens and rows as a step may have, all in block 0.
+    """Return a plan with the maximum tokens and rows of a step, all in block 0.
 
-    asks: one row has most of the tokens, and all ask for what takes memory beside a token.
+    with_extras: one row has most of the tokens, and all rows have all extras.
     """
     num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-    lengths = [1 if asks else config.max_num_batched_tokens // num_rows] * num_rows
+    lengths = [1 if with_extras else config.max_num_batched_tokens // num_rows] * num_rows
     lengths[0] += config.max_num_batched_tokens - sum(lengths)
     lengths = [min(length, max_model_len) for length in lengths]
     added = [
@@ -241,7 +245,7 @@ def worst_case_plan(
             top_p=0.95,
             min_p=0.0,
             seed=slot,
-            extras=_all_extras(length) if asks else None,
+            extras=_all_extras(length) if with_extras else None,
         )
         for slot, length in enumerate(lengths)
     ]

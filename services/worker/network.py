@@ -1,4 +1,4 @@
-"""Where ranks on several machines find one another: a port of this one, and its interface."""
+"""Rendezvous of ranks on several machines: a port of this machine, and its interface."""
 
 import os
 import socket
@@ -7,7 +7,7 @@ import psutil
 
 
 def free_rendezvous(host: str) -> str:
-    """`tcp://host:port` of a port of this machine's address that is free now."""
+    """Return `tcp://host:port` with a port of this machine's address that is free now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((host, 0))
@@ -16,13 +16,13 @@ def free_rendezvous(host: str) -> str:
 
 
 def use_interface_of(host: str) -> None:
-    """Has gloo and NCCL go by the interface with this machine's address, unless the user says else.
+    """Make gloo and NCCL use the interface with this machine's address, unless the user chose one.
 
-    They take the first one that they find, which may lead nowhere. Raises ConnectionError.
+    By default they use the first interface, which may not reach the peers. Raises ConnectionError.
     """
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == host for one in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
             return
-    raise ConnectionError(f"{host} is no address of this machine's network interfaces")
+    raise ConnectionError(f"host: got {host}, expected an address of this machine's interfaces")

@@ -1,8 +1,8 @@
-"""The persistent batch: for every slot its sequence, kept from step to step.
+"""The persistent batch: the sequence of every slot, kept between steps.
 
-Lengths are known on the host, without asking the device: each step adds a known number of tokens
-to a row. What the model and the sampler read lies on the device; each step brings it the record
-that `penstock.kernels.step.apply_plan` describes.
+The host knows all lengths without reading from the device, because each step adds a known number of
+tokens to a row. The tensors of the model and the sampler stay on the device; each step updates them
+with the record that `penstock.kernels.step.apply_plan` describes.
 """
 
 from collections.abc import Iterator
@@ -21,48 +21,48 @@ NONE: Integers = np.empty(0, np.int64)
 
 
 class Rows(NamedTuple):
-    """What a step computes: rows that decode first, each kind in ascending order of slot."""
+    """Rows of a step: rows that decode, then rows that prefill, both in ascending order of slot."""
 
     record: Record
     table: Record
-    """the rows in it, [num_rows, 8]"""
+    """the rows of the record, [num_rows, 8]"""
     shape: BatchShape
     sampled: Integers
     """indices of the rows that sample, in ascending order of slot, then position"""
 
 
 class _Decoding(NamedTuple):
-    """The rows of a step that decode, one token each, by slot, then position."""
+    """Rows of a step that decode, one token each, sorted by slot, then position."""
 
     slots: Integers
     positions: Integers
     token_ids: Integers
-    """-1: the one sampled last"""
+    """-1: the token sampled last"""
 
 
 class PersistentBatch:
-    """Rows by slot, as far as the host must know them. Changed by plans only."""
+    """State of the rows on the host, by slot. Changed by plans only."""
 
     def __init__(
         self, num_slots: int, max_blocks: int, block_size: int, num_blocks: int, vocab_size: int
     ) -> None:
-        """max_blocks: most blocks of one row; num_blocks: blocks in the KV cache."""
+        """Make an empty batch; max_blocks: of one row; num_blocks: of the KV cache."""
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.max_blocks = max_blocks
         self.vocab_size = vocab_size
         self._active = np.zeros(num_slots, np.bool_)
         self._num_row_blocks = np.zeros(num_slots, np.int64)
-        self._num_given = np.zeros(num_slots, np.int64)
+        self._num_prefill_tokens = np.zeros(num_slots, np.int64)
         self._num_computed = np.zeros(num_slots, np.int64)
-        self._rests = np.zeros(num_slots, np.bool_)
-        """computes nothing until a draft names it"""
+        self._is_paused = np.zeros(num_slots, np.bool_)
+        """computes nothing until a draft includes the slot"""
         self._given: dict[int, Record] = {}
-        """given tokens of the rows that have not computed them all"""
+        """prefill tokens of the rows that have not computed all of them"""
         self._appended: list[Record] = []
-        """(slot, column, block id) that the device does not know yet"""
+        """(slot, column, block id), to be sent with the next record"""
         self._parameters: list[Record] = []
-        """likewise; as in the record"""
+        """sampling parameters, to be sent with the next record"""
 
     def clear(self) -> None:
         """Remove every row."""
@@ -72,7 +72,7 @@ class PersistentBatch:
         self._parameters.clear()
 
     def apply(self, plan: BatchPlan) -> None:
-        """Rows leave, rows enter, rows get blocks. Raises ValueError for what can't be."""
+        """Remove rows, add rows, append blocks. Raises ValueError for an invalid plan."""
         if plan.removed:
             removed = _integers(plan.removed)
             self._check_active(removed)
@@ -85,10 +85,10 @@ class PersistentBatch:
             self._append(appended >> BLOCK_BITS, appended & (MAX_BLOCKS - 1))
 
     def advance(self, chunks: bytes, drafts: bytes = b"") -> Rows | None:
-        """The next step, None if no row has anything to compute; the rows count as computed.
+        """Return the next step, or None without any rows; the rows count as computed.
 
         chunks, drafts: as in `BatchPlan`; each token of a draft becomes a row. Raises ValueError
-        for what can't be.
+        for an invalid plan.
         """
         prefilling, lengths = _pairs(chunks)
         self._check_chunks(prefilling, lengths)
@@ -98,25 +98,25 @@ class PersistentBatch:
         if not slots.size:
             return None
         if len(slots) > len(self._active):
-            raise ValueError(f"{len(slots)} rows in a step; {len(self._active)} fit")
+            raise ValueError(f"rows: got {len(slots)}, expected at most {len(self._active)}")
         counts = np.concatenate([np.ones_like(decoding.slots), lengths[order]])
         begins = np.concatenate([decoding.positions, self._num_computed[prefilling[order]]])
         ends = begins + counts
         self._check_room(slots, ends)
         rows = self._rows(slots, counts, ends, decoding.token_ids)
-        self._num_computed[slots] = ends  # of equal slots the last counts
+        self._num_computed[slots] = ends  # the last of equal slots wins
         return rows
 
     def _decoding(self, drafts: bytes) -> _Decoding:
-        decodes = self._active & (self._num_computed >= self._num_given)
+        decodes = self._active & (self._num_computed >= self._num_prefill_tokens)
         drafted = []
         for slot, position, token_ids in _split(drafts):
             self._check_draft(slot, position, token_ids, decodes)
             decodes[slot] = False
-            self._rests[slot] = len(token_ids) > 1
+            self._is_paused[slot] = len(token_ids) > 1
             positions = position + np.arange(len(token_ids))
             drafted.append(_Decoding(np.full_like(positions, slot), positions, token_ids))
-        slots = np.flatnonzero(decodes & ~self._rests)
+        slots = np.flatnonzero(decodes & ~self._is_paused)
         plain = _Decoding(slots, self._num_computed[slots], np.full_like(slots, -1))
         if not drafted:
             return plain
@@ -128,16 +128,16 @@ class PersistentBatch:
         self, slot: int, position: int, token_ids: Integers, decodes: NDArray[np.bool_]
     ) -> None:
         if not (0 <= slot < len(decodes) and decodes[slot]):
-            raise ValueError(f"slot {slot} is drafted twice, or holds no row that decodes")
-        least, most = self._num_given[slot], self._num_computed[slot]
+            raise ValueError(f"draft: got slot {slot} twice, or without a row that decodes")
+        least, most = self._num_prefill_tokens[slot], self._num_computed[slot]
         if not least <= position <= most:
-            raise ValueError(f"slot {slot}: draft at {position}, not between {least} and {most}")
-        has_token = position == most and not self._rests[slot]
+            raise ValueError(f"draft of slot {slot}: got {position}, expected {least} to {most}")
+        has_token = position == most and not self._is_paused[slot]
         explicit = token_ids[1:] if has_token and token_ids[0] == -1 else token_ids
         _check_range(f"drafted token of slot {slot}", explicit, self.vocab_size)
 
     def _forget(self, slots: Integers) -> None:
-        """What the device was to learn of rows that have left."""
+        """Drop pending updates of removed rows."""
         self._parameters = [entry for entry in self._parameters if entry[0] not in slots]
         entries = [appended.reshape(-1, 3) for appended in self._appended]
         self._appended = [entry[~np.isin(entry[:, 0], slots)].ravel() for entry in entries]
@@ -145,24 +145,24 @@ class PersistentBatch:
     def _add(self, row: RowAdded) -> None:
         slot, token_ids, block_ids = row.slot, _integers(row.token_ids), _integers(row.block_ids)
         if not 0 <= slot < len(self._active) or self._active[slot]:
-            raise ValueError(f"slot {slot} is taken, or none of the {len(self._active)} there are")
+            raise ValueError(f"slot: got {slot}, expected a free slot below {len(self._active)}")
         if not 0 <= row.num_computed_tokens < len(token_ids) <= len(block_ids) * self.block_size:
             raise ValueError(
-                f"slot {slot}: {row.num_computed_tokens} of {len(token_ids)} tokens computed, in "
-                f"{len(block_ids)} blocks of {self.block_size}"
+                f"slot {slot}: got {row.num_computed_tokens} computed of {len(token_ids)} tokens, "
+                f"expected fewer, and room in {len(block_ids)} blocks of {self.block_size}"
             )
         _check_range(f"token id of slot {slot}", token_ids, self.vocab_size)
         self._active[slot] = True
-        self._num_given[slot] = len(token_ids)
+        self._num_prefill_tokens[slot] = len(token_ids)
         self._num_computed[slot] = row.num_computed_tokens
-        self._rests[slot] = False
+        self._is_paused[slot] = False
         self._num_row_blocks[slot] = 0
         self._given[slot] = token_ids.astype(np.int32)
         self._append(np.full(len(block_ids), slot), block_ids)
         self._parameters.append(_parameters(row))
 
     def _append(self, slots: Integers, block_ids: Integers) -> None:
-        """Blocks at the end of their rows' tables, in the order given."""
+        """Append blocks to their rows' tables, in the given order."""
         self._check_active(slots)
         _check_range("block id", block_ids, self.num_blocks)
         order = np.argsort(slots, kind="stable")
@@ -174,12 +174,14 @@ class PersistentBatch:
         self._appended.append(np.stack([slots, columns, block_ids], 1).astype(np.int32).ravel())
 
     def _rows(self, slots: Integers, counts: Integers, ends: Integers, decoded: Integers) -> Rows:
-        """The step as a record; ends: lengths of the rows behind the step; decoded: token ids of
-        the rows that decode, or -1."""
+        """Return the step as a record.
+
+        ends: lengths of the rows after the step; decoded: token ids of rows that decode, or -1.
+        """
         num_decode, explicit = len(decoded), decoded >= 0
         bounds = np.concatenate([[0], np.cumsum(counts)])
         key_bounds = np.concatenate([[0], np.cumsum(ends)])
-        samples = ends >= self._num_given[slots]
+        samples = ends >= self._num_prefill_tokens[slots]
         given, offsets = self._take_given(slots[num_decode:], counts[num_decode:])
         rows = np.zeros((len(slots), 8), np.int32)
         rows[:, 0] = slots
@@ -197,7 +199,7 @@ class PersistentBatch:
         return Rows(record, rows, shape, sampled[order])
 
     def _record(self, rows: Record, given: list[Record]) -> Record:
-        """Everything that the device does not know, behind a header that says where it is."""
+        """Return all updates of the device after a header with their offsets."""
         appended = np.concatenate(self._appended or [NONE.astype(np.int32)])
         parameters = np.concatenate(self._parameters or [NONE.astype(np.int32)])
         self._appended.clear()
@@ -208,7 +210,7 @@ class PersistentBatch:
         return np.concatenate([header, rows.ravel(), appended, parameters, *given])
 
     def _take_given(self, slots: Integers, counts: Integers) -> tuple[list[Record], Integers]:
-        """The given tokens of some chunks, and where each begins among them."""
+        """Return the prefill tokens of chunks, and the index of each chunk's first token."""
         taken = []
         for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
             given, begin = self._given[slot], int(self._num_computed[slot])
@@ -219,28 +221,32 @@ class PersistentBatch:
 
     def _check_chunks(self, slots: Integers, lengths: Integers) -> None:
         self._check_active(slots)
-        num_left = self._num_given[slots] - self._num_computed[slots]
+        num_left = self._num_prefill_tokens[slots] - self._num_computed[slots]
         wrong = (lengths < 1) | (lengths > num_left)
         if wrong.any():
             slot, length, left = slots[wrong][0], lengths[wrong][0], num_left[wrong][0]
-            raise ValueError(f"slot {slot}: chunk of {length} of {left} tokens left")
+            raise ValueError(f"chunk of slot {slot}: got {length} tokens, expected 1 to {left}")
         if len(np.unique(slots)) != len(slots):
-            raise ValueError(f"slots {slots.tolist()}: one has two chunks")
+            raise ValueError(f"chunks: got slots {slots.tolist()}, expected different slots")
 
     def _check_active(self, slots: Integers) -> None:
         _check_range("slot", slots, len(self._active))
         if not self._active[slots].all():
-            raise ValueError(f"slot {slots[~self._active[slots]][0]} holds no row")
+            raise ValueError(
+                f"slot: got {slots[~self._active[slots]][0]}, expected a slot with a row"
+            )
 
     def _check_room(self, slots: Integers, ends: Integers) -> None:
         room = self._num_row_blocks[slots] * self.block_size
         if (ends > room).any():
             row = int((ends > room).argmax())
-            raise ValueError(f"slot {slots[row]}: blocks for {room[row]} tokens of {ends[row]}")
+            raise ValueError(
+                f"blocks of slot {slots[row]}: got {room[row]} tokens, expected {ends[row]}"
+            )
 
 
 def _shape(counts: Integers, num_decode: int, max_seqlen_k: int) -> BatchShape:
-    """counts: tokens of each row."""
+    """Return the shape of a step; counts: tokens of each row."""
     longest = int(counts.max())
     size = tile_size(longest)
     return BatchShape(
@@ -255,7 +261,7 @@ def _shape(counts: Integers, num_decode: int, max_seqlen_k: int) -> BatchShape:
 
 
 def _parameters(row: RowAdded) -> Record:
-    """Sampling parameters as in the record."""
+    """Return sampling parameters as in the record."""
     entry = np.zeros(8, np.int32)
     entry[0], entry[2] = row.slot, row.top_k
     entry[[1, 3, 4]] = np.array([row.temperature, row.top_p, row.min_p], np.float32).view(np.int32)
@@ -264,23 +270,23 @@ def _parameters(row: RowAdded) -> Record:
 
 
 def _integers(data: bytes) -> Integers:
-    """What `plan.pack` packed, as int64."""
+    """Return the integers that `plan.pack` packed, as int64."""
     return np.frombuffer(data, "<i4").astype(np.int64)
 
 
 def _pairs(data: bytes) -> tuple[Integers, Integers]:
-    """Packed pairs: the first of each, the second of each."""
+    """Return the first and the second integer of each packed pair."""
     first, second = _integers(data).reshape(-1, 2).T
     return first, second
 
 
 def _split(drafts: bytes) -> Iterator[tuple[int, int, Integers]]:
-    """(slot, position, token ids) of each."""
+    """Yield slot, position and token ids of each draft."""
     left = _integers(drafts)
     while left.size:
         count = int(left[2]) if left.size > 2 else 0
         if not 0 < count <= left.size - 3:
-            raise ValueError(f"draft of {count} tokens in {left.size} integers")
+            raise ValueError(f"draft: got {count} tokens, expected 1 to {left.size - 3}")
         yield int(left[0]), int(left[1]), left[3 : 3 + count]
         left = left[3 + count :]
 
@@ -288,4 +294,4 @@ def _split(drafts: bytes) -> Iterator[tuple[int, int, Integers]]:
 def _check_range(name: str, values: Integers, limit: int) -> None:
     wrong = (values < 0) | (values >= limit)
     if wrong.any():
-        raise ValueError(f"{name} {values[wrong][0]} is not between 0 and {limit - 1}")
+        raise ValueError(f"{name}: got {values[wrong][0]}, expected 0 to {limit - 1}")

@@ -1,6 +1,6 @@
-"""The worker process: takes its place in the group from the scheduler, runs plans, sends tokens.
+"""The worker process: gets its rank in the group from the scheduler, runs plans, sends tokens.
 
-It is crash-only: what it can't go on with ends it, and it is started afresh.
+The process is crash-only: any error it can't handle ends the process, which is then restarted.
 """
 
 import logging
@@ -20,34 +20,34 @@ from penstock.protocol.messages.worker import ToWorker, WorkerAssignment, Worker
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.process import Process
-from penstock.services.worker.heartbeat import Watchdog
+from penstock.services.worker.heartbeat import Heartbeat
 from penstock.services.worker.network import free_rendezvous, use_interface_of
-from penstock.services.worker.step_output import Told
+from penstock.services.worker.step_output import StepOutput
 
 
 class Launched(Protocol):
-    """A step that runs, or has run."""
+    """A launched step."""
 
     def done(self) -> bool:
-        """Whether `token_ids` answers without waiting."""
+        """Return True if `token_ids` returns without waiting."""
 
     def token_ids(self) -> list[int]:
-        """The sampled tokens in ascending order of slot; waits for them."""
+        """Wait for the sampled tokens, in ascending order of slot."""
 
-    def told(self) -> Told:
-        """What the step tells beside them; waits for it."""
+    def output(self) -> StepOutput:
+        """Wait for the other outputs of the step."""
 
 
 class Runner(Protocol):
-    """What computes the steps."""
+    """Executor of plans."""
 
     num_blocks: int
-    """KV blocks there are"""
+    """number of KV blocks"""
     block_size: int
     """tokens per block"""
 
     def idle_us(self) -> tuple[float, float]:
-        """Median and 99th percentile of the GPU's wait between two steps; 0 on a CPU."""
+        """Return median and 99th percentile of the GPU's wait between two steps; 0 on a CPU."""
 
     def launch(self, plan: BatchPlan) -> Launched:
         """Start a step; steps run in the order of their launch."""
@@ -57,13 +57,13 @@ class Runner(Protocol):
 
 
 MAX_END = 5.0
-"""seconds that a killed worker may take to end"""
+"""maximum seconds in which a killed worker ends"""
 Load = Callable[[Config, WorkerAssignment, Callable[[], None]], Runner]
-"""Makes the runner of a place in the group; calls the last argument now and then meanwhile."""
+"""makes the runner of a rank; calls the last argument repeatedly meanwhile"""
 
 
 class WorkerError(Exception):
-    """The worker can't go on, and why."""
+    """A reason for which the worker exits."""
 
 
 class _Step(NamedTuple):
@@ -72,7 +72,7 @@ class _Step(NamedTuple):
 
 
 class Worker:
-    """The worker's end of its socket."""
+    """Endpoint of the worker's socket, and the state of the process."""
 
     def __init__(self, process: Process, load: Load) -> None:
         self.channel = process.context.connect(
@@ -80,7 +80,7 @@ class Worker:
         )
         self._process = process
         self._load = load
-        self.watchdog = Watchdog()
+        self.heartbeat = Heartbeat()
         self._runner: Runner | None = None
         self._group = ""
         self._rank = -1
@@ -89,20 +89,20 @@ class Worker:
         self._steps: deque[_Step] = deque()
         """launched, their tokens not yet sent"""
         self._max_running = min(1, process.config.num_plans_in_flight - 1)
-        """steps that may run while a plan is waited for: with one, the GPU has something to do"""
-        self._said_hello = 0.0
+        """steps that may run while the worker waits for a plan; one keeps the GPU busy"""
+        self._sent_state_at = 0.0
 
-    def say_hello(self) -> None:
-        """Tells the scheduler that this worker lives, and what it holds."""
-        hello = WorkerState(self._process.name, self._group, self._rank, pid=os.getpid())
-        hello.node, hello.incarnation = self._process.context.node_id, self._process.incarnation
+    def send_state(self) -> None:
+        """Send this worker's state to the scheduler."""
+        state = WorkerState(self._process.name, self._group, self._rank, pid=os.getpid())
+        state.node, state.incarnation = self._process.context.node_id, self._process.incarnation
         if not self._group:
-            hello.rendezvous = free_rendezvous(self._process.context.host)
+            state.rendezvous = free_rendezvous(self._process.context.host)
         if self._runner:
-            hello.num_blocks, hello.block_size = self._runner.num_blocks, self._runner.block_size
-            hello.idle_us = self._runner.idle_us()
-        self.channel.send(hello)
-        self._said_hello = time.monotonic()
+            state.num_blocks, state.block_size = self._runner.num_blocks, self._runner.block_size
+            state.idle_us = self._runner.idle_us()
+        self.channel.send(state)
+        self._sent_state_at = time.monotonic()
 
     def receive(self) -> None:
         """Handle what waits at the socket. Raises WorkerError and what the runner raises."""
@@ -113,25 +113,25 @@ class Worker:
                 case WorkerAssignment():
                     self._take_place(message)
                 case WorkerExit(reason):
-                    raise WorkerError(f"leaves: {reason}")
+                    raise WorkerError(f"the scheduler ended this worker: {reason}")
         self._wait()
-        self.watchdog.rest()
+        self.heartbeat.rest()
 
     def _take_place(self, assignment: WorkerAssignment) -> None:
         if assignment.epoch < self._epoch:
-            return  # of a scheduler that is gone
+            return  # from an earlier scheduler
         if self._runner is None:
             self._join(assignment)
         elif (assignment.group, assignment.rank) != (self._group, self._rank):
             raise WorkerError(
-                f"rank {self._rank} of group {self._group} can't become "
-                f"rank {assignment.rank} of group {assignment.group}"
+                f"assignment: got rank {assignment.rank} of group {assignment.group}, "
+                f"expected rank {self._rank} of group {self._group}"
             )
         if assignment.epoch > self._epoch:
             self._begin(assignment.epoch)
 
     def _begin(self, epoch: int) -> None:
-        """The plans of `epoch` come next, from step 0, for an empty batch."""
+        """Expect the plans of `epoch` from step 0, for an empty batch."""
         self._epoch = epoch
         self._next_step = 0
         self._steps.clear()
@@ -140,27 +140,27 @@ class Worker:
 
     def _join(self, assignment: WorkerAssignment) -> None:
         self._group, self._rank = assignment.group, assignment.rank
-        self.watchdog.group = assignment.group
+        self.heartbeat.group = assignment.group
         self._process.log.info("rank %d of %d: loading", assignment.rank, assignment.tp_size)
         for pid in assignment.pids_before:
             wait_for_end(pid)
         self._runner = self._load(self._process.config, assignment, self._on_progress)
-        self.say_hello()
+        self.send_state()
 
     def _on_progress(self) -> None:
-        """Loading takes long: a hello is due now and then."""
-        if time.monotonic() - self._said_hello >= HEARTBEAT_INTERVAL:
-            self.say_hello()
+        """Send the state during loading, which may take long."""
+        if time.monotonic() - self._sent_state_at >= HEARTBEAT_INTERVAL:
+            self.send_state()
 
     def _run(self, plan: BatchPlan) -> None:
         if plan.epoch < self._epoch:
             return
         if self._runner is None or plan.epoch > self._epoch:
-            raise WorkerError(f"got a plan of epoch {plan.epoch}; its own is {self._epoch}")
+            raise WorkerError(f"plan: got epoch {plan.epoch}, expected {self._epoch}")
         if plan.step != self._next_step:
-            raise WorkerError(f"got plan {plan.step}; plan {self._next_step} comes next")
+            raise WorkerError(f"plan: got step {plan.step}, expected {self._next_step}")
         self._next_step += 1
-        self.watchdog.progress()
+        self.heartbeat.progress()
         self._steps.append(_Step(plan.step, self._runner.launch(plan)))
         self._send_done()
 
@@ -169,22 +169,22 @@ class Worker:
             self._send_oldest()
 
     def _wait(self) -> None:
-        """With nothing else to do, waits for tokens that the scheduler needs to go on."""
+        """Wait for tokens that the scheduler needs, without other work to do."""
         while len(self._steps) > self._max_running and not self.channel.socket.poll(0):
             self._send_oldest()
         self._send_done()
 
     def _send_oldest(self) -> None:
-        self.watchdog.progress()
+        self.heartbeat.progress()
         step = self._steps.popleft()
         token_ids = step.launched.token_ids()
         if self._rank == 0:
-            told = step.launched.told()
-            self.channel.send(SampledTokens(self._epoch, step.number, pack(token_ids), *told))
+            output = step.launched.output()
+            self.channel.send(SampledTokens(self._epoch, step.number, pack(token_ids), *output))
 
 
 def wait_for_end(pid: int) -> None:
-    """Return when a process of this machine is gone and its memory is free, or MAX_END is over."""
+    """Wait until a process of this machine has exited and freed its memory, up to MAX_END."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -196,10 +196,10 @@ def wait_for_end(pid: int) -> None:
 
 
 def main(load: Load) -> NoReturn:
-    """Run the process until it is told to stop, or can't go on.
+    """Run the process until it is stopped, or fails.
 
-    It ends as if killed. Taken down in order, NCCL waits for ever for CUDA graphs that hold its
-    communicators, and for a rank that is gone.
+    It exits as if killed. In an orderly exit, NCCL would wait for ever for CUDA graphs that hold
+    its communicators, and for a rank that has exited.
     """
     process = Process("worker")
     code = 1
@@ -209,17 +209,17 @@ def main(load: Load) -> NoReturn:
     except (WorkerError, ModelError, ConnectionError, SystemExit) as error:
         process.log.error("%s", error)
     except Exception:
-        process.log.exception("can't go on")
+        process.log.exception("unexpected error")
     logging.shutdown()
     os._exit(code)
 
 
 def _run(process: Process, load: Load) -> None:
     worker = Worker(process, load)
-    worker.watchdog.start(process)
-    loop = EventLoop(process.context, worker.say_hello)
+    worker.heartbeat.start(process)
+    loop = EventLoop(process.context, worker.send_state)
     loop.add(worker.channel, worker.receive)
-    process.context.on_connected(worker.channel, worker.say_hello)
+    process.context.on_connected(worker.channel, worker.send_state)
     if process.context.node_id:
         use_interface_of(process.context.host)
     loop.run()

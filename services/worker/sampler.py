@@ -1,4 +1,4 @@
-"""How every rank comes to know the tokens that a step draws."""
+"""Sampling with the vocabulary sharded over the ranks of a group."""
 
 import torch
 from torch import Tensor
@@ -10,16 +10,16 @@ from penstock.models.qwen3 import Qwen3
 
 
 class Sampler:
-    """Draws a token for each row. Each rank has the logits of its run of the vocabulary.
+    """Sampler of a token for each row; each rank has the logits of its shard of the vocabulary.
 
-    On several GPUs of a node each rank finds the best of its own run, and reads what the others
-    have found (`triton_sharded_sampling`). On several nodes the ranks exchange their candidates,
-    and all draw from these (`penstock.kernels.sampling.candidates`); rows for which that is not
-    enough take part in the second pass. On CPUs of a node rank 0 draws and tells the others.
+    On several GPUs of a node, each rank finds the best tokens of its shard and reads the results of
+    the others (`triton_sharded_sampling`). On several nodes, the ranks exchange candidates, and all
+    draw from these (`penstock.kernels.sampling.candidates`); rows for which candidates do not
+    suffice go through the logits processor. On CPUs of a node, rank 0 draws and broadcasts.
     """
 
     def __init__(self, model: Qwen3, slots: Slots, max_rows: int, vocab_size: int) -> None:
-        """max_rows: most rows of a step. Raises GroupError."""
+        """Allocate symmetric memory for up to `max_rows` rows if needed. Raises GroupError."""
         self._model = model
         self._slots = slots
         self._sharded = None
@@ -36,38 +36,27 @@ class Sampler:
     def __call__(
         self, hidden_states: Tensor, slots: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Tokens, int64 [num_rows], on every rank, and this rank's logits.
+        """Return tokens, int64 [num_rows], on every rank, and this rank's logits.
 
-        slots, positions: as for `sample`; the tokens are the rows' last ones from here on.
+        slots, positions: as for `sample`. The tokens also become the rows' last tokens.
         """
+        tp, head = self._model.tp, self._model.head
+        rows = slots, positions, self._slots.sampling()
         if self._sharded:
             logits = self._model.compute_logits(hidden_states, self._sharded.logits(len(slots)))
-            by_slot = self._slots.sampling()
-            return self._sharded.sample(self._model.tp.barrier, slots, positions, by_slot), logits
+            return self._sharded.sample(tp.barrier, *rows), logits
         logits = self._model.compute_logits(hidden_states)
-        if self._model.tp.spans_nodes:
-            return self._draw_candidate(logits, slots, positions), logits
-        joined = self._model.head.join(logits)
-        tokens = slots.new_empty(len(slots))
-        if joined is not None:
-            tokens = draw(joined, self._slots, slots, positions)
+        if tp.spans_nodes:
+            own = candidates(logits, head.stop - head.start, tp.rank, tp.size, *rows)
+            return draw_candidate(tp.all_gather(own), logits.shape[1], *rows), logits
+        joined = head.join(logits)
+        tokens = slots.new_empty(len(slots)) if joined is None else sample(joined, *rows)
         self.share(tokens, slots)
         return tokens, logits
 
-    def _draw_candidate(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        tp, head = self._model.tp, self._model.head
-        rows = slots, positions, self._slots.sampling()
-        own = candidates(logits, head.stop - head.start, tp.rank, tp.size, *rows)
-        return draw_candidate(tp.all_gather(own), logits.shape[1], *rows)
-
     def share(self, tokens: Tensor, slots: Tensor) -> None:
-        """Brings rank 0's tokens, one for each row, to all ranks."""
+        """Broadcast rank 0's tokens, one for each row."""
         if self._model.tp.size > 1:
-            # the last element takes the tokens of the rows that do not sample: their slot is -1
-            # and -1, for want of a token, is none that the model could read
+            # the last element takes the tokens of rows that do not sample, whose slot is -1;
+            # the token -1 of a failed row is replaced, because the model can't read it
             self._slots.last_token[slots] = self._model.tp.broadcast(tokens).clamp(min=0)
-
-
-def draw(logits: Tensor, batch: Slots, slots: Tensor, positions: Tensor) -> Tensor:
-    """`sample` with the parameters of the persistent batch."""
-    return sample(logits, slots, positions, batch.sampling())

@@ -1,6 +1,10 @@
-"""What a step tells beside its tokens, and how it comes to the host."""
+"""Outputs of a step in addition to token ids (logprobs, failures), and copies to and from a device.
 
-from typing import NamedTuple
+The host does not wait for these copies.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -8,54 +12,127 @@ from torch import Tensor
 
 from penstock.kernels.sampling.penalties import top_logprobs
 from penstock.protocol.messages.logprobs import PackedLogprobs
-from penstock.services.worker.persistent_batch import Record
+from penstock.services.worker.persistent_batch import Integers
 
 BAD_LOGITS = (
-    "the model's logits are NaN or infinite, or every token is forbidden; where no parameter "
+    "the model's logits are NaN or infinite, or every token is forbidden; if no parameter "
     "forbids tokens, check the checkpoint, and --quantization and --kv-cache-dtype"
 )
-"""why a row has no token"""
+"""failure of a row without a token"""
 
 
-class Told(NamedTuple):
-    """As in `SampledTokens`."""
+class StepOutput(NamedTuple):
+    """Outputs of a step in addition to token ids, as in `SampledTokens`."""
 
     logprobs: list[tuple[int, PackedLogprobs]]
     prompt_logprobs: list[tuple[int, list[PackedLogprobs]]]
     failed: list[tuple[int, str]]
 
 
-class OnItsWay(NamedTuple):
-    """Tensors in host memory, filled when the step has run."""
+class PendingLogprobs(NamedTuple):
+    """Packed logprobs in host memory, which are complete when the step has run."""
 
-    logprobs: list[tuple[list[int], list[int], Tensor]]
-    """(which of the sampled rows, how many likeliest tokens for each, packed)"""
+    rows: list[int]
+    """indices among the sampled rows"""
+    numbers: list[int]
+    """requested likeliest tokens of each row"""
+    packed: Tensor
+    """as `pack_logprobs` returns them"""
+
+
+class PendingOutput(NamedTuple):
+    """A `StepOutput` before the step has run."""
+
+    logprobs: list[PendingLogprobs]
     prompt_logprobs: dict[int, list[Tensor]]
     """slot → packed, in the order of the prompt"""
     failed: list[tuple[int, str]]
 
-    def told(self) -> Told:
-        """To be called when the step has run."""
+    def get(self) -> StepOutput:
+        """Return the outputs; the step must have run."""
         logprobs = [
-            (index, _unpack_row(row, num_likeliest))
-            for which, numbers, packed in self.logprobs
-            for index, num_likeliest, row in zip(which, numbers, packed.numpy(), strict=True)
+            (index, _unpack(row, number))
+            for pending in self.logprobs
+            for index, number, row in zip(
+                pending.rows, pending.numbers, pending.packed.numpy(), strict=True
+            )
         ]
         prompt_logprobs = [
-            (slot, [_unpack_row(row, row.size) for part in parts for row in part.numpy()])
+            (slot, [_unpack(row, row.size) for part in parts for row in part.numpy()])
             for slot, parts in self.prompt_logprobs.items()
         ]
-        return Told(logprobs, prompt_logprobs, self.failed)
+        return StepOutput(logprobs, prompt_logprobs, self.failed)
+
+
+class LaunchedStep:
+    """A launched step, whose tokens are being copied to the host."""
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        sampled: Integers,
+        event: Any = None,
+        pending: PendingOutput | None = None,
+    ) -> None:
+        """Keep tokens, int64 in host memory, complete after `event`, a torch.cuda.Event if given.
+
+        sampled: indices of the sampled rows, in ascending order of slot.
+        """
+        self._tokens = tokens
+        self._sampled = sampled
+        self._event = event
+        self._pending = pending or PendingOutput([], {}, [])
+
+    def done(self) -> bool:
+        """Return True if `token_ids` returns without waiting."""
+        return self._event is None or bool(self._event.query())
+
+    def token_ids(self) -> list[int]:
+        """Wait for the sampled tokens; -1 for a failed row."""
+        if self._event is not None:
+            self._event.synchronize()
+        ids: list[int] = self._tokens.numpy()[self._sampled].tolist()
+        return ids
+
+    def output(self) -> StepOutput:
+        """Wait for the other outputs of the step."""
+        missing = [index for index, token_id in enumerate(self.token_ids()) if token_id < 0]
+        output = self._pending.get()
+        known = {index for index, _ in output.failed}
+        output.failed.extend((index, BAD_LOGITS) for index in missing if index not in known)
+        return output
 
 
 def pack_logprobs(logits: Tensor, token_ids: Tensor, num_likeliest: int) -> Tensor:
     """Return `top_logprobs` as int32 [num_rows, 2 (1 + num_likeliest)]: ids, bits of floats."""
-    told, logprobs = top_logprobs(logits, token_ids, num_likeliest)
-    return torch.cat([told.int(), logprobs.view(torch.int32)], 1)
+    ids, logprobs = top_logprobs(logits, token_ids, num_likeliest)
+    return torch.cat([ids.int(), logprobs.view(torch.int32)], 1)
 
 
-def _unpack_row(row: Record, num_likeliest: int) -> PackedLogprobs:
-    """The token and at most so many likeliest ones."""
+def _unpack(row: Any, num_likeliest: int) -> PackedLogprobs:
+    """Return the given token and up to `num_likeliest` likeliest tokens."""
     token_ids, logprobs = np.split(row, 2)
     end = 1 + num_likeliest
     return PackedLogprobs(token_ids[:end].tobytes(), logprobs[:end].tobytes())
+
+
+def to_device(array: Any, device: torch.device) -> Tensor:
+    """Return an array's copy on the device; on a CPU the array itself."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def integers_to_device(lists: Sequence[Any], device: torch.device) -> tuple[Tensor, ...]:
+    """Return lists or arrays of integers as int64 tensors, in one copy."""
+    together = np.concatenate([np.asarray(one, np.int64) for one in lists])
+    return torch.split(to_device(together, device), [len(one) for one in lists])
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Return a tensor's copy in host memory, complete when the device has run so far."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -57,7 +57,7 @@ def run(engine: Engine, name: str, requests: list[Request]) -> float:
             break
         number, launched = steps.popleft()
         tokens = pack(launched.token_ids())
-        engine.scheduler.update(SampledTokens(0, number, tokens, *launched.told()))
+        engine.scheduler.update(SampledTokens(0, number, tokens, *launched.output()))
     seconds = time.perf_counter() - start
     return sum(num_out for _, num_out in requests) / seconds
 

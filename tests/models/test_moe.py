@@ -52,7 +52,7 @@ def test_the_ranks_experts_make_up_the_whole(tmp_path: Path, expert_parallel: bo
         gates = [part.gate_up_proj.weight.chunk(2, 1)[half] for part in parts]
         assert torch.equal(torch.cat(gates, 0 if expert_parallel else 1), expected)
     assert all(torch.equal(part.gate.weight, whole.gate.weight) for part in parts)
-    assert whole.num_resting == 9 * 3 * 40 * 64
+    assert whole.num_idle_weights == 9 * 3 * 40 * 64
 
 
 def test_a_worker_serves_experts(tmp_path: Path) -> None:

@@ -15,14 +15,14 @@ from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack
 from penstock.protocol.messages.worker import FromWorker, WorkerAssignment, WorkerState
 from penstock.protocol.transport.context import Context
 from penstock.services.worker.process import Worker
-from penstock.services.worker.step_output import Told
+from penstock.services.worker.step_output import StepOutput
 
 TIMEOUT = 10_000
 """milliseconds that a message may take"""
 
 
 LOGPROBS = PackedLogprobs(pack([5]), b"1234")
-TOLD = Told([(1, LOGPROBS)], [(3, [LOGPROBS, LOGPROBS])], [(0, "too long")])
+OUTPUT = StepOutput([(1, LOGPROBS)], [(3, [LOGPROBS, LOGPROBS])], [(0, "too long")])
 
 
 class FakeStep:
@@ -41,12 +41,12 @@ class FakeStep:
         self._on_wait(self._token_ids[1])
         return self._token_ids
 
-    def told(self) -> Told:
-        return TOLD
+    def output(self) -> StepOutput:
+        return OUTPUT
 
 
 class FakeRunner:
-    """Keeps what it is told to do."""
+    """A runner that records its plans."""
 
     num_blocks = 5
     block_size = 16
@@ -91,7 +91,7 @@ class Talk:
         self.num_loads = 0
         self.num_progress_calls = 0
         self.worker = Worker(process, self._load)  # type: ignore[arg-type]
-        self.worker.say_hello()
+        self.worker.send_state()
         self.answer()
 
     def _load(
@@ -130,7 +130,7 @@ class Talk:
 
     def says_nothing_more(self) -> bool:
         """Whether a hello sent now is the next that comes."""
-        self.worker.say_hello()
+        self.worker.send_state()
         return isinstance(self.answer(), WorkerState)
 
 
@@ -144,4 +144,4 @@ def assignment(epoch: int = 1, group: str = "g", rank: int = 0) -> WorkerAssignm
 
 def tokens_of(epoch: int, step: int) -> SampledTokens:
     """What the worker sends when its runner has done a step."""
-    return SampledTokens(epoch, step, pack([epoch, step]), *TOLD)
+    return SampledTokens(epoch, step, pack([epoch, step]), *OUTPUT)

@@ -28,7 +28,7 @@ class Chats:
 
         def launch_and_listen(step_plan: BatchPlan):  # type: ignore[no-untyped-def]
             step = launch(step_plan)
-            self.failed += step.told().failed
+            self.failed += step.output().failed
             return step
 
         self.driver.runner.launch = launch_and_listen  # type: ignore[method-assign]
@@ -96,7 +96,7 @@ def test_a_grammar_waits_for_the_thought_that_the_model_begins(
     grammar = StructuredOutputs(regex="[a-z]*")
     for tags, thought in (((opens, closes), plain[3][:3]), ((closes, says), [])):
         listener = Listener(folder)
-        grammars = listener.runner._second._grammars
+        grammars = listener.runner.logits_processor.grammars
         assert grammars
         grammars._tags = tags
         asked = extras(structured_outputs=grammar, end_token_ids=[258], reasoning="optional")
@@ -108,4 +108,4 @@ def test_a_grammar_waits_for_the_thought_that_the_model_begins(
         answer = tokens[len(thought) :]
         end = answer.index(258) if 258 in answer else len(answer)
         assert re.fullmatch(b"[a-z]*", bytes(answer[:end]))
-        assert not any(told.failed for told in listener.told)
+        assert not any(output.failed for output in listener.outputs)

@@ -62,7 +62,7 @@ def test_takes_as_many_blocks_as_fit(
 
 
 def test_refuses_what_holds_no_block(folder: Path) -> None:
-    with pytest.raises(ModelError, match=r"0\.00 GiB are left for the KV cache; one block takes"):
+    with pytest.raises(ModelError, match=r"KV cache: got 0\.00 GiB, expected"):
         num_fitting_blocks(BLOCK_BYTES - 1, read_model_config(folder), 1, 16, torch.float32)
 
 

@@ -81,10 +81,10 @@ def test_on_a_cluster_a_worker_has_the_gpu_that_it_is_given(
 
 
 def test_a_gpu_that_can_not_be_had_on_a_cluster_is_told(on_cluster: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelError, match="--device cuda: the cluster has given this worker no GPU"):
+    with pytest.raises(ModelError, match="--device: got cuda, but the cluster assigned no GPU"):
         choose_device("cuda", 0, 1)
     on_cluster.setenv(GPU_VARIABLE, "4")
-    with pytest.raises(ModelError, match="this worker was given GPU 4; torch sees 4 GPUs here"):
+    with pytest.raises(ModelError, match="PENSTOCK_GPU: got 4, expected an index of 4 GPUs"):
         choose_device("auto", 0, 1)
 
 
@@ -97,7 +97,7 @@ def test_the_group_knows_whether_it_spans_nodes(folder: Path) -> None:
 
 def test_a_back_end_that_can_not_be_had_is_told(folder: Path) -> None:
     config = Config(model=str(folder), device="cpu", attention="triton")
-    with pytest.raises(ModelError, match="attention 'triton' needs a GPU"):
+    with pytest.raises(ModelError, match="attention: got 'triton' without a GPU"):
         load(config, WorkerAssignment(1, "group", 0, 1, ""), lambda: None)
 
 
@@ -125,7 +125,7 @@ def test_a_worker_that_is_ready_has_loaded_the_grammars_tokenizer(
     config = Config(model=str(tmp_path), device="cpu", num_blocks=1)
     runner = load(config, WorkerAssignment(1, "group", 0, 1, ""), lambda: None)
     assert loads.paths == [str(tmp_path / "tokenizer.json")]
-    matchers = runner._second._grammars
+    matchers = runner.logits_processor.grammars
     assert matchers is not None
     assert matchers._tokenizer.done()
     matchers.add(0, StructuredOutputs(regex="a"), [], [])
@@ -137,7 +137,7 @@ def test_a_tokenizer_that_grammars_can_not_read_is_told(folder: Path, tmp_path: 
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "tokenizer.json").write_text("{}")
     config = Config(model=str(tmp_path), device="cpu", num_blocks=1)
-    with pytest.raises(ModelError, match=r"tokenizer.json: llguidance can't read it: "):
+    with pytest.raises(ModelError, match=r"tokenizer\.json: llguidance could not read it: "):
         load(config, WorkerAssignment(1, "group", 0, 1, ""), lambda: None)
 
 
@@ -203,17 +203,17 @@ def test_the_worst_case_asks_for_all_that_takes_memory(folder: Path) -> None:
         model=str(folder), device="cpu", max_num_seqs=80, max_num_batched_tokens=400, num_blocks=30
     )
     runner = load(config, WorkerAssignment(1, "group", 0, 1, ""), lambda: None)
-    tables = runner._second._penalties
+    tables = runner.logits_processor._penalties
     assert tables._counts.shape == (80, 264)
     where = tables._counts.data_ptr(), tables._in_prompt.data_ptr()
-    plan = worst_case_plan(config, 512, runner.block_size, asks=True)
-    told = runner.launch(plan).told()
-    assert len(told.logprobs) == 80
-    assert not told.failed
-    ((slot, of_prompt),) = told.prompt_logprobs
+    plan = worst_case_plan(config, 512, runner.block_size, with_extras=True)
+    output = runner.launch(plan).output()
+    assert len(output.logprobs) == 80
+    assert not output.failed
+    ((slot, of_prompt),) = output.prompt_logprobs
     assert (slot, len(of_prompt)) == (0, 400 - 79 - 1)
     assert len(of_prompt) > MAX_PROMPT_TOKENS
-    assert all(row.place >= 0 for row in runner._second.rows.values())
+    assert all(row.has_penalties for row in runner.logits_processor.rows.values())
     runner.clear()
-    runner.launch(plan).told()
+    runner.launch(plan).output()
     assert where == (tables._counts.data_ptr(), tables._in_prompt.data_ptr())

@@ -12,7 +12,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 from penstock.protocol.messages.logprobs import PackedLogprobs
 from penstock.protocol.messages.plan import BatchPlan, RowExtras
 from penstock.services.worker import logits_processor as second_pass
-from penstock.services.worker.step_output import Told
+from penstock.services.worker.step_output import StepOutput
 from tests.models.forward import random_prompts
 from tests.services.worker.plans import plan, row
 from tests.services.worker.test_model_runner import Driver, make_runner
@@ -54,19 +54,19 @@ class Listener(Driver):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(make_runner(folder))
-        self.told: list[Told] = []
+        self.outputs: list[StepOutput] = []
         launch = self.runner.launch
 
         def launch_and_listen(step_plan: BatchPlan):  # type: ignore[no-untyped-def]
             step = launch(step_plan)
-            self.told.append(step.told())
+            self.outputs.append(step.output())
             return step
 
         self.runner.launch = launch_and_listen  # type: ignore[method-assign]
 
     def logprobs(self, index: int) -> list[PackedLogprobs]:
         """Of one of the sampled rows, step by step."""
-        return [dict(told.logprobs)[index] for told in self.told]
+        return [dict(output.logprobs)[index] for output in self.outputs]
 
 
 def generate(folder: Path, asked: RowExtras | None, **sampling: float) -> Listener:
@@ -125,7 +125,7 @@ def test_logprobs_are_of_the_raw_logits(folder: Path, reference: Qwen3ForCausalL
         torch.testing.assert_close(
             torch.tensor(logprobs).double(), exact[list(ids)], rtol=0, atol=1e-4
         )
-    assert not any(told.prompt_logprobs or told.failed for told in listener.told)
+    assert not any(output.prompt_logprobs or output.failed for output in listener.outputs)
 
 
 def test_each_row_gets_as_many_logprobs_as_it_asked_for(
@@ -139,9 +139,9 @@ def test_each_row_gets_as_many_logprobs_as_it_asked_for(
         for slot, number in enumerate(numbers)
     ]
     listener.step(plan(added=added, chunks=[(slot, 37) for slot in range(5)]), *range(5))
-    lengths = {index: len(packed.pairs()) for index, packed in listener.told[0].logprobs}
+    lengths = {index: len(packed.pairs()) for index, packed in listener.outputs[0].logprobs}
     assert lengths == {0: 1, 1: 6, 3: 21, 4: 2}
-    assert len({packed.pairs()[0] for _, packed in listener.told[0].logprobs}) == 1
+    assert len({packed.pairs()[0] for _, packed in listener.outputs[0].logprobs}) == 1
 
 
 @pytest.mark.parametrize("chunks", [[37], [1, 20, 16], [36, 1]])
@@ -157,18 +157,18 @@ def test_prompt_logprobs(
         added = []
     listener.step(plan(added=added, chunks=[(3, chunks[-1])]), 0, 3)
     listener.step(plan(), 0, 3)
-    told = [
-        packed for one in listener.told for slot, some in one.prompt_logprobs for packed in some
+    found = [
+        packed for one in listener.outputs for slot, some in one.prompt_logprobs for packed in some
     ]
     with torch.inference_mode():
         exact = reference(torch.tensor([PROMPT])).logits[0].double().log_softmax(-1)
-    for row_logprobs, token_id, packed in zip(exact, PROMPT[1:], told, strict=False):
+    for row_logprobs, token_id, packed in zip(exact, PROMPT[1:], found, strict=False):
         ids, logprobs = zip(*packed.pairs(), strict=True)
         assert ids == (token_id, *row_logprobs.topk(2).indices.tolist())
         torch.testing.assert_close(
             torch.tensor(logprobs).double(), row_logprobs[list(ids)], rtol=0, atol=1e-4
         )
-    assert len(told) == len(PROMPT) - 1
+    assert len(found) == len(PROMPT) - 1
 
 
 def test_a_row_that_comes_again_goes_on_as_before(folder: Path) -> None:
@@ -215,5 +215,5 @@ def test_clear_forgets_what_rows_asked_for(folder: Path, plain: dict[int, list[i
 
 def test_refuses_a_bias_of_a_token_that_the_model_does_not_have(folder: Path) -> None:
     added = [row(0, PROMPT, range(5), extras=extras(logit_bias={264: 1.0}))]
-    with pytest.raises(ValueError, match="bias of token 264; ids go up to 263"):
+    with pytest.raises(ValueError, match="logit_bias: got token 264, expected 0 to 263"):
         make_runner(folder).launch(plan(added=added, chunks=[(0, 37)]))

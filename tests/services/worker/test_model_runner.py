@@ -158,7 +158,7 @@ def test_clear_makes_room_for_the_next_epoch(folder: Path, greedy: list[list[int
 
 def test_refuses_a_token_that_the_model_does_not_have(folder: Path) -> None:
     runner = make_runner(folder)
-    with pytest.raises(ValueError, match="token id of slot 0 264 is not between 0 and 263"):
+    with pytest.raises(ValueError, match="token id of slot 0: got 264, expected 0 to 263"):
         runner.launch(plan(added=[row(0, [264], [0])], chunks=[(0, 1)]))
 
 
@@ -283,5 +283,5 @@ def test_a_row_whose_logits_are_nan_fails_alone(
     for number in range(5):
         launched = runner.launch(step)
         assert launched.token_ids() == [-1, alone.tokens[2][number]]
-        assert launched.told().failed == [(0, BAD_LOGITS)]
+        assert launched.output().failed == [(0, BAD_LOGITS)]
         step = plan()

@@ -35,5 +35,7 @@ def test_an_interface_that_the_user_chose_stays() -> None:
 
 
 def test_an_address_of_another_machine_is_told() -> None:
-    with pytest.raises(ConnectionError, match=r"192\.0\.2\.1 is no address of this machine"):
+    with pytest.raises(
+        ConnectionError, match=r"got 192\.0\.2\.1, expected an address of this machine"
+    ):
         use_interface_of("192.0.2.1")

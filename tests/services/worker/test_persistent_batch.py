@@ -147,18 +147,18 @@ def test_refuses_a_draft_that_can_not_be(batch: Batch) -> None:
     batch.advance(pack([0, 3]))
     batch.advance(b"", pack([0, 3, 2, 7, 8]))
     for message, drafts in {
-        "slot 1 is drafted twice, or holds no row that decodes": [1, 0, 1, 5],
-        "slot 8 is drafted twice": [8, 0, 1, 5],
-        "slot 0 is drafted twice": [0, 3, 1, 5, 0, 3, 1, 5],
-        "slot 0: draft at 6, not between 3 and 5": [0, 6, 1, 5],
-        "slot 0: draft at 2, not between 3 and 5": [0, 2, 1, 5],
-        "drafted token of slot 0 -1 is not between 0 and 99": [0, 4, 1, -1],
-        "drafted token of slot 0 100 is not": [0, 5, 2, 1, 100],
-        "slot 0: blocks for 8 tokens of 9": [0, 5, 4, 1, 2, 3, 4],
-        "9 rows in a step; 8 fit": [0, 3, 9, *range(9)],
-        "draft of 3 tokens in 5 integers": [0, 3, 3, 1, 2],
-        "draft of -1 tokens in 3 integers": [0, 3, -1],
-        "draft of 0 tokens in 2 integers": [0, 3],
+        "draft: got slot 1 twice, or without a row that decodes": [1, 0, 1, 5],
+        "draft: got slot 8 twice": [8, 0, 1, 5],
+        "draft: got slot 0 twice": [0, 3, 1, 5, 0, 3, 1, 5],
+        "draft of slot 0: got 6, expected 3 to 5": [0, 6, 1, 5],
+        "draft of slot 0: got 2, expected 3 to 5": [0, 2, 1, 5],
+        "drafted token of slot 0: got -1, expected 0 to 99": [0, 4, 1, -1],
+        "drafted token of slot 0: got 100": [0, 5, 2, 1, 100],
+        "blocks of slot 0: got 8 tokens, expected 9": [0, 5, 4, 1, 2, 3, 4],
+        "rows: got 9, expected at most 8": [0, 3, 9, *range(9)],
+        "draft: got 3 tokens, expected 1 to 2": [0, 3, 3, 1, 2],
+        "draft: got -1 tokens": [0, 3, -1],
+        "draft: got 0 tokens": [0, 3],
     }.items():
         with pytest.raises(ValueError, match=message):
             batch.advance(b"", pack(drafts))
@@ -210,16 +210,18 @@ def test_without_rows_there_is_no_step(batch: Batch) -> None:
 def test_refuses_a_plan_that_can_not_be(batch: Batch) -> None:
     batch.apply(plan(added=[row(0, range(4), [0])]))
     for message, wrong in {
-        "slot 0 is taken": plan(added=[row(0, [1], [1])]),
-        "slot 8 is taken, or none of the 8": plan(added=[row(8, [1], [1])]),
-        "slot 1: 2 of 2 tokens computed": plan(added=[row(1, [1, 2], [1], 2)]),
-        "slot 1: 0 of 5 tokens computed, in 1 blocks of 4": plan(added=[row(1, range(5), [1])]),
-        "token id of slot 1 100 is not between 0 and 99": plan(added=[row(1, [100], [1])]),
-        "token id of slot 2 -1 is not": plan(added=[row(2, [-1], [1])]),
-        "block id 20 is not between 0 and 19": plan(appended=[(0, 20)]),
-        "slot 3 holds no row": plan(appended=[(3, 1)]),
-        "slot 4 holds no row": plan(removed=[4]),
-        "block of a row 4 is not between 0 and 3": plan(appended=[(0, b) for b in range(4)]),
+        "slot: got 0, expected a free slot below 8": plan(added=[row(0, [1], [1])]),
+        "slot: got 8, expected a free slot below 8": plan(added=[row(8, [1], [1])]),
+        "slot 1: got 2 computed of 2 tokens": plan(added=[row(1, [1, 2], [1], 2)]),
+        "slot 1: got 0 computed of 5 tokens, expected fewer, and room in 1 blocks of 4": plan(
+            added=[row(1, range(5), [1])]
+        ),
+        "token id of slot 1: got 100, expected 0 to 99": plan(added=[row(1, [100], [1])]),
+        "token id of slot 2: got -1": plan(added=[row(2, [-1], [1])]),
+        "block id: got 20, expected 0 to 19": plan(appended=[(0, 20)]),
+        "slot: got 3, expected a slot with a row": plan(appended=[(3, 1)]),
+        "slot: got 4, expected a slot with a row": plan(removed=[4]),
+        "block of a row: got 4, expected 0 to 3": plan(appended=[(0, b) for b in range(4)]),
     }.items():
         with pytest.raises(ValueError, match=message):
             batch.apply(wrong)
@@ -227,14 +229,14 @@ def test_refuses_a_plan_that_can_not_be(batch: Batch) -> None:
 
 def test_refuses_a_step_that_can_not_be(batch: Batch) -> None:
     batch.apply(plan(added=[row(0, range(4), [0])]))
-    with pytest.raises(ValueError, match="slot 0: chunk of 5 of 4 tokens left"):
+    with pytest.raises(ValueError, match="chunk of slot 0: got 5 tokens, expected 1 to 4"):
         batch.advance(pack([0, 5]))
-    with pytest.raises(ValueError, match="slot 0: chunk of 0 of 4 tokens left"):
+    with pytest.raises(ValueError, match="chunk of slot 0: got 0 tokens, expected 1 to 4"):
         batch.advance(pack([0, 0]))
-    with pytest.raises(ValueError, match="slot 5 holds no row"):
+    with pytest.raises(ValueError, match="slot: got 5, expected a slot with a row"):
         batch.advance(pack([5, 1]))
     batch.advance(pack([0, 4]))
-    with pytest.raises(ValueError, match="slot 0: blocks for 4 tokens of 5"):
+    with pytest.raises(ValueError, match="blocks of slot 0: got 4 tokens, expected 5"):
         batch.advance(b"")
 
 

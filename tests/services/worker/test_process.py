@@ -33,7 +33,7 @@ def seated(talk: Talk) -> Talk:
 
 
 def test_says_who_it_is_and_then_what_it_holds(talk: Talk) -> None:
-    talk.worker.say_hello()
+    talk.worker.send_state()
     first = talk.answer()
     assert isinstance(first, WorkerState)
     assert first.rendezvous.startswith("tcp://127.0.0.1:")
@@ -41,7 +41,7 @@ def test_says_who_it_is_and_then_what_it_holds(talk: Talk) -> None:
     assert first == hello("worker.1")
     talk.tell(assignment(rank=1))
     assert talk.answer() == hello("worker.1", "g", 1, 5, 16, (3.0, 4.0))
-    talk.worker.say_hello()
+    talk.worker.send_state()
     assert talk.answer() == hello("worker.1", "g", 1, 5, 16, (3.0, 4.0))
 
 
@@ -133,29 +133,29 @@ def test_an_assignment_said_again_changes_nothing(seated: Talk) -> None:
 
 def test_a_gap_ends_the_worker(seated: Talk) -> None:
     seated.tell(plan(0))
-    with pytest.raises(WorkerError, match="got plan 2; plan 1 comes next"):
+    with pytest.raises(WorkerError, match="plan: got step 2, expected 1"):
         seated.tell(plan(2))
-    with pytest.raises(WorkerError, match="got plan 0; plan 1 comes next"):
+    with pytest.raises(WorkerError, match="plan: got step 0, expected 1"):
         seated.tell(plan(0))
 
 
 def test_a_plan_of_another_epoch_ends_the_worker(talk: Talk) -> None:
-    with pytest.raises(WorkerError, match="got a plan of epoch 4; its own is -1"):
+    with pytest.raises(WorkerError, match="plan: got epoch 4, expected -1"):
         talk.tell(plan(0, epoch=4))
     talk.tell(assignment(epoch=4))
-    with pytest.raises(WorkerError, match="got a plan of epoch 5; its own is 4"):
+    with pytest.raises(WorkerError, match="plan: got epoch 5, expected 4"):
         talk.tell(plan(0, epoch=5))
 
 
 def test_another_place_ends_the_worker(seated: Talk) -> None:
-    with pytest.raises(WorkerError, match="rank 0 of group g can't become rank 0 of group h"):
+    with pytest.raises(WorkerError, match="got rank 0 of group h, expected rank 0 of group g"):
         seated.tell(assignment(epoch=2, group="h"))
-    with pytest.raises(WorkerError, match="can't become rank 1 of group g"):
+    with pytest.raises(WorkerError, match="got rank 1 of group g"):
         seated.tell(assignment(rank=1))
 
 
 def test_a_word_of_the_scheduler_ends_the_worker(seated: Talk) -> None:
-    with pytest.raises(WorkerError, match=r"leaves: worker\.2 is gone"):
+    with pytest.raises(WorkerError, match=r"ended this worker: worker\.2 is gone"):
         seated.tell(WorkerExit("worker.2 is gone"))
 
 

@@ -2,7 +2,7 @@
 
 import psutil
 
-from penstock.services.worker.start_times import StartTimes
+from penstock.services.worker.timings import StartTimes
 
 
 def test_parts_follow_one_another_from_the_start_of_the_process() -> None:

@@ -11,8 +11,8 @@ from transformers import Qwen3ForCausalLM
 
 from penstock.protocol.messages.plan import RowExtras
 from penstock.protocol.messages.structured import StructuredOutputs
+from penstock.services.worker.processed_row import Bitmask, ProcessedRow, TokenMask
 from penstock.services.worker.step_output import BAD_LOGITS
-from penstock.services.worker.token_masks import Bitmask, TokenMask, token_mask
 from tests.services.worker.plans import plan, row
 from tests.services.worker.test_logits_processor import (
     NUM_STEPS,
@@ -78,12 +78,15 @@ def test_words_with_tokens_that_the_model_does_not_have() -> None:
 @pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE])
 def test_refuses_an_allowed_token_that_the_model_does_not_have(token_id: int) -> None:
     asked = RowExtras(0, allowed_token_ids=[2, token_id])
-    with pytest.raises(ValueError, match=f"allowed token {token_id}; ids go up to 69"):
-        token_mask(asked, [], VOCAB_SIZE)
+    with pytest.raises(
+        ValueError, match=f"allowed_token_ids: got token {token_id}, expected 0 to 69"
+    ):
+        TokenMask(asked, [], VOCAB_SIZE)
 
 
 def test_a_row_that_restricts_nothing_has_no_mask() -> None:
-    assert token_mask(RowExtras(0, presence_penalty=1.0), [5], VOCAB_SIZE) is None
+    added = row(0, [5], [0], extras=RowExtras(0, presence_penalty=1.0))
+    assert ProcessedRow(added, VOCAB_SIZE).mask is None
 
 
 # ---- rows of the real model --------------------------------------------------------------------
@@ -160,14 +163,14 @@ def test_with_a_grammar(folder: Path) -> None:
     listener = Listener(folder)
     listener.step(plan(added=[row(3, PROMPT, range(5), extras=asked)], chunks=[(3, 37)]), 3)
     assert listener.tokens[3] == [-1]
-    assert listener.told[0].failed == [(0, BAD_LOGITS)]
+    assert listener.outputs[0].failed == [(0, BAD_LOGITS)]
 
 
 def test_a_forbidden_tag_begins_no_thought(folder: Path, plain: dict[int, list[int]]) -> None:
     """Even where the model draws it, and the grammar would let it think."""
     opens, says = plain[3][:2]
     listener = Listener(folder)
-    grammars = listener.runner._second._grammars
+    grammars = listener.runner.logits_processor.grammars
     assert grammars
     grammars._tags = opens, says
     grammar = StructuredOutputs(regex="[a-c]{6}")

@@ -1,0 +1,101 @@
+"""Measurements of a worker: parts of its start, the GPU's idle times, and traces of steps."""
+
+import logging
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+log = logging.getLogger(__name__)
+WINDOW = 1024
+"""steps of the idle times' percentiles"""
+FIRST_STEP = 100
+"""first step of a trace, after one-time work"""
+
+
+class StartTimes:
+    """Seconds of each part of a start, from the creation of the process."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, float] = {}
+        self._last = psutil.Process().create_time()
+
+    def end(self, part: str, at: float | None = None) -> None:
+        """End a part, now or at a time in seconds since 1970, and start the next."""
+        now = time.time() if at is None else at
+        self._parts[part] = now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in self._parts.items())
+        return f"{sum(self._parts.values()):.2f} s ({parts})"
+
+
+class IdleTimes:
+    """Times for which the GPU waits between two steps of the same sequences.
+
+    Two events surround each step, and are read when both have passed, so that the host does not
+    wait. The first event precedes the step's copy and launch: GPU time spent waiting for these is
+    not counted.
+    """
+
+    def __init__(self) -> None:
+        self._last_end: Any = None
+        self._begin: Any = None
+        self._gaps: deque[tuple[Any, Any]] = deque()
+        """(end of a step, begin of the next), not yet measured"""
+        self._microseconds: deque[float] = deque(maxlen=WINDOW)
+
+    def begin(self, *, follows: bool) -> None:
+        """Record the begin of a step; `follows`: the step continues rows of the previous step."""
+        self._begin = _event()
+        if follows and self._last_end is not None:
+            self._gaps.append((self._last_end, self._begin))
+
+    def end(self) -> Any:
+        """Record the end of a launched step, and return its event."""
+        self._last_end = _event()
+        while len(self._gaps) > 1 and self._gaps[0][1].query():
+            end, begin = self._gaps.popleft()
+            self._microseconds.append(end.elapsed_time(begin) * 1000)
+        return self._last_end
+
+    def percentiles(self) -> tuple[float, float]:
+        """Return median and 99th percentile in microseconds, or 0 without any times."""
+        if not self._microseconds:
+            return 0.0, 0.0
+        median, p99 = np.percentile(self._microseconds, [50, 99])
+        return float(median), float(p99)
+
+
+def _event() -> Any:
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def step_profiler(num_steps: int, path: Path) -> profile:
+    """Start a torch profiler, whose `step` must be called before every step.
+
+    The trace, for chrome://tracing or https://ui.perfetto.dev, is written to `path` when complete.
+    """
+
+    def write(profiler: profile) -> None:
+        profiler.export_chrome_trace(str(path))
+        log.info("wrote the trace of %d steps to %s", num_steps, path)
+
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    profiler = profile(
+        activities=activities,
+        schedule=schedule(wait=FIRST_STEP - 2, warmup=2, active=num_steps, repeat=1),
+        on_trace_ready=write,
+    )
+    profiler.start()
+    return profiler
