@@ -7,7 +7,7 @@ from penstock.services.scheduler.sequence import Sequence
 
 
 def make_block_manager(config: Config, num_blocks: int, block_size: int) -> "BlockManager":
-    """Over so many blocks, as the configuration wants it."""
+    """Return the manager of `num_blocks` blocks, as configured."""
     watermark = int(num_blocks * config.watermark)
     return BlockManager(BlockPool(num_blocks), block_size, watermark, config.enable_prefix_caching)
 
@@ -33,19 +33,19 @@ class BlockManager:
 
     @property
     def num_tokens(self) -> int:
-        """What the whole pool holds."""
+        """Tokens that the whole pool holds."""
         return self.pool.num_blocks * self.block_size
 
     def has_room(self, keep_watermark: bool) -> bool:
-        """Whether `allocate` may succeed at all: every sequence needs a block of its own."""
+        """Return whether `allocate` may succeed: every sequence needs a block of its own."""
         return self.num_free_blocks > (self.watermark if keep_watermark else 0)
 
     def allocate(self, sequence: Sequence, keep_watermark: bool) -> bool:
-        """Blocks for every known token, cached ones first; False if too few are free."""
+        """Allocate blocks for every known token, cached ones first. Return False if that fails."""
         num_tokens = len(sequence.token_ids)
         num_matchable = (num_tokens - 1) // self.block_size  # one token is always computed
         if sequence.needs_prompt_logprobs:
-            num_matchable = 0  # they come of computing the prompt
+            num_matchable = 0  # they are computed with the prompt
         matched = self.pool.match(self._full_blocks(sequence, num_matchable))
         num_new = -(-num_tokens // self.block_size) - len(matched)
         num_left = self.pool.num_free_without(matched) - num_new
@@ -59,29 +59,29 @@ class BlockManager:
         return True
 
     def append(self, sequence: Sequence) -> int:
-        """One more block at the end of the table. Raises KeyError if none is free."""
+        """Append a block to the table. Raises KeyError if none is free."""
         block = self.pool.take()
         sequence.block_table.append(block)
         return block
 
     def free(self, sequence: Sequence) -> None:
-        """Takes all blocks back.
+        """Release all blocks.
 
-        Plans run in order on one stream, so the next plan may give them out, whatever plans in
+        Plans run in order on one stream, so the next plan may allocate them, whatever plans in
         flight still write to them.
         """
         self.pool.release(sequence.block_table)
         sequence.block_table = []
 
     def forget(self) -> None:
-        """Empties the cache: the KV memory was lost. No sequence may have blocks."""
+        """Empty the cache: the KV memory was lost. No sequence may have blocks."""
         self.pool = BlockPool(self.pool.num_blocks, self.pool.hash_block)
 
     def publish(self, sequence: Sequence, num_computed: int) -> None:
-        """Shows the cache every block whose tokens are known and whose last slot is computed by the
-        plans so far, the one in the making among them: plans run in order.
+        """Publish every block whose tokens are known and computed by the plans so far.
 
-        A sequence preempted meanwhile has no blocks, and nothing is published.
+        The plan that is being built counts: plans run in order. A sequence that was preempted
+        meanwhile has no blocks, and nothing is published.
         """
         num_full = min(num_computed // self.block_size, len(sequence.block_table))
         full_blocks = self._full_blocks(sequence, num_full)
@@ -92,11 +92,11 @@ class BlockManager:
         sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
 
     def unpublish(self, sequence: Sequence) -> None:
-        """Hides every block of the sequence from others, those of its prompt too."""
+        """Hide every block of the sequence, its prompt included, from others."""
         self.pool.unpublish(hash_ for hash_, _ in sequence.full_blocks)
 
     def _full_blocks(self, sequence: Sequence, num_blocks: int) -> list[tuple[bytes, bytes]]:
-        """(hash, token ids) of the first `num_blocks` blocks; none without prefix caching."""
+        """Return (hash, token ids) of the first blocks; none without prefix caching."""
         if not self._caching:
             return []
         known = sequence.full_blocks

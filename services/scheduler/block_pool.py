@@ -1,4 +1,4 @@
-"""KV blocks: which are free, and which hold a prefix that others can use."""
+"""The pool of KV blocks, and the prefix cache in it."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -7,12 +7,15 @@ from typing import NamedTuple
 import xxhash
 
 ROOT = 0
-"""what stands before the first block of every sequence"""
+"""the parent of the first block of every sequence"""
 
 
 class Content(NamedTuple):
-    """What a published block holds. `number` is unique; `parent` is the number of the content
-    before it, so that equal numbers mean equal prefixes, whatever the hashes."""
+    """The content of a published block.
+
+    `number` is unique; `parent` is the number of the preceding content. So equal numbers mean equal
+    prefixes, whatever the hashes.
+    """
 
     number: int
     parent: int
@@ -21,16 +24,16 @@ class Content(NamedTuple):
 
 
 def hash_block(parent: bytes, token_ids: bytes) -> bytes:
-    """128 bits, chained: equal only for equal prefixes (xxh3, xxhash.com)."""
+    """Return 128 bits, chained: equal only for equal prefixes (xxh3, xxhash.com)."""
     return xxhash.xxh3_128_digest(parent + token_ids)
 
 
 class BlockPool:
     """Reference counts, the free list, and the prefix cache over `num_blocks` blocks.
 
-    A free block keeps its content until it is given out again. The free list is in order of last
-    use, blocks without content first, and of one sequence the last blocks first; so a block is
-    not evicted before those behind it. Every operation is O(1) a block.
+    A free block keeps its content until it is allocated again. The free list is in order of last
+    use: blocks without content first, and of one sequence the last blocks first. So a block is not
+    evicted before the blocks that follow it. Every operation is O(1) a block.
     """
 
     def __init__(
@@ -48,11 +51,11 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody refers to; some may hold a cached prefix."""
+        """Blocks without references; some may hold a cached prefix."""
         return len(self._free)
 
     def match(self, full_blocks: Iterable[tuple[bytes, bytes]]) -> list[int]:
-        """The cached blocks of the longest known prefix; the caller must `share` them next.
+        """Return the cached blocks of the longest known prefix; the caller must `share` them next.
 
         `full_blocks` are (hash, token ids) of the sequence's full blocks, in order.
         """
@@ -70,11 +73,11 @@ class BlockPool:
         return blocks
 
     def num_free_without(self, matched: Sequence[int]) -> int:
-        """Free blocks left when `matched` are shared."""
+        """Return the number of free blocks left when `matched` are shared."""
         return len(self._free) - sum(not self._ref_counts[block] for block in matched)
 
     def share(self, matched: Sequence[int]) -> int:
-        """Refers to matched blocks; returns the number of the last one's content."""
+        """Refer to matched blocks. Return the number of the last one's content."""
         for block in matched:
             if not self._ref_counts[block]:
                 del self._free[block]
@@ -83,7 +86,7 @@ class BlockPool:
         return content.number if content else ROOT
 
     def take(self) -> int:
-        """A block to write to; evicts what it held. Raises KeyError if none is free."""
+        """Return a block to write to; its content is evicted. Raises KeyError if none is free."""
         block, _ = self._free.popitem(last=False)
         content = self._contents[block]
         if content is not None:
@@ -93,7 +96,7 @@ class BlockPool:
         return block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Gives up one reference to each block of a block table."""
+        """Drop one reference to each block of a block table."""
         for block in reversed(blocks):
             self._ref_counts[block] -= 1
             if not self._ref_counts[block]:
@@ -102,11 +105,11 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def publish(self, block: int, parent: int, hash_: bytes, token_ids: bytes) -> int:
-        """Makes a full block visible to others; returns the number of its content.
+        """Make a full block visible to others. Return the number of its content.
 
-        If an equal block is published already, its number is returned and `block` stays private.
-        Any other content under this hash gives way: a collision, or a block whose parent was
-        evicted, which nobody can find.
+        If an equal block is published already, return its number; `block` stays private. Other
+        content of this hash is replaced: a collision, or a block whose parent was evicted, so that
+        it can't be found.
         """
         old_block = self._cached.get(hash_)
         old = None if old_block is None else self._contents[old_block]
@@ -120,7 +123,7 @@ class BlockPool:
         return self._num_contents
 
     def unpublish(self, hashes: Iterable[bytes]) -> None:
-        """Nobody finds the blocks of these hashes from here on; who has one keeps it."""
+        """Hide the blocks of these hashes; sequences that have them keep them."""
         for hash_ in hashes:
             block = self._cached.pop(hash_, None)
             if block is not None:

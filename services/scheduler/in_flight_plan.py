@@ -28,7 +28,7 @@ class InFlightPlan(NamedTuple):
 
     @property
     def computes(self) -> bool:
-        """Whether the plan is not empty."""
+        """True if the plan is not empty."""
         return bool(self.sampled or self.chunks)
 
     @property

@@ -44,8 +44,10 @@ def is_suspect(sequence: Sequence) -> bool:
 
 
 def count_death(in_flight: Collection[Sequence]) -> list[Sequence]:
-    """Count a death of the workers. Return the sequence that is given up: a suspect that was alone
-    in flight, even if it was aborted meanwhile."""
+    """Count a death of the workers. Return the sequence that is given up, if any.
+
+    It is a suspect that was alone in flight, even if it was aborted meanwhile.
+    """
     guilty = [one for one in in_flight if is_suspect(one) and len(in_flight) == 1]
     for sequence in in_flight:
         limit = MAX_WORKER_DEATHS if sequence in guilty else MAX_WORKER_DEATHS - 1
@@ -63,7 +65,7 @@ class WorkerTrial:
 
     @property
     def is_on(self) -> bool:
-        """Whether a suspect runs that has not got a token yet."""
+        """True while a suspect runs that has not got a token yet."""
         one = self._suspect
         return one is not None and is_suspect(one) and one.status in (RUNNING, DRAINING)
 
@@ -73,8 +75,10 @@ class WorkerTrial:
             self._suspect = sequence
 
     def keeps_out(self, sequence: Sequence) -> bool:
-        """Return whether a sequence may not be admitted: another one is on trial, or it is a
-        suspect and plans with others are in flight."""
+        """Return whether a sequence may not be admitted now.
+
+        Another one is on trial, or the sequence is a suspect and plans with others are in flight.
+        """
         if self.is_on or not is_suspect(sequence):
             return self.is_on
         return bool(self._running) or any(plan.computes for plan in self._in_flight)
@@ -169,8 +173,7 @@ class Poison:
     def report_detokenizer(
         self, detokenizer: bytes, suspects: list[Sequence], given_up: list[Sequence]
     ) -> list[Sequence]:
-        """Report a detokenizer, by its routing id, that died with these sequences. Return
-        `given_up`."""
+        """Report a detokenizer, by routing id, and its suspects. Return `given_up`."""
         dead = Identity.decode(detokenizer)
         self._reports.died([(dead.name, dead.pid)], [_digest(one) for one in suspects])
         return given_up

@@ -33,7 +33,7 @@ from penstock.services.scheduler.lease import Lease
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import CannotFitError, Sequence
 from penstock.services.scheduler.streams import Streams
-from penstock.services.scheduler.workers import NO_GROUP, Letter, WorkerGroup
+from penstock.services.scheduler.workers import NO_GROUP, WorkerGroup, WorkerMessage
 
 Request = TokenizedRequest | Sequence
 
@@ -54,11 +54,11 @@ class SchedulerProcess:
         self.group = WorkerGroup(*sizes, self.replica, process.context.node_id, self.epoch + 1)
         self.streams = Streams(self.epoch)
         self.requests: dict[str, Sequence] = {}
-        """every request that the gateway has not released"""
+        """requests that the gateway has not released"""
         self.lease = Lease(self.config.lease_timeout)
         self.early: list[TokenizedRequest] = []
-        """came before there were workers"""
-        self.told_ready, self.plan_bytes = False, 0
+        """requests that arrived before there were workers"""
+        self.reported_ready, self.plan_bytes = False, 0
         self.poison = poison.Poison(DeathReports(process))
         self.traces = report.Traces(Tracer(self.config, process.name))
         context, at = process.context, process.endpoints
@@ -76,13 +76,16 @@ class SchedulerProcess:
         self.loop.add(self.detokenizers, self.on_detokenizers)
 
     def on_gateway_returned(self) -> None:
-        """As if new, to be told again what may be lost; but older than one started in its place."""
+        """Act as a restarted scheduler, so that the gateway resubmits what may be lost.
+
+        A scheduler that was started in the meantime still has a later epoch.
+        """
         self.epoch += 1
 
     # ---- requests ----------------------------------------------------------------------------
 
     def on_requests(self) -> None:
-        """New requests, and those that are to end."""
+        """Handle new requests, aborts and stops."""
         for _, message in self.inbox.receive():
             match message:
                 case TokenizedRequest():
@@ -100,10 +103,10 @@ class SchedulerProcess:
         self.advance()
 
     def accept(self, request: TokenizedRequest) -> None:
-        """Puts a request into the queue, in the place of another one of that id.
+        """Queue a request, in place of another one of that id.
 
-        One that runs goes on for the new attempt, and is told again from its start: a gateway that
-        was restarted knows nothing. An attempt before the known one changes nothing.
+        A running one continues for the new attempt. Its output is sent again from the start, which
+        a restarted gateway does not know. An attempt before the known one changes nothing.
         """
         if self.scheduler is None:
             self.early.append(request)
@@ -111,7 +114,7 @@ class SchedulerProcess:
         known = self.requests.get(request.request_id)
         if known and request.attempt < known.attempt:
             return
-        if known and known.is_asked_for_by(request):
+        if known and known.is_requested_by(request):
             known.attempt = request.attempt
             self.streams.reopen(known)
             return
@@ -131,11 +134,11 @@ class SchedulerProcess:
         self.traces.on_arrival(sequence)
 
     def fail(self, request: Request, reply: ErrorReply, is_poison: bool = False) -> None:
-        """Tells the gateway why a request can't be served."""
+        """Report to the gateway why a request can't be served."""
         self.gateway.send(RequestFailed(request.request_id, request.attempt, reply, is_poison))
 
     def release_unclaimed(self) -> None:
-        """Forgets what nobody has asked the newest gateway for."""
+        """Release requests that no client has claimed from the newest gateway."""
         first_attempt = self.lease.first_attempt
         for sequence in list(self.requests.values()):
             if sequence.attempt < first_attempt:
@@ -143,7 +146,7 @@ class SchedulerProcess:
         self.early = [request for request in self.early if request.attempt >= first_attempt]
 
     def release(self, request_id: str, attempt: int) -> None:
-        """Forgets a request, up to this attempt; one that is unknown is no error."""
+        """Forget a request, up to this attempt, if it is known."""
         sequence = self.requests.get(request_id)
         if sequence and self.scheduler and sequence.attempt <= attempt:
             del self.requests[request_id]
@@ -156,7 +159,7 @@ class SchedulerProcess:
     # ---- workers -----------------------------------------------------------------------------
 
     def on_workers(self) -> None:
-        """Tokens of the oldest step, or news of a worker."""
+        """Handle tokens of the oldest step, and heartbeats of workers."""
         for identity, message in self.workers.receive():
             if isinstance(message, WorkerState):
                 self.on_hello(identity, message)
@@ -165,7 +168,7 @@ class SchedulerProcess:
         self.advance()
 
     def on_tokens(self, message: SampledTokens) -> None:
-        """Tokens of an older group are dropped: what they answer is computed again."""
+        """Add the tokens of a step; those of an older group are dropped and computed again."""
         if self.scheduler and message.epoch == self.scheduler.epoch == self.group.epoch:
             output = self.scheduler.update(message)
             self.streams.put(output)
@@ -175,23 +178,23 @@ class SchedulerProcess:
                 self.give_up(sequence, reason)
 
     def on_hello(self, identity: bytes, hello: WorkerState) -> None:
-        """Seats the worker; when the last one is ready, plans can go out."""
+        """Assign the worker a place; when the last one is ready, plans can be sent."""
         if reason := refusal(hello):
             self.workers.send(WorkerExit(reason), identity)
             return
         was_ready = self.group.ready
-        self.send_letters(self.group.hello(identity, hello))
+        self.send_to_workers(self.group.hello(identity, hello))
         if self.group.ready and not was_ready:
             self.start_group()
 
-    def send_letters(self, letters: list[Letter]) -> None:
-        """A worker that can't be reached is gone, which makes more letters."""
-        for identity, message in letters:
+    def send_to_workers(self, messages: list[WorkerMessage]) -> None:
+        """Send messages to workers; a worker that can't be reached is lost."""
+        for identity, message in messages:
             if not self.workers.send(message, identity):
-                self.send_letters(self.group.lost(identity))
+                self.send_to_workers(self.group.lost(identity))
 
     def start_group(self) -> None:
-        """They hold no KV of ours."""
+        """Begin an epoch with a group of workers that is ready; their KV is empty."""
         self.log.info("workers ready: %s", ", ".join(self.group.names))
         if self.scheduler is None:
             blocks = make_block_manager(self.config, self.group.num_blocks, self.group.block_size)
@@ -202,20 +205,20 @@ class SchedulerProcess:
             self.early.clear()
         elif self.group.num_blocks < self.scheduler.block_manager.pool.num_blocks:
             number = self.group.num_blocks
-            raise SystemExit(f"the new workers have {number} blocks, the old had more")
+            raise SystemExit(f"num_blocks: the restarted workers have {number}, fewer than before")
         else:
             self.end_group()
             self.scheduler.epoch = self.group.epoch
 
     def end_group(self) -> None:
-        """If the workers are gone, everything waits: for others, or to go to another replica."""
+        """Requeue every sequence if the workers died: for other workers, or another replica."""
         if self.scheduler and self.scheduler.epoch not in (NO_GROUP, self.group.epoch):
             self.poison.report_workers(self.group.members_before, self.scheduler.in_flight)
             for sequence in self.scheduler.restart(NO_GROUP):
                 self.give_up(sequence, poison.WORKERS_DIED, is_poison=True)
 
     def give_up(self, sequence: Sequence, reason: str, is_poison: bool = False) -> None:
-        """The others go on without a request that can't, or that may kill workers."""
+        """Fail a request that can't continue, or is poison; the others continue."""
         about = {"request_id": sequence.request_id}
         self.log.error("%s: %s", sequence.request_id, reason, extra=about)
         self.fail(sequence, ErrorReply(code="failed", message=reason), is_poison)
@@ -224,7 +227,7 @@ class SchedulerProcess:
             self.poison.report_found(sequence)
 
     def advance(self) -> None:
-        """Sends every plan that may be sent, and then the tokens that have come."""
+        """Send every plan that may be sent, and then the tokens that have arrived."""
         if scheduler := self.scheduler:
             scheduler.max_plans = self.plan_depth.num_plans
         while scheduler and self.group.ready and scheduler.epoch == self.group.epoch:
@@ -236,24 +239,26 @@ class SchedulerProcess:
             self.plan_bytes += len(frame)
             for member in self.group.members:
                 if not self.workers.send_bytes(frame, member):
-                    self.send_letters(self.group.lost(member))
+                    self.send_to_workers(self.group.lost(member))
                     break
         for identity, delta in self.streams.take_deltas():
             if not self.detokenizers.send(delta, identity):
                 self.lose_detokenizer(identity)
-        if self.ready != self.told_ready:
+        if self.ready != self.reported_ready:
             self.send_status()
 
     def lose_detokenizer(self, identity: bytes) -> None:
-        """Its sequences go to another one at once, or to the next that comes."""
-        self.log.warning("detokenizer %s is gone", identity.decode(errors="replace"))
+        """Move its sequences to another detokenizer, now or when one registers."""
+        self.log.warning(
+            "detokenizer %s is lost; moving its requests", identity.decode(errors="replace")
+        )
         lost = self.streams.lost(identity, has_died=True)
         for sequence in self.poison.report_detokenizer(identity, *lost):
             self.give_up(sequence, poison.DETOKENIZERS_DIED, is_poison=True)
         self.advance()
 
     def on_detokenizers(self) -> None:
-        """Heartbeats and goodbyes."""
+        """Handle heartbeats, confirmations and goodbyes."""
         for identity, message in self.detokenizers.receive():
             if isinstance(message, Goodbye):
                 self.streams.lost(identity)
@@ -267,10 +272,10 @@ class SchedulerProcess:
         self.advance()
 
     def on_heartbeat(self) -> None:
-        """Gives up peers that are silent and requests that nobody wants; tells how things are."""
+        """Give up silent peers and unclaimed requests; report the status."""
         for identity in self.streams.detokenizers.silent():
             self.lose_detokenizer(identity)
-        self.send_letters(self.group.heartbeat())
+        self.send_to_workers(self.group.heartbeat())
         if self.lease.ends(monotonic()):
             self.release_unclaimed()
             self.advance()
@@ -278,12 +283,12 @@ class SchedulerProcess:
 
     @property
     def ready(self) -> bool:
-        """Requests can be served from here on."""
+        """True if requests can be served."""
         return self.group.ready and len(self.streams.detokenizers) > 0
 
     def send_status(self) -> None:
-        """The first one tells the gateway that there is a new scheduler."""
-        self.told_ready = self.ready
+        """Send the status to the gateway, which learns of a restart by the first one."""
+        self.reported_ready = self.ready
         self.end_group()
         status = SchedulerStatus(epoch=self.epoch, ready=self.ready, replica=self.replica)
         status.first_attempt = self.lease.first_attempt

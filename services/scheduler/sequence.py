@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it: a growing list of tokens."""
+"""A request in the scheduler: a growing list of tokens."""
 
 from enum import Enum
 from hashlib import sha256
@@ -13,7 +13,7 @@ from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.services.scheduler.speculative import Speculation
 
 MAX_PREEMPTIONS = 4
-"""of a sequence by others with a better priority; then it keeps its blocks"""
+"""of a sequence by others with a better priority; afterwards it keeps its blocks"""
 
 
 MAX_PROMPT_LOGPROBS = 1 << 19
@@ -26,14 +26,14 @@ class CannotFitError(ValueError):
 
 
 class Status(Enum):
-    """Where a sequence is."""
+    """The state of a sequence."""
 
     WAITING = "waiting"
     """not in the persistent batch; new, or preempted"""
     RUNNING = "running"
-    """has a slot; part of every plan until its end is planned, unless it waits for its guesses"""
+    """has a slot; part of every plan until its end is planned, unless it is paused"""
     DRAINING = "draining"
-    """its last token is in a plan in flight; it has blocks, but no slot any more"""
+    """its last token is in a plan in flight; it has blocks, but no slot"""
     FINISHED = "finished"
 
 
@@ -104,7 +104,7 @@ class Sequence:
         self.sampling = sampling = request.sampling
         self.bad_words = request.bad_words
         self.seed = seed_of(request)
-        # A grammar has an end, behind which nothing but these tokens can be drawn.
+        # After the end of a grammar, only these tokens can be sampled.
         ignores_eos = sampling.ignore_eos and sampling.structured_outputs is None
         eos = frozenset() if ignores_eos else eos_token_ids
         self.stop_token_ids = eos | frozenset(sampling.stop_token_ids)
@@ -114,13 +114,13 @@ class Sequence:
         self.logprobs: list[PackedLogprobs | None] | None = (
             None if sampling.logprobs is None else [None] * num_output_tokens
         )
-        """of each output token, None for those of an earlier attempt; None if not asked for"""
+        """of each output token, None for those of an earlier attempt; None if not requested"""
         self.prompt_logprobs: list[PackedLogprobs] | None = (
             None if sampling.prompt_logprobs is None else []
         )
-        """of the prompt tokens behind the first, as far as they have come; None if not asked for"""
+        """of the prompt tokens after the first, as far as they are known; None if not requested"""
         self.max_length = 0
-        """most tokens, prompt and output; set when the scheduler takes the sequence"""
+        """limit of tokens, prompt and output; set when the scheduler takes the sequence"""
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.slot = -1
@@ -132,7 +132,7 @@ class Sequence:
         """positions whose KV is computed by the plans sent so far, or was found in the cache; some
         may be those of guesses"""
         self.speculation: Speculation | None = None
-        """made when it is admitted, if there is any"""
+        """made at its admission, if it speculates"""
         self.num_cached_tokens = 0
         """prompt tokens found in the prefix cache when it was first admitted"""
         self.num_preemptions = 0
@@ -142,15 +142,15 @@ class Sequence:
         self.cache_root = (
             sha256(request.cache_salt.encode()).digest() if request.cache_salt else b""
         )
-        """stands before the first block's tokens in its hash: other salts have other blocks"""
+        """prefix of the first block's tokens in its hash: other salts have other blocks"""
         self.full_blocks: list[tuple[bytes, bytes]] = []
         """(hash, token ids) of its full blocks, as far as they have been needed"""
         self.detokenizer: bytes | None = None
-        """identity of the process that makes its text; set by `Streams`, as is `stream_id`"""
+        """identity of the process that makes its text"""
         self.stream_id = -1
         self.num_published_blocks = 0
         self.published_content = 0
-        """what the cache calls its last published block; see `BlockPool.publish`"""
+        """number of its last published block's content; see `BlockPool.publish`"""
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -159,19 +159,21 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        """The one with the highest rank is preempted first: by priority, then by admission. Of a
-        sequence that was preempted often the priority does not count."""
+        """Order of preemption, the highest first: by priority, then by admission.
+
+        The priority of a sequence that was preempted often does not count.
+        """
         is_young = self.num_preemptions < MAX_PREEMPTIONS
         return is_young, self.priority if is_young else 0, self.admission
 
     @property
     def is_paused(self) -> bool:
-        """Whether a plan computes nothing of it unless a draft names it."""
+        """True if a plan computes nothing of it unless a draft names it."""
         return self.speculation is not None and self.speculation.is_paused
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """They were asked for, and some are missing."""
+        """True if they are requested, and some are missing."""
         known = self.prompt_logprobs
         return known is not None and len(known) < self.num_prompt_tokens - 1
 
@@ -216,25 +218,27 @@ class Sequence:
         self.scheduled_at = self.scheduled_at or monotonic()
 
     def phase_seconds(self) -> tuple[float, float]:
-        """Seconds in the queue and of its prefill; 0 where no token has come. Called first when
-        the first token has just come."""
+        """Return seconds in the queue and of the prefill; 0 before the first token.
+
+        To be called first when the first token has just arrived.
+        """
         if not self.scheduled_at or len(self.token_ids) == self.num_prompt_tokens:
             return 0.0, 0.0
         self.first_token_at = self.first_token_at or monotonic()
         return self.scheduled_at - self.arrived_at, self.first_token_at - self.scheduled_at
 
     def take_logprobs(self, packed: PackedLogprobs) -> None:
-        """Of its next token; a sequence that has ended gets none."""
+        """Append logprobs of its next token, unless it has ended."""
         if self.logprobs is not None and self.finish_reason is None:
             self.logprobs.append(packed)
 
     def take_prompt_logprobs(self, chunk: list[PackedLogprobs]) -> None:
-        """Of the next prompt tokens; of a chunk behind the prompt there are none."""
+        """Append logprobs of the next prompt tokens."""
         if self.prompt_logprobs is not None:
             self.prompt_logprobs += chunk
 
-    def is_asked_for_by(self, request: TokenizedRequest) -> bool:
-        """Whether `request` is for this very output, and knows nothing of it that is not here."""
+    def is_requested_by(self, request: TokenizedRequest) -> bool:
+        """Return whether `request` is for this output, of which it knows no more."""
         num_prompt_tokens = len(request.prompt_token_ids) // 4
         known = [*unpack(request.prompt_token_ids), *unpack(request.output_token_ids)]
         return (
@@ -244,7 +248,7 @@ class Sequence:
         )
 
     def as_row(self) -> RowAdded:
-        """What a worker must know of it, when it enters the persistent batch."""
+        """Return the row of the persistent batch, for the workers."""
         sampling = self.sampling
         return RowAdded(
             slot=self.slot,
@@ -283,7 +287,7 @@ class Sequence:
 
 
 def seed_of(request: TokenizedRequest) -> int:
-    """The seed asked for, or one that follows from the request id: a restart changes nothing."""
+    """Return the requested seed, or one that follows from the request id, even after a restart."""
     if request.sampling.seed is not None:
         return request.sampling.seed
     return xxhash.xxh64_intdigest(request.request_id.encode()) >> 1

@@ -1,4 +1,4 @@
-"""Which detokenizer makes the text of which sequence, and what it is told next."""
+"""The streams of sequences: the detokenizer of each, and its next message."""
 
 from collections.abc import Iterable, Iterator
 
@@ -16,7 +16,7 @@ MAX_CHARACTER_TOKENS = 4
 
 
 class Outbox:
-    """The next message for one detokenizer, while it is being made."""
+    """The next message for one detokenizer, while it is made."""
 
     def __init__(self) -> None:
         self._num_taken = 0
@@ -31,18 +31,18 @@ class Outbox:
         self.logprobs: list[tuple[int, PackedLogprobs]] = []
 
     def close(self, stream_id: int) -> None:
-        """The reader forgets a stream; it never hears of one that this message would open."""
+        """Close a stream; one that this message would open is left out."""
         if self.opened.pop(stream_id, None) is None:
             self.closed.append(stream_id)
 
     def take_alone(self, epoch: int, sequences: list[Sequence]) -> StepTokens:
-        """A message that opens these streams, is to be confirmed, and goes before all others."""
+        """Return a message that opens only these streams and must be confirmed."""
         self._num_taken += 1
         opened = [_opened(sequence) for sequence in sequences]
         return StepTokens(epoch, opened, number=self._num_taken, confirm=True)
 
     def take(self, epoch: int, confirm: bool = False) -> StepTokens | None:
-        """The message made since the last call; None if there is nothing to say."""
+        """Return the message made since the last call; None if it is empty."""
         has_content = self.opened or self.stream_ids or self.finished or self.closed
         if not (has_content or confirm):
             return None
@@ -63,10 +63,10 @@ class Outbox:
 
 
 class Streams:
-    """Assigns every sequence to the detokenizer with the fewest; moves them when one comes or goes.
+    """The detokenizer of every sequence: the least loaded one, until it leaves or another comes.
 
-    A sequence can move at any time, for its text follows from its tokens, and the gateway drops
-    what it has already. A stream is opened when there is something to tell: with its first token.
+    A sequence can move at any time: its text follows from its tokens, and the gateway drops what it
+    has already. A stream is opened with its first token.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -76,14 +76,16 @@ class Streams:
         self._num_streams = 0
         self._unassigned: dict[int, Sequence] = {}
         self._unopened: set[int] = set()
-        """streams that no detokenizer has been told of: their prompt is not computed yet"""
+        """streams that no detokenizer knows: their prompt is not computed yet"""
         self._trials = DetokenizerTrials()
         self._trial: tuple[bytes, StepTokens] | None = None
-        """the next message of a trial, and to whom"""
+        """the next message of a trial, and its detokenizer"""
 
     def alive(self, identity: bytes, name: str) -> bool:
-        """A heartbeat came; the first one registers the detokenizer and gives it its share. Return
-        whether it is the first one."""
+        """Note a heartbeat. Return whether it is the first one of this detokenizer.
+
+        The first one registers it, and gives it its share of sequences.
+        """
         if not self.detokenizers.alive(identity, name):
             return False
         self._outboxes[identity] = Outbox()
@@ -95,10 +97,10 @@ class Streams:
     def lost(
         self, identity: bytes, has_died: bool = False
     ) -> tuple[list[Sequence], list[Sequence]]:
-        """A detokenizer is gone: its sequences go to others with all their tokens.
+        """Move the sequences of a detokenizer to others, with all their tokens.
 
-        If `has_died`, those that may be the reason are tried first. Return these, and what is given
-        up of them, which is nobody's any more.
+        If it `has_died`, suspects are tried first. Return the suspects, and those of them that are
+        given up, which have no detokenizer.
         """
         self._outboxes.pop(identity, None)
         lost = self.detokenizers.lost(identity)
@@ -108,7 +110,7 @@ class Streams:
         given_up: list[Sequence] = []
         if is_tried and has_died and trials.batch and not self._trial:
             suspects, given_up = trials.batch, trials.failed()
-        elif is_tried:  # it has seen nothing of the trial
+        elif is_tried:  # it has not received the trial
             trials.add(trials.batch)
             trials.at, trials.batch = b"", []
             trials.add(suspects)
@@ -123,7 +125,7 @@ class Streams:
         return suspects, given_up
 
     def confirmed(self, identity: bytes) -> None:
-        """A detokenizer has handled what it was to confirm: a trial begins, or has passed."""
+        """Note a confirmation of a detokenizer: a trial begins, or has passed."""
         trials, outbox = self._trials, self._outboxes.get(identity)
         if identity != trials.at or outbox is None:
             return
@@ -138,13 +140,13 @@ class Streams:
         self._trial = identity, outbox.take_alone(self._epoch, batch)
 
     def open(self, sequence: Sequence) -> None:
-        """A new sequence needs a detokenizer."""
+        """Assign a detokenizer to a new sequence."""
         self._num_streams += 1
         sequence.stream_id = self._num_streams
         self._assign([sequence])
 
     def close(self, sequence: Sequence) -> None:
-        """Nothing more is wanted of a sequence."""
+        """Close the stream of a sequence."""
         stream_id = sequence.stream_id
         self._unassigned.pop(stream_id, None)
         self._trials.close(sequence)
@@ -156,7 +158,7 @@ class Streams:
         self._unopened.discard(stream_id)
 
     def reopen(self, sequence: Sequence) -> None:
-        """A sequence is told again from its start."""
+        """Send a sequence again from its start."""
         self.close(sequence)
         self.open(sequence)
 
@@ -179,7 +181,7 @@ class Streams:
         outbox.opened[sequence.stream_id] = _opened(sequence)
 
     def _rebalance(self) -> None:
-        """Moves sequences from those that have more than their share."""
+        """Move sequences from detokenizers that have more than their share."""
         num_sequences = sum(len(peer.work) for peer in self.detokenizers)
         share = -(-num_sequences // len(self.detokenizers))
         for peer in self.detokenizers:
@@ -191,14 +193,14 @@ class Streams:
             self._assign(surplus)
 
     def finish(self, sequences: Iterable[Sequence]) -> None:
-        """These have ended."""
+        """Note sequences that have ended."""
         for sequence in sequences:
             outbox = self._outboxes.get(sequence.detokenizer or b"")
             if outbox and sequence.finish_reason:
                 outbox.finished.append((sequence.stream_id, sequence.finish_reason))
 
     def put(self, output: StepOutput) -> None:
-        """The tokens of a step."""
+        """Add the tokens of a step to the next messages."""
         outboxes = self._outboxes
         for sequence, token_id in zip(output.sequences, output.token_ids, strict=True):
             outbox = outboxes.get(sequence.detokenizer)  # type: ignore[arg-type]
@@ -214,18 +216,18 @@ class Streams:
         self.finish(output.finished)
 
     def take_deltas(self) -> Iterator[tuple[bytes, StepTokens]]:
-        """A message for each detokenizer that has something to be told."""
+        """Yield the next message of each detokenizer that has one."""
         if self._trials.waiting and not self._trials.at:
             self._begin_trial()
         if self._trial:
             yield self._trial
-            self._trial = None  # unless it was lost: then it has died of something else
+            self._trial = None  # if it was lost, the detokenizer died of another cause
         for identity, outbox in list(self._outboxes.items()):
             if identity != self._trials.at and (delta := outbox.take(self._epoch)):
                 yield identity, delta
 
     def _begin_trial(self) -> None:
-        """One detokenizer is to confirm all that it has been told: what follows is alone."""
+        """Have one detokenizer confirm all earlier messages, so that the next one is alone."""
         if peer := self.detokenizers.least_loaded():
             self._trials.at = peer.identity
             message = self._outboxes[peer.identity].take(self._epoch, confirm=True)
@@ -246,7 +248,7 @@ def _opened(sequence: Sequence) -> StreamOpened:
         include_stop_str_in_output=sampling.include_stop_str_in_output,
         skip_special_tokens=sampling.skip_special_tokens,
         min_tokens=sampling.min_tokens,
-        logprobs=None if sequence.logprobs is None else list(sequence.logprobs),  # that grows on
+        logprobs=None if sequence.logprobs is None else list(sequence.logprobs),  # a copy: it grows
         prompt_logprobs=None if sequence.needs_prompt_logprobs else sequence.prompt_logprobs,
         prompt_tokens=end,
         cached_tokens=sequence.num_cached_tokens,

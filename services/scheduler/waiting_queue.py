@@ -1,4 +1,4 @@
-"""Which waiting sequence is admitted to the running batch next. Policy only: no I/O, no clock."""
+"""The order in which waiting sequences are admitted to the running batch. No I/O, no clock."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from penstock.services.scheduler.sequence import Sequence
 MAX_RETRIED = 4
 """held sequences that are tried again in one step, the oldest first"""
 MAX_TRIES = 4
-"""new sequences that may fail to get blocks in one step, before the rest waits for the next one"""
+"""new sequences that may fail to get blocks in one step; the others wait for the next one"""
 
 
 class WaitingQueue:
     """Sequences without a place in the running batch, in four parts.
 
-    1. Suspects go first: each runs alone, and so the others can go on together.
-    2. Preempted sequences; nothing but suspects passes them.
+    1. Suspects go first: each runs alone, so that the others can continue together.
+    2. Preempted sequences; only suspects pass them.
     3. Held sequences: the first of a client that did not get its blocks; one a client. Others may
        pass a held sequence, until as many tokens have passed as it has itself: from then on freed
        blocks are reserved for it. So it starves nobody, and nobody starves it.
@@ -41,21 +41,21 @@ class WaitingQueue:
         return len(self._suspects) + len(self._preempted) + len(self._held) + len(self._new)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Those that nothing passes first; new sequences by arrival."""
+        """Yield sequences that others can't pass first; new sequences by arrival."""
         yield from self._suspects
         yield from self._preempted
         yield from self._held
         yield from self._new
 
     def add(self, sequence: Sequence) -> None:
-        """Appends a new sequence, which may have been at deaths elsewhere."""
+        """Append a new sequence, which may be a suspect of another replica."""
         if is_suspect(sequence):
             self._suspects[sequence] = None
             return
         self._new.add(sequence, sequence.client, sequence.priority)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Puts a preempted sequence before all others, or a suspect before all suspects."""
+        """Put a preempted sequence before all others, or a suspect before all suspects."""
         queue = self._suspects if is_suspect(sequence) else self._preempted
         queue[sequence] = None
         queue.move_to_end(sequence, last=False)
@@ -72,16 +72,16 @@ class WaitingQueue:
             self._suspects[sequence] = None
 
     def remove(self, sequence: Sequence) -> None:
-        """Removes a sequence that has ended."""
+        """Remove a sequence that has ended."""
         if self._held.pop(sequence, None) is not None:
             self._holding.discard(sequence.client)
         elif not self._new.remove(sequence):
             del (self._suspects if sequence in self._suspects else self._preempted)[sequence]
 
     def candidates(self) -> Iterator[Sequence]:
-        """Yields sequences in the order in which a step may admit them.
+        """Yield sequences in the order in which a step may admit them.
 
-        Of each the caller calls `admit` or `hold` before the next one, or stops.
+        For each one the caller calls `admit` or `hold` before the next one, or stops.
         """
         for queue in (self._suspects, self._preempted):
             while queue:
@@ -103,7 +103,7 @@ class WaitingQueue:
             num_failed += new in self._new or new in self._held
 
     def admit(self, sequence: Sequence) -> None:
-        """Removes a candidate that has its blocks; its client has had its turn."""
+        """Remove a candidate that has its blocks; its client has had its turn."""
         for held in islice(self._held, MAX_RETRIED):
             if held is sequence:
                 break
@@ -114,15 +114,14 @@ class WaitingQueue:
             sequence.admission = next(self._admissions)
 
     def hold(self, sequence: Sequence) -> None:
-        """Notes that a candidate did not get its blocks. Another one of its client that is held
-        already goes before it."""
+        """Hold a candidate that did not get its blocks, unless its client has a held one."""
         if sequence in self._new and sequence.client not in self._holding:
             self._new.remove(sequence)
             self._held[sequence] = 0
             self._holding.add(sequence.client)
 
     def _may_pass(self, before: Sequence | None = None) -> bool:
-        """Whether all held sequences that are tried, up to `before`, can be passed once more."""
+        """Return whether all held sequences that are retried, up to `before`, may be passed."""
         for sequence, num_passed in islice(self._held.items(), MAX_RETRIED):
             if sequence is before:
                 break

@@ -1,26 +1,26 @@
-"""The tensor-parallel group: which worker has which rank, and whether it can run plans."""
+"""The tensor-parallel group: the worker of each rank, and whether it can run plans."""
 
 from itertools import count
 
 from penstock.protocol.messages.worker import WorkerAssignment, WorkerExit, WorkerState
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
 
-Letter = tuple[bytes, WorkerAssignment | WorkerExit]
-"""identity of the worker, and what to tell it"""
+WorkerMessage = tuple[bytes, WorkerAssignment | WorkerExit]
+"""identity of the worker, and the message"""
 
 NO_GROUP = -1
 """an epoch that no group has"""
 LISTENING = 2
-"""heartbeats that a new scheduler waits for workers that it has not heard"""
+"""heartbeats for which a restarted scheduler waits for workers of its predecessor"""
 
 
 class WorkerGroup:
-    """Seats workers as they come. No sockets: every method returns the letters to send.
+    """The places of workers. No sockets: every method returns the messages to send.
 
     A group is complete when every rank is taken, and ready when every rank has loaded its model.
-    A group that loses a member is dissolved, for a collective can't go on without it. Workers that
-    are in a group already (the scheduler was restarted, not they) are taken as they are. Workers
-    beyond `tp_size` wait, to take the place of those that die.
+    A group that loses a member is dissolved: a collective can't continue without it. Workers that
+    are in a group already, after a restart of the scheduler, keep their places. Workers beyond
+    `tp_size` wait, to replace those that die.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class WorkerGroup:
         self._hellos: dict[bytes, WorkerState] = {}
         self._num_missed: dict[bytes, int] = {}
         """heartbeats since the last hello"""
-        self._assignments: list[Letter] = []
-        """what the members were told last"""
+        self._assignments: list[WorkerMessage] = []
+        """the latest ones to the members"""
         self._num_blocks_before = 0
         """of the last group that was ready"""
         self.members_before: list[tuple[str, int]] = []
@@ -73,7 +73,7 @@ class WorkerGroup:
 
     @property
     def idle_us(self) -> tuple[float, float]:
-        """What rank 0 says of its GPU's waits; 0 while there is no group."""
+        """Idle times of rank 0's GPU between steps; 0 while there is no group."""
         return self._hellos[self.members[0]].idle_us if self.members else (0.0, 0.0)
 
     @property
@@ -81,23 +81,23 @@ class WorkerGroup:
         """Names of the members by rank."""
         return [self._hellos[member].name for member in self.members]
 
-    def hello(self, identity: bytes, hello: WorkerState) -> list[Letter]:
-        """A worker tells what it is and holds.
+    def hello(self, identity: bytes, hello: WorkerState) -> list[WorkerMessage]:
+        """Note the state of a worker.
 
-        Of two of one name the one that started earlier has been given up: it was killed unseen, or
-        its machine was cut off and is back.
+        Of two workers of one name, the one that started earlier was given up: it was killed
+        unnoticed, or its machine was unreachable.
         """
-        letters: list[Letter] = []
+        messages: list[WorkerMessage] = []
         for other in [i for i, h in self._hellos.items() if h.name == hello.name and i != identity]:
             if hello.incarnation < self._hellos[other].incarnation:
                 return self._dismiss([identity], f"another {hello.name} was started later")
-            letters += self.lost(other)
+            messages += self.lost(other)
         self._hellos[identity] = hello
         self._num_missed[identity] = 0
-        return letters if self.members else letters + self._seat()
+        return messages if self.members else messages + self._seat()
 
-    def lost(self, identity: bytes) -> list[Letter]:
-        """A worker is gone; its group goes with it, and spare workers make the next one."""
+    def lost(self, identity: bytes) -> list[WorkerMessage]:
+        """Dissolve the group of a lost worker; spare workers make the next one."""
         if identity not in self.members:
             self._forget(identity)
             return []
@@ -106,18 +106,17 @@ class WorkerGroup:
         hellos = [self._hellos[member] for member in self.members]
         self._pids_before = [(hello.node, hello.pid) for hello in hellos if hello.pid > 0]
         self.members_before = [(hello.name, hello.pid) for hello in hellos]
-        reason = f"{self._hellos[identity].name} is gone"
+        reason = f"{self._hellos[identity].name} exited or is unreachable"
         self._forget(identity)
         rest = [member for member in self.members if member != identity]
         self.members, self.epoch, self._assignments = [], 0, []
         return self._dismiss(rest, reason) + self._seat()
 
-    def heartbeat(self) -> list[Letter]:
-        """One more interval is over.
+    def heartbeat(self) -> list[WorkerMessage]:
+        """Return the members' places again, once an interval.
 
-        The members are told their places again, which changes nothing and shows who can't be
-        reached: one that is at a long step can. Others who miss MAX_MISSED_HEARTBEATS intervals are
-        forgotten.
+        They change nothing and show which worker can't be reached; a worker at a long step can.
+        Other workers that miss MAX_MISSED_HEARTBEATS intervals are forgotten.
         """
         self._num_heartbeats += 1
         for identity in self._num_missed:
@@ -135,15 +134,15 @@ class WorkerGroup:
         self._hellos.pop(identity, None)
         self._num_missed.pop(identity, None)
 
-    def _dismiss(self, identities: list[bytes], reason: str) -> list[Letter]:
+    def _dismiss(self, identities: list[bytes], reason: str) -> list[WorkerMessage]:
         for identity in identities:
             self._forget(identity)
         return [(identity, WorkerExit(reason)) for identity in identities]
 
-    def _seat(self) -> list[Letter]:
-        """Takes a whole group that exists, or makes one of workers that have none."""
+    def _seat(self) -> list[WorkerMessage]:
+        """Take a whole group that exists, or make one of workers without a group."""
         fresh = [identity for identity, hello in self._hellos.items() if not hello.group]
-        # A spare worker may be heard before a group that survived the scheduler.
+        # A spare worker may register before a group that outlived the scheduler.
         all_heard = (
             len(self._hellos) >= self._num_expected
             or self._num_heartbeats > LISTENING
@@ -153,7 +152,7 @@ class WorkerGroup:
             ranks = {h.rank: i for i, h in self._hellos.items() if h.group == group}
             if set(ranks) == set(range(self.tp_size)):
                 return self._assign([ranks[rank] for rank in range(self.tp_size)], group)
-            if fresh and all_heard:  # one was started afresh: the group will never be whole again
+            if fresh and all_heard:  # a member was restarted: the group will never be whole again
                 return self._dismiss(list(ranks.values()), f"group {group} is not whole")
         if len(fresh) < self.tp_size or not all_heard:
             return []
@@ -177,7 +176,7 @@ class WorkerGroup:
         )
         return [identity for node in nodes for identity in on_node[node]][: self.tp_size]
 
-    def _assign(self, members: list[bytes], group: str) -> list[Letter]:
+    def _assign(self, members: list[bytes], group: str) -> list[WorkerMessage]:
         self.epoch = next(self._epochs)
         self.members = members
         self._had_group = True

@@ -5,7 +5,7 @@ from itertools import count
 from msgspec.structs import replace
 
 from penstock.protocol.messages.worker import WorkerAssignment, WorkerExit, WorkerState
-from penstock.services.scheduler.workers import Letter, WorkerGroup
+from penstock.services.scheduler.workers import WorkerGroup, WorkerMessage
 
 
 class Site:
@@ -64,7 +64,7 @@ class Site:
         del self.hellos[identity]
         self.deliver(self.group.lost(identity))
 
-    def deliver(self, letters: list[Letter]) -> None:
+    def deliver(self, letters: list[WorkerMessage]) -> None:
         for identity, letter in letters:
             if isinstance(letter, WorkerExit):
                 self.exits.append(identity)
