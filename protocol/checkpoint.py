@@ -148,9 +148,14 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def _read_config(path: Path) -> ModelConfig:
-    """Reads null as a field that is absent, except for `head_dim`, as transformers does."""
+    """Reads null as a field that is absent, except for `head_dim`, as transformers does.
+
+    Raises ModelError for `hidden_act`, for which transformers has no default then.
+    """
     fields = read_json(path, dict[str, Any])
     given = {name: value for name, value in fields.items() if value is not None}
+    if fields.get("hidden_act", "silu") is None:
+        raise ModelError(f'{path}: hidden_act: got null, expected "silu"')
     try:
         config = msgspec.convert(given, ModelConfig)
     except msgspec.ValidationError as error:

@@ -1,10 +1,13 @@
 """Token ids that end a text: of the checkpoint and of its tokenizer."""
 
+import logging
 from pathlib import Path
 
 from msgspec import Struct
 
 from penstock.protocol.checkpoint import read_generation_config, read_json, read_model_config
+
+log = logging.getLogger("checkpoint")
 
 
 class _Token(Struct):
@@ -26,14 +29,24 @@ class _Tokenizer(Struct):
 
 
 def read_eos_token_ids(folder: Path) -> list[int]:
-    """Reads every id that ends a text: those of `generation_config.json`, or, where it has none, of
-    `config.json`; and the tokenizer's own."""
+    """Read every id that ends a text.
+
+    They are in `generation_config.json` or, where that has none, in `config.json`; the tokenizer's
+    own is added. Ids that the vocabulary lacks are left out. Warns of them, and if there is no id.
+    """
+    model = read_model_config(folder)
     ids = read_generation_config(folder).eos_token_id
     if ids is None:
-        ids = read_model_config(folder).eos_token_id
-    known = [ids] if isinstance(ids, int) else ids or []
+        ids = model.eos_token_id
     own = _tokenizer_eos(folder)
-    return known if own is None or own in known else [*known, own]
+    given = [*([ids] if isinstance(ids, int) else ids or []), *([] if own is None else [own])]
+    known = [one for one in dict.fromkeys(given) if 0 <= one < model.vocab_size]
+    for one in set(given) - set(known):
+        log.warning("%s: eos_token_id: got %d, expected 0 to %d", folder, one, model.vocab_size - 1)
+    if not known:
+        reason = "answers end at max_tokens or a stop string only"
+        log.warning("%s: no eos_token_id in the vocabulary: %s", folder, reason)
+    return known
 
 
 def _tokenizer_eos(folder: Path) -> int | None:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 DEFAULT_BASE = 10_000.0
 """transformers' own"""
 SERVED_TYPES = ("default", "yarn")
+Fields = dict[str, tuple[str, Any]]
+"""name → path in `config.json`, and value"""
 
 
 class Yarn(NamedTuple):
@@ -51,19 +53,21 @@ def read_rope(
 
     `rope_scaling` wins over `rope_parameters`. Raises ValueError for what is not served.
     """
-    parameters = _flat(parameters or {})
-    fields = {**parameters, **(scaling or {})}
-    kinds = {_type(some) for some in (scaling or {}, parameters)} - {"default"}
+    given = {"rope_parameters": _flat(parameters or {}), "rope_scaling": scaling or {}}
+    fields = {
+        name: (f"{parent}.{name}", value)
+        for parent, values in given.items()
+        for name, value in values.items()
+    }
+    kinds = dict(_type(parent, values) for parent, values in given.items())
+    kinds.pop("default", None)
     if len(kinds) > 1:
-        raise ValueError(f"rope_scaling and rope_parameters: got {sorted(kinds)}, expected one")
-    kind = kinds.pop() if kinds else "default"
+        raise ValueError(f"{' and '.join(kinds.values())}: got {sorted(kinds)}, expected one")
+    kind, path = kinds.popitem() if kinds else ("default", "")
     if kind not in SERVED_TYPES:
-        served = " or ".join(map(repr, SERVED_TYPES))
-        raise ValueError(f"rope_type: got {kind!r}, expected {served}")
-    if _number(fields, "partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"partial_rotary_factor: got {fields['partial_rotary_factor']}, expected 1"
-        )
+        raise ValueError(f"{path}: got {kind!r}, expected {' or '.join(map(repr, SERVED_TYPES))}")
+    if (part := _number(fields, "partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError(f"{fields['partial_rotary_factor'][0]}: got {part}, expected 1")
     base = _number(fields, "rope_theta", theta or DEFAULT_BASE)
     if kind == "default":
         return Rope(base, None, num_positions)
@@ -72,23 +76,28 @@ def read_rope(
 
 
 def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 may write them for each type of layer, of which one is served."""
+    """Return the parameters of `full_attention`: transformers 5 may have some for each layer type.
+
+    Only that type is served.
+    """
     nested = parameters.get("full_attention")
     return nested if isinstance(nested, dict) else parameters
 
 
-def _type(fields: dict[str, Any]) -> str:
-    return str(fields.get("rope_type") or fields.get("type") or "default")
+def _type(parent: str, fields: dict[str, Any]) -> tuple[str, str]:
+    """Return the type of RoPE, and the path of the field that has it."""
+    name = "rope_type" if fields.get("rope_type") else "type"
+    return str(fields.get(name) or "default"), f"{parent}.{name}"
 
 
-def _yarn(fields: dict[str, Any], num_positions: int, original_positions: int | None) -> Yarn:
+def _yarn(fields: Fields, num_positions: int, original_positions: int | None) -> Yarn:
     """Reads YaRN's fields as transformers does."""
     original = original_positions or int(
         _number(fields, "original_max_position_embeddings", num_positions)
     )
     factor = _number(fields, "factor", num_positions / original)
     if factor < 1:
-        raise ValueError(f"rope_scaling's factor: got {factor}, expected 1 or more")
+        raise ValueError(f"{fields['factor'][0]}: got {factor}, expected 1 or more")
     m_scale, m_scale_all = (_number(fields, name, 0.0) for name in ("mscale", "mscale_all_dim"))
     both = m_scale and m_scale_all
     factors = (m_scale, m_scale_all) if both else (1.0, 0.0)
@@ -98,15 +107,15 @@ def _yarn(fields: dict[str, Any], num_positions: int, original_positions: int | 
         original_positions=original,
         beta_fast=_number(fields, "beta_fast", 32.0),
         beta_slow=_number(fields, "beta_slow", 1.0),
-        truncate=bool(fields.get("truncate", True)),
+        truncate=bool(fields.get("truncate", ("", True))[1]),
         attention_factor=_number(fields, "attention_factor", wide / narrow),
     )
 
 
-def _number(fields: dict[str, Any], name: str, default: float) -> float:
-    value = fields.get(name)
+def _number(fields: Fields, name: str, default: float) -> float:
+    path, value = fields.get(name, (name, None))
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{name}: got {value!r}, expected a number from 0 on")
+        raise ValueError(f"{path}: got {value!r}, expected a number of at least 0")
     return float(value) or default

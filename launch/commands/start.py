@@ -22,6 +22,7 @@ from penstock.protocol.checkpoint import ModelError, check_tp, quantized, read_m
 from penstock.protocol.client.errors import ClientError
 from penstock.protocol.client.failover import check_addresses
 from penstock.protocol.config import DEFAULT_CLIENT, Config, write_config
+from penstock.protocol.tensor_shapes import check_shapes
 from penstock.protocol.tracing import check_tracing
 from penstock.protocol.transport.context import check_reach, stays_on_host
 from penstock.protocol.transport.curve import secure_client, secure_server
@@ -56,7 +57,9 @@ def start(config: Config, procfile: Path, max_deaths: int) -> int:
     if config.device == "cuda" and config.backend == "local":
         check_gpus(config)
     try:
-        model = quantized(read_model_config(config.model_folder), config.quantization)
+        model = read_model_config(config.model_folder)
+        check_shapes(config.model_folder, model)
+        model = quantized(model, config.quantization)
     except ModelError as error:
         raise LaunchError(f"--model: {error}") from error
     try:

@@ -16,6 +16,7 @@ from penstock.protocol.checkpoint import (
 from penstock.protocol.config import Config
 from penstock.protocol.eos import read_eos_token_ids
 from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.tensor_shapes import check_shapes
 
 DEMO = Config().model_folder
 
@@ -53,20 +54,33 @@ def test_heads_that_do_not_divide(tp_size: int) -> None:
     ("fields", "sentence"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, r"got \['LlamaF.*'\], expected Qwen3ForCausalLM"),
+        ({"hidden_act": None}, 'hidden_act: got null, expected "silu"'),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "got 'dynamic', expected 'default'"),
         (
             {"rope_scaling": {"type": "mrope"}},
-            "rope_type: got 'mrope', expected 'default' or 'yarn'",
+            "rope_scaling.type: got 'mrope', expected 'default' or 'yarn'",
         ),
         ({"rope_scaling": {"type": "linear"}, "rope_parameters": {"rope_theta": 1e6}}, "'linear'"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "llama3"}}}, "got 'llama3'"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "llama3"}}},
+            "rope_parameters.rope_type: got 'llama3'",
+        ),
         (
             {"rope_scaling": {"type": "linear"}, "rope_parameters": {"rope_type": "yarn"}},
-            r"rope_scaling and rope_parameters: got \['linear', 'yarn'\], expected one",
+            r"rope_parameters.rope_type and rope_scaling.type: got \['linear', 'yarn'\], exp",
         ),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: got 0.5"),
-        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor: got '4', expected a number"),
-        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "factor: got 0.5, expected 1 or more"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "rope_parameters.partial_rotary_factor: got 0.5",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": "4"}},
+            "rope_scaling.factor: got '4', expected a number",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 0.5}},
+            "rope_scaling.factor: got 0.5, expected 1 or more",
+        ),
         ({"attention_bias": True}, "attention_bias: got true, expected false"),
         ({"use_sliding_window": True}, "use_sliding_window: got true, expected false"),
         (
@@ -230,3 +244,57 @@ def test_a_model_that_does_not_sample_is_greedy_unless_asked() -> None:
     for sampling in (greedy, asked):
         GenerationConfig(temperature=0.6, top_k=20).fill(sampling)
     assert (greedy.temperature, asked.temperature, asked.top_k) == (0, 1.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("eos_token_id", "expected", "warning"),
+    [
+        (None, [], "no eos_token_id in the vocabulary"),
+        ([256, 99_999], [256], "eos_token_id: got 99999, expected 0 to 263"),
+        (-1, [], "eos_token_id: got -1, expected 0 to 263"),
+        ([258, 256], [258, 256], ""),
+    ],
+)
+def test_eos_that_no_token_can_be(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    eos_token_id: object,
+    expected: list[int],
+    warning: str,
+) -> None:
+    assert read_eos_token_ids(changed(tmp_path, eos_token_id=eos_token_id)) == expected
+    assert warning in caplog.text
+    assert bool(caplog.text) == bool(warning)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_shapes_of_tensors_are_those_of_the_configuration(tmp_path: Path, is_sharded: bool) -> None:
+    """Read from the file's header, before any weight is loaded."""
+    (name,) = [path.name for path in DEMO.glob("*.safetensors")]
+    (tmp_path / ("a.safetensors" if is_sharded else name)).symlink_to(DEMO / name)
+    if is_sharded:
+        names = ("embed_tokens", "layers.0.self_attn.q_norm")
+        index = {"weight_map": {f"model.{one}.weight": "a.safetensors" for one in names}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for fields, sentence in (
+        (
+            {"head_dim": 32},
+            r"head_dim: model.layers.0.self_attn.q_norm.* \[64\], .* \[32\]",
+        ),
+        ({"head_dim": None}, "head_dim: "),
+        (
+            {"vocab_size": 300},
+            "vocab_size and hidden_size: model.embed_tokens",
+        ),
+    ):
+        changed(tmp_path, **fields)
+        with pytest.raises(ModelError, match=sentence):
+            check_shapes(tmp_path, read_model_config(tmp_path))
+    check_shapes(changed(tmp_path), read_model_config(tmp_path))
+
+
+def test_shapes_of_a_file_that_is_not_safetensors(tmp_path: Path) -> None:
+    changed(tmp_path)
+    check_shapes(tmp_path, read_model_config(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
+    check_shapes(tmp_path, read_model_config(tmp_path))
