@@ -64,4 +64,4 @@ def _shape(folder: Path, name: str) -> list[int] | None:
         tensor = msgspec.json.decode(header, type=dict[str, _Tensor]).get(name)
     except msgspec.MsgspecError:
         return None  # loading the file reports it
-    return tensor and tensor.shape
+    return None if tensor is None else tensor.shape
