@@ -31,7 +31,7 @@ test-long: $(VENV)/.dev  ## what `make test` leaves out: long tests, and searche
 
 test-all: test test-long  ## every test that needs no GPU
 
-check: $(VENV)/.dev typing  ## lint, types, import rules, size budget, English, links
+check: $(VENV)/.dev typing  ## lint, types, import rules, size budget, English, pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PACKAGES:%=build/typing/penstock/%)
@@ -39,6 +39,7 @@ check: $(VENV)/.dev typing  ## lint, types, import rules, size budget, English, 
 	$(BIN)/python -P .ci/size_budget.py
 	$(BIN)/python -P .ci/english.py
 	$(BIN)/python -P .ci/links.py
+	$(BIN)/python -m tests.docs.reference --check
 	$(BIN)/zensical build --strict
 
 docs: $(VENV)/.dev  ## the reference pages from the code, and the site in build/site

@@ -1,5 +1,6 @@
 """Pages of docs/reference, generated from the code. `make docs` writes them."""
 
+import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -254,9 +255,13 @@ PAGES = {
 
 
 def main() -> None:
-    """Write the pages."""
-    for name, make in PAGES.items():
-        (FOLDER / name).write_text(make())
+    """Write the pages; with `--check`, exit with an error if one is not up to date."""
+    pages = {FOLDER / name: make() for name, make in PAGES.items()}
+    if "--check" in sys.argv:
+        stale = [path.name for path, text in pages.items() if path.read_text() != text]
+        sys.exit(f"docs/reference is not up to date: {stale}; run `make docs`" if stale else 0)
+    for path, text in pages.items():
+        path.write_text(text)
 
 
 if __name__ == "__main__":
