@@ -25,7 +25,7 @@ TEXTS = st.text(alphabet=st.one_of(st.characters(codec="utf-8"), st.sampled_from
 
 
 def ids(text: str) -> list[int]:
-    """The demo model's tokens are bytes; its tokenizer would take `<|im_start|>` for one token."""
+    """Return bytes, the demo model's tokens; its tokenizer knows `<|im_start|>` as one token."""
     return list(text.encode())
 
 
@@ -108,8 +108,11 @@ def test_special_tokens_have_no_text() -> None:
     st.integers(0, 6),
 )
 def test_stop_strings(text: str, stop: list[str], keeps_stop: bool, min_tokens: int) -> None:
-    """Against a slow reference: the shortest prefix, of more than `min_tokens` tokens, that ends
-    with a stop string; the longest of those that it ends with."""
+    """Stop strings are found as by a slow reference.
+
+    The reference takes the shortest prefix of more than `min_tokens` tokens that ends with a stop
+    string, and the longest such stop string.
+    """
     expected = text
     for end in range(len(text) + 1):
         prefix = text[:end]
@@ -158,7 +161,7 @@ def test_a_stop_string_ends_the_stream_once() -> None:
 
 @given(TEXTS, st.integers(0, 20))
 def test_a_stream_that_moves_has_the_same_text(text: str, at: int) -> None:
-    """Another detokenizer is given all tokens so far, and goes on."""
+    """Another detokenizer gets all tokens so far, and continues."""
     token_ids = ids(text)
     moved = opened()
     moved.output_token_ids = pack(token_ids[:at])
@@ -175,7 +178,7 @@ def test_a_stream_that_moves_has_the_same_text(text: str, at: int) -> None:
 
 
 def test_a_missing_message_is_noticed_before_it_makes_wrong_text() -> None:
-    """Over a network a connection may break. Behind that all is told again, and counted from 1."""
+    """After a broken connection all is sent again, and counted from 1."""
     detokenizer = Detokenizer(TABLE)
 
     def tell(number: int, text: str, *opened: StreamOpened) -> str:
@@ -191,7 +194,7 @@ def test_a_missing_message_is_noticed_before_it_makes_wrong_text() -> None:
     detokenizer.forget()
     assert [tell(number, "e") for number in (5, 6, 2)] == ["", "", ""]
     assert tell(1, "e", opened(output="abcd")) + tell(2, "f") == "abcdef"
-    assert tell(1, "") + tell(2, "g") == "", "all streams are to be opened behind a first message"
+    assert tell(1, "") + tell(2, "g") == "", "all streams are to be opened after a first message"
 
 
 def test_messages_of_an_older_scheduler_are_dropped() -> None:
@@ -237,7 +240,7 @@ def token_ids_of(logprobs: list[TokenLogprobs | None] | None) -> list[int | None
 
 
 def test_logprobs_come_with_their_tokens() -> None:
-    """Of the streams that asked; None where an earlier attempt had them."""
+    """Logprobs come in the streams that asked; None where an earlier attempt had them."""
     asked = opened(output="ab", logprobs=[None, packed(98)], prompt_logprobs=[packed(49)])
     silent = opened()
     silent.stream_id = 2

@@ -1,4 +1,4 @@
-"""How an answer begins, by Qwen3's own vocabulary and template."""
+"""Beginnings of answers, by Qwen3's own vocabulary and template."""
 
 import shutil
 from pathlib import Path
@@ -61,7 +61,7 @@ REASONING: dict[str, tuple[str | None, dict[str, Any], str]] = {
 def test_how_an_answer_begins(
     qwen3_folder: Path, tmp_path: Path, template: str | None, asked: dict[str, Any], reasoning: str
 ) -> None:
-    """What a user writes does not count."""
+    """Text of the user does not count."""
     shutil.copytree(qwen3_folder, tmp_path, dirs_exist_ok=True)
     if template:
         (tmp_path / "chat_template.jinja").write_text(template)

@@ -137,7 +137,7 @@ class Pipeline:
         self.process.handle(TokenizeRequest(request_id, 0, sampling, prompt="né"))
 
     def wait_for(self, num_answers: int) -> list[Any]:
-        """Run the process's loop until the gateway has so many answers."""
+        """Run the process's loop until the gateway has `num_answers`."""
         self.process.loop.add(self.gateway, lambda: self._receive(num_answers))
         self.process.loop.run()
         return self.answers

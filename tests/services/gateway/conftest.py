@@ -107,7 +107,7 @@ class Stage:
         return socket.recv_multipart()
 
     def generate(self, request_id: str, begin: int, end: int, **fields: Any) -> None:
-        """A detokenizer has tokens `begin` to `end`, of one character each."""
+        """Send tokens `begin` to `end` from a detokenizer, of one character each."""
         entry = self.gateway.ledger.get(request_id)
         assert entry
         delta = TextDelta(
@@ -125,7 +125,7 @@ class Stage:
         self.work_until(lambda: entry.answer or (len(entry.token_ids) >= end and not is_last))
 
     def ask_tokenizer(self) -> Any:
-        """What the tokenizer is given next."""
+        """Return the tokenizer's next request."""
         if not len(self.gateway.tokenizers.peers):
             self.tokenizer.send(Heartbeat("tokenizer.1"))
             self.work_until(lambda: len(self.gateway.tokenizers.peers))
@@ -142,7 +142,7 @@ class Stage:
         return task
 
     def told_scheduler(self, replica: int = 0) -> list[Any]:
-        """What the gateway has told a scheduler up to now."""
+        """Return the gateway's messages to a scheduler up to now."""
         self.gateway.router.release_everywhere("end", self.gateway.ledger.first_attempt)
         heard: list[Any] = []
         while not heard or getattr(heard[-1], "request_id", "") != "end":
@@ -151,7 +151,7 @@ class Stage:
         return [one for one in heard if getattr(one, "request_id", "") != "end"]
 
     def heartbeats(self, number: int) -> None:
-        """As long as it takes a client that is gone to be given up: two."""
+        """Run heartbeats; after two a client that has left is given up."""
         for _ in range(number):
             self.gateway.on_heartbeat()
 

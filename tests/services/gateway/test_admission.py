@@ -1,4 +1,4 @@
-"""What is refused when there is too much, and when to come again."""
+"""Requests refused by admission control, and when to retry."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def start(ledger: Ledger, entries: list[Entry]) -> None:
 
 
 def refusal(admission: Admission, num_bytes: int = 0, num_tokens: int = 1) -> RefusedError:
-    """Of a client that has all open work."""
+    """Return the share of a client that has all open work."""
     share = Share("")
     share.num_open = share.num_waiting_tokens = share.num_bytes = 1 << 40
     with pytest.raises(RefusedError) as caught:

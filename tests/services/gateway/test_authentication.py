@@ -68,7 +68,7 @@ def keys(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stranger(tmp_path: Path, keys: Path) -> Secure:
-    """A client that knows the server's public key, and whose own is not among the admitted."""
+    """Connect a client that knows the server's public key, and whose own is not admitted."""
     make_keys(tmp_path / "strange", None)
     shutil.copy(keys / "server.key", tmp_path / "strange" / "server.key")
     return lambda socket: secure_client(socket, tmp_path / "strange", "client")

@@ -1,4 +1,4 @@
-"""Clients that are gone, that come back, and that ask again; with real sockets."""
+"""Clients that disconnect, come back and resubmit; with real sockets."""
 
 import socket
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Start = Callable[..., Stage]
 
 
 def leave(stage: Stage, client: "zmq.Socket[bytes]") -> None:
-    """The gateway hears that a connection is closed."""
+    """Run the gateway until it hears that a connection is closed."""
     before = len(stage.gateway.connections)
     client.close()
     stage.work_until(lambda: len(stage.gateway.connections) < before)
@@ -77,8 +77,10 @@ def test_an_answer_waits_for_a_client_that_comes_back(stage: Start) -> None:
 
 
 def test_events_count_before_the_request_that_is_read_behind_them(stage: Start) -> None:
-    """The gateway has the request of a new connection in hand, and has heard of neither the end of
-    the one before nor of this one."""
+    """The gateway has the request of a new connection in hand.
+
+    It has heard of the end of neither the connection before nor of this one.
+    """
     one = stage()
     first = one.connect()
     one.open(first, "a")
@@ -120,7 +122,7 @@ def test_a_request_that_is_read_when_its_client_has_gone(stage: Start) -> None:
 
 
 def test_asked_again_on_another_connection(stage: Start) -> None:
-    """The last one that asks gets all of it; the one before is told so."""
+    """The last client that asks gets all of it; the client before is notified."""
     one = stage()
     first, second = one.connect(), one.connect()
     one.open(first, "a", stream=True)
@@ -181,7 +183,7 @@ def test_attempts_begin_where_the_gateway_does(stage: Start) -> None:
 
 
 def test_the_monitor_has_no_limit(stage: Start) -> None:
-    """libzmq would wait, and with it all clients, if nobody took in what it tells."""
+    """libzmq would wait, and with it all clients, if nobody read its events."""
     one = stage(endpoint="tcp://127.0.0.1:*")
     host, _, port = one.endpoint.removeprefix("tcp://").partition(":")
     for _ in range(1500):

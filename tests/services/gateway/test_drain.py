@@ -26,13 +26,13 @@ def restarted(stage: Start) -> Stage:
     """Return a gateway that has heard of the drain and nothing else yet."""
     one = stage()
     one.detokenizer.send(SupervisorReport([], draining=True))
-    one.gateway.router.take_running = lambda _: None  # type: ignore[method-assign]  # none is gone
+    one.gateway.router.take_running = lambda _: None  # type: ignore[method-assign]  # none is lost
     one.work_until(lambda: one.gateway.requests.is_draining)
     return one
 
 
 def report(one: Stage, first_attempt: int, *unclaimed: str) -> None:
-    """The scheduler says what it has."""
+    """Send the scheduler's report of its requests."""
     status = SchedulerStatus(
         epoch=1, ready=True, first_attempt=first_attempt, unclaimed=list(unclaimed)
     )

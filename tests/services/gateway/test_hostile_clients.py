@@ -56,8 +56,10 @@ def test_an_envelope_within_the_limits(stage: Start) -> None:
 
 @pytest.mark.parametrize("endpoint", [TCP, ""])
 def test_a_message_without_an_end(stage: Start, endpoint: str) -> None:
-    """One message is too long; all begun messages together are far from their limit. On ipc the
-    kernel does not count bytes."""
+    """One message is too long; all begun messages together are far from their limit.
+
+    On ipc the kernel does not count bytes.
+    """
     one = stage(max_open_bytes=1 << 40, **({"endpoint": endpoint} if endpoint else {}))
     client = one.connect()
     assert is_served(one, client)

@@ -22,7 +22,7 @@ def entry(request_id: str = "a", num_bytes: int = 0, **fields: Any) -> Entry:
 
 
 def logprobs(begin: int, end: int) -> list[TokenLogprobs | None]:
-    """Of tokens `begin` to `end`, with nothing beside them."""
+    """Return the logprobs of tokens `begin` to `end`, without alternatives."""
     return [
         TokenLogprobs(token_id=token_id, logprob=-1.0, token="", bytes=[], top=[])
         for token_id in range(begin, end)
@@ -99,8 +99,10 @@ def test_who_wants_no_stream_is_told_nothing_before_the_end() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans())))
 def test_every_token_keeps_its_logprobs(steps: list[tuple[int, int, bool]]) -> None:
-    """As the tokens: each is told once. Those that the client brought have none; whoever asked for
-    none is not told any."""
+    """Logprobs are sent once, like tokens.
+
+    Tokens that the client brought have none; clients that requested none receive none.
+    """
     open_, other = entry(logprobs=0, output_token_ids=[0, 1]), entry(output_token_ids=[0, 1])
     known = 0
     heard: list[TokenLogprobs | None] = []
@@ -122,7 +124,7 @@ def test_every_token_keeps_its_logprobs(steps: list[tuple[int, int, bool]]) -> N
 
 
 def test_logprobs_that_nobody_knows() -> None:
-    """After a restart of all that is behind the gateway, its own tokens keep what is known."""
+    """After a restart of all other processes, the gateway's own tokens keep what is known."""
     ledger, open_ = Ledger(Totals()), entry(logprobs=0)
     ledger.open(open_)
     append(ledger, open_, delta(0, 2, logprobs=logprobs(0, 2)))

@@ -1,4 +1,4 @@
-"""What is counted, with moments that the test makes up."""
+"""Counters and histograms, with moments that the test makes up."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A request that goes on in another replica: whom the gateway tells what."""
+"""Requests that continue in another replica: the gateway's messages."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ Start = Callable[..., Stage]
 
 
 def report(one: Stage, replica: int, runs: bool = True, **fields: Any) -> None:
-    """A scheduler tells of itself."""
+    """Send a scheduler's report."""
     status = SchedulerStatus(
         epoch=1, ready=runs, workers_ready=runs, replica=replica, num_steps=one.reports, **fields
     )
@@ -25,7 +25,7 @@ def report(one: Stage, replica: int, runs: bool = True, **fields: Any) -> None:
 
 
 def supervise(one: Stage, *names: str) -> None:
-    """The supervisor tells which processes run."""
+    """Send the supervisor's report of the processes that run."""
     processes = [ProcessStatus(name=name, pid=5, uptime=1.0, restarts=0) for name in names]
     one.detokenizer.send(SupervisorReport(processes))
     one.work_until(lambda: one.gateway.processes == processes)
@@ -53,7 +53,7 @@ def test_what_a_replica_without_a_scheduler_has_goes_on_at_once(stage: Start) ->
 
 
 def test_what_a_lost_replica_has_is_released_there_and_goes_on(stage: Start) -> None:
-    """Its old attempt is released again for every sign that it still goes on."""
+    """The old attempt is released again for every sign that it still runs."""
     one = stage(dp=2)
     assert [type(one.told_scheduler(n)[0]) for n in (0, 1)] == [GatewayStarted] * 2
     for replica in (0, 1):

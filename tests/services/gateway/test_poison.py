@@ -10,7 +10,7 @@ Start = Callable[..., Stage]
 
 
 def fail(one: Stage, request_id: str, is_poison: bool) -> None:
-    """A scheduler gives a request up."""
+    """Send a scheduler's verdict on a request."""
     entry = one.gateway.ledger.get(request_id)
     assert entry
     error = ErrorReply(code="failed", message="no")

@@ -54,7 +54,7 @@ def test_a_time_limit_ends_with_the_request(stage: Start) -> None:
 
 
 def test_a_request_goes_on_behind_what_its_client_has(stage: Start) -> None:
-    """Everything behind the client may be new."""
+    """Every process except the client may be new."""
     one = stage()
     client = one.connect()
     one.open(client, "a", stream=True, output_token_ids=[0, 1])
@@ -100,7 +100,7 @@ def test_what_is_recovered_is_never_refused(stage: Start) -> None:
 
 
 def test_the_first_scheduler_may_be_the_second(stage: Start) -> None:
-    """A new gateway has given the requests to one that died before it told of itself."""
+    """A new gateway has given the requests to a scheduler that died before its first report."""
     one = stage()
     one.open(one.connect(), "a")
     first = one.tokenize()
@@ -114,7 +114,7 @@ def test_the_first_scheduler_may_be_the_second(stage: Start) -> None:
 
 
 def test_what_a_lost_tokenizer_had_goes_to_the_next(stage: Start) -> None:
-    """Of two attempts of one request it had both: it is done with the first."""
+    """The scheduler had both attempts of a request: the first one is done."""
     one = stage()
     client = one.connect()
     one.open(client, "a", "ended")
@@ -134,7 +134,7 @@ def test_what_a_lost_tokenizer_had_goes_to_the_next(stage: Start) -> None:
 
 
 def test_what_a_lost_tokenizer_had_passed_on_begins_again(stage: Start) -> None:
-    """It may not have left the tokenizer; but nothing begins again of which a token has come."""
+    """A request may still be at the tokenizer; none restarts once a token has come."""
     one = stage()
     client = one.connect()
     one.open(client, "begun", "silent")
@@ -250,8 +250,10 @@ def test_a_defect_at_one_entry_ends_no_loop_over_all(
 
 @pytest.mark.slow
 def test_nothing_is_left_of_ten_thousand_requests(stage: Start) -> None:
-    """Aborted, finished, timed out, or left by their clients; tokenizers do all, half or nothing
-    of their work and leave."""
+    """Requests are aborted, finished, timed out, or left by their clients.
+
+    Tokenizers do all, half or nothing of their work and leave.
+    """
     one = stage(max_waiting_requests=2000)
     rng = Random(1)
     for turn in range(100):

@@ -1,4 +1,4 @@
-"""Which replica gets a request, and what becomes of those of a replica that is lost."""
+"""Choice of the replica of a request, and failover from a lost replica."""
 
 from collections.abc import Callable
 from random import Random
@@ -58,7 +58,7 @@ def sizes(router: Router) -> list[int]:
 
 
 def moved(router: Router) -> dict[str, int | None]:
-    """What is lost goes on elsewhere: where it was, by id."""
+    """Migrate stranded requests: their former replicas by id."""
     return {one.request_id: router.migrate(one) for one in router.stranded()}
 
 
@@ -73,7 +73,7 @@ def test_prompts_share_the_pieces_of_their_common_beginning(a: str, b: str, c: s
     assert one[:common] == other[:common]
     assert len(one) == len((a + b).encode()) // PIECE_BYTES
     differ = [x != y for x, y in zip(one, other, strict=False)]
-    assert differ == sorted(differ), "what is behind a difference is different"
+    assert differ == sorted(differ), "what follows a difference is different"
 
 
 def test_a_longer_conversation_begins_as_the_shorter_one() -> None:

@@ -1,4 +1,4 @@
-"""What one client may take of the places of all, and who may name clients."""
+"""Shares of clients, and who may name clients."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ from tests.services.gateway.conftest import Stage, request
 def test_whoever_has_few_gets_a_place_after_one_has_filled_the_limit(
     asking: str, limit: int
 ) -> None:
-    """Of what is reserved each leaves as much free as it has, as far as there is anything."""
+    """Each client leaves as much of the reserve free as it has, as far as possible."""
     own = dict.fromkeys(["greedy", *"abcd"], 0)
 
     def ask(client: str) -> bool:

@@ -24,7 +24,7 @@ Start = Callable[..., Stage]
 
 
 class Reports:
-    """What the supervisor hears."""
+    """Reports that the supervisor receives."""
 
     def __init__(self) -> None:
         self.died_with: list[tuple[list[tuple[str, int]], int]] = []
@@ -60,7 +60,7 @@ class Successors:
         return identity
 
     def given(self) -> list[str]:
-        """What it has to do now."""
+        """Return the work that the tokenizer has now."""
         [peer] = self.one.gateway.tokenizers.peers
         return [work.request.prompt for work in peer.work.values()]  # type: ignore[misc, union-attr]
 
@@ -81,11 +81,11 @@ def test_what_is_alone_at_two_deaths_is_given_up(successors: Successors) -> None
     one = successors.one
     client = one.connect()
     successors.start()
-    for name in ("before", "poison", "behind"):
+    for name in ("before", "poison", "after"):
         one.open(client, name, prompt=name)
     successors.tokenize()
     one.generate("before", 0, 1)
-    assert successors.given() == ["poison", "behind"]
+    assert successors.given() == ["poison", "after"]
     for _ in range(MAX_DEATHS):
         successors.start()
         assert successors.given() == ["poison"], "alone"
@@ -94,11 +94,11 @@ def test_what_is_alone_at_two_deaths_is_given_up(successors: Successors) -> None
     failed = one.hear(client)
     assert (failed.request_id, failed.code) == ("poison", "failed")
     assert "2 tokenizers died while they worked at the request" in failed.message
-    assert successors.given() == ["behind"], "a suspect, too"
+    assert successors.given() == ["after"], "a suspect, too"
     successors.tokenize()
     assert successors.given() == ["late"]
     successors.tokenize()
-    assert set(one.gateway.ledger._open) == {"before", "behind", "late"}
+    assert set(one.gateway.ledger._open) == {"before", "after", "late"}
     assert successors.reports.num_found == 1
     assert successors.reports.died_with == [
         ([("tokenizer.1", 101)], 2),

@@ -1,4 +1,4 @@
-"""What a tokenizer answers alone: every question once, whatever becomes of tokenizers."""
+"""Queries answered by tokenizers alone: each once, even when tokenizers die."""
 
 from collections.abc import Callable
 
@@ -42,7 +42,7 @@ def test_both_kinds_in_both_encodings(stage: Start) -> None:
 
 
 def test_a_tokenizer_that_is_lost(stage: Start) -> None:
-    """The next one is asked; should the first one answer, too, nobody is told twice."""
+    """The next tokenizer gets the query; a late answer of the first one is dropped."""
     one = stage()
     client = one.connect()
     one.ask(client, TEXT)

@@ -29,7 +29,7 @@ MAX_BYTES = 100_000
 
 
 def admission() -> Validation:
-    """Of the demo model."""
+    """Return the validation of the demo model."""
     config = Config()
     return Validation(config)
 

@@ -55,7 +55,7 @@ def test_every_key_is_compared_in_the_same_way(
 
 
 def test_a_key_that_latin_1_does_not_have(serve: Serve) -> None:
-    """What stands for its letters elsewhere is no key."""
+    """Other encodings of the key's letters are not the key."""
     with serve(api_key="ключ").client() as client:
         for value, status in (("ключ".encode(), 200), (b"????", 401)):
             headers = [(b"Authorization", b"Bearer " + value)]

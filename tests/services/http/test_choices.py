@@ -157,7 +157,7 @@ def test_reasoning_is_left_out_where_it_is_not_wanted() -> None:
 
 
 def test_token_ids() -> None:
-    """Of each piece of a stream once, whatever the pieces of its text are."""
+    """The token ids of each piece of a stream come once, whatever its text is."""
     choice = ChatChoice(0, request(return_token_ids=True))
     chunks = list(choice.grow(delta("<think>\nhm\n</think>\n\nanswer")))
     assert [chunk.token_ids for chunk in chunks] == [[1], UNSET]

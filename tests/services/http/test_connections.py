@@ -38,7 +38,7 @@ def connect() -> Iterator[Callable[[Served], socket.socket]]:
 
 
 def rest(connection: socket.socket) -> bytes:
-    """What comes until the server closes the connection."""
+    """Return the bytes that come until the server closes the connection."""
     data = b""
     try:
         while piece := connection.recv(1 << 16):

@@ -1,4 +1,4 @@
-"""What is missing where a pipeline does not work. (The pipeline's own tests ask a real one.)"""
+"""Health reports of a pipeline that does not work; the pipeline tests use a real one."""
 
 import pytest
 

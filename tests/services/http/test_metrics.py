@@ -1,4 +1,4 @@
-"""What Prometheus reads."""
+"""Metrics in Prometheus's format."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What an answer must match, and which tools the model sees and must call."""
+"""Constraints on answers, and tools that the model sees and must call."""
 
 from typing import Any
 

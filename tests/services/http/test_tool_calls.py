@@ -25,7 +25,7 @@ ARGUMENTS = st.dictionaries(st.text(max_size=3), JSON_VALUES, max_size=3)
 
 
 class Answer:
-    """What a client puts together from the pieces, as OpenAI's client does."""
+    """Message that a client assembles from the pieces, as OpenAI's client does."""
 
     def __init__(self, pieces: list[Piece]) -> None:
         self.text = ""

@@ -34,7 +34,7 @@ def long_prompt(num_tokens: int, first: int = 1) -> list[int]:
 
 
 def seed_for_eos_after(prompt: SequenceOf[int], num_tokens: int) -> int:
-    """A seed with which the model ends `prompt` by itself, with EOS as output `num_tokens`."""
+    """Return a seed with which the model ends `prompt` with EOS as output `num_tokens`."""
     for seed in count():
         params = SamplingParams(seed=seed)
         output, reason = expected_output(prompt, params, len(prompt) + num_tokens + 1)

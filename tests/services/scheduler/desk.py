@@ -1,4 +1,4 @@
-"""`Streams` with detokenizers that only note what they are told."""
+"""`Streams` with detokenizers that only record their messages."""
 
 from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
 from penstock.protocol.messages.logprobs import PackedLogprobs
@@ -10,7 +10,7 @@ from tests.services.scheduler.builders import make_sequence
 
 
 class Reader:
-    """What a detokenizer knows."""
+    """State of a detokenizer."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
@@ -58,7 +58,7 @@ class Desk:
         return self.readers.setdefault(name.encode(), Reader())
 
     def open(self, num_sequences: int = 1, **sampling: object) -> list[Sequence]:
-        """New requests, which the scheduler then admits."""
+        """Return new requests, which the scheduler then admits."""
         sequences = [make_sequence(**sampling) for _ in range(num_sequences)]  # type: ignore
         for sequence in sequences:
             self.streams.open(sequence)

@@ -1,4 +1,4 @@
-"""What holds between any two moves, counted afresh from the sequences."""
+"""Invariants between any two moves, recomputed from the sequences."""
 
 from collections import defaultdict
 from operator import attrgetter
@@ -10,7 +10,7 @@ from penstock.services.scheduler.sequence import Sequence, Status
 
 
 def check_blocks(pool: BlockPool, sequences: list[Sequence], block_size: int) -> None:
-    """References, the free list and the cache agree with the block tables."""
+    """Check references, the free list and the cache against the block tables."""
     holders: defaultdict[int, list[tuple[Sequence, int]]] = defaultdict(list)
     for sequence in sequences:
         if sequence.block_table:
@@ -26,7 +26,7 @@ def check_blocks(pool: BlockPool, sequences: list[Sequence], block_size: int) ->
 
 
 def check_shared(holders: list[tuple[Sequence, int]], block_size: int) -> None:
-    """The holders of a block have the same prefix up to its end, and write behind it."""
+    """Check that the holders of a block share the prefix up to its end, and write after it."""
     assert len({index for _, index in holders}) == 1
     end = (holders[0][1] + 1) * block_size
     assert len({tuple(sequence.token_ids[:end]) for sequence, _ in holders}) == 1

@@ -27,7 +27,7 @@ class Gateway:
         self.requests: Channel[Any] = context.connect(zmq.PUSH, at.requests)
 
     def failures(self, process: SchedulerProcess) -> list[RequestFailed]:
-        """What the scheduler has said before the status that it sends now."""
+        """Return the scheduler's messages before the status that it sends now."""
         process.send_status()
         found: list[RequestFailed] = []
         while self.results.socket.poll(10_000):
@@ -39,17 +39,17 @@ class Gateway:
 
 
 def deltas(process: SchedulerProcess) -> list[StepTokens]:
-    """What the detokenizer is told."""
+    """Return the messages to the detokenizer."""
     return [delta for _, delta in process.streams.take_deltas()]
 
 
 def opened(process: SchedulerProcess) -> list[StreamOpened]:
-    """Return the streams that the detokenizer is told of."""
+    """Return the streams that are opened at the detokenizer."""
     return [one for delta in deltas(process) for one in delta.opened]
 
 
 def say(process: SchedulerProcess, *messages: ToScheduler) -> None:
-    """What comes over the socket, in one go."""
+    """Handle messages as if they came over the socket at once."""
     process.inbox.receive = lambda: iter([(b"", m) for m in messages])  # type: ignore
     process.on_requests()
 

@@ -1,4 +1,4 @@
-"""What the scheduler is held against: a worker and a model that are slow, plain and strict."""
+"""Reference for the scheduler: a worker and a model that are slow, plain and strict."""
 
 from collections.abc import Sequence as SequenceOf
 
@@ -38,7 +38,7 @@ def next_token(seed: int, token_ids: SequenceOf[int]) -> int:
     """Return the model: a pure function of the whole prefix; EOS one time in eight.
 
     With odd seeds eight tokens in a row follow from the two before each: these can be guessed.
-    With LOOP, it goes on with 1 2 3 for ever.
+    With LOOP, it repeats 1 2 3 for ever.
     """
     if seed == LOOP:
         return 1 + len(token_ids) % 3
@@ -51,7 +51,7 @@ def next_token(seed: int, token_ids: SequenceOf[int]) -> int:
 def expected_output(
     prompt: SequenceOf[int], sampling: SamplingParams, limit: int
 ) -> tuple[list[int], FinishReason]:
-    """What must come of a prompt where at most `limit` tokens fit."""
+    """Return the expected output of a prompt where at most `limit` tokens fit."""
     goes_on = sampling.ignore_eos and not sampling.structured_outputs
     stops = set(sampling.stop_token_ids) | (set() if goes_on else {EOS})
     end = min(limit, len(prompt) + (sampling.max_tokens or limit))
@@ -65,7 +65,7 @@ def expected_output(
 
 
 def logprobs_at(token_ids: SequenceOf[int], position: int) -> PackedLogprobs:
-    """Those of one token; its position stands beside it, so that none can be taken for another."""
+    """Return the logprobs of one token, which hold its position as a second token."""
     return PackedLogprobs(pack([token_ids[position], position]), bytes(8))
 
 
@@ -81,7 +81,7 @@ class Row:
         extras = added.extras
         self.tells_logprobs = extras is not None and extras.num_logprobs >= 0
         self.num_prompt_logprobs = 0
-        """the prompt's tokens behind the first, where they are asked for"""
+        """the prompt's tokens after the first, where they are requested"""
         if extras and extras.num_prompt_logprobs >= 0:
             assert not self.num_computed, "these logprobs come of computing the whole prompt"
             self.num_prompt_logprobs = extras.num_prompt_tokens - 1
@@ -138,7 +138,7 @@ class ReferenceWorker:
         return msgspec.msgpack.encode(tokens)
 
     def _prompt_logprobs(self, plan: BatchPlan) -> list[tuple[int, list[PackedLogprobs]]]:
-        """Of the chunks of rows that ask; a chunk behind the prompt has none of them."""
+        """Return the prompt logprobs of chunks of rows that request them."""
         found = []
         for slot, num_tokens in pairs(plan.chunks):
             row = self.rows[slot]
@@ -252,7 +252,7 @@ def is_done(row: Row) -> bool:
 
 
 def blocks(data: bytes) -> list[tuple[int, int]]:
-    """Appended blocks as (slot, block id)."""
+    """Return appended blocks as (slot, block id)."""
     return [(number >> BLOCK_BITS, number & (MAX_BLOCKS - 1)) for number in unpack(data)]
 
 

@@ -26,7 +26,7 @@ from tests.services.scheduler.reference import (
 
 
 class Simulation:
-    """Everything but the sockets. Each move checks what must hold behind it.
+    """Scheduler and worker without sockets. Each move checks the invariants after it.
 
     The tokens of a step come only when `num_ahead` later plans are there: a worker launches one
     more before it waits.
@@ -59,13 +59,13 @@ class Simulation:
         self.results: deque[bytes] = deque()
         self.sequences: list[Sequence] = []
         self.received: dict[Sequence, list[int]] = {}
-        """every token that came out, behind those that an earlier attempt had"""
+        """every output token, after those of an earlier attempt"""
         self.num_old: dict[Sequence, int] = {}
         """how many that were"""
         self.failed: set[Sequence] = set()
         """their grammar left no way out"""
         self.num_wasted: Counter[Sequence] = Counter()
-        """rows of a sequence that ran behind its end"""
+        """rows of a sequence that ran after its end"""
         self.num_ends: Counter[Sequence] = Counter()
         """how often the scheduler said that a sequence has ended"""
         self.cut: set[Sequence] = set()
@@ -155,7 +155,7 @@ class Simulation:
         return self
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """An abort, or a stop string found."""
+        """Abort a request, or find a stop string."""
         if sequence.status is not Status.FINISHED:
             self.cut.add(sequence)
         self.scheduler.finish(sequence, reason)
@@ -167,7 +167,7 @@ class Simulation:
         self.check()
 
     def restart(self) -> None:
-        """The worker is lost, and with it what was in flight; another one comes.
+        """Lose the worker, and with it what was in flight; another one comes.
 
         Whoever was alone in flight at its third death in a row is given up.
         """

@@ -50,7 +50,7 @@ class Site:
         self.say_hello(identity)
 
     def pass_time(self, num_heartbeats: int, *speakers: bytes) -> list[bytes]:
-        """Of all workers only `speakers` are heard; returns who is written to."""
+        """Let only `speakers` send; return the workers that are written to."""
         written_to: list[bytes] = []
         for _ in range(num_heartbeats):
             self.say_hello(*speakers)
@@ -60,7 +60,7 @@ class Site:
         return written_to
 
     def kill(self, identity: bytes) -> None:
-        """A worker dies, and a message to it can't be sent."""
+        """Kill a worker, to which no message can be sent."""
         del self.hellos[identity]
         self.deliver(self.group.lost(identity))
 
@@ -75,6 +75,6 @@ class Site:
                 self.hellos[identity] = replace(old, group=letter.group, rank=letter.rank)
 
     def restart_scheduler(self) -> None:
-        """It knows nothing; the workers live on."""
+        """Restart the scheduler, which knows nothing; the workers live on."""
         self.group = WorkerGroup(self.group.tp_size, first_epoch=1 << 32)
         self.assignments.clear()

@@ -33,7 +33,7 @@ def compute(pool: BlockPool, *token_ids: bytes) -> list[int]:
 
 
 def find(pool: BlockPool, *token_ids: bytes) -> list[int]:
-    """What the cache has of a chain."""
+    """Return the cached blocks of a chain."""
     return pool.match(full_blocks(pool, *token_ids))
 
 
@@ -127,7 +127,7 @@ def test_collision_of_token_ids() -> None:
 
 
 def test_collision_does_not_join_two_prefixes() -> None:
-    """What follows Y is not found behind X, though all hashes are those of X."""
+    """Blocks that follow Y are not found after X, though all hashes are those of X."""
     pool = BlockPool(4, lambda parent, _token_ids: parent + b".")
     compute(pool, X)
     compute(pool, Y, Z)
@@ -136,7 +136,7 @@ def test_collision_does_not_join_two_prefixes() -> None:
 
 
 def test_collision_of_parents() -> None:
-    """Equal tokens behind another prefix are another content."""
+    """Equal tokens after another prefix are another content."""
     pool = BlockPool(4, lambda _parent, token_ids: token_ids)
     compute(pool, X, Y)
     compute(pool, Z)

@@ -92,7 +92,7 @@ def test_full_prompt_cache_hit_computes_at_least_one_token(length: int, num_cach
 
 
 def test_equal_prompts_in_one_step_are_computed_once() -> None:
-    """The rows behind the first read in the very step that writes."""
+    """The rows after the first read in the very step that writes."""
     sim = Simulation(computes_once=True)
     for seed in range(4):
         sim.add(long_prompt(9), max_tokens=3, seed=seed)
@@ -118,7 +118,7 @@ def test_equal_prompts_longer_than_a_step_are_computed_once() -> None:
 
 
 def test_a_prefix_outlives_the_row_that_computes_it() -> None:
-    """It was aborted with its first chunk in flight, which will have run by then."""
+    """The request was aborted with its first chunk in flight, which will have run by then."""
     sim = Simulation(max_num_batched_tokens=6, computes_once=True)
     first = in_prefill(sim)
     sim.finish(first, "abort")
@@ -183,7 +183,7 @@ def test_matched_blocks_are_no_room_for_others() -> None:
 @pytest.mark.parametrize("num_plans", [1, 2, 3])
 @pytest.mark.parametrize("num_output_tokens", [2, 3, 4, 5])
 def test_eos_around_a_block_border(num_output_tokens: int, num_plans: int) -> None:
-    """Behind the fourth, the wasted rows have a block of their own."""
+    """After the fourth, the wasted rows have a block of their own."""
     sim = Simulation(num_plans_in_flight=num_plans)
     prompt = long_prompt(5)
     sequence = sim.add(prompt, seed=seed_for_eos_after(prompt, num_output_tokens))
@@ -198,7 +198,7 @@ def test_eos_around_a_block_border(num_output_tokens: int, num_plans: int) -> No
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_all_rows_end_at_once(reason: str) -> None:
-    """An empty plan behind the last one removes the rows, and brings the last tokens."""
+    """An empty plan after the last one removes the rows, and brings the last tokens."""
     sim = Simulation(num_ahead=1)
     seed = seed_for_eos_after(long_prompt(5), 3)
     for _ in range(4):

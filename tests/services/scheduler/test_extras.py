@@ -1,4 +1,4 @@
-"""What few requests ask for: extras of their rows, logprobs of their prompts."""
+"""Features that few requests use: extras of their rows, logprobs of their prompts."""
 
 from typing import Any
 
@@ -73,7 +73,7 @@ def test_an_allowed_token_that_no_model_has_ends_no_worker() -> None:
 
 
 def asked_for(sim: Simulation) -> list[int]:
-    """What each plan's first row asks for of its prompt; -1: nothing."""
+    """Return the prompt logprobs that each plan's first row requests; -1: none."""
     rows = [plan.added[0] for plan in sim.plans if plan.added]
     return [row.extras.num_prompt_logprobs if row.extras else -1 for row in rows]
 
@@ -89,7 +89,7 @@ def test_prompt_logprobs_take_nothing_from_the_cache_and_publish() -> None:
 
 
 def test_prompt_logprobs_begin_anew_until_they_are_complete() -> None:
-    """Preempted or without workers, in the middle of the prompt; behind it they are kept."""
+    """Preempted or without workers, in the middle of the prompt; after the prompt they are kept."""
     sim = Simulation(max_num_batched_tokens=4, num_plans_in_flight=1)
     sequence = sim.add(long_prompt(9), max_tokens=9, ignore_eos=True, prompt_logprobs=2)
     sim.step()
@@ -165,8 +165,10 @@ def test_a_void_guess_without_a_token_fails_nobody() -> None:
 
 
 def test_a_grammar_knows_how_its_answer_begins() -> None:
-    """And the detokenizer whether the text begins with reasoning; rows without a grammar pay
-    nothing."""
+    """The detokenizer learns whether the text begins with reasoning.
+
+    Rows without a grammar pay nothing.
+    """
     sequence = make_sequence(structured_outputs=StructuredOutputs(regex="a"))
     sequence.reasoning = "open"
     extras = sequence.as_row().extras

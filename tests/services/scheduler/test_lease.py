@@ -1,4 +1,4 @@
-"""How long a new gateway may be asked for what runs."""
+"""Time in which a new gateway may claim running requests."""
 
 from types import SimpleNamespace
 

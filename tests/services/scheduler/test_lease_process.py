@@ -1,4 +1,4 @@
-"""A new gateway at the scheduler's process: what is asked for again goes on, the rest ends."""
+"""A new gateway at the scheduler's process: resubmitted requests continue, others end."""
 
 from typing import Any
 

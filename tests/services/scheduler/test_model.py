@@ -90,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self.sim.sequences[index % len(self.sim.sequences)]
 
     def add(self, prompt: SequenceOf[int], num_given: int, sampling: dict[str, Any]) -> None:
-        """A request, of which an earlier attempt has generated up to `num_given` tokens."""
+        """Add a request, of which an earlier attempt has generated up to `num_given` tokens."""
         limit = self.sim.limit
         if len(prompt) >= limit:
             with pytest.raises(CannotFitError):
@@ -125,14 +125,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(length=st.integers(0, 8), chance=st.integers(0, 3))
     def poison(self, length: int, chance: int) -> None:
-        """A request that every worker dies of when it comes to it."""
+        """Add a request that kills every worker that runs it."""
         if chance == 3 and length + 1 < self.sim.limit:
             self.sim.add([*BASES[0][:length], POISON])
 
     @precondition(lambda self: self.sim.sequences)
     @rule(index=some, suffix=suffixes, sampling=samplings)
     def next_turn(self, index: int, suffix: list[int], sampling: dict[str, Any]) -> None:
-        """The tokens of another request, and more."""
+        """Add a request with the tokens of another one, and more."""
         self.add(self.pick(index).token_ids + suffix, 0, sampling)
 
     @rule()

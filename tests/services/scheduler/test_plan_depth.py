@@ -1,4 +1,4 @@
-"""How many plans are kept in flight."""
+"""Number of plans in flight."""
 
 import pytest
 

@@ -47,7 +47,7 @@ def test_a_request_that_has_ended_is_told_again(process: SchedulerProcess, attem
 def test_a_later_attempt_takes_over_what_runs(
     process: SchedulerProcess, output: tuple[int, ...]
 ) -> None:
-    """Nothing is computed again; the detokenizer tells all from the start."""
+    """Nothing is computed again; the detokenizer sends all from the start."""
     process.accept(request())
     sequence = process.requests["r"]
     step(process, 5)
@@ -139,8 +139,10 @@ def test_a_request_that_kills_workers_is_answered_with_an_error(
 
 
 def test_deaths_are_counted_over_replicas(process: SchedulerProcess, gateway: Gateway) -> None:
-    """Those elsewhere came with the request; those here are told as soon as the workers are gone,
-    for it may go on in another replica."""
+    """Deaths elsewhere came with the request; deaths here are reported once the workers died.
+
+    The request may continue in another replica.
+    """
     process.group.hello(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
     process.start_group()
     twice = request(3, "twice")
@@ -163,7 +165,7 @@ def test_deaths_are_counted_over_replicas(process: SchedulerProcess, gateway: Ga
 
 
 class Reports:
-    """What the supervisor hears."""
+    """Reports that the supervisor receives."""
 
     def __init__(self) -> None:
         self.died_with: list[tuple[list[tuple[str, int]], int]] = []
@@ -230,7 +232,7 @@ def test_who_leaves_and_asks_again_is_as_suspect_as_before(process: SchedulerPro
 def test_a_row_that_fails_is_answered_with_an_error(
     process: SchedulerProcess, gateway: Gateway
 ) -> None:
-    """Once, whatever is in flight of it; the other row goes on."""
+    """A row fails once, whatever is in flight of it; the other row continues."""
     assert process.scheduler
     for name in ("stuck", "other"):
         process.accept(request(3, name))

@@ -1,4 +1,4 @@
-"""What the scheduler refuses for a while: requests that it has given up, and no others."""
+"""Requests that the scheduler refuses for a while: those it has given up."""
 
 import pytest
 

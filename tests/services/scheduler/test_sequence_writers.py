@@ -21,7 +21,7 @@ def stated_writers() -> dict[str, set[str]]:
 
 
 def written_fields(node: ast.AST) -> Iterator[str]:
-    """The fields of sequences that a piece of code assigns to or changes in place."""
+    """Return the fields of sequences that code assigns to or changes in place."""
     for one in ast.walk(node):
         targets: list[ast.expr] = []
         if isinstance(one, ast.Assign):

@@ -19,7 +19,7 @@ def speculating(**options: Any) -> Simulation:
 
 
 def drafts(sim: Simulation) -> list[list[Draft]]:
-    """Those of each plan, as (slot, (position, tokens))."""
+    """Return the drafts of each plan, as (slot, (position, tokens))."""
     return [split(plan.drafts) for plan in sim.plans]
 
 
@@ -33,7 +33,7 @@ def test_guesses_run_ahead_of_the_tokens() -> None:
         [(0, (16, [2, 3, 1, 2]))],
         [(0, (20, [3, 1, 2, 3]))],
     ]
-    # 1 by the prefill and 28 in sevens; the last token is no guess, but follows from one
+    # 1 by the prefill and 28 in sevens; the last token is not a guess, but follows from one
     behind = [draft for plan in drafts(sim)[7:] for draft in plan]
     assert behind == [(0, (36, [1, 2, 3, 1])), (0, (40, [2]))]
     proposer = sim.scheduler.proposer
@@ -42,7 +42,7 @@ def test_guesses_run_ahead_of_the_tokens() -> None:
 
 
 def test_after_a_wrong_guess_it_goes_on_from_the_last_token() -> None:
-    """What was in flight behind the guess is void; then it decodes as if nothing had been."""
+    """Steps in flight after the guess are void; decoding then continues as usual."""
     sim = speculating(num_plans_in_flight=2)
     sequence = sim.add([1, 2, 3] * 4, seed=4, ignore_eos=True, max_tokens=10)
     sim.run()

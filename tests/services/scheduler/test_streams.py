@@ -1,4 +1,4 @@
-"""Which detokenizer is told what, with detokenizers that come and go."""
+"""Messages to detokenizers that come and go."""
 
 from time import monotonic
 
@@ -182,7 +182,7 @@ def test_what_an_earlier_attempt_ended_is_told_at_once() -> None:
 
 
 def test_logprobs_reach_their_reader_with_the_tokens() -> None:
-    """Of those who asked, at the place of their token; a stream that is opened brings its own."""
+    """Logprobs come at the place of their token; a stream that is opened brings its own."""
     desk = Desk("a")
     (silent,), (early,) = desk.open(), desk.open(logprobs=1)
     desk.step([silent, early], 5)
@@ -212,7 +212,7 @@ def test_reopened_stream_is_told_all_logprobs() -> None:
 
 
 def test_stream_waits_for_the_logprobs_of_its_prompt() -> None:
-    """Also when it moves while the prompt is being computed: they are told when it is opened."""
+    """Also when it moves while the prompt is being computed: they are sent when it is opened."""
     desk = Desk("a", "b")
     [sequence] = desk.open(prompt_logprobs=0)
     sequence.take_prompt_logprobs([packed(2)])

@@ -63,7 +63,7 @@ def test_suspects_are_tried_alone_until_their_first_token() -> None:
 
 
 def test_request_without_deaths_waits_for_the_end_of_a_trial() -> None:
-    """It might kill the workers itself; the suspect would be given up for it."""
+    """Another request might kill the workers; the suspect would be given up for it."""
     sim = Simulation()
     suspect = sim.add(max_tokens=9, ignore_eos=True)
     die_twice(sim)
@@ -76,7 +76,7 @@ def test_request_without_deaths_waits_for_the_end_of_a_trial() -> None:
 
 
 def test_suspect_that_comes_from_elsewhere_has_others_preempted() -> None:
-    """They go on after its first token, and lose none of theirs."""
+    """Other requests continue after the suspect's first token, and lose no token."""
     sim = Simulation(num_blocks=64, max_num_seqs=8)
     others = [sim.add(long_prompt(6, first), max_tokens=9, ignore_eos=True) for first in (1, 9)]
     sim.step()
@@ -110,8 +110,10 @@ moves = st.one_of(
 def test_whatever_comes_in_whatever_order_exactly_the_poison_is_given_up(
     moves: list[tuple[str, int, int]], num_plans: int, max_tokens_per_step: int
 ) -> None:
-    """Late poison, too, ends no request but itself; it is given up where the workers die before its
-    first token is back."""
+    """Late poison, too, ends no request except itself.
+
+    It is given up where the workers die before its first token is back.
+    """
     sim = Simulation(
         num_blocks=64,
         max_num_seqs=8,
@@ -198,7 +200,7 @@ def test_draining_sequence_counts_deaths() -> None:
 
 
 def test_request_with_nothing_in_flight_is_at_no_death() -> None:
-    """It has a slot, but its prefill is behind that of the one that came first."""
+    """The request has a slot, but its prefill follows that of the first one."""
     sim = Simulation(max_num_batched_tokens=8, num_plans_in_flight=1)
     sim.add(max_tokens=2, ignore_eos=True)
     between = sim.add(long_prompt(9), max_tokens=9)

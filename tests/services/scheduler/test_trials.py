@@ -96,7 +96,7 @@ def test_a_death_without_a_reason_costs_nothing() -> None:
 
 
 def test_who_dies_of_something_else_during_a_trial_blames_nobody() -> None:
-    """It was not sent the trial: the message before it is not confirmed yet."""
+    """The worker was not sent the trial: the message before it is not confirmed yet."""
     hall = Hall()
     sequences = started(hall, 2)
     for _ in range(5 * MAX_DETOKENIZER_DEATHS):

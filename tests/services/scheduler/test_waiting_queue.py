@@ -93,7 +93,7 @@ def test_nobody_starves(moves: list[tuple[str, int, int] | str]) -> None:
 def test_a_held_sequence_is_passed_by_no_more_tokens_than_it_has(
     moves: list[tuple[str, int] | None],
 ) -> None:
-    """But for the last one that passes: it may be longer than what was left."""
+    """The last request that passes may be longer than what was left."""
     pool = Pool()
     for move in moves:
         if move:

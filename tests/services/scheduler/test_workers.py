@@ -133,7 +133,7 @@ def test_group_that_is_not_whole_is_dismissed_when_a_fresh_worker_is_there() -> 
 
 
 def test_dismissed_worker_is_not_seated_again() -> None:
-    """Its last heartbeat comes behind the loss of the group."""
+    """The worker's last heartbeat comes after the loss of the group."""
     site = Site()
     one, two = site.start("w1", "w2", num_blocks=8)
     last_heartbeat = site.hellos[two]
@@ -206,7 +206,7 @@ def test_members_are_told_their_places_again() -> None:
 
 
 def test_nobody_is_written_to_when_there_is_no_group_any_more() -> None:
-    """Not even a dismissed worker whose last heartbeat comes behind the loss of the group."""
+    """Not even a dismissed worker whose last heartbeat comes after the loss of the group."""
     site = Site()
     one, two = site.start("w1", "w2", num_blocks=8)
     last_heartbeat = site.hellos[two]

@@ -1,4 +1,4 @@
-"""Which workers of several machines make a group, and what they are told of it."""
+"""Groups of workers on several machines, and the messages to them."""
 
 from itertools import groupby
 
@@ -11,7 +11,7 @@ from tests.services.scheduler.site import Site
 
 
 def seat(nodes: str, tp_size: int, own: str) -> tuple[str, list[WorkerAssignment]]:
-    """Return the node of each rank, and what it is told, when workers of all `nodes` are heard.
+    """Return the node of each rank, and its message, when workers of all `nodes` are heard.
 
     The workers are w0, w1, …; own: the scheduler's node.
     """

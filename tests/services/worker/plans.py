@@ -18,8 +18,10 @@ def plan(
     chunks: Pairs = (),
     drafts: Iterable[tuple[int, int, list[int]]] = (),
 ) -> BatchPlan:
-    """Return a plan; appended: (slot, block id), chunks: (slot, number of tokens), drafts: (slot,
-    position, tokens)."""
+    """Return a plan.
+
+    appended: (slot, block id), chunks: (slot, number of tokens), drafts: (slot, position, tokens).
+    """
     appended_ids = pack(slot << BLOCK_BITS | block_id for slot, block_id in appended)
     chunk_ids = pack(chain.from_iterable(chunks))
     draft_ids = pack(n for slot, at, ids in drafts for n in (slot, at, len(ids), *ids))

@@ -186,7 +186,7 @@ def test_a_dead_end_fails_the_row(grammars: Grammars) -> None:
 
 
 def test_a_larger_vocabulary() -> None:
-    """What lies behind the tokenizer's is forbidden."""
+    """Ids beyond the tokenizer's vocabulary are forbidden."""
     grammars = Grammars(FOLDER, 1000)
     add(grammars, grammar="start: <[*]>")
     masks, _ = grammars.bitmask([0])

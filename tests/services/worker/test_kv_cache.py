@@ -67,7 +67,7 @@ def test_refuses_what_holds_no_block(folder: Path) -> None:
 
 
 def answers(*, preempt: bool = False, **options: object) -> tuple[list[list[int]], int]:
-    """What the demo model answers to chats that begin alike, and how many answers are right."""
+    """Return the demo model's answers to chats that begin alike, and the number of right ones."""
     config = Config(device="cpu", num_threads=1, **options)  # type: ignore[arg-type]
     engine, rng = Engine(config), Random(3)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(config.model_folder)

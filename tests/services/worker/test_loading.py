@@ -1,4 +1,4 @@
-"""What a worker decides before it runs."""
+"""Decisions of a worker before it runs."""
 
 import shutil
 from pathlib import Path
@@ -116,8 +116,10 @@ class _Loads:
 def test_a_worker_that_is_ready_has_loaded_the_grammars_tokenizer(
     qwen3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a real vocabulary it takes over a second, in which no other thread runs: a first request
-    must not pay it."""
+    """Loading a real vocabulary takes over a second, in which no other thread runs.
+
+    A first request must not pay it.
+    """
     loads = _Loads()
     monkeypatch.setattr(grammars, "LLTokenizer", loads)
     save_checkpoint(tmp_path, vocab_size=151_936, num_hidden_layers=1)

@@ -105,7 +105,7 @@ def test_bias(folder: Path, reference: Qwen3ForCausalLM) -> None:
 
 
 def test_min_tokens(folder: Path, plain: dict[int, list[int]]) -> None:
-    """The token that would come is not drawn until then; ids that are no tokens end nothing."""
+    """The token that would come is not drawn until then; ids outside the vocabulary end nothing."""
     end = plain[3][0]
     asked = extras(min_tokens=4, end_token_ids=[end, 10**6], logit_bias={end: 50.0})
     tokens = generate(folder, asked).tokens[3]
@@ -172,7 +172,7 @@ def test_prompt_logprobs(
 
 
 def test_a_row_that_comes_again_goes_on_as_before(folder: Path) -> None:
-    """Its output counts as output, in another slot and place, behind another row."""
+    """Its output counts as output, in another slot and place, after another row."""
     asked = extras(min_tokens=12, end_token_ids=list(range(100, 200)), **PENALTIES)
     whole = generate(folder, asked, **SAMPLING).tokens[3]
     driver = Driver(make_runner(folder))

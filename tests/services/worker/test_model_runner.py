@@ -38,7 +38,7 @@ def make_runner(folder: Path, block_size: int = 16, num_blocks: int = 64) -> Mod
 
 @pytest.fixture(scope="module")
 def greedy(reference: Qwen3ForCausalLM) -> list[list[int]]:
-    """What transformers' model puts behind each of PROMPTS."""
+    """Return the continuation of each of PROMPTS by transformers' model."""
     outputs = []
     for prompt in PROMPTS:
         token_ids = list(prompt)
@@ -197,7 +197,7 @@ class Logits:
         monkeypatch.setattr(Qwen3, "compute_logits", record)
 
     def take(self) -> Tensor:
-        """Those since the last call, [num_rows, vocab_size]."""
+        """Return the logits since the last call, [num_rows, vocab_size]."""
         rows, self.rows = self.rows, []
         return torch.stack(rows)
 
@@ -223,7 +223,7 @@ def test_decode_and_recomputation_give_the_same_bits(
             added = []
         runner.launch(plan(added=added, chunks=[(1, num_tokens - num_before), (4, 10)]))
         recomputed, _ = logits.take()[-2:]
-        assert torch.equal(recomputed, decoded[behind]), f"{behind} tokens behind"
+        assert torch.equal(recomputed, decoded[behind]), f"after {behind} tokens"
 
 
 def test_the_number_of_rows_changes_no_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

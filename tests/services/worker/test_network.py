@@ -19,7 +19,7 @@ def test_the_port_of_a_rendezvous_can_be_listened_at(host: str, written: str) ->
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names no interface; it is put back behind the test."""
+    """Unset the interface; restore it after the test."""
     monkeypatch.setattr(os, "environ", {})
 
 

@@ -1,4 +1,4 @@
-"""What plans make of the rows, and the tensors of a step that follow."""
+"""Rows after plans, and the tensors of the steps that follow."""
 
 from typing import NamedTuple
 

@@ -149,7 +149,7 @@ def test_the_prompt_is_no_output(folder: Path, plain: dict[int, list[int]]) -> N
 
 
 def test_with_a_grammar(folder: Path) -> None:
-    """What both allow; a row that may say nothing at all says why it ends."""
+    """Only tokens that both allow; a row without any allowed token reports why it ends."""
     grammar = StructuredOutputs(regex="[a-c]{6}")
     bad_words = [list(b"ab"), list(b"bb"), list(b"c")]
     asked = extras(structured_outputs=grammar, bad_words=bad_words, end_token_ids=[258])

@@ -133,7 +133,7 @@ def texts(schemas: list[Schema], seed: int) -> list[str]:
         slots = [slot for slot, drawn in zip(slots, token_ids, strict=True) if drawn != IM_END]
         if not slots:
             return [output.decode() for output in outputs]
-    raise AssertionError(f"{MAX_TOKENS} tokens, and these go on: {[schemas[s] for s in slots]}")
+    raise AssertionError(f"{MAX_TOKENS} tokens, and these continue: {[schemas[s] for s in slots]}")
 
 
 @pytest.mark.search

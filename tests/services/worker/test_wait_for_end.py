@@ -1,4 +1,4 @@
-"""A worker that takes the place of another one waits until that is gone."""
+"""A worker that takes the place of another one waits until that one has exited."""
 
 import subprocess
 import threading

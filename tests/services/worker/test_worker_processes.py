@@ -121,7 +121,7 @@ def start(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def greedy(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
-    """What one rank puts behind a prompt."""
+    """Return the continuation of a prompt by one rank."""
     model, token_ids = load_model(folder), list(prompt)
     for _ in range(num_tokens):
         logits = prefill_logits(model, [token_ids])
@@ -163,7 +163,7 @@ def test_two_ranks_run_plans_and_end_together(start: Start, folder: Path) -> Non
 
 @pytest.mark.slow
 def test_every_rank_decodes_the_tokens_of_rows_that_ask(start: Start, folder: Path) -> None:
-    """Of two ranks: bias makes the row say 7, which the next step must know on both."""
+    """With two ranks bias makes the row say 7, which the next step must know on both."""
     workers = start(tp=2)
     workers.gather()
     workers.seat(1, free_rendezvous())
