@@ -21,7 +21,9 @@ class TokenLogprobs(Logprob, kw_only=True):
     """The token that does stand there, and the likeliest ones that could."""
 
     top: list[Logprob]
-    """likeliest first; as many as were asked for"""
+    """likeliest first; up to the requested number"""
+    text_offset: int | None = None
+    """where the token's text begins in the output; None for a token of the prompt"""
 
 
 class PackedLogprobs(Struct, array_like=True):

@@ -52,15 +52,18 @@ class TextStream:
         logprobs: one for each of them, if they were asked for.
         """
         offset, text = self._num_tokens, ""
+        text_offsets: list[int] = []
         for token_id in token_ids:
             self._num_tokens += 1
+            if self._has_logprobs:
+                text_offsets.append(self._num_chars + len(text) + len(self._held))
             text += self._release(self._decoder.decode(self._bytes(token_id)))
             if self.stopped:
                 break
         num_fed = self._num_tokens - offset
         delta = self._delta(offset, token_ids[:num_fed], text)
         if self._has_logprobs:
-            delta.logprobs = [self._table.logprobs(packed) for packed in logprobs[:num_fed]]
+            delta.logprobs = list(map(self._table.logprobs, logprobs, text_offsets))
         if self._prompt_logprobs is not None:
             delta.prompt_logprobs = [None, *map(self._table.logprobs, self._prompt_logprobs)]
             self._prompt_logprobs = None

@@ -37,12 +37,14 @@ class TokenBytes(Struct, frozen=True):
     special: dict[int, bytes]
     """the special tokens' names"""
 
-    def logprobs(self, packed: PackedLogprobs | None) -> TokenLogprobs | None:
-        """As a client sees them."""
+    def logprobs(
+        self, packed: PackedLogprobs | None, text_offset: int | None = None
+    ) -> TokenLogprobs | None:
+        """Return the logprobs of one position as a client sees them."""
         if packed is None:
             return None
         first, *top = [self._logprob(*pair) for pair in packed.pairs()]
-        return TokenLogprobs(**asdict(first), top=top)
+        return TokenLogprobs(**asdict(first), top=top, text_offset=text_offset)
 
     def _logprob(self, token_id: int, logprob: float) -> Logprob:
         data = self.text.get(token_id) or self.special.get(token_id, b"")

@@ -12,7 +12,7 @@ from penstock.services.http.access import caller
 from penstock.services.http.app_state import AppState
 from penstock.services.http.errors import ApiError
 from penstock.services.http.generation import Generation, gather
-from penstock.services.http.logprobs import completion_logprobs, first_token, prompt_logprobs
+from penstock.services.http.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
 from penstock.services.http.replies import (
     CompletionChoiceReply,
     CompletionLogprobs,
@@ -74,7 +74,7 @@ class CompletionChoice:
     def __init__(self, index: int, request: CompletionRequest, echo: str = "") -> None:
         self._index = index
         self._echo = echo
-        self._num_chars = 0
+        self._to_echo = echo
         self._shows_token_ids = request.return_token_ids
         self._names_token_ids = request.return_tokens_as_token_ids
         self._shows_prompt_logprobs = request.prompt_logprobs is not None
@@ -86,10 +86,8 @@ class CompletionChoice:
 
     def grow(self, delta: TextDelta) -> Iterator[CompletionChoiceReply]:
         """Yields one chunk for new tokens, even without text; the echo comes with the first."""
-        text = delta.text if self._num_chars else self._echo + delta.text
-        offset = self._num_chars or len(self._echo)
-        logprobs = completion_logprobs(delta.logprobs, offset, names_ids=self._names_token_ids)
-        self._num_chars += len(text)
+        text, self._to_echo = self._to_echo + delta.text, ""
+        logprobs = completion_logprobs(delta.logprobs, len(self._echo), self._names_token_ids)
         if text or delta.token_ids:
             yield CompletionChoiceReply(
                 index=self._index,
@@ -130,7 +128,9 @@ class CompletionChoice:
     def _logprobs(self, reply: GenerateReply) -> CompletionLogprobs | None:
         names_ids = self._names_token_ids
         if reply.logprobs is None or not self._echo or not reply.prompt_logprobs:
-            return completion_logprobs(reply.logprobs, len(self._echo), names_ids=names_ids)
-        first = first_token(self._echo, reply.prompt_logprobs)
-        tokens = [*reply.prompt_logprobs[1:], *reply.logprobs]
-        return completion_logprobs(tokens, 0, first, names_ids)
+            return completion_logprobs(reply.logprobs, len(self._echo), names_ids)
+        logprobs = echoed_logprobs(self._echo, reply.prompt_logprobs, names_ids)
+        output = completion_logprobs(reply.logprobs, len(self._echo), names_ids)
+        for name in CompletionLogprobs.__struct_fields__:
+            getattr(logprobs, name).extend(getattr(output, name))
+        return logprobs

@@ -1,6 +1,6 @@
 """Logprobs in the shapes of chats, completions and vLLM's prompts."""
 
-from itertools import accumulate
+from codecs import getincrementaldecoder
 
 from penstock.protocol.messages.logprobs import Logprob, TokenLogprobs
 from penstock.services.http.replies import (
@@ -14,6 +14,7 @@ from penstock.services.http.replies import (
 
 Logprobs = list[TokenLogprobs | None] | None
 """of tokens in a row; None where a token's is not known, after a restart of the scheduler"""
+Utf8Decoder = getincrementaldecoder("utf-8")
 _UNKNOWN = ChatLogprob(token="", logprob=-9999.0, bytes=None, top_logprobs=[])
 
 
@@ -45,40 +46,62 @@ def _top(one: Logprob, names_ids: bool) -> TopLogprob:
 
 
 def completion_logprobs(
-    tokens: Logprobs, offset: int, first: str | None = None, names_ids: bool = False
+    tokens: Logprobs, num_echoed: int = 0, names_ids: bool = False
 ) -> CompletionLogprobs | None:
-    """Of the tokens of a text that begins `offset` characters behind the start of the choice's.
+    """Return the logprobs of a completion's output.
 
-    first: the text of a token before them, of which nothing is known. names_ids: as in `_name`.
+    num_echoed: characters of the prompt before it. names_ids: as in `_name`.
     """
     if tokens is None:
         return None
-    rows: list[tuple[str, float | None, dict[str, float] | None]] = []
-    lengths: list[int] = []
-    if first is not None:
-        rows.append((first, None, None))
-        lengths.append(len(first))
+    logprobs = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    text_offset = num_echoed
     for one in tokens:
-        lengths.append(len(one.token) if one else 0)
-        if one is None:
-            rows.append(("", None, None))
-            continue
-        both = reversed([*one.top, one])
-        top = {_name(other, names_ids): other.logprob for other in both}
-        rows.append((_name(one, names_ids), one.logprob, top))
-    return CompletionLogprobs(
-        text_offset=list(accumulate(lengths[:-1], initial=offset)) if rows else [],
-        tokens=[token for token, _, _ in rows],
-        token_logprobs=[logprob for _, logprob, _ in rows],
-        top_logprobs=[top for _, _, top in rows],
+        if one and one.text_offset is not None:
+            text_offset = num_echoed + one.text_offset
+        _append(logprobs, text_offset, one, names_ids)
+    return logprobs
+
+
+def echoed_logprobs(
+    prompt: str, tokens: list[TokenLogprobs | None], names_ids: bool = False
+) -> CompletionLogprobs:
+    """Return the logprobs of a prompt that is echoed, which its first token does not have.
+
+    The text of that token is the text that the others leave.
+    """
+    data, decoder = prompt.encode(), Utf8Decoder("replace")
+    first = data[: len(data) - sum(len(one.bytes) for one in tokens if one)]
+    name, text_offset = first.decode(errors="replace"), len(decoder.decode(first))
+    logprobs = CompletionLogprobs(
+        text_offset=[0], token_logprobs=[None], tokens=[name], top_logprobs=[None]
     )
+    for one in tokens[1:]:
+        _append(logprobs, text_offset, one, names_ids)
+        text_offset += len(decoder.decode(bytes(one.bytes))) if one else 0
+    return logprobs
 
 
-def first_token(prompt: str, tokens: list[TokenLogprobs | None]) -> str:
-    """The text of a prompt's first token, of which there is no logprob: what the others leave."""
-    length = sum(len(one.bytes) for one in tokens if one)
-    text = prompt.encode()
-    return text[: len(text) - length].decode(errors="replace")
+def _append(
+    logprobs: CompletionLogprobs, text_offset: int, one: TokenLogprobs | None, names_ids: bool
+) -> None:
+    both = [one, *reversed(one.top)] if one else []  # of two equal names the likelier one wins
+    top = {_unique_name(other, names_ids): other.logprob for other in both}
+    logprobs.text_offset.append(text_offset)
+    logprobs.tokens.append(_unique_name(one, names_ids) if one else "")
+    logprobs.token_logprobs.append(one.logprob if one else None)
+    logprobs.top_logprobs.append(top or None)
+
+
+def _unique_name(one: Logprob, names_ids: bool) -> str:
+    """Return a token's text; as OpenAI does, `bytes:\\xe2\\x82` where it is part of a character."""
+    if names_ids or "\ufffd" not in one.token:
+        return _name(one, names_ids)
+    data = bytes(one.bytes)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def prompt_logprobs(tokens: list[TokenLogprobs | None]) -> PromptLogprobs:

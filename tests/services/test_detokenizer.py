@@ -231,6 +231,7 @@ def test_logprobs_have_text_and_bytes_of_each_token() -> None:
             {"token_id": END, "logprob": -1.0, "token": "<|im_end|>", "bytes": [*b"<|im_end|>"]},
             {"token_id": unknown, "logprob": -1.5, "token": "", "bytes": []},
         ],
+        "text_offset": 0,
     }
 
 

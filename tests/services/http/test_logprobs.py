@@ -8,7 +8,7 @@ from penstock.services.http.completions import CompletionChoice
 from penstock.services.http.logprobs import (
     chat_logprobs,
     completion_logprobs,
-    first_token,
+    echoed_logprobs,
     prompt_logprobs,
 )
 from penstock.services.http.replies import ENCODER
@@ -48,7 +48,7 @@ def test_tokens_named_by_their_ids() -> None:
     assert of_completion
     assert of_completion.tokens == ["token_id:97", ""]
     assert of_completion.top_logprobs[0] == {"token_id:97": -1.0, "token_id:1": -2.0}
-    assert of_completion.text_offset == [3, 4]
+    assert of_completion.text_offset == [3, 3]
 
 
 def test_logprobs_of_an_echo() -> None:
@@ -64,23 +64,53 @@ def test_logprobs_of_an_echo() -> None:
     assert whole.logprobs.top_logprobs == [None, {"b": -0.5}, {"c": -1.0}]
 
 
-def test_offsets_go_on_behind_what_was_sent() -> None:
-    choice = CompletionChoice(0, COMPLETION)
-    for text, offset in (("ab", 0), ("c", 2)):
-        (piece,) = choice.grow(delta(text, logprobs=[logprob(text[0])]))
+def test_offsets_are_those_of_the_text() -> None:
+    """A token without text, or held back with the text before it, has the offset of the next."""
+    choice = CompletionChoice(0, COMPLETION, "2+2=")
+    for text, offset in (("ab", 0), ("", 2), ("c", 2)):
+        token = logprob("x")
+        token.text_offset = offset
+        (piece,) = choice.grow(delta(text, logprobs=[token]))
         assert piece.logprobs
-        assert piece.logprobs.text_offset == [offset]
+        assert piece.logprobs.text_offset == [4 + offset]
+
+
+def test_parts_of_characters_have_names_of_their_own() -> None:
+    """Else they would be one key of `top_logprobs`."""
+
+    def part(data: bytes, value: float) -> Logprob:
+        text = data.decode(errors="replace")
+        return Logprob(token_id=1, token=text, logprob=value, bytes=list(data))
+
+    parts = part(b"\xe2\x82", -2.0), part(b"\xe2", -3.0), part(b"\xef\xbf\xbd", -4.0)
+    token = logprob("a", -1.0, *parts)
+    logprobs = completion_logprobs([token])
+    assert logprobs
+    assert logprobs.top_logprobs == [
+        {"a": -1.0, r"bytes:\xe2\x82": -2.0, r"bytes:\xe2": -3.0, "\ufffd": -4}
+    ]
 
 
 def test_tokens_of_which_nothing_is_known() -> None:
-    logprobs = completion_logprobs([None, logprob("a")], 0)
+    logprobs = completion_logprobs([None, logprob("a")])
     assert logprobs
     assert logprobs.token_logprobs == [None, -1.0]
 
 
 def test_the_first_token_of_a_prompt() -> None:
-    assert first_token("né", [None, *[logprob("x")] * 2]) == "n"
-    assert first_token("ab", [None, logprob("b")]) == "a"
+    """It is the text that the others leave; offsets count characters, not tokens."""
+
+    def echoed(prompt: str, *tokens: bytes) -> tuple[list[str], list[int]]:
+        given = [logprob("x") for _ in tokens]
+        for one, data in zip(given, tokens, strict=True):
+            one.bytes, one.token = list(data), data.decode(errors="replace")
+        logprobs = echoed_logprobs(prompt, [None, *given])
+        return logprobs.tokens, logprobs.text_offset
+
+    assert echoed("ab", b"b") == (["a", "b"], [0, 1])
+    n, c, a = "né".encode()[0:1], "né".encode()[1:2], "né".encode()[2:3]
+    assert n == b"n"
+    assert echoed("néx", c, a, b"x") == (["n", r"bytes:\xc3", r"bytes:\xa9", "x"], [0, 1, 1, 2])
 
 
 def test_prompt_logprobs_have_ranks() -> None:
