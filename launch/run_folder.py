@@ -1,4 +1,4 @@
-"""Which pipelines run: the lock in the run folder of each, held for as long as it runs."""
+"""Run folders: the lock in the folder of a pipeline is held for as long as it runs."""
 
 import contextlib
 import fcntl
@@ -35,7 +35,7 @@ def control_endpoint(folder: Path) -> str:
 
 @contextlib.contextmanager
 def claim(config: Config) -> Iterator[Path]:
-    """Makes the run folder, empty and ours alone, and removes it at the end.
+    """Make the run folder, empty and ours alone, and remove it at the end.
 
     The kernel drops the lock when its holder dies, so a folder left by a killed pipeline is free.
     """
@@ -56,8 +56,10 @@ def claim(config: Config) -> Iterator[Path]:
 
 
 def restore_config(config: Config) -> None:
-    """Writes `config.json` again if it was removed or changed, before a process reads it. Raises
-    LaunchError if the run folder itself was removed: processes could not reach each other."""
+    """Write `config.json` again if it was removed or changed, before a process reads it.
+
+    Raises LaunchError if the run folder itself was removed: processes could not reach each other.
+    """
     folder = config.run_folder
     if not (folder / LOCK_FILE).is_file():
         raise LaunchError(
@@ -96,7 +98,7 @@ def _try_lock(lock: int, kind: int) -> bool:
 
 @contextlib.contextmanager
 def _open_lock(name: str) -> Iterator[int]:
-    """The lock of a pipeline that runs. Raises LaunchError if none does."""
+    """Open the lock of a pipeline that runs. Raises LaunchError if none does."""
     folder = run_folder(name)
     try:
         for path in (folder.parent, folder):
@@ -121,7 +123,7 @@ def _not_running(name: str) -> LaunchError:
 
 
 def running_config(name: str) -> Config:
-    """The configuration of a pipeline that runs. Raises LaunchError if none does."""
+    """Return the configuration of a pipeline that runs. Raises LaunchError if none does."""
     with _open_lock(name):
         try:
             return read_config(run_folder(name) / CONFIG_FILE)
@@ -130,7 +132,7 @@ def running_config(name: str) -> Config:
 
 
 def check_running(name: str) -> None:
-    """Raises LaunchError where a pipeline that was to answer has ended."""
+    """Raise LaunchError where a pipeline that was to answer has ended."""
     try:
         with _open_lock(name):
             pass
@@ -139,7 +141,7 @@ def check_running(name: str) -> None:
 
 
 def environment(config: Config) -> dict[str, str]:
-    """What a process of the pipeline finds in its environment: `python` is the one that runs us."""
+    """Return the environment of the pipeline's processes: their `python` is this one."""
     path = os.environ.get("PATH", os.defpath)
     return {
         **os.environ,
@@ -175,5 +177,5 @@ def base_url(config: Config) -> str:
 
 
 def model_name(config: Config) -> str:
-    """What the served model is called."""
+    """Return the name of the served model."""
     return config.model_folder.name if config.model else "Qwen3 demo"

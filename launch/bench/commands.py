@@ -75,7 +75,7 @@ def add_arguments(command: ArgumentParser) -> None:
 
 
 def _add_count(command: ArgumentParser, flag: str, default: Any, text: str) -> None:
-    """Takes several numbers where the default is a list."""
+    """Take several numbers where the default is a list."""
     nargs = "+" if isinstance(default, list) else None
     text = f"{text} (default: {str(default).strip('[]').replace(',', '')})"
     metavar = flag.rpartition("-")[2].upper()
@@ -107,7 +107,7 @@ CONVERTERS: dict[str, Callable[[str], float]] = {
 
 
 def _add_target(command: ArgumentParser) -> None:
-    """How tokens are drawn and sampled, and which pipeline is measured."""
+    """Add the options of sampling, and of the pipeline that is measured."""
     command.add_argument("--bench-seed", type=int, default=0, help="of the prompts (default: 0)")
     command.add_argument("--temperature", type=float, default=0.6, help="(default: 0.6)")
     command.add_argument("--top-k", type=int, default=-1, help="(default: -1, all tokens)")

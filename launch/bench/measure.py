@@ -26,8 +26,7 @@ Figures = TypeVar("Figures", bound=Struct)
 
 
 class Run(Struct):
-    """What one run took; names as in vLLM's benchmarks. A median of runs is one, too, with the
-    median of each field."""
+    """Figures of one run, with the names of vLLM's benchmarks, or the medians of several runs."""
 
     completed: int
     """requests with an answer"""
@@ -51,7 +50,7 @@ class Meter(Client):
     def __init__(
         self, pipeline: Target, temperature: float, top_k: int = -1, top_p: float = 1.0
     ) -> None:
-        """How tokens are drawn is said in every request: else the model's own defaults count."""
+        """Connect. Every request has the sampling parameters: the model may have other defaults."""
         super().__init__(pipeline.endpoint, timeout=SILENCE, keys=pipeline.keys)
         self.target = pipeline
         self.config = pipeline.config
@@ -115,7 +114,7 @@ class Meter(Client):
                 ) from None
 
     def send(self, item: Item, *, stream: bool = False) -> Answer:
-        """Sends one request, and waits for nothing."""
+        """Send one request, and waits for nothing."""
         return self.ask(
             GenerateRequest(
                 prompt=item.prompt,
@@ -130,7 +129,7 @@ class Meter(Client):
         return Stamps(time.perf_counter(), self.send(item, stream=True))
 
     def _finish(self, start: float, answers: list[Answer]) -> Run:
-        """Waits for the answers, and until nothing runs."""
+        """Wait for the answers, and until nothing runs."""
         replies = [self.wait_for(answer, GenerateReply) for answer in answers]
         seconds, before = time.perf_counter() - start, self._scheduler()
         self.report = self._report_of_the_end()
@@ -141,7 +140,7 @@ class Meter(Client):
         return self.report.scheduler or SchedulerStatus(epoch=0, ready=False)
 
     def _report_of_the_end(self) -> StatusReply:
-        """The first report in which nothing runs."""
+        """Return the first report in which nothing runs."""
         deadline = time.monotonic() + REPORT_TIMEOUT
         while True:
             status = self.status(fresh=True)
@@ -169,6 +168,6 @@ def _as_run(replies: list[GenerateReply], seconds: float, preemptions: int) -> R
 
 
 def median(runs: list[Figures]) -> Figures:
-    """The median of each field."""
+    """Return the median of each field."""
     columns = zip(*(msgspec.structs.astuple(run) for run in runs), strict=True)
     return type(runs[0])(*(type(column[0])(statistics.median(column)) for column in columns))

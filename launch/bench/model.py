@@ -72,7 +72,7 @@ def bench_latency(arguments: Namespace) -> dict[str, Any]:
 
 
 def bench_serve(arguments: Namespace) -> dict[str, Any]:
-    """A few requests one by one; then the runs, in which each is sent at its time."""
+    """Send a few requests one by one; then the runs, in which each is sent at its time."""
     number, seed = arguments.num_requests, arguments.bench_seed
     lengths = {"short": arguments.input_tokens, "long": arguments.long_input_tokens}
     kinds = random_kinds(number, arguments.long_share, seed)
@@ -106,7 +106,7 @@ def bench_serve(arguments: Namespace) -> dict[str, Any]:
 def _bench(
     subject: str, arguments: Namespace, measure: Callable[[Meter, int], dict[str, Any]]
 ) -> dict[str, Any]:
-    """The whole report: facts, and what `measure` gives."""
+    """Return the report: facts, and the results of `measure`."""
     drawn = arguments.temperature, arguments.top_k, arguments.top_p
     with target(arguments) as pipeline, Meter(pipeline, *drawn) as meter:
         results = measure(meter, pipeline.vocab_size)

@@ -7,7 +7,7 @@ GOODPUT = ("ttft", "tpot", "e2el")
 
 
 def limit(text: str) -> tuple[str, float]:
-    """A latency and its limit in milliseconds: `ttft:500`."""
+    """Parse a latency and its limit in milliseconds: `ttft:500`."""
     name, _, limit = text.partition(":")
     if name not in GOODPUT:
         raise ArgumentTypeError(f"{text!r} is none of {', '.join(GOODPUT)} with :MILLISECONDS")
@@ -15,21 +15,21 @@ def limit(text: str) -> tuple[str, float]:
 
 
 def count(text: str) -> int:
-    """A whole number, 1 or more."""
+    """Parse a whole number, 1 or more."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"got {text!r}, expected an integer of at least 1")
     return int(text)
 
 
 def positive(text: str) -> float:
-    """A finite number above 0."""
+    """Parse a finite number above 0."""
     if not 0 < _number(text) < math.inf:
         raise ArgumentTypeError(f"got {text!r}, expected a finite number above 0")
     return float(text)
 
 
 def share(text: str) -> float:
-    """A number from 0 to 1."""
+    """Parse a number from 0 to 1."""
     if not 0 <= _number(text) <= 1:
         raise ArgumentTypeError(f"got {text!r}, expected a number from 0 to 1")
     return float(text)

@@ -65,7 +65,7 @@ def bench_pipeline(
 def _measure(
     client: Client, name: str, batch: int, *, stream: bool, output_tokens: int
 ) -> dict[str, Any]:
-    """Rounds of `batch` requests, for MIN_SECONDS at least: CPU times come in steps of 10 ms."""
+    """Run `batch` requests at a time for MIN_SECONDS: CPU times come in steps of 10 ms."""
     cpu, num_tokens, start = cpu_seconds(name), 0, time.perf_counter()
     while (seconds := time.perf_counter() - start) < MIN_SECONDS:
         streams = [
@@ -104,7 +104,7 @@ def _median(runs: list[dict[str, Any]], batch: int, stream: bool, detokenizers: 
 
 
 def as_table(results: list[Result]) -> str:
-    """The results as a markdown table."""
+    """Return the results as a markdown table."""
     kinds = " | ".join(KINDS)
     rows = [
         f"| batch | stream | detokenizers | tokens/s | scheduler µs/step | {kinds} |",

@@ -1,4 +1,4 @@
-"""What the benchmarks print: JSON with all facts, or a table for people."""
+"""Output of the benchmarks: JSON with all facts, or a table for people."""
 
 import contextlib
 import math
@@ -53,7 +53,7 @@ SERVE_COLUMNS = (
 
 
 def hardware() -> dict[str, Any]:
-    """The processors that this process may use; `gpus` is empty where nvidia-smi is not."""
+    """Return the processors that this process may use; `gpus` is empty where nvidia-smi is not."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     gpus: list[str] = []
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -63,7 +63,7 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that are there."""
+    """Return the versions of Python and of installed packages."""
     found = {"python": platform.python_version()}
     for name in ("penstock", "torch"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -72,19 +72,19 @@ def versions() -> dict[str, str]:
 
 
 def as_json(report: Any) -> str:
-    """The report for programs."""
+    """Return the report for programs."""
     return msgspec.json.format(msgspec.json.encode(report)).decode()
 
 
 def offline_table(report: dict[str, Any]) -> str:
-    """A row for each run, and their median."""
+    """Return a row for each run, and their median."""
     runs = [(str(number), run) for number, run in enumerate(report["runs"], 1)]
     rows = [[name, *_cells(run)] for name, run in [*runs, ("median", report["median"])]]
     return "\n".join([_headline(report), "", *_table(("run", *RUN_COLUMNS.values()), rows)])
 
 
 def latency_table(report: dict[str, Any]) -> str:
-    """A row for each batch."""
+    """Return a row for each batch."""
     rows = []
     for one in report["batches"]:
         run, streaming = one["median"], one["streaming"]
@@ -97,7 +97,7 @@ def latency_table(report: dict[str, Any]) -> str:
 
 
 def serve_table(report: dict[str, Any]) -> str:
-    """What the clients saw, a row for each kind of request; then the load in one row."""
+    """Return the latencies, a row for each kind of request, and the load in one row."""
     rows = []
     for kind, one in report["kinds"].items():
         figures = msgspec.structs.asdict(one["median"])
@@ -134,7 +134,7 @@ def _table(columns: Iterable[str], rows: list[list[str]]) -> list[str]:
 
 
 def _headline(report: dict[str, Any]) -> str:
-    """What was measured, where, in which way."""
+    """Return the model, hardware, versions, workload and options in one line."""
     gpus, cpus = report["hardware"]["gpus"], report["hardware"]["cpus"]
     facts = [
         f"{report['model']} on {', '.join([*gpus, f'{cpus} CPU cores'])}",
@@ -152,7 +152,7 @@ def _headline(report: dict[str, Any]) -> str:
 
 
 def _options(config: Config | None) -> list[str]:
-    """Those that are not as usual, and whether there is a prefix cache."""
+    """Return the options that differ from their defaults, and the state of the prefix cache."""
     if config is None:
         return []
     usual = Config(

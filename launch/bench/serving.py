@@ -17,7 +17,7 @@ Load = tuple[Run, Sequence[Stamps]]
 def summary(
     loads: Sequence[Load], times: Sequence[float], goodput: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The median of each figure, by vLLM's names, and the runs.
+    """Return the median of each figure, by vLLM's names, and the runs.
 
     `times`: when requests should have left; `goodput`: milliseconds that a good one keeps to.
     """
@@ -41,8 +41,10 @@ def _figures(
 
 
 def arrivals(starts: Sequence[float], times: Sequence[float]) -> dict[str, float]:
-    """The rate that was achieved (NaN for one request), and by how much the latest request left
-    after its time: a client that is too slow shows there."""
+    """Return the achieved rate (NaN for one request) and the delay of the latest request.
+
+    A client that is too slow shows in the delay.
+    """
     sent = [start - starts[0] for start in starts]
     late = max(s - t for s, t in zip(sent, times, strict=True))
     rate = (len(sent) - 1) / sent[-1] if len(sent) > 1 else math.nan

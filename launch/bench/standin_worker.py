@@ -31,7 +31,7 @@ class StandInWorker:
         self.loop.add(self.plans, self.on_messages)
 
     def say_hello(self) -> None:
-        """A heartbeat, too."""
+        """Send the worker's state, also as a heartbeat."""
         self.plans.send(self.hello)
 
     def on_messages(self) -> None:
@@ -66,7 +66,7 @@ class StandInWorker:
 
 
 def main() -> None:
-    """Runs until SIGTERM."""
+    """Run until SIGTERM."""
     process = Process("worker")
     StandInWorker(process).loop.run()
     process.context.destroy()

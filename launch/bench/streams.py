@@ -1,4 +1,4 @@
-"""What the clients of streams see: when tokens come, and the figures made of that."""
+"""Times at which clients of streams receive tokens, and the figures computed from them."""
 
 import math
 import statistics
@@ -64,7 +64,7 @@ class Stamps:
         return self.times[-1] - self.start
 
     def is_good(self, limits: Mapping[str, float]) -> bool:
-        """Whether it kept within milliseconds, by the names of properties."""
+        """Return whether the request kept its limits: milliseconds by property."""
         return not any(getattr(self, name) * 1e3 > limit for name, limit in limits.items())
 
     def _stamp(self) -> None:
@@ -75,7 +75,7 @@ class Stamps:
 
 
 def as_streaming(all_times: Sequence[Stamps]) -> Streaming:
-    """The figures of requests that have ended; those that failed without a token are left out."""
+    """Return the figures of ended requests, except those that failed without a token."""
     stamps = [one for one in all_times if one.times]
     columns = (
         [one.ttft for one in stamps],
@@ -92,7 +92,7 @@ def _figures(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The least value that `share` of them don't exceed; NaN if there are none."""
+    """Return the least value that `share` of the values don't exceed; NaN without values."""
     if not values:
         return math.nan
     return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)]

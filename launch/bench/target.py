@@ -40,7 +40,7 @@ class Target(Struct):
 
 @contextlib.contextmanager
 def target(arguments: Namespace) -> Iterator[Target]:
-    """A running pipeline if `name` or `endpoint` is given, else one that ends with the block.
+    """Yield a running pipeline if `name` or `endpoint` is given, else one that ends with the block.
 
     Raises LaunchError for options that can't be.
     """
@@ -77,7 +77,7 @@ def _target(config: Config, ready_seconds: float | None = None) -> Target:
 
 
 def is_running(name: str) -> bool:
-    """Whether there is a pipeline of this name."""
+    """Return whether a pipeline of this name runs."""
     try:
         running_config(name)
     except LaunchError:

@@ -1,4 +1,4 @@
-"""What the benchmarks ask for: prompts of random tokens, outputs of a given length."""
+"""Workloads of the benchmarks: prompts of random tokens, outputs of a given length."""
 
 import itertools
 from random import Random
@@ -58,7 +58,7 @@ def random_kinds(num_requests: int, long_share: float, seed: int) -> list[str]:
 
 
 def variant(items: list[Item], number: int, vocab_size: int) -> list[Item]:
-    """The same lengths with other tokens, all in the vocabulary; 0 keeps those that are in it.
+    """Return items of the same lengths with other tokens of the vocabulary; 0 keeps valid ones.
 
     The draws know nothing of the vocabulary, so that the lengths are the same for every model.
     """

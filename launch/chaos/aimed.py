@@ -22,7 +22,7 @@ HEAD = "| attack | asked | lost | different | restarted | gateway MiB | pipeline
 
 
 class Result(Struct):
-    """What one attack did."""
+    """Result of one attack."""
 
     attack: str
     num_asked: int = 0
@@ -44,8 +44,10 @@ class Result(Struct):
 
 
 def aimed(names: list[str], flags: list[str]) -> int:
-    """Runs the attacks whose names contain one of `names` (all without), prints a line for each;
-    returns 1 if one succeeded."""
+    """Run the attacks whose names contain one of `names` (all without), and print a line for each.
+
+    Return 1 if one succeeded.
+    """
     print(HEAD, "| --- " * HEAD.count(" | ") + "| --- |", sep="\n", flush=True)
     results = []
     for result in _results(
@@ -64,7 +66,7 @@ def aimed(names: list[str], flags: list[str]) -> int:
 
 
 def _results(attacks: list[Attack], flags: list[str]) -> Iterator[Result]:
-    """A pipeline is used for the next attack, too, unless that needs its own or this ended it."""
+    """Run attacks, on one pipeline as long as it lives and no attack needs its own."""
     with ExitStack() as stack:
         shared: Ground | None = None
         for attack in attacks:
@@ -113,7 +115,7 @@ def _attack(attack: Attack, one: Ground, result: Result) -> None:
 
 
 def symlink() -> Result:
-    """A run folder whose parent is a symbolic link: `launch all` refuses it, and leaves it."""
+    """Make a run folder whose parent is a symbolic link: `launch all` refuses it, and leaves it."""
     result = Result("symlinked run folder")
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as theirs:
         (Path(folder) / f"penstock-{os.getuid()}").symlink_to(theirs)
@@ -144,7 +146,7 @@ def symlink() -> Result:
 
 
 def _program(stack: ExitStack, source: str, arguments: str) -> str:
-    """The command of a process that is started from source text."""
+    """Return the command of a process that is started from source text."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     (folder / "program.py").write_text(source)
     words = [*arguments.split(), str(folder / "mark")] if arguments else []

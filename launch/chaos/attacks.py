@@ -48,7 +48,7 @@ main(load)
 
 
 class Attack(NamedTuple):
-    """What is done to a pipeline, perhaps with programs of the attack's own."""
+    """One attack on a pipeline, with the programs that it needs in the procfile."""
 
     name: str
     run: Callable[[Ground], str | None]
@@ -77,7 +77,7 @@ def grammar(ground: Ground) -> None:
 
 
 def poison_worker(ground: Ground) -> str:
-    """A request that kills every worker, twice, and another one."""
+    """Send a request that kills every worker, twice, and another one."""
     with ground.client() as client:
         return _refusals(client.submit, [f"repeat: {POISON}"] * 2 + [f"repeat: a {POISON}"])
 
@@ -92,7 +92,7 @@ def poison_tokenizer(ground: Ground) -> str:
 
 
 def deep_json(ground: Ground) -> None:
-    """Requests nested as deep as decoders allow; then the scheduler dies."""
+    """Send requests nested as deep as decoders allow; then the scheduler dies."""
     with _dealer(ground) as dealer:
         for depth in (60, 200, 500, 900, 990):
             for text in (b'{"a":' * depth + b"1" + b"}" * depth, b"[" * depth + b"]" * depth):
@@ -153,7 +153,7 @@ def status_flood(ground: Ground) -> None:
 
 
 def idle(ground: Ground) -> None:
-    """Connections that say nothing, more than the default limit of descriptors."""
+    """Open silent connections, more than the default limit of descriptors."""
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
         for _ in range(1100):
             address = ("127.0.0.1", ground.port)
@@ -162,7 +162,7 @@ def idle(ground: Ground) -> None:
 
 
 def headers(ground: Ground) -> str:
-    """An endless head of an HTTP request."""
+    """Send an endless head of an HTTP request."""
     with socket.create_connection(("127.0.0.1", ground.http_port), timeout=5) as raw:
         raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
         num_bytes = 0
@@ -232,7 +232,7 @@ ATTACKS = [
     Attack("abandoned tokenize", abandoned),
     Attack("status flood", status_flood),
     Attack(
-        "clock an hour behind",
+        "clock an hour late",
         clocks,
         programs={kind: (BEHIND, f"penstock.services.{kind}") for kind in ("gateway", "scheduler")},
     ),
@@ -251,7 +251,7 @@ ATTACKS = [
 
 
 def _refusals(submit: Callable[[Any], Stream], asked: list[Any]) -> str:
-    """What became of each, asked one after the other."""
+    """Send requests one after the other, and return the result of each."""
     codes = []
     for one in asked:
         try:

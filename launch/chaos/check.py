@@ -1,4 +1,4 @@
-"""What a client got, against the answer of the undisturbed run."""
+"""Comparison of an answer with that of the undisturbed run."""
 
 from msgspec import Struct
 
@@ -14,7 +14,7 @@ class Expected(Struct, frozen=True):
 
 
 class Received(Struct):
-    """What came for one request."""
+    """Stream and reply that a client received for one request."""
 
     is_stream: bool
     reply: GenerateReply | ErrorReply | None = None
@@ -25,20 +25,20 @@ class Received(Struct):
 
 
 class Verdict(Struct):
-    """What is wrong with an answer; nothing, if all is as it is by default."""
+    """Faults of an answer; the defaults are those of a correct one."""
 
     lost: str = ""
     """why there is no answer"""
     tokens_lost: int = 0
     tokens_doubled: int = 0
     is_torn: bool = False
-    """the stream and the reply behind it do not say the same"""
+    """the stream differs from the reply that follows it"""
     is_different: bool = False
     """another token or character than in the undisturbed run"""
 
 
 def check(received: Received, expected: Expected) -> Verdict:
-    """Compares stream and reply with each other and with what they should be.
+    """Compare stream and reply with each other and with what they should be.
 
     Tokens are counted: in a stream that is too short as many are lost, in one that is too long
     doubled. One lost and one doubled in the same stream make it different. Of an aborted request
@@ -65,5 +65,5 @@ def check(received: Received, expected: Expected) -> Verdict:
 
 
 def _begins(whole: tuple[list[int], str], part: tuple[list[int], str]) -> bool:
-    """Whether the whole begins with the part, tokens and text."""
+    """Return whether the whole begins with the part, tokens and text."""
     return whole[0][: len(part[0])] == part[0] and whole[1].startswith(part[1])

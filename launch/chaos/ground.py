@@ -50,7 +50,7 @@ class Innocents:
         self._is_over.set()
 
     def wait(self) -> None:
-        """Returns when every request has its answer, or is lost."""
+        """Return when every request has its answer, or is lost."""
         self.stop_asking()
         for thread in self._threads:
             thread.join()
@@ -89,7 +89,7 @@ class Ground:
         self._num_restarts = 0
 
     def begin(self) -> None:
-        """Starts innocent clients, and counts anew."""
+        """Start innocent clients, and reset the counts."""
         self.innocents = Innocents(self.endpoint)
         self._num_restarts = self._restarts()
         Path(f"/proc/{self.pid('gateway')}/clear_refs").write_text("5")  # the peak of its memory
@@ -110,25 +110,25 @@ class Ground:
         )
 
     def ends(self) -> bool:
-        """Waits for the supervisor's exit; returns False if it does not come."""
+        """Wait for the supervisor's exit; return False if it does not come."""
         with contextlib.suppress(psutil.TimeoutExpired):
             self.supervisor.wait(END_TIMEOUT)
         return self.has_ended
 
     def processes(self) -> list[ProcessStatus]:
-        """Raises LaunchError if the supervisor does not reply."""
+        """Raise LaunchError if the supervisor does not reply."""
         return list_processes(self.name, 20)
 
     def pid(self, kind: str) -> int:
-        """Of the first process of a kind."""
+        """Return the pid of the first process of a kind."""
         return next(p.pid for p in self.processes() if p.name.startswith(f"{kind}."))
 
     def kill(self, kind: str, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to the first process of a kind."""
+        """Send a signal to the first process of a kind."""
         os.kill(self.pid(kind), number)
 
     def client(self) -> Client:
-        """A client of the attacker."""
+        """Return a client of the attacker."""
         return Client(self.endpoint, timeout=ANSWER_TIMEOUT)
 
     def check(self) -> None:
@@ -144,8 +144,11 @@ class Ground:
 
 @contextlib.contextmanager
 def ground(flags: list[str], commands: dict[str, str], stdout: Any) -> Iterator[Ground]:
-    """Starts a pipeline, which ends with the block. `commands` take the place of lines of the
-    procfile; `stdout`: of `launch all`. Raises LaunchError if it does not start."""
+    """Start a pipeline, which ends with the block.
+
+    `commands` replace lines of the procfile; `stdout`: of `launch all`. Raises LaunchError if the
+    pipeline does not start.
+    """
     launch = [sys.executable, "-P", "-m", "penstock.launch"]
     name, port, http_port = f"aimed-{os.getpid()}", free_port(), free_port()
     own = ["--name", name, "--endpoint", f"tcp://127.0.0.1:{port}", "--http", "1"]

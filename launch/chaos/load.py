@@ -1,4 +1,4 @@
-"""The load: so many requests in flight, each taken from a small set whose answers are known."""
+"""The load: a fixed number of requests in flight, from a small set whose answers are known."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ NO_EVENT = -1
 def make_requests(options: ChaosOptions, vocab_size: int, is_demo: bool) -> list[GenerateRequest]:
     """Different requests, every other one a stream: greedy ones, and at temperature 1 with a seed.
 
-    The demo model counts and repeats; another one goes on with random tokens.
+    The demo model counts and repeats; another one continues with random tokens.
     """
     draw = Random(f"requests {options.seed}")  # noqa: S311  to be repeatable, not secret
     items = random_lengths(options.distinct, SHORT, LONG, options.seed)
@@ -80,7 +80,7 @@ class Flight:
 
     @property
     def is_over(self) -> bool:
-        """It has its answer."""
+        """Return whether the request has its answer."""
         return self.received.reply is not None
 
     def begin_silence(self) -> None:
@@ -92,7 +92,7 @@ class Flight:
         return self.silence if self.is_over else max(self.silence, time.monotonic() - self._last)
 
     def take(self) -> int:
-        """Takes what has come; returns the number of tokens that the client did not have."""
+        """Take what has come; return the number of tokens that the client did not have."""
         before = self.num_tokens
         while delta := self.answer.take_delta():
             self.received.token_ids += delta.token_ids
@@ -110,7 +110,7 @@ class Flight:
 
 
 class Load:
-    """Keeps requests in flight until it is told to end."""
+    """Keeps requests in flight until it is stopped."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Load:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def expected(self) -> list[Expected]:
-        """The answer to each request of the set, undisturbed. Raises LaunchError."""
+        """Return the undisturbed answer to each request of the set. Raises LaunchError."""
         numbers = iter(range(len(self._requests)))
         found: dict[int, Expected] = {}
 
@@ -153,11 +153,11 @@ class Load:
         return [found[number] for number in sorted(found)]
 
     def start(self) -> None:
-        """Requests drawn from the set, each replaced by another one when it ends."""
+        """Send requests drawn from the set, each replaced by another one when it ends."""
         self._tasks = [asyncio.create_task(self._go_on()) for _ in range(self._options.concurrency)]
 
     async def end(self) -> None:
-        """Starts no more; returns when all is answered, or nothing comes any more."""
+        """Start no more; return when all is answered, or nothing comes any more."""
         self._is_ending = True
         with contextlib.suppress(TimeoutError):
             await self._changes.until(lambda: not self.open, self._options.recovery_timeout)
@@ -169,7 +169,7 @@ class Load:
                 await task
 
     async def send(self, number: int, abort_after: int | None = None) -> Flight:
-        """One request of the set, to its end; aborted when the load has got so many tokens more."""
+        """Run one request, or abort it when the load has received this number of tokens more."""
         request = msgspec.structs.replace(self._requests[number])  # the client names it
         flight = Flight(number, self._client.ask(request), request.stream)
         self.open.append(flight)

@@ -11,7 +11,7 @@ KINDS = ("gateway", "tokenizer", "scheduler", "worker", "detokenizer")
 
 
 class ChaosOptions(Struct, kw_only=True, frozen=True):
-    """What is killed, and under which load."""
+    """Options of the kills and of the load."""
 
     kills: Annotated[Count, Meta(description="signals sent to processes")] = 40
     seed: Annotated[int, Meta(description="of the requests and of the schedule")] = 0
@@ -25,7 +25,7 @@ class ChaosOptions(Struct, kw_only=True, frozen=True):
         Share, Meta(description="share of events with one more kill before all is whole again")
     ] = 0.2
     num_requests: Annotated[
-        Count, Meta(description="least requests sent; they go on until the last kill is over")
+        Count, Meta(description="least requests sent; they continue until the last kill is over")
     ] = 200
     concurrency: Annotated[Count, Meta(description="requests in flight")] = 16
     distinct: Annotated[

@@ -1,4 +1,4 @@
-"""What a run has seen."""
+"""Observations of a run."""
 
 import psutil
 from msgspec import Struct
@@ -9,7 +9,7 @@ from penstock.launch.chaos.schedule import Event
 
 
 class Recovery(Struct):
-    """What one event did to the requests that ran."""
+    """Effect of one event on the requests that ran."""
 
     event: Event
     num_running: int

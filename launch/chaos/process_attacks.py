@@ -25,7 +25,7 @@ runpy.run_module(module, run_name="__main__")
 
 
 def clocks(ground: Ground) -> None:
-    """Gateway and scheduler restart with a clock an hour behind."""
+    """Gateway and scheduler restart with a clock an hour late."""
     for kind in ("gateway", "scheduler"):
         ground.kill(kind)
         ground.check()
@@ -50,7 +50,7 @@ def blocked_output(ground: Ground) -> None:
 
 
 def drain(ground: Ground) -> None:
-    """The gateway is killed while the pipeline drains."""
+    """Kill the gateway while the pipeline drains."""
     pid = ground.pid("gateway")
     ground.innocents.stop_asking()
     ground.supervisor.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The processes of a pipeline as its supervisor tells of them, and signals to them."""
+"""Processes of a pipeline as its supervisor reports them, and signals to them."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ class Changes:
         news.set()
 
     async def until(self, true: Callable[[], bool], silence: float | None = None) -> None:
-        """Waits until `true`. Raises TimeoutError after `silence` seconds without any news."""
+        """Wait until `true`. Raises TimeoutError after `silence` seconds without any news."""
         while not true():
             async with asyncio.timeout(silence):
                 await self._next.wait()
@@ -51,7 +51,7 @@ class Processes:
         self._changes = changes
 
     async def __aenter__(self) -> Self:
-        """Raises LaunchError if the supervisor does not reply."""
+        """Raise LaunchError if the supervisor does not reply."""
         self._context = zmq.asyncio.Context()
         self._events = self._context.socket(zmq.DEALER)
         self._events.connect(control_endpoint(run_folder(self._pipeline)))
@@ -72,7 +72,7 @@ class Processes:
         self._context.destroy(linger=0)
 
     def send(self, kill: Kill) -> int:
-        """Sends the signal; returns the pid, by which `is_replaced` knows the process.
+        """Send the signal; return the pid, by which `is_replaced` knows the process.
 
         One that has just died by itself gets none: its end is the same.
         """
@@ -81,7 +81,7 @@ class Processes:
         return pid
 
     def is_replaced(self, hit: dict[str, int]) -> bool:
-        """Whether each process (name → pid) has been started again."""
+        """Return whether each process (name → pid) was restarted."""
         return all(self.pids[name] != pid for name, pid in hit.items())
 
     def memory(self) -> dict[str, int]:
@@ -100,7 +100,7 @@ class Processes:
         return msgspec.msgpack.decode(frame, type=ControlReply | Spawned)
 
     def _take(self, message: ControlReply | Spawned) -> None:
-        """Takes all processes from a reply, and later those that were restarted."""
+        """Take all processes from a reply, and later those that were restarted."""
         if isinstance(message, ControlReply):
             for one in message.processes:
                 self.pids[one.name] = one.pid

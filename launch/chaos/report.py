@@ -1,4 +1,4 @@
-"""What a run of `launch chaos` shows: sums for each kind of process, a table, a verdict."""
+"""Report of a run of `launch chaos`: sums for each kind of process, a table, a verdict."""
 
 import statistics
 from collections import Counter
@@ -81,7 +81,7 @@ def make_report(outcome: Outcome, *, is_exact: bool) -> dict[str, Any]:
 
 
 def make_row(recoveries: list[Recovery], verdicts: list[Verdict]) -> Row:
-    """The sums."""
+    """Return the sums."""
     signals = Counter(kill.how for one in recoveries for kill in one.event.all_kills)
     running = [one.num_running for one in recoveries]
     return Row(
@@ -106,7 +106,7 @@ def _silence(recoveries: Iterable[Recovery]) -> tuple[float, float] | None:
 
 
 def faults(report: dict[str, Any]) -> list[str]:
-    """What must not be, each as a sentence; nothing if all is well."""
+    """Return the faults, each as a sentence."""
     row: Row = report["rows"]["all"]
     found = {
         "kills not recovered from": row.not_recovered,
@@ -118,7 +118,7 @@ def faults(report: dict[str, Any]) -> list[str]:
         "status requests without an answer": int(not report["is_answering"]),
         "KV blocks that did not come back": max(report["used_blocks"], 0),
         "requests still open": report["open_requests"],
-        f"left behind ({', '.join(report['left'])})": len(report["left"]),
+        f"left over ({', '.join(report['left'])})": len(report["left"]),
     }
     return [f"{text}: {number}" for text, number in found.items() if number]
 

@@ -27,7 +27,7 @@ from penstock.protocol.messages.status import StatusReply
 
 
 def chaos(arguments: Namespace, options: ChaosOptions, kinds: list[str]) -> dict[str, Any]:
-    """The whole report. Raises LaunchError."""
+    """Return the whole report. Raises LaunchError."""
     machine, shared = hardware(), shared_memory()
     with target(arguments) as config:
         outcome = asyncio.run(run_chaos(config, options, kinds))
@@ -128,7 +128,7 @@ class Chaos:
         return Recovery(event, len(flights), is_over, max(silences, default=0.0))
 
     async def _kill(self, event: Event) -> None:
-        """Returns when everything that was hit has been started again."""
+        """Return when everything that was hit has been started again."""
         hit = {kill.process: self._processes.send(kill) for kill in event.kills}
         if event.again:
             await self._changes.until(lambda: self._processes.is_replaced(hit))
@@ -152,7 +152,7 @@ class Chaos:
         )
 
     async def _receive(self, num_tokens: int) -> None:
-        """Lets the load receive so many tokens. Raises TimeoutError."""
+        """Let the load receive this number of tokens. Raises TimeoutError."""
         moment = self._load.num_tokens + num_tokens
         await self._until(lambda: self._load.num_tokens >= moment)
 
@@ -176,7 +176,7 @@ class Chaos:
 
 
 async def _idle_status(client: AsyncClient, used_blocks: int, seconds: float) -> StatusReply | None:
-    """The first report with nothing open and no more blocks in use; else the last one.
+    """Return the first report with nothing open and no more blocks in use; else the last one.
 
     None if there is none within `seconds`.
     """
@@ -189,7 +189,7 @@ async def _idle_status(client: AsyncClient, used_blocks: int, seconds: float) ->
 
 
 def _present(status: StatusReply) -> set[str]:
-    """The tokenizers and detokenizers of a pipeline that is ready."""
+    """Return the tokenizers and detokenizers of a pipeline that is ready."""
     if not status.ready:
         return set()
     registered = [set(one.detokenizers) for one in status.schedulers]

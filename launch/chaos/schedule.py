@@ -1,7 +1,7 @@
-"""Which processes are hit, how and when: drawn from a seed before anything runs.
+"""Schedule of kills: processes, signals and moments, drawn from a seed before anything runs.
 
-Moments are counted in events, not in seconds: so many tokens that the load receives, a process that
-was started again. So a schedule means the same on a slow machine and on a fast one.
+Moments are counted in events, not in seconds: tokens that the load receives, a process that was
+restarted. So a schedule means the same on a slow machine and on a fast one.
 """
 
 import signal
@@ -44,17 +44,17 @@ class Event(Struct, frozen=True):
 
     @property
     def all_kills(self) -> list[Kill]:
-        """Those at the first moment, and the late one."""
+        """Return the kills at the first moment, and the late one."""
         return [*self.kills, *([self.again] if self.again else [])]
 
     @property
     def kind(self) -> str:
-        """Of the one process that is hit; `several` for more kills than one."""
+        """Return the kind of the process that is hit; `several` for more kills than one."""
         return SEVERAL if len(self.all_kills) > 1 else kind_of(self.kills[0].process)
 
     @property
     def has_stop(self) -> bool:
-        """Whether its recovery begins with a hang that must be found."""
+        """Return whether its recovery begins with a hang that must be detected."""
         return any(kill.how == "SIGSTOP" for kill in self.all_kills)
 
 

@@ -23,7 +23,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  looked at only
 
 @contextlib.contextmanager
 def target(arguments: Namespace) -> Iterator[Config]:
-    """The pipeline of `name`, or one that ends with the block.
+    """Yield the pipeline of `name`, or one that ends with the block.
 
     Raises LaunchError for options that can't be.
     """
@@ -44,12 +44,12 @@ def target(arguments: Namespace) -> Iterator[Config]:
 
 
 def shared_memory() -> set[str]:
-    """The names of what is in /dev/shm."""
+    """Return the names of the files in /dev/shm."""
     return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.exists() else set()
 
 
 def left_behind(name: str, processes: list[psutil.Process], shared_before: set[str]) -> list[str]:
-    """What a pipeline that has ended leaves. A GPU's memory goes with its processes."""
+    """Return what an ended pipeline has left. A GPU's memory goes with its processes."""
     folder = run_folder(name)
     return [
         *(f"process {process.pid}" for process in processes if process.is_running()),

@@ -12,8 +12,10 @@ _FLAG = "--api-key"
 
 
 def hide_api_key() -> None:
-    """Starts this program again, in this process, with the value of `--api-key` in its environment
-    instead of its command line. Returns where the command line has none."""
+    """Restart this program, in this process, with `--api-key` moved to its environment.
+
+    Return if the command line has no key.
+    """
     words, key = without_key(sys.orig_argv)
     if key is not None:
         sys.stdout.flush()
@@ -21,7 +23,7 @@ def hide_api_key() -> None:
 
 
 def without_key(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """A command line without `--api-key`, and its value, of several the last."""
+    """Return a command line without `--api-key`, and the value of the last one."""
     kept: list[str] = []
     key = None
     rest = iter(words)

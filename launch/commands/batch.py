@@ -75,7 +75,7 @@ def _run(arguments: Namespace) -> int:
 
 @contextlib.contextmanager
 def _target(arguments: Namespace) -> Iterator[Config]:
-    """The pipeline that runs, or with --model one that ends with the block."""
+    """Yield the pipeline that runs, or with --model one that ends with the block."""
     options = given_options(arguments, Config)
     name = options.pop("name", None)
     if "model" not in options:
@@ -113,7 +113,7 @@ class Batch:
         self._counts: Counter[str] = Counter()
 
     async def run(self, lines: Iterator[bytes], concurrency: int) -> Counter[str]:
-        """So many requests at once. Returns how many lines were done, skipped, refused, bad."""
+        """Run up to `concurrency` requests at once; return the number of lines by result."""
         numbered = enumerate(lines, 1)
         with tqdm(desc="requests", dynamic_ncols=True) as self._bar:
             async with _client(self._config, concurrency) as client:
@@ -194,14 +194,14 @@ def _json(body: bytes) -> Any:
 
 
 def _custom_id(text: bytes) -> str | None:
-    """Of a line that is not as it should be."""
+    """Return the custom_id of an invalid line."""
     with contextlib.suppress(msgspec.DecodeError):
         return msgspec.json.decode(text, type=_Named).custom_id
     return None
 
 
 def _read_done(output: BinaryIO) -> set[str | None]:
-    """What has a result, by custom_id, or by id if it was not asked; cuts off half a line.
+    """Return the lines that have a result, by custom_id or id; cut off an incomplete last line.
 
     Raises LaunchError for a file of something else."""
     done: set[str | None] = set()
@@ -213,7 +213,9 @@ def _read_done(output: BinaryIO) -> set[str | None]:
         try:
             outcome = msgspec.json.decode(text, type=Outcome)
         except msgspec.DecodeError as error:
-            raise LaunchError(f"{output.name}:{number} is no result of a batch: {error}") from None
+            raise LaunchError(
+                f"{output.name}:{number} is not a result of a batch: {error}"
+            ) from None
         done.add(outcome.custom_id if outcome.response else outcome.id)
         end += len(text)
     output.truncate(end)

@@ -10,7 +10,7 @@ from penstock.protocol.config import Config
 
 
 def check_gpus(config: Config) -> None:
-    """Raises LaunchError where `--device cuda` can't work: torch without CUDA, too few GPUs."""
+    """Raise LaunchError where `--device cuda` can't work: torch without CUDA, too few GPUs."""
     with contextlib.suppress(PackageNotFoundError):
         if (torch := version("torch")).endswith("+cpu"):
             raise LaunchError(

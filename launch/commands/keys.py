@@ -32,9 +32,9 @@ def _run(arguments: Namespace) -> int:
 
 
 def make_keys(folder: Path, client: str | None) -> list[Path]:
-    """A new folder with the keys of a gateway and of one client, or one client more.
+    """Make a folder with the keys of a gateway and of one client, or add a client.
 
-    Returns the secret files that were made. Raises LaunchError; nothing is ever overwritten.
+    Return the secret files that were made. Raises LaunchError; nothing is ever overwritten.
     """
     try:
         if client is not None:
@@ -55,7 +55,7 @@ def make_keys(folder: Path, client: str | None) -> list[Path]:
 
 
 def _make_pair(folder: Path, name: str, public_folder: Path) -> Path:
-    """Makes both files elsewhere: a running gateway finds the public key when it is whole."""
+    """Make both files elsewhere: a running gateway finds the public key when it is whole."""
     secret, public = folder / f"{name}.key_secret", public_folder / f"{name}.key"
     for path in (secret, public):
         if path.exists():

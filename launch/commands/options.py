@@ -32,7 +32,7 @@ DEPRECATED = {"on": "backend", "keys": "curve_keys", "speculative": "speculative
 
 
 def flag(field: str) -> str:
-    """The flag of a field: `max_num_seqs` → `--max-num-seqs`."""
+    """Return the flag of a field: `max_num_seqs` → `--max-num-seqs`."""
     return "--" + field.replace("_", "-")
 
 
@@ -41,7 +41,7 @@ def add_options(
     struct: type[Struct],
     fields: Iterable[str] = (),
 ) -> None:
-    """Adds a flag for each field, or for those named. What is not given is not set."""
+    """Add a flag for each field, or for those named. What is not given is not set."""
     for field in fields or struct.__struct_fields__:
         hint = _hints(struct)[field]
         parser.add_argument(
@@ -64,18 +64,18 @@ def name_of(arguments: argparse.Namespace) -> str:
 
 
 def add_pipeline_options(parser: argparse.ArgumentParser, fields: Iterable[str]) -> None:
-    """Adds options of a pipeline that a command starts, below its own in the help."""
+    """Add options of a pipeline that a command starts, below its own in the help."""
     group = parser.add_argument_group("options of the pipeline that it starts")
     add_options(group, Config, fields)
 
 
 def given_options(arguments: argparse.Namespace, struct: type[Struct]) -> dict[str, Any]:
-    """The fields of `struct` that were given."""
+    """Return the fields of `struct` that were given."""
     return {k: v for k, v in vars(arguments).items() if k in struct.__struct_fields__}
 
 
 def as_flags(options: dict[str, Any]) -> Iterator[str]:
-    """The options as `launch all` takes them."""
+    """Yield the options as `launch all` takes them."""
     for field, value in options.items():
         if isinstance(value, bool):
             yield flag(field) if value else f"--no-{flag(field)[2:]}"
@@ -84,7 +84,7 @@ def as_flags(options: dict[str, Any]) -> Iterator[str]:
 
 
 def options_table() -> str:
-    """The options of a pipeline as a markdown table."""
+    """Return the options of a pipeline as a markdown table."""
     rows = ["| option | default | description |", "| --- | --- | --- |"]
     for field in Config.__struct_fields__:
         name = f"`{flag(field)}`"
@@ -114,7 +114,7 @@ def _bool_or_value(struct: type[Struct], field: str, hint: Any) -> dict[str, Any
 
 
 def _kinds(kind: msgspec.inspect.Type) -> set[type]:
-    """What a value may be, without limits and descriptions."""
+    """Return the types of a value, without limits and descriptions."""
     if isinstance(kind, msgspec.inspect.Metadata):
         return _kinds(kind.type)
     if isinstance(kind, msgspec.inspect.UnionType):

@@ -28,11 +28,11 @@ class Parser(argparse.ArgumentParser):
             import_module(module).add_arguments(self)
 
     def error(self, message: str) -> NoReturn:
-        """Raises LaunchError."""
+        """Raise LaunchError."""
         raise LaunchError(message)
 
     def format_help(self) -> str:
-        """The help; a usage line of many options names the positional arguments only."""
+        """Return the help; a usage line of many options names the positional arguments only."""
         optional = [one for one in self._actions if one.option_strings]
         if self.usage is None and len(optional) > MAX_SHOWN_OPTIONS:
             positional = [one.metavar or one.dest for one in self._actions if one not in optional]

@@ -48,7 +48,7 @@ def _run_all(arguments: Namespace) -> int:
 
 
 def start(config: Config, procfile: Path, max_deaths: int) -> int:
-    """Runs the pipeline to its end and returns the exit code."""
+    """Run the pipeline to its end and return the exit code."""
     commands = read_procfile(procfile)
     try:
         check_addresses(config.endpoint)
@@ -106,7 +106,7 @@ def _run_on_ray(config: Config, commands: dict[str, str], max_deaths: int) -> in
 
 
 def _check_length(longest: Path) -> None:
-    """Raises LaunchError where the run folder is too deep for its sockets."""
+    """Raise LaunchError where the run folder is too deep for its sockets."""
     if len(bytes(longest)) > zmq.IPC_PATH_MAX_LEN:
         raise LaunchError(
             f"{longest} is longer than the {zmq.IPC_PATH_MAX_LEN} characters that a socket may "
@@ -115,7 +115,7 @@ def _check_length(longest: Path) -> None:
 
 
 def _check_security(config: Config) -> None:
-    """Raises LaunchError where the gateway would refuse to bind, or has no keys."""
+    """Raise LaunchError where the gateway would refuse to bind, or has no keys."""
     try:
         check_reach(config)
         check_tracing(config)
@@ -128,7 +128,7 @@ def _check_security(config: Config) -> None:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises LaunchError where the gateway could not bind."""
+    """Raise LaunchError where the gateway could not bind."""
     if endpoint.endswith((":*", ":0")):
         raise LaunchError(f"--endpoint {endpoint} has no port of its own")
     if endpoint.startswith("ipc://") and _answers(endpoint.removeprefix("ipc://")):
@@ -144,7 +144,7 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def check_http_reach(config: Config) -> None:
-    """Raises LaunchError where anyone could ask the HTTP processes, or pages can't be named."""
+    """Raise LaunchError where anyone could ask the HTTP processes, or pages can't be named."""
     try:
         _ = config.origins
     except msgspec.DecodeError as error:
@@ -162,7 +162,7 @@ def check_http_reach(config: Config) -> None:
 
 
 def check_http_port(config: Config) -> None:
-    """Raises LaunchError where the HTTP processes could not listen."""
+    """Raise LaunchError where the HTTP processes could not listen."""
     host, port = config.http_host, config.http_port
     is_ipv6 = ":" in host
     if config.http == 0:
@@ -178,14 +178,14 @@ def check_http_port(config: Config) -> None:
 
 
 def remove_socket(endpoint: str) -> None:
-    """libzmq leaves the file of an `ipc://` endpoint behind."""
+    """Remove the file of an `ipc://` endpoint, which libzmq does not."""
     path = Path(endpoint.removeprefix("ipc://"))
     if endpoint.startswith("ipc://") and path.is_socket():
         path.unlink()
 
 
 def _answers(path: str) -> bool:
-    """Whether someone listens there: ZeroMQ would take the file from them without a word."""
+    """Return whether someone listens there: ZeroMQ would silently take over the file."""
     with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(OSError):
         client.connect(path)
         return True

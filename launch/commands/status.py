@@ -43,12 +43,12 @@ def read_status(pipeline: str) -> dict[str, Any]:
 
 
 def as_json(status: dict[str, Any]) -> str:
-    """The status for programs."""
+    """Return the status for programs."""
     return msgspec.json.format(msgspec.json.encode(status)).decode()
 
 
 def as_text(status: dict[str, Any]) -> str:
-    """The status for people."""
+    """Return the status for people."""
     config, gateway = status["config"], status["gateway"]
     state = "ready" if gateway and gateway.ready else "not ready"
     return "\n".join(

@@ -1,4 +1,4 @@
-"""`launch top`: the pipeline live, as the gateway tells of it with each report of the scheduler."""
+"""`launch top`: the pipeline live, as the gateway reports it after each report of the scheduler."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ TIMES = {
 
 
 class Report(NamedTuple):
-    """What the gateway said, and when."""
+    """Status of the gateway at a moment."""
 
     moment: float
     status: StatusReply
@@ -148,7 +148,7 @@ def _times(metrics: Metrics | None, old: Metrics | None, since: str) -> Table:
 
 
 def _grown(histogram: Histogram, old: Histogram | None) -> list[int]:
-    """The counts since `old`; all of them if the gateway is a new one since."""
+    """Return the counts since `old`; all counts if the gateway was restarted."""
     if old is None or sum(old.counts) > sum(histogram.counts):
         return histogram.counts
     return [new - before for new, before in zip(histogram.counts, old.counts, strict=True)]

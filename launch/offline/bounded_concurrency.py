@@ -1,4 +1,4 @@
-"""Many questions of one client, of which only so many are open that the pipeline takes them all."""
+"""Many requests of one client, with no more of them open than the pipeline accepts."""
 
 import time
 from collections import deque

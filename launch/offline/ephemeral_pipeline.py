@@ -22,7 +22,7 @@ NOBODY_ELSE = ("--http", "0", "--drain-timeout", "0")
 
 @contextlib.contextmanager
 def private_pipeline(name: str, *flags: str, **commands: str) -> Iterator[str]:
-    """Runs `launch all` with these flags until the block ends; gives its endpoint.
+    """Run `launch all` with these flags until the block ends; gives its endpoint.
 
     `commands` take the place of lines of the procfile. Raises LaunchError with the pipeline's last
     words if it does not start; if it ends before the block they go to the terminal. A terminal's
@@ -65,7 +65,7 @@ def private_pipeline(name: str, *flags: str, **commands: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _procfile(commands: dict[str, str]) -> Iterator[list[str]]:
-    """The flags for a procfile with other commands than penstock's own."""
+    """Yield the flags for a procfile with other commands than penstock's own."""
     if not commands:
         yield []
         return
@@ -77,6 +77,6 @@ def _procfile(commands: dict[str, str]) -> Iterator[list[str]]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens at now."""
+    """Return a TCP port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as trial:
         return int(trial.getsockname()[1])

@@ -48,12 +48,14 @@ Conversation = list[dict[str, Any]]
 
 
 class LLM:
-    """A model behind a pipeline of its own; for one thread."""
+    """A model in a pipeline of its own; for one thread."""
 
     def __init__(
         self, model: str | Path = "", *, tensor_parallel_size: int = 1, **options: Any
     ) -> None:
-        """`model` is the folder of a checkpoint; empty: the demo model. `options` are those of
+        """Start the pipeline.
+
+        `model` is the folder of a checkpoint; empty: the demo model. `options` are those of
         `launch all`, by their names there (`num_blocks`) or vLLM's (`enforce_eager`).
 
         Raises TypeError and ValueError for options that can't be, LaunchError if it does not start.
@@ -76,7 +78,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Ends the pipeline."""
+        """End the pipeline."""
         self._end()
 
     def generate(
@@ -85,7 +87,9 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continues prompts, each a text, token ids, or a map as in vLLM (`{"prompt": "17+25="}`,
+        """Continue prompts.
+
+        A prompt is a text, token ids, or a map as in vLLM (`{"prompt": "17+25="}`,
         `{"prompt_token_ids": [10, 11]}`). Parameters: one for all, or one for each.
 
         The results are in the order of the prompts. Raises RequestError for what is refused.
@@ -144,7 +148,7 @@ class LLM:
         return outputs
 
     def _outputs(self, prompts: list[dict[str, Any]]) -> list[RequestOutput]:
-        """A result without answers for each prompt, which is tokenized unless it is of ids."""
+        """Return a result without answers for each prompt, tokenized unless it is of ids."""
         outputs, texts = [], []
         for fields in prompts:
             prompt = fields.get("prompt")
@@ -207,7 +211,7 @@ class _Progress:
         self._bar.update()
 
     def _ask(self, fresh: bool = True) -> None:
-        """The scheduler's next report paces it."""
+        """Wait for the scheduler's next report."""
         if self._is_over:
             return
         answer = self._client.ask(StatusRequest(fresh=fresh, metrics=True))
@@ -245,7 +249,7 @@ def _one_for_each(
 
 
 def _config_fields(options: dict[str, Any]) -> dict[str, Any]:
-    """The options by their names in Config. Raises TypeError and ValueError."""
+    """Return the options by their names in Config. Raises TypeError and ValueError."""
     for name in DEPRECATED.keys() & options:
         text = f"LLM: {name} is deprecated; use {DEPRECATED[name]}"
         warnings.warn(text, DeprecationWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""What `LLM` takes and gives, shaped as in vLLM."""
+"""Inputs and outputs of `LLM`, shaped as in vLLM."""
 
 import time
 from typing import Annotated, Any
@@ -21,7 +21,7 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
 class SamplingParams(sampling.SamplingParams, kw_only=True):
-    """How the answers to a prompt are chosen. What is None is the model's own default."""
+    """Sampling parameters of a prompt's answers. None: the model's own default."""
 
     n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
     """answers to a prompt; with a `seed`, answer i has the seed + i"""
@@ -31,7 +31,7 @@ class SamplingParams(sampling.SamplingParams, kw_only=True):
             raise ValueError(f"n is {self.n}: expected 1 to {MAX_N}")
 
     def request(self, token_ids: list[int], name: str, index: int) -> GenerateRequest:
-        """The request of the answer `index` to the prompt `name`."""
+        """Return the request of the answer `index` to the prompt `name`."""
         fields = {
             field: getattr(self, field) for field in sampling.SamplingParams.__struct_fields__
         }
@@ -59,7 +59,7 @@ class CompletionOutput(Struct, kw_only=True):
     """which of `stop` or `stop_token_ids` ended it; None for EOS"""
 
     def finished(self) -> bool:
-        """Whether the answer has ended; the answers of `LLM` have."""
+        """Return whether the answer has ended; the answers of `LLM` have."""
         return True
 
 
@@ -97,7 +97,7 @@ class RequestOutput(Struct, kw_only=True):
     """None where no token has come"""
 
     def add(self, index: int, reply: GenerateReply, n: int) -> None:
-        """Takes answer `index` of `n`; they come in any order."""
+        """Take answer `index` of `n`; they come in any order."""
         self.outputs.append(
             CompletionOutput(
                 index=index,
@@ -118,8 +118,11 @@ class RequestOutput(Struct, kw_only=True):
 
 
 def prompts_of(prompts: Any) -> list[str | list[int]]:
-    """One prompt or several, each a text, token ids, or vLLM's `{"prompt": text}` or
-    `{"prompt_token_ids": ids}`. Raises TypeError and ValueError."""
+    """Return a list of prompts.
+
+    Each is a text, token ids, or vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`. Raises
+    TypeError and ValueError.
+    """
     is_ids = isinstance(prompts, list | tuple) and bool(prompts) and isinstance(prompts[0], int)
     several = [prompts] if is_ids or isinstance(prompts, str | dict) else prompts
     return [_prompt_of(one) for one in several]
@@ -167,5 +170,5 @@ def _by_token(positions: list[TokenLogprobs | None] | None) -> list[ByToken | No
 
 
 def _tokens(position: TokenLogprobs) -> ByToken:
-    """The token itself first."""
+    """Return the logprobs by token, the sampled token first."""
     return {one.token_id: one for one in (position, *position.top)}

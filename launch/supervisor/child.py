@@ -1,4 +1,4 @@
-"""What the supervisor remembers of one process, over its restarts."""
+"""Records of the supervisor about one process, over its restarts."""
 
 import time
 from collections import deque
@@ -29,7 +29,7 @@ class Child:
         self.end = ""
         """how it ended the last time"""
         self.asked_for = False
-        """its next start was asked for, so no death is behind it"""
+        """its next start was requested, so no death precedes it"""
 
     def count_death(self) -> int:
         """Return how often it died within the window for no known reason, this time included."""
@@ -40,12 +40,12 @@ class Child:
         return sum(pid not in self._excused for _, pid in self._deaths)
 
     def excuse(self, pid: int) -> None:
-        """The death of its process with this pid has a reason that is not its own."""
+        """Do not count the death of its process with this pid."""
         self._excused.append(pid)
 
 
 def process_names(config: Config, kinds: Iterable[str]) -> list[str]:
-    """Of all processes at start."""
+    """Return the names of all processes at start."""
     numbers = {
         "scheduler": config.dp,
         "worker": (config.tp + config.spare_workers) * config.dp,
@@ -57,5 +57,5 @@ def process_names(config: Config, kinds: Iterable[str]) -> list[str]:
 
 
 def kind_of(name: str) -> str:
-    """The procfile's word for a process: `worker` for `worker.2`."""
+    """Return the procfile's word for a process: `worker` for `worker.2`."""
     return name.partition(".")[0]

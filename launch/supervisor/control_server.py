@@ -20,8 +20,10 @@ class ControlServer:
     """Runs requests at once, each in a task, and replies when they are done."""
 
     def __init__(self, folder: Path, run: Run, end: "asyncio.Future[int]", tasks: Tasks) -> None:
-        """folder: the run folder; end: done when the pipeline is to end, as are all requests then;
-        tasks: reports exceptions."""
+        """Bind the socket in the run folder `folder`.
+
+        end: done when the pipeline is to end, which ends requests, too; tasks: reports exceptions.
+        """
         self._run = run
         self._end = end
         self._tasks = tasks

@@ -19,7 +19,7 @@ class ExplainedDeaths:
         """digest of a suspect → names and pids of those that died at work for it"""
 
     def handle(self, message: ProcessesDied | PoisonFound) -> None:
-        """Takes in what is known of deaths now."""
+        """Take in what is known of deaths now."""
         match message:
             case ProcessesDied(processes, suspects):
                 for digest in suspects:

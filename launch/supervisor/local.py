@@ -86,7 +86,7 @@ class LocalProcesses(Processes[LocalProcess]):
 
 
 class LocalHost:
-    """This machine as a `Host`: only the supervisor's own descendants count."""
+    """The `Host` that this machine is: only the supervisor's own descendants count."""
 
     def watch(self, _name: str, pid: int, on_end: Callable[[], None]) -> "WatchedPid | None":
         """As `Host.watch`."""

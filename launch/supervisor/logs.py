@@ -1,4 +1,4 @@
-"""The log of each process, line by line: behind the name of the process, or as JSON maps."""
+"""Logs of the processes, line by line, with the name of the process as prefix or in JSON maps."""
 
 import asyncio
 import contextlib
@@ -29,14 +29,14 @@ class Lines:
         self._begun = b""
 
     def take(self, data: bytes) -> list[str]:
-        """The lines that end with `data`, or are too long to wait for their end."""
+        """Return the lines that end with `data`, or are too long to wait for their end."""
         *lines, self._begun = (self._begun + data).split(b"\n")
         if len(self._begun) > MAX_LINE:
             lines, self._begun = [*lines, self._begun], b""
         return [line.decode(errors="replace").rstrip("\r") for line in lines]
 
     def take_rest(self) -> list[str]:
-        """The line that has no end."""
+        """Return the line that has no end."""
         return self.take(b"\n") if self._begun else []
 
 
@@ -78,7 +78,7 @@ class Log:
 
 
 def at_node(name: str, node: str) -> str:
-    """A process and its node, if there are several."""
+    """Return the name of a process, with its node if there are several."""
     return f"{name}@{node}" if node else name
 
 
@@ -92,8 +92,10 @@ def behind_name(name: str, index: int, node: str = "") -> Show:
 
 
 def as_json(name: str, node: str = "") -> Show:
-    """A line that is a JSON map as it is, with the node in it; others, a traceback's, as the
-    message of one."""
+    """Return a function that prints lines as JSON maps with the node.
+
+    A line that is not a map, such as a traceback's, becomes the message of one.
+    """
 
     def show(text: str) -> str:
         try:

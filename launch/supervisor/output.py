@@ -21,8 +21,11 @@ class Output:
     """
 
     def __init__(self, on_closed: Callable[[], None], dropped: Callable[[int], str]) -> None:
-        """on_closed: called in that thread when the reader has closed its end; dropped: makes the
-        line that reports a number of dropped lines."""
+        """Start the thread.
+
+        on_closed: called in the thread when the reader has closed its end; dropped: returns the
+        line that reports a number of dropped lines.
+        """
         self._on_closed = on_closed
         self._dropped = dropped
         self._descriptors = [s.fileno() if s else None for s in (sys.stdout, sys.stderr)]
@@ -35,7 +38,7 @@ class Output:
         self._thread.start()
 
     def write(self, text: str, is_error: bool = False) -> None:
-        """Takes lines, for standard error if `is_error`."""
+        """Take lines, for standard error if `is_error`."""
         with self._changed:
             if self._num_dropped or self._num_bytes > MAX_WAITING_BYTES:
                 self._num_dropped += text.count("\n")
@@ -46,7 +49,7 @@ class Output:
             self._changed.notify()
 
     def close(self) -> None:
-        """Returns when all is written, or LAST_SECONDS are over."""
+        """Return when all is written, or LAST_SECONDS are over."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -63,7 +66,7 @@ class Output:
                 return
 
     def _take(self) -> tuple[bytes, bool] | None:
-        """Waits for the next lines; None at the end."""
+        """Wait for the next lines; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._num_dropped or self._is_closing)
             if self._waiting:

@@ -1,5 +1,7 @@
-"""The program that runs `launch all` for itself: it is notified when the pipeline is ready, and the
-pipeline ends with it."""
+"""Owner of a pipeline: the program that runs `launch all` for itself.
+
+It is notified when the pipeline is ready, and the pipeline ends with it.
+"""
 
 import asyncio
 import os
@@ -14,7 +16,7 @@ OWNER_VARIABLE = "PENSTOCK_OWNER"
 
 
 def notify_ready() -> None:
-    """Sends `READY=1` to the socket that the environment names, if it names one."""
+    """Send `READY=1` to the socket that the environment names, if it names one."""
     address = os.environ.get(NOTIFY_VARIABLE, "")
     if not address:
         return
@@ -25,7 +27,7 @@ def notify_ready() -> None:
 
 
 def watch_owner(on_exit: Callable[[], None]) -> None:
-    """Calls `on_exit` once the owner has exited; needs the running event loop.
+    """Call `on_exit` once the owner has exited; needs the running event loop.
 
     A pidfd is of the process; PR_SET_PDEATHSIG would be of the thread that started this one.
     """
@@ -61,7 +63,7 @@ class ReadySocket:
         """variables of the process to start"""
 
     def wait(self, pid: int) -> bool:
-        """Waits until the child process `pid` is ready; False if it exits before."""
+        """Wait until the child process `pid` is ready; False if it exits before."""
         descriptor = os.pidfd_open(pid)
         try:
             ready, _, _ = select.select([self._socket.fileno(), descriptor], [], [])
@@ -70,5 +72,5 @@ class ReadySocket:
         return self._socket.fileno() in ready
 
     def close(self) -> None:
-        """Takes no more."""
+        """Close the socket."""
         self._socket.close()

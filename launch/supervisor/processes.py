@@ -49,8 +49,10 @@ class Watched(Protocol):
     """One run of a process, for the watchdog."""
 
     async def works(self, since: float) -> bool:
-        """Return whether it used CPU time since the last call, and more than `since` seconds of it
-        since its start, or is about to; False if it is stopped or unreachable."""
+        """Return whether it used CPU time since the last call, or is about to.
+
+        since: CPU seconds since its start that do not count. False if it is stopped or unreachable.
+        """
 
     async def kill(self) -> bool:
         """Send SIGKILL; False if its machine is unreachable."""

@@ -31,7 +31,7 @@ def read_procfile(path: Path = PROCFILE) -> dict[str, str]:
 
 
 def shell_line(command: str) -> str:
-    """A command for `sh -c` whose process takes the place of the shell, to get its signals.
+    """Return a command for `sh -c` whose process takes the place of the shell, to get its signals.
 
     `env` takes the assignments that a command may begin with.
     """

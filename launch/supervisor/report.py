@@ -1,4 +1,4 @@
-"""What the gateway is told of the processes: it answers for all of the pipeline."""
+"""Reports of the processes to the gateway, which answers status requests for the pipeline."""
 
 import asyncio
 from typing import Any
@@ -39,18 +39,18 @@ class Report:
         self._timer = self._loop.call_later(HEARTBEAT_INTERVAL, self._send)
 
     def drain(self) -> None:
-        """Reports from now on that the pipeline is to stop."""
+        """Report from now on that the pipeline is to stop."""
         self._is_draining = True
         self._timer.cancel()
         self._send()
 
     def close(self) -> None:
-        """Tells nothing from here on."""
+        """Send nothing from now on."""
         self._timer.cancel()
         self._channel.socket.close(linger=0)
 
     def processes(self) -> list[ProcessStatus]:
-        """Those that run, in the order of the procfile, and what they use now."""
+        """Return the processes that run, in the order of the procfile, and their usage now."""
         order = self._kinds.index
         running = sorted(self._processes.running(), key=lambda one: order(kind_of(one.name)))
         return [self._status(one) for one in running]

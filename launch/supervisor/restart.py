@@ -13,7 +13,7 @@ Step = Callable[[], Awaitable[None]]
 async def restart(
     connect: Callable[[], AsyncClient], names: set[str], stop: Step, start: Step
 ) -> None:
-    """Stops and starts processes of one kind; returns when they are back and all is ready.
+    """Stop and starts processes of one kind; return when they are back and all is ready.
 
     Only the pipeline knows that they are, and it knows them by their names, which are those of
     their predecessors. So for each kind there must be a sign that can't be one of these.
@@ -27,7 +27,7 @@ async def restart(
                 await _until(client, lambda present: names <= present)
             case "scheduler" | "worker":  # without them nothing is ready
                 answer = client.ask(StatusRequest(wait=True, fresh=True))
-                await client.status()  # asked behind it: the gateway has both
+                await client.status()  # asked after it: the gateway has both
                 await stop()
                 await start()
                 while not answer.final:
@@ -40,11 +40,11 @@ async def restart(
 
 
 async def _until(client: AsyncClient, found: Callable[[set[str]], bool]) -> None:
-    """Looks at every report of the scheduler until its names are as wanted."""
+    """Look at every report of the scheduler until its names are as wanted."""
     while not found(_present(await client.status(fresh=True))):
         pass
 
 
 def _present(status: StatusReply) -> set[str]:
-    """The tokenizers and detokenizers that are registered."""
+    """Return the tokenizers and detokenizers that are registered."""
     return {*status.tokenizers, *(status.scheduler.detokenizers if status.scheduler else ())}

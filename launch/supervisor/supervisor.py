@@ -59,7 +59,7 @@ class Supervisor:
         self._started = time.monotonic()
 
     async def run(self) -> int:
-        """Runs until a signal or a process that can't be kept alive ends it: the exit code."""
+        """Run until a signal or a process that can't be kept alive ends it: the exit code."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_loop_error)
         self._end: asyncio.Future[int] = loop.create_future()
@@ -141,7 +141,7 @@ class Supervisor:
         return AsyncClient(self._config.endpoint, keys=self._config.curve_keys)
 
     def may_spawn(self, name: str) -> bool:
-        """As `Policy.may_spawn`; the first start is no restart."""
+        """As `Policy.may_spawn`; the first start is not a restart."""
         child = self._children[name]
         child.num_starts += 1
         if not self._has_config():
@@ -164,8 +164,7 @@ class Supervisor:
         return False
 
     def _has_config(self) -> bool:
-        """Restores the configuration that a process finds in the run folder of this machine; ends
-        the pipeline if that is not possible."""
+        """Restore the configuration in the run folder; on failure end the pipeline."""
         if self._config.backend == "local":
             try:
                 restore_config(self._config)
@@ -221,7 +220,7 @@ class Supervisor:
         self._write(self._show("launch")(text))
 
     def _show(self, name: str, node: str = "") -> Show:
-        """How lines of a process are printed."""
+        """Return the format of lines of a process."""
         if self._config.log_format == "json":
             return as_json(name, node)
         kinds = [*self._commands, name]
@@ -229,7 +228,7 @@ class Supervisor:
 
     @property
     def _plain(self) -> Show:
-        """How lines of the supervisor itself are printed that are no log in text."""
+        """Return the format of the supervisor's own lines, which have a prefix in JSON only."""
         return as_json("launch") if self._config.log_format == "json" else "{}\n".format
 
     def _write(self, text: str) -> None:
@@ -243,19 +242,19 @@ class Supervisor:
             self._end.set_result(exit_code)
 
     def _fail(self, error: BaseException) -> None:
-        """Ends the pipeline with an exception, without whose task it can't be kept."""
+        """End the pipeline with an exception, without whose task it can't be kept."""
         if self._end.done():
             self._say_error(error)
         else:
             self._end.set_exception(error)
 
     def _say_error(self, error: BaseException) -> None:
-        """Logs an exception that the pipeline survives."""
+        """Log an exception that the pipeline survives."""
         for line in traceback_lines(error):
             self.say(line)
 
     def _on_loop_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Logs what a callback raised."""
+        """Log what a callback raised."""
         self.say(context["message"])
         if error := context.get("exception"):
             self._say_error(error)

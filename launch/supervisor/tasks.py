@@ -17,14 +17,14 @@ class Tasks:
         self._running: set[asyncio.Task[None]] = set()
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Runs a coroutine in the running event loop."""
+        """Run a coroutine in the running event loop."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._running.add(task)
         task.add_done_callback(self._ended)
         return task
 
     def cancel(self) -> None:
-        """Cancels the tasks that run."""
+        """Cancel the tasks that run."""
         for task in self._running:
             task.cancel()
 
@@ -40,5 +40,5 @@ class Tasks:
 
 
 def traceback_lines(error: BaseException) -> list[str]:
-    """Formats an exception for a log."""
+    """Format an exception for a log."""
     return "".join(traceback.format_exception(error)).rstrip().splitlines()

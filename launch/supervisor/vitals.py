@@ -1,4 +1,4 @@
-"""Whether a process that sends no pulses works all the same."""
+"""Signs that a process works although it sends no pulses."""
 
 import psutil
 
@@ -14,7 +14,7 @@ class Vitals:
         self._cpu_seconds = 0.0
 
     def works(self, since: float) -> bool:
-        """Returns whether it has used CPU time since the last call, or is about to.
+        """Return whether it has used CPU time since the last call, or is about to.
 
         since: CPU seconds that it had used before the first call."""
         try:

@@ -1,12 +1,12 @@
-"""Whether the processes get on: what hangs is killed, and what can't live alone.
+"""Watchdog over the processes: it kills what hangs, and what depends on a dead process.
 
 A process sends a pulse every half second, the first one when it has started, for which it has as
 long as a step may take. One that sends none is killed when it was stopped, or has used no CPU time
 for the hang timeout; as long as it uses some (a call of C that holds the interpreter's lock) it has
 as long as a step. One that says it has been at one step for too long is killed as well. All are
 restarted as any that died. When a worker dies, so do the others of its group: they may be waiting
-for it in a collective. So it is when one can't be reached, which itself is left alone then: its
-machine is gone, or cut off.
+for it in a collective. The same happens when a worker is unreachable; the worker itself is left
+alone, because its machine may be cut off.
 
 A supervisor that did not run itself (all of the machine stood still) can't know who was silent: all
 have their time once more.
@@ -34,7 +34,7 @@ SHOWN = 40
 
 
 class _Guarded:
-    """What is known of one process."""
+    """State of one process."""
 
     def __init__(self, name: str, pid: int, now: float) -> None:
         """now: as by the event loop's clock, as all times."""
@@ -54,7 +54,7 @@ class _Guarded:
 
     @property
     def may_be_examined(self) -> bool:
-        """Whether that is neither done now nor of no use."""
+        """Return whether an examination is possible and not running."""
         return not (self.is_being_examined or self.is_being_killed or self.is_out_of_reach)
 
 
@@ -70,8 +70,10 @@ class Watchdog:
         tasks: Tasks,
         on_deaths: Callable[[ProcessesDied | PoisonFound], None] = lambda _: None,
     ) -> None:
-        """say: takes a line for the log; context: of the socket; on_deaths: called with what is
-        found out about deaths."""
+        """Bind the socket.
+
+        say: takes a line for the log; on_deaths: called with messages about deaths.
+        """
         self._on_deaths = on_deaths
         self._hang_timeout = config.hang_timeout
         self._step_timeout = config.step_timeout
@@ -107,11 +109,11 @@ class Watchdog:
                     self._on_pulse(guarded, message)
 
     def spawned(self, name: str, pid: int) -> None:
-        """A process begins to start, which may hang, too."""
+        """Watch a process from its start, which may hang, too."""
         self._guard(name, pid)
 
     def newest(self, name: str, pid: int) -> Pulse:
-        """What a process has said last; an empty one of a process that has said nothing."""
+        """Return the last pulse of a process, an empty one without any."""
         guarded = self._guarded.get((name, pid))
         return guarded.pulse if guarded else Pulse(name, pid)
 
@@ -128,7 +130,7 @@ class Watchdog:
         return guarded
 
     def _judge(self) -> None:
-        """Examines who is silent, after the pulses that wait were read."""
+        """Examine who is silent, after the pulses that wait were read."""
         due = self._timer.when() if self._timer else math.inf
         now = self._loop.time()
         self._timer = self._loop.call_at(now + self._interval, self._judge)
@@ -176,7 +178,7 @@ class Watchdog:
             self._tasks.start(self._kill_now(guarded, reason))
 
     async def _kill_now(self, guarded: _Guarded, reason: str) -> None:
-        """A process that can't be reached lives on, perhaps: its group can't wait for it."""
+        """Kill a process; if it is unreachable, kill its group, which can't wait for it."""
         if guarded.is_forgotten:  # it has ended meanwhile
             return
         if await guarded.process.kill():

@@ -160,7 +160,7 @@ def test_report_tells_of_what_is_left() -> None:
         "status requests without an answer: 1",
         "KV blocks that did not come back: 4",
         "requests still open: 2",
-        "left behind (process 17): 1",
+        "left over (process 17): 1",
     ]
 
 

@@ -117,7 +117,7 @@ def test_another_file_is_left_alone(main: Pipeline, tmp_path: Path) -> None:
     source = write(tmp_path / "in", chat(1))
     code, said = batch(main, source, source)
     assert code == 2
-    assert f"{source}:1 is no result of a batch" in said
+    assert f"{source}:1 is not a result of a batch" in said
     assert source.read_text() == json.dumps(chat(1)) + "\n"
     code, said = batch(main, tmp_path / "none", tmp_path / "out")
     assert (code, said) == (2, f"launch: {tmp_path}/none: No such file or directory")

@@ -143,7 +143,7 @@ def test_what_runs_is_finished_and_nothing_begun(pipeline: Start) -> None:
             running.wait_for(r"launch +\| no new requests")
             while not client.status().draining:
                 pass  # the gateway has yet to hear the signal
-            with pytest.raises(RequestError, match="the pipeline stops") as refused:
+            with pytest.raises(RequestError, match="the pipeline is stopping") as refused:
                 client.generate(PROMPT)
             assert refused.value.code == "overloaded"
         assert "".join(delta.text for delta in stream) == answer_to(PROMPT)
@@ -173,7 +173,7 @@ def test_a_drain_outlives_the_gateway(pipeline: Start, is_before: bool) -> None:
             running.wait_for(r"launch +\| gateway\.1 died with signal 9; restarted")
             while not (after := client.status()).draining or not is_heard(after, status):
                 pass
-            with pytest.raises(RequestError, match="the pipeline stops"):
+            with pytest.raises(RequestError, match="the pipeline is stopping"):
                 client.generate(PROMPT)
         texts = ["".join(delta.text for delta in stream) for stream in streams]
         assert texts == [answer_to(prompt)] * 6

@@ -29,11 +29,11 @@ GPU_VARIABLE = "PENSTOCK_GPU"
 MAX_LINES = 10_000
 """lines kept for a supervisor that does not come for them"""
 LOST = "its Ray actor"
-"""how a process ends whose actor or node is gone: `Policy.reaped`"""
+"""end of a process whose actor or node is lost: `Policy.reaped`"""
 
 
 class Spec(NamedTuple):
-    """What an actor must know of its process."""
+    """Arguments of an actor."""
 
     name: str
     command: str

@@ -33,14 +33,14 @@ class Joined(NamedTuple):
     """what no other pipeline of the cluster is called"""
 
     def place(self, config: Config, kinds: list[str]) -> Placement:
-        """A place for every process. Raises LaunchError."""
+        """Return a place for every process. Raises LaunchError."""
         nodes = {"gateway": self._node(config.endpoint, _host(config.endpoint), "--endpoint")}
         if at := self._http_node(config):
             nodes["http"] = at
         return place(config, process_names(config, kinds), self.machines, nodes)
 
     def is_here(self, at: OnNode | None) -> bool:
-        """Whether a place is at this node and nowhere else."""
+        """Return whether a place is at this node and nowhere else."""
         return at == OnNode(self.here.node_id, soft=False)
 
     def _http_node(self, config: Config) -> OnNode | None:
@@ -57,7 +57,7 @@ class Joined(NamedTuple):
             if machine.host == _resolved(host):
                 return OnNode(machine.node_id, soft=False)
         hosts = ", ".join(machine.host for machine in self.machines)
-        raise LaunchError(f"{flag} {given} is no address of the cluster's nodes: {hosts}")
+        raise LaunchError(f"{flag}: got {given}, expected an address of the cluster: {hosts}")
 
 
 def _host(endpoint: str) -> str:
@@ -74,7 +74,7 @@ def _resolved(host: str) -> str:
 
 
 def _is_own(host: str) -> bool:
-    """Whether a socket of this machine could be bound to it."""
+    """Return whether a socket of this machine could be bound to it."""
     address = _resolved(host)
     try:
         is_ipv6 = ipaddress.ip_address(address).version == 6
@@ -87,7 +87,7 @@ def _is_own(host: str) -> bool:
 
 @contextlib.contextmanager
 def joined(config: Config) -> Iterator[Joined]:
-    """Joins the cluster of `--address` for the block. Raises LaunchError if there is none."""
+    """Join the cluster of `--address` for the block. Raises LaunchError if there is none."""
     try:
         _check_answers(config.address)
         ray.init(config.address, log_to_driver=False, logging_level=logging.ERROR)
@@ -107,7 +107,7 @@ def joined(config: Config) -> Iterator[Joined]:
 
 
 def _check_answers(address: str) -> None:
-    """Raises OSError where nobody listens: Ray itself waits for minutes."""
+    """Raise OSError where nobody listens: Ray itself waits for minutes."""
     if address != "auto":
         host, _, port = address.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), TIMEOUT).close()

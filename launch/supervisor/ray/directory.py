@@ -38,7 +38,7 @@ class FixedNetwork(Context):
 
 
 class DirectoryServer:
-    """Takes what processes announce, and tells all of them."""
+    """Server that collects announcements of processes, and sends the directory to all of them."""
 
     def __init__(self, network: FixedNetwork, on_change: Callable[[Directory], None]) -> None:
         self.channel = network.bind(zmq.ROUTER, f"{CLUSTER}directory", Announcement)

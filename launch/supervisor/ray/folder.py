@@ -30,14 +30,13 @@ class NodeFolder:
         self._lock = _enter(self.path)
 
     def leave(self) -> None:
-        """Removes it if nobody else is in it."""
+        """Remove it if nobody else is in it."""
         _remove_if_left(self.path, self._lock)
 
     def write(self, path: str, content: bytes) -> Path:
-        """A file for this user only, whole for whoever reads it now.
+        """Write a file for this user only; readers see the old or the new content.
 
-        Raises FileNotFoundError where the folder was left: it is not made again, for nobody would
-        remove it.
+        Raises FileNotFoundError after `leave`: nobody would remove the folder again.
         """
         target = self.path / path
         for parent in reversed(Path(path).parents[:-1]):  # the last one is the folder itself

@@ -1,4 +1,4 @@
-"""Which process Ray is to put where.
+"""Placement of processes on the nodes of a Ray cluster.
 
 A replica is a placement group, so that Ray reserves all of it or nothing: its first bundle is for
 the scheduler and the worker of rank 0, each further one for a worker. What is reached at an address
@@ -62,14 +62,14 @@ class Placement(NamedTuple):
     """by kind of process; what is in neither is spread"""
 
     def num_gpus(self, name: str) -> int:
-        """Of a process."""
+        """Return the number of GPUs of a process."""
         return int(self.device == "cuda" and kind_of(name) == "worker")
 
 
 def place(
     config: Config, names: list[str], machines: list[Machine], nodes: dict[str, OnNode]
 ) -> Placement:
-    """Finds a place for each of `names`; nodes: as in `Placement`, chosen by the addresses.
+    """Find a place for each of `names`; nodes: as in `Placement`, chosen by the addresses.
 
     Raises LaunchError where the cluster could not hold them even if nobody else used it.
     """
@@ -134,7 +134,7 @@ def _sum(machines: list[Machine]) -> str:
 
 
 def _bundles(placement: Placement, members: list[str]) -> list[Resources]:
-    """Notes the places of a replica's processes; returns what each bundle needs."""
+    """Note the places of a replica's processes; return what each bundle needs."""
     workers = [name for name in members if kind_of(name) == "worker"]
     bundles: list[Resources] = [{} for _ in workers] or [{}]
     for name in members:
@@ -175,7 +175,7 @@ def _words(resources: Resources) -> str:
 
 
 def _take(free: Free, nodes: Iterable[str], asked: Resources) -> bool:
-    """Takes them from the first of the nodes that has them."""
+    """Take them from the first of the nodes that has them."""
     for node in nodes:
         cpus = free[node][0] - asked.get("CPU", 0)
         gpus = free[node][1] - asked.get("GPU", 0)

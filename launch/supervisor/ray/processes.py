@@ -1,6 +1,6 @@
 """Processes on the nodes of a Ray cluster.
 
-Ray places an actor for each, and restarts it, elsewhere if need be, when it or its node is gone;
+Ray places an actor for each, and restarts it, elsewhere if need be, when it or its node is lost;
 the actor runs the process as its child (`actor.py`). Here is what the supervisor asks of them.
 """
 
@@ -62,7 +62,7 @@ class RayProcesses(Processes[RemoteProcess]):
         self._config = config
         self._commands = commands
         self._incarnations = count(1)
-        # Ray prints pages about every death; the policy tells of it in a line
+        # Ray prints pages about every death; the policy reports it in a line
         self._printing = contextlib.redirect_stdout(_Nowhere())
         self._printing.__enter__()
         folder = config.run_folder
@@ -157,7 +157,7 @@ class RayProcesses(Processes[RemoteProcess]):
 
 
 def _make_keys(folder: Path) -> dict[str, bytes]:
-    """New ones, in this folder; returns those that processes need."""
+    """Make keys in this folder; return the files that processes need."""
     make_keys(folder, None)
     make_keys(folder, KEYS_CLIENT)
     public = f"{CLIENTS}/{KEYS_CLIENT}.key"
