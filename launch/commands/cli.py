@@ -14,40 +14,30 @@ from penstock.protocol.client.errors import ClientError
 from penstock.protocol.config import Config
 
 COMMANDS = {
-    "all": ("commands.start", "start a pipeline and keep it running"),
-    **{
-        kind: ("commands.service", f"run one more {kind} in the foreground of this terminal")
-        for kind in read_procfile()
-    },
-    "scale": ("commands.scale", "change the number of tokenizers, detokenizers or http"),
-    "restart": (
-        "commands.restart",
-        "restart a process, a kind, or all in turn; requests continue",
-    ),
-    "status": ("commands.status", "show the processes and the queues"),
-    "top": ("commands.top", "show processes, queues and speed as they change; q quits"),
-    "stop": ("commands.stop", "stop a pipeline, and wait until its process has ended"),
-    "ask": ("commands.ask", "print the answer to one question"),
-    "chat": ("commands.chat", "talk; Ctrl-C ends an answer, Ctrl-D the conversation"),
-    "keys": ("commands.keys", "make the keys of a gateway and of its clients"),
-    "batch": (
-        "commands.batch",
-        "run a file of requests in OpenAI's batch format; run again, it continues where it stopped",
-    ),
-    "bench": (
-        "bench.commands",
-        "measure: the pipeline without a model, or a model's throughput and latency",
-    ),
-    "chaos": (
-        "chaos.commands",
-        "kill processes at random moments of a load, and check every answer",
-    ),
-    "options": (
-        "commands.list_options",
-        "print the options of `launch all` as a markdown table",
-    ),
+    "all": "start a pipeline and keep it running",
+    **{kind: f"run one more {kind} in the foreground of this terminal" for kind in read_procfile()},
+    "scale": "change the number of tokenizers, detokenizers or http",
+    "restart": "restart a process, a kind, or all in turn; requests continue",
+    "status": "show the processes and the queues",
+    "top": "show processes, queues and speed as they change; q quits",
+    "stop": "stop a pipeline, and wait until its process has ended",
+    "ask": "print the answer to one question",
+    "chat": "talk; Ctrl-C ends an answer, Ctrl-D the conversation",
+    "keys": "make the keys of a gateway and of its clients",
+    "batch": "run a file of requests in OpenAI's batch format; run again, it continues",
+    "bench": "measure: the pipeline without a model, or a model's throughput and latency",
+    "chaos": "kill processes at random moments of a load, and check every answer",
+    "options": "print the options of `launch all` as a markdown table",
 }
-"""name: module within `penstock.launch`, and description"""
+"""name: description"""
+MODULES = {
+    **dict.fromkeys(read_procfile(), "commands.service"),
+    "all": "commands.start",
+    "bench": "bench.commands",
+    "chaos": "chaos.commands",
+    "options": "commands.list_options",
+}
+"""within `penstock.launch`, where it is not `commands.NAME`"""
 FIRST_STEPS = """\
 Penstock serves Qwen3 models from a pipeline of small processes.
 
@@ -99,7 +89,7 @@ def make_parser() -> Parser:
     parser.add_argument("--version", action=PrintVersion, help="print the version, and exit")
     add_options(parser, Config, ["name"])  # of a command, after which it may be given, too
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, (module, text) in COMMANDS.items():
+    for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.module = f"penstock.launch.{module}"
+        command.module = f"penstock.launch.{MODULES.get(name, f'commands.{name}')}"
     return parser
