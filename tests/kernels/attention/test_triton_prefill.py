@@ -177,7 +177,7 @@ def test_a_tuning_changes_no_result(
     if device == "cuda" and tile_size < 64:
         pytest.skip("tiles as small as this are for the interpreter")
     case = random_case([(40, 290), (130, 131)], (2, 1), 64, block_size, dtype)
-    assert_right(case, case.run(device, tile_size, tuning and gpu.Tuning(*tuning)))
+    assert_right(case, case.run(device, tile_size, tuning and gpu.PrefillTuning(*tuning)))
 
 
 @pytest.mark.parametrize("queries", [63, 64, 129, on_gpu(65), on_gpu(127), on_gpu(128)])

@@ -254,7 +254,6 @@ def test_what_a_grammar_rules_out_counts_nothing(device: str) -> None:
     slots = torch.arange(len(KINDS))
     parameters = parameters_of(KINDS)
     tokens, _ = draw(device, logits, slots, slots, parameters)
-    expected = reference.sample(
-        logits, slots=slots, positions=slots, last_token=slots.clone(), **parameters
-    )
+    by_slot = SamplingTensors(**parameters, last_token=slots.clone())
+    expected = reference.sample(logits, slots, slots, by_slot)
     assert tokens.tolist() == expected.tolist()
