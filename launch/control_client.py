@@ -7,7 +7,7 @@ import zmq
 from penstock.launch.errors import LaunchError
 from penstock.launch.run_folder import control_endpoint, running_config
 from penstock.launch.supervisor.child import kind_of
-from penstock.protocol.config import run_folder
+from penstock.protocol.config import replica_of, run_folder
 from penstock.protocol.messages.control import (
     ControlReply,
     ControlRequest,
@@ -17,7 +17,6 @@ from penstock.protocol.messages.control import (
     SignalProcess,
 )
 from penstock.protocol.messages.status import ProcessStatus
-from penstock.protocol.replicas import replica_of
 from penstock.protocol.transport.context import Context
 
 TIMEOUT = 60

@@ -13,16 +13,15 @@ from pathlib import Path
 import msgspec
 
 from penstock.launch.errors import LaunchError
-from penstock.protocol.config import (
+from penstock.protocol.config import Config, run_folder
+from penstock.protocol.run_folder import (
     CONFIG_FILE,
     CONFIG_VARIABLE,
-    Config,
+    check_own_folder,
     make_run_folder,
     read_config,
-    run_folder,
     write_config,
 )
-from penstock.protocol.folders import check_own_folder
 
 LOCK_FILE = "lock"
 CONTROL_SOCKET = "control"

@@ -13,11 +13,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from penstock.protocol.folders import make_own_folder
 from penstock.protocol.messages.plan import MAX_BLOCKS, MAX_SLOTS
 
-CONFIG_FILE = "config.json"
-CONFIG_VARIABLE = "PENSTOCK_CONFIG"
 DEFAULT_CLIENT = "client"
 """whose key is used where no client is named"""
 
@@ -242,12 +239,12 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
     @property
     def max_running(self) -> int:
-        """Most sequences that run at once, in all replicas."""
+        """Limit of sequences that run at once, in all replicas."""
         return self.max_num_seqs * self.dp
 
     @property
     def origins(self) -> list[str]:
-        """Those of `allowed_origins`. Raises msgspec.DecodeError."""
+        """The list in `allowed_origins`. Raises msgspec.DecodeError."""
         if not self.allowed_origins.startswith("["):
             return [self.allowed_origins] if self.allowed_origins else []
         return msgspec.json.decode(self.allowed_origins, type=list[str])
@@ -266,34 +263,22 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
 
 def run_folder(name: str) -> Path:
-    """The run folder of the pipeline `name` of this user."""
+    """Return the run folder of the pipeline `name` of this user."""
     parent = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     return Path(parent) / f"penstock-{os.getuid()}" / name
 
 
-def make_run_folder(config: Config) -> Path:
-    """Creates the run folder, for this user only. Raises PermissionError if another user owns it,
-    or could have put something there.
+def replica_of(name: str, config: Config) -> int:
+    """Return the replica of a scheduler or worker, from 0 on, by its name; 0 for other processes.
 
-    What this process, or a child, makes from now on is for this user only, too: sockets get their
-    mode from the umask when they are bound.
+    A replica is a scheduler with its own workers; the other processes serve all replicas.
+    `scheduler.1` is replica 0. The first `tp` workers are of replica 0, the next `tp` of replica 1;
+    workers beyond `tp * dp` wait as spare ones, for each replica in turn.
     """
-    os.umask(0o077)
-    folder = config.run_folder
-    for path in (folder.parent, folder):
-        make_own_folder(path)
-    return folder
-
-
-def write_config(config: Config) -> Path:
-    """Writes `config.json` into the run folder, whole for whoever reads it; returns its path."""
-    path = make_run_folder(config) / CONFIG_FILE
-    descriptor, new = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(config)))
-    return Path(new).rename(path)
-
-
-def read_config(path: Path) -> Config:
-    """Raises msgspec.ValidationError for a file that is no `Config`."""
-    return msgspec.json.decode(path.read_bytes(), type=Config)
+    kind, _, number = name.partition(".")
+    if kind not in ("scheduler", "worker") or not number.isdecimal():
+        return 0
+    index = int(number) - 1
+    if kind == "worker" and index < config.tp * config.dp:
+        index //= config.tp
+    return index % config.dp

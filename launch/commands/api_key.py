@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.launch.errors import LaunchError
 from penstock.protocol.config import Config
-from penstock.protocol.environment import API_KEY_VARIABLE, with_api_key
+from penstock.protocol.run_folder import API_KEY_VARIABLE, with_api_key
 
 _FLAG = "--api-key"
 

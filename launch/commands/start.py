@@ -21,7 +21,8 @@ from penstock.launch.supervisor.supervisor import Supervisor
 from penstock.protocol.checkpoint import ModelError, check_tp, quantized, read_model_config
 from penstock.protocol.client.errors import ClientError
 from penstock.protocol.client.failover import check_addresses
-from penstock.protocol.config import DEFAULT_CLIENT, Config, write_config
+from penstock.protocol.config import DEFAULT_CLIENT, Config
+from penstock.protocol.run_folder import write_config
 from penstock.protocol.tensor_shapes import check_shapes
 from penstock.protocol.tracing import check_tracing
 from penstock.protocol.transport.context import check_reach, stays_on_host

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.protocol.logs import json_line
 from penstock.protocol.transport.channel import DECODE_ERRORS
+from penstock.protocol.transport.process import json_line
 
 COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 NAME_WIDTH = len("detokenizer.1")

@@ -3,18 +3,19 @@
 import contextlib
 import ctypes
 import fcntl
+import json
 import logging
 import os
 import resource
 import signal
 import sys
+import time
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from penstock.protocol.config import Config, make_run_folder
-from penstock.protocol.environment import config_from_environment
-from penstock.protocol.logs import JsonFormatter
-from penstock.protocol.replicas import replica_of
+from penstock.protocol.config import Config, replica_of
+from penstock.protocol.run_folder import config_from_environment, make_run_folder
 from penstock.protocol.transport.context import Context, Endpoints, endpoints
 from penstock.protocol.transport.discovery import context_from_environment
 
@@ -124,6 +125,28 @@ def raise_descriptor_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(ValueError, OSError):  # macOS has a lower maximum of its own
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def json_line(process: str, message: str, moment: float | None = None, **more: Any) -> str:
+    """Return a log line of ASCII, without its end. `moment`: seconds since 1970; None: now."""
+    seconds = time.time() if moment is None else moment
+    stamp = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+    return json.dumps({"time": stamp, **more, "process": process, "message": message})
+
+
+class JsonFormatter(logging.Formatter):
+    """A JSON map of each record with its traceback, and the request id in `extra`."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        more = {"level": record.levelname.lower()}
+        if request_id := getattr(record, "request_id", None):
+            more["request_id"] = request_id
+        return json_line(self._process, super().format(record), record.created, **more)
 
 
 def _start_log(config: Config, name: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
+from penstock.protocol.config import replica_of
 from penstock.protocol.messages.client import (
     AbortReply,
     AbortRequest,
@@ -30,7 +31,6 @@ from penstock.protocol.messages.tokenizer import (
     TokenizeDone,
     TokenizerReply,
 )
-from penstock.protocol.replicas import replica_of
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.context import Handlers
 from penstock.protocol.transport.event_loop import CallLater

@@ -23,10 +23,11 @@ from penstock.protocol.checkpoint import (
     quantized,
     read_model_config,
 )
-from penstock.protocol.config import Config, make_run_folder
+from penstock.protocol.config import Config
 from penstock.protocol.messages.plan import BatchPlan, RowAdded, RowExtras, pack
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.messages.worker import WorkerAssignment
+from penstock.protocol.run_folder import make_run_folder
 from penstock.protocol.transport.discovery import NODE_VARIABLE
 from penstock.services.worker.cuda_graphs import decode_shapes, prefill_shapes
 from penstock.services.worker.grammars import Grammars

@@ -169,6 +169,7 @@ class Wire:
         """Write every frame that arrives somewhere to a pcap file; None ends and closes it."""
         self._ask(capture=None if path is None else str(path))
 
+    def counts(self) -> list[dict[str, int]]:
         """Return frames `sent`, `received` and `dropped`, and `received_bytes`, of each link."""
         counts: list[dict[str, int]] = self._ask(counts=True)["counts"]
         return counts

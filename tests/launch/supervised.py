@@ -14,8 +14,9 @@ from penstock.launch.supervisor.local import LocalHost
 from penstock.launch.supervisor.processes import Host
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.launch.supervisor.watchdog import Watchdog
-from penstock.protocol.config import Config, make_run_folder
+from penstock.protocol.config import Config
 from penstock.protocol.messages.supervisor import Pulse
+from penstock.protocol.run_folder import make_run_folder
 from penstock.protocol.transport.context import Context, endpoints
 
 LONG = 3600.0

@@ -12,7 +12,8 @@ import pytest
 
 from penstock.launch.errors import LaunchError
 from penstock.launch.run_folder import LOCK_FILE, claim, restore_config, running_config, stop
-from penstock.protocol.config import Config, run_folder, write_config
+from penstock.protocol.config import Config, run_folder
+from penstock.protocol.run_folder import write_config
 
 CONFIG = Config(name="x", tp=2)
 

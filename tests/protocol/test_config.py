@@ -7,13 +7,14 @@ import msgspec
 import pytest
 import zmq
 
-from penstock.protocol.config import (
-    Config,
+from penstock.protocol.config import Config
+from penstock.protocol.run_folder import (
+    config_from_environment,
     make_run_folder,
     read_config,
+    with_api_key,
     write_config,
 )
-from penstock.protocol.environment import config_from_environment, with_api_key
 from penstock.protocol.transport.context import Context, endpoints
 
 

@@ -5,7 +5,7 @@ import logging
 import sys
 from datetime import UTC, datetime
 
-from penstock.protocol.logs import JsonFormatter, json_line
+from penstock.protocol.transport.process import JsonFormatter, json_line
 
 
 def record(message: str, *values: object, **fields: object) -> logging.LogRecord:

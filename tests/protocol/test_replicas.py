@@ -2,8 +2,7 @@
 
 import pytest
 
-from penstock.protocol.config import Config
-from penstock.protocol.replicas import replica_of
+from penstock.protocol.config import Config, replica_of
 from penstock.protocol.transport.context import endpoints
 
 

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from penstock.protocol.folders import make_own_folder
+from penstock.protocol.run_folder import make_own_folder
 
 LOCK_FILE = "lock"
 

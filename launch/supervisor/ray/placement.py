@@ -11,8 +11,7 @@ from typing import Literal, NamedTuple
 
 from penstock.launch.errors import LaunchError
 from penstock.launch.supervisor.child import kind_of
-from penstock.protocol.config import Config
-from penstock.protocol.replicas import replica_of
+from penstock.protocol.config import Config, replica_of
 
 Resources = dict[str, float]
 Free = dict[str, tuple[float, float]]

@@ -29,7 +29,8 @@ from penstock.launch.supervisor.ray.cluster import Joined
 from penstock.launch.supervisor.ray.directory import DirectoryServer, FixedNetwork
 from penstock.launch.supervisor.ray.placement import Placement
 from penstock.launch.supervisor.ray.remote import RemoteProcess, RemoteWatched
-from penstock.protocol.config import DEFAULT_CLIENT, Config, write_config
+from penstock.protocol.config import DEFAULT_CLIENT, Config
+from penstock.protocol.run_folder import write_config
 from penstock.protocol.transport.curve import CLIENTS, SERVER
 from penstock.protocol.transport.discovery import KEYS_CLIENT, KEYS_FOLDER, Cluster, Directory, Node
 from penstock.protocol.transport.event_loop import attend, leave

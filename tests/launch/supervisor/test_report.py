@@ -10,8 +10,9 @@ import pytest
 
 from penstock.launch.supervisor.processes import Running
 from penstock.launch.supervisor.report import Report
-from penstock.protocol.config import Config, make_run_folder
+from penstock.protocol.config import Config
 from penstock.protocol.messages.supervisor import Pulse, SupervisorReport
+from penstock.protocol.run_folder import make_run_folder
 from penstock.protocol.transport.context import Context
 
 

@@ -9,10 +9,11 @@ import msgspec
 import pytest
 import zmq
 
-from penstock.protocol.config import Config, write_config
+from penstock.protocol.config import Config
 from penstock.protocol.messages.registration import Heartbeat
 from penstock.protocol.messages.supervisor import Pulse
 from penstock.protocol.messages.tokenizer import FromTokenizer
+from penstock.protocol.run_folder import write_config
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, Channel
 from penstock.protocol.transport.context import endpoints
 from penstock.protocol.transport.heartbeat import MAX_MISSED, HeartbeatThread

@@ -12,8 +12,9 @@ import msgspec
 import pytest
 import zmq
 
-from penstock.protocol.config import Config, write_config
+from penstock.protocol.config import Config
 from penstock.protocol.messages.supervisor import Pulse
+from penstock.protocol.run_folder import write_config
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.context import endpoints
 from penstock.protocol.transport.heartbeat import PulseSender

@@ -1,0 +1,111 @@
+"""The run folder of a pipeline, its `config.json`, and the configuration of a process.
+
+Folders in places where everybody may write (/tmp) are opened only if they are this user's alone.
+"""
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from penstock.protocol.config import Config
+
+CONFIG_FILE = "config.json"
+CONFIG_VARIABLE = "PENSTOCK_CONFIG"
+API_KEY_VARIABLE = "PENSTOCK_API_KEY"
+_OTHERS_WRITE = 0o022
+
+
+def make_own_folder(path: Path) -> None:
+    """Make a folder of mode 0700. Raises PermissionError as `check_own_folder`."""
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    _check(path, make_private=True)
+
+
+def check_own_folder(path: Path) -> None:
+    """Raise PermissionError for a symbolic link, and a folder of another user or with write
+    permission for others; FileNotFoundError if there is none."""
+    _check(path, make_private=False)
+
+
+def _check(path: Path, *, make_private: bool) -> None:
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except NotADirectoryError:
+        what = "a symbolic link" if path.is_symlink() else "a file"
+        raise _refused(path, f"is {what}") from None
+    try:
+        status = os.fstat(folder)
+        if status.st_uid != os.getuid():
+            raise _refused(path, f"belongs to user {status.st_uid}")
+        if status.st_mode & _OTHERS_WRITE:
+            raise _refused(path, f"has mode {status.st_mode & 0o777:o}, so that others may write")
+        if make_private:
+            os.fchmod(folder, 0o700)
+    finally:
+        os.close(folder)
+
+
+def _refused(path: Path, what: str) -> PermissionError:
+    return PermissionError(
+        f"{path} {what}, expected a folder of user {os.getuid()} alone; remove it, or set "
+        "XDG_RUNTIME_DIR to a folder that only you may write into"
+    )
+
+
+def make_run_folder(config: Config) -> Path:
+    """Create the run folder, for this user only. Raises PermissionError as `check_own_folder`.
+
+    The umask is set, so that files of this process and its children are for this user only, too:
+    sockets get their mode from it when they are bound.
+    """
+    os.umask(0o077)
+    folder = config.run_folder
+    for path in (folder.parent, folder):
+        make_own_folder(path)
+    return folder
+
+
+def write_config(config: Config) -> Path:
+    """Write `config.json` into the run folder, atomically. Return its path."""
+    path = make_run_folder(config) / CONFIG_FILE
+    descriptor, new = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(config)))
+    return Path(new).rename(path)
+
+
+def read_config(path: Path) -> Config:
+    """Read a configuration. Raises msgspec.ValidationError for an invalid file."""
+    return msgspec.json.decode(path.read_bytes(), type=Config)
+
+
+def config_from_environment() -> Config:
+    """Return what `launch` wrote, or `PENSTOCK_<FIELD>` variables over the defaults.
+
+    Raises OSError and ValueError for an unusable API key file.
+    """
+    if path := os.environ.get(CONFIG_VARIABLE):
+        return read_config(Path(path))
+    given = {
+        field: os.environ[f"PENSTOCK_{field.upper()}"]
+        for field in Config.__struct_fields__
+        if f"PENSTOCK_{field.upper()}" in os.environ
+    }
+    return with_api_key(msgspec.convert(given, Config, strict=False))
+
+
+def with_api_key(config: Config) -> Config:
+    """Return `config` with the API key: given, in `api_key_file`, or in the environment.
+
+    Raises OSError for a file that can't be read, ValueError for one without a key.
+    """
+    key = config.api_key
+    if not key and config.api_key_file:
+        key = Path(config.api_key_file).read_text().partition("\n")[0].strip()
+        if not key:
+            raise ValueError(f"api_key_file: the first line of {config.api_key_file} is empty")
+    return msgspec.structs.replace(config, api_key=key or os.environ.get(API_KEY_VARIABLE, ""))
