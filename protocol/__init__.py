@@ -1,1 +1,1 @@
-"""What crosses a process border: messages, sockets, endpoints, configuration."""
+"""Messages, transport, clients, configuration and checkpoints: the parts that processes share."""

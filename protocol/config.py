@@ -220,7 +220,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     ] = 30.0
     drain_timeout: Annotated[
         float,
-        Meta(ge=0, description="seconds that open requests have when a pipeline is told to stop"),
+        Meta(ge=0, description="seconds that open requests have when a pipeline stops"),
     ] = 30.0
     profile: Annotated[
         int,

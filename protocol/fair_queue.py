@@ -12,8 +12,7 @@ _SLACK = 8
 
 
 class FairQueue(Generic[Item]):
-    """Round-robin over clients; of one client the item with the lowest priority value goes first,
-    then the oldest.
+    """Round-robin over clients; of one client, by lowest priority value and age.
 
     Every operation is O(log n), n the items of one client. No I/O, no clock.
     """
@@ -30,14 +29,14 @@ class FairQueue(Generic[Item]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Item]:
-        """Oldest first."""
+        """Yield items, oldest first."""
         return iter(self._entries)
 
     def __contains__(self, item: object) -> bool:
         return item in self._entries
 
     def add(self, item: Item, client: str, priority: int = 0) -> None:
-        """Appends an item; a client that has none yet gets the last turn."""
+        """Append an item; a client without items gets the last turn."""
         entry = self._entries[item] = (priority, next(self._numbers), item)
         self._clients[item] = client
         if client not in self._turns:
@@ -45,14 +44,14 @@ class FairQueue(Generic[Item]):
         self._turns[client].add(entry)
 
     def first(self, skipped: Collection[str] = ()) -> Item | None:
-        """Returns the next item, of the first client in turn that is not skipped."""
+        """Return the next item, of the first client in turn that is not skipped."""
         for name, client in self._turns.items():
             if name not in skipped:
                 return client.first(self._entries)
         return None
 
     def take(self) -> Item | None:
-        """Removes the next item; its client has had its turn."""
+        """Remove the next item; its client has had its turn."""
         item = self.first()
         if item is not None:
             client = self._clients[item]
@@ -61,7 +60,7 @@ class FairQueue(Generic[Item]):
         return item
 
     def remove(self, item: Item) -> bool:
-        """Removes an item wherever it is; False if it is not here."""
+        """Remove an item. Return False if it is not in the queue."""
         if self._entries.pop(item, None) is None:
             return False
         name = self._clients.pop(item)
@@ -70,7 +69,7 @@ class FairQueue(Generic[Item]):
         return True
 
     def end_turn(self, client: str) -> None:
-        """Lets all other clients go before this one."""
+        """Put a client after all others."""
         if client in self._turns:
             self._turns.move_to_end(client)
 

@@ -37,8 +37,10 @@ class ProcessesDied(Struct, tag=True):
 
 
 class PoisonFound(Struct, tag=True):
-    """Scheduler or gateway → supervisor: a request is given up, which explains every death at
-    which it was a suspect."""
+    """Scheduler or gateway → supervisor: a poison request is given up.
+
+    It explains every death at which it was a suspect.
+    """
 
     digest: bytes
 

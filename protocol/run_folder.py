@@ -26,8 +26,10 @@ def make_own_folder(path: Path) -> None:
 
 
 def check_own_folder(path: Path) -> None:
-    """Raise PermissionError for a symbolic link, and a folder of another user or with write
-    permission for others; FileNotFoundError if there is none."""
+    """Raise PermissionError for a folder that is not this user's alone, or a symbolic link.
+
+    Raises FileNotFoundError if there is none.
+    """
     _check(path, make_private=False)
 
 

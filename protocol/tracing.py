@@ -1,7 +1,7 @@
 """Traces of requests in OpenTelemetry, where `--otlp-endpoint` is given.
 
-Every process tells its part of a request's way as a span. The ids of the trace and of its root span
-follow from the request's id, so that no process needs to be told by another one.
+Every process reports its part of a request as a span. The ids of the trace and of its root span
+follow from the request's id, so that processes need not exchange them.
 """
 
 import atexit
@@ -25,7 +25,7 @@ class TracingError(ValueError):
 
 
 def check_tracing(config: Config) -> None:
-    """Raises TracingError for an address that is none, or without the OpenTelemetry SDK."""
+    """Raise TracingError for an invalid address, or without the OpenTelemetry SDK."""
     address = config.otlp_endpoint
     if not address:
         return
@@ -76,7 +76,7 @@ class Tracer:
         error: str = "",
         is_root: bool = False,
     ) -> None:
-        """A stretch of a request's way. Moments are of `time.monotonic`; `end` None: now."""
+        """Report a part of a request. Times are of `time.monotonic`; `end` None: now."""
         if not self.is_on:
             return
         trace = self._trace
@@ -105,7 +105,7 @@ class Tracer:
 
 
 def trace_ids(request_id: str) -> tuple[int, int]:
-    """Of a request's trace, and of its root span."""
+    """Return the ids of a request's trace and its root span."""
     trace_id = blake2b(request_id.encode()).digest()[:16]
     root_id = blake2b(f"{request_id}root".encode()).digest()[:8]
     return int.from_bytes(trace_id), int.from_bytes(root_id)

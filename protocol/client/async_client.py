@@ -48,13 +48,13 @@ class AsyncStream:
             await self._change()
 
     async def result(self) -> GenerateReply:
-        """Waits for the whole answer. Raises RequestError."""
+        """Wait for the whole answer. Raises RequestError."""
         while not self._answer.final:
             await self._change()
         return expect(self._answer, GenerateReply)
 
     async def abort(self) -> None:
-        """Ends the request early; `result()` has what came until then."""
+        """End the request early; `result()` has the output until then."""
         await self._client.abort(self.request_id)
 
     async def _change(self) -> None:
@@ -80,7 +80,7 @@ class AsyncClient:
         self._where = endpoint, keys, client, context
 
     async def __aenter__(self) -> Self:
-        """Raises ClientError for keys that can't be read and for an address that is none."""
+        """Raise ClientError for unreadable keys and an invalid address."""
         self._connection = Connection(*self._where)
         for descriptor in self._descriptors():
             asyncio.get_running_loop().add_reader(descriptor, self._connection.take)
@@ -93,47 +93,47 @@ class AsyncClient:
         await asyncio.to_thread(self._connection.close)
 
     def submit(self, prompt: str | list[int] | None = None, **fields: Any) -> AsyncStream:
-        """Sends a request and returns at once. `fields`: those of GenerateRequest."""
+        """Send a request and return at once. `fields`: as in GenerateRequest."""
         answer = self.ask(GenerateRequest(prompt=prompt, **fields))
         return AsyncStream(self, answer)
 
     def stream(self, prompt: str | list[int] | None = None, **fields: Any) -> AsyncStream:
-        """A request whose text comes piece by piece."""
+        """Send a request whose text arrives piece by piece."""
         return self.submit(prompt, stream=True, **fields)
 
     async def generate(self, prompt: str | list[int] | None = None, **fields: Any) -> GenerateReply:
-        """The whole answer. Raises RequestError."""
+        """Return the whole answer. Raises RequestError."""
         return await self.submit(prompt, **fields).result()
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a request early; False if none of this name runs."""
+        """End a request early. Return False if no such request is running."""
         return (await self._wait_for(AbortRequest(request_id=request_id), AbortReply)).found
 
     async def tokenize(self, prompt: str | list[int] | None = None, **fields: Any) -> TokenizeReply:
-        """The token ids of a prompt. `fields`: those of TokenizePromptRequest."""
+        """Return the token ids of a prompt. `fields`: as in TokenizePromptRequest."""
         return await self._wait_for(TokenizePromptRequest(prompt=prompt, **fields), TokenizeReply)
 
     async def detokenize(self, token_ids: list[int], **fields: Any) -> str:
-        """The text of token ids, special tokens too. `fields`: those of DetokenizeRequest."""
+        """Return the text of token ids, with special tokens. `fields`: as in DetokenizeRequest."""
         question = DetokenizeRequest(token_ids=token_ids, **fields)
         return (await self._wait_for(question, DetokenizeReply)).text
 
     async def status(
         self, wait: bool = False, fresh: bool = False, metrics: bool = False
     ) -> StatusReply:
-        """How the pipeline is; `wait`, `fresh`, `metrics`: as in `StatusRequest`."""
+        """Return the pipeline's status; `wait`, `fresh`, `metrics`: as in `StatusRequest`."""
         return await self._wait_for(
             StatusRequest(wait=wait, fresh=fresh, metrics=metrics), StatusReply
         )
 
     async def change(self, answer: Answer) -> None:
-        """Waits until something has come for `answer`."""
+        """Wait until something has arrived for `answer`."""
         changed = asyncio.Event()
         answer.on_change = changed.set
         await changed.wait()
 
     def ask(self, question: Request) -> Answer:
-        """Sends a question."""
+        """Send a question."""
         return self._connection.ask(question)
 
     async def _wait_for(self, question: Request, kind: type[Kind]) -> Kind:

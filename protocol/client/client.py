@@ -8,10 +8,10 @@
         texts = [stream.result().text for stream in streams]
 
 A request survives the death of any process of the pipeline, the gateway's too: when the connection
-comes back, the client asks again for what is unanswered. `errors.py` has the tree of errors.
+comes back, the client sends unanswered requests again. `errors.py` has the tree of errors.
 
-`Client("tcp://gpu1:5555,tcp://gpu2:5555")` goes on at the next address where one is lost or can't
-be reached.
+`Client("tcp://gpu1:5555,tcp://gpu2:5555")` continues at the next address when one is
+lost or unreachable.
 
 Where the gateway has keys, `keys` is the folder with `server.key` and `NAME.key_secret`, and
 `client` the NAME: `Client("tcp://gpu1:5555", keys="alice-keys", client="alice")`.
@@ -66,11 +66,11 @@ class Stream:
             self._client.wait()
 
     def result(self) -> GenerateReply:
-        """Waits for the whole answer. Raises RequestError."""
+        """Wait for the whole answer. Raises RequestError."""
         return self._client.wait_for(self._answer, GenerateReply)
 
     def abort(self) -> None:
-        """Ends the request early; `result()` has what came until then."""
+        """End the request early; `result()` has the output until then."""
         self._client.abort(self.request_id)
 
 
@@ -88,7 +88,7 @@ class Client:
         keys: str | Path | None = None,
         client: str = DEFAULT_CLIENT,
     ) -> None:
-        """Raises ClientError for keys that can't be read and for an address that is none."""
+        """Raise ClientError for unreadable keys and an invalid address."""
         self._connection = Connection(endpoint, keys, client)
         self._timeout = math.inf if timeout is None else timeout
         self._poller = zmq.Poller()
@@ -102,12 +102,12 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Requests that are not answered yet are aborted."""
+        """Close the connection; unanswered requests are aborted."""
         self._connection.leave()
         self._connection.close()
 
     def submit(self, prompt: str | list[int] | None = None, **fields: Any) -> Stream:
-        """Sends a request and returns at once. `fields`: those of GenerateRequest.
+        """Send a request and return at once. `fields`: as in GenerateRequest.
 
         Before the client is connected, the request leaves when something waits for an answer.
         """
@@ -115,47 +115,47 @@ class Client:
         return Stream(self, answer)
 
     def stream(self, prompt: str | list[int] | None = None, **fields: Any) -> Stream:
-        """A request whose text comes piece by piece."""
+        """Send a request whose text arrives piece by piece."""
         return self.submit(prompt, stream=True, **fields)
 
     def generate(self, prompt: str | list[int] | None = None, **fields: Any) -> GenerateReply:
-        """The whole answer. Raises RequestError."""
+        """Return the whole answer. Raises RequestError."""
         return self.submit(prompt, **fields).result()
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request early; False if none of this name runs."""
+        """End a request early. Return False if no such request is running."""
         return self._ask(AbortRequest(request_id=request_id), AbortReply).found
 
     def tokenize(self, prompt: str | None = None, **fields: Any) -> TokenizeReply:
-        """The token ids of a prompt. `fields`: those of TokenizePromptRequest."""
+        """Return the token ids of a prompt. `fields`: as in TokenizePromptRequest."""
         return self._ask(TokenizePromptRequest(prompt=prompt, **fields), TokenizeReply)
 
     def detokenize(self, token_ids: list[int]) -> str:
-        """The text of token ids, special tokens too."""
+        """Return the text of token ids, with special tokens."""
         return self._ask(DetokenizeRequest(token_ids=token_ids), DetokenizeReply).text
 
     def status(self, wait: bool = False, fresh: bool = False, metrics: bool = False) -> StatusReply:
-        """How the pipeline is; `wait`, `fresh`, `metrics`: as in `StatusRequest`."""
+        """Return the pipeline's status; `wait`, `fresh`, `metrics`: as in `StatusRequest`."""
         return self._ask(StatusRequest(wait=wait, fresh=fresh, metrics=metrics), StatusReply)
 
     def ask(self, question: Request) -> Answer:
-        """Sends a question, and waits for nothing."""
+        """Send a question without waiting."""
         return self._connection.ask(question)
 
     def wait_for(self, answer: Answer, kind: type[Kind]) -> Kind:
-        """Waits for the reply to one question. Raises RequestError."""
+        """Wait for the reply to one question. Raises RequestError."""
         while not answer.final:
             self.wait()
         return expect(answer, kind)
 
     def take_until(self, moment: float) -> None:
-        """Takes in what comes until `moment` of `time.perf_counter()`, and up to 1 ms longer."""
+        """Handle what arrives until `moment` of `time.perf_counter()`, and up to 1 ms longer."""
         while (seconds := moment - time.perf_counter()) > 0:
             self._poller.poll(math.ceil(seconds * 1000))
             self._connection.take()
 
     def wait(self) -> None:
-        """Waits for a sign of the pipeline, and takes it in. Raises NoAnswer."""
+        """Wait for a sign of the pipeline, and handle it. Raises NoAnswer."""
         deadline = time.monotonic() + self._timeout
         while (seconds := deadline - time.monotonic()) > 0:
             self._poller.poll(None if seconds == math.inf else math.ceil(seconds * 1000))

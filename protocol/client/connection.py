@@ -29,32 +29,31 @@ DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
 Kind = TypeVar("Kind", GenerateReply, TokenizeReply, DetokenizeReply, AbortReply, StatusReply)
 REFUSED = "the gateway refuses this client: its key is unknown there, or only one of them has keys"
 MAX_HANG_UPS = 3
-"""connections lost after which a question so long that the gateway may hang up at it is given up"""
+"""connections lost after which a question that exceeds the gateway's limit is given up"""
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 CONNECT_TIMEOUT = 2000
-"""milliseconds after which an address of several that does not answer is left for the next one"""
+"""milliseconds after which the next one of several addresses is tried"""
 HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT = 1000, 5000
-"""milliseconds between two of ZeroMQ's heartbeats, and of silence after which a gateway of several
-is left"""
+"""milliseconds between two of ZeroMQ's heartbeats, and of silence after which the next address is
+tried"""
 
 
 def expect(answer: Answer, kind: type[Kind]) -> Kind:
-    """The reply to a question that is answered. Raises RequestError."""
+    """Return the reply to an answered question. Raises RequestError."""
     reply = answer.result()
     assert isinstance(reply, kind)  # noqa: S101  the session pairs them by kind
     return reply
 
 
 class Connection:
-    """A DEALER socket, the monitor that tells when it is connected, and what was asked on it.
+    """A DEALER socket, the monitor of its connection, and its unanswered questions.
 
-    Every question is asked once on each connection until it is answered: the gateway that sits at
-    the end of a new one has perhaps not heard of it. Where the gateway refuses our key, or one side
-    has keys and the other has none, every question is answered with an error. (A gateway of another
-    key than ours says nothing: it is as if none were there.)
+    Every question is sent once on each connection until it is answered: the gateway of a new
+    connection may not know it. If the gateway refuses our key, or only one side has keys, every
+    question is answered with an error. (A gateway whose key is not the expected one never replies.)
 
-    Of several addresses one is connected at a time. When it is lost, or no connection comes about,
-    libzmq says that it tries again: then the next address is tried instead.
+    Of several addresses one is connected at a time. When it is lost or can't be connected, the
+    monitor reports that libzmq retries, and the next address is tried instead.
     """
 
     def __init__(
@@ -64,15 +63,17 @@ class Connection:
         client: str,
         context: Context | None = None,
     ) -> None:
-        """endpoint: as in `Addresses`, or a name of the `Cluster` that `context` then is, which has
-        the keys, too. `close` does not end a given context. Raises ClientError for unreadable keys
-        and an invalid address."""
+        """Connect; raise ClientError for unreadable keys and an invalid address.
+
+        endpoint: as in `Addresses`, or a name of the `Cluster` that `context` then is, which has
+        the keys, too. `close` does not end a given context.
+        """
         self._is_name = context is not None and endpoint.startswith(CLUSTER)
         if not self._is_name:
             check_addresses(endpoint)
         self._addresses = Addresses(endpoint)
         self._is_failing = False
-        """libzmq has tried the current address in vain, or the connection is lost"""
+        """the current address can't be connected, or its connection is lost"""
         self._context = context or Context()
         self._owns_context = context is None
         self._session = Session()
@@ -102,7 +103,7 @@ class Connection:
         self._connect()
 
     def ask(self, question: Request) -> Answer:
-        """Sends a question, now or when there is a connection."""
+        """Send a question, now or when there is a connection."""
         self.take()
         answer = self._session.ask(question)
         if self._is_connected:
@@ -113,8 +114,10 @@ class Connection:
         return answer
 
     def take(self) -> bool:
-        """Handle everything that has arrived, without waiting. Return True if it is a sign of a
-        gateway; a connection that fails before its handshake is none."""
+        """Handle everything that has arrived, without waiting. Return True for a sign of a gateway.
+
+        A connection that fails before its handshake is not a sign.
+        """
         self._has_sign = False
         drain(self._handlers)
         while self._is_failing:
@@ -130,13 +133,13 @@ class Connection:
         self._has_sign = True
 
     def leave(self) -> None:
-        """Asks and hears nothing from here on; to be called where its socket is used."""
+        """Close the socket, in the thread that uses it."""
         self.socket.disable_monitor()
         self.monitor.close()
         self.socket.close()
 
     def close(self) -> None:
-        """Behind `leave`: waits until what is queued is sent, for a second at most."""
+        """Wait after `leave`, for a second at most, until queued messages are sent."""
         if self._owns_context:
             self._context.term()
 
@@ -169,7 +172,7 @@ class Connection:
         if self._is_connected:
             self._is_failing = False
             self._addresses.on_connected()
-            self.socket.poll(0)  # a send alone overlooks what has come within the last millisecond
+            self.socket.poll(0)  # a send alone misses messages of the last millisecond
         elif event & REFUSALS:
             self._is_failing = True
             self._addresses.on_refused()

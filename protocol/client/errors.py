@@ -9,14 +9,14 @@ from penstock.protocol.messages.client import ErrorReply
 
 
 class ClientError(Exception):
-    """The root of what a client raises."""
+    """The root of all exceptions of a client."""
 
 
 class RequestError(ClientError):
     """The pipeline refused a request, or failed at it.
 
-    `code` is `invalid`, `overloaded` or `failed`; `field` names what is invalid; of `overloaded`,
-    `retry_after` says in how many seconds it may go better.
+    `code` is `invalid`, `overloaded` or `failed`; `field` names the invalid field. `overloaded` has
+    `retry_after`, the number of seconds after which a retry may succeed.
     """
 
     def __init__(self, reply: ErrorReply) -> None:
@@ -29,4 +29,4 @@ class RequestError(ClientError):
 
 
 class NoAnswer(ClientError):  # noqa: N818  `TimeoutError` is taken, and says less
-    """Nothing came from the pipeline within the client's time-out."""
+    """Nothing arrived from the pipeline within the client's timeout."""

@@ -1,4 +1,4 @@
-"""The addresses of a client's `--endpoint`, which are tried in turn."""
+"""The failover between the addresses of a client's `--endpoint`."""
 
 import re
 
@@ -8,7 +8,7 @@ ADDRESS = re.compile(r"tcp://[\w.:;%*\[\]-]+:\d+|ipc://.+", re.ASCII)
 
 
 def check_addresses(endpoint: str) -> None:
-    """Raises ClientError for an address that is none."""
+    """Raise ClientError for an invalid address."""
     for one in endpoint.split(","):
         if not ADDRESS.fullmatch(one):
             meant = f"; did you mean tcp://{one}?" if ADDRESS.fullmatch(f"tcp://{one}") else ""
@@ -18,15 +18,15 @@ def check_addresses(endpoint: str) -> None:
 
 
 class Addresses:
-    """One address, or several with commas between them, of which one is the current one."""
+    """One address, or several separated by commas, with the current one."""
 
     def __init__(self, endpoint: str) -> None:
-        # "*" is every interface to a server, and no address to a client
+        # "*" is every interface to a server, not an address for a client
         usable = endpoint.replace("://*:", "://127.0.0.1:")
         self._all = list(dict.fromkeys(usable.split(",")))
         self.current = self._all[0]
         self._num_failures = 0
-        """since there was a connection"""
+        """since the latest connection"""
         self._refused_by: set[str] = set()
 
     def __len__(self) -> int:
@@ -34,23 +34,23 @@ class Addresses:
 
     @property
     def is_refused(self) -> bool:
-        """All of them have refused our key."""
+        """True if all of them have refused our key."""
         return len(self._refused_by) == len(self._all)
 
     def on_connected(self) -> None:
-        """The current one answers: failures before do not count any more."""
+        """Note that the current one answers; earlier failures no longer count."""
         self._num_failures = 0
         self._refused_by.clear()
 
     def on_refused(self) -> None:
-        """The current one refuses our key: libzmq does not try it again."""
+        """Note that the current one refuses our key; libzmq does not retry it."""
         self._refused_by.add(self.current)
 
     def turn(self) -> bool:
-        """Makes the next one that has not refused us the current one, if there is another one.
+        """Move to the next address that has not refused our key. Return False if there is none.
 
-        Once a round it stays with the current one, which libzmq tries again after a pause: without
-        it, a client would try in a circle as fast as it can. Those that refused us are tried again
+        Once a round it stays at the current one, which libzmq retries after a pause; otherwise a
+        client would retry in a circle without pause. Addresses that refused our key are tried again
         in the next round.
         """
         if self.current not in self._refused_by:

@@ -1,9 +1,8 @@
-"""What a client knows of its questions, without sockets.
+"""The unanswered questions of a client, without sockets.
 
-The gateway may die and come back, and may then say things twice or leave some out. So every
-question is kept until it is answered, to be asked again; of each `TextDelta` only what is new is
-passed on; and what is missing at the end is made up from the reply. The pieces of a stream always
-add up to the text of its reply.
+A restarted gateway may repeat or omit deltas. So every question is kept until it is answered, to be
+sent again. Of each `TextDelta` only the new part is passed on, and the reply fills in what is
+missing at the end. The pieces of a stream always add up to the text of its reply.
 """
 
 import itertools
@@ -35,7 +34,7 @@ Final = Done | ErrorReply
 
 
 class Answer:
-    """One question, and what has come back for it."""
+    """One question, and the replies to it."""
 
     def __init__(self, number: bytes, question: Request) -> None:
         self.question = question
@@ -50,26 +49,28 @@ class Answer:
 
     @property
     def frames(self) -> list[bytes]:
-        """To be sent: a stream is to go on from what has come of it. Where everything behind the
-        gateway is new, too, a GPU might begin another answer."""
+        """Frames to send. A stream continues after the tokens that have arrived.
+
+        Otherwise a restarted pipeline on GPUs might generate another answer.
+        """
         if self._token_ids and isinstance(self.question, GenerateRequest):
             self.question.output_token_ids = self._token_ids
             self._frame = MSGPACK.encode(self.question)
         return [self.number, self._frame]
 
     def take_delta(self) -> TextDelta | None:
-        """The next piece of the stream, if one is here."""
+        """Return the next piece of the stream, if it has arrived."""
         return self._deltas.popleft() if self._deltas else None
 
     def result(self) -> Done:
-        """The reply, once `final` is set. Raises RequestError if it is an error."""
+        """Return the reply, once `final` is set. Raises RequestError if it is an error."""
         assert self.final is not None  # noqa: S101
         if isinstance(self.final, ErrorReply):
             raise RequestError(self.final)
         return self.final
 
     def add(self, delta: TextDelta) -> None:
-        """Keeps what is new in a piece; one that leaves a gap waits for the reply."""
+        """Add the new part of a piece; a piece after a gap is dropped: the reply has it."""
         num_old_tokens = len(self._token_ids) - delta.token_offset
         num_old_chars = self._num_chars - delta.char_offset
         if num_old_tokens < 0 or num_old_chars < 0:
@@ -85,8 +86,10 @@ class Answer:
             self._deltas.append(delta)
 
     def finish(self, reply: Final) -> None:
-        """Takes the reply, and from it what the stream has missed. A gateway that came later does
-        not know the logprobs of what was told before it."""
+        """Set the reply, and add what the stream has missed.
+
+        A restarted gateway does not know the logprobs of earlier deltas.
+        """
         if isinstance(reply, GenerateReply) and self._is_stream:
             if reply.logprobs:
                 pairs = zip(reply.logprobs, self._logprobs, strict=False)
@@ -97,7 +100,7 @@ class Answer:
 
     @property
     def request_id(self) -> str:
-        """The name of the request that this answers; empty for a question of another kind."""
+        """Id of the request that this answers; empty for a question of another kind."""
         return getattr(self.question, "request_id", None) or ""
 
     @property
@@ -125,7 +128,7 @@ def _as_delta(reply: GenerateReply) -> TextDelta:
 class Session:
     """The unanswered questions of one client.
 
-    Before each question goes a frame with a number, which the gateway puts before its answers.
+    A frame with a number precedes each question; the gateway puts it before its answers.
     """
 
     def __init__(self) -> None:
@@ -133,27 +136,29 @@ class Session:
         self._numbers = itertools.count()
 
     def ask(self, question: Request) -> Answer:
-        """Registers a question; its `frames` are to be sent. Raises what msgspec does for one that
-        can't be encoded: an integer over 64 bits, say."""
+        """Register a question, whose `frames` are to be sent.
+
+        Raises msgspec's exceptions for one that can't be encoded, as with an integer over 64 bits.
+        """
         if isinstance(question, GenerateRequest) and question.request_id is None:
-            question.request_id = uuid.uuid4().hex  # a name by which it can be asked again
+            question.request_id = uuid.uuid4().hex  # an id by which it can be sent again
         number = b"%d" % next(self._numbers)
         answer = self._answers[number] = Answer(number, question)
         return answer
 
     def unanswered(self) -> list[Answer]:
-        """What is to be asked when a connection is there, oldest first."""
+        """Return the questions to send on a new connection, oldest first."""
         return list(self._answers.values())
 
     def receive(self, frames: list[bytes]) -> None:
-        """Takes what the gateway sent to the question it answers."""
+        """Handle a reply of the gateway."""
         answer = self._answers.get(frames[0])
         if answer is None:
-            return  # said twice
+            return  # a repeated reply
         try:
             reply: Reply = MSGPACK.decode_reply(frames[-1])
         except DECODE_ERRORS as error:
-            log.warning("dropped a frame that is no reply: %s", error)
+            log.warning("dropped undecodable reply: %s", error)
             return
         if isinstance(reply, TextDelta):
             answer.add(reply)

@@ -1,6 +1,6 @@
-"""What a client and the gateway say to each other, in JSON or MessagePack.
+"""Messages between clients and the gateway, in JSON or MessagePack.
 
-The first byte tells which: MessagePack maps begin at 0x80, JSON text below. The answer comes in
+The first byte shows the encoding: MessagePack maps begin at 0x80, JSON text below. The answer has
 the encoding of the question. `{"prompt": "…"}` is a whole request: `type` may be left out.
 Frames that a client puts before its question come back before every answer to it.
 
@@ -73,8 +73,10 @@ class PromptFields(Struct, kw_only=True, omit_defaults=True):
 
 
 class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unknown_fields=True):
-    """Asks for text. Filled by the client. It has the fields of `PromptFields`, too; a struct can't
-    inherit from two."""
+    """A request for text, filled by the client.
+
+    It has the fields of `PromptFields`, too; a struct can't inherit from two.
+    """
 
     prompt: PromptText | None = None
     messages: Messages | None = None
@@ -96,8 +98,8 @@ class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unkno
     stream: bool = False
     """send the text as it comes (DEALER sockets only: a REQ socket gets one reply)"""
     output_token_ids: list[TokenId] = msgspec.field(default_factory=list)
-    """what the client has of the answer already: generation goes on behind it. The reply and a
-    stream have all of it"""
+    """output that the client has already: generation continues after it. The reply and a stream
+    include it"""
     timeout: Annotated[float, Meta(gt=0)] | None = None
     """seconds after which the request is aborted: it is answered with what it has by then"""
     num_answers: Annotated[int, Meta(ge=0)] = 1
@@ -106,26 +108,26 @@ class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unkno
 
 
 class TokenizePromptRequest(PromptFields, tag="tokenize", forbid_unknown_fields=True):
-    """Asks for the token ids of a prompt."""
+    """A request for the token ids of a prompt."""
 
     client: RequestId | None = None
 
 
 class DetokenizeRequest(Struct, kw_only=True, tag="detokenize", forbid_unknown_fields=True):
-    """Asks for the text of token ids, special tokens too."""
+    """A request for the text of token ids, with special tokens."""
 
     token_ids: list[TokenId]
     client: RequestId | None = None
 
 
 class AbortRequest(Struct, kw_only=True, tag="abort", forbid_unknown_fields=True):
-    """Ends a request early. Doing it twice, or for an unknown id, does nothing."""
+    """A request to end another one early. It does nothing for an unknown id."""
 
     request_id: RequestId
 
 
 class StatusRequest(Struct, kw_only=True, tag="status", forbid_unknown_fields=True):
-    """Asks how the pipeline is."""
+    """A request for the pipeline's status."""
 
     wait: bool = False
     """answer only when every stage is there"""
@@ -208,7 +210,7 @@ class DetokenizeReply(Struct, kw_only=True, tag="detokenized"):
 
 
 class AbortReply(Struct, kw_only=True, tag="aborted"):
-    """Answers `AbortRequest`; `found` tells whether there was something to end."""
+    """Answers `AbortRequest`; `found`: whether there was a request to end."""
 
     request_id: str
     found: bool
@@ -266,7 +268,7 @@ class Codec:
         }
 
     def decode_request(self, frame: bytes) -> Request:
-        """Raises `msgspec.MsgspecError` or `UnicodeDecodeError` for anything else."""
+        """Decode a request. Raises `msgspec.MsgspecError` or `UnicodeDecodeError`."""
         request: Request = self._decoders[self._decode_kind(frame).type](frame)
         return request
 
@@ -276,5 +278,5 @@ MSGPACK = Codec(msgspec.msgpack)
 
 
 def codec_of(frame: bytes) -> Codec:
-    """The encoding of a frame, by its first byte."""
+    """Return the encoding of a frame, by its first byte."""
     return MSGPACK if frame[:1] >= b"\x80" else JSON

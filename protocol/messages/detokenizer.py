@@ -53,7 +53,7 @@ class StepTokens(Struct, tag=True, omit_defaults=True):
     token_ids: bytes = b""
     """int32 [num_tokens], one for each of `stream_ids`"""
     finished: list[tuple[int, FinishReason]] = []
-    """streams that end behind these tokens"""
+    """streams that end after these tokens"""
     closed: list[int] = []
     """streams to forget without a word: released, or another detokenizer's now"""
     logprobs: list[tuple[int, PackedLogprobs]] = []

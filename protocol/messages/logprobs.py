@@ -13,7 +13,7 @@ class Logprob(Struct, kw_only=True):
     """natural logarithm of its probability under the model's own logits: before temperature,
     penalties, bias and restrictions"""
     token: str
-    """its text; bytes that are no text are shown as U+FFFD"""
+    """its text; bytes that are not UTF-8 are shown as U+FFFD"""
     bytes: list[int]
 
 
@@ -27,7 +27,7 @@ class TokenLogprobs(Logprob, kw_only=True):
 
 
 class PackedLogprobs(Struct, array_like=True):
-    """One position, as the worker tells it: the token itself first, then the likeliest ones."""
+    """One position, as the worker sends it: the token itself first, then the likeliest ones."""
 
     token_ids: bytes
     """int32 [1 + k]"""
@@ -40,7 +40,7 @@ class PackedLogprobs(Struct, array_like=True):
                 f"{len(self.token_ids)} bytes of tokens, {len(self.logprobs)} of logprobs"
             )
         if len(self.token_ids) % 4:
-            raise ValueError(f"{len(self.token_ids)} bytes are no list of int32")
+            raise ValueError(f"token_ids: got {len(self.token_ids)} bytes, expected int32")
 
     def pairs(self) -> list[tuple[int, float]]:
         """(token id, logprob) of each."""

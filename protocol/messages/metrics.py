@@ -1,5 +1,7 @@
-"""What the gateway counts: it sees every request, so the sums are right however many processes
-there are of any kind. Named as vLLM's metrics where they mean the same."""
+"""Metrics of the gateway, which sees every request, whatever the number of other processes.
+
+The names are vLLM's where the meaning is the same.
+"""
 
 from bisect import bisect_left
 
@@ -35,7 +37,7 @@ def token_bounds(largest: int) -> list[float]:
 
 
 class Histogram(Struct, kw_only=True):
-    """How often a value was at most each bound, as Prometheus counts it."""
+    """Counts of values up to each bound, as in Prometheus."""
 
     bounds: list[float]
     """ascending; seconds or tokens"""
@@ -45,17 +47,17 @@ class Histogram(Struct, kw_only=True):
 
     @classmethod
     def of(cls, bounds: list[float]) -> "Histogram":
-        """One that has seen nothing."""
+        """Return an empty histogram."""
         return cls(bounds=bounds, counts=[0] * (len(bounds) + 1))
 
     def add(self, value: float) -> None:
-        """Counts a value."""
+        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
 
 class RequestTimes(Struct, kw_only=True):
-    """How long the parts of one request took, seconds."""
+    """Durations of the parts of one request, seconds."""
 
     queue: float
     """from its arrival at the scheduler until a step first had it"""
@@ -74,7 +76,7 @@ class RequestTimes(Struct, kw_only=True):
         last_token_at: float,
         phase_seconds: tuple[float, float],
     ) -> "RequestTimes | None":
-        """Makes them from moments of one clock; None where no token has come."""
+        """Return the durations between moments of one clock; None before the first token."""
         if not first_token_at:
             return None
         queue, prefill = phase_seconds

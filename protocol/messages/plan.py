@@ -6,11 +6,11 @@ blocks appended. Then the step runs:
 
 - every slot named in `chunks` computes that many of its given tokens (prefill);
 - every slot named in `drafts` computes the tokens named there, at the positions named there, and
-  samples one behind each of them: the first is its last token, or -1 for the one that it sampled
-  last, the others are guesses. With one token it decodes from there on; with more it rests until it
-  is named again, for what it sampled tells which guesses were right (speculative decoding,
+  samples one after each of them: the first is its last token, or -1 for the one that it sampled
+  last, the others are guesses. With one token it continues to decode; with more it is paused until
+  it is named again, for the sampled tokens show which guesses were right (speculative decoding,
   Leviathan et al. 2023, arXiv:2211.17192);
-- every other slot whose given tokens are all computed, and which does not rest, computes one token,
+- every other slot whose given tokens are all computed, and which is not paused, computes one token,
   the one it sampled last (decode).
 
 A slot in `chunks` that has no given token left to compute after this samples one. `SampledTokens`
@@ -37,20 +37,20 @@ def pack(numbers: Iterable[int]) -> bytes:
 
 
 def unpack(data: bytes) -> "array[int]":
-    """The inverse of `pack`; raises ValueError where the length is not a multiple of 4."""
+    """Invert `pack`. Raises ValueError if the length is not a multiple of 4."""
     numbers = array("i")
     numbers.frombytes(data)
     return numbers
 
 
 def check_packed(*lists: bytes, per_item: int = 1) -> None:
-    """Raises ValueError where bytes are not whole items of `per_item` int32 each.
+    """Raise ValueError if bytes are not whole items of `per_item` int32 each.
 
     Called when a message is decoded, where msgspec makes it a ValidationError.
     """
     for data in lists:
         if len(data) % (4 * per_item):
-            raise ValueError(f"{len(data)} bytes are no list of {per_item} int32 an item")
+            raise ValueError(f"got {len(data)} bytes, expected a multiple of {4 * per_item}")
 
 
 BLOCK_BITS = 20
@@ -60,8 +60,10 @@ MAX_SLOTS = 1 << (31 - BLOCK_BITS)
 
 
 class RowExtras(Struct, array_like=True):
-    """What few rows ask for, and only those pay: all that is done to the logits of a row before a
-    token is drawn, and logprobs. Filled by the scheduler; rank 0 alone looks at it."""
+    """Options that few rows have: logits processing and logprobs.
+
+    Filled by the scheduler; used by rank 0 only.
+    """
 
     num_prompt_tokens: int
     """of the row's given tokens; the others are output"""
@@ -74,9 +76,9 @@ class RowExtras(Struct, array_like=True):
     end_token_ids: list[int] = []
     """EOS, unless it is ignored, and the row's stop tokens"""
     num_logprobs: int = -1
-    """likeliest tokens to tell beside the drawn one; -1: no logprobs"""
+    """likeliest tokens to report in addition to the sampled one; -1: no logprobs"""
     num_prompt_logprobs: int = -1
-    """likewise for each prompt token behind the first; then num_computed_tokens is 0"""
+    """likewise for each prompt token after the first; then num_computed_tokens is 0"""
     structured_outputs: StructuredOutputs | None = None
     reasoning: Reasoning = "none"
     """of a row with `structured_outputs`: how its output begins"""
@@ -145,7 +147,7 @@ class SampledTokens(Struct, array_like=True, tag="sampled"):
     """(slot; one for each prompt token but the first that this step's chunk predicts): a chunk of
     positions [a, b) predicts tokens a + 1 to b, as far as they are the prompt's"""
     failed: list[tuple[int, str]] = []
-    """(index among the sampled; why the row can't go on): its grammar ran out of its limits, and
+    """(index among the sampled; why the row can't continue): its grammar ran out of its limits, and
     its token is void; or there is no token, which then is -1: its logits are NaN or infinite"""
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ BadWord = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class SamplingParams(Struct, kw_only=True, omit_defaults=True):
-    """How the tokens of one request are chosen, and when to stop.
+    """Parameters of sampling one request's tokens, and of its end.
 
     `None` for `temperature`, `top_k`, `top_p`, `min_p` or `repetition_penalty` means the model's
     own default, from its `generation_config.json`.
@@ -73,12 +73,12 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
     ] = None
     stop_token_ids: Annotated[
         list[TokenId],
-        Meta(max_length=64, description="ids that end the text, beside the model's EOS"),
+        Meta(max_length=64, description="ids that end the text, in addition to the model's EOS"),
     ] = []
     include_stop_str_in_output: Annotated[
-        bool, Meta(description="the text ends behind the stop string, not before it")
+        bool, Meta(description="the text ends after the stop string, not before it")
     ] = False
-    ignore_eos: Annotated[bool, Meta(description="go on past EOS, until max_tokens")] = False
+    ignore_eos: Annotated[bool, Meta(description="continue past EOS, until max_tokens")] = False
     min_tokens: Annotated[
         int, Meta(ge=0, lt=2**31, description="tokens before which nothing ends the text")
     ] = 0
@@ -87,7 +87,7 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
     ] = True
     logprobs: Annotated[
         NumLogprobs | None,
-        Meta(description="tell each token's logprob, and those of so many likeliest ones"),
+        Meta(description="return each token's logprob, and those of N likeliest ones"),
     ] = None
     prompt_logprobs: Annotated[
         NumLogprobs | None, Meta(description="likewise for the tokens of the prompt")

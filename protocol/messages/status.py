@@ -1,4 +1,4 @@
-"""How the pipeline is: what the scheduler, the supervisor and the gateway tell of it."""
+"""The status of the pipeline, as scheduler, supervisor and gateway report it."""
 
 from functools import reduce
 from operator import add

@@ -1,4 +1,4 @@
-"""What the text of an answer must match."""
+"""Structured outputs: constraints on the text of an answer."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -22,7 +22,7 @@ GRAMMAR_LIMITS: dict[str, Any] = {
 """llguidance's LLParserLimits, for whoever compiles one. With them the costliest mask that was
 found takes 0.1 s; they don't bound the time that compiling takes"""
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""llguidance's options for JSON: a space behind `,` and `:` or none, as the model likes it, and no
+"""llguidance's options for JSON: a space after `,` and `:` or none, as the model likes it, and no
 other whitespace, of which a small model may write until its tokens are used up. A schema can't
 change them: `lenient` would let keywords pass that are not enforced"""
 
@@ -55,19 +55,19 @@ class StructuredOutputs(Struct, kw_only=True, omit_defaults=True, forbid_unknown
             self.schema()
 
     def schema(self) -> dict[str, Any]:
-        """The JSON schema as a map. Raises ValueError where `json` is none."""
+        """Return the JSON schema as a map. Raises ValueError if `json` is not one."""
         schema = {"type": "object"} if self.json_object else self.json
         if isinstance(schema, str):
             try:
                 schema = msgspec.json.decode(schema)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise ValueError(f"json is a text that is no JSON: {error}") from error
+                raise ValueError(f"json: got a text that is not JSON: {error}") from error
         if not isinstance(schema, dict):
             raise ValueError(f"json is {str(schema)[:64]!r}; a JSON schema is a map")
         return schema
 
     def to_llguidance(self) -> str:
-        """The grammar in llguidance's own format."""
+        """Return the grammar in llguidance's own format."""
         if self.json is not None or self.json_object:
             parts: dict[str, Any] = {"json_schema": self.schema() | {"x-guidance": JSON_STYLE}}
         else:

@@ -21,7 +21,7 @@ class TokenizeRequest(PromptFields, tag=True, omit_defaults=True):
     attempt: int
     sampling: SamplingParams
     output_token_ids: list[TokenId] = field(default_factory=list)
-    """what an earlier attempt delivered; generation goes on behind it"""
+    """output that an earlier attempt delivered; generation continues after it"""
     replica: int = 0
     """whose scheduler gets it"""
     num_deaths: int = 0

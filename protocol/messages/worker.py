@@ -31,8 +31,10 @@ class WorkerState(Struct, array_like=True, tag=True):
 
 
 class WorkerAssignment(Struct, array_like=True, tag=True):
-    """Scheduler → worker: your place in the tensor-parallel group, or, in a group already, the
-    epoch whose plans come next: drop the persistent batch."""
+    """Scheduler → worker: its place in the tensor-parallel group.
+
+    A member of a group takes the new epoch from it, and drops the persistent batch.
+    """
 
     epoch: int
     group: str

@@ -64,7 +64,7 @@ class Channel(Generic[Received]):
 
     @property
     def has_message(self) -> bool:
-        """Whether a message waits at the socket."""
+        """True if a message waits at the socket."""
         return bool(self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)  # type: ignore
 
     def send(self, message: object, to: bytes = b"") -> bool:
@@ -84,8 +84,10 @@ class Channel(Generic[Received]):
         return not self.try_send(frames)
 
     def try_send(self, frames: list[bytes]) -> int:
-        """Send as `send_frames`. Return 0, zmq.EHOSTUNREACH if the peer is disconnected, or
-        zmq.EAGAIN if its queue is full."""
+        """Send as `send_frames`, but return 0 or the reason why it failed.
+
+        zmq.EHOSTUNREACH: the peer is disconnected; zmq.EAGAIN: its queue is full.
+        """
         try:
             self.socket.send_multipart(frames, zmq.DONTWAIT)
         except zmq.ZMQError as error:
@@ -116,8 +118,7 @@ class Channel(Generic[Received]):
                 return
 
     def receive_uncopied(self, max_frames: int) -> Iterator[list[zmq.Frame]]:
-        """Yield frames as `receive_frames`, uncopied. Of a longer message, only the first
-        `max_frames` + 1 frames are kept."""
+        """Yield frames as `receive_frames`, uncopied, and `max_frames` + 1 of them at most."""
         deadline = monotonic() + MAX_DRAIN_SECONDS
         while True:
             try:

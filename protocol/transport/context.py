@@ -163,8 +163,10 @@ class Context(zmq.Context["zmq.Socket[bytes]"]):
         return channel
 
     def on_connected(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
-        """Call `handler` whenever a channel that waited is connected: its peer may be a restarted
-        process. To be called before the event loop runs."""
+        """Call `handler` whenever a channel that waited is connected.
+
+        Its peer may be a restarted process. To be called before the event loop runs.
+        """
         events = channel.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         monitor: Channel[Any] = Channel(events)
 
@@ -175,9 +177,11 @@ class Context(zmq.Context["zmq.Socket[bytes]"]):
         self.handlers.append((monitor, connected))
 
     def on_return(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
-        """Call `handler` when a connection between two running processes was lost and is restored:
-        messages may be lost. By default, the process exits and is restarted. Connections within a
-        machine are never lost."""
+        """Call `handler` when a lost connection between running processes is restored.
+
+        Messages may be lost. By default, the process exits and is restarted. Connections within a
+        machine are never lost.
+        """
 
     def admit(self, domain: bytes, folder: Path) -> None:
         """Let clients whose keys are in `folder` connect to sockets of a ZAP domain."""

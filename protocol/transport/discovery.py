@@ -104,8 +104,11 @@ class _Following:
         self.socket.connect(endpoint)
 
     def connected(self, endpoint: str) -> None:
-        """Handle a handshake. A file of this machine is connected again only when a restarted
-        process binds it, which its messages show."""
+        """Handle a handshake.
+
+        A file of this machine is connected again only when a restarted process binds it, which its
+        messages show.
+        """
         if endpoint != self.endpoint:
             return
         self.num_handshakes += 1
@@ -130,8 +133,11 @@ class Cluster(Context):
     _incarnation: int
 
     def __init__(self, node: Node, folder: Path, incarnation: int = 0) -> None:
-        """folder: of this pipeline on this machine, with its keys; incarnation: of this process,
-        if it binds anything. Raises KeysError."""
+        """Connect to the directory. Raises KeysError.
+
+        folder: of this pipeline on this machine, with its keys; incarnation: of this process, if it
+        binds anything.
+        """
         super().__init__(node.node_id, node.host)
         self.node, self._folder = node, folder
         self._bound, self._known, self._followings = {}, {}, {}

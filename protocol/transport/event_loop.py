@@ -58,8 +58,11 @@ class EventLoop:
         heartbeats: HeartbeatThread | None = None,
         before_wait: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_heartbeat: called every HEARTBEAT_INTERVAL, before `heartbeats` notes the beat;
-        before_wait: called after the handlers and timers of each turn."""
+        """Prepare a loop without channels.
+
+        on_heartbeat: called every HEARTBEAT_INTERVAL, before `heartbeats` notes the beat;
+        before_wait: called after the handlers and timers of each turn.
+        """
         self._context = context
         self._on_heartbeat = on_heartbeat
         self._heartbeats = heartbeats

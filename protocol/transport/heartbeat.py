@@ -76,8 +76,10 @@ class PulseSender:
 
 
 def _open_memory() -> int | None:
-    """Open the kernel's numbers of this process's memory, so that a process without free
-    descriptors can read them. Return None where there is no /proc."""
+    """Open the kernel's numbers of this process's memory, or return None without /proc.
+
+    The file stays open, so that a process without free descriptors can read it.
+    """
     with contextlib.suppress(OSError):
         return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     return None
@@ -94,8 +96,9 @@ def _resident_bytes(memory: int | None) -> int:
 
 
 class AwakeClock:
-    """Seconds of the monotonic clock, except those while this process was stopped or its machine
-    suspended. A thread that waits for HEARTBEAT_INTERVAL at a time notices them.
+    """Seconds of the monotonic clock while this process was neither stopped nor suspended.
+
+    A thread that waits for HEARTBEAT_INTERVAL at a time notices the others.
     """
 
     def __init__(self) -> None:
@@ -131,8 +134,11 @@ class HeartbeatThread:
         counters: Counters = dict[str, float],
         to_peers: Callable[[], None] | None = None,
     ) -> None:
-        """counters: as in `PulseSender`, called by the main thread; to_peers: sends heartbeats on
-        the main thread's sockets, called by this thread while the main thread is `working`."""
+        """Prepare the thread, which the first `beat` starts.
+
+        counters: as in `PulseSender`, called by the main thread; to_peers: sends heartbeats on the
+        main thread's sockets, called by this thread while the main thread is `working`.
+        """
         self._sender = PulseSender(process, counters)
         self._to_peers = to_peers
         self._sockets = threading.Lock()

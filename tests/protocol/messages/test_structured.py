@@ -22,7 +22,7 @@ def decode(**fields: Any) -> StructuredOutputs:
         ({"regex": ""}, "length >= 1"),
         ({"choice": []}, "length >= 1"),
         ({"choice": [""]}, "length >= 1"),
-        ({"json": "{"}, "json is a text that is no JSON"),
+        ({"json": "{"}, "json: got a text that is not JSON"),
         ({"json": "3"}, "json is '3'; a JSON schema is a map"),
         ({"json": [1]}, "a JSON schema is a map"),
         ({"json": True}, "json is 'True'; a JSON schema is a map"),

@@ -44,7 +44,7 @@ def test_structured_outputs(given: dict[str, Any], expected: StructuredOutputs |
     ("given", "sentence"),
     [
         ({"guided_json": 1.5}, "guided_json: json is '1.5'; a JSON schema is a map"),
-        ({"guided_json": "{"}, "guided_json: json is a text that is no JSON"),
+        ({"guided_json": "{"}, "guided_json: json: got a text that is not JSON"),
         ({"guided_regex": ""}, "guided_regex: Expected `str` of length >= 1"),
         ({"guided_choice": []}, "guided_choice: Expected `array` of length >= 1"),
         (
