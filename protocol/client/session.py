@@ -49,10 +49,7 @@ class Answer:
 
     @property
     def frames(self) -> list[bytes]:
-        """Frames to send. A stream continues after the tokens that have arrived.
-
-        Otherwise a restarted pipeline on GPUs might generate another answer.
-        """
+        """Frames to send; a stream continues after the tokens that have arrived."""
         if self._token_ids and isinstance(self.question, GenerateRequest):
             self.question.output_token_ids = self._token_ids
             self._frame = MSGPACK.encode(self.question)
@@ -86,10 +83,7 @@ class Answer:
             self._deltas.append(delta)
 
     def finish(self, reply: Final) -> None:
-        """Set the reply, and add what the stream has missed.
-
-        A restarted gateway does not know the logprobs of earlier deltas.
-        """
+        """Set the reply, and add what the stream has missed."""
         if isinstance(reply, GenerateReply) and self._is_stream:
             if reply.logprobs:
                 pairs = zip(reply.logprobs, self._logprobs, strict=False)
@@ -136,10 +130,7 @@ class Session:
         self._numbers = itertools.count()
 
     def ask(self, question: Request) -> Answer:
-        """Register a question, whose `frames` are to be sent.
-
-        Raises msgspec's exceptions for one that can't be encoded, as with an integer over 64 bits.
-        """
+        """Register a question, whose `frames` are to be sent. Raises msgspec's errors."""
         if isinstance(question, GenerateRequest) and question.request_id is None:
             question.request_id = uuid.uuid4().hex  # an id by which it can be sent again
         number = b"%d" % next(self._numbers)

@@ -84,10 +84,7 @@ class Channel(Generic[Received]):
         return not self.try_send(frames)
 
     def try_send(self, frames: list[bytes]) -> int:
-        """Send as `send_frames`, but return 0 or the reason why it failed.
-
-        zmq.EHOSTUNREACH: the peer is disconnected; zmq.EAGAIN: its queue is full.
-        """
+        """Send frames. Return 0, EHOSTUNREACH (peer disconnected) or EAGAIN (queue full)."""
         try:
             self.socket.send_multipart(frames, zmq.DONTWAIT)
         except zmq.ZMQError as error:

@@ -104,11 +104,7 @@ class _Following:
         self.socket.connect(endpoint)
 
     def connected(self, endpoint: str) -> None:
-        """Handle a handshake.
-
-        A file of this machine is connected again only when a restarted process binds it, which its
-        messages show.
-        """
+        """Handle a handshake. On this machine, only a restarted process makes a second one."""
         if endpoint != self.endpoint:
             return
         self.num_handshakes += 1
@@ -133,11 +129,7 @@ class Cluster(Context):
     _incarnation: int
 
     def __init__(self, node: Node, folder: Path, incarnation: int = 0) -> None:
-        """Connect to the directory. Raises KeysError.
-
-        folder: of this pipeline on this machine, with its keys; incarnation: of this process, if it
-        binds anything.
-        """
+        """folder: of this pipeline on this machine, with its keys. Raises KeysError."""
         super().__init__(node.node_id, node.host)
         self.node, self._folder = node, folder
         self._bound, self._known, self._followings = {}, {}, {}

@@ -76,10 +76,7 @@ class PulseSender:
 
 
 def _open_memory() -> int | None:
-    """Open the kernel's numbers of this process's memory, or return None without /proc.
-
-    The file stays open, so that a process without free descriptors can read it.
-    """
+    """Open the kernel's numbers of this process's memory for good; None without /proc."""
     with contextlib.suppress(OSError):
         return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     return None

@@ -75,10 +75,7 @@ class WorkerTrial:
             self._suspect = sequence
 
     def keeps_out(self, sequence: Sequence) -> bool:
-        """Return whether a sequence may not be admitted now.
-
-        Another one is on trial, or the sequence is a suspect and plans with others are in flight.
-        """
+        """Return whether a sequence must wait, for a trial or as a suspect for its own."""
         if self.is_on or not is_suspect(sequence):
             return self.is_on
         return bool(self._running) or any(plan.computes for plan in self._in_flight)

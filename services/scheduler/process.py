@@ -76,10 +76,7 @@ class SchedulerProcess:
         self.loop.add(self.detokenizers, self.on_detokenizers)
 
     def on_gateway_returned(self) -> None:
-        """Act as a restarted scheduler, so that the gateway resubmits what may be lost.
-
-        A scheduler that was started in the meantime still has a later epoch.
-        """
+        """Act as a restarted scheduler, so that the gateway resubmits what may be lost."""
         self.epoch += 1
 
     # ---- requests ----------------------------------------------------------------------------

@@ -218,10 +218,7 @@ class Sequence:
         self.scheduled_at = self.scheduled_at or monotonic()
 
     def phase_seconds(self) -> tuple[float, float]:
-        """Return seconds in the queue and of the prefill; 0 before the first token.
-
-        To be called first when the first token has just arrived.
-        """
+        """Return seconds in the queue and of the prefill; 0 before the first token."""
         if not self.scheduled_at or len(self.token_ids) == self.num_prompt_tokens:
             return 0.0, 0.0
         self.first_token_at = self.first_token_at or monotonic()

@@ -82,10 +82,7 @@ class Streams:
         """the next message of a trial, and its detokenizer"""
 
     def alive(self, identity: bytes, name: str) -> bool:
-        """Note a heartbeat. Return whether it is the first one of this detokenizer.
-
-        The first one registers it, and gives it its share of sequences.
-        """
+        """Note a heartbeat. Return whether it is the first one, which registers the detokenizer."""
         if not self.detokenizers.alive(identity, name):
             return False
         self._outboxes[identity] = Outbox()
