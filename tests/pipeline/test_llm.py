@@ -131,7 +131,7 @@ def test_chat(llm: LLM) -> None:
 
 
 def test_what_is_refused(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="temperature is 3"):
+    with pytest.raises(RequestError, match="temperature: got 3"):
         llm.generate(["1+1=", "2+2="], SamplingParams(temperature=3.0), use_tqdm=False)
     with pytest.raises(ValueError, match="2 prompts, but 1 sampling_params"):
         llm.generate(["1+1=", "2+2="], [SamplingParams()], use_tqdm=False)
