@@ -110,6 +110,7 @@ class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unkno
 class TokenizePromptRequest(PromptFields, tag="tokenize", forbid_unknown_fields=True):
     """A request for the token ids of a prompt."""
 
+    return_token_strs: bool = False
     client: RequestId | None = None
 
 
@@ -201,6 +202,8 @@ class TokenizeReply(Struct, kw_only=True, tag="tokenized"):
 
     token_ids: list[int]
     max_model_len: int
+    token_strs: list[str] | None = None
+    """of each token, as the vocabulary has it, if requested"""
 
 
 class DetokenizeReply(Struct, kw_only=True, tag="detokenized"):

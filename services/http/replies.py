@@ -216,6 +216,7 @@ class TokenizeResult(Struct, kw_only=True):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
 
 
 class DetokenizeResult(Struct, kw_only=True):

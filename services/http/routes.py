@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from typing import Any
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 from starlette.responses import Response
 from starlette.types import Receive
 
@@ -109,12 +109,14 @@ class Routes:
         fields["messages"] = chat_messages(body.messages) if body.messages else None
         fields["tools"] = template_tools(body.tools)
         given = {name: value for name, value in fields.items() if value is not None}
+        given["return_token_strs"] = body.return_token_strs
         reply = await self._state.client.tokenize(**given, client=caller.get().client)
         return json_response(
             TokenizeResult(
                 count=len(reply.token_ids),
                 max_model_len=reply.max_model_len,
                 tokens=reply.token_ids,
+                token_strs=UNSET if reply.token_strs is None else reply.token_strs,
             )
         )
 

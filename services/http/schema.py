@@ -193,6 +193,7 @@ class TokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     prompt: str | None = None
     messages: Conversation | None = None
+    return_token_strs: bool = False
     tools: Tools = field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     chat_template: str | None = None

@@ -93,7 +93,10 @@ class Tokenizer:
         PromptError."""
         if isinstance(question, TokenizePromptRequest):
             token_ids, _ = self._encode(question)
-            return TokenizeReply(token_ids=token_ids, max_model_len=self._max_model_len)
+            reply = TokenizeReply(token_ids=token_ids, max_model_len=self._max_model_len)
+            if question.return_token_strs:
+                reply.token_strs = [self._tokenizer.id_to_token(one) or "" for one in token_ids]
+            return reply
         return DetokenizeReply(text=self._decode(question.token_ids))
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -246,6 +246,9 @@ def test_questions(pipeline: Pipeline) -> None:
     token_ids = answer(TokenizePromptRequest(messages=messages)).token_ids
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert answer(DetokenizeRequest(token_ids=token_ids)) == DetokenizeReply(text=text)
+    named = answer(TokenizePromptRequest(prompt="a b", return_token_strs=True))
+    assert named.token_strs == ["a", "Ġ", "b"]
+    assert answer(TokenizePromptRequest(prompt="a")).token_strs is None
     kwargs = {"tokenize": False}
     refused = answer(TokenizePromptRequest(messages=messages, chat_template_kwargs=kwargs))
     assert (refused.code, refused.field) == ("invalid", "chat_template_kwargs")

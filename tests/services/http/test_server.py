@@ -136,3 +136,15 @@ def test_continuous_usage_counts_the_tokens_of_each_chunk(serve: Serve) -> None:
     assert all(
         chunk["usage"]["total_tokens"] == 1 + n for chunk, n in zip(chunks, counts, strict=True)
     )
+
+
+def test_strings_of_tokens(serve: Serve) -> None:
+    def tokenize(request: Request) -> list[Reply]:
+        if isinstance(request, TokenizePromptRequest) and request.return_token_strs:
+            return [TokenizeReply(token_ids=[7], max_model_len=9, token_strs=["Ġa"])]
+        return behave(request)
+
+    with serve(tokenize).client() as client:
+        body = {"prompt": " a", "return_token_strs": True}
+        assert client.post("/tokenize", json=body).json()["token_strs"] == ["Ġa"]
+        assert "token_strs" not in client.post("/tokenize", json={"prompt": "a"}).json()
