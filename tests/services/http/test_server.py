@@ -12,7 +12,14 @@ import pytest
 
 from penstock.protocol.checkpoint import max_request_bytes
 from penstock.protocol.config import Config
-from penstock.protocol.messages.client import DetokenizeRequest, GenerateRequest, Reply, Request
+from penstock.protocol.messages.client import (
+    DetokenizeRequest,
+    GenerateRequest,
+    Reply,
+    Request,
+    TokenizePromptRequest,
+    TokenizeReply,
+)
 from tests.launch.fake_gateway import delta, reply
 from tests.services.http.conftest import Served, behave
 
