@@ -203,7 +203,6 @@ class TokenizeReply(Struct, kw_only=True, tag="tokenized"):
     token_ids: list[int]
     max_model_len: int
     token_strs: list[str] | None = None
-    """of each token, as the vocabulary has it, if requested"""
 
 
 class DetokenizeReply(Struct, kw_only=True, tag="detokenized"):

@@ -10,7 +10,6 @@ from penstock.services.http.errors import ApiError
 
 START_TIMEOUT = 5.0
 """seconds that a request waits for a pipeline that is starting"""
-_DEMO = "qwen3-demo"
 
 
 class AppState:
@@ -20,7 +19,7 @@ class AppState:
         folder = config.model_folder
         self.config = config
         self.client = client
-        self.model = config.served_model_name or (folder.name if config.model else _DEMO)
+        self.model = config.served_model_name or (folder.name if config.model else "qwen3-demo")
         self.created = int(time.time())
         self.max_model_len = read_model_config(folder).context(config.max_model_len)
         self.max_request_bytes = max_request_bytes(config)
