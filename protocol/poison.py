@@ -7,6 +7,7 @@ The supervisor does not count deaths that a poison request explains.
 import hashlib
 import os
 from collections import OrderedDict
+from collections.abc import Iterable
 from time import monotonic
 
 import msgspec
@@ -21,6 +22,8 @@ MEMORY = 600.0
 """seconds for which a digest is remembered"""
 MAX_KNOWN = 1024
 """digests that are remembered, the newest"""
+MAX_SUSPECTS = 1 << 14
+"""requests whose deaths are remembered, the newest"""
 REFUSED = (
     "the same request, its prompt and parameters, has ended processes of the pipeline within the "
     f"last {MEMORY / 60:.0f} minutes; it is not tried again, change it"
@@ -45,7 +48,14 @@ class PoisonFound(Struct, tag=True):
     digest: bytes
 
 
-ToSupervisor = Pulse | ProcessesDied | PoisonFound
+class SuspectsCleared(Struct, tag=True):
+    """Scheduler or gateway → supervisor: requests were processed after deaths at which they were
+    suspects, so they explain none of these deaths."""
+
+    digests: list[bytes]
+
+
+ToSupervisor = Pulse | ProcessesDied | PoisonFound | SuspectsCleared
 
 
 def digest_of(*parts: object) -> bytes:
@@ -77,6 +87,10 @@ class PoisonList:
         while self._known and self._is_old():
             self._known.popitem(last=False)
 
+    def digests(self) -> list[bytes]:
+        """Return all digests that are not forgotten yet."""
+        return [digest for digest in self._known if self.num_deaths(digest)]
+
     def _is_old(self) -> bool:
         _, since = next(iter(self._known.values()))
         return len(self._known) > MAX_KNOWN or monotonic() - since >= MEMORY
@@ -86,6 +100,8 @@ class DeathReports:
     """Reports to the supervisor, if there is one, which requests may have ended processes."""
 
     def __init__(self, process: Process) -> None:
+        self._suspects: OrderedDict[bytes, None] = OrderedDict()
+        """digests that were reported and not cleared, the newest"""
         self._channel: Channel[None] | None = None
         if SUPERVISOR_VARIABLE in os.environ:
             self._channel = process.context.connect(zmq.PUSH, process.endpoints.pulses)
@@ -94,6 +110,20 @@ class DeathReports:
         """As `ProcessesDied`."""
         if self._channel and processes and suspects:
             self._channel.send(ProcessesDied(processes, suspects))
+            self._suspects |= dict.fromkeys(suspects)
+            while len(self._suspects) > MAX_SUSPECTS:
+                self._suspects.popitem(last=False)
+
+    @property
+    def has_suspects(self) -> bool:
+        """Some request may have to be cleared."""
+        return bool(self._suspects)
+
+    def clear(self, digests: Iterable[bytes]) -> None:
+        """As `SuspectsCleared`; requests that are no suspects are left out."""
+        cleared = [one for one in digests if self._suspects.pop(one, one) is None]
+        if self._channel and cleared:
+            self._channel.send(SuspectsCleared(cleared))
 
     def found(self, digest: bytes) -> None:
         """As `PoisonFound`."""

@@ -39,9 +39,12 @@ class Child:
             self._deaths.popleft()
         return sum(pid not in self._excused for _, pid in self._deaths)
 
-    def excuse(self, pid: int) -> None:
-        """Do not count the death of its process with this pid."""
-        self._excused.append(pid)
+    def excuse(self, pid: int, is_excused: bool = True) -> None:
+        """Stop counting the death of its process with this pid, or count it again."""
+        if is_excused:
+            self._excused.append(pid)
+        while not is_excused and pid in self._excused:
+            self._excused.remove(pid)
 
 
 def process_names(config: Config, kinds: Iterable[str]) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 import zmq
 
 from penstock.launch.supervisor.child import Child, kind_of
+from penstock.launch.supervisor.deaths import ExplainedDeaths
 from penstock.launch.supervisor.processes import Processes, Running
 from penstock.launch.supervisor.watchdog import Watchdog
 from penstock.protocol.config import Config
@@ -25,12 +26,14 @@ class Report:
         processes: Processes[Any],
         children: dict[str, Child],
         watchdog: Watchdog,
+        deaths: ExplainedDeaths,
     ) -> None:
         """kinds: of processes, in the order of the procfile; children: by name."""
         self._kinds = kinds
         self._processes = processes
         self._children = children
         self._watchdog = watchdog
+        self._deaths = deaths
         self._loop = asyncio.get_running_loop()
         at = endpoints(config).results
         # one report waits at most for a gateway that is not there; newer ones are dropped
@@ -70,4 +73,5 @@ class Report:
 
     def _send(self) -> None:
         self._timer = self._loop.call_later(HEARTBEAT_INTERVAL, self._send)
-        self._channel.send(SupervisorReport(self.processes(), self._is_draining))
+        poison = self._deaths.poison.digests()
+        self._channel.send(SupervisorReport(self.processes(), self._is_draining, poison))

@@ -87,16 +87,17 @@ class Supervisor:
         self._control = ControlServer(folder, commands.run, self._end, control_tasks)
         processes = self._make_processes(self._config, self._commands, self)
         self._processes = processes
+        deaths = ExplainedDeaths(self._children)
         self._watchdog = Watchdog(
             self._config,
             self.say,
             processes.host,
             processes.watchdog_context,
             Tasks(self._say_error),
-            ExplainedDeaths(self._children).handle,
+            deaths.handle,
         )
         kinds = list(self._commands)
-        report = Report(self._config, kinds, processes, self._children, self._watchdog)
+        report = Report(self._config, kinds, processes, self._children, self._watchdog, deaths)
         self._report = report  # before the first process runs: a signal may follow at once
         await self._add(process_names(self._config, self._commands))
         commands.start(processes, report)

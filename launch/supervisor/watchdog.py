@@ -23,7 +23,7 @@ from penstock.launch.supervisor.processes import Host, Watched
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.config import Config
 from penstock.protocol.messages.supervisor import Pulse
-from penstock.protocol.poison import PoisonFound, ProcessesDied, ToSupervisor
+from penstock.protocol.poison import PoisonFound, ProcessesDied, SuspectsCleared, ToSupervisor
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.context import Context, endpoints
 
@@ -68,7 +68,7 @@ class Watchdog:
         host: Host,
         context: Context,
         tasks: Tasks,
-        on_deaths: Callable[[ProcessesDied | PoisonFound], None] = lambda _: None,
+        on_deaths: Callable[[ProcessesDied | PoisonFound | SuspectsCleared], None] = lambda _: None,
     ) -> None:
         """Bind the socket.
 

@@ -27,3 +27,5 @@ class SupervisorReport(Struct, tag=True):
 
     processes: list[ProcessStatus]
     draining: bool = False
+    poison: list[bytes] = []
+    """digests of requests that were given up, for a gateway that has restarted"""

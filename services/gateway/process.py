@@ -164,6 +164,8 @@ class Gateway:
     def on_report(self, report: SupervisorReport) -> None:
         """Take in which processes run; requests of a scheduler that does not run are migrated."""
         self.requests.is_draining |= report.draining
+        if not self.processes:  # the first report: this gateway may have restarted
+            self.requests.poison.learn(report.poison)
         self.processes = report.processes
         names = [one.name for one in self.processes if one.name.startswith("scheduler.")]
         self.router.take_running({replica_of(name, self.config) for name in names})

@@ -105,8 +105,8 @@ class Tokenizers:
         """Record that a tokenizer has passed a request on, answered a query, or failed at it."""
         if peer := self.peers.get(identity):
             work = self._take_back(peer, key)
-            if work and self._suspects.pop(work, 0):
-                self._poison.set_num_deaths(work.request, 0)
+            if work and self._suspects.pop(work, None) is not None:
+                self._poison.clear(work.request)
             self._assign()
 
     def forget(self, work: Work) -> None:

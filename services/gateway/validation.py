@@ -223,8 +223,18 @@ class Poison:
         self._reports.died([(dead.name, dead.pid)], [digest(request) for request in requests])
 
     def set_num_deaths(self, request: WorkRequest, num_deaths: int) -> None:
-        """Remember at how many deaths a request was the only one; 0 clears it."""
+        """Remember at how many deaths a request was the only one."""
         self._known.put(digest(request), num_deaths)
+
+    def clear(self, request: WorkRequest) -> None:
+        """Forget the deaths of a request, which a tokenizer has processed since."""
+        self.set_num_deaths(request, 0)
+        self._reports.clear([digest(request)])
+
+    def learn(self, digests: list[bytes]) -> None:
+        """Refuse requests that an earlier gateway has given up, as the supervisor reports."""
+        for one in digests:
+            self._known.put(one, MAX_DEATHS)
 
     def check(self, request: WorkRequest) -> None:
         """Raises RefusedError for a request that was given up."""

@@ -146,6 +146,8 @@ class Poison:
     def __init__(self, reports: DeathReports) -> None:
         self._known = PoisonList()
         self._reports = reports
+        self._suspects: set[Sequence] = set()
+        """that were in flight when workers died, and have not got a token since"""
 
     def admits(self, sequence: Sequence) -> bool:
         """Give a new sequence the deaths of its predecessors. Return False if it must not run."""
@@ -156,15 +158,25 @@ class Poison:
 
     def remember(self, sequence: Sequence) -> None:
         """Remember the deaths of a sequence that is released, or that it has got a token since."""
+        self._suspects.discard(sequence)
         got_token = len(sequence.token_ids) > sequence.num_prefill_tokens > 0
         if sequence.num_deaths or (got_token and len(self._known)):
             self._known.put(_digest(sequence), sequence.num_deaths)
+        if got_token and not sequence.num_deaths and self._reports.has_suspects:
+            self._reports.clear([_digest(sequence)])
+
+    def clear(self) -> None:
+        """Report the suspects that have got a token: they did not kill the workers."""
+        if cleared := [one for one in self._suspects if not one.num_deaths]:
+            self._suspects.difference_update(cleared)
+            self._reports.clear(map(_digest, cleared))
 
     def report_workers(
         self, workers: list[tuple[str, int]], in_flight: Iterable[InFlightPlan]
     ) -> None:
         """Report workers, by name and pid, that died with these plans in flight."""
         suspects = {sequence for plan in in_flight for sequence in plan.sequences}
+        self._suspects |= suspects
         self._reports.died(workers, [_digest(sequence) for sequence in suspects])
 
     def report_detokenizer(
@@ -177,6 +189,7 @@ class Poison:
 
     def report_found(self, sequence: Sequence) -> None:
         """Remember and report a sequence that is given up."""
+        self._suspects.discard(sequence)
         digest = _digest(sequence)
         self._known.put(digest, MAX_WORKER_DEATHS)
         self._reports.found(digest)

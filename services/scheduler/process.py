@@ -168,6 +168,7 @@ class SchedulerProcess:
         """Add the tokens of a step; those of an older group are dropped and computed again."""
         if self.scheduler and message.epoch == self.scheduler.epoch == self.group.epoch:
             output = self.scheduler.update(message)
+            self.poison.clear()
             self.streams.put(output)
             self.traces.on_output(output)
             self.plan_depth.on_tokens(monotonic())

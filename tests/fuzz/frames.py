@@ -44,7 +44,7 @@ from penstock.protocol.messages.tokenizer import (
     TokenizerReply,
 )
 from penstock.protocol.messages.worker import WorkerAssignment, WorkerExit, WorkerState
-from penstock.protocol.poison import PoisonFound, ProcessesDied, ToSupervisor
+from penstock.protocol.poison import PoisonFound, ProcessesDied, SuspectsCleared, ToSupervisor
 
 INNER_ID = "inner"
 """no client's request has it"""
@@ -199,6 +199,7 @@ MESSAGES: dict[str, list[Struct]] = {
         Pulse("fuzz", 2**31 - 1, 1.0, "g", {"messages_sent": 1.0}),
         ProcessesDied([("fuzz", 7)], [b"digest"]),
         PoisonFound(b"digest"),
+        SuspectsCleared([b"digest"]),
     ],
 }
 """an example of each message of every union, by the union's name"""

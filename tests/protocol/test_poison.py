@@ -1,11 +1,22 @@
 """The memory of poison requests."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.protocol import poison as module
-from penstock.protocol.poison import MAX_KNOWN, MEMORY, PoisonList, digest_of
+from penstock.protocol.poison import (
+    MAX_KNOWN,
+    MEMORY,
+    DeathReports,
+    PoisonFound,
+    PoisonList,
+    ProcessesDied,
+    SuspectsCleared,
+    digest_of,
+)
 
 
 class Clock:
@@ -50,3 +61,24 @@ def test_the_order_of_a_map_does_not_count(fields: dict[str, int], random: objec
     other = {name: fields[name] for name in names}
     assert digest_of("x", [fields]) == digest_of("x", [other])
     assert digest_of("x", [fields]) != digest_of("y", [fields])
+
+
+def test_only_suspects_are_cleared_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[object] = []
+    monkeypatch.setenv(module.SUPERVISOR_VARIABLE, "1")
+    channel = SimpleNamespace(send=sent.append)
+    context = SimpleNamespace(connect=lambda *_: channel)
+    reports = DeathReports(
+        SimpleNamespace(context=context, endpoints=SimpleNamespace(pulses=""))  # type: ignore[arg-type]
+    )
+    reports.clear([b"a"])
+    reports.died([("worker.1", 5)], [b"a", b"b"])
+    assert reports.has_suspects
+    reports.clear([b"a", b"c"])
+    reports.clear([b"a"])
+    reports.found(b"b")
+    assert sent == [
+        ProcessesDied([("worker.1", 5)], [b"a", b"b"]),
+        SuspectsCleared([b"a"]),
+        PoisonFound(b"b"),
+    ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.launch.supervisor.deaths import ExplainedDeaths
 from penstock.launch.supervisor.processes import Running
 from penstock.launch.supervisor.report import Report
 from penstock.protocol.config import Config
@@ -29,9 +30,10 @@ def with_report(
             with Context() as context:
                 processes = SimpleNamespace(context=context, running=lambda: running)
                 children: Any = {one.name: SimpleNamespace(num_starts=3) for one in running}
+                deaths = ExplainedDeaths({})
                 pulses: Any = SimpleNamespace(newest=_pulse)
                 kinds = ["gateway", "worker"]
-                report = Report(Config(name="p"), kinds, processes, children, pulses)  # type: ignore[arg-type]
+                report = Report(Config(name="p"), kinds, processes, children, pulses, deaths)  # type: ignore[arg-type]
                 look(report)
                 report.close()
 

@@ -3,10 +3,14 @@
 from collections.abc import Callable
 
 from penstock.protocol.messages.client import ErrorReply
+from penstock.protocol.messages.status import ProcessStatus
+from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.protocol.messages.tokenizer import RequestFailed
+from penstock.services.gateway.validation import digest
 from tests.services.gateway.conftest import Stage, request
 
 Start = Callable[..., Stage]
+GATEWAY = ProcessStatus(name="gateway.1", pid=5, uptime=1.0, restarts=1)
 
 
 def fail(one: Stage, request_id: str, is_poison: bool) -> None:
@@ -43,3 +47,15 @@ def test_what_fails_otherwise_may_be_sent_again(stage: Start) -> None:
     fail(one, "a", is_poison=False)
     assert one.hear(client).code == "failed"
     one.open(client, "again")
+
+
+def test_a_gateway_that_restarted_refuses_what_was_given_up_before(stage: Start) -> None:
+    """Whichever replica it would go to: the supervisor remembers it."""
+    one = stage()
+    client = one.connect()
+    poison = digest(request("a"))
+    one.detokenizer.send(SupervisorReport([GATEWAY], poison=[poison]))
+    one.work_until(lambda: one.gateway.processes)
+    one.ask(client, request("again", seed=7))
+    assert "it is not tried again" in one.hear(client).message
+    one.open(client, "other", prompt=[9, 9])

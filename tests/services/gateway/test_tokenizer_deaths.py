@@ -29,6 +29,10 @@ class Reports:
     def __init__(self) -> None:
         self.died_with: list[tuple[list[tuple[str, int]], int]] = []
         self.num_found = 0
+        self.num_cleared = 0
+
+    def clear(self, digests: list[bytes]) -> None:
+        self.num_cleared += len(digests)
 
     def died(self, processes: list[tuple[str, int]], suspects: list[bytes]) -> None:
         self.died_with.append((processes, len(suspects)))
@@ -100,6 +104,7 @@ def test_what_is_alone_at_two_deaths_is_given_up(successors: Successors) -> None
     successors.tokenize()
     assert set(one.gateway.ledger._open) == {"before", "after", "late"}
     assert successors.reports.num_found == 1
+    assert successors.reports.num_cleared == 1, "what was tokenized after the deaths"
     assert successors.reports.died_with == [
         ([("tokenizer.1", 101)], 2),
         ([("tokenizer.1", 102)], 1),

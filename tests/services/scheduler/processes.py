@@ -1,5 +1,6 @@
 """A scheduler's process without its peers, and what they would say."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import zmq
@@ -71,3 +72,22 @@ def step(process: SchedulerProcess, token_id: int = 5) -> None:
     oldest = process.scheduler.in_flight[0]
     token_ids = pack([token_id] * len(oldest.sampled))
     process.streams.put(process.scheduler.update(SampledTokens(0, oldest.number, token_ids)))
+
+
+class Reports:
+    """Reports of deaths that the supervisor receives."""
+
+    def __init__(self) -> None:
+        self.died_with: list[tuple[list[tuple[str, int]], int]] = []
+        self.num_found = 0
+        self.num_cleared = 0
+        self.has_suspects = True
+
+    def clear(self, digests: Iterable[bytes]) -> None:
+        self.num_cleared += len(list(digests))
+
+    def died(self, processes: list[tuple[str, int]], suspects: list[bytes]) -> None:
+        self.died_with.append((processes, len(suspects)))
+
+    def found(self, _digest: bytes) -> None:
+        self.num_found += 1

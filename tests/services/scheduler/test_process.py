@@ -17,6 +17,7 @@ from tests.services.scheduler.processes import (
     NUM_BLOCKS,
     SAMPLING,
     Gateway,
+    Reports,
     deltas,
     opened,
     request,
@@ -164,20 +165,6 @@ def test_deaths_are_counted_over_replicas(process: SchedulerProcess, gateway: Ga
     assert failed.request_id == "twice"
 
 
-class Reports:
-    """Reports that the supervisor receives."""
-
-    def __init__(self) -> None:
-        self.died_with: list[tuple[list[tuple[str, int]], int]] = []
-        self.num_found = 0
-
-    def died(self, processes: list[tuple[str, int]], suspects: list[bytes]) -> None:
-        self.died_with.append((processes, len(suspects)))
-
-    def found(self, _digest: bytes) -> None:
-        self.num_found += 1
-
-
 def restart_workers(process: SchedulerProcess, pid: int) -> None:
     """After a step, for a worker's death with it in flight."""
     hello = WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4, pid=pid)
@@ -203,6 +190,14 @@ def test_poison_is_refused_when_it_is_sent_again(
         ([("worker.1", pid)], n) for pid, n in ((10, 2), (11, 2), (12, 1))
     ]
     assert reports.num_found == 1
+    assert reports.num_cleared == 0
+    assert process.scheduler
+    process.scheduler.schedule()
+    (plan,) = process.scheduler.in_flight
+    process.traces.on_plan(plan)
+    tokens = pack([5] * len(plan.sampled))
+    process.on_tokens(SampledTokens(process.scheduler.epoch, plan.number, tokens))
+    assert reports.num_cleared == 1, "the other request has got a token"
     again = request(9, "again", sampling=replace(SAMPLING, seed=5))
     process.accept(again)
     (refused,) = gateway.failures(process)
