@@ -60,15 +60,15 @@ class RefusedError(Exception):
 def decode_request(
     codec: Codec, frame: bytes, max_bytes: int, max_output_tokens: int = 0
 ) -> Request:
-    """A client's frame as a request. Raises RefusedError, naming field, value and limit.
+    """Return a client's frame as a request. Raises RefusedError.
 
-    max_bytes: of all but `output_token_ids`: who asks again is not refused for what it has got.
+    max_bytes: of all except `output_token_ids`: a request that is continued may be longer.
     """
     if len(frame) <= max_bytes + TOKEN_BYTES * max_output_tokens:
         request = _decode(codec, frame)
         if len(frame) - TOKEN_BYTES * len(getattr(request, "output_token_ids", ())) <= max_bytes:
             return request
-    raise RefusedError(f"request has {len(frame)} bytes; the limit is {max_bytes}")
+    raise RefusedError(f"request: got {len(frame)} bytes, expected up to {max_bytes}")
 
 
 def _decode(codec: Codec, frame: bytes) -> Request:
@@ -91,10 +91,8 @@ def _check_depth(request: Request) -> None:
         value = getattr(request, field, None)
         if not value or (field == "messages" and not any(one.tool_calls for one in value)):
             continue
-        if is_too_deep(value):
-            raise RefusedError(
-                f"{field} is nested more than {MAX_DEPTH} levels deep, which is the limit", field
-            )
+        text = f"got a deeper nesting, expected up to {MAX_DEPTH} levels"
+        refuse_if(is_too_deep(value), field, text)
 
 
 def _raw(codec: Codec, frame: bytes) -> Any:
@@ -131,22 +129,14 @@ class Validation:
     def check(self, request: GenerateRequest, is_req_socket: bool) -> None:
         """Raises RefusedError."""
         self._check_prompt(request)
-        if request.stream and is_req_socket:
-            raise RefusedError(
-                "stream is true: a REQ socket gets one reply; use a DEALER socket", "stream"
-            )
-        if request.max_tokens is not None and request.max_tokens > self.max_model_len:
-            raise RefusedError(
-                f"max_tokens is {request.max_tokens}; the limit is the context of "
-                f"{self.max_model_len} tokens",
-                "max_tokens",
-            )
-        if request.max_tokens is not None and request.min_tokens > request.max_tokens:
-            raise RefusedError(
-                f"min_tokens is {request.min_tokens}; the limit is max_tokens, "
-                f"{request.max_tokens}",
-                "min_tokens",
-            )
+        number, most = request.max_tokens, self.max_model_len
+        is_single = request.stream and is_req_socket
+        refuse_if(is_single, "stream", "got true on a REQ socket, expected a DEALER socket")
+        if number is not None:
+            text = f"got {number}, expected up to {most}, the model's context"
+            refuse_if(number > most, "max_tokens", text)
+            text = f"got {request.min_tokens}, expected up to max_tokens, {number}"
+            refuse_if(request.min_tokens > number, "min_tokens", text)
         self._check_token_ids("output_token_ids", request.output_token_ids)
         self._check_token_ids("stop_token_ids", request.stop_token_ids)
         self._check_token_ids("logit_bias", request.logit_bias)
@@ -162,48 +152,45 @@ class Validation:
         check_encoding(query)
 
     def _check_prompt(self, request: GenerateRequest | TokenizePromptRequest) -> None:
-        if (request.prompt is None) == (request.messages is None):
-            given = "neither" if request.prompt is None else "both"
-            raise RefusedError(f"give prompt or messages; {given} is given", "prompt")
-        if request.tools is not None and request.messages is None:
-            raise RefusedError(
-                f"tools has {len(request.tools)} functions, but no messages are given: only the "
-                "chat template tells a model of them",
-                "tools",
-            )
+        given = "both" if request.prompt is not None else "neither"
+        text = f"got {given} of prompt and messages, expected one of them"
+        refuse_if((request.prompt is None) == (request.messages is None), "prompt", text)
+        text = f"got {len(request.tools or ())} without messages; only a chat template renders them"
+        refuse_if(request.tools is not None and request.messages is None, "tools", text)
         if isinstance(request.prompt, list):
             self._check_token_ids("prompt", request.prompt)
-        if request.chat_template is not None and not self.trusts_templates:
-            raise RefusedError(
-                "chat_template: got one, but this pipeline renders its model's only; start it with "
-                "--trust-request-chat-template",
-                "chat_template",
-            )
-        if request.continue_final_message and request.add_generation_prompt:
-            raise RefusedError(
-                "continue_final_message and add_generation_prompt are both true; give one of them",
-                "continue_final_message",
-            )
+        refuse_if(
+            request.chat_template is not None and not self.trusts_templates,
+            "chat_template",
+            "got one, expected the model's; start the pipeline with --trust-request-chat-template",
+        )
+        refuse_if(
+            request.continue_final_message and bool(request.add_generation_prompt),
+            "continue_final_message",
+            "got true, as add_generation_prompt; expected one of them",
+        )
 
     def _check_token_ids(self, field: str, token_ids: Collection[int]) -> None:
         largest = max(token_ids, default=0)
         if largest >= self.vocab_size:
             is_map = isinstance(token_ids, dict)
             path = f"{field}'s key" if is_map else f"{field}[{list(token_ids).index(largest)}]"
-            raise RefusedError(
-                f"{path} is {largest}; token ids go up to {self.vocab_size - 1}", field
-            )
+            text = f"{path}: got {largest}, expected a token id up to {self.vocab_size - 1}"
+            raise RefusedError(text, field)
+
+
+def refuse_if(is_bad: bool, field: str, text: str) -> None:
+    """Raises RefusedError."""
+    if is_bad:
+        raise RefusedError(f"{field}: {text}", field)
 
 
 def check_same(request: GenerateRequest, known: GenerateRequest) -> None:
     """Raises RefusedError for a request that differs from the open request of its id; the tokens
     that the client already has may differ."""
-    if msgspec.structs.replace(request, output_token_ids=known.output_token_ids) != known:
-        raise RefusedError(
-            f"request_id: got {request.request_id!r}, which another open request has; choose "
-            "another id",
-            "request_id",
-        )
+    is_same = msgspec.structs.replace(request, output_token_ids=known.output_token_ids) == known
+    text = f"got {request.request_id!r}, which another open request has; choose another id"
+    refuse_if(not is_same, "request_id", text)
 
 
 class Poison:

@@ -183,7 +183,7 @@ BAD = [
     (b'{"prompt": ""}', "prompt", ">= 1"),
     (b'{"prompt": []}', "prompt", ">= 1"),
     (b'{"prompt": 5}', "prompt", "is 5"),
-    (b'{"prompt": [1, 264]}', "prompt", "264; token ids go up to 263"),
+    (b'{"prompt": [1, 264]}', "prompt", "got 264, expected a token id up to 263"),
     (b'{"prompt": "a", "n": 3}', "n", "n is 3"),
     (b'{"prompt": "a", "max_tokens": 0}', "max_tokens", "max_tokens is 0"),
     (b'{"prompt": "a", "max_tokens": 5000}', "max_tokens", "5000; the limit"),
@@ -208,7 +208,7 @@ def test_bad_input_is_told_while_others_go_on(client: Client, req: "zmq.Socket[b
 
 def test_four_megabytes_are_refused_by_their_length(req: "zmq.Socket[bytes]") -> None:
     reply = ask(req, json.dumps({"prompt": "x" * 4_000_000}).encode())
-    assert "4000014 bytes; the limit is 1048576" in reply["message"]
+    assert "got 4000014 bytes, expected up to 1048576" in reply["message"]
 
 
 def test_a_prompt_over_the_context(req: "zmq.Socket[bytes]") -> None:

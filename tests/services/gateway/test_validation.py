@@ -143,7 +143,7 @@ def test_garbage(frame: bytes) -> None:
 
 
 def test_too_many_bytes() -> None:
-    assert str(refusal(b" " * 100_001)) == "request has 100001 bytes; the limit is 100000"
+    assert str(refusal(b" " * 100_001)) == "request: got 100001 bytes, expected up to 100000"
 
 
 def test_tokens_that_the_client_has_got_are_not_too_many_bytes() -> None:
@@ -151,27 +151,30 @@ def test_tokens_that_the_client_has_got_are_not_too_many_bytes() -> None:
     frame = MSGPACK.encode(request)
     assert decode_request(MSGPACK, frame, 100, max_output_tokens=20) == request
     for max_bytes, max_output_tokens in ((100, 10), (40, 40)):
-        with pytest.raises(RefusedError, match=f"the limit is {max_bytes}"):
+        with pytest.raises(RefusedError, match=f"expected up to {max_bytes}"):
             decode_request(MSGPACK, frame, max_bytes, max_output_tokens)
 
 
 @pytest.mark.parametrize(
     ("request_", "sentence"),
     [
-        (GenerateRequest(), "neither is given"),
-        (GenerateRequest(prompt="a", messages=[]), "both is given"),
-        (GenerateRequest(prompt="a", stream=True), "REQ socket gets one reply"),
-        (GenerateRequest(prompt="a", max_tokens=4097), "4097; the limit is the context of 4096"),
-        (GenerateRequest(prompt=[1, 264]), r"prompt\[1\] is 264; token ids go up to 263"),
-        (GenerateRequest(prompt="a", output_token_ids=[264]), r"output_token_ids\[0\] is 264"),
-        (GenerateRequest(prompt="a", stop_token_ids=[1, 264]), r"stop_token_ids\[1\] is 264"),
-        (GenerateRequest(prompt="a", logit_bias={264: 1.0, 3: 1.0}), r"logit_bias's key is 264"),
-        (GenerateRequest(prompt="a", allowed_token_ids=[3, 264]), r"allowed_token_ids\[1\] is 264"),
+        (GenerateRequest(), "got neither of prompt"),
+        (GenerateRequest(prompt="a", messages=[]), "got both of prompt"),
+        (GenerateRequest(prompt="a", stream=True), "got true on a REQ socket"),
+        (GenerateRequest(prompt="a", max_tokens=4097), "max_tokens: got 4097, expected up to 4096"),
+        (GenerateRequest(prompt=[1, 264]), r"prompt\[1\]: got 264, expected a token id up to 263"),
+        (GenerateRequest(prompt="a", output_token_ids=[264]), r"output_token_ids\[0\]: got 264"),
+        (GenerateRequest(prompt="a", stop_token_ids=[1, 264]), r"stop_token_ids\[1\]: got 264"),
+        (GenerateRequest(prompt="a", logit_bias={264: 1.0, 3: 1.0}), r"logit_bias's key: got 264"),
+        (
+            GenerateRequest(prompt="a", allowed_token_ids=[3, 264]),
+            r"allowed_token_ids\[1\]: got 264",
+        ),
         (
             GenerateRequest(prompt="a", max_tokens=5, min_tokens=6),
-            "min_tokens is 6; the limit is max_tokens, 5",
+            "min_tokens: got 6, expected up to max_tokens, 5",
         ),
-        (GenerateRequest(prompt="a", tools=[{}, {}]), "tools has 2 functions, but no messages"),
+        (GenerateRequest(prompt="a", tools=[{}, {}]), "tools: got 2 without messages"),
     ],
 )
 def test_what_the_model_can_not_do(request_: GenerateRequest, sentence: str) -> None:
@@ -197,11 +200,11 @@ MESSAGES = [ChatMessage(role="user", content="x")]
 @pytest.mark.parametrize(
     ("question", "sentence"),
     [
-        (TokenizePromptRequest(), "neither is given"),
-        (TokenizePromptRequest(prompt="a", messages=MESSAGES), "both is given"),
-        (TokenizePromptRequest(prompt=[264]), r"prompt\[0\] is 264"),
-        (TokenizePromptRequest(prompt="a", tools=[{}]), "tools has 1 functions"),
-        (DetokenizeRequest(token_ids=[5, 264]), r"token_ids\[1\] is 264; token ids go up to 263"),
+        (TokenizePromptRequest(), "got neither of prompt"),
+        (TokenizePromptRequest(prompt="a", messages=MESSAGES), "got both of prompt"),
+        (TokenizePromptRequest(prompt=[264]), r"prompt\[0\]: got 264"),
+        (TokenizePromptRequest(prompt="a", tools=[{}]), "tools: got 1 without"),
+        (DetokenizeRequest(token_ids=[5, 264]), r"token_ids\[1\]: got 264, expected a token id"),
     ],
 )
 def test_what_a_tokenizer_can_not_answer(
@@ -218,7 +221,7 @@ def test_what_a_tokenizer_can_answer() -> None:
 
 def test_templates_of_requests_need_an_option() -> None:
     request = GenerateRequest(messages=MESSAGES, chat_template="{{ 1 }}")
-    with pytest.raises(RefusedError, match="start it with --trust-request-chat-template") as caught:
+    with pytest.raises(RefusedError, match="start the pipeline with --trust-request") as caught:
         admission().check(request, is_req_socket=False)
     assert caught.value.reply.field == "chat_template"
     config = Config(trust_request_chat_template=True)
@@ -229,7 +232,7 @@ def test_a_message_is_continued_or_answered() -> None:
     request = GenerateRequest(
         messages=MESSAGES, continue_final_message=True, add_generation_prompt=True
     )
-    with pytest.raises(RefusedError, match="both true"):
+    with pytest.raises(RefusedError, match="got true, as add_generation_prompt"):
         admission().check(request, is_req_socket=False)
 
 
@@ -260,7 +263,7 @@ def test_depth_has_a_limit(encode, field) -> None:  # type: ignore[no-untyped-de
     for depth in (fits + 1, 900):
         error = refusal(frame(depth))
         assert error.reply.field == field
-        assert str(error) == f"{field} is nested more than 64 levels deep, which is the limit"
+        assert str(error) == f"{field}: got a deeper nesting, expected up to 64 levels"
 
 
 def test_what_recurses_too_deep_to_be_decoded_is_refused() -> None:
