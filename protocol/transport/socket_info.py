@@ -158,17 +158,19 @@ class ConnectionTraffic:
 
     def num_unfinished(self, num_received: int) -> int:
         """Return the bytes since the last message, of all received (at most)."""
-        if self._num_messages_before != self.num_messages:
-            self._num_messages_before = self.num_messages
-            self._num_received_before = num_received
+        self._forget_before(num_received)
         return num_received - self._num_received_before
 
     def num_busy_heartbeats(self, is_receiving: bool) -> int:
         """Return at how many heartbeats bytes were arriving since the last whole message."""
-        if self._num_messages_before != self.num_messages:
-            self._num_messages_before, self._num_busy_heartbeats = self.num_messages, 0
+        self._forget_before(0)
         self._num_busy_heartbeats += is_receiving
         return self._num_busy_heartbeats
+
+    def _forget_before(self, num_received: int) -> None:
+        if self._num_messages_before != self.num_messages:
+            self._num_messages_before, self._num_busy_heartbeats = self.num_messages, 0
+            self._num_received_before = num_received
 
     def is_ignored(self, counters: Counters | None, identity_bytes: int, is_curve: bool) -> bool:
         """Return whether libzmq seems to ignore this client, whose identity is that of another one:

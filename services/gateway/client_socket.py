@@ -1,12 +1,10 @@
 """The clients' socket: who may connect, requests in, replies out.
 
-libzmq limits the bytes of a frame, but not the frames of a message, which it keeps until the last
-frame has arrived. So `on_heartbeat` checks how much each connection has received since its last
-message; where the kernel does not count bytes (ipc), how often bytes were arriving.
+libzmq keeps any number of frames until the last of a message has arrived. So `on_heartbeat` checks
+how much each connection has received since its last message; on ipc, how often bytes were arriving.
 
-libzmq silently ignores a client with the ZeroMQ identity of another client, until that one leaves.
-An ignored client has sent more than a handshake, and no message of it has arrived. Where the kernel
-does not count bytes, an idle client looks the same: it is disconnected, too, and reconnects.
+libzmq silently ignores a client with the ZeroMQ identity of another client, until that one leaves:
+more than a handshake was received, and no message. On ipc an idle client looks the same.
 """
 
 import logging

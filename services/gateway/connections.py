@@ -22,7 +22,7 @@ from penstock.protocol.transport.socket_info import (
     shut_down,
     take_events,
 )
-from penstock.services.gateway.validation import RefusedError
+from penstock.services.gateway.validation import refuse_if
 
 log = logging.getLogger("gateway")
 MAX_CONNECTIONS = 4096
@@ -187,12 +187,8 @@ class Connections:
         """Return the client that a request names. Raises RefusedError where it may name none."""
         if name is None:
             return client
-        if not client.connection.is_inner:
-            raise RefusedError(
-                f"client: got {name!r}, expected no such field: only the HTTP servers of the "
-                "pipeline name their clients; leave it out",
-                "client",
-            )
+        text = f"got {name!r}, expected none: only the pipeline's HTTP servers name their clients"
+        refuse_if(not client.connection.is_inner, "client", text)
         share = self._shares.get(name)
         if share is None:
             share = self._shares[name] = Share(name)
@@ -260,13 +256,13 @@ class ConnectionLimits:
 
     def spoke(self, host: str) -> None:
         """Count the first message of a connection."""
-        _decrement(self._silent, host)
+        self._silent -= Counter((host,))
 
     def closed(self, host: str, is_silent: bool) -> None:
         """Count a connection less."""
-        _decrement(self._hosts, host)
+        self._hosts -= Counter((host,))
         if is_silent:
-            _decrement(self._silent, host)
+            self._silent -= Counter((host,))
 
 
 def max_connections() -> int:
@@ -275,9 +271,3 @@ def max_connections() -> int:
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
     return min(max(soft - RESERVED_DESCRIPTORS, soft // 2), MAX_CONNECTIONS)
-
-
-def _decrement(counter: Counter[str], key: str) -> None:
-    counter[key] -= 1
-    if not counter[key]:
-        del counter[key]

@@ -1,5 +1,7 @@
 """One accepted request: everything needed to run it again, and what its client was sent."""
 
+from typing import Any
+
 from penstock.protocol.messages.client import (
     ErrorReply,
     FinishReason,
@@ -256,12 +258,10 @@ class Entry:
             "penstock.cached_tokens": self.num_cached_tokens,
             "penstock.num_attempts": self.num_attempts,
         }
-        events = {"first token": self.first_token_at} if self.first_token_at else {}
-        error = getattr(reply, "message", "")
-        tracer.span(
-            "request", self.request_id, self.accepted_at, attributes, events=events, error=error,
-            is_root=True,
-        )  # fmt: skip
+        rest: Any = {"error": getattr(reply, "message", ""), "is_root": True}
+        if self.first_token_at:
+            rest["events"] = {"first token": self.first_token_at}
+        tracer.span("request", self.request_id, self.accepted_at, attributes, **rest)
 
 
 def estimated_tokens(request: GenerateRequest | TokenizePromptRequest) -> int:

@@ -169,18 +169,12 @@ class Admission:
             )
 
     def _refusal(self, reason: str) -> RefusedError:
-        return RefusedError(
-            f"overloaded: {reason}", code="overloaded", retry_after=self._retry_after()
-        )
-
-    def _retry_after(self) -> float:
-        if not self._starts:
-            return 1.0
-        (begin, before), (end, now) = self._starts[0], self._starts[-1]
-        if now == before:
-            return 1.0
-        seconds = self._totals.num_waiting * (end - begin) / (now - before)
-        return min(max(1.0, seconds), MAX_RETRY_AFTER)
+        seconds = 1.0
+        if self._starts and (num_new := self._starts[-1][1] - self._starts[0][1]):
+            elapsed = self._starts[-1][0] - self._starts[0][0]
+            seconds = max(1.0, self._totals.num_waiting * elapsed / num_new)
+        wait = min(seconds, MAX_RETRY_AFTER)
+        return RefusedError(f"overloaded: {reason}", code="overloaded", retry_after=wait)
 
 
 def exceeds(new: int, own: int, total: int, limit: int) -> bool:

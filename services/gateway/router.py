@@ -49,6 +49,10 @@ class Replica:
         self.has_exited = False
         """no scheduler of it runs, as the supervisor reports"""
 
+    def load(self) -> tuple[int, int]:
+        """Return a key by which equally loaded replicas take turns."""
+        return len(self.entries), self.num_given
+
     @property
     def is_silent(self) -> bool:
         """Its scheduler has exited, or has missed too many heartbeats."""
@@ -217,7 +221,8 @@ class Router:
 
     def assign(self, entry: Entry) -> None:
         """Assign a request to a replica."""
-        pieces = self._pieces(entry.request)
+        is_used = self._routing == "prefix" and len(self._all) > 1
+        pieces = pieces_of(entry.request) if is_used else []
         replica = self._choose(pieces)
         self._prefixes.remember(pieces, replica.index)
         entry.replica = replica.index
@@ -260,19 +265,15 @@ class Router:
         running = [one for one in self._all if one.runs] or self._all
         if self._routing == "random":
             return random.choice(running)  # noqa: S311  no secret
-        least = min(running, key=_load)
+        least = min(running, key=Replica.load)
         having = self._prefixes.longest(pieces, [one.index for one in running])
         if having:
-            best = min((self._all[index] for index in having), key=_load)
+            best = min((self._all[index] for index in having), key=Replica.load)
             more, times = MUCH_MORE
             number, fewest = len(best.entries), len(least.entries)
             if number <= fewest + more or number <= fewest * times:
                 return best
         return least
-
-    def _pieces(self, request: GenerateRequest) -> list[int]:
-        """Return nothing where pieces are not used."""
-        return pieces_of(request) if self._routing == "prefix" and len(self._all) > 1 else []
 
 
 def pieces_of(request: GenerateRequest) -> list[int]:
@@ -292,8 +293,3 @@ def pieces_of(request: GenerateRequest) -> list[int]:
         piece = data[begin : begin + PIECE_BYTES]
         pieces.append(before := xxhash.xxh3_64_intdigest(piece, seed=before))
     return pieces
-
-
-def _load(replica: Replica) -> tuple[int, int]:
-    """Return a key by which equally loaded replicas take turns."""
-    return len(replica.entries), replica.num_given

@@ -5,7 +5,7 @@ themselves, until it has done them: work that is alone at MAX_DEATHS deaths is g
 """
 
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from penstock.protocol.fair_queue import FairQueue
@@ -58,23 +58,11 @@ def num_query_tokens(request: TokenizerRequest) -> int:
 Work = Entry | Query
 
 
-class Owner(Protocol):
-    """The owner of all work."""
-
-    def resubmit_passed_on_by(self, tokenizer: bytes) -> None:
-        """Handle the loss of a tokenizer."""
-
-    def on_defect(self, work: Any) -> None:
-        """Fail work that can't be sent, in an `except` block."""
-
-    def on_poison(self, work: Any) -> None:
-        """Fail work that is given up."""
-
-
 class Tokenizers:
     """All tokenizers and the work of each. Other work waits here; clients take turns."""
 
-    def __init__(self, channel: Channel[Any], poison: Poison, owner: Owner) -> None:
+    def __init__(self, channel: Channel[Any], poison: Poison, owner: Any) -> None:
+        """owner: `Requests`, which handles lost tokenizers, poison, and work that can't be sent."""
         self.peers: Peers[Work] = Peers()
         self.unassigned: FairQueue[Work] = FairQueue()
         self._num_losses = 0

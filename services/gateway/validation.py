@@ -1,5 +1,6 @@
 """What the gateway lets in: every check of a client's request, and the sentence that refuses it."""
 
+import contextlib
 from collections.abc import Collection
 from typing import Any
 
@@ -39,22 +40,12 @@ UNTYPED = ("messages", "tools", "chat_template_kwargs", "structured_outputs")
 
 
 class RefusedError(Exception):
-    """A request that is not accepted, with the reply that says why."""
+    """A request that is not accepted, with the reply that names the reason."""
 
-    def __init__(
-        self,
-        message: str,
-        field: str | None = None,
-        code: str = "invalid",
-        retry_after: float | None = None,
-    ) -> None:
+    def __init__(self, message: str, field: str | None = None, **fields: Any) -> None:
+        """fields: of `ErrorReply`; its code is `invalid` by default."""
         super().__init__(message)
-        self.reply = ErrorReply(
-            code=code,  # type: ignore[arg-type]
-            message=message,
-            field=field,
-            retry_after=retry_after,
-        )
+        self.reply = ErrorReply(**{"code": "invalid", "message": message, "field": field} | fields)
 
 
 def decode_request(
@@ -75,7 +66,9 @@ def _decode(codec: Codec, frame: bytes) -> Request:
     try:
         request = codec.decode_request(frame)
     except msgspec.ValidationError as error:
-        raw = _raw(codec, frame)
+        raw = None  # if the frame is broken after the bad value
+        with contextlib.suppress(*DECODE_ERRORS):
+            raw = codec.decode_any(frame)
         name = raw.get("type", "generate") if isinstance(raw, dict) else None
         kind = REQUEST_TYPES.get(str(name), RequestKind)
         field, message = explain(str(error), raw, kind)
@@ -93,14 +86,6 @@ def _check_depth(request: Request) -> None:
             continue
         text = f"got a deeper nesting, expected up to {MAX_DEPTH} levels"
         refuse_if(is_too_deep(value), field, text)
-
-
-def _raw(codec: Codec, frame: bytes) -> Any:
-    """The frame without a type, to repeat a bad value; None if it is broken further on."""
-    try:
-        return codec.decode_any(frame)
-    except DECODE_ERRORS:
-        return None
 
 
 def check_encoding(request: Request) -> None:
