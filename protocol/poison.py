@@ -100,7 +100,7 @@ class DeathReports:
     """Reports to the supervisor, if there is one, which requests may have ended processes."""
 
     def __init__(self, process: Process) -> None:
-        self._suspects: OrderedDict[bytes, None] = OrderedDict()
+        self.suspects: OrderedDict[bytes, None] = OrderedDict()
         """digests that were reported and not cleared, the newest"""
         self._channel: Channel[None] | None = None
         if SUPERVISOR_VARIABLE in os.environ:
@@ -110,18 +110,13 @@ class DeathReports:
         """As `ProcessesDied`."""
         if self._channel and processes and suspects:
             self._channel.send(ProcessesDied(processes, suspects))
-            self._suspects |= dict.fromkeys(suspects)
-            while len(self._suspects) > MAX_SUSPECTS:
-                self._suspects.popitem(last=False)
-
-    @property
-    def has_suspects(self) -> bool:
-        """Some request may have to be cleared."""
-        return bool(self._suspects)
+            self.suspects |= dict.fromkeys(suspects)
+            while len(self.suspects) > MAX_SUSPECTS:
+                self.suspects.popitem(last=False)
 
     def clear(self, digests: Iterable[bytes]) -> None:
         """As `SuspectsCleared`; requests that are no suspects are left out."""
-        cleared = [one for one in digests if self._suspects.pop(one, one) is None]
+        cleared = [one for one in digests if self.suspects.pop(one, one) is None]
         if self._channel and cleared:
             self._channel.send(SuspectsCleared(cleared))
 

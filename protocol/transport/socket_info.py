@@ -173,12 +173,10 @@ class ConnectionTraffic:
             self._num_received_before = num_received
 
     def is_ignored(self, counters: Counters | None, identity_bytes: int, is_curve: bool) -> bool:
-        """Return whether libzmq seems to ignore this client, whose identity is that of another one:
-        more than a handshake was received, then nothing for some heartbeats, and no message.
+        """Return whether more than a handshake was received, then nothing for some heartbeats, and
+        no message. Without counters, a client that has sent nothing looks the same.
 
-        identity_bytes: of the shortest identity that a client has chosen; 0 if none has. Without
-        counters a client that has sent nothing counts, too. Called at every heartbeat.
-        """
+        identity_bytes: of the shortest identity that a client has chosen; 0 if none has."""
         num_received = least = 0
         patience = MAX_MISSED_HEARTBEATS
         if counters:

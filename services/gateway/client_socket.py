@@ -48,8 +48,7 @@ MAX_ENVELOPE_BYTES = 1024
 KERNEL_BYTES = 1 << 23
 """more than the system receives ahead for one connection"""
 EXPANSION = 32
-"""bytes of memory that libzmq may need for each byte of an unfinished message: 64 for an empty
-frame, which has two"""
+"""bytes of memory for each byte of an unfinished message: 64 for an empty frame, which has 2"""
 MAX_BUSY_HEARTBEATS = 2
 """at which bytes of one message arrive; a whole message takes milliseconds within a machine"""
 FRAME_BYTES, CURVE_FRAME_BYTES = 2, 35
@@ -68,9 +67,8 @@ UNFINISHED = "a message was begun that is longer than any request, or all that w
 class ClientSocket:
     """Receives requests and delivers the ledger's output, never faster than a client reads.
 
-    When the queue of a connection is full (libzmq's, or because `max_unread_bytes` in it are not
-    read), its output stays in the ledger. It is sent as one delta a request when there is room: at
-    the next output for that connection, or at the next heartbeat.
+    While a connection's queue is full, its output stays in the ledger. It is sent as one delta a
+    request at the next output for that connection, or at the next heartbeat.
     """
 
     def __init__(self, context: Context, config: Config, inner: str, ledger: Ledger) -> None:
@@ -158,11 +156,8 @@ class ClientSocket:
             self.connections.cut_off(connection, UNFINISHED)
 
     def retry_full(self) -> list[Connection]:
-        """Try full queues again, at every heartbeat. Return the connections that do not read.
-
-        They have left more unread than the limit, the largest message not counted, and have read
-        less than the limit since the last heartbeat.
-        """
+        """Try full queues again. Return the connections that have left more unread than the limit,
+        the largest message not counted, and have read less than that since the last heartbeat."""
         full = [one for one in self.connections if one.is_full]
         for connection in full:
             connection.traffic.update_num_read()

@@ -63,7 +63,6 @@ class Connection:
         self.is_closed = False
         """by the client or the gateway: nothing is sent on it any more"""
         self.is_cut_off = False
-        """by the gateway: messages that still arrive are dropped"""
         self.request_ids: set[str] = set()
         """of requests that are answered on this connection"""
         self.unsent: dict[str, None] = {}
@@ -122,7 +121,6 @@ class Connections:
         self._num_cut_off: Counter[str] = Counter()
         """clients, by the reason"""
         self._refused: list[tuple[Connection, str]] = []
-        """connections that are to be ended, and why"""
 
     def __len__(self) -> int:
         return len(self._by_fd)

@@ -48,7 +48,6 @@ class Entry:
         self.request_id = request_id
         self.client = client
         self.share = client.share
-        """that the request counts for"""
         self.priority = request.priority
         self.sampling = SamplingParams(
             **{field: getattr(request, field) for field in SamplingParams.__struct_fields__}
@@ -60,7 +59,6 @@ class Entry:
         self.num_deaths = 0
         """as in `TokenizeRequest`"""
         self.timer: Timer | None = None
-        """of the request's timeout"""
         self.num_bytes = num_bytes
         """of the request's frame, the text and the tokens"""
         self.num_waiting_tokens = estimated_tokens(request)
@@ -77,7 +75,6 @@ class Entry:
         self.phase_seconds = (0.0, 0.0)  # as in `StreamOpened`
         self.token_ids: list[int] = list(request.output_token_ids)
         self.answer: GenerateReply | ErrorReply | None = None
-        """set when the request has ended"""
         self._starts_reasoning = False
         self._stop_reason: StopReason = None
         self._token_bytes = TOKEN_BYTES + logprob_bytes(request.logprobs)

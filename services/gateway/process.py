@@ -190,7 +190,8 @@ class Gateway:
 
     def on_heartbeat(self) -> None:
         """Drop peers that are silent, and clients that have disconnected or do not read."""
-        self.tokenizers.lose_silent()
+        for identity in self.tokenizers.peers.silent():
+            self.tokenizers.lose(identity)
         self.router.on_heartbeat()
         self.requests.migrate_stranded()
         self.connections.handle_events()
@@ -276,15 +277,13 @@ class StatusQueries:
 
     def _wait(self, query: StatusQuery, waiting: list[StatusQuery]) -> None:
         connection = query.client.connection
-        if (number := connection.num_status_queries) >= MAX_WAITING_PER_CONNECTION:
-            limit = f"{number} status requests wait on this connection, which is the limit"
-        elif (number := len(self.for_ready) + len(self.for_report)) >= MAX_WAITING:
-            limit = f"{number} status requests wait, which is the limit"
-        else:
-            connection.num_status_queries += 1
-            waiting.append(query)
-            return
-        raise RefusedError(f"overloaded: {limit}", code="overloaded", retry_after=1.0)
+        num_own, number = connection.num_status_queries, len(self.for_ready) + len(self.for_report)
+        if num_own >= MAX_WAITING_PER_CONNECTION or number >= MAX_WAITING:
+            where = " on this connection" * (num_own >= MAX_WAITING_PER_CONNECTION)
+            text = f"overloaded: {num_own if where else number} status requests wait{where}"
+            raise RefusedError(f"{text}, which is the limit", code="overloaded", retry_after=1.0)
+        connection.num_status_queries += 1
+        waiting.append(query)
 
     def _answer(self, queries: list[StatusQuery], waited: bool = False) -> None:
         """Encode one reply of each kind for all of them."""

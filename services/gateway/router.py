@@ -41,13 +41,11 @@ class Replica:
         """that this gateway has sent its scheduler last"""
         self.status: SchedulerStatus | None = None
         self.entries: dict[str, Entry] = {}
-        """its open requests, by id"""
         self.num_given = 0
         """requests that were ever assigned to it"""
         self.num_missed = 0
         """heartbeats since its last status"""
         self.has_exited = False
-        """no scheduler of it runs, as the supervisor reports"""
 
     def load(self) -> tuple[int, int]:
         """Return a key by which equally loaded replicas take turns."""

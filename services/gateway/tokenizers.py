@@ -20,8 +20,7 @@ from penstock.services.gateway.ledger import Totals
 from penstock.services.gateway.validation import MAX_DEATHS, Poison, TokenizerRequest
 
 MAX_BYTES = 1 << 17
-"""of work that one tokenizer has at a time, unless it is one piece: work that nobody waits for any
-more is dropped here, and can't be once a tokenizer has it"""
+"""of work that one tokenizer has at a time, if it is not one piece: other work can be dropped"""
 _LOST = 1 << 32
 """more than any difference of priorities"""
 
@@ -111,11 +110,6 @@ class Tokenizers:
         self._num_bytes.pop(identity, None)
         self._owner.resubmit_passed_on_by(identity)
         self._assign()
-
-    def lose_silent(self) -> None:
-        """Remove tokenizers that missed too many heartbeats; called at every heartbeat."""
-        for identity in self.peers.silent():
-            self.lose(identity)
 
     def _blame(self, identity: bytes, lost: list[Work]) -> list[Work]:
         """Suspect the work with which a tokenizer died. Return the work that is to be retried."""

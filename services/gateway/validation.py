@@ -26,9 +26,8 @@ from penstock.protocol.transport.process import Identity
 
 TokenizerRequest = TokenizePromptRequest | DetokenizeRequest
 WorkRequest = GenerateRequest | TokenizerRequest
-IGNORED_FIELDS = {
-    "seed", "request_id", "stream", "timeout", "output_token_ids", "priority", "client",
-}  # fmt: skip
+IGNORED_FIELDS = {"seed", "request_id", "stream", "timeout", "priority", "client"}
+IGNORED_FIELDS |= {"output_token_ids"}
 """fields that do not change what a process has to do for a request"""
 MAX_DEATHS = 2
 """of tokenizers that worked at a request and nothing else"""

@@ -162,7 +162,7 @@ class Poison:
         got_token = len(sequence.token_ids) > sequence.num_prefill_tokens > 0
         if sequence.num_deaths or (got_token and len(self._known)):
             self._known.put(_digest(sequence), sequence.num_deaths)
-        if got_token and not sequence.num_deaths and self._reports.has_suspects:
+        if got_token and not sequence.num_deaths and self._reports.suspects:
             self._reports.clear([_digest(sequence)])
 
     def clear(self) -> None:

@@ -73,7 +73,7 @@ def test_only_suspects_are_cleared_and_once(monkeypatch: pytest.MonkeyPatch) -> 
     )
     reports.clear([b"a"])
     reports.died([("worker.1", 5)], [b"a", b"b"])
-    assert reports.has_suspects
+    assert reports.suspects
     reports.clear([b"a", b"c"])
     reports.clear([b"a"])
     reports.found(b"b")

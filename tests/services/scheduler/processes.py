@@ -81,7 +81,7 @@ class Reports:
         self.died_with: list[tuple[list[tuple[str, int]], int]] = []
         self.num_found = 0
         self.num_cleared = 0
-        self.has_suspects = True
+        self.suspects = True
 
     def clear(self, digests: Iterable[bytes]) -> None:
         self.num_cleared += len(list(digests))
