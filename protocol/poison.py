@@ -49,8 +49,7 @@ class PoisonFound(Struct, tag=True):
 
 
 class SuspectsCleared(Struct, tag=True):
-    """Scheduler or gateway → supervisor: requests were processed after deaths at which they were
-    suspects, so they explain none of these deaths."""
+    """Scheduler or gateway → supervisor: suspects were processed since, and explain no death."""
 
     digests: list[bytes]
 
@@ -115,7 +114,7 @@ class DeathReports:
                 self.suspects.popitem(last=False)
 
     def clear(self, digests: Iterable[bytes]) -> None:
-        """As `SuspectsCleared`; requests that are no suspects are left out."""
+        """As `SuspectsCleared`; only suspects are reported."""
         cleared = [one for one in digests if self.suspects.pop(one, one) is None]
         if self._channel and cleared:
             self._channel.send(SuspectsCleared(cleared))

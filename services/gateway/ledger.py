@@ -101,7 +101,7 @@ class Ledger:
             self.totals.count(entry.share, num_bytes=-entry.num_bytes)
 
     def begin_attempt(self, entry: Entry) -> None:
-        """Number a new attempt: output of earlier attempts is dropped."""
+        """Begin a new attempt: output of earlier attempts is dropped."""
         entry.attempt = next(self._attempts)
         entry.num_attempts += 1
         entry.tokenizer = b""
@@ -149,7 +149,7 @@ class Admission:
         self._starts.append((now, self._totals.num_started))
 
     def check(self, num_bytes: int, num_tokens: int, share: Share) -> None:
-        """Raises RefusedError for a request or query of this size that may not be accepted."""
+        """Raise RefusedError for a request or query of this size that may not be accepted."""
         totals = self._totals
         if exceeds(1, share.num_open, totals.num_open, self._max_requests):
             raise self._refusal(

@@ -63,7 +63,7 @@ class Replica:
 
     @property
     def is_down(self) -> bool:
-        """It is silent, or has reported that it can't run anything."""
+        """The scheduler is silent, or has reported that it can't run anything."""
         return self.is_silent or bool(self.status and not self.status.workers_ready)
 
     @property

@@ -1,4 +1,4 @@
-"""What the gateway lets in: every check of a client's request, and the sentence that refuses it."""
+"""Validation: every check of a client's request, and the sentence that refuses it."""
 
 import contextlib
 from collections.abc import Collection
@@ -111,7 +111,7 @@ class Validation:
         return decode_request(codec, frame, self._max_bytes, self.max_model_len)
 
     def check(self, request: GenerateRequest, is_req_socket: bool) -> None:
-        """Raises RefusedError."""
+        """Raise RefusedError for a bad request."""
         self._check_prompt(request)
         number, most = request.max_tokens, self.max_model_len
         is_single = request.stream and is_req_socket
@@ -128,7 +128,7 @@ class Validation:
         check_encoding(request)
 
     def check_query(self, query: TokenizerRequest) -> None:
-        """Raises RefusedError."""
+        """Raise RefusedError for a bad request."""
         if isinstance(query, DetokenizeRequest):
             self._check_token_ids("token_ids", query.token_ids)
         else:
@@ -164,13 +164,13 @@ class Validation:
 
 
 def refuse_if(is_bad: bool, field: str, text: str) -> None:
-    """Raises RefusedError."""
+    """Raise RefusedError for a bad request."""
     if is_bad:
         raise RefusedError(f"{field}: {text}", field)
 
 
 def check_same(request: GenerateRequest, known: GenerateRequest) -> None:
-    """Raises RefusedError for a request that differs from the open request of its id; the tokens
+    """Raise RefusedError for a request that differs from the open request of its id; the tokens
     that the client already has may differ."""
     is_same = msgspec.structs.replace(request, output_token_ids=known.output_token_ids) == known
     text = f"got {request.request_id!r}, which another open request has; choose another id"
@@ -208,7 +208,7 @@ class Poison:
             self._known.put(one, MAX_DEATHS)
 
     def check(self, request: WorkRequest) -> None:
-        """Raises RefusedError for a request that was given up."""
+        """Raise RefusedError for a request that was given up."""
         if self.num_deaths(request) >= MAX_DEATHS:
             raise RefusedError(REFUSED, code="failed")
 
