@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from penstock.protocol.config import Config
+from penstock.protocol.messages.client import codec_of
+from penstock.services.gateway.validation import RefusedError, decode_request
 from tests.docs.pages import PAGES as TEXTS
 from tests.docs.pages import ROOT, Block, blocks
 from tests.docs.reference import FOLDER, PAGES, STATUSES
@@ -63,6 +65,14 @@ def test_a_block_is_run_or_says_what_it_needs(block: Block) -> None:
 @pytest.mark.parametrize("block", list(blocks("python")), ids=str)
 def test_python_parses(block: Block) -> None:
     compile(block.code, str(block), "exec")
+
+
+def test_the_error_of_the_guide_is_the_gateways() -> None:
+    text = (DOCS / "guides" / "zeromq-api.md").read_text()
+    (example,) = re.findall(r'^  "message": "(.*)",$', text, re.M)
+    frame = b'{"prompt": "x", "temperature": 3.5}'
+    with pytest.raises(RefusedError, match=re.escape(example)):
+        decode_request(codec_of(frame), frame, 1000, 1000)
 
 
 def test_every_status_is_documented() -> None:
