@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
@@ -229,14 +229,6 @@ class Peers(Generic[Work]):
         peer = self._peers.pop(identity, None)
         return list(peer.work.values()) if peer else []
 
-    def predecessors(self, identity: bytes) -> list[bytes]:
-        """Return earlier incarnations of the process of this identity: they died unnoticed."""
-        new = Identity.decode(identity)
-        known = [(Identity.decode(one), one) for one in self._peers]
-        return [
-            one for old, one in known if old.name == new.name and old.incarnation < new.incarnation
-        ]
-
     def silent(self) -> list[bytes]:
         """Return peers that missed MAX_MISSED_HEARTBEATS heartbeats; called at each heartbeat.
 
@@ -249,6 +241,13 @@ class Peers(Generic[Work]):
     def least_loaded(self) -> Peer[Work] | None:
         """Return the peer with the least work; None if there is no peer."""
         return min(self._peers.values(), key=lambda peer: len(peer.work), default=None)
+
+
+def predecessors(identity: bytes, of: Iterable[bytes]) -> list[bytes]:
+    """Return those identities that are earlier incarnations of a process: it has died since."""
+    new = Identity.decode(identity)
+    known = [(Identity.decode(one), one) for one in of]
+    return [one for old, one in known if old.name == new.name and old.incarnation < new.incarnation]
 
 
 def refusal(message: Heartbeat | WorkerState) -> str | None:

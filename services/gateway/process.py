@@ -190,8 +190,7 @@ class Gateway:
 
     def on_heartbeat(self) -> None:
         """Drop peers that are silent, and clients that have disconnected or do not read."""
-        for identity in self.tokenizers.peers.silent():
-            self.tokenizers.lose(identity)
+        self.tokenizers.lose_silent()
         self.router.on_heartbeat()
         self.requests.migrate_stranded()
         self.connections.handle_events()

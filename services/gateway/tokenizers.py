@@ -12,7 +12,7 @@ from penstock.protocol.fair_queue import FairQueue
 from penstock.protocol.messages.client import ErrorReply, TokenizePromptRequest
 from penstock.protocol.messages.tokenizer import TokenizerQuery, TokenizerReply
 from penstock.protocol.transport.channel import Channel
-from penstock.protocol.transport.heartbeat import Peer, Peers
+from penstock.protocol.transport.heartbeat import Peer, Peers, predecessors
 from penstock.services.gateway.client_socket import ClientSocket
 from penstock.services.gateway.connections import Client
 from penstock.services.gateway.entry import Entry, estimated_tokens
@@ -72,6 +72,8 @@ class Tokenizers:
         self._owner = owner
         self._suspects: WeakKeyDictionary[Work, int] = WeakKeyDictionary()
         """→ deaths at which it was alone"""
+        self._silent: dict[bytes, list[Work]] = {}
+        """by tokenizer, what it had when it fell silent: busy, or dead if a successor registers"""
 
     def submit(self, work: Work) -> None:
         """Send work to a tokenizer, now or when one has room."""
@@ -84,12 +86,24 @@ class Tokenizers:
         """Record a heartbeat; the first one registers a tokenizer."""
         if self.peers.alive(identity, name):
             self._num_bytes[identity] = 0
-            for dead in self.peers.predecessors(identity):
+            self._silent.pop(identity, None)
+            for dead in predecessors(identity, self._silent):
+                self._blame(dead, self._silent.pop(dead))
+            for dead in predecessors(identity, (peer.identity for peer in self.peers)):
                 self.lose(dead)
             self._assign()
 
+    def lose_silent(self) -> None:
+        """Remove tokenizers that missed heartbeats; called at each heartbeat."""
+        for identity in self.peers.silent():
+            if peer := self.peers.get(identity):
+                self._silent[identity] = list(peer.work.values())
+            self.lose(identity, has_died=False)
+
     def done(self, identity: bytes, key: object) -> None:
         """Record that a tokenizer has passed a request on, answered a query, or failed at it."""
+        for lost in self._silent.values():
+            lost[:] = [work for work in lost if work.key != key]
         if peer := self.peers.get(identity):
             work = self._take_back(peer, key)
             if work and self._suspects.pop(work, None) is not None:

@@ -24,7 +24,7 @@ from penstock.protocol.poison import REFUSED, DeathReports
 from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.channel import traffic
 from penstock.protocol.transport.event_loop import EventLoop
-from penstock.protocol.transport.heartbeat import HeartbeatThread, refusal
+from penstock.protocol.transport.heartbeat import HeartbeatThread, predecessors, refusal
 from penstock.protocol.transport.process import Process, first_number
 from penstock.services.scheduler import poison, report
 from penstock.services.scheduler.block_manager import make_block_manager
@@ -265,7 +265,8 @@ class SchedulerProcess:
             elif reason := refusal(message):
                 self.detokenizers.send(Refused(reason), identity)
             elif self.streams.alive(identity, message.name):
-                for dead in self.streams.detokenizers.predecessors(identity):
+                known = (peer.identity for peer in self.streams.detokenizers)
+                for dead in predecessors(identity, known):
                     self.lose_detokenizer(dead)
         self.advance()
 

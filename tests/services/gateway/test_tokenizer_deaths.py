@@ -14,6 +14,7 @@ from penstock.protocol.messages.client import GenerateRequest, TokenizePromptReq
 from penstock.protocol.messages.registration import Goodbye, Heartbeat
 from penstock.protocol.messages.tokenizer import TokenizeDone, ToTokenizer
 from penstock.protocol.transport.channel import Channel
+from penstock.protocol.transport.heartbeat import MAX_MISSED_HEARTBEATS
 from penstock.protocol.transport.process import Identity
 from penstock.services.gateway.connections import Share
 from penstock.services.gateway.tokenizers import Tokenizers
@@ -155,6 +156,42 @@ def test_who_leaves_and_asks_again_is_as_suspect_as_before(successors: Successor
             one.hear(client)
         successors.start()
     assert one.hear(client).code == "failed"
+
+
+def fall_silent(successors: Successors) -> None:
+    tokenizers = successors.one.gateway.tokenizers
+    for _ in range(MAX_MISSED_HEARTBEATS + 1):
+        tokenizers.lose_silent()
+    assert not len(tokenizers.peers)
+
+
+def test_silence_of_a_busy_tokenizer_is_no_death(successors: Successors) -> None:
+    """It is heard again, after a call that held the interpreter's lock."""
+    one = successors.one
+    client = one.connect()
+    identity = successors.start()
+    one.open(client, "a", prompt="a")
+    for _ in range(2 * MAX_DEATHS):
+        fall_silent(successors)
+        successors.channel.send(Heartbeat("tokenizer.1"))
+        one.work_until(lambda: one.gateway.tokenizers.peers.get(identity))
+        assert successors.given() == ["a"]
+    assert successors.reports.died_with == []
+    successors.tokenize()
+
+
+def test_a_tokenizer_that_fell_silent_has_died_when_its_successor_registers(
+    successors: Successors,
+) -> None:
+    one = successors.one
+    client = one.connect()
+    successors.start()
+    one.open(client, "a", prompt="poison")
+    for _ in range(MAX_DEATHS):
+        fall_silent(successors)
+        successors.start()
+    assert one.hear(client).code == "failed"
+    assert [digests for _, digests in successors.reports.died_with] == [1] * MAX_DEATHS
 
 
 def test_a_goodbye_is_no_death(successors: Successors) -> None:
