@@ -96,9 +96,7 @@ class Tokenizers:
     def lose_silent(self) -> None:
         """Remove tokenizers that missed heartbeats; called at each heartbeat."""
         for identity in self.peers.silent():
-            if peer := self.peers.get(identity):
-                self._silent[identity] = list(peer.work.values())
-            self.lose(identity, has_died=False)
+            self._silent[identity] = self.lose(identity, has_died=False)
 
     def done(self, identity: bytes, key: object) -> None:
         """Record that a tokenizer has passed a request on, answered a query, or failed at it."""
@@ -114,9 +112,9 @@ class Tokenizers:
         """Remove work that nobody waits for. A tokenizer that has it still reports it as done."""
         self.unassigned.remove(work)
 
-    def lose(self, identity: bytes, has_died: bool = True) -> None:
-        """Remove a tokenizer. Its work goes to another one, before other work of the same clients;
-        or to the next tokenizer that registers."""
+    def lose(self, identity: bytes, has_died: bool = True) -> list[Work]:
+        """Remove a tokenizer. Return its work, which goes to another one, or to the next that
+        registers, before other work of the same clients."""
         had = self.peers.lost(identity)
         if has_died and had:
             had = self._blame(identity, had)
@@ -124,6 +122,7 @@ class Tokenizers:
         self._num_bytes.pop(identity, None)
         self._owner.resubmit_passed_on_by(identity)
         self._assign()
+        return had
 
     def _blame(self, identity: bytes, lost: list[Work]) -> list[Work]:
         """Suspect the work with which a tokenizer died. Return the work that is to be retried."""
