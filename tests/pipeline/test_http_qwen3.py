@@ -85,7 +85,7 @@ def test_a_final_message_is_continued(api: Api) -> None:
     assert first.prompt_token_ids == reply.prompt_token_ids
     token_ids = [one for chunk in others for one in getattr(chunk.choices[0], "token_ids", [])]
     assert token_ids == reply.choices[0].token_ids
-    with pytest.raises(openai.BadRequestError, match="both true"):
+    with pytest.raises(openai.BadRequestError, match="continue_final_message: got true"):
         api.chat(messages, extra_body=extra | {"add_generation_prompt": True})
 
 

@@ -69,7 +69,7 @@ def test_ask_prints_the_reply_as_json(main: Pipeline) -> None:
 def test_ask_says_in_one_sentence_what_is_refused(main: Pipeline) -> None:
     asked = main.run("ask", QUESTION, "--max-tokens", "2000000000")
     assert (asked.returncode, asked.stdout) == (1, "")
-    assert re.fullmatch(r"launch: max_tokens is 2000000000.*\n", asked.stderr)
+    assert re.fullmatch(r"launch: max_tokens: got 2000000000.*\n", asked.stderr)
 
 
 def test_chat_remembers(main: Pipeline) -> None:
