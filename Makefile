@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -P -m pytest
 PARALLEL := --numprocesses 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-fast test-long test-all check docs clean
+.PHONY: help serve test test-fast test-long test-search test-all check docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -19,17 +19,20 @@ help:  ## this list
 serve: $(VENV)/.serve  ## a demo model on tcp://127.0.0.1:5555, in two tensor-parallel workers
 	$(BIN)/launch all --tp 2
 
-test: $(VENV)/.dev  ## the tests that need no GPU, in six minutes on two cores
+test: $(VENV)/.dev  ## the tests that need no GPU
 	$(PYTEST) $(PARALLEL)
 
-test-fast: $(VENV)/.dev  ## pure tests, in a minute
+test-fast: $(VENV)/.dev  ## tests of modules, without a pipeline
 	$(PYTEST) $(PARALLEL) -m 'not (pipeline or chaos or slow or search or long or gpu)' \
 		--ignore tests/pipeline --ignore tests/chaos --ignore tests/cluster --ignore tests/gpu
 
-test-long: $(VENV)/.dev  ## what `make test` leaves out: long tests, and searches ten times as long
-	PENSTOCK_SEARCH=10 $(PYTEST) $(PARALLEL) -m '(long or search) and not gpu' --timeout 3000
+test-long: $(VENV)/.dev  ## what `make test` leaves out: many kills, four ranks, several machines
+	$(PYTEST) $(PARALLEL) -m 'long and not gpu'
 
-test-all: test test-long  ## every test that needs no GPU
+test-search: $(VENV)/.dev  ## searches by random examples, ten times as long as in `make test`
+	PENSTOCK_SEARCH=10 $(PYTEST) $(PARALLEL) -m 'search and not gpu' --timeout 3000
+
+test-all: test test-long test-search  ## every test that needs no GPU
 
 check: $(VENV)/.dev typing  ## lint, types, import rules, size budget, English, pages
 	$(BIN)/ruff check .
