@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.launch.offline.llm import LLM
     from penstock.launch.offline.outputs import CompletionOutput, RequestOutput, SamplingParams
+    from penstock.launch.pipeline.errors import LaunchError
     from penstock.protocol.client.async_client import AsyncClient
     from penstock.protocol.client.client import Client
     from penstock.protocol.client.errors import ClientError, NoAnswer, RequestError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "penstock.launch.offline.llm": ["LLM"],
     "penstock.launch.offline.outputs": ["CompletionOutput", "RequestOutput", "SamplingParams"],
+    "penstock.launch.pipeline.errors": ["LaunchError"],
     "penstock.protocol.client.async_client": ["AsyncClient"],
     "penstock.protocol.client.client": ["Client"],
     "penstock.protocol.client.errors": ["ClientError", "NoAnswer", "RequestError"],
@@ -29,6 +31,7 @@ __all__ = [
     "Client",
     "ClientError",
     "CompletionOutput",
+    "LaunchError",
     "NoAnswer",
     "RequestError",
     "RequestOutput",

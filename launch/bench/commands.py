@@ -10,8 +10,8 @@ from penstock.launch.bench.make_model import add_make_model
 from penstock.launch.bench.model import bench_latency, bench_offline, bench_serve
 from penstock.launch.bench.numbers import count, limit, positive, share
 from penstock.launch.bench.report import as_json, latency_table, offline_table, serve_table
-from penstock.launch.commands.options import add_pipeline_options
-from penstock.launch.errors import LaunchError
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.options import add_pipeline_options
 from penstock.protocol.config import Config
 
 PREFIX_CACHING = (

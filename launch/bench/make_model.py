@@ -5,7 +5,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from penstock.launch.errors import LaunchError
+from penstock.launch.pipeline.errors import LaunchError
 
 SIZES = ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B")
 MODULE = "penstock.models.bench.random_checkpoint"

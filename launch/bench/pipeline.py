@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 from msgspec import Struct
 
-from penstock.launch.control_client import list_processes
-from penstock.launch.offline.ephemeral_pipeline import private_pipeline
+from penstock.launch.pipeline.control_client import list_processes
+from penstock.launch.pipeline.ephemeral_pipeline import private_pipeline
 from penstock.protocol.client.client import Client
 
 PROMPT = "x" * 100

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock.launch.bench.measure import Run
-from penstock.launch.commands.options import flag
+from penstock.launch.pipeline.options import flag
 from penstock.protocol.config import Config
 
 RUN_COLUMNS = {

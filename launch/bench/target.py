@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from penstock.launch.commands.options import as_flags, flag, given_options
-from penstock.launch.errors import LaunchError
-from penstock.launch.offline.ephemeral_pipeline import private_pipeline
-from penstock.launch.run_folder import model_name, running_config
+from penstock.launch.pipeline.ephemeral_pipeline import private_pipeline
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.options import as_flags, flag, given_options
+from penstock.launch.pipeline.run_folder import model_name, running_config
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.config import Config
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from penstock.launch.chaos.attacks import ATTACKS, Attack
 from penstock.launch.chaos.ground import Ground, ground
-from penstock.launch.errors import LaunchError
+from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.client.errors import RequestError
 
 HEAD = "| attack | asked | lost | different | restarted | gateway MiB | pipeline | seen |"

@@ -7,7 +7,7 @@ from penstock.launch.chaos.aimed import aimed
 from penstock.launch.chaos.options import KINDS, ChaosOptions
 from penstock.launch.chaos.report import as_table
 from penstock.launch.chaos.run import chaos
-from penstock.launch.commands.options import (
+from penstock.launch.pipeline.options import (
     add_options,
     add_pipeline_options,
     as_flags,

@@ -13,12 +13,12 @@ from typing import Any
 
 import psutil
 
-from penstock.launch.control_client import list_processes
-from penstock.launch.errors import LaunchError
-from penstock.launch.offline.ephemeral_pipeline import free_port
-from penstock.launch.run_folder import running_config
-from penstock.launch.supervisor.owner import ReadySocket
-from penstock.launch.supervisor.procfile import read_procfile
+from penstock.launch.pipeline.control_client import list_processes
+from penstock.launch.pipeline.ephemeral_pipeline import free_port
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.owner import ReadySocket
+from penstock.launch.pipeline.procfile import read_procfile
+from penstock.launch.pipeline.run_folder import running_config
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import ClientError
 from penstock.protocol.messages.status import ProcessStatus

@@ -9,8 +9,8 @@ import time
 import psutil
 
 from penstock.launch.chaos.ground import Ground
-from penstock.launch.control_client import scale
-from penstock.launch.errors import LaunchError
+from penstock.launch.pipeline.control_client import scale
+from penstock.launch.pipeline.errors import LaunchError
 
 BEHIND = """
 import pathlib, runpy, sys, time

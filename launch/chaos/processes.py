@@ -12,10 +12,10 @@ import zmq
 import zmq.asyncio
 
 from penstock.launch.chaos.schedule import Kill
-from penstock.launch.control_client import TIMEOUT, list_processes, send_signal
-from penstock.launch.errors import LaunchError
-from penstock.launch.run_folder import control_endpoint
-from penstock.launch.supervisor.child import kind_of
+from penstock.launch.pipeline.control_client import TIMEOUT, list_processes, send_signal
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.procfile import kind_of
+from penstock.launch.pipeline.run_folder import control_endpoint
 from penstock.protocol.config import run_folder
 from penstock.protocol.messages.control import ControlReply, ListProcesses, Spawned
 

@@ -12,7 +12,7 @@ from penstock.launch.chaos.check import Verdict, check
 from penstock.launch.chaos.options import KINDS
 from penstock.launch.chaos.outcome import Outcome, Recovery
 from penstock.launch.chaos.schedule import SEVERAL
-from penstock.launch.supervisor.child import kind_of
+from penstock.launch.pipeline.procfile import kind_of
 
 BEFORE = "before the first kill"
 COLUMNS = (

@@ -18,8 +18,8 @@ from penstock.launch.chaos.processes import Changes, Processes
 from penstock.launch.chaos.report import faults, make_report
 from penstock.launch.chaos.schedule import Event, make_schedule
 from penstock.launch.chaos.target import left_behind, shared_memory, target
-from penstock.launch.run_folder import model_name
-from penstock.launch.supervisor.child import kind_of
+from penstock.launch.pipeline.procfile import kind_of
+from penstock.launch.pipeline.run_folder import model_name
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.client.client import AsyncClient
 from penstock.protocol.config import Config

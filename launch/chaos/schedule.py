@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from penstock.launch.chaos.options import KINDS, ChaosOptions
-from penstock.launch.supervisor.child import kind_of
+from penstock.launch.pipeline.procfile import kind_of
 
 MAX_TOKENS_BETWEEN = 500
 SEVERAL = "several"

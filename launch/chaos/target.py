@@ -9,10 +9,10 @@ from typing import Any
 
 import psutil
 
-from penstock.launch.commands.options import as_flags, flag, given_options
-from penstock.launch.errors import LaunchError
-from penstock.launch.offline.ephemeral_pipeline import private_pipeline
-from penstock.launch.run_folder import running_config
+from penstock.launch.pipeline.ephemeral_pipeline import private_pipeline
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.options import as_flags, flag, given_options
+from penstock.launch.pipeline.run_folder import running_config
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.config import Config, run_folder
 

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from penstock.launch.errors import LaunchError
+from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config
 from penstock.protocol.run_folder import API_KEY_VARIABLE, with_api_key
 

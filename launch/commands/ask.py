@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from penstock.launch.commands.client_options import add_client_options, connect_client
-from penstock.launch.commands.options import given_options
+from penstock.launch.pipeline.options import given_options
 from penstock.protocol.client.client import Stream
 from penstock.protocol.messages.sampling import SamplingParams
 

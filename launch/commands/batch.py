@@ -18,10 +18,10 @@ import msgspec
 from msgspec import Struct
 from tqdm import tqdm
 
-from penstock.launch.commands.options import add_pipeline_options, as_flags, flag, given_options
-from penstock.launch.errors import LaunchError
-from penstock.launch.offline.ephemeral_pipeline import free_port, private_pipeline
-from penstock.launch.run_folder import base_url, running_config
+from penstock.launch.pipeline.ephemeral_pipeline import free_port, private_pipeline
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.options import add_pipeline_options, as_flags, flag, given_options
+from penstock.launch.pipeline.run_folder import base_url, running_config
 from penstock.protocol.client.errors import ClientError
 from penstock.protocol.config import Config
 

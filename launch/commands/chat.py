@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.launch.commands.ask import print_stream
 from penstock.launch.commands.client_options import add_client_options, connect_client
-from penstock.launch.commands.options import given_options
+from penstock.launch.pipeline.options import given_options
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import ClientError
 from penstock.protocol.messages.sampling import SamplingParams

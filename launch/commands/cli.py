@@ -6,10 +6,10 @@ import sys
 from typing import NoReturn
 
 from penstock.launch.commands.api_key import hide_api_key
-from penstock.launch.commands.options import add_options
 from penstock.launch.commands.parser import Parser, PrintVersion
-from penstock.launch.errors import LaunchError
-from penstock.launch.supervisor.procfile import read_procfile
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.options import add_options
+from penstock.launch.pipeline.procfile import read_procfile
 from penstock.protocol.client.errors import ClientError
 from penstock.protocol.config import Config
 

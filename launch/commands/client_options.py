@@ -2,8 +2,8 @@
 
 from argparse import ArgumentParser, Namespace
 
-from penstock.launch.commands.options import add_name, add_options, name_of
-from penstock.launch.run_folder import running_config
+from penstock.launch.pipeline.options import add_name, add_options, name_of
+from penstock.launch.pipeline.run_folder import running_config
 from penstock.protocol.client.client import Client
 from penstock.protocol.config import DEFAULT_CLIENT
 from penstock.protocol.messages.sampling import SamplingParams

@@ -5,7 +5,7 @@ import ctypes
 import os
 from importlib.metadata import PackageNotFoundError, version
 
-from penstock.launch.errors import LaunchError
+from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config
 
 

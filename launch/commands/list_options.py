@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from penstock.launch.commands.options import options_table
+from penstock.launch.pipeline.options import options_table
 
 
 def add_arguments(command: ArgumentParser) -> None:

@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
 
-from penstock.launch.commands.options import DEPRECATED, OTHER_NAMES, flag
-from penstock.launch.errors import LaunchError
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.options import DEPRECATED, OTHER_NAMES, flag
 
 MAX_SHOWN_OPTIONS = 12
 """options that a usage line lists"""

@@ -2,9 +2,9 @@
 
 from argparse import ArgumentParser, Namespace
 
-from penstock.launch import control_client
-from penstock.launch.commands.options import add_name, name_of
-from penstock.launch.errors import LaunchError
+from penstock.launch.pipeline import control_client
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.options import add_name, name_of
 
 SCALABLE = {"tokenizer": 1, "detokenizer": 1, "http": 0}
 """kind: the least number that a pipeline needs"""

@@ -3,9 +3,9 @@
 import os
 from argparse import ArgumentParser, Namespace
 
-from penstock.launch.commands.options import add_name, name_of
-from penstock.launch.run_folder import environment, running_config
-from penstock.launch.supervisor.procfile import read_procfile, shell_line
+from penstock.launch.pipeline.options import add_name, name_of
+from penstock.launch.pipeline.procfile import read_procfile, shell_line
+from penstock.launch.pipeline.run_folder import environment, running_config
 
 
 def add_arguments(command: ArgumentParser) -> None:

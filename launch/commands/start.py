@@ -13,10 +13,10 @@ import zmq
 
 from penstock.launch.commands.api_key import read_api_key
 from penstock.launch.commands.gpus import check_gpus
-from penstock.launch.commands.options import add_options, flag, given_options
-from penstock.launch.errors import LaunchError
-from penstock.launch.run_folder import CONTROL_SOCKET, claim
-from penstock.launch.supervisor.procfile import PROCFILE, read_procfile
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.options import add_options, flag, given_options
+from penstock.launch.pipeline.procfile import PROCFILE, read_procfile
+from penstock.launch.pipeline.run_folder import CONTROL_SOCKET, claim
 from penstock.launch.supervisor.supervisor import Supervisor
 from penstock.protocol.checkpoint import ModelError, check_tp, quantized, read_model_config
 from penstock.protocol.client.errors import ClientError

@@ -2,8 +2,8 @@
 
 from argparse import ArgumentParser, Namespace
 
-from penstock.launch import run_folder
-from penstock.launch.commands.options import add_name, name_of
+from penstock.launch.pipeline import run_folder
+from penstock.launch.pipeline.options import add_name, name_of
 
 
 def add_arguments(command: ArgumentParser) -> None:

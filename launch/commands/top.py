@@ -19,8 +19,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from penstock.launch.commands.options import add_name, name_of
-from penstock.launch.run_folder import model_name, running_config
+from penstock.launch.pipeline.options import add_name, name_of
+from penstock.launch.pipeline.run_folder import model_name, running_config
 from penstock.launch.supervisor.logs import at_node
 from penstock.protocol.client.client import AsyncClient
 from penstock.protocol.config import Config

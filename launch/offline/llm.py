@@ -20,11 +20,11 @@ from typing import Any, Self
 import msgspec
 from tqdm import tqdm
 
-from penstock.launch.commands.options import DEPRECATED, OTHER_NAMES, as_flags
 from penstock.launch.offline.bounded_concurrency import ask_all
-from penstock.launch.offline.ephemeral_pipeline import private_pipeline
 from penstock.launch.offline.outputs import RequestOutput, SamplingParams, prompts_of
-from penstock.launch.run_folder import check_running, running_config
+from penstock.launch.pipeline.ephemeral_pipeline import private_pipeline
+from penstock.launch.pipeline.options import DEPRECATED, OTHER_NAMES, as_flags
+from penstock.launch.pipeline.run_folder import check_running, running_config
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import NoAnswer
 from penstock.protocol.client.session import Final

@@ -1,16 +1,17 @@
 """Records of the supervisor about one process, over its restarts."""
 
 import time
-from collections import deque
-from collections.abc import Iterable
+from collections import OrderedDict, deque
 
 from penstock.launch.supervisor.logs import NUM_LAST_LINES, Show
-from penstock.protocol.config import Config
+from penstock.protocol.poison import PoisonFound, PoisonList, ProcessesDied, SuspectsCleared
 
 GRACE = 5.0
 """seconds between SIGTERM and SIGKILL"""
 CRASH_WINDOW = 60.0
 """seconds within which deaths are counted"""
+MAX_DEATHS = 1 << 10
+"""deaths whose suspects are remembered, the newest"""
 
 
 class Child:
@@ -47,18 +48,36 @@ class Child:
             self._excused.remove(pid)
 
 
-def process_names(config: Config, kinds: Iterable[str]) -> list[str]:
-    """Return the names of all processes at start."""
-    numbers = {
-        "scheduler": config.dp,
-        "worker": (config.tp + config.spare_workers) * config.dp,
-        "tokenizer": config.tokenizers,
-        "detokenizer": config.detokenizers,
-        "http": config.http,
-    }
-    return [f"{kind}.{i}" for kind in kinds for i in range(1, numbers.get(kind, 1) + 1)]
+class ExplainedDeaths:
+    """Deaths that a request may explain. They do not count as long as a suspect is not cleared."""
 
+    def __init__(self, children: dict[str, Child]) -> None:
+        """children: by name."""
+        self.poison = PoisonList()
+        """requests that were given up"""
+        self._children = children
+        self._suspects: OrderedDict[tuple[str, int], set[bytes]] = OrderedDict()
+        """name and pid → digests of the suspects that are not cleared"""
 
-def kind_of(name: str) -> str:
-    """Return the procfile's word for a process: `worker` for `worker.2`."""
-    return name.partition(".")[0]
+    def handle(self, message: ProcessesDied | PoisonFound | SuspectsCleared) -> None:
+        """Update which deaths count."""
+        match message:
+            case ProcessesDied(processes, suspects):
+                for death in processes:
+                    self._suspects.setdefault(death, set()).update(suspects)
+                    self._excuse(death, True)
+                while len(self._suspects) > MAX_DEATHS:
+                    self._suspects.popitem(last=False)
+            case SuspectsCleared(digests):
+                for death, left in list(self._suspects.items()):
+                    left.difference_update(digests)
+                    if not left:
+                        del self._suspects[death]
+                        self._excuse(death, False)
+            case PoisonFound(digest):
+                self.poison.put(digest, 1)  # it is never cleared: the death stays explained
+
+    def _excuse(self, death: tuple[str, int], is_excused: bool) -> None:
+        name, pid = death
+        if child := self._children.get(name):
+            child.excuse(pid, is_excused)

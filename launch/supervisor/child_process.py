@@ -7,8 +7,13 @@ import signal
 import subprocess
 from collections.abc import Mapping
 
+import psutil
+
+from penstock.launch.pipeline.procfile import shell_line
 from penstock.launch.supervisor.logs import Log
-from penstock.launch.supervisor.procfile import shell_line
+
+UNDERWAY = frozenset({psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP})
+"""it has a CPU or waits for one, or waits for a disk"""
 
 
 class ChildProcess:
@@ -73,3 +78,25 @@ class ChildProcess:
 def describe_exit(exit_code: int) -> str:
     """Return `signal 9` or `exit code 1`."""
     return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+
+
+class Vitals:
+    """State and CPU time of a process of this machine, as its kernel reports them."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._cpu_seconds = 0.0
+
+    def works(self, since: float) -> bool:
+        """Return whether it has used CPU time since the last call, or is about to.
+
+        since: CPU seconds that it had used before the first call."""
+        try:
+            process = psutil.Process(self._pid)
+            with process.oneshot():
+                status, times = process.status(), process.cpu_times()
+        except psutil.Error:
+            return False
+        before = max(since, self._cpu_seconds)
+        self._cpu_seconds = times.user + times.system
+        return status in UNDERWAY or self._cpu_seconds > before

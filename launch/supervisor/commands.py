@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any
 
-from penstock.launch.supervisor.child import Child, kind_of
+from penstock.launch.pipeline.procfile import kind_of
+from penstock.launch.supervisor.child import Child
 from penstock.launch.supervisor.processes import Processes
 from penstock.launch.supervisor.report import Report
 from penstock.launch.supervisor.restart import restart

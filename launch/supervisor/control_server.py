@@ -7,7 +7,7 @@ from typing import Any
 
 import zmq
 
-from penstock.launch.run_folder import control_endpoint
+from penstock.launch.pipeline.run_folder import control_endpoint
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.messages.control import ControlReply, ControlRequest, ListProcesses, Spawned
 from penstock.protocol.transport.context import Context, drain

@@ -10,12 +10,12 @@ from itertools import count
 
 import psutil
 
-from penstock.launch.run_folder import environment
-from penstock.launch.supervisor.child import GRACE, kind_of
-from penstock.launch.supervisor.child_process import ChildProcess
+from penstock.launch.pipeline.procfile import kind_of
+from penstock.launch.pipeline.run_folder import environment
+from penstock.launch.supervisor.child import GRACE
+from penstock.launch.supervisor.child_process import ChildProcess, Vitals
 from penstock.launch.supervisor.logs import Log
 from penstock.launch.supervisor.processes import KeptProcess, Policy, Processes
-from penstock.launch.supervisor.vitals import Vitals
 from penstock.protocol.config import Config
 from penstock.protocol.transport.context import Context
 from penstock.protocol.transport.process import (

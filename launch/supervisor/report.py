@@ -5,8 +5,8 @@ from typing import Any
 
 import zmq
 
-from penstock.launch.supervisor.child import Child, kind_of
-from penstock.launch.supervisor.deaths import ExplainedDeaths
+from penstock.launch.pipeline.procfile import kind_of
+from penstock.launch.supervisor.child import Child, ExplainedDeaths
 from penstock.launch.supervisor.processes import Processes, Running
 from penstock.launch.supervisor.watchdog import Watchdog
 from penstock.protocol.config import Config

@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 
-from penstock.launch.supervisor.child import kind_of
+from penstock.launch.pipeline.procfile import kind_of
 from penstock.protocol.client.client import AsyncClient
 from penstock.protocol.messages.client import StatusRequest
 from penstock.protocol.messages.status import StatusReply

@@ -12,19 +12,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from penstock.launch.errors import LaunchError
-from penstock.launch.run_folder import base_url, model_name, restore_config
-from penstock.launch.supervisor.child import CRASH_WINDOW, Child, kind_of, process_names
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.owner import notify_ready, watch_owner
+from penstock.launch.pipeline.procfile import kind_of, process_names, read_procfile
+from penstock.launch.pipeline.run_folder import base_url, model_name, restore_config
+from penstock.launch.supervisor.child import CRASH_WINDOW, Child, ExplainedDeaths
 from penstock.launch.supervisor.child_process import describe_exit
 from penstock.launch.supervisor.commands import Commands
 from penstock.launch.supervisor.control_server import ControlServer
-from penstock.launch.supervisor.deaths import ExplainedDeaths
 from penstock.launch.supervisor.local import LocalProcesses
 from penstock.launch.supervisor.logs import Show, as_json, behind_name
 from penstock.launch.supervisor.output import LogToOutput, Output
-from penstock.launch.supervisor.owner import notify_ready, watch_owner
 from penstock.launch.supervisor.processes import Policy, Processes
-from penstock.launch.supervisor.procfile import read_procfile
 from penstock.launch.supervisor.report import Report
 from penstock.launch.supervisor.tasks import Tasks, traceback_lines
 from penstock.launch.supervisor.watchdog import Watchdog

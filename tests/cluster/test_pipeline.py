@@ -18,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from penstock import LLM, SamplingParams
 from penstock.launch.chaos.check import Expected, Received, Verdict, check
-from penstock.launch.commands.keys import make_keys
+from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.client.client import AsyncClient, Client
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.config import DEFAULT_CLIENT

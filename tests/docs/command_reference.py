@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 
 from penstock.launch.commands import cli
-from penstock.launch.commands.options import flag
+from penstock.launch.pipeline.options import flag
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
 from tests.docs.markdown import page, table

@@ -8,8 +8,8 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.launch import errors as launch_errors
-from penstock.launch.commands.options import options_table
+from penstock.launch.pipeline import errors as launch_errors
+from penstock.launch.pipeline.options import options_table
 from penstock.protocol.client import errors
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import ErrorReply
@@ -180,8 +180,7 @@ def error_page() -> str:
         ),
         "## Python exceptions",
         "Clients and `LLM` raise subclasses of `ClientError`: `from penstock import RequestError`. "
-        "`LaunchError` is in `penstock.launch.errors`; `LLM` raises it where its pipeline does not "
-        "start.",
+        "`LLM` raises `penstock.LaunchError` where its pipeline does not start.",
         table(
             "exception | base | meaning",
             [

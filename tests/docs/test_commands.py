@@ -11,7 +11,7 @@ import pytest
 
 from penstock.launch.commands import cli
 from penstock.launch.commands.parser import Parser
-from penstock.launch.errors import LaunchError
+from penstock.launch.pipeline.errors import LaunchError
 from tests.docs.pages import ROOT, blocks, prose
 
 VARIABLE = re.compile(r'"?\$(\{\w+[^}]*\}|\w+)[^"\s]*"?')

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from transformers import AutoTokenizer
 
-from penstock.launch.commands.options import add_options, given_options
+from penstock.launch.pipeline.options import add_options, given_options
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
 from tests.engine import Engine

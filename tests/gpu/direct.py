@@ -16,7 +16,7 @@ from functools import partial
 
 import msgspec
 
-from penstock.launch.commands.options import add_options, given_options
+from penstock.launch.pipeline.options import add_options, given_options
 from penstock.protocol.config import Config
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack
 from penstock.protocol.messages.sampling import SamplingParams

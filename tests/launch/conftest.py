@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.launch.offline.ephemeral_pipeline import private_pipeline
-from penstock.launch.run_folder import running_config
+from penstock.launch.pipeline.ephemeral_pipeline import private_pipeline
+from penstock.launch.pipeline.run_folder import running_config
 from penstock.protocol.config import Config
 from tests.launch.supervised import supervised
 

@@ -24,7 +24,7 @@ from penstock.launch.bench.streams import Streaming, percentile
 from penstock.launch.bench.target import Target
 from penstock.launch.bench.workload import Item, fixed_lengths, random_lengths, variant
 from penstock.launch.commands.cli import main
-from penstock.launch.errors import LaunchError
+from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import GenerateRequest
 from tests.launch.fake_gateway import Gateway, echo

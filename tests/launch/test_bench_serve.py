@@ -22,7 +22,7 @@ from penstock.launch.bench.workload import (
     random_kinds,
 )
 from penstock.launch.commands.cli import main
-from penstock.launch.errors import LaunchError
+from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.client.session import Answer
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import GenerateRequest, TextDelta

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.launch.offline.ephemeral_pipeline import free_port
+from penstock.launch.pipeline.ephemeral_pipeline import free_port
 from tests.pipeline.conftest import LAUNCH, START_TIMEOUT, Pipeline
 
 pytestmark = pytest.mark.pipeline

@@ -11,7 +11,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from penstock.launch.commands.keys import make_keys
+from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import RequestError
 from tests.pipeline.conftest import LAUNCH, START_TIMEOUT, Pipeline

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.launch.supervisor.procfile import PROCFILE
+from penstock.launch.pipeline.procfile import PROCFILE
 from penstock.protocol.client.client import AsyncClient
 from penstock.protocol.config import run_folder
 from tests.pipeline.conftest import LAUNCH, START_TIMEOUT, Pipeline

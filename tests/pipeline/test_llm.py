@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from penstock import LLM, SamplingParams, StructuredOutputs
-from penstock.launch.errors import LaunchError
 from penstock.launch.offline.llm import Prompt
+from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.config import run_folder

@@ -11,10 +11,9 @@ from uuid import uuid4
 import msgspec
 import ray
 
-from penstock.launch.supervisor.child_process import ChildProcess
+from penstock.launch.supervisor.child_process import ChildProcess, Vitals
 from penstock.launch.supervisor.logs import Log
 from penstock.launch.supervisor.ray.folder import NodeFolder
-from penstock.launch.supervisor.vitals import Vitals
 from penstock.protocol.config import Config
 from penstock.protocol.run_folder import CONFIG_FILE, CONFIG_VARIABLE
 from penstock.protocol.transport.discovery import KEYS_FOLDER, NODE_VARIABLE, Node

@@ -7,8 +7,8 @@ import socket
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from penstock.launch.errors import LaunchError
-from penstock.launch.supervisor.child import process_names
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.procfile import process_names
 from penstock.launch.supervisor.ray.placement import Machine, OnNode, Placement, place
 from penstock.protocol.config import Config
 

@@ -9,8 +9,8 @@ over the nodes.
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from penstock.launch.errors import LaunchError
-from penstock.launch.supervisor.child import kind_of
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.procfile import kind_of
 from penstock.protocol.config import Config, replica_of
 
 Resources = dict[str, float]

@@ -21,8 +21,8 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from penstock.launch.commands.keys import make_keys
-from penstock.launch.supervisor.child import kind_of
+from penstock.launch.pipeline.keys import make_keys
+from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.supervisor.processes import Policy, Processes
 from penstock.launch.supervisor.ray.actor import ProcessActor, Spec
 from penstock.launch.supervisor.ray.cluster import Joined

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from penstock.launch.errors import LaunchError
+from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.supervisor.child import GRACE
 from penstock.launch.supervisor.processes import KeptProcess
 from penstock.launch.supervisor.ray.actor import LOST, Started

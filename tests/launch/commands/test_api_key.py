@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.launch.commands.api_key import read_api_key, without_key
-from penstock.launch.errors import LaunchError
+from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config
 
 SECRET = "a secret"  # noqa: S105

@@ -9,8 +9,8 @@ import pytest
 from penstock.launch.commands import gpus
 from penstock.launch.commands.cli import main
 from penstock.launch.commands.start import start
-from penstock.launch.errors import LaunchError
-from penstock.launch.supervisor.procfile import PROCFILE
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.procfile import PROCFILE
 from penstock.protocol.config import Config
 
 SLOW_MODULES = ("asyncio", "psutil", "torch", "transformers", "zmq")

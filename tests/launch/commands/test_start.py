@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from penstock.launch.commands import start as module
-from penstock.launch.commands.keys import make_keys
 from penstock.launch.commands.start import check_endpoint, check_http_port, check_http_reach, start
-from penstock.launch.errors import LaunchError
-from penstock.launch.supervisor.procfile import PROCFILE
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.keys import make_keys
+from penstock.launch.pipeline.procfile import PROCFILE
 from penstock.protocol.config import Config, run_folder
 
 MODEL = {

@@ -9,7 +9,7 @@ from signal import SIGHUP, SIGINT
 import psutil
 import pytest
 
-from penstock.launch.run_folder import claim
+from penstock.launch.pipeline.run_folder import claim
 from penstock.launch.supervisor.supervisor import Supervisor
 from penstock.protocol.config import Config
 from penstock.protocol.run_folder import write_config

@@ -8,9 +8,9 @@ import threading
 import pytest
 import zmq
 
-from penstock.launch.control_client import list_processes, request
-from penstock.launch.errors import LaunchError
-from penstock.launch.run_folder import control_endpoint
+from penstock.launch.pipeline.control_client import list_processes, request
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.run_folder import control_endpoint
 from penstock.protocol.config import MAX_PROCESSES, run_folder
 from penstock.protocol.messages.control import (
     ControlReply,

@@ -2,9 +2,8 @@
 
 import pytest
 
-from penstock.launch.supervisor import deaths as module
-from penstock.launch.supervisor.child import Child
-from penstock.launch.supervisor.deaths import ExplainedDeaths
+from penstock.launch.supervisor import child as module
+from penstock.launch.supervisor.child import Child, ExplainedDeaths
 from penstock.protocol.poison import PoisonFound, ProcessesDied, SuspectsCleared
 
 

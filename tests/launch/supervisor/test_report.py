@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.launch.supervisor.deaths import ExplainedDeaths
+from penstock.launch.supervisor.child import ExplainedDeaths
 from penstock.launch.supervisor.processes import Running
 from penstock.launch.supervisor.report import Report
 from penstock.protocol.config import Config

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 
-from penstock.launch.commands.keys import make_keys
+from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.client.client import AsyncClient, Client
 from penstock.protocol.client.connection import Connection
 from penstock.protocol.client.errors import ClientError, NoAnswer, RequestError

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from penstock.launch.commands.keys import make_keys
-from penstock.launch.offline.ephemeral_pipeline import free_port
+from penstock.launch.pipeline.ephemeral_pipeline import free_port
+from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.client import connection
 from penstock.protocol.client.client import AsyncClient, Client
 from penstock.protocol.client.errors import ClientError, RequestError

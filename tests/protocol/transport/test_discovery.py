@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import zmq
 
-from penstock.launch.commands.keys import make_keys
+from penstock.launch.pipeline.keys import make_keys
 from penstock.launch.supervisor.ray.directory import DirectoryServer, FixedNetwork
 from penstock.protocol.messages.registration import Heartbeat
 from penstock.protocol.transport.channel import Channel

@@ -9,7 +9,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from penstock.launch.commands.keys import make_keys
+from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.config import Config
 from penstock.protocol.transport.channel import OVERSIZE_SLACK
 from penstock.protocol.transport.context import Context

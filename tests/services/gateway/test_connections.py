@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from penstock.launch.commands.keys import make_keys
+from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.messages.client import MSGPACK, ErrorReply, GenerateReply, TextDelta
 from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
 from penstock.protocol.transport.process import first_number

@@ -8,7 +8,7 @@ from threading import Thread
 import pytest
 import zmq
 
-from penstock.launch.commands.keys import make_keys
+from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.messages.client import MSGPACK, AbortReply, AbortRequest
 from penstock.protocol.transport.socket_info import tcp_counters
 from penstock.services.gateway import client_socket, connections

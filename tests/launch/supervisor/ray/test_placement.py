@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from penstock.launch.errors import LaunchError
-from penstock.launch.supervisor.child import process_names
-from penstock.launch.supervisor.procfile import read_procfile
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.procfile import process_names, read_procfile
 from penstock.launch.supervisor.ray.placement import (
     Bundle,
     Group,

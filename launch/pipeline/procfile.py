@@ -1,9 +1,11 @@
-"""The procfile: one line per kind of process, `name: command`."""
+"""The procfile: one line per kind of process, `name: command`; names of processes."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
-from penstock.launch.errors import LaunchError
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.protocol.config import Config
 
 PROCFILE = Path(__file__).parents[1] / "procfile"
 """a link to the procfile at the top of the repository, a copy of it in an installed package"""
@@ -36,3 +38,20 @@ def shell_line(command: str) -> str:
     `env` takes the assignments that a command may begin with.
     """
     return f"exec env {command}"
+
+
+def process_names(config: Config, kinds: Iterable[str]) -> list[str]:
+    """Return the names of all processes at start."""
+    numbers = {
+        "scheduler": config.dp,
+        "worker": (config.tp + config.spare_workers) * config.dp,
+        "tokenizer": config.tokenizers,
+        "detokenizer": config.detokenizers,
+        "http": config.http,
+    }
+    return [f"{kind}.{i}" for kind in kinds for i in range(1, numbers.get(kind, 1) + 1)]
+
+
+def kind_of(name: str) -> str:
+    """Return the procfile's word for a process: `worker` for `worker.2`."""
+    return name.partition(".")[0]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from penstock.launch.commands.keys import make_keys
-from penstock.launch.errors import LaunchError
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.transport.curve import KeysError, admitted_keys, secure_client, secure_server
 
 

@@ -10,8 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launch.errors import LaunchError
-from penstock.launch.run_folder import LOCK_FILE, claim, restore_config, running_config, stop
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.run_folder import (
+    LOCK_FILE,
+    claim,
+    restore_config,
+    running_config,
+    stop,
+)
 from penstock.protocol.config import Config, run_folder
 from penstock.protocol.run_folder import write_config
 
@@ -126,7 +132,7 @@ def test_only_a_running_pipeline_has_a_configuration() -> None:
 def test_stop_returns_when_the_process_has_ended() -> None:
     """A large process drops its lock long before: its memory is still to be freed."""
     code = (
-        "import signal, sys; from penstock.launch.run_folder import *; "
+        "import signal, sys; from penstock.launch.pipeline.run_folder import *; "
         "signal.signal(signal.SIGTERM, lambda *_: None);\n"
         f"with claim(Config(name='{CONFIG.name}')): print(1, flush=True); signal.pause()\n"
         "print(2, flush=True); sys.stdin.read()"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.launch.errors import LaunchError
+from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config, run_folder
 from penstock.protocol.run_folder import (
     CONFIG_FILE,

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from penstock.launch.commands.options import (
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.options import (
     add_options,
     as_flags,
     flag,
     given_options,
     options_table,
 )
-from penstock.launch.errors import LaunchError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.structured import StructuredOutputs

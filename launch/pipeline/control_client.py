@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import zmq
 
-from penstock.launch.errors import LaunchError
-from penstock.launch.run_folder import control_endpoint, running_config
-from penstock.launch.supervisor.child import kind_of
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.procfile import kind_of
+from penstock.launch.pipeline.run_folder import control_endpoint, running_config
 from penstock.protocol.config import replica_of, run_folder
 from penstock.protocol.messages.control import (
     ControlReply,

@@ -11,9 +11,9 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 
-from penstock.launch.errors import LaunchError
-from penstock.launch.supervisor.owner import ReadySocket
-from penstock.launch.supervisor.procfile import read_procfile
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.owner import ReadySocket
+from penstock.launch.pipeline.procfile import read_procfile
 from penstock.protocol.config import run_folder
 
 NOBODY_ELSE = ("--http", "0", "--drain-timeout", "0")

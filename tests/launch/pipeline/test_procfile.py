@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launch.errors import LaunchError
-from penstock.launch.supervisor.procfile import PROCFILE, read_procfile, shell_line
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.procfile import PROCFILE, read_procfile, shell_line
 
 ROOT = Path(__file__).parents[3]
 
