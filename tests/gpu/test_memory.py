@@ -1,0 +1,64 @@
+"""GPU memory: the step that takes the most stays within --gpu-memory-utilization."""
+
+import gc
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.protocol.config import Config
+from penstock.services.worker.loading import worst_case_plan
+from tests.engine import Engine
+from tests.gpu.test_logits import SMALL
+from tests.models.checkpoints import save_checkpoint
+
+pytestmark = pytest.mark.gpu
+GIB = 1 << 30
+SLACK = GIB // 4
+"""of the allocator, whose segments are larger than the tensors in them"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Return a checkpoint of two layers with the vocabulary of Qwen3."""
+    with torch.device("cuda"):
+        save_checkpoint(tmp_path, **SMALL | {"num_hidden_layers": 2})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Config().model_folder / name, tmp_path)
+    release()
+    yield tmp_path
+    release()
+
+
+def release() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def used() -> int:
+    """Return the bytes of the GPU that all processes use."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+@pytest.mark.parametrize("with_extras", [False, True])
+def test_the_largest_step_fits(folder: Path, with_extras: bool) -> None:
+    """Rows with penalties, bias, logprobs, a grammar: as many as a step may have."""
+    total = torch.cuda.mem_get_info()[1]
+    limit = used() + 8 * GIB
+    config = Config(
+        model=str(folder),
+        device="cuda",
+        max_model_len=4096,
+        max_num_seqs=256,
+        max_num_batched_tokens=4096,
+        gpu_memory_utilization=limit / total,
+    )
+    engine = Engine(config)
+    plan = worst_case_plan(config, 4096, engine.runner.block_size, with_extras)
+    engine.runner.launch(plan).output()
+    torch.cuda.synchronize()
+    print(f"used {used() / GIB:.2f} GiB of {limit / GIB:.2f}")
+    assert limit - 2 * GIB < used() < limit + SLACK
