@@ -133,8 +133,9 @@ def test_stop_returns_when_the_process_has_ended() -> None:
     """A large process drops its lock long before: its memory is still to be freed."""
     code = (
         "import signal, sys; from penstock.launch.pipeline.run_folder import *; "
-        "signal.signal(signal.SIGTERM, lambda *_: None);\n"
-        f"with claim(Config(name='{CONFIG.name}')): print(1, flush=True); signal.pause()\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]);\n"
+        f"with claim(Config(name='{CONFIG.name}')): "
+        "print(1, flush=True); signal.sigwait([signal.SIGTERM])\n"
         "print(2, flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
