@@ -8,7 +8,6 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.rope import Rope, read_rope
 
 T = TypeVar("T")
@@ -109,29 +108,6 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
                 f"the model{'' if self.rope.yarn else '; a rope_scaling by YaRN allows more'}"
             )
         return max_model_len or longest
-
-
-class GenerationConfig(Struct, kw_only=True, frozen=True):
-    """The fields of `generation_config.json` that the pipeline uses."""
-
-    eos_token_id: int | list[int] | None = None
-    do_sample: bool = False
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-    def fill(self, sampling: SamplingParams) -> None:
-        """Puts the model's defaults where the request says nothing."""
-        if sampling.temperature is None:
-            sampling.temperature = (self.temperature or 1.0) if self.do_sample else 0.0
-        for field, neutral in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-            if getattr(sampling, field) is None:
-                default = getattr(self, field) if self.do_sample else None
-                setattr(sampling, field, neutral if default is None else default)
-        if sampling.repetition_penalty is None:
-            sampling.repetition_penalty = self.repetition_penalty or 1.0
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -241,12 +217,6 @@ def check_tp(config: ModelConfig, tp_size: int, expert_parallel: bool = False) -
     for name, size in sizes.items():
         if size % tp_size:
             raise ModelError(f"tp: got {tp_size}, expected a divisor of the model's {name}, {size}")
-
-
-def read_generation_config(folder: Path) -> GenerationConfig:
-    """All defaults where the file is missing."""
-    path = folder / "generation_config.json"
-    return read_json(path, GenerationConfig) if path.exists() else GenerationConfig()
 
 
 def read_json(path: Path, type_: type[T]) -> T:

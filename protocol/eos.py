@@ -5,7 +5,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from penstock.protocol.checkpoint import read_generation_config, read_json, read_model_config
+from penstock.protocol.checkpoint import read_json, read_model_config
+from penstock.protocol.generation_config import read_generation_config
 
 log = logging.getLogger("checkpoint")
 

@@ -4,7 +4,8 @@ import time
 from collections import OrderedDict, deque
 
 from penstock.launch.supervisor.logs import NUM_LAST_LINES, Show
-from penstock.protocol.poison import PoisonFound, PoisonList, ProcessesDied, SuspectsCleared
+from penstock.protocol.messages.supervisor import PoisonFound, ProcessesDied, SuspectsCleared
+from penstock.protocol.poison import PoisonList
 
 GRACE = 5.0
 """seconds between SIGTERM and SIGKILL"""

@@ -22,8 +22,13 @@ import zmq
 from penstock.launch.supervisor.processes import Host, Watched
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.config import Config
-from penstock.protocol.messages.supervisor import Pulse
-from penstock.protocol.poison import PoisonFound, ProcessesDied, SuspectsCleared, ToSupervisor
+from penstock.protocol.messages.supervisor import (
+    PoisonFound,
+    ProcessesDied,
+    Pulse,
+    SuspectsCleared,
+    ToSupervisor,
+)
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.context import Context, endpoints
 

@@ -12,7 +12,6 @@ from penstock.protocol.client.errors import ClientError
 from penstock.protocol.client.failover import Addresses, check_addresses
 from penstock.protocol.client.session import Answer, Session
 from penstock.protocol.messages.client import (
-    MSGPACK,
     AbortReply,
     DetokenizeReply,
     ErrorReply,
@@ -20,6 +19,7 @@ from penstock.protocol.messages.client import (
     Request,
     TokenizeReply,
 )
+from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.messages.status import StatusReply
 from penstock.protocol.transport.channel import MAX_FRAME_BYTES, OVERSIZE_SLACK, Channel
 from penstock.protocol.transport.context import CLUSTER, Context, Handlers, drain, stays_on_host

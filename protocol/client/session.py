@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.client import (
-    MSGPACK,
     AbortReply,
     DetokenizeReply,
     ErrorReply,
@@ -24,6 +23,7 @@ from penstock.protocol.messages.client import (
     TextDelta,
     TokenizeReply,
 )
+from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.protocol.messages.status import StatusReply
 from penstock.protocol.transport.channel import DECODE_ERRORS

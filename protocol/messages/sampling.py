@@ -98,10 +98,3 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
     structured_outputs: Annotated[
         StructuredOutputs | None, Meta(description="what the text must match")
     ] = None
-
-    @property
-    def stop_strings(self) -> list[str]:
-        """`stop` as a list."""
-        if self.stop is None:
-            return []
-        return [self.stop] if isinstance(self.stop, str) else self.stop

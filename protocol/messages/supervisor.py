@@ -29,3 +29,30 @@ class SupervisorReport(Struct, tag=True):
     draining: bool = False
     poison: list[bytes] = []
     """digests of requests that were given up, for a gateway that has restarted"""
+
+
+class ProcessesDied(Struct, tag=True):
+    """Scheduler or gateway → supervisor: processes died while they worked at requests."""
+
+    processes: list[tuple[str, int]]
+    """names and pids"""
+    suspects: list[bytes]
+    """digests of these requests"""
+
+
+class PoisonFound(Struct, tag=True):
+    """Scheduler or gateway → supervisor: a poison request is given up.
+
+    It explains every death at which it was a suspect.
+    """
+
+    digest: bytes
+
+
+class SuspectsCleared(Struct, tag=True):
+    """Scheduler or gateway → supervisor: suspects were processed since, and explain no death."""
+
+    digests: list[bytes]
+
+
+ToSupervisor = Pulse | ProcessesDied | PoisonFound | SuspectsCleared

@@ -6,12 +6,14 @@ heartbeat, and any message counts as a heartbeat.
 
 import contextlib
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
+import psutil
 import zmq
 
 from penstock.protocol.messages.registration import PROTOCOL_VERSION, Heartbeat
@@ -44,12 +46,15 @@ class PulseSender:
         self._counters = counters
         self._counted: dict[str, float] = {}
         self._counters_failed = False
-        self._memory = _open_memory()
+        self.group = ""
+        """of a worker, as in `Pulse`"""
+        self._own = psutil.Process()
+        self._rss_bytes = 0
         self._channel: Channel[Any] | None = None
         if SUPERVISOR_VARIABLE in os.environ:
             self._channel = process.context.connect(zmq.PUSH, process.endpoints.pulses)
 
-    def send(self, busy_seconds: float = 0.0, group: str = "") -> None:
+    def send(self, busy_seconds: float = 0.0) -> None:
         """Send a pulse; to be called every HEARTBEAT_INTERVAL."""
         if self._channel:
             counters = {
@@ -58,10 +63,11 @@ class PulseSender:
                 "bad_frames_total": traffic.bad_frames,
                 **self._counted,
             }
-            pulse = Pulse(self._name, os.getpid(), busy_seconds, group, counters)
             times = os.times()
-            pulse.cpu_seconds = times.user + times.system
-            pulse.rss_bytes = _resident_bytes(self._memory)
+            with contextlib.suppress(OSError):  # no descriptor is free
+                self._rss_bytes = self._own.memory_info().rss
+            pulse = Pulse(self._name, os.getpid(), busy_seconds, self.group, counters)
+            pulse.cpu_seconds, pulse.rss_bytes = times.user + times.system, self._rss_bytes
             self._channel.send(pulse)
 
     def count(self) -> None:
@@ -73,23 +79,6 @@ class PulseSender:
             if not self._counters_failed:
                 self._counters_failed = True
                 logging.getLogger(self._name).exception("counters failed (reported once)")
-
-
-def _open_memory() -> int | None:
-    """Open the kernel's numbers of this process's memory for good; None without /proc."""
-    with contextlib.suppress(OSError):
-        return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-    return None
-
-
-def _resident_bytes(memory: int | None) -> int:
-    """Return the bytes of this process that are in memory; 0 where that can't be read."""
-    if memory is None:
-        return 0
-    try:
-        return int(os.pread(memory, 100, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 class AwakeClock:
@@ -121,8 +110,9 @@ class HeartbeatThread:
     """A thread that sends this process's pulses, with the seconds that the main thread is busy.
 
     The main thread calls `beat` every HEARTBEAT_INTERVAL, as far as its work allows; the first call
-    starts the thread. A stopped process sends nothing; a process that is stuck at a piece of work
-    is killed by its supervisor after --step-timeout.
+    starts the thread. A worker calls `start`, then `progress` in each step and `rest` after it. A
+    stopped process sends nothing; a process that is stuck at a piece of work is killed by its
+    supervisor after --step-timeout.
     """
 
     def __init__(
@@ -136,21 +126,33 @@ class HeartbeatThread:
         counters: as in `PulseSender`, called by the main thread; to_peers: sends heartbeats on the
         main thread's sockets, called by this thread while the main thread is `working`.
         """
-        self._sender = PulseSender(process, counters)
+        self.sender = PulseSender(process, counters)
         self._to_peers = to_peers
         self._sockets = threading.Lock()
         self._sockets.acquire()  # the main thread's, except in `working`
         self.clock = AwakeClock()
-        self._due = 0.0
+        self._due = math.inf
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def beat(self) -> None:
         """Note that the main thread makes progress."""
-        self._sender.count()
+        self.sender.count()
         self._due = self.clock.now() + HEARTBEAT_INTERVAL
         if self._thread.ident is None:
-            self._thread.start()
+            self.start()
+
+    def start(self) -> None:
+        """Send pulses until `stop`."""
+        self._thread.start()
+
+    def progress(self) -> None:
+        """Note the progress of work that has a time limit."""
+        self._due = self.clock.now()
+
+    def rest(self) -> None:
+        """Note that the main thread is idle, or that its work has no time limit."""
+        self._due = math.inf
 
     @property
     def busy_seconds(self) -> float:
@@ -179,7 +181,7 @@ class HeartbeatThread:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            self._sender.send(self.busy_seconds)
+            self.sender.send(self.busy_seconds)
             if self._to_peers and self._sockets.acquire(blocking=False):
                 try:
                     self._to_peers()

@@ -17,7 +17,8 @@ import zmq
 
 from penstock.protocol.checkpoint import max_request_bytes
 from penstock.protocol.config import Config
-from penstock.protocol.messages.client import Reply, codec_of
+from penstock.protocol.messages.client import Reply
+from penstock.protocol.messages.codec import codec_of
 from penstock.protocol.transport.channel import OVERSIZE_SLACK, Channel, traffic
 from penstock.protocol.transport.context import Context, check_reach, stays_on_host
 from penstock.protocol.transport.curve import ZAP_DOMAIN, secure_server

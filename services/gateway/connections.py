@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from penstock.protocol.messages.client import Codec
+from penstock.protocol.messages.codec import Codec
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.socket_info import (
     ConnectionTraffic,

@@ -12,7 +12,6 @@ from penstock.protocol.config import replica_of
 from penstock.protocol.messages.client import (
     AbortReply,
     AbortRequest,
-    Codec,
     DetokenizeRequest,
     ErrorReply,
     GenerateRequest,
@@ -20,6 +19,7 @@ from penstock.protocol.messages.client import (
     StatusRequest,
     TokenizePromptRequest,
 )
+from penstock.protocol.messages.codec import Codec
 from penstock.protocol.messages.detokenizer import TextDeltas
 from penstock.protocol.messages.gateway import ToGateway
 from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from uuid import uuid4
 
-from penstock.protocol.checkpoint import read_generation_config
+from penstock.protocol.generation_config import read_generation_config
 from penstock.protocol.messages.client import ErrorReply, GenerateReply, GenerateRequest, TextDelta
 from penstock.protocol.messages.metrics import Metrics
 from penstock.protocol.messages.tokenizer import RequestFailed
-from penstock.protocol.poison import REFUSED, DeathReports
+from penstock.protocol.poison import REFUSED
 from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.channel import Channel
+from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.event_loop import CallLater
 from penstock.protocol.transport.process import Process
 from penstock.services.gateway.client_socket import ClientSocket

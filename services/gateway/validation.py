@@ -10,18 +10,17 @@ from penstock.protocol.checkpoint import max_request_bytes, read_model_config
 from penstock.protocol.config import Config
 from penstock.protocol.field_errors import explain
 from penstock.protocol.messages.client import (
-    REQUEST_TYPES,
-    Codec,
     DetokenizeRequest,
     ErrorReply,
     GenerateRequest,
     Request,
-    RequestKind,
     TokenizePromptRequest,
 )
+from penstock.protocol.messages.codec import REQUEST_TYPES, Codec, RequestKind
 from penstock.protocol.nesting import MAX_DEPTH, is_too_deep
-from penstock.protocol.poison import REFUSED, DeathReports, PoisonList, digest_of
+from penstock.protocol.poison import REFUSED, PoisonList, digest_of
 from penstock.protocol.transport.channel import DECODE_ERRORS
+from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.process import Identity
 
 TokenizerRequest = TokenizePromptRequest | DetokenizeRequest
@@ -186,7 +185,7 @@ class Poison:
 
     def num_deaths(self, request: WorkRequest) -> int:
         """Return at how many deaths of tokenizers the same request was the only one."""
-        return self._known.num_deaths(digest(request)) if len(self._known) else 0
+        return self._known.num_deaths(digest(request)) if self._known else 0
 
     def report_death(self, tokenizer: bytes, requests: list[WorkRequest]) -> None:
         """Report the death of a tokenizer, by its routing id, that had these requests."""

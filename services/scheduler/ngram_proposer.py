@@ -19,7 +19,6 @@ class NgramProposer:
         """sent to the workers"""
         self.num_accepted_tokens = 0
         """found right"""
-        self._is_on = config.speculative_method == "ngram"
         self._max_tokens = config.num_speculative_tokens
         self._blocks = blocks
 
@@ -32,7 +31,7 @@ class NgramProposer:
 
     def begin(self, sequence: Sequence, row: RowAdded) -> None:
         """Prepare an admitted sequence; a row with extras gets one token a step."""
-        speculates = self._is_on and sequence.sampling.speculative and row.extras is None
+        speculates = sequence.sampling.speculative and row.extras is None
         sequence.speculation = Speculation() if speculates else None
 
     def check(self, sequence: Sequence, speculation: Speculation) -> None:
@@ -45,7 +44,7 @@ class NgramProposer:
 
     def add_drafts(self, running: list[Sequence], builder: PlanBuilder, num_left: int) -> None:
         """Add drafts of decoding sequences; num_left: rows that the step may still get."""
-        for sequence in running if self._is_on else ():
+        for sequence in running:
             if sequence.speculation and sequence.num_planned_tokens > sequence.num_prefill_tokens:
                 num_left -= self._add(sequence, sequence.speculation, builder, num_left)
 

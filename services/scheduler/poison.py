@@ -15,14 +15,13 @@ from collections.abc import Collection, Iterable
 from msgspec.structs import replace
 
 from penstock.protocol.messages.plan import pack
-from penstock.protocol.poison import DeathReports, PoisonList, digest_of
+from penstock.protocol.poison import PoisonList, digest_of
+from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.process import Identity
 from penstock.services.scheduler.in_flight_plan import InFlightPlan
-from penstock.services.scheduler.sequence import Sequence, Status
+from penstock.services.scheduler.sequence import MAX_WORKER_DEATHS, Sequence, Status
 
 _, RUNNING, DRAINING, _ = Status
-MAX_WORKER_DEATHS = 3
-"""of workers in a row at which a request may be in flight without a token in between"""
 WORKERS_DIED = (
     f"the workers died {MAX_WORKER_DEATHS} times in a row while the request ran, each time before "
     "it got another token; it is not tried again"
@@ -38,17 +37,12 @@ TRIAL_BATCH = 64
 """streams of one trial"""
 
 
-def is_suspect(sequence: Sequence) -> bool:
-    """Return whether it must run alone: it would be given up at the next death."""
-    return sequence.num_deaths >= MAX_WORKER_DEATHS - 1
-
-
 def count_death(in_flight: Collection[Sequence]) -> list[Sequence]:
     """Count a death of the workers. Return the sequence that is given up, if any.
 
     It is a suspect that was alone in flight, even if it was aborted meanwhile.
     """
-    guilty = [one for one in in_flight if is_suspect(one) and len(in_flight) == 1]
+    guilty = [one for one in in_flight if one.is_suspect and len(in_flight) == 1]
     for sequence in in_flight:
         limit = MAX_WORKER_DEATHS if sequence in guilty else MAX_WORKER_DEATHS - 1
         sequence.num_deaths = min(sequence.num_deaths + 1, limit)
@@ -61,22 +55,18 @@ class WorkerTrial:
     def __init__(self, running: Collection[Sequence], in_flight: Collection[InFlightPlan]) -> None:
         """Both change while the scheduler works."""
         self._running, self._in_flight = running, in_flight
-        self._suspect: Sequence | None = None
+        self.suspect: Sequence | None = None
+        """the one admitted last, if any"""
 
     @property
     def is_on(self) -> bool:
         """True while a suspect runs that has not got a token yet."""
-        one = self._suspect
-        return one is not None and is_suspect(one) and one.status in (RUNNING, DRAINING)
-
-    def note_admission(self, sequence: Sequence) -> None:
-        """Begin a trial if the sequence is a suspect."""
-        if is_suspect(sequence):
-            self._suspect = sequence
+        one = self.suspect
+        return one is not None and one.is_suspect and one.status in (RUNNING, DRAINING)
 
     def keeps_out(self, sequence: Sequence) -> bool:
         """Return whether a sequence must wait, for a trial or as a suspect for its own."""
-        if self.is_on or not is_suspect(sequence):
+        if self.is_on or not sequence.is_suspect:
             return self.is_on
         return bool(self._running) or any(plan.computes for plan in self._in_flight)
 
@@ -151,7 +141,7 @@ class Poison:
 
     def admits(self, sequence: Sequence) -> bool:
         """Give a new sequence the deaths of its predecessors. Return False if it must not run."""
-        if len(self._known):
+        if self._known:
             known = self._known.num_deaths(_digest(sequence))
             sequence.num_deaths = max(sequence.num_deaths, known)
         return sequence.num_deaths < MAX_WORKER_DEATHS
@@ -160,7 +150,7 @@ class Poison:
         """Remember the deaths of a sequence that is released, or that it has got a token since."""
         self._suspects.discard(sequence)
         got_token = len(sequence.token_ids) > sequence.num_prefill_tokens > 0
-        if sequence.num_deaths or (got_token and len(self._known)):
+        if sequence.num_deaths or (got_token and self._known):
             self._known.put(_digest(sequence), sequence.num_deaths)
         if got_token and not sequence.num_deaths and self._reports.suspects:
             self._reports.clear([_digest(sequence)])

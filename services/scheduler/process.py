@@ -20,9 +20,10 @@ from penstock.protocol.messages.scheduler import (
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.messages.tokenizer import RequestFailed
 from penstock.protocol.messages.worker import FromWorker, WorkerExit, WorkerState
-from penstock.protocol.poison import REFUSED, DeathReports
+from penstock.protocol.poison import REFUSED
 from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.channel import traffic
+from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread, predecessors, refusal
 from penstock.protocol.transport.process import Process, first_number
@@ -58,9 +59,9 @@ class SchedulerProcess:
         self.lease = Lease(self.config.lease_timeout)
         self.early: list[TokenizedRequest] = []
         """requests that arrived before there were workers"""
-        self.reported_ready, self.plan_bytes = False, 0
+        self.reported_ready, self.has_deaths, self.plan_bytes = False, False, 0
         self.poison = poison.Poison(DeathReports(process))
-        self.traces = report.Traces(Tracer(self.config, process.name))
+        self.tracer = Tracer(self.config, process.name)
         context, at = process.context, process.endpoints
         self.inbox = context.bind(zmq.PULL, at.requests, ToScheduler)
         self.workers = context.bind(zmq.ROUTER, at.workers, FromWorker)
@@ -117,7 +118,8 @@ class SchedulerProcess:
             return
         self.release(request.request_id, request.attempt)
         sequence = Sequence(request, self.eos_token_ids)
-        if not self.poison.admits(sequence):
+        self.has_deaths |= sequence.num_deaths > 0
+        if self.has_deaths and not self.poison.admits(sequence):
             self.fail(request, ErrorReply(code="failed", message=REFUSED), is_poison=True)
             return
         try:
@@ -128,7 +130,6 @@ class SchedulerProcess:
             return
         self.requests[request.request_id] = sequence
         self.streams.open(sequence)
-        self.traces.on_arrival(sequence)
 
     def fail(self, request: Request, reply: ErrorReply, is_poison: bool = False) -> None:
         """Report to the gateway why a request can't be served."""
@@ -149,8 +150,10 @@ class SchedulerProcess:
             del self.requests[request_id]
             self.scheduler.finish(sequence, "abort")
             self.streams.close(sequence)
-            self.traces.end(sequence)
-            self.poison.remember(sequence)
+            if self.tracer.is_on:
+                report.write_spans(self.tracer, sequence)
+            if self.has_deaths:
+                self.poison.remember(sequence)
         self.early = [r for r in self.early if r.request_id != request_id or r.attempt > attempt]
 
     # ---- workers -----------------------------------------------------------------------------
@@ -168,9 +171,9 @@ class SchedulerProcess:
         """Add the tokens of a step; those of an older group are dropped and computed again."""
         if self.scheduler and message.epoch == self.scheduler.epoch == self.group.epoch:
             output = self.scheduler.update(message)
-            self.poison.clear()
+            if self.has_deaths:
+                self.poison.clear()
             self.streams.put(output)
-            self.traces.on_output(output)
             self.plan_depth.on_tokens(monotonic())
             for sequence, reason in output.failed:
                 self.give_up(sequence, reason)
@@ -211,14 +214,15 @@ class SchedulerProcess:
     def end_group(self) -> None:
         """Requeue every sequence if the workers died: for other workers, or another replica."""
         if self.scheduler and self.scheduler.epoch not in (NO_GROUP, self.group.epoch):
+            self.has_deaths = True
             self.poison.report_workers(self.group.members_before, self.scheduler.in_flight)
             for sequence in self.scheduler.restart(NO_GROUP):
                 self.give_up(sequence, poison.WORKERS_DIED, is_poison=True)
 
     def give_up(self, sequence: Sequence, reason: str, is_poison: bool = False) -> None:
         """Fail a request that can't continue, or is poison; the others continue."""
-        about = {"request_id": sequence.request_id}
-        self.log.error("%s: %s", sequence.request_id, reason, extra=about)
+        name = sequence.request_id
+        self.log.error("%s: %s", name, reason, extra={"request_id": name})
         self.fail(sequence, ErrorReply(code="failed", message=reason), is_poison)
         self.release(sequence.request_id, sequence.attempt)
         if is_poison:
@@ -232,7 +236,6 @@ class SchedulerProcess:
             plan = scheduler.schedule()
             if plan is None:
                 break
-            self.traces.on_plan(scheduler.in_flight[-1])
             frame = self.workers.encode(plan)
             self.plan_bytes += len(frame)
             for member in self.group.members:
@@ -247,9 +250,9 @@ class SchedulerProcess:
 
     def lose_detokenizer(self, identity: bytes) -> None:
         """Move its sequences to another detokenizer, now or when one registers."""
-        self.log.warning(
-            "detokenizer %s is lost; moving its requests", identity.decode(errors="replace")
-        )
+        name = identity.decode(errors="replace")
+        self.log.warning("detokenizer %s is lost; moving its requests", name)
+        self.has_deaths = True
         lost = self.streams.lost(identity, has_died=True)
         for sequence in self.poison.report_detokenizer(identity, *lost):
             self.give_up(sequence, poison.DETOKENIZERS_DIED, is_poison=True)

@@ -4,7 +4,6 @@ from time import monotonic
 
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.tracing import Tracer
-from penstock.services.scheduler.in_flight_plan import InFlightPlan, StepOutput
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.streams import Streams
@@ -42,41 +41,18 @@ def counters(scheduler: Scheduler | None, plan_bytes: int) -> dict[str, float]:
     return {"plan_bytes_total": plan_bytes, "queue_age_seconds": age, **drafts}
 
 
-class Traces:
-    """The spans `queue`, `prefill` and `decode` of each sequence, if tracing is on.
+def write_spans(tracer: Tracer, sequence: Sequence) -> None:
+    """Report the spans `queue`, `prefill` and `decode` of a sequence that is released.
 
     A sequence that is preempted, or whose workers die, stays in the span it is in.
     """
-
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
-        self._spans: dict[Sequence, tuple[str, float]] = {}
-        """current span, and its begin"""
-
-    def on_arrival(self, sequence: Sequence) -> None:
-        if self._tracer.is_on:
-            self._spans[sequence] = "queue", monotonic()
-
-    def on_plan(self, plan: InFlightPlan) -> None:
-        if self._tracer.is_on:
-            for sequence in plan.sequences:
-                self._advance(sequence, "queue", "prefill")
-
-    def on_output(self, output: StepOutput) -> None:
-        if self._tracer.is_on:
-            for sequence in output.sequences:
-                self._advance(sequence, "prefill", "decode")
-            for sequence in output.finished:
-                self.end(sequence)
-
-    def end(self, sequence: Sequence) -> None:
-        """End the span of a sequence, if it has one."""
-        if span := self._spans.pop(sequence, None):
-            name, begin = span
-            attributes = {"gen_ai.usage.output_tokens": len(sequence.output_token_ids)}
-            self._tracer.span(name, sequence.request_id, begin, attributes)
-
-    def _advance(self, sequence: Sequence, from_: str, to: str) -> None:
-        if self._spans.get(sequence, ("",))[0] == from_:
-            self.end(sequence)
-            self._spans[sequence] = to, monotonic()
+    moments = {
+        "queue": sequence.arrived_at,
+        "prefill": sequence.scheduled_at,
+        "decode": sequence.first_token_at,
+    }
+    attributes = {"gen_ai.usage.output_tokens": len(sequence.output_token_ids)}
+    begun = [(name, begin) for name, begin in moments.items() if begin]
+    ends = [begin for _, begin in begun[1:]]
+    for (name, begin), end in zip(begun, [*ends, monotonic()], strict=True):
+        tracer.span(name, sequence.request_id, begin, attributes, end=end)

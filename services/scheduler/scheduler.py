@@ -49,6 +49,7 @@ class Scheduler:
         self._max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._free_slots = list(range(self._max_rows))
         self.proposer = NgramProposer(config, block_manager)
+        self._speculates = config.speculative_method == "ngram"
         self._trial = WorkerTrial(self.running, self.in_flight)
         self._removed: list[int] = []
         """slots that leave the persistent batch with the next plan"""
@@ -143,7 +144,8 @@ class Scheduler:
                 budget -= self._add_chunk(sequence, builder, budget)
         budget = self._admit(builder, budget)
         num_rows = self._max_rows - num_decoding - len(plan.chunks)
-        self.proposer.add_drafts(self.running, builder, min(num_rows, budget))
+        if self._speculates:
+            self.proposer.add_drafts(self.running, builder, min(num_rows, budget))
         if plan.computes:
             self.step_tokens.add(self._max_tokens_per_step - budget)
         elif not (self.in_flight and self.in_flight[-1].computes):
@@ -201,38 +203,30 @@ class Scheduler:
     def _admit(self, builder: PlanBuilder, budget: int) -> int:
         may_admit = budget and self._free_slots and self.block_manager.has_room(bool(self.running))
         for sequence in self.waiting.candidates() if may_admit else ():
-            if self._is_in_flight(sequence) or self._trial.keeps_out(sequence):
+            if self._must_wait(sequence):
                 break
-            if not self._allocate(sequence):
-                self.waiting.hold(sequence)
+            if not self.block_manager.allocate(sequence, keep_watermark=bool(self.running)):
+                self.waiting.hold(sequence)  # a sequence alone may have the whole pool
                 continue
             self.waiting.admit(sequence)
-            self._run(sequence)
-            self._trial.note_admission(sequence)
+            insort(self.running, sequence, key=attrgetter("rank"))
+            sequence.admit(heappop(self._free_slots))
+            if sequence.is_suspect:
+                self._trial.suspect = sequence
             builder.added.append(sequence.as_row())
-            self.proposer.begin(sequence, builder.added[-1])
+            if self._speculates:
+                self.proposer.begin(sequence, builder.added[-1])
             budget -= self._add_chunk(sequence, builder, budget)
             if not budget or not self._free_slots:
                 break
         return budget
 
-    def _run(self, sequence: Sequence) -> None:
-        insort(self.running, sequence, key=attrgetter("rank"))
-        sequence.admit(heappop(self._free_slots))
-
-    def _allocate(self, sequence: Sequence) -> bool:
-        """Give a sequence its blocks. A sequence alone may have the whole pool."""
-        if not self.block_manager.allocate(sequence, keep_watermark=bool(self.running)):
-            return False
-        if sequence.needs_prompt_logprobs:
-            sequence.prompt_logprobs = []  # all are computed again
-        if not sequence.num_preemptions:
-            num_found = min(sequence.num_planned_tokens, sequence.num_prompt_tokens)
-            sequence.num_cached_tokens = num_found
-        return True
-
-    def _is_in_flight(self, sequence: Sequence) -> bool:
-        return bool(self.in_flight) and sequence.last_step >= self.in_flight[0].number
+    def _must_wait(self, sequence: Sequence) -> bool:
+        """Return whether a sequence is in flight still, or must wait because of a suspect."""
+        if self.in_flight and sequence.last_step >= self.in_flight[0].number:
+            return True
+        has_suspects = sequence.is_suspect or self._trial.suspect is not None
+        return has_suspects and self._trial.keeps_out(sequence)
 
     def _retire_rows(self, plan: InFlightPlan) -> None:
         """Remove rows whose last token this plan samples from the next plan."""

@@ -1,5 +1,6 @@
 """A request in the scheduler: a growing list of tokens."""
 
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from hashlib import sha256
 from time import monotonic
@@ -9,9 +10,13 @@ import xxhash
 from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.logprobs import PackedLogprobs
 from penstock.protocol.messages.plan import RowAdded, RowExtras, pack, unpack
+from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
+from penstock.protocol.messages.structured import Reasoning
 from penstock.services.scheduler.speculative import Speculation
 
+MAX_WORKER_DEATHS = 3
+"""of workers in a row at which a request may be in flight without a token in between"""
 MAX_PREEMPTIONS = 4
 """of a sequence by others with a better priority; afterwards it keeps its blocks"""
 
@@ -37,13 +42,14 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """Tokens, blocks and progress of one request.
 
     Besides its own methods, these classes write its fields (a test compares):
 
     - `Scheduler`: status, finish_reason, slot, token_ids, last_step, num_deaths,
-      num_planned_tokens, num_preemptions, num_cached_tokens, prompt_logprobs
+      num_planned_tokens, num_preemptions
     - `BlockManager`: block_table, num_prefill_tokens, num_planned_tokens, num_published_blocks,
       published_content
     - `NgramProposer`: speculation, num_planned_tokens, last_step
@@ -53,104 +59,80 @@ class Sequence:
     - `poison`: num_deaths
     """
 
-    __slots__ = (
-        "admission",
-        "arrived_at",
-        "attempt",
-        "bad_words",
-        "block_table",
-        "cache_root",
-        "client",
-        "detokenizer",
-        "finish_reason",
-        "first_token_at",
-        "full_blocks",
-        "last_step",
-        "logprobs",
-        "max_length",
-        "num_cached_tokens",
-        "num_deaths",
-        "num_planned_tokens",
-        "num_preemptions",
-        "num_prefill_tokens",
-        "num_prompt_tokens",
-        "num_published_blocks",
-        "priority",
-        "prompt_logprobs",
-        "published_content",
-        "reasoning",
-        "request_id",
-        "sampling",
-        "scheduled_at",
-        "seed",
-        "slot",
-        "speculation",
-        "status",
-        "stop_token_ids",
-        "stream_id",
-        "token_ids",
-    )
+    request: InitVar[TokenizedRequest]
+    eos_token_ids: InitVar[frozenset[int]]
+    request_id: str = field(init=False)
+    attempt: int = field(init=False)
+    client: str = field(init=False)
+    priority: int = field(init=False)
+    sampling: SamplingParams = field(init=False)
+    seed: int = field(init=False)
+    reasoning: Reasoning = field(init=False)
+    bad_words: list[list[int]] = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_deaths: int = field(init=False)
+    """deaths of workers at which it was in flight, since its last token"""
+    cache_root: bytes = b""
+    """prefix of the first block's tokens in its hash: other salts have other blocks"""
+    logprobs: list[PackedLogprobs | None] | None = None
+    """of each output token, None for those of an earlier attempt; None if not requested"""
+    prompt_logprobs: list[PackedLogprobs] | None = None
+    """of the prompt tokens after the first, as far as they are known; None if not requested"""
+    arrived_at: float = field(default_factory=monotonic)
+    scheduled_at: float = 0.0
+    first_token_at: float = 0.0
+    """at the scheduler; 0: not yet"""
+    admission: int = -1
+    """number of its first admission to the running batch"""
+    max_length: int = 0
+    """limit of tokens, prompt and output; set when the scheduler takes the sequence"""
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    slot: int = -1
+    last_step: int = -1
+    """number of the last plan it is part of"""
+    num_prefill_tokens: int = 0
+    """tokens known when it was last admitted: these are prefilled, the rest is decoded"""
+    num_planned_tokens: int = 0
+    """positions whose KV is computed by the plans sent so far, or was found in the cache; some
+    may be those of guesses"""
+    speculation: Speculation | None = None
+    """made at its admission, if it speculates"""
+    num_cached_tokens: int = 0
+    """prompt tokens found in the prefix cache when it was first admitted"""
+    num_preemptions: int = 0
+    block_table: list[int] = field(default_factory=list)
+    full_blocks: list[tuple[bytes, bytes]] = field(default_factory=list)
+    """(hash, token ids) of its full blocks, as far as they have been needed"""
+    detokenizer: bytes | None = None
+    """identity of the process that makes its text"""
+    stream_id: int = -1
+    num_published_blocks: int = 0
+    published_content: int = 0
+    """number of its last published block's content; see `BlockPool.publish`"""
 
-    def __init__(self, request: TokenizedRequest, eos_token_ids: frozenset[int]) -> None:
-        prompt = unpack(request.prompt_token_ids)
-        self.request_id = request.request_id
-        self.arrived_at = monotonic()
-        self.scheduled_at = self.first_token_at = 0.0
-        """at the scheduler; 0: not yet"""
-        self.attempt, self.reasoning = request.attempt, request.reasoning
+    def __post_init__(self, request: TokenizedRequest, eos_token_ids: frozenset[int]) -> None:
+        self.request_id, self.attempt = request.request_id, request.attempt
         self.client, self.priority = request.client, request.priority
-        self.admission = -1
-        """number of its first admission to the running batch"""
         self.sampling = sampling = request.sampling
-        self.bad_words = request.bad_words
         self.seed = seed_of(request)
+        self.reasoning, self.bad_words = request.reasoning, request.bad_words
+        self.num_deaths = request.num_deaths
         # After the end of a grammar, only these tokens can be sampled.
         ignores_eos = sampling.ignore_eos and sampling.structured_outputs is None
         eos = frozenset() if ignores_eos else eos_token_ids
         self.stop_token_ids = eos | frozenset(sampling.stop_token_ids)
-        self.token_ids: list[int] = [*prompt, *unpack(request.output_token_ids)]
+        prompt, output = unpack(request.prompt_token_ids), unpack(request.output_token_ids)
+        self.token_ids = [*prompt, *output]
         self.num_prompt_tokens = len(prompt)
-        num_output_tokens = len(self.token_ids) - len(prompt)
-        self.logprobs: list[PackedLogprobs | None] | None = (
-            None if sampling.logprobs is None else [None] * num_output_tokens
-        )
-        """of each output token, None for those of an earlier attempt; None if not requested"""
-        self.prompt_logprobs: list[PackedLogprobs] | None = (
-            None if sampling.prompt_logprobs is None else []
-        )
-        """of the prompt tokens after the first, as far as they are known; None if not requested"""
-        self.max_length = 0
-        """limit of tokens, prompt and output; set when the scheduler takes the sequence"""
-        self.status = Status.WAITING
-        self.finish_reason: FinishReason | None = None
-        self.slot = -1
-        self.last_step = -1
-        """number of the last plan it is part of"""
-        self.num_prefill_tokens = 0
-        """tokens known when it was last admitted: these are prefilled, the rest is decoded"""
-        self.num_planned_tokens = 0
-        """positions whose KV is computed by the plans sent so far, or was found in the cache; some
-        may be those of guesses"""
-        self.speculation: Speculation | None = None
-        """made at its admission, if it speculates"""
-        self.num_cached_tokens = 0
-        """prompt tokens found in the prefix cache when it was first admitted"""
-        self.num_preemptions = 0
-        self.num_deaths = request.num_deaths
-        """deaths of workers at which it was in flight, since its last token"""
-        self.block_table: list[int] = []
-        self.cache_root = (
-            sha256(request.cache_salt.encode()).digest() if request.cache_salt else b""
-        )
-        """prefix of the first block's tokens in its hash: other salts have other blocks"""
-        self.full_blocks: list[tuple[bytes, bytes]] = []
-        """(hash, token ids) of its full blocks, as far as they have been needed"""
-        self.detokenizer: bytes | None = None
-        """identity of the process that makes its text"""
-        self.stream_id = -1
-        self.num_published_blocks = 0
-        self.published_content = 0
-        """number of its last published block's content; see `BlockPool.publish`"""
+        if request.cache_salt:
+            self.cache_root = sha256(request.cache_salt.encode()).digest()
+        if sampling.logprobs is not None:
+            self.logprobs = [None] * len(output)
+        if sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = []
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -165,6 +147,11 @@ class Sequence:
         """
         is_young = self.num_preemptions < MAX_PREEMPTIONS
         return is_young, self.priority if is_young else 0, self.admission
+
+    @property
+    def is_suspect(self) -> bool:
+        """True if it must run alone: it would be given up at the next death."""
+        return self.num_deaths >= MAX_WORKER_DEATHS - 1
 
     @property
     def is_paused(self) -> bool:
@@ -199,10 +186,10 @@ class Sequence:
             "logit_bias": sampling.logit_bias,
             "allowed_token_ids": sampling.allowed_token_ids or (),
         }
-        for field, token_ids in named.items():
+        for name, token_ids in named.items():
             if (largest := max(token_ids, default=0)) >= vocab_size:
                 raise CannotFitError(
-                    f"{field} has token id {largest}; ids go up to {vocab_size - 1}"
+                    f"{name} has token id {largest}; ids go up to {vocab_size - 1}"
                 )
         num_top = sampling.prompt_logprobs
         if num_top is not None and (1 + num_top) * self.num_prompt_tokens > MAX_PROMPT_LOGPROBS:
@@ -212,10 +199,14 @@ class Sequence:
             )
 
     def admit(self, slot: int) -> None:
-        """Give the sequence a slot: it is part of the next plan."""
+        """Give the sequence, which has its blocks, a slot: it is part of the next plan."""
         self.status = Status.RUNNING
         self.slot = slot
         self.scheduled_at = self.scheduled_at or monotonic()
+        if self.needs_prompt_logprobs:
+            self.prompt_logprobs = []  # all are computed again
+        if not self.num_preemptions:
+            self.num_cached_tokens = min(self.num_planned_tokens, self.num_prompt_tokens)
 
     def phase_seconds(self) -> tuple[float, float]:
         """Return seconds in the queue and of the prefill; 0 before the first token."""

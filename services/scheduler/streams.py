@@ -234,13 +234,14 @@ class Streams:
 
 def _opened(sequence: Sequence) -> StreamOpened:
     end, sampling = sequence.num_prompt_tokens, sequence.sampling
+    stop = sampling.stop or []
     return StreamOpened(
         stream_id=sequence.stream_id,
         request_id=sequence.request_id,
         attempt=sequence.attempt,
         prompt_tail=pack(sequence.token_ids[max(0, end - MAX_CHARACTER_TOKENS) : end]),
         output_token_ids=pack(sequence.output_token_ids),
-        stop=sampling.stop_strings,
+        stop=[stop] if isinstance(stop, str) else stop,
         stop_token_ids=sorted(sequence.stop_token_ids),
         include_stop_str_in_output=sampling.include_stop_str_in_output,
         skip_special_tokens=sampling.skip_special_tokens,

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from itertools import count, islice
 
 from penstock.protocol.fair_queue import FairQueue
-from penstock.services.scheduler.poison import is_suspect
 from penstock.services.scheduler.sequence import Sequence
 
 MAX_RETRIED = 4
@@ -49,14 +48,14 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         """Append a new sequence, which may be a suspect of another replica."""
-        if is_suspect(sequence):
+        if sequence.is_suspect:
             self._suspects[sequence] = None
             return
         self._new.add(sequence, sequence.client, sequence.priority)
 
     def put_back(self, sequence: Sequence) -> None:
         """Put a preempted sequence before all others, or a suspect before all suspects."""
-        queue = self._suspects if is_suspect(sequence) else self._preempted
+        queue = self._suspects if sequence.is_suspect else self._preempted
         queue[sequence] = None
         queue.move_to_end(sequence, last=False)
 
@@ -67,7 +66,7 @@ class WaitingQueue:
 
     def find_suspects(self) -> None:
         """After a death: sequences that were preempted before it may have become suspects."""
-        for sequence in filter(is_suspect, list(self._preempted)):
+        for sequence in [one for one in self._preempted if one.is_suspect]:
             del self._preempted[sequence]
             self._suspects[sequence] = None
 

@@ -42,6 +42,8 @@ class WorkerGroup:
         self._had_group = False
         self.epoch = 0
         """of this group's plans; 0 while there is no group"""
+        self.ready = False
+        """plans may be sent"""
         self.members: list[bytes] = []
         """identities by rank; empty while there is no group"""
         self._hellos: dict[bytes, WorkerState] = {}
@@ -55,11 +57,6 @@ class WorkerGroup:
         """names and pids of the last group's members"""
         self._pids_before: list[tuple[str, int]] = []
         """nodes and pids of the last group's members: they may hold its memory still"""
-
-    @property
-    def ready(self) -> bool:
-        """Plans may be sent."""
-        return bool(self.members) and all(self._hellos[m].num_blocks for m in self.members)
 
     @property
     def num_blocks(self) -> int:
@@ -94,7 +91,10 @@ class WorkerGroup:
             messages += self.lost(other)
         self._hellos[identity] = hello
         self._num_missed[identity] = 0
-        return messages if self.members else messages + self._seat()
+        if not self.members:
+            return messages + self._seat()
+        self._check_ready()
+        return messages
 
     def lost(self, identity: bytes) -> list[WorkerMessage]:
         """Dissolve the group of a lost worker; spare workers make the next one."""
@@ -109,7 +109,7 @@ class WorkerGroup:
         reason = f"{self._hellos[identity].name} exited or is unreachable"
         self._forget(identity)
         rest = [member for member in self.members if member != identity]
-        self.members, self.epoch, self._assignments = [], 0, []
+        self.members, self.epoch, self._assignments, self.ready = [], 0, [], False
         return self._dismiss(rest, reason) + self._seat()
 
     def heartbeat(self) -> list[WorkerMessage]:
@@ -129,6 +129,9 @@ class WorkerGroup:
         for identity in silent.difference(self.members):
             self._forget(identity)
         return self._assignments
+
+    def _check_ready(self) -> None:
+        self.ready = all(self._hellos[member].num_blocks for member in self.members)
 
     def _forget(self, identity: bytes) -> None:
         self._hellos.pop(identity, None)
@@ -179,6 +182,7 @@ class WorkerGroup:
     def _assign(self, members: list[bytes], group: str) -> list[WorkerMessage]:
         self.epoch = next(self._epochs)
         self.members = members
+        self._check_ready()
         self._had_group = True
         rendezvous = self._hellos[members[0]].rendezvous
         nodes = [self._hellos[member].node for member in members]

@@ -126,8 +126,9 @@ class TokenizerProcess:
             )
         )
         self.gateway.send(TokenizeDone(request.request_id, request.attempt, len(token_ids)))
-        attributes = {"gen_ai.usage.input_tokens": len(token_ids)}
-        self.tracer.span("tokenize", request.request_id, begin, attributes)
+        if self.tracer.is_on:
+            attributes = {"gen_ai.usage.input_tokens": len(token_ids)}
+            self.tracer.span("tokenize", request.request_id, begin, attributes)
 
     def _refuse(self, request: TokenizeRequest, error: Exception) -> None:
         failed = RequestFailed(request.request_id, request.attempt, _error_reply(error))

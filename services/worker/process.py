@@ -19,8 +19,8 @@ from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack
 from penstock.protocol.messages.worker import ToWorker, WorkerAssignment, WorkerExit, WorkerState
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.event_loop import EventLoop
+from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
-from penstock.services.worker.heartbeat import Heartbeat
 from penstock.services.worker.network import free_rendezvous, use_interface_of
 from penstock.services.worker.step_output import StepOutput
 
@@ -80,7 +80,7 @@ class Worker:
         )
         self._process = process
         self._load = load
-        self.heartbeat = Heartbeat()
+        self.heartbeats = HeartbeatThread(process)
         self._runner: Runner | None = None
         self._group = ""
         self._rank = -1
@@ -115,7 +115,7 @@ class Worker:
                 case WorkerExit(reason):
                     raise WorkerError(f"the scheduler ended this worker: {reason}")
         self._wait()
-        self.heartbeat.rest()
+        self.heartbeats.rest()
 
     def _take_place(self, assignment: WorkerAssignment) -> None:
         if assignment.epoch < self._epoch:
@@ -140,7 +140,7 @@ class Worker:
 
     def _join(self, assignment: WorkerAssignment) -> None:
         self._group, self._rank = assignment.group, assignment.rank
-        self.heartbeat.group = assignment.group
+        self.heartbeats.sender.group = assignment.group
         self._process.log.info("rank %d of %d: loading", assignment.rank, assignment.tp_size)
         for pid in assignment.pids_before:
             wait_for_end(pid)
@@ -160,7 +160,7 @@ class Worker:
         if plan.step != self._next_step:
             raise WorkerError(f"plan: got step {plan.step}, expected {self._next_step}")
         self._next_step += 1
-        self.heartbeat.progress()
+        self.heartbeats.progress()
         self._steps.append(_Step(plan.step, self._runner.launch(plan)))
         self._send_done()
 
@@ -175,7 +175,7 @@ class Worker:
         self._send_done()
 
     def _send_oldest(self) -> None:
-        self.heartbeat.progress()
+        self.heartbeats.progress()
         step = self._steps.popleft()
         token_ids = step.launched.token_ids()
         if self._rank == 0:
@@ -216,7 +216,7 @@ def main(load: Load) -> NoReturn:
 
 def _run(process: Process, load: Load) -> None:
     worker = Worker(process, load)
-    worker.heartbeat.start(process)
+    worker.heartbeats.start()
     loop = EventLoop(process.context, worker.send_state)
     loop.add(worker.channel, worker.receive)
     process.context.on_connected(worker.channel, worker.send_state)

@@ -35,7 +35,14 @@ from penstock.protocol.messages.scheduler import (
 )
 from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.protocol.messages.supervisor import Pulse, SupervisorReport
+from penstock.protocol.messages.supervisor import (
+    PoisonFound,
+    ProcessesDied,
+    Pulse,
+    SupervisorReport,
+    SuspectsCleared,
+    ToSupervisor,
+)
 from penstock.protocol.messages.tokenizer import (
     RequestFailed,
     TokenizeDone,
@@ -44,7 +51,6 @@ from penstock.protocol.messages.tokenizer import (
     TokenizerReply,
 )
 from penstock.protocol.messages.worker import WorkerAssignment, WorkerExit, WorkerState
-from penstock.protocol.poison import PoisonFound, ProcessesDied, SuspectsCleared, ToSupervisor
 
 INNER_ID = "inner"
 """no client's request has it"""

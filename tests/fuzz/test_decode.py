@@ -13,12 +13,11 @@ import pytest
 import zmq
 from msgspec import Struct
 
-from penstock.protocol.checkpoint import (
-    max_request_bytes,
-    read_generation_config,
-)
+from penstock.protocol.checkpoint import max_request_bytes
 from penstock.protocol.config import Config
-from penstock.protocol.messages.client import GenerateRequest, Reply, codec_of
+from penstock.protocol.generation_config import read_generation_config
+from penstock.protocol.messages.client import GenerateRequest, Reply
+from penstock.protocol.messages.codec import codec_of
 from penstock.protocol.messages.detokenizer import StepTokens, TextDeltas
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack, unpack
 from penstock.protocol.messages.scheduler import TokenizedRequest

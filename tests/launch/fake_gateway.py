@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import zmq
 
 from penstock.protocol.messages.client import (
-    MSGPACK,
     AbortReply,
     AbortRequest,
     GenerateReply,
@@ -18,6 +17,7 @@ from penstock.protocol.messages.client import (
     TextDelta,
     Usage,
 )
+from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.messages.status import StatusReply
 
 Behaviour = Callable[[Request], list[Reply]]

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from penstock.protocol.messages.client import JSON, GenerateReply, GenerateRequest
+from penstock.protocol.messages.client import GenerateReply, GenerateRequest
+from penstock.protocol.messages.codec import JSON
 from tests.pipeline.conftest import Pipeline
 from tests.pipeline.test_restart import PATIENT, halted
 from tests.tools.demo.tasks import answer_to, count_prompt

@@ -6,15 +6,10 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.checkpoint import (
-    GenerationConfig,
-    ModelError,
-    check_tp,
-    quantized,
-    read_model_config,
-)
+from penstock.protocol.checkpoint import ModelError, check_tp, quantized, read_model_config
 from penstock.protocol.config import Config
 from penstock.protocol.eos import read_eos_token_ids
+from penstock.protocol.generation_config import GenerationConfig
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.tensor_shapes import check_shapes
 

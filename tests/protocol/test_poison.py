@@ -7,16 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.protocol import poison as module
-from penstock.protocol.poison import (
-    MAX_KNOWN,
-    MEMORY,
-    DeathReports,
-    PoisonFound,
-    PoisonList,
-    ProcessesDied,
-    SuspectsCleared,
-    digest_of,
-)
+from penstock.protocol.messages.supervisor import PoisonFound, ProcessesDied, SuspectsCleared
+from penstock.protocol.poison import MAX_KNOWN, MEMORY, PoisonList, digest_of
+from penstock.protocol.transport.death_reports import DeathReports
+from penstock.protocol.transport.process import SUPERVISOR_VARIABLE
 
 
 class Clock:
@@ -65,7 +59,7 @@ def test_the_order_of_a_map_does_not_count(fields: dict[str, int], random: objec
 
 def test_only_suspects_are_cleared_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[object] = []
-    monkeypatch.setenv(module.SUPERVISOR_VARIABLE, "1")
+    monkeypatch.setenv(SUPERVISOR_VARIABLE, "1")
     channel = SimpleNamespace(send=sent.append)
     context = SimpleNamespace(connect=lambda *_: channel)
     reports = DeathReports(

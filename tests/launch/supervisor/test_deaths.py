@@ -4,7 +4,7 @@ import pytest
 
 from penstock.launch.supervisor import child as module
 from penstock.launch.supervisor.child import Child, ExplainedDeaths
-from penstock.protocol.poison import PoisonFound, ProcessesDied, SuspectsCleared
+from penstock.protocol.messages.supervisor import PoisonFound, ProcessesDied, SuspectsCleared
 
 
 def child() -> Child:

@@ -15,13 +15,13 @@ from penstock.protocol.client.connection import Connection
 from penstock.protocol.client.errors import ClientError, NoAnswer, RequestError
 from penstock.protocol.client.session import Answer
 from penstock.protocol.messages.client import (
-    MSGPACK,
     AbortRequest,
     ErrorReply,
     GenerateRequest,
     Reply,
     Request,
 )
+from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.transport.channel import OVERSIZE_SLACK
 from penstock.protocol.transport.curve import secure_server
 from tests.launch.fake_gateway import TEXT, delta, echo, gateway, reply

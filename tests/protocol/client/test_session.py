@@ -8,7 +8,6 @@ import pytest
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.client.session import Answer, Session
 from penstock.protocol.messages.client import (
-    MSGPACK,
     ErrorReply,
     GenerateReply,
     GenerateRequest,
@@ -17,6 +16,7 @@ from penstock.protocol.messages.client import (
     TextDelta,
     Usage,
 )
+from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.messages.logprobs import TokenLogprobs
 
 TEXT = "abcdef"

@@ -4,16 +4,13 @@ import msgspec
 import pytest
 
 from penstock.protocol.messages.client import (
-    JSON,
-    MSGPACK,
     AbortRequest,
-    Codec,
     ErrorReply,
     GenerateRequest,
     PromptFields,
     StatusRequest,
-    codec_of,
 )
+from penstock.protocol.messages.codec import JSON, MSGPACK, Codec, codec_of
 
 
 def test_a_prompt_is_a_whole_request() -> None:

@@ -10,7 +10,8 @@ import pytest
 import zmq
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.client import MSGPACK, Codec, GenerateRequest, Request, TextDelta
+from penstock.protocol.messages.client import GenerateRequest, Request, TextDelta
+from penstock.protocol.messages.codec import MSGPACK, Codec
 from penstock.protocol.messages.detokenizer import TextDeltas
 from penstock.protocol.messages.registration import Heartbeat
 from penstock.protocol.messages.scheduler import ToScheduler

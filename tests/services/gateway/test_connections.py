@@ -8,7 +8,8 @@ import pytest
 import zmq
 
 from penstock.launch.pipeline.keys import make_keys
-from penstock.protocol.messages.client import MSGPACK, ErrorReply, GenerateReply, TextDelta
+from penstock.protocol.messages.client import ErrorReply, GenerateReply, TextDelta
+from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
 from penstock.protocol.transport.process import first_number
 from penstock.services.gateway.connections import Client, Connections

@@ -9,7 +9,8 @@ import pytest
 import zmq
 
 from penstock.launch.pipeline.keys import make_keys
-from penstock.protocol.messages.client import MSGPACK, AbortReply, AbortRequest
+from penstock.protocol.messages.client import AbortReply, AbortRequest
+from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.transport.socket_info import tcp_counters
 from penstock.services.gateway import client_socket, connections
 from penstock.services.gateway.connections import ConnectionLimits

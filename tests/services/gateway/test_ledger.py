@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.messages.client import JSON, ChatMessage, GenerateRequest, TextDelta
+from penstock.protocol.messages.client import ChatMessage, GenerateRequest, TextDelta
+from penstock.protocol.messages.codec import JSON
 from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.protocol.messages.metrics import RequestTimes
 from penstock.services.gateway.connections import Client, Connection

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import pytest
 
 from penstock.protocol.messages.client import (
-    JSON,
     AbortRequest,
     ErrorReply,
     GenerateRequest,
     StatusRequest,
 )
+from penstock.protocol.messages.codec import JSON
 from penstock.protocol.messages.metrics import (
     END_TO_END,
     FIRST_TOKEN,

@@ -5,7 +5,8 @@ from random import Random
 
 import pytest
 
-from penstock.protocol.messages.client import JSON, AbortRequest, TextDelta
+from penstock.protocol.messages.client import AbortRequest, TextDelta
+from penstock.protocol.messages.codec import JSON
 from penstock.protocol.messages.detokenizer import TextDeltas
 from penstock.protocol.messages.registration import Goodbye, Heartbeat
 from penstock.protocol.messages.scheduler import ReleaseRequest

@@ -6,7 +6,8 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.messages.client import JSON, ErrorReply
+from penstock.protocol.messages.client import ErrorReply
+from penstock.protocol.messages.codec import JSON
 from penstock.services.gateway.connections import Client, Connections
 from penstock.services.gateway.ledger import RESERVED, exceeds
 from penstock.services.gateway.tokenizers import MAX_BYTES

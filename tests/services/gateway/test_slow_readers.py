@@ -8,13 +8,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from penstock.protocol.messages.client import (
-    MSGPACK,
-    AbortReply,
-    AbortRequest,
-    GenerateReply,
-    TextDelta,
-)
+from penstock.protocol.messages.client import AbortReply, AbortRequest, GenerateReply, TextDelta
+from penstock.protocol.messages.codec import MSGPACK
 from penstock.services.gateway import client_socket
 from penstock.services.gateway.connections import Connection
 from tests.services.gateway.conftest import Stage

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from penstock.protocol.messages.client import JSON, StatusRequest
+from penstock.protocol.messages.client import StatusRequest
+from penstock.protocol.messages.codec import JSON
 from penstock.protocol.messages.status import SchedulerStatus, StatusReply
 from penstock.services.gateway import process
 from tests.services.gateway.conftest import Stage

@@ -5,14 +5,13 @@ from collections.abc import Callable
 import pytest
 
 from penstock.protocol.messages.client import (
-    JSON,
-    MSGPACK,
     DetokenizeReply,
     DetokenizeRequest,
     ErrorReply,
     TokenizePromptRequest,
     TokenizeReply,
 )
+from penstock.protocol.messages.codec import JSON, MSGPACK
 from penstock.protocol.messages.registration import Goodbye
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.messages.tokenizer import TokenizerQuery, TokenizerReply

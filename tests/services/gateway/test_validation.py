@@ -8,14 +8,12 @@ from msgspec.inspect import AnyType, type_info
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import (
-    JSON,
-    MSGPACK,
-    REQUEST_TYPES,
     ChatMessage,
     DetokenizeRequest,
     GenerateRequest,
     TokenizePromptRequest,
 )
+from penstock.protocol.messages.codec import JSON, MSGPACK, REQUEST_TYPES
 from penstock.protocol.nesting import MAX_DEPTH
 from penstock.services.gateway.validation import (
     UNTYPED,

@@ -194,7 +194,6 @@ def test_poison_is_refused_when_it_is_sent_again(
     assert process.scheduler
     process.scheduler.schedule()
     (plan,) = process.scheduler.in_flight
-    process.traces.on_plan(plan)
     tokens = pack([5] * len(plan.sampled))
     process.on_tokens(SampledTokens(process.scheduler.epoch, plan.number, tokens))
     assert reports.num_cleared == 1, "the other request has got a token"
