@@ -86,7 +86,9 @@ def test_logits_of_many_rows(num_weights: int, has_out: bool) -> None:
     normed = rms_norm(x, norm_weight, EPS)
     if num_weights % 16 == 0:
         normed = dequantized(quantize(normed))
-    torch.testing.assert_close(found, normed @ dequantized(weight).T, atol=1e-3, rtol=1e-3)
+    wanted = normed @ dequantized(weight).T
+    # a number of x at the middle of two steps of e4m3 may be rounded to either
+    assert (found - wanted).norm() < 1e-3 * wanted.norm()
 
 
 @pytest.mark.gpu
