@@ -21,9 +21,14 @@ REFUSED = (
 
 
 def digest_of(*parts: object) -> bytes:
-    """Return 16 bytes that stand for these parts, which msgspec can encode."""
-    frame = msgspec.msgpack.encode(parts, order="deterministic")
-    return hashlib.blake2b(frame, digest_size=16).digest()
+    """Return 16 bytes that stand for these parts; see `comparable`."""
+    return hashlib.blake2b(msgspec.msgpack.encode(comparable(parts)), digest_size=16).digest()
+
+
+def comparable(value: object) -> object:
+    """Return `value` with the keys of its maps as strings, sorted. Raises TypeError for keys that
+    are neither strings nor numbers."""
+    return msgspec.to_builtins(value, str_keys=True, order="deterministic", builtin_types=(bytes,))
 
 
 class PoisonList(OrderedDict[bytes, tuple[int, float]]):

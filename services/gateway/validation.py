@@ -18,7 +18,7 @@ from penstock.protocol.messages.client import (
 )
 from penstock.protocol.messages.codec import REQUEST_TYPES, Codec, RequestKind
 from penstock.protocol.nesting import MAX_DEPTH, is_too_deep
-from penstock.protocol.poison import REFUSED, PoisonList, digest_of
+from penstock.protocol.poison import REFUSED, PoisonList, comparable, digest_of
 from penstock.protocol.transport.channel import DECODE_ERRORS
 from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.process import Identity
@@ -74,6 +74,7 @@ def _decode(codec: Codec, frame: bytes) -> Request:
     except DECODE_ERRORS as error:
         raise RefusedError(f"request can't be decoded as JSON or MessagePack: {error}") from error
     _check_depth(request)
+    _check_encoding(request)
     return request
 
 
@@ -86,13 +87,16 @@ def _check_depth(request: Request) -> None:
         refuse_if(is_too_deep(value), field, text)
 
 
-def check_encoding(request: Request) -> None:
-    """Raise RefusedError for a request that can't be sent on, now or after a restart."""
+def _check_encoding(request: Request) -> None:
+    """Raise RefusedError for a request that can't be sent on, or recognized as poison."""
     try:
         for field in UNTYPED:
-            msgspec.msgpack.encode(getattr(request, field, None))
-    except DECODE_ERRORS as error:
-        raise RefusedError(f"{field} can't be encoded as MessagePack: {error}", field) from error
+            msgspec.msgpack.encode(comparable(getattr(request, field, None)))
+    except (*DECODE_ERRORS, TypeError) as error:
+        text = "expected strings as keys, and integers of up to 64 bits"
+        raise RefusedError(
+            f"{field}: MessagePack can't encode it ({error}); {text}", field
+        ) from error
 
 
 class Validation:
@@ -124,7 +128,6 @@ class Validation:
         self._check_token_ids("stop_token_ids", request.stop_token_ids)
         self._check_token_ids("logit_bias", request.logit_bias)
         self._check_token_ids("allowed_token_ids", request.allowed_token_ids or [])
-        check_encoding(request)
 
     def check_query(self, query: TokenizerRequest) -> None:
         """Raise RefusedError for a bad request."""
@@ -132,7 +135,6 @@ class Validation:
             self._check_token_ids("token_ids", query.token_ids)
         else:
             self._check_prompt(query)
-        check_encoding(query)
 
     def _check_prompt(self, request: GenerateRequest | TokenizePromptRequest) -> None:
         given = "both" if request.prompt is not None else "neither"

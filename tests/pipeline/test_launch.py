@@ -13,18 +13,21 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from penstock.launch.pipeline.procfile import PROCFILE
-from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.client.client import AsyncClient, Client
 from penstock.protocol.config import run_folder
 from tests.pipeline.conftest import LAUNCH, START_TIMEOUT, Pipeline
 
 pytestmark = pytest.mark.pipeline
 Start = Callable[..., Pipeline]
 QUESTION = "What is the sum of 2 and 3?"
+THOUGHT_END = 260
+"""token id of `</think>`"""
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +157,41 @@ def test_what_is_killed_comes_back_and_requests_go_on(main: Pipeline, name: str)
         pieces += [delta.text for delta in deltas]
         assert stream.result().text == whole.text == "".join(pieces)
     assert main.restarts() == before | {name: before[name] + 1}
+
+
+def test_a_grammar_that_waits_for_the_thought_survives_its_worker(main: Pipeline) -> None:
+    fields: dict[str, Any] = {
+        "messages": [
+            {"role": "user", "content": "count from 1 to 60"},
+            {"role": "assistant", "content": "<think>\n"},
+        ],
+        "continue_final_message": True,
+        "logit_bias": {THOUGHT_END: 12},  # likeliest where the count ends, for EOS is not allowed
+        "structured_outputs": {"regex": "(yes|no){5}"},
+        "temperature": 1.0,
+        "seed": 3,
+        "skip_special_tokens": False,
+    }
+    with main.client() as client:
+        whole = client.generate(**fields)
+        assert re.fullmatch(r"[\s\S]*1 2 3 4 5[\s\S]*60</think>(yes|no){5}", whole.text)
+        num_before, start = num_generated(client), len(main.output)
+        pid = main.processes()["worker.1"]
+        deltas = iter(stream := client.stream(**fields))
+        text = next(deltas).text
+        os.kill(pid, signal.SIGKILL)
+        main.wait_for(r"launch +\| worker.1 died", start)
+        assert num_generated(client) - num_before < whole.token_ids.index(THOUGHT_END)
+        text += "".join(delta.text for delta in deltas)
+        assert stream.result().token_ids == whole.token_ids
+        assert text == whole.text
+
+
+def num_generated(client: Client) -> float:
+    """Return the number of tokens that the pipeline has generated for all its clients."""
+    metrics = client.status(metrics=True).metrics
+    assert metrics
+    return metrics.generation_tokens
 
 
 def test_a_service_in_the_foreground_joins(main: Pipeline) -> None:

@@ -19,7 +19,6 @@ from penstock.services.gateway.validation import (
     UNTYPED,
     RefusedError,
     Validation,
-    check_encoding,
     decode_request,
 )
 
@@ -94,8 +93,17 @@ def test_what_cannot_be_sent_on_is_named(field: str) -> None:
     }
     frame = msgspec.json.encode({field: values.get(field, {"a": 1 << 64})})
     with pytest.raises(RefusedError) as caught:
-        check_encoding(decode_request(JSON, frame, MAX_BYTES))
+        decode_request(JSON, frame, MAX_BYTES)
     assert caught.value.reply.field == field
+
+
+@pytest.mark.parametrize("key", [None, True, b"x", (1, 2)])
+@pytest.mark.parametrize("field", ["tools", "chat_template_kwargs", "structured_outputs"])
+def test_keys_of_untyped_maps_are_strings(field: str, key: object) -> None:
+    """MessagePack has other keys. A poison request's digest needs keys that can be sorted."""
+    value: Any = {"json": {"x": {key: 1}}}
+    fields = {field: [value] if field == "tools" else value, "prompt": "a"}
+    assert str(refusal(msgspec.msgpack.encode(fields)).reply.field).startswith(field)
 
 
 def test_a_long_value_is_cut() -> None:
