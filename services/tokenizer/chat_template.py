@@ -31,8 +31,6 @@ NOT_FOR_CLIENTS = frozenset(
 MAX_RENDER_SECONDS = 5.0
 """of CPU time: a usual template takes milliseconds, and others wait meanwhile"""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
-
-
 _END_OF_FINAL_MESSAGE = "\ue000end of the final message\ue001"
 """put after the final message if it is to be continued: the text before it is the prompt"""
 
@@ -89,10 +87,7 @@ class ChatTemplate:
         }
 
     def render(self, request: PromptFields) -> str:
-        """Renders `messages` up to where the assistant's answer begins. Raises ChatTemplateError.
-
-        A template without tools leaves them out.
-        """
+        """Render `messages` up to where the assistant's answer begins. Raises ChatTemplateError."""
         template = self._template
         if not template and request.chat_template is None:
             raise ChatTemplateError("the model has no chat template; give a prompt")

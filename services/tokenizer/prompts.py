@@ -89,8 +89,7 @@ class Tokenizer:
     def answer(
         self, question: TokenizePromptRequest | DetokenizeRequest
     ) -> TokenizeReply | DetokenizeReply:
-        """What a client wants to know. A prompt may be longer than the context here. Raises
-        PromptError."""
+        """Answer a client. A prompt may be longer than the context here. Raises PromptError."""
         if isinstance(question, TokenizePromptRequest):
             token_ids, _ = self._encode(question)
             reply = TokenizeReply(token_ids=token_ids, max_model_len=self._max_model_len)

@@ -26,8 +26,8 @@ from tests.pipeline.conftest import LAUNCH, START_TIMEOUT, Pipeline
 pytestmark = pytest.mark.pipeline
 Start = Callable[..., Pipeline]
 QUESTION = "What is the sum of 2 and 3?"
-THOUGHT_END = 260
-"""token id of `</think>`"""
+THOUGHT_END = 260  # </think>
+IN_THOUGHT = {"role": "assistant", "content": "<think>\n"}
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +161,7 @@ def test_what_is_killed_comes_back_and_requests_go_on(main: Pipeline, name: str)
 
 def test_a_grammar_that_waits_for_the_thought_survives_its_worker(main: Pipeline) -> None:
     fields: dict[str, Any] = {
-        "messages": [
-            {"role": "user", "content": "count from 1 to 60"},
-            {"role": "assistant", "content": "<think>\n"},
-        ],
+        "messages": [{"role": "user", "content": "count from 1 to 60"}, IN_THOUGHT],
         "continue_final_message": True,
         "logit_bias": {THOUGHT_END: 12},  # likeliest where the count ends, for EOS is not allowed
         "structured_outputs": {"regex": "(yes|no){5}"},
