@@ -20,6 +20,9 @@ DEFAULT_CLIENT = "client"
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,32}$")]
 Count = Annotated[int, Meta(ge=1)]
+Number = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Processes = Annotated[int, Meta(ge=1, le=256)]
 MAX_PROCESSES = 256
 """of one kind; each takes some descriptors of the supervisor"""
 
@@ -27,215 +30,121 @@ MAX_PROCESSES = 256
 class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Every option of a pipeline."""
 
-    name: Annotated[Name, Meta(description="name of the pipeline and of its run folder")] = (
-        "default"
-    )
-    backend: Annotated[
-        Literal["local", "ray"],
-        Meta(description="where processes run; local: on this machine; ray: on a Ray cluster"),
-    ] = "local"
-    address: Annotated[
-        str, Meta(description="of the Ray cluster, HOST:PORT; auto: the one this machine is in")
-    ] = "auto"
-    model: Annotated[
-        str, Meta(description="folder of a Qwen3 checkpoint; empty: the demo model")
-    ] = ""
-    endpoint: Annotated[str, Meta(description="where clients connect")] = "tcp://127.0.0.1:5555"
-    curve_keys: Annotated[
-        str,
-        Meta(description="folder of `launch keys`: only clients with a key connect, encrypted"),
-    ] = ""
-    insecure: Annotated[
-        bool,
-        Meta(
-            description="let other machines reach --endpoint without keys, and --http-host without "
-            "--api-key: anyone may ask, and anyone on the way reads prompts and answers"
-        ),
-    ] = False
-    http: Annotated[
-        int,
-        Meta(ge=0, le=256, description="HTTP processes at start: OpenAI's API, metrics, a page"),
-    ] = 1
-    http_host: Annotated[str, Meta(description="address where they listen")] = "127.0.0.1"
-    http_port: Annotated[
-        int, Meta(ge=1, le=65535, description="port where they listen, all at the same one")
-    ] = 8000
-    api_key: Annotated[
-        str,
-        Meta(
-            description="key of HTTP clients, `Authorization: Bearer …` or `X-API-Key: …`; better "
-            "PENSTOCK_API_KEY or --api-key-file, which no list of processes shows"
-        ),
-    ] = ""
-    api_key_file: Annotated[str, Meta(description="file whose first line is the key")] = ""
-    allowed_origins: Annotated[
-        str,
-        Meta(description="web pages that may use the API: a JSON list of origins, or `*` for all"),
-    ] = ""
-    served_model_name: Annotated[
-        str, Meta(description="name of the model over HTTP; empty: its folder's")
-    ] = ""
-    trust_request_chat_template: Annotated[
-        bool,
-        Meta(description="let requests bring a `chat_template`: a program that a tokenizer runs"),
-    ] = False
-    tp: Annotated[Count, Meta(description="tensor-parallel size: number of workers")] = 1
-    dp: Annotated[
-        Count, Meta(description="data-parallel replicas: schedulers, each with --tp workers")
-    ] = 1
-    routing: Annotated[
-        Literal["prefix", "load", "random"],
-        Meta(
-            description="the replica of a request; prefix: one that has the beginning of its "
-            "prompt, unless others have much less to do; load: the one with the fewest"
-        ),
-    ] = "prefix"
-    enable_expert_parallel: Annotated[
-        bool,
-        Meta(description="each worker has whole experts instead of a part of every expert (MoE)"),
-    ] = False
-    quantization: Annotated[
-        Literal["none", "fp8"],
-        Meta(description="weights of the layers in 8 bits; a checkpoint in fp8 is known as such"),
-    ] = "none"
-    quantize_lm_head: Annotated[
-        bool, Meta(description="the head in 8 bits (e4m3), too, whatever the layers are in")
-    ] = False
-    kv_cache_dtype: Annotated[
-        Literal["auto", "fp8"],
-        Meta(description="keys and values as the model computes them, or in 8 bits (e4m3)"),
-    ] = "auto"
-    speculative_method: Annotated[
-        Literal["none", "ngram"],
-        Meta(description="ngram: guess tokens that followed the same ones before, check them"),
-    ] = "none"
-    num_speculative_tokens: Annotated[
-        int, Meta(ge=1, le=32, description="most tokens guessed for a row in one step")
-    ] = 5
-    spare_workers: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="workers more of each replica that wait, everything imported, to take the "
-            "place of those that die",
-        ),
-    ] = 0
-    tokenizers: Annotated[Count, Meta(le=256, description="tokenizer processes at start")] = 1
-    detokenizers: Annotated[Count, Meta(le=256, description="detokenizer processes at start")] = 1
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        Meta(description="where the model runs; auto: on GPUs if there is one for each worker"),
-    ] = "auto"
-    attention: Annotated[
-        Literal["auto", "flash-attn", "triton", "torch"],
-        Meta(description="attention back end; auto: what measured best of what is installed"),
-    ] = "auto"
-    block_size: Annotated[
-        int, Meta(ge=0, description="tokens per KV block; 0: what the attention back end likes")
-    ] = 0
-    num_blocks: Annotated[
-        int,
-        Meta(ge=0, le=MAX_BLOCKS, description="KV blocks; 0: as many as --kv-cache-gib holds"),
-    ] = 0
-    kv_cache_gib: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="memory for the KV cache of each worker, GiB; 0: what "
-            "--gpu-memory-utilization leaves; 1 on a CPU",
-        ),
-    ] = 0.0
-    gpu_memory_utilization: Annotated[
-        float, Meta(gt=0, le=1, description="share of the GPU's memory that may be in use")
-    ] = 0.9
-    enable_cuda_graphs: Annotated[bool, Meta(description="replay steps as CUDA graphs")] = True
-    max_model_len: Annotated[
-        int, Meta(ge=0, description="longest prompt and output, tokens; 0: the model's context")
-    ] = 0
-    max_num_seqs: Annotated[
-        int, Meta(ge=1, le=MAX_SLOTS, description="most sequences that run at once")
-    ] = 256
-    max_num_batched_tokens: Annotated[Count, Meta(description="most tokens in one step")] = 2048
-    max_waiting_requests: Annotated[
-        int, Meta(ge=0, description="requests accepted beyond what runs; more are `overloaded`")
-    ] = 1024
-    max_waiting_tokens: Annotated[
-        Count, Meta(description="prompt tokens of requests that wait; more are `overloaded`")
-    ] = 1 << 22
-    max_open_bytes: Annotated[
-        Count,
-        Meta(description="bytes of open requests and their answers; more are `overloaded`"),
-    ] = 1 << 30
-    max_unread_bytes: Annotated[
-        Count,
-        Meta(description="bytes of answers that a client leaves unread before it is cut off"),
-    ] = 1 << 24
-    max_request_bytes: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="longest request, bytes; 0: 16 a token of the context, at least 1 MiB",
-        ),
-    ] = 0
-    num_plans_in_flight: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=8,
-            description="most plans sent ahead of their results; more than 2 where steps are short",
-        ),
-    ] = 4
-    enable_prefix_caching: Annotated[
-        bool, Meta(description="share the KV blocks of equal prefixes")
-    ] = True
-    watermark: Annotated[
-        float, Meta(ge=0, lt=1, description="share of blocks kept free when a request is admitted")
-    ] = 0.01
-    num_threads: Annotated[
-        int, Meta(ge=0, description="CPU threads of each worker; 0: (cores - 1) / (tp * dp)")
-    ] = 0
-    hang_timeout: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="seconds without a sign of life or use of a CPU after which a process is "
-            "killed",
-        ),
-    ] = 5.0
-    step_timeout: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="seconds after which a process that is at one piece of work is killed, or "
-            "computes without a sign of life",
-        ),
-    ] = 60.0
-    lease_timeout: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="seconds after a restart of the gateway in which a client must ask again "
-            "for a request that runs",
-        ),
-    ] = 30.0
-    drain_timeout: Annotated[
-        float,
-        Meta(ge=0, description="seconds that open requests have when a pipeline stops"),
-    ] = 30.0
-    profile: Annotated[
-        int,
-        Meta(ge=0, description="steps, from the 100th on, that each worker writes a trace of"),
-    ] = 0
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="least log level shown")
-    ] = "info"
-    log_format: Annotated[
-        Literal["text", "json"], Meta(description="log lines as text, or a JSON map each")
-    ] = "text"
-    otlp_endpoint: Annotated[
-        str,
-        Meta(description="where traces of requests go: an OpenTelemetry collector's HTTP address"),
-    ] = ""
+    name: Name = "default"
+    """name of the pipeline and of its run folder"""
+    backend: Literal["local", "ray"] = "local"
+    """where processes run; local: on this machine; ray: on a Ray cluster"""
+    address: str = "auto"
+    """of the Ray cluster, HOST:PORT; auto: the one this machine is in"""
+    model: str = ""
+    """folder of a Qwen3 checkpoint; empty: the demo model"""
+    endpoint: str = "tcp://127.0.0.1:5555"
+    """where clients connect"""
+    curve_keys: str = ""
+    """folder of `launch keys`: only clients with a key connect, encrypted"""
+    insecure: bool = False
+    """let other machines reach --endpoint without keys, and --http-host without --api-key: anyone
+    may ask, and anyone on the way reads prompts and answers"""
+    http: Annotated[int, Meta(ge=0, le=256)] = 1
+    """HTTP processes at start: OpenAI's API, metrics, a page"""
+    http_host: str = "127.0.0.1"
+    """address where they listen"""
+    http_port: Annotated[int, Meta(ge=1, le=65535)] = 8000
+    """port where they listen, all at the same one"""
+    api_key: str = ""
+    """key of HTTP clients, `Authorization: Bearer …` or `X-API-Key: …`; better PENSTOCK_API_KEY or
+    --api-key-file, which no list of processes shows"""
+    api_key_file: str = ""
+    """file whose first line is the key"""
+    allowed_origins: str = ""
+    """web pages that may use the API: a JSON list of origins, or `*` for all"""
+    served_model_name: str = ""
+    """name of the model over HTTP; empty: its folder's"""
+    trust_request_chat_template: bool = False
+    """let requests bring a `chat_template`: a program that a tokenizer runs"""
+    tp: Count = 1
+    """tensor-parallel size: number of workers"""
+    dp: Count = 1
+    """data-parallel replicas: schedulers, each with --tp workers"""
+    routing: Literal["prefix", "load", "random"] = "prefix"
+    """the replica of a request; prefix: one that has the beginning of its prompt, unless others
+    have much less to do; load: the one with the fewest"""
+    enable_expert_parallel: bool = False
+    """each worker has whole experts instead of a part of every expert (MoE)"""
+    quantization: Literal["none", "fp8"] = "none"
+    """weights of the layers in 8 bits; a checkpoint in fp8 is known as such"""
+    quantize_lm_head: bool = False
+    """the head in 8 bits (e4m3), too, whatever the layers are in"""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """keys and values as the model computes them, or in 8 bits (e4m3)"""
+    speculative_method: Literal["none", "ngram"] = "none"
+    """ngram: guess tokens that followed the same ones before, check them"""
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=32)] = 5
+    """most tokens guessed for a row in one step"""
+    spare_workers: Number = 0
+    """workers more of each replica that wait, everything imported, to take the place of those that
+    die"""
+    tokenizers: Processes = 1
+    """tokenizer processes at start"""
+    detokenizers: Processes = 1
+    """detokenizer processes at start"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where the model runs; auto: on GPUs if there is one for each worker"""
+    attention: Literal["auto", "flash-attn", "triton", "torch"] = "auto"
+    """attention back end; auto: what measured best of what is installed"""
+    block_size: Number = 0
+    """tokens per KV block; 0: what the attention back end likes"""
+    num_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
+    """KV blocks; 0: as many as --kv-cache-gib holds"""
+    kv_cache_gib: Annotated[float, Meta(ge=0)] = 0.0
+    """memory for the KV cache of each worker, GiB; 0: what --gpu-memory-utilization leaves; 1 on a
+    CPU"""
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """share of the GPU's memory that may be in use"""
+    enable_cuda_graphs: bool = True
+    """replay steps as CUDA graphs"""
+    max_model_len: Number = 0
+    """longest prompt and output, tokens; 0: the model's context"""
+    max_num_seqs: Annotated[int, Meta(ge=1, le=MAX_SLOTS)] = 256
+    """most sequences that run at once"""
+    max_num_batched_tokens: Count = 2048
+    """most tokens in one step"""
+    max_waiting_requests: Number = 1024
+    """requests accepted beyond what runs; more are `overloaded`"""
+    max_waiting_tokens: Count = 1 << 22
+    """prompt tokens of requests that wait; more are `overloaded`"""
+    max_open_bytes: Count = 1 << 30
+    """bytes of open requests and their answers; more are `overloaded`"""
+    max_unread_bytes: Count = 1 << 24
+    """bytes of answers that a client leaves unread before it is cut off"""
+    max_request_bytes: Number = 0
+    """longest request, bytes; 0: 16 a token of the context, at least 1 MiB"""
+    num_plans_in_flight: Annotated[int, Meta(ge=1, le=8)] = 4
+    """most plans sent ahead of their results; more than 2 where steps are short"""
+    enable_prefix_caching: bool = True
+    """share the KV blocks of equal prefixes"""
+    watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01
+    """share of blocks kept free when a request is admitted"""
+    num_threads: Number = 0
+    """CPU threads of each worker; 0: (cores - 1) / (tp * dp)"""
+    hang_timeout: Seconds = 5.0
+    """seconds without a sign of life or use of a CPU after which a process is killed"""
+    step_timeout: Seconds = 60.0
+    """seconds after which a process that is at one piece of work is killed, or computes without a
+    sign of life"""
+    lease_timeout: Seconds = 30.0
+    """seconds after a restart of the gateway in which a client must ask again for a request that
+    runs"""
+    drain_timeout: Annotated[float, Meta(ge=0)] = 30.0
+    """seconds that open requests have when a pipeline stops"""
+    profile: Number = 0
+    """steps, from the 100th on, that each worker writes a trace of"""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """least log level shown"""
+    log_format: Literal["text", "json"] = "text"
+    """log lines as text, or a JSON map each"""
+    otlp_endpoint: str = ""
+    """where traces of requests go: an OpenTelemetry collector's HTTP address"""
 
     @property
     def max_running(self) -> int:

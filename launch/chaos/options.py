@@ -13,27 +13,23 @@ KINDS = ("gateway", "tokenizer", "scheduler", "worker", "detokenizer")
 class ChaosOptions(Struct, kw_only=True, frozen=True):
     """Options of the kills and of the load."""
 
-    kills: Annotated[Count, Meta(description="signals sent to processes")] = 40
-    seed: Annotated[int, Meta(description="of the requests and of the schedule")] = 0
-    stop_share: Annotated[
-        Share, Meta(description="share of kills that are SIGSTOP, the others are SIGKILL")
-    ] = 0.2
-    together: Annotated[
-        Share, Meta(description="share of events that hit two or three processes at once")
-    ] = 0.2
-    during_recovery: Annotated[
-        Share, Meta(description="share of events with one more kill before all is whole again")
-    ] = 0.2
-    num_requests: Annotated[
-        Count, Meta(description="least requests sent; they continue until the last kill is over")
-    ] = 200
-    concurrency: Annotated[Count, Meta(description="requests in flight")] = 16
-    distinct: Annotated[
-        Count, Meta(description="different requests; each is answered first without kills")
-    ] = 40
-    abort_share: Annotated[
-        Share, Meta(description="share of requests that are aborted at a random moment")
-    ] = 0.0
-    recovery_timeout: Annotated[
-        float, Meta(gt=0, description="seconds after which a kill counts as not recovered from")
-    ] = 120.0
+    kills: Count = 40
+    """signals sent to processes"""
+    seed: int = 0
+    """of the requests and of the schedule"""
+    stop_share: Share = 0.2
+    """share of kills that are SIGSTOP, the others are SIGKILL"""
+    together: Share = 0.2
+    """share of events that hit two or three processes at once"""
+    during_recovery: Share = 0.2
+    """share of events with one more kill before all is whole again"""
+    num_requests: Count = 200
+    """least requests sent; they continue until the last kill is over"""
+    concurrency: Count = 16
+    """requests in flight"""
+    distinct: Count = 40
+    """different requests; each is answered first without kills"""
+    abort_share: Share = 0.0
+    """share of requests that are aborted at a random moment"""
+    recovery_timeout: Annotated[float, Meta(gt=0)] = 120.0
+    """seconds after which a kill counts as not recovered from"""

@@ -1,7 +1,10 @@
 """Flags of the command line, made from the fields of a struct."""
 
 import argparse
+import ast
 import functools
+import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -159,7 +162,20 @@ def _default(struct: type[Struct], field: str) -> Any:
 def _description(struct: type[Struct], field: str) -> str:
     described = _field(struct, field).type
     extra = described.extra_json_schema if isinstance(described, msgspec.inspect.Metadata) else None
-    return (extra or {}).get("description", "")  # type: ignore[no-any-return]
+    return (extra or {}).get("description", "") or _docstrings(struct).get(field, "")
+
+
+@functools.cache
+def _docstrings(struct: type[Struct]) -> dict[str, str]:
+    """Return the strings that follow fields in the source of a struct."""
+    (definition,) = ast.parse(inspect.getsource(struct)).body
+    assert isinstance(definition, ast.ClassDef)  # noqa: S101  for mypy
+    found = {}
+    for field, text in itertools.pairwise(definition.body):
+        match field, text:
+            case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(described))):
+                found[name] = " ".join(described.split())
+    return found
 
 
 def _shown(struct: type[Struct], field: str) -> str:
