@@ -37,7 +37,6 @@ class Timer:
         return self.due < other.due
 
     def cancel(self) -> None:
-        """Prevent the call."""
         self.function = None
 
 

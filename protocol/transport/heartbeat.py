@@ -91,7 +91,6 @@ class AwakeClock:
         self._lost_seconds = 0.0
 
     def now(self) -> float:
-        """Return the time."""
         return monotonic() - self._lost_seconds
 
     def wait(self, event: threading.Event) -> None:

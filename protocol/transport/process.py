@@ -42,7 +42,6 @@ class Identity(NamedTuple):
     incarnation: int = 0
 
     def encode(self) -> bytes:
-        """Return the ZeroMQ routing id."""
         return f"{self.name}/{self.pid}/{self.incarnation}".encode()
 
     @classmethod
@@ -76,7 +75,6 @@ class Process:
 
     @property
     def replica(self) -> int:
-        """The replica that it belongs to."""
         return replica_of(self.name, self.config)
 
     @property
@@ -142,7 +140,6 @@ class JsonFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record."""
         more = {"level": record.levelname.lower()}
         if request_id := getattr(record, "request_id", None):
             more["request_id"] = request_id

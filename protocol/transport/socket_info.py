@@ -56,9 +56,9 @@ def is_all_read(fd: int) -> bool:
     return _num_bytes(fd, termios.TIOCOUTQ) == 0
 
 
-def is_receiving(fd: int) -> bool:
-    """Return whether bytes have arrived that libzmq has not read yet."""
-    return _num_bytes(fd, termios.FIONREAD) > 0
+def num_unread_bytes(fd: int) -> int:
+    """Return the number of bytes that have arrived and that libzmq has not read yet."""
+    return _num_bytes(fd, termios.FIONREAD)
 
 
 def peer_host(fd: int) -> str:
@@ -135,7 +135,7 @@ class ConnectionTraffic:
         """bytes of the largest message given"""
         self._num_read_before = 0
         self._num_messages_before = self._num_received_before = self._num_busy_heartbeats = 0
-        self._num_received_last = self._num_quiet_heartbeats = 0
+        self._num_received_last = self._num_quiet_heartbeats = self._identity_bytes = 0
 
     @property
     def num_queued(self) -> int:
@@ -173,14 +173,17 @@ class ConnectionTraffic:
             self._num_received_before = num_received
 
     def is_ignored(self, counters: Counters | None, identity_bytes: int, is_curve: bool) -> bool:
-        """Return whether more than a handshake was received, then nothing for some heartbeats, and
-        no message. Without counters, a client that has sent nothing looks the same.
+        """Return whether libzmq has read more than a handshake, then nothing for some heartbeats,
+        and no message. Without counters, a client that has sent nothing looks the same.
 
-        identity_bytes: of the shortest identity that a client has chosen; 0 if none has."""
+        identity_bytes: of the shortest identity that a client has chosen; 0 if none has. It is
+        remembered: when that client leaves, libzmq still ignores this one."""
+        known = filter(None, (self._identity_bytes, identity_bytes))
+        identity_bytes = self._identity_bytes = min(known, default=0)
         num_received = least = 0
         patience = MAX_MISSED_HEARTBEATS
         if counters:
-            num_received = counters.received
+            num_received = counters.received - num_unread_bytes(self._fd)
             least = (CURVE_HANDSHAKE_BYTES if is_curve else HANDSHAKE_BYTES) + MIN_MESSAGE_BYTES
             least += identity_bytes or MAX_IDENTITY_BYTES
             patience = MAX_QUIET_HEARTBEATS if identity_bytes else patience

@@ -22,7 +22,7 @@ from penstock.protocol.messages.codec import codec_of
 from penstock.protocol.transport.channel import OVERSIZE_SLACK, Channel, traffic
 from penstock.protocol.transport.context import Context, check_reach, stays_on_host
 from penstock.protocol.transport.curve import ZAP_DOMAIN, secure_server
-from penstock.protocol.transport.socket_info import is_receiving, tcp_counters
+from penstock.protocol.transport.socket_info import num_unread_bytes, tcp_counters
 from penstock.services.gateway.connections import Client, Connection, Connections
 from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.ledger import Ledger
@@ -124,7 +124,6 @@ class ClientSocket:
             connection.unsent[entry.request_id] = None
 
     def release(self, entry: Entry) -> None:
-        """Forget a request."""
         self.connections.detach(entry.request_id, entry.client)
         self._ledger.remove(entry)
 
@@ -135,15 +134,15 @@ class ClientSocket:
         # Whole messages may wait in libzmq's queue.
         waits = self.channel.has_message
         limit = self._max_frame_bytes * (MAX_RECEIVE_QUEUE + 1 if waits else 1) + KERNEL_BYTES
-        identities = [len(one.identity) for one in self.connections if one.identity]
+        shortest = self.connections.take_shortest_identity()
         for connection in self.connections:
             counters = tcp_counters(connection.fd)
-            identity_bytes = 0 if connection.is_inner else min(identities, default=0)
+            identity_bytes = 0 if connection.is_inner else shortest
             if connection.traffic.is_ignored(counters, identity_bytes, self._may_be_curve):
                 self.connections.cut_off(connection, IGNORED)
             elif counters is None:
                 num_busy = connection.traffic.num_busy_heartbeats(
-                    not waits and is_receiving(connection.fd)
+                    not waits and num_unread_bytes(connection.fd) > 0
                 )
                 if num_busy > MAX_BUSY_HEARTBEATS:
                     self.connections.cut_off(connection, UNFINISHED)

@@ -93,7 +93,6 @@ class Client(NamedTuple):
 
     @property
     def share(self) -> Share:
-        """Open work of this client."""
         return self.named or self.connection.share
 
 
@@ -121,6 +120,8 @@ class Connections:
         self._num_cut_off: Counter[str] = Counter()
         """clients, by the reason"""
         self._refused: list[tuple[Connection, str]] = []
+        self._identities_closed: set[bytes] = set()
+        """of connections that were closed since the last heartbeat"""
 
     def __len__(self) -> int:
         return len(self._by_fd)
@@ -140,7 +141,6 @@ class Connections:
             self.cut_off(*self._refused.pop())
 
     def open(self, fd: int, host: str = "", is_inner: bool = False) -> Connection:
-        """Add a new connection."""
         share = Share(f"connection {next(self._numbers)}")
         connection = self._by_fd[fd] = Connection(fd, share, is_inner)
         connection.host = host
@@ -152,6 +152,7 @@ class Connections:
         """Remove a connection; its requests may be sent again on another one."""
         if connection := self._by_fd.pop(fd, None):
             self._abandon(connection)
+            self._identities_closed.add(connection.identity)
             self._limits.closed(connection.host, is_silent=not connection.traffic.num_messages)
 
     def cut_off(self, connection: Connection, reason: str) -> None:
@@ -176,6 +177,13 @@ class Connections:
             self._limits.spoke(connection.host)
             connection.identity = b"" if identity.startswith(b"\0") else identity
         connection.traffic.num_messages += 1
+
+    def take_shortest_identity(self) -> int:
+        """Return the bytes of the shortest identity that a client has chosen, of those connected
+        since the last call; 0 if none has."""
+        identities = self._identities_closed | {one.identity for one in self._by_fd.values()}
+        self._identities_closed = set()
+        return min((len(one) for one in identities if one), default=0)
 
     def at(self, fd: int) -> Connection:
         """Return the connection of a descriptor; a closed one if it is closed by now."""
@@ -257,7 +265,6 @@ class ConnectionLimits:
         self._silent -= Counter((host,))
 
     def closed(self, host: str, is_silent: bool) -> None:
-        """Count a connection less."""
         self._hosts -= Counter((host,))
         if is_silent:
             self._silent -= Counter((host,))

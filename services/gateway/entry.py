@@ -93,7 +93,6 @@ class Entry:
         return self.request_id, self.attempt
 
     def rewind(self) -> None:
-        """Deliver everything again, to another client."""
         self._delivered_tokens = self._delivered_chars = self._delivered_pieces = 0
 
     def submission(self) -> TokenizeRequest:
@@ -189,7 +188,6 @@ class Entry:
         return num_bytes + num_chars + self._token_bytes * num_tokens
 
     def reply(self, reason: FinishReason) -> GenerateReply:
-        """Return the whole answer."""
         stop_reason = self._stop_reason
         if (
             not stop_reason
@@ -230,7 +228,6 @@ class Entry:
         self.last_token_at = now
 
     def record_end(self, metrics: Metrics, reply: GenerateReply | ErrorReply, now: float) -> None:
-        """Count an answer. One whose client has disconnected counts as `abort`."""
         if isinstance(reply, ErrorReply):
             metrics.count_failure(reply.code)
             return

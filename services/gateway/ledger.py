@@ -59,7 +59,6 @@ class Ledger:
         return len(self._open)
 
     def get(self, request_id: str) -> Entry | None:
-        """Return the entry of an open request."""
         return self._open.get(request_id)
 
     def find(self, request_id: str) -> Entry | None:
@@ -67,14 +66,12 @@ class Ledger:
         return self._open.get(request_id) or self._answered.get(request_id)
 
     def open(self, entry: Entry) -> None:
-        """Add an accepted request."""
         self.begin_attempt(entry)
         self._open[entry.request_id] = entry
         self.totals.num_waiting += 1
         self.totals.count(entry.share, 1, entry.num_waiting_tokens, entry.num_bytes)
 
     def take_prompt_length(self, entry: Entry, num_prompt_tokens: int) -> None:
-        """Replace the estimate of a prompt's length."""
         entry.num_prompt_tokens = num_prompt_tokens
         if entry.num_waiting_tokens:
             num_new = num_prompt_tokens - entry.num_waiting_tokens

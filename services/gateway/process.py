@@ -113,7 +113,6 @@ class Gateway:
                 self.clients.reply(client, error.reply)
 
     def on_request(self, client: Client, request: Request, num_bytes: int) -> None:
-        """Handle one request, of a frame of `num_bytes`. Raises RefusedError."""
         match request:
             case GenerateRequest():
                 self.requests.submit(client, request, num_bytes)
@@ -200,11 +199,9 @@ class Gateway:
 
     @property
     def is_ready(self) -> bool:
-        """Every stage runs."""
         return self.router.is_ready and len(self.tokenizers.peers) > 0
 
     def status(self, metrics: bool = False) -> StatusReply:
-        """Return the state of the pipeline as the gateway knows it."""
         return StatusReply(
             ready=self.is_ready,
             model=str(self.config.model_folder),
@@ -218,7 +215,6 @@ class Gateway:
         )
 
     def counters(self) -> dict[str, float]:
-        """Return this process's counters, for its heartbeats."""
         return {
             "open_requests": self.ledger.num_open,
             "open_questions": len(self.requests.queries),

@@ -260,7 +260,6 @@ class Requests:
             self._clients.connections.cut_off(connection, UNREAD)
 
     def fail(self, entry: Entry, error: ErrorReply) -> None:
-        """Answer a request with an error."""
         error.request_id = entry.request_id
         self._answer(entry, error)
 
@@ -286,7 +285,6 @@ class Requests:
         self._clients.release(entry)
 
     def _end(self, entry: Entry, reply: GenerateReply | ErrorReply) -> None:
-        """Stop all work at a request."""
         entry.record_end(self.metrics, reply, time.monotonic())
         if self.tracer.is_on:
             entry.write_span(self.tracer, reply)

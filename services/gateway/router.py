@@ -154,7 +154,6 @@ class Router:
 
     @property
     def is_ready(self) -> bool:
-        """All replicas are ready."""
         return all(one.is_ready for one in self._all)
 
     @property
@@ -204,11 +203,9 @@ class Router:
 
     @property
     def entries(self) -> list[Entry]:
-        """All open requests."""
         return [entry for one in self._all for entry in one.entries.values()]
 
     def entries_of(self, replica: int) -> list[Entry]:
-        """Return the open requests of a replica."""
         return list(self._all[replica].entries.values())
 
     def stranded(self) -> list[Entry]:
@@ -218,7 +215,6 @@ class Router:
         return [entry for one in self._all if one.is_down for entry in one.entries.values()]
 
     def assign(self, entry: Entry) -> None:
-        """Assign a request to a replica."""
         is_used = self._routing == "prefix" and len(self._all) > 1
         pieces = pieces_of(entry.request) if is_used else []
         replica = self._choose(pieces)
@@ -240,7 +236,6 @@ class Router:
         return before.index
 
     def unassign(self, entry: Entry) -> None:
-        """Remove a request from its replica."""
         self._all[entry.replica].entries.pop(entry.request_id, None)
 
     def release(self, replica: int, request_id: str, attempt: int) -> None:

@@ -41,11 +41,9 @@ class Query:
 
     @property
     def is_open(self) -> bool:
-        """The client waits for the answer."""
         return not self.client.connection.is_closed
 
     def submission(self) -> TokenizerQuery:
-        """Return the message for a tokenizer."""
         return TokenizerQuery(self.key, self.request)
 
 

@@ -160,11 +160,34 @@ def test_a_second_client_of_an_identity_is_disconnected(
     assert is_served(one, first)
     first.close()
     while not second.poll(0):
-        if events.poll(0):  # one that sends all the time is never seen to be ignored
+        if events.poll(0):
             events.recv_multipart()
             second.send(SMALL)
         one.heartbeats(1)
         one.work()
+
+
+def test_a_second_client_that_sends_all_the_time_is_served_after_the_first(stage: Start) -> None:
+    """libzmq reads a few of its messages, and then no more; the kernel receives all."""
+    one = stage(endpoint=TCP)
+    first = one.connect(IDENTITY=b"x")  # type: ignore[arg-type]
+    assert is_served(one, first)
+    second = one.connect(IDENTITY=b"x", RECONNECT_IVL=20)  # type: ignore[arg-type]
+    one.work_until(lambda: len(one.gateway.connections) == 2)
+    first.close()
+    one.work_until(lambda: len(one.gateway.connections) == 1)
+
+    def num_received() -> int:
+        counters = [tcp_counters(connection.fd) for connection in one.gateway.connections]
+        return sum(its.received for its in counters if its)
+
+    while not second.poll(0):
+        before, num_cut_off = num_received(), one.gateway.connections.num_cut_off
+        second.send(SMALL, zmq.NOBLOCK)
+        while num_received() == before and num_cut_off == one.gateway.connections.num_cut_off:
+            one.work()
+        one.heartbeats(1)
+    assert one.gateway.connections.num_cut_off == 1
 
 
 def test_an_idle_client_beside_chosen_identities_stays(stage: Start) -> None:
