@@ -80,23 +80,15 @@ def describe_exit(exit_code: int) -> str:
     return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
 
 
-class Vitals:
-    """State and CPU time of a process of this machine, as its kernel reports them."""
+def vitals(pid: int) -> tuple[float, bool]:
+    """Return the CPU seconds that a process has used, and whether it is about to use more.
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._cpu_seconds = 0.0
-
-    def works(self, since: float) -> bool:
-        """Return whether it has used CPU time since the last call, or is about to.
-
-        since: CPU seconds that it had used before the first call."""
-        try:
-            process = psutil.Process(self._pid)
-            with process.oneshot():
-                status, times = process.status(), process.cpu_times()
-        except psutil.Error:
-            return False
-        before = max(since, self._cpu_seconds)
-        self._cpu_seconds = times.user + times.system
-        return status in UNDERWAY or self._cpu_seconds > before
+    (0, False) for a process that has ended, or belongs to another user.
+    """
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            times = process.cpu_times()
+            return times.user + times.system, process.status() in UNDERWAY
+    except psutil.Error:
+        return 0.0, False

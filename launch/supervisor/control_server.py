@@ -1,40 +1,74 @@
 """Server of the supervisor's control socket, to which `launch` commands connect."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import zmq
 
+from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.pipeline.run_folder import control_endpoint
+from penstock.launch.supervisor.processes import ManagedProcess, Processes
+from penstock.launch.supervisor.report import Report
 from penstock.launch.supervisor.tasks import Tasks
-from penstock.protocol.messages.control import ControlReply, ControlRequest, ListProcesses, Spawned
+from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.config import MAX_PROCESSES, Config
+from penstock.protocol.messages.client import StatusRequest
+from penstock.protocol.messages.control import (
+    ControlReply,
+    ControlRequest,
+    ListProcesses,
+    RestartProcesses,
+    ScaleProcesses,
+    SignalProcess,
+    Spawned,
+)
+from penstock.protocol.messages.status import StatusReply
 from penstock.protocol.transport.context import Context, drain
 from penstock.protocol.transport.event_loop import attend, leave
 
-Run = Callable[[ControlRequest], Coroutine[Any, Any, ControlReply]]
+Step = Callable[[], Awaitable[None]]
 
 
 class ControlServer:
-    """Runs requests at once, each in a task, and replies when they are done."""
+    """Runs each request in a task, and replies when it is done.
 
-    def __init__(self, folder: Path, run: Run, end: "asyncio.Future[int]", tasks: Tasks) -> None:
-        """Bind the socket in the run folder `folder`.
+    Requests that change processes of one kind run one after the other.
+    """
 
-        end: done when the pipeline is to end, which ends requests, too; tasks: reports exceptions.
+    def __init__(
+        self,
+        config: Config,
+        processes: Processes,
+        report: Report,
+        connect: Callable[[], AsyncClient],
+        end: "asyncio.Future[int]",
+        tasks: Tasks,
+    ) -> None:
+        """Bind the socket in the run folder.
+
+        connect: returns a client of the pipeline; end: done when the pipeline is to end, which ends
+        requests, too; tasks: reports exceptions.
         """
-        self._run = run
+        self._processes = processes
+        self._report = report
+        self._connect = connect
         self._end = end
         self._tasks = tasks
+        self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """by kind"""
         self._watchers: set[bytes] = set()
         self._context: Context = Context()
-        self._channel = self._context.bind(zmq.ROUTER, control_endpoint(folder), ControlRequest)
+        endpoint = control_endpoint(config.run_folder)
+        self._channel = self._context.bind(zmq.ROUTER, endpoint, ControlRequest)
         self._handlers = [(self._channel, self._receive)]
         attend(self._handlers)
 
-    def spawned(self, event: Spawned) -> None:
+    def spawned(self, process: ManagedProcess) -> None:
         """Send an event to the peers that watch."""
+        event = Spawned(process.name, process.pid, process.node)
         self._watchers = {peer for peer in self._watchers if self._channel.send(event, peer)}
         drain(self._handlers)  # sending may have consumed what the descriptor signals
 
@@ -67,3 +101,77 @@ class ControlServer:
     def _reply(self, peer: bytes, reply: ControlReply) -> None:
         self._channel.send(reply, peer)
         drain(self._handlers)
+
+    async def _run(self, request: ControlRequest) -> ControlReply:
+        match request:
+            case ListProcesses():
+                return ControlReply(processes=self._report.processes())
+            case SignalProcess(name, pid, number):
+                process = self._processes.by_name.get(name)
+                if process and process.pid == pid:
+                    process.signal(number)
+                return ControlReply()
+            case ScaleProcesses(kind, number):
+                async with self._turns[kind]:
+                    return await self._scale(kind, number)
+            case RestartProcesses(names):
+                async with self._turns[kind_of(names[0])]:
+                    return await self._restart(names)
+
+    async def _scale(self, kind: str, number: int) -> ControlReply:
+        if number > MAX_PROCESSES:
+            return ControlReply(f"number: got {number}, expected up to {MAX_PROCESSES} of a kind")
+        if kind not in self._report.kinds:
+            expected = ", ".join(self._report.kinds)
+            return ControlReply(f"kind: got {kind!r}, expected one of {expected}")
+        names = [name for name in self._processes.by_name if kind_of(name) == kind]
+        await self._processes.remove(names[number:])
+        await self._processes.add([f"{kind}.{n}" for n in range(len(names) + 1, number + 1)])
+        return ControlReply(number=number)
+
+    async def _restart(self, names: list[str]) -> ControlReply:
+        if missing := [name for name in names if name not in self._processes.by_name]:
+            return ControlReply(f"process: got {missing[0]!r}, which does not run any more")
+        stop, start = partial(self._processes.stop, names), partial(self._processes.restart, names)
+        await restart(self._connect, set(names), stop, start)
+        return ControlReply()
+
+
+async def restart(
+    connect: Callable[[], AsyncClient], names: set[str], stop: Step, start: Step
+) -> None:
+    """Stop and start processes of one kind; return when they are back and all is ready.
+
+    Only the pipeline knows that processes are back, and it knows them by the names of their
+    predecessors. So each kind needs a sign that can't be a predecessor's.
+    """
+    async with connect() as client:
+        match kind_of(min(names)):
+            case "tokenizer" | "detokenizer":  # the names go, and come back
+                await stop()
+                await _until(client, lambda present: not names & present)
+                await start()
+                await _until(client, lambda present: names <= present)
+            case "scheduler" | "worker":  # without them nothing is ready
+                answer = client.ask(StatusRequest(wait=True, fresh=True))
+                await client.status()  # asked after it: the gateway has both
+                await stop()
+                await start()
+                while not answer.final:
+                    await client.change(answer)
+            case _:
+                await stop()
+                await start()
+    async with connect() as client:  # a connection that its predecessor never had
+        await client.status(wait=True)
+
+
+async def _until(client: AsyncClient, found: Callable[[set[str]], bool]) -> None:
+    """Look at every report of the scheduler until its names are as wanted."""
+    while not found(registered(await client.status(fresh=True))):
+        pass
+
+
+def registered(status: StatusReply) -> set[str]:
+    """Return the tokenizers and detokenizers that are registered."""
+    return {*status.tokenizers, *(status.scheduler.detokenizers if status.scheduler else ())}

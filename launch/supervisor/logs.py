@@ -18,26 +18,8 @@ NAME_WIDTH = len("detokenizer.1")
 NUM_LAST_LINES = 10
 MAX_LINE = 1 << 16
 """bytes: of a line in one piece, and of what a pipe of Linux holds"""
-Show = Callable[[str], str]
-"""what is printed for a line of one process"""
-
-
-class Lines:
-    """Cuts what a process writes into lines."""
-
-    def __init__(self) -> None:
-        self._begun = b""
-
-    def take(self, data: bytes) -> list[str]:
-        """Return the lines that end with `data`, or are too long to wait for their end."""
-        *lines, self._begun = (self._begun + data).split(b"\n")
-        if len(self._begun) > MAX_LINE:
-            lines, self._begun = [*lines, self._begun], b""
-        return [line.decode(errors="replace").rstrip("\r") for line in lines]
-
-    def take_rest(self) -> list[str]:
-        """Return the line that has no end."""
-        return self.take(b"\n") if self._begun else []
+Format = Callable[[str], str]
+"""returns what is printed for a line of one process"""
 
 
 class Log:
@@ -50,7 +32,8 @@ class Log:
     def __init__(self, on_line: Callable[[str], None]) -> None:
         """Open the pipe; needs the running event loop."""
         self._on_line = on_line
-        self._lines = Lines()
+        self._begun = b""
+        """a line without its end"""
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)
         asyncio.get_running_loop().add_reader(self._reader, self._read)
@@ -58,7 +41,8 @@ class Log:
     def finish(self) -> None:
         """Pass on what is in the pipe now, also a line without an end."""
         self._read()
-        self._pass_on(self._lines.take_rest())
+        if self._begun:
+            self._take(b"\n")
 
     def close(self) -> None:
         """Pass on what is left, and close the pipe."""
@@ -70,11 +54,15 @@ class Log:
     def _read(self) -> None:
         """Take all that is in the pipe, which holds up to MAX_LINE bytes."""
         with contextlib.suppress(BlockingIOError):
-            self._pass_on(self._lines.take(os.read(self._reader, MAX_LINE)))
+            self._take(os.read(self._reader, MAX_LINE))
 
-    def _pass_on(self, lines: list[str]) -> None:
+    def _take(self, data: bytes) -> None:
+        """Pass on lines that end with `data`, or are too long to wait for their end."""
+        *lines, self._begun = (self._begun + data).split(b"\n")
+        if len(self._begun) > MAX_LINE:
+            lines, self._begun = [*lines, self._begun], b""
         for line in lines:
-            self._on_line(line)
+            self._on_line(line.decode(errors="replace").rstrip("\r"))
 
 
 def at_node(name: str, node: str) -> str:
@@ -82,7 +70,7 @@ def at_node(name: str, node: str) -> str:
     return f"{name}@{node}" if node else name
 
 
-def behind_name(name: str, index: int, node: str = "") -> Show:
+def prefixed(name: str, index: int, node: str = "") -> Format:
     """`worker.2      | ` first, in colour on a terminal; `index` counts the kinds of processes."""
     width = NAME_WIDTH + len(at_node("", node))
     prefix = f"{at_node(name, node):<{width}} | "
@@ -91,13 +79,13 @@ def behind_name(name: str, index: int, node: str = "") -> Show:
     return lambda text: f"{prefix}{text}\n"
 
 
-def as_json(name: str, node: str = "") -> Show:
+def as_json(name: str, node: str = "") -> Format:
     """Return a function that prints lines as JSON maps with the node.
 
     A line that is not a map, such as a traceback's, becomes the message of one.
     """
 
-    def show(text: str) -> str:
+    def format_line(text: str) -> str:
         try:
             fields = msgspec.json.decode(text, type=dict[str, Any])
         except DECODE_ERRORS:
@@ -107,4 +95,4 @@ def as_json(name: str, node: str = "") -> Show:
             text = json.dumps(fields | {"node": node})
         return f"{text}\n"
 
-    return show
+    return format_line

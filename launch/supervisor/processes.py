@@ -1,83 +1,44 @@
-"""The supervisor's processes, whatever runs them: this machine, or a Ray cluster.
+"""Processes of a pipeline by their names: started, restarted and stopped, whatever runs them.
 
-The supervisor decides (`Policy`); `Processes` starts, stops and restarts, and reports.
+The supervisor decides (`Policy`); `Processes` carries out.
 """
 
 import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Protocol
 
-from penstock.launch.supervisor.child import GRACE
+from penstock.launch.supervisor.logs import NUM_LAST_LINES
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.transport.context import Context
 
-
-class Running(NamedTuple):
-    """A process that runs."""
-
-    name: str
-    pid: int
-    node: str
-    """name of its machine; empty where there is only this one"""
-    age: float
-    """seconds"""
+GRACE = 5.0
+"""seconds between SIGTERM and SIGKILL"""
 
 
-class Policy(Protocol):
-    """Decisions about processes and reports of them, each process known by its name."""
-
-    def may_spawn(self, name: str) -> bool:
-        """Decide before every start and restart."""
-
-    def spawned(self, name: str, pid: int, node: str = "") -> None:
-        """Take note of a start; node: as in `Running`."""
-
-    def line(self, name: str, text: str) -> None:
-        """Take a line that the process wrote. All lines come before its end."""
-
-    def reaped(self, name: str, end: str) -> None:
-        """Take note of an end: `exit code 1`."""
-
-    def say(self, text: str) -> None:
-        """Take a line for the log that belongs to no process."""
-
-
-class Watched(Protocol):
-    """One run of a process, for the watchdog."""
-
-    async def works(self, since: float) -> bool:
-        """Return whether it used CPU time since the last call, or is about to.
-
-        since: CPU seconds since its start that do not count. False if it is stopped or unreachable.
-        """
-
-    async def kill(self) -> bool:
-        """Send SIGKILL; False if its machine is unreachable."""
-
-    def forget(self) -> None:
-        """Do not report its end."""
-
-
-class Host(Protocol):
-    """Place where processes can be watched and killed."""
-
-    def watch(self, name: str, pid: int, on_end: Callable[[], None]) -> Watched | None:
-        """Call `on_end` when the process ends; None if it is not one of the supervisor's."""
-
-
-class KeptProcess(ABC):
+class ManagedProcess(ABC):
     """One process by its name, over its restarts."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.pid = 0
         """0: it does not run"""
+        self.last_pid = 0
+        """of the run that ended last"""
         self.node = ""
-        self.since = 0.0
-        self.on_end: Callable[[], None] = lambda: None
+        """name of its machine; empty where there is only this one"""
+        self.num_starts = 0
+        self.started_at = 0.0
+        """by time.monotonic()"""
+        self.end = ""
+        """reason of its last end: `exit code 1`"""
+        self.is_restart_requested = False
+        """no death precedes its next start"""
+        self.format_line: Callable[[str], str]
+        self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self.wanted = asyncio.Event()
         self.wanted.set()
         self.idle = asyncio.Event()
@@ -90,7 +51,7 @@ class KeptProcess(ABC):
 
     @abstractmethod
     async def wait(self) -> str:
-        """Wait for its end and return how it ended."""
+        """Wait for its end and return the reason; all its lines come before."""
 
     @abstractmethod
     async def terminate(self) -> None:
@@ -104,6 +65,18 @@ class KeptProcess(ABC):
     def signal(self, number: int) -> None:
         """Send a signal to the process that runs."""
 
+    @abstractmethod
+    async def kill(self) -> bool:
+        """Send SIGKILL to the process that runs; False if its machine is unreachable."""
+
+    @abstractmethod
+    async def vitals(self, pid: int) -> tuple[float, bool]:
+        """As `child_process.vitals`, of the process with this pid."""
+
+    def owns(self, pid: int) -> bool:
+        """Return whether a pid is of the process that runs."""
+        return pid == self.pid
+
     async def stop(self) -> None:
         """End it, if it can be reached; it is not restarted until it is `wanted`."""
         self.wanted.clear()
@@ -112,21 +85,35 @@ class KeptProcess(ABC):
             await asyncio.wait_for(self.idle.wait(), GRACE)
 
 
-Kept = TypeVar("Kept", bound=KeptProcess)
+class Policy(Protocol):
+    """Decisions about processes, and reports of them."""
+
+    def may_spawn(self, process: ManagedProcess) -> bool:
+        """Decide before every start and restart."""
+
+    def spawned(self, process: ManagedProcess) -> None:
+        """Take note of a start."""
+
+    def exited(self, process: ManagedProcess) -> None:
+        """Take note of an end."""
+
+    def take_line(self, process: ManagedProcess, text: str) -> None:
+        """Take a line that the process wrote."""
+
+    def say(self, text: str) -> None:
+        """Take a line for the log that belongs to no process."""
 
 
-class Processes(ABC, Generic[Kept]):
+class Processes(ABC):
     """Starts, restarts and stops processes, each by its name."""
 
-    host: Host
     watchdog_context: Context
     """of the socket that all processes connect to"""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, tasks: Tasks) -> None:
+        self.by_name: dict[str, ManagedProcess] = {}
         self._policy = policy
-        self._processes: dict[str, Kept] = {}
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._tasks = Tasks(self._fail)
+        self._tasks = tasks
 
     @property
     @abstractmethod
@@ -134,13 +121,13 @@ class Processes(ABC, Generic[Kept]):
         """Context of sockets that connect to processes."""
 
     @abstractmethod
-    def _make(self, name: str) -> Kept:
+    def _make(self, name: str) -> ManagedProcess:
         """Return a process that is not started yet."""
 
     async def add(self, names: list[str]) -> None:
         """Start new processes."""
         for name in names:
-            process = self._processes[name] = self._make(name)
+            process = self.by_name[name] = self._make(name)
             process.task = self._tasks.start(self._keep(process))
         await asyncio.sleep(0)  # processes of this machine are spawned within
 
@@ -148,75 +135,54 @@ class Processes(ABC, Generic[Kept]):
         """Stop processes for good."""
         # first what does not run: it may wait for the place of what does
         for does_run in (False, True):
-            chosen = [name for name in names if bool(self._processes[name].pid) == does_run]
+            chosen = [name for name in names if bool(self.by_name[name].pid) == does_run]
             await self._each(chosen, self._remove)
         for name in names:
-            del self._processes[name]
+            del self.by_name[name]
 
-    async def stop(self, names: list[str]) -> None:
-        """Stop processes until `start`."""
+    async def stop(self, names: Iterable[str]) -> None:
+        """Stop processes until `restart`."""
         await self._each(names, lambda process: process.stop())
 
-    async def start(self, names: list[str]) -> None:
+    async def restart(self, names: Iterable[str]) -> None:
         """Start processes again after `stop`."""
         for name in names:
-            self._processes[name].wanted.set()
+            self.by_name[name].is_restart_requested = True
+            self.by_name[name].wanted.set()
         await asyncio.sleep(0)  # as in `add`
-
-    async def keep(self) -> None:
-        """Wait until the processes can't be kept running, and raise the reason."""
-        await self._failed
-
-    def running(self) -> Iterator[Running]:
-        """Yield the processes that run now."""
-        now = time.monotonic()
-        for one in self._processes.values():
-            if one.pid:
-                yield Running(one.name, one.pid, one.node, now - one.since)
-
-    def signal(self, name: str, pid: int, number: int) -> None:
-        """Send a signal; without effect where the process with this pid has ended."""
-        process = self._processes.get(name)
-        if process and process.pid == pid:
-            process.signal(number)
 
     async def close(self) -> None:
         """Stop all processes."""
-        await self.remove(list(self._processes))
+        await self.remove(list(self.by_name))
 
-    async def _keep(self, process: Kept) -> None:
+    async def _keep(self, process: ManagedProcess) -> None:
         """Run a process, and again after every end, as long as the policy permits."""
         while await self._may_start(process):
             try:
                 await process.spawn()
             except OSError as error:
-                self._policy.reaped(process.name, str(error))
+                process.end, process.last_pid = str(error), 0
                 continue
-            process.since = time.monotonic()
-            self._policy.spawned(process.name, process.pid, process.node)
-            end = await process.wait()
-            process.pid = 0
-            self._policy.reaped(process.name, end)
-            process.on_end()
+            process.started_at = time.monotonic()
+            self._policy.spawned(process)
+            process.end = await process.wait()
+            process.last_pid, process.pid = process.pid, 0
+            self._policy.exited(process)
         process.idle.set()
 
-    async def _may_start(self, process: Kept) -> bool:
+    async def _may_start(self, process: ManagedProcess) -> bool:
         process.idle.set()
         await process.wanted.wait()
         process.idle.clear()
-        return self._policy.may_spawn(process.name)
+        return self._policy.may_spawn(process)
 
-    async def _remove(self, process: Kept) -> None:
+    async def _remove(self, process: ManagedProcess) -> None:
         if process.pid:
             await process.stop()
         process.task.cancel()
         await process.release()
 
     async def _each(
-        self, names: Iterable[str], run: Callable[[Kept], Coroutine[Any, Any, None]]
+        self, names: Iterable[str], run: Callable[[ManagedProcess], Coroutine[Any, Any, None]]
     ) -> None:
-        await asyncio.gather(*(run(self._processes[name]) for name in names))
-
-    def _fail(self, error: BaseException) -> None:
-        if not self._failed.done():
-            self._failed.set_exception(error)
+        await asyncio.gather(*(run(self.by_name[name]) for name in names))

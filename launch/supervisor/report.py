@@ -1,17 +1,17 @@
 """Reports of the processes to the gateway, which answers status requests for the pipeline."""
 
 import asyncio
-from typing import Any
+import time
 
 import zmq
 
 from penstock.launch.pipeline.procfile import kind_of
-from penstock.launch.supervisor.child import Child, ExplainedDeaths
-from penstock.launch.supervisor.processes import Processes, Running
+from penstock.launch.supervisor.processes import ManagedProcess, Processes
 from penstock.launch.supervisor.watchdog import Watchdog
 from penstock.protocol.config import Config
 from penstock.protocol.messages.status import ProcessStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
+from penstock.protocol.poison import PoisonList
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.context import endpoints
 
@@ -23,17 +23,15 @@ class Report:
         self,
         config: Config,
         kinds: list[str],
-        processes: Processes[Any],
-        children: dict[str, Child],
+        processes: Processes,
         watchdog: Watchdog,
-        deaths: ExplainedDeaths,
+        poison: PoisonList,
     ) -> None:
-        """kinds: of processes, in the order of the procfile; children: by name."""
-        self._kinds = kinds
+        """kinds: of processes, in the order of the procfile."""
+        self.kinds = kinds
         self._processes = processes
-        self._children = children
         self._watchdog = watchdog
-        self._deaths = deaths
+        self._poison = poison
         self._loop = asyncio.get_running_loop()
         at = endpoints(config).results
         # one report waits at most for a gateway that is not there; newer ones are dropped
@@ -54,18 +52,18 @@ class Report:
 
     def processes(self) -> list[ProcessStatus]:
         """Return the processes that run, in the order of the procfile, and their usage now."""
-        order = self._kinds.index
-        running = sorted(self._processes.running(), key=lambda one: order(kind_of(one.name)))
+        running = [one for one in self._processes.by_name.values() if one.pid]
+        running.sort(key=lambda one: self.kinds.index(kind_of(one.name)))
         return [self._status(one) for one in running]
 
-    def _status(self, one: Running) -> ProcessStatus:
-        pulse = self._watchdog.newest(one.name, one.pid)
+    def _status(self, process: ManagedProcess) -> ProcessStatus:
+        pulse = self._watchdog.newest_pulse(process.name)
         return ProcessStatus(
-            name=one.name,
-            pid=one.pid,
-            node=one.node,
-            uptime=one.age,
-            restarts=self._children[one.name].num_starts - 1,
+            name=process.name,
+            pid=process.pid,
+            node=process.node,
+            uptime=time.monotonic() - process.started_at,
+            restarts=process.num_starts - 1,
             cpu_seconds=pulse.cpu_seconds,
             rss_bytes=pulse.rss_bytes,
             counters=pulse.counters,
@@ -73,5 +71,5 @@ class Report:
 
     def _send(self) -> None:
         self._timer = self._loop.call_later(HEARTBEAT_INTERVAL, self._send)
-        poison = self._deaths.poison.digests()
-        self._channel.send(SupervisorReport(self.processes(), self._is_draining, poison))
+        digests = self._poison.digests()
+        self._channel.send(SupervisorReport(self.processes(), self._is_draining, digests))

@@ -16,25 +16,23 @@ from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.owner import notify_ready, watch_owner
 from penstock.launch.pipeline.procfile import kind_of, process_names, read_procfile
 from penstock.launch.pipeline.run_folder import base_url, model_name, restore_config
-from penstock.launch.supervisor.child import CRASH_WINDOW, Child, ExplainedDeaths
 from penstock.launch.supervisor.child_process import describe_exit
-from penstock.launch.supervisor.commands import Commands
 from penstock.launch.supervisor.control_server import ControlServer
+from penstock.launch.supervisor.deaths import CRASH_WINDOW, Deaths
 from penstock.launch.supervisor.local import LocalProcesses
-from penstock.launch.supervisor.logs import Show, as_json, behind_name
+from penstock.launch.supervisor.logs import Format, as_json, prefixed
 from penstock.launch.supervisor.output import LogToOutput, Output
-from penstock.launch.supervisor.processes import Policy, Processes
+from penstock.launch.supervisor.processes import ManagedProcess, Policy, Processes
 from penstock.launch.supervisor.report import Report
 from penstock.launch.supervisor.tasks import Tasks, traceback_lines
 from penstock.launch.supervisor.watchdog import Watchdog
 from penstock.protocol.client.client import AsyncClient
 from penstock.protocol.config import Config
-from penstock.protocol.messages.control import Spawned
 from penstock.protocol.transport.context import endpoints
 
 MAX_EARLY_DEATHS = 3
 """deaths of one process that stop a pipeline which was never ready"""
-MakeProcesses = Callable[[Config, dict[str, str], Policy], Processes[Any]]
+MakeProcesses = Callable[[Config, dict[str, str], Policy, Tasks], Processes]
 """from the configuration, and the commands by kind of process"""
 
 
@@ -52,7 +50,7 @@ class Supervisor:
         self._commands = commands
         self._max_deaths = max_deaths
         self._make_processes = make_processes
-        self._children: dict[str, Child] = {}
+        self._deaths = Deaths()
         self._was_ready = self._draining = False
         self._report: Report | None = None
         self._started = time.monotonic()
@@ -81,41 +79,31 @@ class Supervisor:
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
             loop.add_signal_handler(signal.SIGHUP, self._stop, 0)
         watch_owner(partial(self._stop, 0))
-        commands = Commands(self._commands, self._children, self._add, self._client)
-        folder, control_tasks = self._config.run_folder, Tasks(self._say_error)
-        self._control = ControlServer(folder, commands.run, self._end, control_tasks)
-        processes = self._make_processes(self._config, self._commands, self)
+        config, survived, fatal = self._config, Tasks(self._say_error), Tasks(self._fail)
+        processes = self._make_processes(config, self._commands, self, fatal)
         self._processes = processes
-        deaths = ExplainedDeaths(self._children)
         self._watchdog = Watchdog(
-            self._config,
+            config,
             self.say,
-            processes.host,
+            processes.by_name,
             processes.watchdog_context,
             Tasks(self._say_error),
-            deaths.handle,
+            self._deaths.handle,
         )
         kinds = list(self._commands)
-        report = Report(self._config, kinds, processes, self._children, self._watchdog, deaths)
+        report = Report(config, kinds, processes, self._watchdog, self._deaths.poison)
+        self._control = ControlServer(config, processes, report, self._client, self._end, survived)
         self._report = report  # before the first process runs: a signal may follow at once
-        await self._add(process_names(self._config, self._commands))
-        commands.start(processes, report)
-        tasks = Tasks(self._fail)
-        for coroutine in (self._announce(), processes.keep()):
-            tasks.start(coroutine)
+        await processes.add(process_names(config, self._commands))
+        announcing = fatal.start(self._announce())
         try:
             return await self._end
         finally:
-            tasks.cancel()
+            announcing.cancel()
             report.close()
             self._watchdog.close()
             await processes.close()
             await self._control.close()
-
-    async def _add(self, names: list[str]) -> None:
-        for name in names:
-            self._children[name] = Child(self._show(name))
-        await self._processes.add(names)
 
     async def _announce(self) -> None:
         async with self._client() as client:
@@ -128,7 +116,7 @@ class Supervisor:
         size = f"tp {self._config.tp}" + (f", dp {self._config.dp}" * (self._config.dp > 1))
         ready = (
             f"ready: {model_name(self._config)} on {where} ({size}, "
-            f"{len(self._children)} processes, {seconds:.1f} s)"
+            f"{len(self._processes.by_name)} processes, {seconds:.1f} s)"
         )
         self._write(self._plain(ready))
         notify_ready()
@@ -140,27 +128,28 @@ class Supervisor:
             )
         return AsyncClient(self._config.endpoint, keys=self._config.curve_keys)
 
-    def may_spawn(self, name: str) -> bool:
-        """As `Policy.may_spawn`; the first start is not a restart."""
-        child = self._children[name]
-        child.num_starts += 1
+    def may_spawn(self, process: ManagedProcess) -> bool:
+        """Decide as `Policy.may_spawn`; the first start is not a restart."""
+        process.num_starts += 1
+        process.format_line = self._line_format(process.name, process.node)
         if not self._has_config():
             return False
-        if child.num_starts == 1:
+        if process.num_starts == 1:
             return True
-        if child.asked_for:
-            child.asked_for = False
-            self.say(f"{name} restarted on request")
+        if process.is_restart_requested:
+            process.is_restart_requested = False
+            self.say(f"{process.name} restarted on request")
             return True
-        if self._draining and kind_of(name) == "gateway" and child.end == describe_exit(0):
+        is_gateway = kind_of(process.name) == "gateway"
+        if self._draining and is_gateway and process.end == describe_exit(0):
             self._stop(0)  # nothing is open; one that was killed is restarted, and drained on
             return False
-        num_deaths = child.count_death()
+        num_deaths = self._deaths.count(process.name, process.last_pid)
         limit = self._max_deaths if self._was_ready else min(self._max_deaths, MAX_EARLY_DEATHS)
         if num_deaths < limit:
-            self.say(f"{name} died with {child.end}; restarted")
+            self.say(f"{process.name} died with {process.end}; restarted")
             return True
-        self._give_up(name, child, num_deaths)
+        self._give_up(process, num_deaths)
         return False
 
     def _has_config(self) -> bool:
@@ -175,38 +164,35 @@ class Supervisor:
                 return False
         return True
 
-    def spawned(self, name: str, pid: int, node: str = "") -> None:
-        """As `Policy.spawned`."""
-        self._children[name].show = self._show(name, node)
-        self._children[name].pid = pid
-        if kind_of(name) in read_procfile():  # others in a --procfile send no pulses
-            self._watchdog.spawned(name, pid)
-        self._control.spawned(Spawned(name, pid, node))
+    def spawned(self, process: ManagedProcess) -> None:
+        """Watch a process, and report its start."""
+        process.format_line = self._line_format(process.name, process.node)
+        if kind_of(process.name) in read_procfile():  # others in a --procfile send no pulses
+            self._watchdog.spawned(process)
+        self._control.spawned(process)
 
-    def line(self, name: str, text: str) -> None:
-        """As `Policy.line`."""
-        child = self._children[name]
-        child.last_lines.append(text)
-        self._write(child.show(text))
+    def exited(self, process: ManagedProcess) -> None:
+        """Stop watching a process."""
+        self._watchdog.exited(process)
 
-    def reaped(self, name: str, end: str) -> None:
-        """As `Policy.reaped`."""
-        self._children[name].end = end
+    def take_line(self, process: ManagedProcess, text: str) -> None:
+        """Log a line of a process."""
+        process.last_lines.append(text)
+        self._write(process.format_line(text))
 
-    def _give_up(self, name: str, child: Child, num_deaths: int) -> None:
+    def _give_up(self, process: ManagedProcess, num_deaths: int) -> None:
         when = f"within {CRASH_WINDOW:.0f} s" if self._was_ready else "before it was ready"
-        lines = "".join(f"\n  {line}" for line in child.last_lines)
+        lines = "".join(f"\n  {line}" for line in process.last_lines)
         text = (
-            f"launch: {name} died {num_deaths} times {when}, the last time with "
-            f"{child.end}; the pipeline stops. Its last lines:{lines}"
+            f"launch: {process.name} died {num_deaths} times {when}, the last time with "
+            f"{process.end}; the pipeline stops. Its last lines:{lines}"
         )
         self._output.write(self._plain(text), is_error=True)
         self._stop(1)
 
     def _drain(self) -> None:
         """On a signal: the gateway ends when nothing is open, and we then; or now, on the next."""
-        has_gateway = any(kind_of(name) == "gateway" for name in self._children)
-        if self._draining or not has_gateway or self._report is None:
+        if self._draining or "gateway" not in self._commands or self._report is None:
             self._stop(0)
             return
         self._draining = True
@@ -216,18 +202,18 @@ class Supervisor:
         asyncio.get_running_loop().call_later(seconds, self._stop, 0)
 
     def say(self, text: str) -> None:
-        """As `Policy.say`."""
-        self._write(self._show("launch")(text))
+        """Log a line of the supervisor itself."""
+        self._write(self._line_format("launch")(text))
 
-    def _show(self, name: str, node: str = "") -> Show:
+    def _line_format(self, name: str, node: str = "") -> Format:
         """Return the format of lines of a process."""
         if self._config.log_format == "json":
             return as_json(name, node)
         kinds = [*self._commands, name]
-        return behind_name(name, kinds.index(kind_of(name)), node)
+        return prefixed(name, kinds.index(kind_of(name)), node)
 
     @property
-    def _plain(self) -> Show:
+    def _plain(self) -> Format:
         """Return the format of the supervisor's own lines, which have a prefix in JSON only."""
         return as_json("launch") if self._config.log_format == "json" else "{}\n".format
 
@@ -235,7 +221,7 @@ class Supervisor:
         self._output.write(text)
 
     def _dropped(self, number: int) -> str:
-        return self._show("launch")(f"{number} lines dropped: nobody read them")
+        return self._line_format("launch")(f"{number} lines dropped: nobody read them")
 
     def _stop(self, exit_code: int) -> None:
         if not self._end.done():

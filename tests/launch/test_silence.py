@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from penstock.protocol.transport.event_loop import leave
 from tests.launch.supervised import LONG
 
 
 def test_a_silent_process_is_killed(supervised: Callable[..., Any]) -> None:
     async def run() -> None:
         async with supervised(hang_timeout=0.2) as one:
-            child = await one.child()
+            child = await one.child("gateway.1")
             one.pulse("gateway.1", child.pid)
             assert await child.wait() == -9
             assert one.said == ["gateway.1 gave no sign of life for 0.2 s; killed"]
@@ -26,9 +27,9 @@ def test_a_process_that_hangs_before_its_first_pulse_is_killed(
 ) -> None:
     async def run() -> None:
         async with supervised(step_timeout=0.2) as one:
-            child, other = await one.child(), await one.child()
-            one.pulses.spawned("gateway.1", child.pid)
-            one.pulses.spawned("scheduler.1", other.pid)
+            child, other = await one.child("gateway.1"), await one.child("scheduler.1")
+            for process in one.processes.values():
+                one.watchdog.spawned(process)
             one.pulse("scheduler.1", other.pid)
             assert await child.wait() == -9
             assert one.said == ["gateway.1 gave no sign of life for 0.2 s; killed"]
@@ -40,7 +41,7 @@ def test_a_process_that_hangs_before_its_first_pulse_is_killed(
 def test_a_process_that_is_stopped_is_killed(supervised: Callable[..., Any]) -> None:
     async def run() -> None:
         async with supervised(hang_timeout=0.2) as one:
-            child = await one.child()
+            child = await one.child("gateway.1")
             child.send_signal(19)
             one.pulse("gateway.1", child.pid)
             assert await child.wait() == -9
@@ -58,11 +59,11 @@ def test_a_silent_process_that_computes_is_left_until_it_stops(
 
     async def run() -> None:
         async with supervised(hang_timeout=0.3) as one:
-            busy, idle = await one.child(SPIN), await one.child()
+            busy, idle = await one.child("worker.1", SPIN), await one.child("worker.2")
             one.pulse("worker.1", busy.pid)
             one.pulse("worker.2", idle.pid)
             assert await idle.wait() == -9
-            one.pulse("worker.3", (other := await one.child()).pid)
+            one.pulse("worker.3", (other := await one.child("worker.3")).pid)
             assert await other.wait() == -9  # twice the time
             assert busy.returncode is None
             busy.send_signal(signal.SIGSTOP)
@@ -77,7 +78,7 @@ def test_a_silent_process_that_computes_has_the_time_of_a_step(
 ) -> None:
     async def run() -> None:
         async with supervised(hang_timeout=0.2, step_timeout=0.8) as one:
-            busy = await one.child(SPIN)
+            busy = await one.child("worker.1", SPIN)
             one.pulse("worker.1", busy.pid)
             assert await busy.wait() == -9
             assert one.said == ["worker.1 gave no sign of life for 0.8 s; killed"]
@@ -94,9 +95,9 @@ def test_nobody_is_late_after_all_stood_still(
     async def run() -> None:
         loop = asyncio.get_running_loop()
         async with supervised(hang_timeout=1.6) as one:
-            child = await one.child()
+            child = await one.child("gateway.1")
             one.pulse("gateway.1", child.pid, cpu_seconds=LONG)  # it has used no more since then
-            while not one.pulses._guarded:
+            while not one.watchdog._watched:
                 await asyncio.sleep(0)
             clock = loop.time
             monkeypatch.setattr(loop, "time", lambda: clock() + seconds)
@@ -110,8 +111,8 @@ def test_nobody_is_late_after_all_stood_still(
 def test_pulses_that_wait_count_before_anyone_is_judged(supervised: Callable[..., Any]) -> None:
     async def run() -> None:
         async with supervised(hang_timeout=0.2) as one:
-            child = await one.child()
-            asyncio.get_running_loop().remove_reader(one.pulses._fd)  # as if not called yet
+            child = await one.child("gateway.1")
+            leave(one.watchdog._handlers)  # as if not called yet
             one.pulse("gateway.1", child.pid)
             assert await child.wait() == -9  # so its pulse was read
 

@@ -11,7 +11,7 @@ from uuid import uuid4
 import msgspec
 import ray
 
-from penstock.launch.supervisor.child_process import ChildProcess, Vitals
+from penstock.launch.supervisor.child_process import ChildProcess, vitals
 from penstock.launch.supervisor.logs import Log
 from penstock.launch.supervisor.ray.folder import NodeFolder
 from penstock.protocol.config import Config
@@ -29,7 +29,7 @@ GPU_VARIABLE = "PENSTOCK_GPU"
 MAX_LINES = 10_000
 """lines kept for a supervisor that does not come for them"""
 LOST = "its Ray actor"
-"""end of a process whose actor or node is lost: `Policy.reaped`"""
+"""end of a process whose actor or node is lost"""
 
 
 class Spec(NamedTuple):
@@ -95,7 +95,6 @@ class ProcessActor:
             self._log = self._log or Log(self._on_line)
             self._child = ChildProcess(self._spec.command, self._environment(), self._log)
             self._child.end.add_done_callback(lambda _: self._changed.set())
-            self._vitals = Vitals(self._child.pid)
         return Started(self._child.pid, self._node)
 
     async def follow(self, number: int) -> tuple[list[str], str | None]:
@@ -109,9 +108,9 @@ class ProcessActor:
         self._output.clear()
         return lines, None if lines else self._child.end.result()
 
-    async def works(self, pid: int, since: float) -> bool:
-        """As `Watched.works`, of the process with this pid."""
-        return bool(self._child and self._child.pid == pid and self._vitals.works(since))
+    async def vitals(self, pid: int) -> tuple[float, bool]:
+        """As `child_process.vitals`."""
+        return vitals(pid)
 
     async def signal(self, pid: int, number: int) -> None:
         """Send a signal, if the process with this pid runs."""
@@ -123,8 +122,9 @@ class ProcessActor:
         if self._child:
             await self._child.stop(grace)
 
-    async def ping(self) -> None:
-        """Answer."""
+    async def ping(self) -> bool:
+        """Return True."""
+        return True
 
     async def leave(self) -> None:
         """End the process and leave the node's run folder; nothing is called after this."""

@@ -8,8 +8,6 @@ import asyncio
 import contextlib
 import functools
 import io
-from collections.abc import Callable
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,8 @@ from penstock.launch.supervisor.ray.actor import ProcessActor, Spec
 from penstock.launch.supervisor.ray.cluster import Joined
 from penstock.launch.supervisor.ray.directory import DirectoryServer, FixedNetwork
 from penstock.launch.supervisor.ray.placement import Placement
-from penstock.launch.supervisor.ray.remote import RemoteProcess, RemoteWatched
+from penstock.launch.supervisor.ray.remote import RemoteProcess
+from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.config import DEFAULT_CLIENT, Config
 from penstock.protocol.run_folder import write_config
 from penstock.protocol.transport.curve import CLIENTS, SERVER
@@ -44,8 +43,8 @@ class _Nowhere(io.TextIOBase):
         return len(text)
 
 
-class RayProcesses(Processes[RemoteProcess]):
-    """`Processes` for a cluster; it is its own `Host`."""
+class RayProcesses(Processes):
+    """`Processes` for a cluster."""
 
     def __init__(
         self,
@@ -54,10 +53,10 @@ class RayProcesses(Processes[RemoteProcess]):
         config: Config,
         commands: dict[str, str],
         policy: Policy,
+        tasks: Tasks,
     ) -> None:
         """commands: by kind of process. Raises LaunchError."""
-        super().__init__(policy)
-        self.host = self
+        super().__init__(policy, tasks)
         self._joined = joined
         self._placement = placement
         self._config = config
@@ -85,11 +84,6 @@ class RayProcesses(Processes[RemoteProcess]):
         attend(self._handlers)
         return context
 
-    def watch(self, name: str, pid: int, on_end: Callable[[], None]) -> RemoteWatched | None:
-        """As `Host.watch`."""
-        process = self._processes.get(name)
-        return RemoteWatched(process, on_end) if process and process.pid == pid else None
-
     async def close(self) -> None:
         await super().close()
         self._reserved.cancel()
@@ -110,15 +104,11 @@ class RayProcesses(Processes[RemoteProcess]):
             while not await asyncio.to_thread(PlacementGroup.wait, group, 1):
                 pass
 
-    async def _keep(self, process: RemoteProcess) -> None:
-        await asyncio.shield(self._reserved)  # nobody else takes what a group needs
-        process.actor = self._make_actor(process.name)
-        await super()._keep(process)
-
     def _make(self, name: str) -> RemoteProcess:
-        return RemoteProcess(name, self._incarnations, partial(self._policy.line, name))
+        return RemoteProcess(name, self._incarnations, self._make_actor, self._policy.take_line)
 
-    def _make_actor(self, name: str) -> Any:
+    async def _make_actor(self, name: str) -> Any:
+        await asyncio.shield(self._reserved)  # nobody else takes what a group needs
         num_gpus = self._placement.num_gpus(name)
         options: dict[str, Any] = {"num_cpus": 1, "num_gpus": num_gpus, "max_restarts": -1}
         if num_gpus:

@@ -7,12 +7,12 @@ import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from penstock.launch.supervisor.logs import MAX_LINE, Log, Show, as_json, behind_name
+from penstock.launch.supervisor.logs import MAX_LINE, Format, Log, as_json, prefixed
 
 PLAIN = "x | {}\n".format
 
 
-def written(write: Callable[[Log], None], show: Show = PLAIN) -> list[str]:
+def written(write: Callable[[Log], None], show: Format = PLAIN) -> list[str]:
     """Return the lines printed of what `write` puts into the pipe."""
     lines: list[str] = []
 
@@ -81,8 +81,8 @@ def test_bytes_that_are_no_text_are_shown() -> None:
 
 
 def test_a_name_is_put_before_its_lines() -> None:
-    assert behind_name("worker.2", 3)("a") == "worker.2      | a\n"
-    assert behind_name("worker.2", 3, "gpu1")("a") == "worker.2@gpu1      | a\n"
+    assert prefixed("worker.2", 3)("a") == "worker.2      | a\n"
+    assert prefixed("worker.2", 3, "gpu1")("a") == "worker.2@gpu1      | a\n"
 
 
 def test_the_node_is_in_every_map() -> None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from penstock.launch.supervisor.restart import restart
+from penstock.launch.supervisor.control_server import restart
 from penstock.protocol.client.client import AsyncClient
 from penstock.protocol.messages.client import Reply, Request, StatusRequest
 from penstock.protocol.messages.status import SchedulerStatus, StatusReply
