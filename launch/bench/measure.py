@@ -8,9 +8,10 @@ import msgspec
 from msgspec import Struct
 
 from penstock.launch.bench.streams import Stamps, Streaming, as_streaming
-from penstock.launch.bench.target import Target, is_running
+from penstock.launch.bench.target import Target
 from penstock.launch.bench.workload import Item
 from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.run_folder import is_running
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import NoAnswer
 from penstock.protocol.client.session import Answer

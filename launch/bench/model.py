@@ -14,7 +14,7 @@ from penstock.launch.bench.measure import Figures, Meter, Run, median
 from penstock.launch.bench.report import hardware, versions
 from penstock.launch.bench.serving import summary
 from penstock.launch.bench.streams import Streaming, as_streaming
-from penstock.launch.bench.target import target
+from penstock.launch.bench.target import measured
 from penstock.launch.bench.workload import (
     Item,
     arrival_times,
@@ -108,7 +108,7 @@ def _bench(
 ) -> dict[str, Any]:
     """Return the report: facts, and the results of `measure`."""
     drawn = arguments.temperature, arguments.top_k, arguments.top_p
-    with target(arguments) as pipeline, Meter(pipeline, *drawn) as meter:
+    with measured(arguments) as pipeline, Meter(pipeline, *drawn) as meter:
         results = measure(meter, pipeline.vocab_size)
         print(file=sys.stderr)
         return {

@@ -1,5 +1,7 @@
 """`launch chaos --aimed`: each attack on a pipeline of its own, and what innocent clients saw."""
 
+import contextlib
+import itertools
 import os
 import shlex
 import subprocess
@@ -7,17 +9,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct
 
-from penstock.launch.chaos.attacks import ATTACKS, Attack
-from penstock.launch.chaos.ground import Ground, ground
+from penstock.launch.chaos import attacks, process_attacks
+from penstock.launch.chaos.victim import Attack, Victim, victim
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.client.errors import RequestError
 
+DEFINED = (vars(attacks) | vars(process_attacks)).values()
+ATTACKS = [one for one in DEFINED if isinstance(one, Attack)]
+LAUNCH = (sys.executable, "-P", "-m", "penstock.launch")
 HEAD = "| attack | asked | lost | different | restarted | gateway MiB | pipeline | seen |"
 
 
@@ -35,6 +38,10 @@ class Result(Struct):
     reasons: list[str] = []
     is_fault: bool = False
 
+    def fail(self, error: Exception) -> None:
+        """Count the attack as successful."""
+        self.seen, self.is_fault = f"{type(error).__name__}: {error}", True
+
     def __str__(self) -> str:
         end = "ended" if self.has_ended else "runs"
         numbers = [self.num_asked, self.num_lost, self.num_different]
@@ -49,15 +56,10 @@ def aimed(names: list[str], flags: list[str]) -> int:
     Return 1 if one succeeded.
     """
     print(HEAD, "| --- " * HEAD.count(" | ") + "| --- |", sep="\n", flush=True)
+    chosen = [one for one in ATTACKS if not names or any(name in one.name for name in names)]
     results = []
-    for result in _results(
-        [a for a in ATTACKS if not names or any(n in a.name for n in names)], flags
-    ):
+    for result in itertools.chain(_results(chosen, flags), () if names else (symlink(),)):
         print(result, flush=True)
-        results.append(result)
-    if not names:
-        result = symlink()
-        print(result)
         results.append(result)
     failed = [one.attack for one in results if one.is_fault]
     print(f"{len(results) - len(failed)} of {len(results)} attacks had no effect on others", end="")
@@ -65,44 +67,43 @@ def aimed(names: list[str], flags: list[str]) -> int:
     return 1 if failed else 0
 
 
-def _results(attacks: list[Attack], flags: list[str]) -> Iterator[Result]:
+def _results(chosen: list[Attack], flags: list[str]) -> Iterator[Result]:
     """Run attacks, on one pipeline as long as it lives and no attack needs its own."""
-    with ExitStack() as stack:
-        shared: Ground | None = None
-        for attack in attacks:
+    with contextlib.ExitStack() as stack:
+        shared: Victim | None = None
+        for attack in chosen:
             result = Result(attack.name)
             begin = time.monotonic()
             try:
-                if attack.needs_own or not shared or shared.has_ended:
+                one = shared
+                if attack.needs_own or not one or one.has_ended:
                     stack.close()
                     one = _start(stack, attack, flags)
                     shared = None if attack.needs_own else one
-                else:
-                    one = shared
                 _attack(attack, one, result)
             except (LaunchError, RequestError, OSError) as error:
-                result.seen, result.is_fault = f"{type(error).__name__}: {error}", True
+                result.fail(error)
                 shared = None
             result.seen += f" ({time.monotonic() - begin:.0f} s)"
             yield result
 
 
-def _start(stack: ExitStack, attack: Attack, flags: list[str]) -> Ground:
-    stdout = stack.enter_context(_Blocked()) if attack.is_output_blocked else subprocess.DEVNULL
+def _start(stack: contextlib.ExitStack, attack: Attack, flags: list[str]) -> Victim:
+    stdout = stack.enter_context(_unread_pipe()) if attack.is_output_blocked else subprocess.DEVNULL
     commands = {
         kind: _program(stack, source, arguments)
         for kind, (source, arguments) in attack.programs.items()
     }
-    return stack.enter_context(ground(flags, commands, stdout))
+    return stack.enter_context(victim(flags, commands, stdout))
 
 
-def _attack(attack: Attack, one: Ground, result: Result) -> None:
+def _attack(attack: Attack, one: Victim, result: Result) -> None:
     one.begin()
     innocents = one.innocents
     try:
         result.seen = attack.run(one) or ""
     except Exception as error:  # noqa: BLE001  a line of the table
-        result.seen, result.is_fault = f"{type(error).__name__}: {error}", True
+        result.fail(error)
     innocents.wait()
     result.num_asked, result.num_lost = innocents.num_asked, innocents.num_lost
     result.num_different, result.reasons = innocents.num_different, innocents.reasons
@@ -122,17 +123,7 @@ def symlink() -> Result:
         kept = Path(theirs) / "aimed"
         kept.mkdir(mode=0o755)
         done = subprocess.run(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "penstock.launch",
-                "all",
-                "--name",
-                "aimed",
-                "--http",
-                "0",
-            ],
+            [*LAUNCH, "all", "--name", "aimed", "--http", "0"],
             env=os.environ | {"XDG_RUNTIME_DIR": folder},
             capture_output=True,
             text=True,
@@ -145,7 +136,7 @@ def symlink() -> Result:
     return result
 
 
-def _program(stack: ExitStack, source: str, arguments: str) -> str:
+def _program(stack: contextlib.ExitStack, source: str, arguments: str) -> str:
     """Return the command of a process that is started from source text."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     (folder / "program.py").write_text(source)
@@ -153,20 +144,15 @@ def _program(stack: ExitStack, source: str, arguments: str) -> str:
     return shlex.join([sys.executable, "-P", str(folder / "program.py"), *words])
 
 
-class _Blocked:
-    """A pipe that is full, and nobody reads."""
-
-    def __enter__(self) -> Any:
-        self._ends = os.pipe()
-        writer = self._ends[1]
-        os.set_blocking(writer, False)
-        try:
-            while os.write(writer, bytes(4096)):
-                pass
-        except BlockingIOError:
-            os.set_blocking(writer, True)
-        return writer
-
-    def __exit__(self, *_: object) -> None:
-        for end in self._ends:
-            os.close(end)
+@contextlib.contextmanager
+def _unread_pipe() -> Iterator[int]:
+    """Yield the writer of a pipe that is full, and nobody reads."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(writer, bytes(4096)):
+            pass
+    os.set_blocking(writer, True)
+    yield writer
+    os.close(reader)
+    os.close(writer)

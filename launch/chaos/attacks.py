@@ -1,4 +1,4 @@
-"""All attacks, and those by clients. Each is bounded, and goes to loopback only."""
+"""Attacks by clients. Each is bounded, and goes to loopback only."""
 
 import contextlib
 import os
@@ -6,23 +6,13 @@ import signal
 import socket
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import zmq
 
-from penstock.launch.chaos.ground import Ground
-from penstock.launch.chaos.process_attacks import (
-    BEHIND,
-    blocked_output,
-    clocks,
-    config_removed,
-    drain,
-    freeze,
-    scales,
-)
+from penstock.launch.chaos.victim import Attack, Victim
 from penstock.protocol.client.client import Stream
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.client import GenerateRequest, StatusRequest, TokenizePromptRequest
@@ -47,27 +37,10 @@ main(load)
 """
 
 
-class Attack(NamedTuple):
-    """One attack on a pipeline, with the programs that it needs in the procfile."""
-
-    name: str
-    run: Callable[[Ground], str | None]
-    """returns what the attacker saw, if that says anything"""
-    programs: Mapping[str, tuple[str, str]] = MappingProxyType({})
-    """kind of process → (source, arguments)"""
-    is_output_blocked: bool = False
-    ends: bool = False
-    """the pipeline is to end"""
-
-    @property
-    def needs_own(self) -> bool:
-        """Other attacks can't use its pipeline."""
-        return bool(self.programs or self.is_output_blocked or self.ends)
-
-
-def grammar(ground: Ground) -> None:
+@Attack("first grammars")
+def grammar(victim: Victim) -> None:
     """Several first grammars at once."""
-    with ground.client() as client:
+    with victim.client() as client:
         schema = StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "array"}}})
         answers = [
             client.submit("repeat: {}", structured_outputs=schema, max_tokens=20) for _ in range(4)
@@ -76,72 +49,79 @@ def grammar(ground: Ground) -> None:
             one.result()
 
 
-def poison_worker(ground: Ground) -> str:
+@Attack("poison of workers", programs={"worker": (POISON_WORKER, "")})
+def poison_worker(victim: Victim) -> str:
     """Send a request that kills every worker, twice, and another one."""
-    with ground.client() as client:
+    with victim.client() as client:
         return _refusals(client.submit, [f"repeat: {POISON}"] * 2 + [f"repeat: a {POISON}"])
 
 
-def poison_tokenizer(ground: Ground) -> str:
+@Attack("poison of tokenizers")
+def poison_tokenizer(victim: Victim) -> str:
     """Tools with one long text, which a template renders slowly, twice."""
     tools = [{"type": "function", "function": {"name": "f", "description": "x " * 400_000}}]
     messages = [{"role": "user", "content": "?"}]
-    with ground.client() as client:
+    with victim.client() as client:
         asked = [{"messages": messages, "tools": tools, "max_tokens": 1}] * 2
         return _refusals(lambda one: client.submit(**one), asked)
 
 
-def deep_json(ground: Ground) -> None:
+@Attack("deep JSON, scheduler killed")
+def deep_json(victim: Victim) -> None:
     """Send requests nested as deep as decoders allow; then the scheduler dies."""
-    with _dealer(ground) as dealer:
+    with _dealer(victim) as dealer:
         for depth in (60, 200, 500, 900, 990):
             for text in (b'{"a":' * depth + b"1" + b"}" * depth, b"[" * depth + b"]" * depth):
                 kwargs = b'{"x":' + text + b"}"
                 message = b'{"messages":[{"role":"user","content":"?"}],"chat_template_kwargs":'
                 dealer.send(message + kwargs + b',"max_tokens":400,"ignore_eos":true}')
-        ground.kill("scheduler")
-        ground.check()
+        victim.kill("scheduler")
+        victim.check()
 
 
-def envelopes(ground: Ground) -> None:
+@Attack("envelopes")
+def envelopes(victim: Victim) -> None:
     """Multipart messages, mostly of envelope; and one of frames without an end."""
-    with _dealer(ground, SNDHWM=4) as dealer:
+    with _dealer(victim, SNDHWM=4) as dealer:
         for _ in range(30):
             with contextlib.suppress(zmq.Again):
                 dealer.send_multipart([bytes(4 << 20)] * 3 + [b'{"type":"status"}'])
-    with socket.create_connection(("127.0.0.1", ground.port)) as raw:
+    with socket.create_connection(("127.0.0.1", victim.port)) as raw:
         raw.settimeout(5)
         with contextlib.suppress(OSError):
             _greet(raw)
             for _ in range(64):
                 raw.sendall((b"\x01\xff" + bytes(255)) * 4000)
-    ground.check()
+    victim.check()
 
 
-def unread(ground: Ground) -> None:
+@Attack("unread streams")
+def unread(victim: Victim) -> None:
     """Streams with large frames before them, which nobody reads."""
-    with _dealer(ground, RCVHWM=1) as dealer:
+    with _dealer(victim, RCVHWM=1) as dealer:
         question = GenerateRequest(prompt="count from 1 to 99", stream=True, ignore_eos=True)
         question.max_tokens = 400
         for number in range(60):
             dealer.send_multipart([bytes(1000), b"%d" % number, msgspec.msgpack.encode(question)])
-        ground.check()
+        victim.check()
 
 
-def abandoned(ground: Ground) -> None:
+@Attack("abandoned tokenize")
+def abandoned(victim: Victim) -> None:
     """Long prompts to tokenize, of clients that leave."""
-    with _dealer(ground) as dealer:
+    with _dealer(victim) as dealer:
         question = TokenizePromptRequest(prompt="word " * 190_000)
         for _ in range(30):
             dealer.send(msgspec.msgpack.encode(question))
-    ground.check()
+    victim.check()
 
 
-def status_flood(ground: Ground) -> None:
+@Attack("status flood")
+def status_flood(victim: Victim) -> None:
     """Questions for the scheduler's next report, while it is stopped."""
-    pid = ground.pid("scheduler")
+    pid = victim.pid("scheduler")
     frame = msgspec.msgpack.encode(StatusRequest(fresh=True))
-    with _dealer(ground, SNDHWM=0) as dealer:
+    with _dealer(victim, SNDHWM=0) as dealer:
         os.kill(pid, signal.SIGSTOP)
         try:
             for _ in range(150_000):
@@ -149,21 +129,23 @@ def status_flood(ground: Ground) -> None:
             time.sleep(3)
         finally:
             os.kill(pid, signal.SIGCONT)
-        ground.check()
+        victim.check()
 
 
-def idle(ground: Ground) -> None:
+@Attack("idle connections")
+def idle(victim: Victim) -> None:
     """Open silent connections, more than the default limit of descriptors."""
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
         for _ in range(1100):
-            address = ("127.0.0.1", ground.port)
+            address = ("127.0.0.1", victim.port)
             stack.enter_context(socket.create_connection(address, timeout=2))
-        ground.check()
+        victim.check()
 
 
-def headers(ground: Ground) -> str:
+@Attack("HTTP headers")
+def headers(victim: Victim) -> str:
     """Send an endless head of an HTTP request."""
-    with socket.create_connection(("127.0.0.1", ground.http_port), timeout=5) as raw:
+    with socket.create_connection(("127.0.0.1", victim.config.http_port), timeout=5) as raw:
         raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
         num_bytes = 0
         with contextlib.suppress(OSError):
@@ -172,45 +154,51 @@ def headers(ground: Ground) -> str:
     return f"{num_bytes >> 20} MiB of headers taken"
 
 
-def slow_connections(ground: Ground) -> str:
+@Attack("slow HTTP connections")
+def slow_connections(victim: Victim) -> str:
     """200 connections that send a byte a second of their requests."""
     with contextlib.ExitStack() as stack:
         raws = []
         for _ in range(200):
             with contextlib.suppress(OSError):
-                address = ("127.0.0.1", ground.http_port)
+                address = ("127.0.0.1", victim.config.http_port)
                 raws.append(stack.enter_context(socket.create_connection(address, timeout=2)))
         for letter in b"GET /":
             for raw in raws:
                 with contextlib.suppress(OSError):
                     raw.send(bytes([letter]))
             time.sleep(1)
-        with urllib.request.urlopen(f"http://127.0.0.1:{ground.http_port}/health", timeout=20) as r:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{victim.config.http_port}/health", timeout=20
+        ) as r:
             return f"/health {r.status} beside them"
 
 
-def old_peers(ground: Ground) -> None:
+@Attack("ZMTP 1.0")
+def old_peers(victim: Victim) -> None:
     """Peers that speak ZMTP 1.0, a hundred of them with ten messages each."""
     for _ in range(100):
-        address = ("127.0.0.1", ground.port)
+        address = ("127.0.0.1", victim.port)
         with contextlib.suppress(OSError), socket.create_connection(address, timeout=5) as raw:
             raw.sendall(b"\x01\x00" + b'\x12\x00{"type":"status"}' * 10)
-    ground.check()
+    victim.check()
 
 
-def identities(ground: Ground) -> str:
+@Attack("one identity twice")
+def identities(victim: Victim) -> str:
     """Two clients of one ZeroMQ identity."""
-    with _dealer(ground, IDENTITY=b"same") as one, _dealer(ground, IDENTITY=b"same") as two:
+    with _dealer(victim, IDENTITY=b"same") as one, _dealer(victim, IDENTITY=b"same") as two:
         for dealer in (one, two):
             dealer.send(b'{"type":"status"}')
         answers = [bool(dealer.poll(3000)) for dealer in (one, two)]
-        ground.check()
+        victim.check()
     return f"{sum(answers)} of 2 answered"
 
 
-def greedy(ground: Ground) -> str:
+@Attack("1,000 requests of one")
+def greedy(victim: Victim) -> str:
     """One client with 1,000 requests, and another one with a single one."""
-    with ground.client() as many, ground.client() as one:
+    with victim.client() as many, victim.client() as one:
         begin = time.monotonic()
         answers = [
             many.submit("count from 10 to 60", max_tokens=64, ignore_eos=True) for _ in range(1000)
@@ -220,34 +208,6 @@ def greedy(ground: Ground) -> str:
         for answer in answers:
             answer.result()
     return f"the single request took {single:.1f} of {time.monotonic() - begin:.1f} s"
-
-
-ATTACKS = [
-    Attack("first grammars", grammar),
-    Attack("poison of workers", poison_worker, programs={"worker": (POISON_WORKER, "")}),
-    Attack("poison of tokenizers", poison_tokenizer),
-    Attack("deep JSON, scheduler killed", deep_json),
-    Attack("envelopes", envelopes),
-    Attack("unread streams", unread),
-    Attack("abandoned tokenize", abandoned),
-    Attack("status flood", status_flood),
-    Attack(
-        "clock an hour late",
-        clocks,
-        programs={kind: (BEHIND, f"penstock.services.{kind}") for kind in ("gateway", "scheduler")},
-    ),
-    Attack("freeze of 8 s", freeze),
-    Attack("idle connections", idle),
-    Attack("blocked output", blocked_output, is_output_blocked=True),
-    Attack("gateway killed in a drain", drain, ends=True),
-    Attack("config.json removed", config_removed),
-    Attack("HTTP headers", headers),
-    Attack("slow HTTP connections", slow_connections),
-    Attack("ZMTP 1.0", old_peers),
-    Attack("one identity twice", identities),
-    Attack("five scales", scales),
-    Attack("1,000 requests of one", greedy),
-]
 
 
 def _refusals(submit: Callable[[Any], Stream], asked: list[Any]) -> str:
@@ -270,10 +230,10 @@ def _greet(raw: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def _dealer(ground: Ground, **options: Any) -> "Iterator[zmq.Socket[bytes]]":
+def _dealer(victim: Victim, **options: Any) -> "Iterator[zmq.Socket[bytes]]":
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         for option, value in ({"SNDTIMEO": 10_000} | options).items():
             dealer.setsockopt(getattr(zmq, option), value)
-        dealer.connect(ground.endpoint)
+        dealer.connect(victim.config.endpoint)
         yield dealer

@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-from penstock.launch.chaos.ground import Ground
+from penstock.launch.chaos.victim import Attack, Victim
 from penstock.launch.pipeline.control_client import scale
 from penstock.launch.pipeline.errors import LaunchError
 
@@ -22,70 +22,77 @@ if pathlib.Path(mark).exists():
 pathlib.Path(mark).touch()
 runpy.run_module(module, run_name="__main__")
 """
+LATE_CLOCKS = {kind: (BEHIND, f"penstock.services.{kind}") for kind in ("gateway", "scheduler")}
 
 
-def clocks(ground: Ground) -> None:
+@Attack("clock an hour late", programs=LATE_CLOCKS)
+def clocks(victim: Victim) -> None:
     """Gateway and scheduler restart with a clock an hour late."""
     for kind in ("gateway", "scheduler"):
-        ground.kill(kind)
-        ground.check()
+        victim.kill(kind)
+        victim.check()
 
 
-def freeze(ground: Ground) -> None:
+@Attack("freeze of 8 s")
+def freeze(victim: Victim) -> None:
     """All processes are stopped for 8 s, as by a suspended virtual machine."""
-    pids = [ground.supervisor.pid, *(one.pid for one in ground.processes())]
+    pids = [victim.supervisor.pid, *(one.pid for one in victim.processes())]
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         time.sleep(8 if number == signal.SIGSTOP else 1)
-    ground.check()
+    victim.check()
 
 
-def blocked_output(ground: Ground) -> None:
+@Attack("blocked output", is_output_blocked=True)
+def blocked_output(victim: Victim) -> None:
     """Nobody reads what the supervisor writes, and processes die."""
     for kind in ("tokenizer", "detokenizer"):
-        ground.kill(kind)
-        ground.check()
+        victim.kill(kind)
+        victim.check()
 
 
-def drain(ground: Ground) -> None:
+@Attack("gateway killed in a drain", ends=True)
+def drain(victim: Victim) -> None:
     """Kill the gateway while the pipeline drains."""
-    pid = ground.pid("gateway")
-    ground.innocents.stop_asking()
-    ground.supervisor.send_signal(signal.SIGTERM)
+    pid = victim.pid("gateway")
+    victim.innocents.stop_sending()
+    victim.supervisor.send_signal(signal.SIGTERM)
     os.kill(pid, signal.SIGKILL)
 
 
-def config_removed(ground: Ground) -> None:
+@Attack("config.json removed")
+def config_removed(victim: Victim) -> None:
     """`config.json` is removed, and a process dies."""
-    (ground.folder / "config.json").unlink()
-    os.kill(_child(ground, "tokenizer"), signal.SIGKILL)
-    ground.check()
-    ground.processes()
+    (victim.config.run_folder / "config.json").unlink()
+    os.kill(_child(victim, "tokenizer"), signal.SIGKILL)
+    victim.check()
+    victim.processes()
 
 
-def scales(ground: Ground) -> str:
+@Attack("five scales")
+def scales(victim: Victim) -> str:
     """Five changes of the number of tokenizers at once."""
     numbers: list[int] = []
 
     def change(number: int) -> None:
         with contextlib.suppress(LaunchError):
-            numbers.append(scale(ground.name, "tokenizer", number))
+            numbers.append(scale(victim.config.name, "tokenizer", number))
 
     threads = [threading.Thread(target=change, args=(1 + n % 3,)) for n in range(5)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    found = sum(one.name.startswith("tokenizer.") for one in ground.processes())
+    found = sum(one.name.startswith("tokenizer.") for one in victim.processes())
     wrong = "" if sorted(numbers) == [1, 1, 2, 2, 3] and found in numbers else "WRONG: "
     return f"{wrong}{found} run, reported {numbers}"
 
 
-def _child(ground: Ground, kind: str) -> int:
+def _child(victim: Victim, kind: str) -> int:
     """As `Ground.pid`, without the run folder."""
-    for one in ground.supervisor.children(recursive=True):
+    for one in victim.supervisor.children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if f"penstock.services.{kind}" in " ".join(one.cmdline()):
                 return int(one.pid)

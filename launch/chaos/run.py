@@ -5,31 +5,37 @@ import contextlib
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from penstock.launch.bench.report import hardware, versions
-from penstock.launch.bench.target import is_running
 from penstock.launch.chaos.load import Flight, Load, make_requests
 from penstock.launch.chaos.options import ChaosOptions
 from penstock.launch.chaos.outcome import Outcome, Recovery
 from penstock.launch.chaos.processes import Changes, Processes
 from penstock.launch.chaos.report import faults, make_report
 from penstock.launch.chaos.schedule import Event, make_schedule
-from penstock.launch.chaos.target import left_behind, shared_memory, target
+from penstock.launch.pipeline.options import given_options
 from penstock.launch.pipeline.procfile import kind_of
-from penstock.launch.pipeline.run_folder import model_name
-from penstock.protocol.checkpoint import read_model_config
+from penstock.launch.pipeline.run_folder import is_running, model_name
+from penstock.launch.pipeline.target import target, vocab_size
 from penstock.protocol.client.client import AsyncClient
-from penstock.protocol.config import Config
+from penstock.protocol.config import Config, run_folder
 from penstock.protocol.messages.status import StatusReply
+
+OWN_DEFAULTS: dict[str, Any] = {"http": 0, "hang_timeout": 3.0, "log_level": "error"}
+MAX_DEATHS = 1_000_000
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  looked at only
 
 
 def chaos(arguments: Namespace, options: ChaosOptions, kinds: list[str]) -> dict[str, Any]:
     """Return the whole report. Raises LaunchError."""
     machine, shared = hardware(), shared_memory()
-    with target(arguments) as config:
+    given = given_options(arguments, Config)
+    with target(given, "chaos", OWN_DEFAULTS, "--max-deaths", str(MAX_DEATHS)) as config:
         outcome = asyncio.run(run_chaos(config, options, kinds))
     is_own = not getattr(arguments, "name", None)
     is_gpu = config.device == "cuda" or (config.device == "auto" and config.tp == 1)
@@ -54,8 +60,7 @@ async def run_chaos(config: Config, options: ChaosOptions, kinds: list[str]) -> 
         AsyncClient(config.endpoint, keys=config.curve_keys) as client,
     ):
         before = await client.status(wait=True)
-        vocab_size = read_model_config(config.model_folder).vocab_size
-        requests = make_requests(options, vocab_size, is_demo=not config.model)
+        requests = make_requests(options, vocab_size(config), is_demo=not config.model)
         load = Load(client, requests, options, changes)
         expected = await load.expected()
         memory = processes.memory()
@@ -204,3 +209,18 @@ def _used_blocks(status: StatusReply) -> int:
 def _num_open(status: StatusReply) -> int:
     one = status.scheduler
     return status.num_requests + (one.num_waiting + one.num_running if one else 0)
+
+
+def shared_memory() -> set[str]:
+    """Return the names of the files in /dev/shm."""
+    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.exists() else set()
+
+
+def left_behind(name: str, processes: list[psutil.Process], shared_before: set[str]) -> list[str]:
+    """Return what an ended pipeline has left. A GPU's memory goes with its processes."""
+    folder = run_folder(name)
+    return [
+        *(f"process {process.pid}" for process in processes if process.is_running()),
+        *([str(folder)] if folder.exists() else []),
+        *(str(SHARED_MEMORY / name) for name in sorted(shared_memory() - shared_before)),
+    ]

@@ -23,8 +23,9 @@ from tqdm import tqdm
 from penstock.launch.offline.bounded_concurrency import ask_all
 from penstock.launch.offline.outputs import RequestOutput, SamplingParams, prompts_of
 from penstock.launch.pipeline.ephemeral_pipeline import private_pipeline
+from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.options import DEPRECATED, OTHER_NAMES, as_flags
-from penstock.launch.pipeline.run_folder import check_running, running_config
+from penstock.launch.pipeline.run_folder import is_running, running_config
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import NoAnswer
 from penstock.protocol.client.session import Final
@@ -181,7 +182,8 @@ class _Client(Client):
         try:
             super().wait()
         except NoAnswer:
-            check_running(self._name)
+            if not is_running(self._name):
+                raise LaunchError(f"pipeline {self._name!r} ended before it answered") from None
 
 
 class _Progress:

@@ -130,13 +130,19 @@ def running_config(name: str) -> Config:
             raise LaunchError(f"pipeline {name!r} has only just begun to start") from error
 
 
-def check_running(name: str) -> None:
-    """Raise LaunchError where a pipeline that was to answer has ended."""
+def is_running(name: str) -> bool:
+    """Return whether a pipeline of this name runs."""
     try:
         with _open_lock(name):
-            pass
+            return True
     except LaunchError:
-        raise LaunchError(f"pipeline {name!r} ended before it answered") from None
+        return False
+
+
+def supervisor_of(name: str) -> int:
+    """Return the pid of the supervisor of a pipeline that runs. Raises LaunchError if none does."""
+    with _open_lock(name) as lock:
+        return int(os.pread(lock, 20, 0))
 
 
 def environment(config: Config) -> dict[str, str]:

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from penstock.launch.chaos import aimed, ground
+from penstock.launch.chaos import aimed, victim
 from penstock.launch.chaos.aimed import Result
-from penstock.launch.chaos.attacks import Attack
-from penstock.launch.chaos.ground import Ground
+from penstock.launch.chaos.victim import Attack, Victim
 
 
 class Nobody:
@@ -24,7 +23,7 @@ class Nobody:
         """Return at once."""
 
 
-class Bare(Ground):
+class Bare(Victim):
     """A pipeline that is one process, without a gateway."""
 
     num_restarts = 0
@@ -54,16 +53,16 @@ def test_a_pipeline_ends_if_the_attack_is_to_end_it(
     is_to_end: bool,
     ends: bool,
 ) -> None:
-    def run(one: Ground) -> None:
+    def run(one: Victim) -> None:
         if ends:
             process.kill()
             if not is_to_end:
                 one.supervisor.wait()
 
-    monkeypatch.setattr(ground, "END_TIMEOUT", 5.0 if ends else 0.0)
+    monkeypatch.setattr(victim, "END_TIMEOUT", 5.0 if ends else 0.0)
     result = Result("one")
     pipeline = Bare(psutil.Process(process.pid))
-    aimed._attack(Attack("one", run, ends=is_to_end), pipeline, result)
+    aimed._attack(Attack("one", ends=is_to_end)(run), pipeline, result)
     assert result.has_ended is ends
     assert result.is_fault is (ends is not is_to_end)
     assert f"| {'ended' if ends else 'runs'} |" in str(result)
