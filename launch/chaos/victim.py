@@ -92,7 +92,7 @@ class Victim:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the supervisor has exited."""
+        """Return whether the supervisor has exited."""
         supervisor = self.supervisor
         return not supervisor.is_running() or supervisor.status() == psutil.STATUS_ZOMBIE
 
