@@ -49,30 +49,18 @@ def attend(
     check_tensor("q", q, (-1, -1, -1))
     num_tokens, num_heads, head_dim = q.shape
     kv_cache.check(q.dtype, -1, -1, head_dim)
+    block_size, num_kv_heads = kv_cache.k.shape[1:3]
     check_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32)
     check_tensor("context_lens", context_lens, (num_seqs,), torch.int32)
     check_tensor("block_tables", block_tables, (num_seqs, -1), torch.int32)
-    if num_heads % kv_cache.k.shape[2]:
+    if num_heads % num_kv_heads:
         raise ValueError(
-            f"q: got {num_heads} heads, expected a multiple of the {kv_cache.k.shape[2]} KV heads"
+            f"q: got {num_heads} heads, expected a multiple of the {num_kv_heads} KV heads"
         )
     if num_tokens > num_seqs * max_seqlen_q:
         raise ValueError(
             f"q: got {num_tokens} tokens, expected at most {num_seqs} times {max_seqlen_q}"
         )
-    return _attend_reference(q, kv_cache, cu_seqlens_q, context_lens, block_tables, scale)
-
-
-def _attend_reference(
-    q: Tensor,
-    kv_cache: KVCache,
-    cu_seqlens_q: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-) -> Tensor:
-    num_tokens, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = kv_cache.k.shape[1:3]
     k_scale, v_scale = kv_cache.scales or (None, None)
     grouped = (q * scale).view(num_tokens, num_kv_heads, -1, head_dim).transpose(0, 1).contiguous()
     out = torch.empty_like(grouped)

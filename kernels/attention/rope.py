@@ -41,34 +41,20 @@ def qk_norm_rope_store(
     check_tensor("slot_mapping", slot_mapping, (qkv.shape[0],), torch.int64)
     check_contiguous("qkv", qkv)
     kv_cache.check(qkv.dtype, -1, num_kv_heads, head_dim)
-    weights = q_weight, k_weight
     if qkv.is_cuda:
         from penstock.kernels.attention import triton_rope
 
         for name, tensor in (("rope", rope), ("q_weight", q_weight), ("k_weight", k_weight)):
             check_contiguous(name, tensor)
+        weights = q_weight, k_weight
         return triton_rope.qk_norm_rope_store(
             qkv, weights, rope, positions, slot_mapping, kv_cache, eps
         )
-    return _reference(qkv, weights, rope, positions, slot_mapping, kv_cache, eps)
-
-
-def _reference(
-    qkv: Tensor,
-    weights: tuple[Tensor, Tensor],
-    rope: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    kv_cache: KVCache,
-    eps: float,
-) -> Tensor:
-    num_kv_heads, head_dim = kv_cache.k.shape[2:]
-    heads = qkv.view(qkv.shape[0], -1, head_dim)
-    num_heads = heads.shape[1] - 2 * num_kv_heads
+    heads = qkv.view(len(qkv), -1, head_dim)
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     cos, sin = rope[positions].unsqueeze(1).chunk(2, dim=-1)
-    q = _rotate(rms_norm(q, weights[0], eps), cos, sin)
-    k = _rotate(rms_norm(k, weights[1], eps), cos, sin)
+    q = _rotate(rms_norm(q, q_weight, eps), cos, sin)
+    k = _rotate(rms_norm(k, k_weight, eps), cos, sin)
     stored = slot_mapping >= 0
     kv_cache.store(slot_mapping[stored], k[stored], v[stored])
     return q

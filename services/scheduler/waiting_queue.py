@@ -23,7 +23,7 @@ class WaitingQueue:
        blocks are reserved for it. So it starves nobody, and nobody starves it.
     4. New sequences: round-robin over clients, by (priority, arrival) in one client.
 
-    Adding and removing cost O(log n); the candidates of a step do not depend on n.
+    The candidates of a step do not depend on the length of the queue.
     """
 
     def __init__(self) -> None:

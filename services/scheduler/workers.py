@@ -3,7 +3,7 @@
 from itertools import count
 
 from penstock.protocol.messages.worker import WorkerAssignment, WorkerExit, WorkerState
-from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
+from penstock.protocol.transport.heartbeat import Peers
 
 WorkerMessage = tuple[bytes, WorkerAssignment | WorkerExit]
 """identity of the worker, and the message"""
@@ -47,8 +47,7 @@ class WorkerGroup:
         self.members: list[bytes] = []
         """identities by rank; empty while there is no group"""
         self._hellos: dict[bytes, WorkerState] = {}
-        self._num_missed: dict[bytes, int] = {}
-        """heartbeats since the last hello"""
+        self._peers: Peers[None] = Peers()
         self._assignments: list[WorkerMessage] = []
         """the latest ones to the members"""
         self._num_blocks_before = 0
@@ -90,7 +89,7 @@ class WorkerGroup:
                 return self._dismiss([identity], f"another {hello.name} was started later")
             messages += self.lost(other)
         self._hellos[identity] = hello
-        self._num_missed[identity] = 0
+        self._peers.alive(identity, hello.name)
         if not self.members:
             return messages + self._seat()
         self._check_ready()
@@ -119,14 +118,7 @@ class WorkerGroup:
         Other workers that miss MAX_MISSED_HEARTBEATS intervals are forgotten.
         """
         self._num_heartbeats += 1
-        for identity in self._num_missed:
-            self._num_missed[identity] += 1
-        silent = {
-            identity
-            for identity, missed in self._num_missed.items()
-            if missed > MAX_MISSED_HEARTBEATS
-        }
-        for identity in silent.difference(self.members):
+        for identity in set(self._peers.silent()).difference(self.members):
             self._forget(identity)
         return self._assignments
 
@@ -135,7 +127,7 @@ class WorkerGroup:
 
     def _forget(self, identity: bytes) -> None:
         self._hellos.pop(identity, None)
-        self._num_missed.pop(identity, None)
+        self._peers.lost(identity)
 
     def _dismiss(self, identities: list[bytes], reason: str) -> list[WorkerMessage]:
         for identity in identities:

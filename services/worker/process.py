@@ -9,7 +9,7 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn
 
 import zmq
 
@@ -21,44 +21,13 @@ from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
+from penstock.services.worker.model_runner import ModelRunner
 from penstock.services.worker.network import free_rendezvous, use_interface_of
-from penstock.services.worker.step_output import StepOutput
-
-
-class Launched(Protocol):
-    """A launched step."""
-
-    def done(self) -> bool:
-        """Return True if `token_ids` returns without waiting."""
-
-    def token_ids(self) -> list[int]:
-        """Wait for the sampled tokens, in ascending order of slot."""
-
-    def output(self) -> StepOutput:
-        """Wait for the other outputs of the step."""
-
-
-class Runner(Protocol):
-    """Executor of plans."""
-
-    num_blocks: int
-    """number of KV blocks"""
-    block_size: int
-    """tokens per block"""
-
-    def idle_us(self) -> tuple[float, float]:
-        """Return median and 99th percentile of the GPU's wait between two steps; 0 on a CPU."""
-
-    def launch(self, plan: BatchPlan) -> Launched:
-        """Start a step; steps run in the order of their launch."""
-
-    def clear(self) -> None:
-        """Empty the persistent batch."""
-
+from penstock.services.worker.step_output import LaunchedStep
 
 MAX_END = 5.0
 """maximum seconds in which a killed worker ends"""
-Load = Callable[[Config, WorkerAssignment, Callable[[], None]], Runner]
+Load = Callable[[Config, WorkerAssignment, Callable[[], None]], ModelRunner]
 """makes the runner of a rank; calls the last argument repeatedly meanwhile"""
 
 
@@ -68,7 +37,7 @@ class WorkerError(Exception):
 
 class _Step(NamedTuple):
     number: int
-    launched: Launched
+    launched: LaunchedStep
 
 
 class Worker:
@@ -81,7 +50,7 @@ class Worker:
         self._process = process
         self._load = load
         self.heartbeats = HeartbeatThread(process)
-        self._runner: Runner | None = None
+        self._runner: ModelRunner | None = None
         self._group = ""
         self._rank = -1
         self._epoch = -1

@@ -176,7 +176,7 @@ def test_silent_worker_without_a_place_is_forgotten() -> None:
     assert gone in site.group._hellos
     site.pass_time(1)
     assert not site.group._hellos
-    assert not site.group._num_missed
+    assert not len(site.group._peers)
     [first] = site.start("w2")
     assert site.group.members == []
     site.say_hello(gone)
