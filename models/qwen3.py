@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from penstock.kernels.attention.backends import AttentionBackend
+from penstock.kernels.attention.reference import AttentionBackend
 from penstock.kernels.attention.rope import qk_norm_rope_store
 from penstock.kernels.attention.types import KVCache
 from penstock.kernels.linear.linear import norm_swiglu

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.reference import attend
+from penstock.kernels.attention.reference import AttentionBackend
 from penstock.kernels.attention.types import KVCache
 from penstock.kernels.step.forward_batch import ForwardBatch
 
@@ -22,35 +22,6 @@ FLASH_BLOCK = 256
 DEFAULT_BLOCK = 16
 TRITON_BLOCK = 128
 """tokens; the largest tile of keys, so that a tile lies in one block"""
-
-
-class AttentionBackend:
-    """The reference in torch; other backends have the same two methods."""
-
-    name = "torch"
-    can_be_captured = False
-    """True if decode can be captured in a CUDA graph: the host reads nothing from the device"""
-    can_capture_prefill = False
-    """True if prefill can be captured too, in a graph whose rows prefill or decode"""
-
-    def __init__(self, block_size: int, scale: float) -> None:
-        self.block_size = block_size
-        self.scale = scale
-
-    def begin(self, batch: ForwardBatch) -> None:
-        """Prepare a step, before its layers."""
-
-    def __call__(self, q: Tensor, kv_cache: KVCache, batch: ForwardBatch) -> Tensor:
-        """Compute `attend` for the tokens of the step, whose KV is stored."""
-        return attend(
-            q,
-            kv_cache,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            max_seqlen_q=batch.shape.max_seqlen_q,
-            context_lens=batch.context_lens,
-            block_tables=batch.block_tables,
-            scale=self.scale,
-        )
 
 
 class GpuAttentionBackend(AttentionBackend):

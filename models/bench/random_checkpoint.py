@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from penstock.kernels.attention.backends import AttentionBackend
+from penstock.kernels.attention.reference import AttentionBackend
 from penstock.kernels.quantize.quantize import quantize_blocks
 from penstock.models.parallel import Layer
 from penstock.models.qwen3 import Qwen3

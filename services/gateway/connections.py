@@ -16,12 +16,12 @@ from weakref import WeakValueDictionary
 from penstock.protocol.messages.codec import Codec
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.socket_info import (
-    ConnectionTraffic,
     duplicate,
     peer_host,
     shut_down,
     take_events,
 )
+from penstock.services.gateway.connection_traffic import ConnectionTraffic
 from penstock.services.gateway.validation import refuse_if
 
 log = logging.getLogger("gateway")

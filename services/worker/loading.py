@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 
-from penstock.kernels.attention.backends import AttentionBackend, choose_attention
+from penstock.kernels.attention.backends import choose_attention
+from penstock.kernels.attention.reference import AttentionBackend
 from penstock.kernels.quantize.types import FP8
 from penstock.kernels.step.forward_batch import BatchShape
 from penstock.models.moe import MoE

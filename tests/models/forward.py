@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.backends import AttentionBackend
+from penstock.kernels.attention.reference import AttentionBackend
 from penstock.kernels.attention.types import KVCache
 from penstock.kernels.step.forward_batch import BatchShape, ForwardBatch
 from penstock.models.qwen3 import Qwen3

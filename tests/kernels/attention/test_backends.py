@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from penstock.kernels.attention.backends import AttentionBackend, choose_attention
+from penstock.kernels.attention.backends import choose_attention
+from penstock.kernels.attention.reference import AttentionBackend
 
 CPU = torch.device("cpu")
 SIZES = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "max_rows": 4}
