@@ -18,9 +18,11 @@ import msgspec
 from msgspec import Struct
 from tqdm import tqdm
 
+from penstock.launch.pipeline.control_client import list_processes
 from penstock.launch.pipeline.ephemeral_pipeline import free_port, private_pipeline
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.options import add_pipeline_options, as_flags, flag, given_options
+from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.pipeline.run_folder import base_url, running_config
 from penstock.protocol.client.errors import ClientError
 from penstock.protocol.config import Config
@@ -81,12 +83,20 @@ def _target(arguments: Namespace) -> Iterator[Config]:
     if "model" not in options:
         if options:
             raise LaunchError(f"{flag(next(iter(options)))} is for a pipeline of --model")
-        yield running_config(name or Config().name)
+        yield _with_http(running_config(name or Config().name))
         return
     options = {"http": 1, "http_port": free_port(), "log_level": "warning"} | options
     name = f"batch-{options['http_port']}"
     with private_pipeline(name, *as_flags(options)):
         yield running_config(name)
+
+
+def _with_http(config: Config) -> Config:
+    """Raise LaunchError if no HTTP process runs: another server may have the port."""
+    if any(kind_of(one.name) == "http" for one in list_processes(config.name)):
+        return config
+    command = f"launch scale http 1 --name {config.name}"
+    raise LaunchError(f"pipeline {config.name!r} has no HTTP process; `{command}` starts one")
 
 
 @contextlib.contextmanager

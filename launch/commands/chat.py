@@ -28,11 +28,13 @@ def _chat(client: Client, sampling: dict[str, Any]) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  gives `input` its editing keys
     messages: list[dict[str, str]] = []
+    has_terminal = sys.stdin.isatty()
     while True:
         try:
-            text = input("> ").strip()
+            text = input("> " if has_terminal else "").strip()
         except (EOFError, KeyboardInterrupt):
-            print()
+            if has_terminal:
+                print()
             return 0
         if text:
             _turn(client, sampling, messages, text)

@@ -51,6 +51,5 @@ class AppState:
         try:
             await asyncio.wait_for(self._was_ready.wait(), START_TIMEOUT)
         except TimeoutError:
-            headers = {"Retry-After": "1"}
             sentence = "the pipeline is starting; /health reports what is missing"
-            raise ApiError(503, sentence, headers=headers) from None
+            raise ApiError(503, sentence) from None

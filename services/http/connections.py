@@ -19,6 +19,7 @@ MIN_READ_RATE = 1000
 WRITE_SECONDS = 75.0
 _OVERHEAD = 8
 """bytes of framing that a byte of a body may have, in the smallest chunks"""
+_HEADER_FRAMING = len(b": \r\n")
 _RESERVE = 128
 """descriptors for other things than connections"""
 
@@ -62,6 +63,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._num_header_bytes = 0
+        """of the message that arrives, once they are complete"""
         self._begin_arrival()
         self.without_request[self] = None
         if len(self.connections) > self.limits.max_connections:
@@ -81,14 +84,24 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         overhead = self._num_bytes - self._num_body_bytes
         if overhead > self.limits.max_header_bytes + _OVERHEAD * self._num_body_bytes:
-            most = self.limits.max_header_bytes
-            self._refuse(431, f"the headers have more than {most} bytes, which is the limit")
+            self._refuse_headers()
         elif self._num_body_bytes > self.limits.max_body_bytes:
             self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._num_header_bytes = 0
         self._begin_arrival()
+
+    def on_url(self, url: bytes) -> None:
+        self._num_header_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_header_bytes += len(name) + len(value) + _HEADER_FRAMING
+        if self._num_header_bytes > self.limits.max_header_bytes:
+            raise ValueError  # ends the parser, which calls `send_400_response`
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self.without_request.pop(self, None)
@@ -119,6 +132,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_write_timer()
         super().resume_writing()
 
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002
+        """Refuse what the parser can't read; uvicorn's answer has plain text and is always 400."""
+        if self._num_header_bytes > self.limits.max_header_bytes:
+            self._refuse_headers()
+        else:
+            self._refuse(400, "the request is not valid HTTP/1.1")
+
     def _stop_write_timer(self) -> None:
         if self._write_timer:
             self._write_timer.cancel()
@@ -147,6 +167,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(408, f"the request did not arrive within {due - self._began:.3g} s")
         else:
             self.transport.close()
+
+    def _refuse_headers(self) -> None:
+        most = self.limits.max_header_bytes
+        self._refuse(431, f"headers: got more than {most} bytes, expected at most {most}")
 
     def _refuse(self, status: int, message: str) -> None:
         """Answers, unless an answer has begun, and closes the connection."""

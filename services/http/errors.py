@@ -11,6 +11,7 @@ from penstock.protocol.client.errors import RequestError
 from penstock.services.http.replies import ErrorBody, ErrorDetail, json_response
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_RETRY = {"Retry-After": "1"}
 
 
 class ApiError(Exception):
@@ -26,7 +27,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.headers = headers or {}
+        self.headers = headers or (_RETRY if status == 503 else {})
         kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.body = ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code))
 

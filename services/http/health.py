@@ -26,16 +26,16 @@ class HealthCheck:
         if status is None:
             known = await self._status()
             if known is not None and known.serves:
-                raise _unavailable("the scheduler does not report")
+                raise ApiError(503, "the scheduler does not report")
             status = known
         seconds = self._seconds_at_step(_serving(status).schedulers)
         if seconds > self._step_timeout:
-            raise _unavailable(f"no step has ended for {seconds:.0f} s")
+            raise ApiError(503, f"no step has ended for {seconds:.0f} s")
 
     async def check_ready(self) -> None:
         """Raises ApiError (503) by the gateway's last report, also while the pipeline drains."""
         if _serving(await self._status()).draining:
-            raise _unavailable("the pipeline is stopping and accepts no requests")
+            raise ApiError(503, "the pipeline is stopping and accepts no requests")
 
     def _seconds_at_step(self, schedulers: list[SchedulerStatus]) -> float:
         """Return the longest time since a step that still runs was first seen."""
@@ -54,9 +54,9 @@ class HealthCheck:
 def _serving(status: StatusReply | None) -> StatusReply:
     """Return the status of a pipeline that serves. Raises ApiError."""
     if status is None:
-        raise _unavailable("the gateway does not answer")
+        raise ApiError(503, "the gateway does not answer")
     if not status.serves:
-        raise _unavailable(missing(status))
+        raise ApiError(503, missing(status))
     return status
 
 
@@ -75,7 +75,3 @@ def missing(status: StatusReply) -> str:
     if scheduler and scheduler.workers_ready:
         return "the scheduler is silent, or serves a gateway that was started later"
     return "not all workers are there"
-
-
-def _unavailable(reason: str) -> ApiError:
-    return ApiError(503, reason, headers={"Retry-After": "1"})

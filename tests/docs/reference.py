@@ -42,7 +42,7 @@ STATUSES = {
     431: "the headers are too large",
     499: "the client disconnected; nobody reads the response",
     500: "`failed`, or a defect; the server's log names the reason",
-    503: "the pipeline is not ready, or is stopping",
+    503: "the pipeline is not ready, or is stopping; with the header `Retry-After`",
 }
 EXIT_CODES = {
     0: "success",

@@ -145,5 +145,6 @@ def test_a_pipeline_of_its_own(main: Pipeline, tmp_path: Path) -> None:
 def test_no_http_process(pipeline: Callable[..., Pipeline], tmp_path: Path) -> None:
     other = pipeline("--http-port", str(free_port()))
     code, said = batch(other, write(tmp_path / "in", chat(1)), tmp_path / "out")
-    assert code == 1
-    assert "can't be reached" in said
+    assert code == 2
+    refusal = f"launch: pipeline {other.name!r} has no HTTP process; `launch scale http 1 --name"
+    assert said == f"{refusal} {other.name}` starts one"

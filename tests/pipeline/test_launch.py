@@ -87,6 +87,7 @@ def test_chat_remembers(main: Pipeline) -> None:
             assert reply.text in chat.stdout
             messages += [{"role": "assistant", "content": reply.text}, messages[0]]
     assert (chat.returncode, chat.stderr) == (0, "")
+    assert ">" not in chat.stdout, "a prompt sign is for a terminal"
 
 
 def test_status_for_people(main: Pipeline) -> None:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 
+import msgspec
 import pytest
 
 from penstock.protocol.messages.client import GenerateRequest, Reply, Request
@@ -82,18 +83,43 @@ def test_endless_requests(serve: Serve, connect: Connect, begin: bytes, piece: b
     assert sent_until_closed(connection, piece) < FAR_TOO_MUCH
 
 
-def test_headers_that_are_too_long_are_a_431(serve: Serve, connect: Connect) -> None:
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"X: " + b"a" * (1 << 16),
+        b"X: " + b"a" * (1 << 16) + b"\r\n\r\n",
+        b"X: a\r\n" * 12_000 + b"\r\n",
+        b"X: " + b"a" * 130_000 + b"\r\n\r\n",
+    ],
+)
+def test_headers_that_are_too_long_are_a_431(
+    serve: Serve, connect: Connect, header: bytes
+) -> None:
     connection = connect(serve())
-    connection.sendall(GET + b"X: " + b"a" * (1 << 16))
+    connection.sendall(GET + header)
     answer = rest(connection)
     assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
-    assert b"the headers have more than 65536 bytes" in answer
+    assert b"headers: got more than 65536 bytes, expected at most 65536" in answer
 
 
 def test_headers_as_long_as_they_may_be(serve: Serve, connect: Connect) -> None:
     connection = connect(serve())
     connection.sendall(GET + b"Connection: close\r\nX: " + b"a" * 60_000 + b"\r\n\r\n")
     assert rest(connection).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+def test_a_url_counts_as_a_header(serve: Serve, connect: Connect) -> None:
+    connection = connect(serve())
+    connection.sendall(b"GET /version?" + b"a" * (1 << 16) + GET[12:] + b"\r\n")
+    assert rest(connection).startswith(b"HTTP/1.1 431 ")
+
+
+def test_what_is_not_http_is_an_error_in_json(serve: Serve, connect: Connect) -> None:
+    connection = connect(serve())
+    connection.sendall(b"\x16\x03\x01 not HTTP\r\n\r\n")
+    head, _, body = rest(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n")
+    assert msgspec.json.decode(body)["error"]["message"] == "the request is not valid HTTP/1.1"
 
 
 def test_a_body_in_the_smallest_chunks(serve: Serve, connect: Connect) -> None:

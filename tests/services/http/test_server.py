@@ -64,6 +64,7 @@ def test_what_is_not_finished_when_the_server_stops_is_a_503(
         thread.join()
     served.join()
     assert [one.status_code for one in answers] == [503] * 4
+    assert [one.headers["Retry-After"] for one in answers] == ["1"] * 4
     assert {one.json()["error"]["message"] for one in answers} == {"the server is stopping"}
     assert caplog.messages == []  # an ordinary stop is not an error
 
