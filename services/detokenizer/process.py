@@ -64,13 +64,14 @@ class Detokenizer:
         for opened in message.opened:
             self._open(opened, deltas, stops)
             if opened.finish_reason:
-                self._end(opened.stream_id, opened.finish_reason, deltas)
+                self._end(opened.stream_id, opened.finish_reason, deltas, {})
         stream_ids, token_ids = unpack(message.stream_ids), unpack(message.token_ids)
         logprobs = dict(message.logprobs)
         for index, (stream_id, token_id) in enumerate(zip(stream_ids, token_ids, strict=True)):
             self._feed(stream_id, [token_id], (logprobs.get(index),), deltas, stops)
+        newest = {(one.request_id, one.attempt): one for one in deltas if message.finished}
         for stream_id, reason in message.finished:
-            self._end(stream_id, reason, deltas)
+            self._end(stream_id, reason, deltas, newest)
         return deltas, stops
 
     def forget(self) -> None:
@@ -124,10 +125,23 @@ class Detokenizer:
             stops.append(StopFound(stream.request_id, stream.attempt))
             del self._streams[stream_id]
 
-    def _end(self, stream_id: int, reason: FinishReason, deltas: list[TextDelta]) -> None:
+    def _end(
+        self,
+        stream_id: int,
+        reason: FinishReason,
+        deltas: list[TextDelta],
+        newest: dict[tuple[str, int], TextDelta],
+    ) -> None:
+        """Add the end of a stream to its `newest` delta, or as a delta of its own."""
         stream = self._streams.pop(stream_id, None)
-        if stream is not None:
-            deltas.append(stream.end(reason))
+        if stream is None:
+            return
+        end = stream.end(reason)
+        if last := newest.get((end.request_id, end.attempt)):
+            last.text += end.text
+            last.finish_reason, last.stop_reason = end.finish_reason, end.stop_reason
+        else:
+            deltas.append(end)
 
 
 class DetokenizerProcess:

@@ -164,6 +164,7 @@ class Entry:
             char_offset=self._delivered_chars,
             token_ids=token_ids,
             text=text,
+            finish_reason=getattr(self.answer, "finish_reason", None),
             starts_reasoning=self._starts_reasoning,
             logprobs=self._logprobs and self._logprobs[self._delivered_tokens :],
         )

@@ -1,4 +1,4 @@
-"""The outermost layer of HTTP: who sends a request, whether they may, and the request's id."""
+"""The outermost layer of HTTP: sender, access and id of each request."""
 
 import contextlib
 import hmac
@@ -16,31 +16,30 @@ from penstock.protocol.transport.context import stays_on_host
 from penstock.services.http.errors import ApiError, error_response
 
 IPV6_PREFIX = 64
-"""bits of an address that one customer of a provider can't choose"""
+"""bits of an address that a provider assigns to one customer"""
 _MAX_ID = 128
 """characters of X-Request-Id that are used"""
 
 
 class Caller(NamedTuple):
-    """The sender of the request that is handled."""
+    """Sender of the request that this task handles."""
 
     client: str | None
-    """the remote address, which names one of the clients that share the pipeline"""
+    """the remote address: fairness between clients depends on it"""
     request_id: str
-    """the header X-Request-Id; empty: there is none"""
+    """the header X-Request-Id; empty without one"""
     unique_id: str
-    """made here for each request"""
+    """a new id for each request"""
 
 
 caller: ContextVar[Caller] = ContextVar("caller")
-"""the sender of the request that this task handles"""
 
 
 class Gate:
-    """An ASGI application around another: sets `caller`, refuses web pages that are not allowed.
+    """ASGI middleware that sets `caller` and refuses web pages that are not allowed.
 
-    A path ends with or without a slash: not all clients follow a redirection. Each response has
-    the header X-Request-Id, the client's or a new one.
+    A slash at the end of a path is ignored, because not all clients follow redirections. Each
+    response has the header X-Request-Id, the client's or a new one.
     """
 
     def __init__(self, app: ASGIApp, config: Config) -> None:
@@ -66,11 +65,10 @@ class Gate:
 
 
 class PageRules:
-    """Rules against web pages that use a server without a key through the browser of its user.
+    """Rules against web pages that use a server without a key through its user's browser.
 
-    Any page may send requests to this machine, which the browser marks with the page's `Origin`.
-    A page whose name has been pointed at this machine (DNS rebinding) has the server's origin, but
-    sends its own name as `Host`.
+    Any page may send requests to this machine; the browser adds the page's `Origin`. A page whose
+    name was pointed at this machine (DNS rebinding) has the server's origin, but its own `Host`.
     """
 
     def __init__(self, config: Config) -> None:
@@ -81,7 +79,7 @@ class PageRules:
         self._hosts = {"localhost", host.lower(), *map(_host_of, self._origins)}
 
     def refusal(self, headers: Headers) -> ApiError | None:
-        """Return why a request is refused; requests without these headers are no page's."""
+        """Return the error of a request from a page that is not allowed, otherwise None."""
         if self._is_off:
             return None
         host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
@@ -90,7 +88,7 @@ class PageRules:
             return ApiError(
                 403,
                 f"Origin: got {origin!r}, expected this server's or one of --allowed-origins: a "
-                "server without --api-key answers no other web pages",
+                "server without --api-key refuses other web pages",
             )
         if host and self._checks_host and not self._is_known(_host_of(f"//{host}")):
             return ApiError(
@@ -124,9 +122,9 @@ def _request_id(headers: Headers) -> tuple[str, str]:
 
 
 def _client_name(scope: Scope) -> str | None:
-    """Return the remote address, of IPv6 its network; None where there is none.
+    """Return the remote address, of IPv6 its network; None for a Unix socket.
 
-    With a proxy on this machine it is the address in `X-Forwarded-For`, put there by uvicorn.
+    Behind a proxy on this machine, uvicorn has put the address of `X-Forwarded-For` there.
     """
     host = scope["client"][0] if scope.get("client") else ""
     try:
@@ -139,9 +137,9 @@ def _client_name(scope: Scope) -> str | None:
 
 
 def check_key(headers: Headers, key: str) -> None:
-    """Raises ApiError. A key comes in UTF-8 or, from some clients, in Latin-1.
+    """Raise ApiError for a wrong key. Clients send a key in UTF-8 or Latin-1.
 
-    Both are compared in constant time.
+    Both comparisons take constant time.
     """
     scheme, _, token = headers.get("authorization", "").partition(" ")
     given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
@@ -150,5 +148,5 @@ def check_key(headers: Headers, key: str) -> None:
         forms.append(key.encode("latin-1"))
     matches = [hmac.compare_digest(given.encode("latin-1"), form) for form in forms]
     if not any(matches):
-        sentence = "the key is wrong or missing; send `Authorization: Bearer KEY`"
+        sentence = "API key: got a wrong one or none; send `Authorization: Bearer KEY`"
         raise ApiError(401, sentence, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})

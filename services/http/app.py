@@ -1,4 +1,4 @@
-"""The application: its routes, the page and the layers around them."""
+"""ASGI application: routes, the page and middleware."""
 
 import asyncio
 import mimetypes
@@ -25,7 +25,6 @@ from penstock.services.http.openapi import describe
 from penstock.services.http.routes import Operation, Routes
 from penstock.services.http.schema import ApiRequest
 
-Endpoint = Callable[[Request], Awaitable[Response]]
 _HANDLED = (ApiError, RequestError, HTTPException, ClientDisconnect, Exception)
 _PAGE_HEADERS = {
     "cache-control": "no-cache",
@@ -37,7 +36,7 @@ _PAGE_HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-"""nothing is loaded from, or sent to, other servers"""
+"""the page loads nothing from, and sends nothing to, other servers"""
 
 
 def make_app(state: AppState) -> ASGIApp:
@@ -55,29 +54,24 @@ def make_app(state: AppState) -> ASGIApp:
         Route("/", page),
         Route("/page/{name}", page),
     ]
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=state.config.origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id"],
+    )
     app = Starlette(
         routes=routes,
         exception_handlers=dict.fromkeys(_HANDLED, answer_error),
-        middleware=_middleware(state.config.origins),
+        middleware=[cors] if state.config.origins else [],
     )
     return Gate(app, state.config)
 
 
-def _middleware(origins: list[str]) -> list[Middleware]:
-    if not origins:
-        return []
-    return [
-        Middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id"],
-        )
-    ]
-
-
-def _page_endpoint(folder: Path = Path(__file__).parent / "page") -> Endpoint:
+def _page_endpoint(
+    folder: Path = Path(__file__).parent / "page",
+) -> Callable[[Request], Awaitable[Response]]:
     """Return an endpoint for the files of a folder, read once; `/` is `index.html`."""
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -105,7 +99,7 @@ def _route(operation: Operation, state: AppState) -> Route:
                 given.request_id = caller.get().request_id or None
         try:
             return await operation.run(given, request.receive)
-        except asyncio.CancelledError:  # by uvicorn, of what is not finished in time
+        except asyncio.CancelledError:  # uvicorn cancels what is not finished in time
             raise ApiError(503, "the server is stopping") from None
 
     path = operation.path.replace("{model}", "{model:path}")

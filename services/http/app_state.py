@@ -1,4 +1,4 @@
-"""The state that all routes share."""
+"""State that all routes share."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ START_TIMEOUT = 5.0
 
 
 class AppState:
-    """A client of the pipeline, and facts about its model."""
+    """A client of the pipeline, and properties of its model."""
 
     def __init__(self, config: Config, client: AsyncClient) -> None:
         folder = config.model_folder
@@ -24,26 +24,26 @@ class AppState:
         self.max_model_len = read_model_config(folder).context(config.max_model_len)
         self.max_request_bytes = max_request_bytes(config)
         self.max_answers = config.max_running + config.max_waiting_requests
-        """of one HTTP request: the gateway would refuse more"""
+        """answers to one HTTP request: the gateway would refuse more"""
         self.tags_are_tokens = False
         """the vocabulary has `<tool_call>`"""
         self._was_ready = asyncio.Event()
 
     async def start(self) -> None:
-        """Wait for the pipeline, and look at its vocabulary."""
+        """Wait for the pipeline, and examine its vocabulary."""
         await self.client.status(wait=True)
         tag = await self.client.tokenize("<tool_call>")
         self.tags_are_tokens = len(tag.token_ids) == 1
         self._was_ready.set()
 
     def check_name(self, model: str | None) -> None:
-        """Raises ApiError for the name of another model; None is any."""
+        """Raise ApiError for the name of another model; None is any."""
         if model not in (None, self.model):
             sentence = f"model: got {model!r}, expected {self.model!r}"
             raise ApiError(404, sentence, "model", "model_not_found")
 
     async def check(self, model: str | None) -> None:
-        """Raises ApiError for another model, and before the pipeline was ready for the first time.
+        """Raise ApiError for another model, and before the pipeline was ready for the first time.
 
         A request to a pipeline that was ready waits in the gateway while processes restart.
         """

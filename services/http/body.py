@@ -1,6 +1,14 @@
-"""Bodies of requests: bytes to structs, and what is wrong with them."""
+"""Bodies of requests: from bytes to structs.
 
+Clients often send every field of their own API with its default value. `neutral_fields.json` lists
+the fields of OpenAI's, vLLM's and SGLang's requests that are not supported, with the values that
+change nothing: these are accepted. Any other value is refused by the name of its field.
+"""
+
+import gzip
+import io
 import zlib
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -10,14 +18,27 @@ from starlette.requests import Request
 from penstock.protocol.field_errors import explain, out_of_range_field
 from penstock.protocol.nesting import MAX_DEPTH, is_too_deep
 from penstock.protocol.transport.channel import DECODE_ERRORS
-from penstock.services.http.errors import ApiError
-from penstock.services.http.neutral_fields import without_neutral
+from penstock.services.http.errors import ApiError, invalid
 
 T = TypeVar("T", bound=Struct)
 
 
+class _NeutralFields(Struct, forbid_unknown_fields=True):
+    renamed: dict[str, str]
+    """SGLang's name → ours"""
+    ignored: set[str]
+    """fields about accounting, caches, back ends and missing parts of models: any value is fine"""
+    neutral: dict[str, list[Any]]
+    """field → values that change nothing, in addition to null"""
+
+
+FIELDS = msgspec.json.decode(
+    Path(__file__).with_name("neutral_fields.json").read_bytes(), type=_NeutralFields
+)
+
+
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body, decompressed; neither form is longer than `max_bytes`. Raises ApiError."""
+    """Return the decompressed body, up to `max_bytes` long in either form. Raises ApiError."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", "gzip", "x-gzip"):
         sentence = f"Content-Encoding: got {encoding!r}, expected gzip or identity"
@@ -25,41 +46,31 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     body = bytearray()
     async for piece in request.stream():
         body += piece
-        if len(body) > max_bytes:
-            raise _too_long(max_bytes)
-    return bytes(body) if encoding == "identity" else _decompress(bytes(body), max_bytes)
-
-
-def _decompress(body: bytes, max_bytes: int) -> bytes:
-    """Raises ApiError for what is not gzip, and as soon as the text is too long."""
-    text = b""
-    while body:
-        member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
-        try:
-            text += member.decompress(body, max_bytes - len(text) + 1)
-        except zlib.error as error:
-            raise ApiError(400, f"the body can't be decompressed as gzip: {error}") from error
-        if len(text) > max_bytes:
-            raise _too_long(max_bytes)
-        if not member.eof:
-            raise ApiError(400, "the body can't be decompressed as gzip: its end is missing")
-        body = member.unused_data
+        _check_length(body, max_bytes)
+    if encoding == "identity":
+        return bytes(body)
+    try:
+        text = gzip.GzipFile(fileobj=io.BytesIO(body)).read(max_bytes + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ApiError(400, f"the body can't be decompressed as gzip: {error}") from error
+    _check_length(text, max_bytes)
     return text
 
 
-def _too_long(max_bytes: int) -> ApiError:
-    return ApiError(413, f"the body has more than {max_bytes} bytes, which is the limit")
+def _check_length(body: bytes | bytearray, max_bytes: int) -> None:
+    if len(body) > max_bytes:
+        sentence = f"the body: got more than {max_bytes} bytes, expected at most {max_bytes}"
+        raise ApiError(413, sentence)
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
     """Decode a JSON object as `kind`; a field that is null is left out. Raises ApiError."""
     raw = _decode_object(body)
     for name, value in raw.items():
-        if name != "prompt" and is_too_deep(value):  # its type is checked below
-            message = f"{name} is nested more than {MAX_DEPTH} levels deep, which is the limit"
-            raise ApiError(400, message, name)
+        if name != "prompt" and is_too_deep(value):  # the type of `prompt` is checked below
+            raise invalid(name, f"got more than {MAX_DEPTH} levels of nesting, which is the limit")
     given = {name: value for name, value in raw.items() if value is not None}
-    given = without_neutral(given, kind.__struct_fields__)
+    given = _without_neutral(given, kind.__struct_fields__)
     try:
         return msgspec.convert(given, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -73,8 +84,7 @@ def _decode_object(body: bytes) -> dict[str, Any]:
         raw = decode_json(body)
     except DECODE_ERRORS as error:
         if path := out_of_range_field(body):
-            sentence = f"{path}: got a number out of range, expected at most 64 bits"
-            raise ApiError(400, sentence, path) from error
+            raise invalid(path, "got a number out of range, expected at most 64 bits") from error
         raise ApiError(400, f"the body can't be decoded as JSON: {error}") from error
     if not isinstance(raw, dict):
         kind = type(raw).__name__
@@ -87,3 +97,22 @@ def decode_json(data: bytes | str) -> Any:
     raw = msgspec.json.decode(data)
     msgspec.msgpack.encode(raw)
     return raw
+
+
+def _without_neutral(given: dict[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields that are `known`, by our names, and those that no table has.
+
+    Raises ApiError for a field that would change the answer and is not supported.
+    """
+    kept = {}
+    for name, value in given.items():
+        name = FIELDS.renamed.get(name, name)
+        accepted = FIELDS.neutral.get(name)
+        if name in known or (name not in FIELDS.ignored and accepted is None):
+            kept[name] = value
+        elif accepted is not None and value not in accepted:
+            shown = repr(value)[:60] + "…" * (len(repr(value)) > 60)
+            expected = " or ".join(repr(one) for one in accepted if one not in ({}, [], ""))
+            sentence = f"got {shown}, expected {expected or 'null'}: it is not supported; "
+            raise invalid(name, f"{sentence}leave it out")
+    return kept

@@ -3,14 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive
 
 from penstock.protocol.messages.client import GenerateReply, TextDelta
 from penstock.services.http.access import caller
 from penstock.services.http.app_state import AppState
-from penstock.services.http.errors import ApiError
 from penstock.services.http.generation import Generation, gather
 from penstock.services.http.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
 from penstock.services.http.replies import (
@@ -24,14 +22,11 @@ from penstock.services.http.to_generate_request import completion_fields, prompt
 
 
 async def complete(state: AppState, request: CompletionRequest, receive: Receive) -> Response:
-    """Writes on from prompts. Raises ApiError, RequestError, ClientDisconnect."""
-    prompts = prompts_of(request)
-    if not prompts:
-        raise ApiError(400, "prompt is empty", "prompt")
+    """Continue prompts. Raises ApiError, RequestError, ClientDisconnect."""
     fields = truncated(completion_fields(request), state.max_model_len)
-    questions = [{"prompt": prompt, **fields} for prompt in prompts]
-    echoes = await _texts(state, questions) if request.echo else [""] * len(prompts)
-    generation = Generation(state, "cmpl", request, questions)
+    prompts = [{"prompt": prompt, **fields} for prompt in prompts_of(request)]
+    echoes = await _texts(state, prompts) if request.echo else [""] * len(prompts)
+    generation = Generation(state, "cmpl", request, prompts)
     choices = [
         CompletionChoice(index, request, echo)
         for index, echo in enumerate(one for one in echoes for _ in range(request.n))
@@ -39,8 +34,7 @@ async def complete(state: AppState, request: CompletionRequest, receive: Receive
     if request.stream:
         return generation.stream("text_completion", choices)
     replies = await generation.replies(receive)
-    prompt_token_ids = await generation.prompt_token_ids()
-    for choice, token_ids in zip(choices, prompt_token_ids, strict=True):
+    for choice, token_ids in zip(choices, await generation.prompt_token_ids(), strict=True):
         choice.prompt_token_ids = token_ids
     return json_response(
         CompletionReply(
@@ -52,85 +46,71 @@ async def complete(state: AppState, request: CompletionRequest, receive: Receive
     )
 
 
-async def _texts(state: AppState, questions: list[dict[str, Any]]) -> list[str]:
-    """The texts of prompts, as far as they are not cut off. Raises RequestError."""
+async def _texts(state: AppState, prompts: list[dict[str, Any]]) -> list[str]:
+    """Return the texts of prompts after their truncation. Raises RequestError."""
 
     async def text(prompt: str | list[int], **fields: Any) -> str:
         if fields["truncate_prompt_tokens"] is not None:
             names = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
-            options = {name: fields[name] for name in names}
-            options["client"] = caller.get().client
-            prompt = (await state.client.tokenize(prompt, **options)).token_ids
+            given = {name: fields[name] for name in names}
+            reply = await state.client.tokenize(prompt, **given, client=caller.get().client)
+            prompt = reply.token_ids
         if isinstance(prompt, str):
             return prompt
         return await state.client.detokenize(prompt, client=caller.get().client)
 
-    return await gather(text(**question) for question in questions)
+    return await gather(text(**prompt) for prompt in prompts)
 
 
 class CompletionChoice:
-    """One answer, after its prompt where that is echoed."""
+    """One answer, after its prompt if that is echoed."""
 
     def __init__(self, index: int, request: CompletionRequest, echo: str = "") -> None:
         self._index = index
+        self._request = request
         self._echo = echo
-        self._to_echo = echo
-        self._shows_token_ids = request.return_token_ids
-        self._names_token_ids = request.return_tokens_as_token_ids
-        self._shows_prompt_logprobs = request.prompt_logprobs is not None
+        self._is_begun = False
         self.prompt_token_ids: list[int] | None = None
 
-    def begin(self, _: TextDelta) -> Iterator[CompletionChoiceReply]:
-        """Yield nothing."""
-        yield from ()
-
-    def grow(self, delta: TextDelta) -> Iterator[CompletionChoiceReply]:
-        """Yields one chunk for new tokens, even without text; the echo comes with the first."""
-        text, self._to_echo = self._to_echo + delta.text, ""
-        logprobs = completion_logprobs(delta.logprobs, len(self._echo), self._names_token_ids)
-        if text or delta.token_ids:
-            yield CompletionChoiceReply(
-                index=self._index,
-                text=text,
-                logprobs=logprobs,
-                token_ids=delta.token_ids if self._shows_token_ids else UNSET,
-                prompt_token_ids=self._take_prompt(),
-            )
-
-    def end(self, reply: GenerateReply) -> Iterator[CompletionChoiceReply]:
-        """Why it ends."""
-        yield CompletionChoiceReply(
-            index=self._index,
-            text="",
-            finish_reason=reply.finish_reason,
-            stop_reason=reply.stop_reason,
-        )
+    def chunks(
+        self, delta: TextDelta | None, reply: GenerateReply | None
+    ) -> Iterator[CompletionChoiceReply]:
+        """Yield one chunk, even for tokens without text; the first one has the echo."""
+        piece = self._piece(delta, reply)
+        if delta:
+            names_ids = self._request.return_tokens_as_token_ids
+            piece.logprobs = completion_logprobs(delta.logprobs, len(self._echo), names_ids)
+        yield piece
 
     def whole(self, reply: GenerateReply) -> CompletionChoiceReply:
-        """A whole answer, with vLLM's logprobs of the prompt where the client wants them."""
-        of_prompt = reply.prompt_logprobs if self._shows_prompt_logprobs else None
-        return CompletionChoiceReply(
-            index=self._index,
-            text=self._echo + reply.text,
-            logprobs=self._logprobs(reply),
-            finish_reason=reply.finish_reason,
-            stop_reason=reply.stop_reason,
-            prompt_logprobs=prompt_logprobs(of_prompt) if of_prompt else UNSET,
-            token_ids=reply.token_ids if self._shows_token_ids else UNSET,
-            prompt_token_ids=self._take_prompt(),
-        )
+        """Return the whole answer, with vLLM's logprobs of the prompt if they were requested."""
+        piece = self._piece(reply, reply)
+        piece.logprobs = self._all_logprobs(reply)
+        if self._request.prompt_logprobs is not None and reply.prompt_logprobs:
+            piece.prompt_logprobs = prompt_logprobs(reply.prompt_logprobs)
+        return piece
 
-    def _take_prompt(self) -> list[int] | UnsetType:
-        """In the first piece only."""
-        taken, self.prompt_token_ids = self.prompt_token_ids, None
-        return UNSET if taken is None else taken
+    def _piece(
+        self, new: TextDelta | GenerateReply | None, reply: GenerateReply | None
+    ) -> CompletionChoiceReply:
+        piece = CompletionChoiceReply(index=self._index, text=new.text if new else "")
+        if not self._is_begun:
+            self._is_begun = True
+            piece.text = self._echo + piece.text
+            if self.prompt_token_ids is not None:
+                piece.prompt_token_ids = self.prompt_token_ids
+        if new and self._request.return_token_ids:
+            piece.token_ids = new.token_ids
+        if reply:
+            piece.finish_reason, piece.stop_reason = reply.finish_reason, reply.stop_reason
+        return piece
 
-    def _logprobs(self, reply: GenerateReply) -> CompletionLogprobs | None:
-        names_ids = self._names_token_ids
-        if reply.logprobs is None or not self._echo or not reply.prompt_logprobs:
-            return completion_logprobs(reply.logprobs, len(self._echo), names_ids)
-        logprobs = echoed_logprobs(self._echo, reply.prompt_logprobs, names_ids)
+    def _all_logprobs(self, reply: GenerateReply) -> CompletionLogprobs | None:
+        names_ids = self._request.return_tokens_as_token_ids
         output = completion_logprobs(reply.logprobs, len(self._echo), names_ids)
+        if output is None or not self._echo or not reply.prompt_logprobs:
+            return output
+        logprobs = echoed_logprobs(self._echo, reply.prompt_logprobs, names_ids)
         for name in CompletionLogprobs.__struct_fields__:
             getattr(logprobs, name).extend(getattr(output, name))
         return logprobs

@@ -1,6 +1,6 @@
-"""Limits of HTTP connections: headers, the time that a request takes to arrive, their number.
+"""Limits of HTTP connections: size of headers, time of arrival, and number of connections.
 
-They hold before a key is checked, for whoever reaches the port.
+They hold for everybody who reaches the port, before a key is checked.
 """
 
 import asyncio
@@ -11,14 +11,12 @@ import msgspec
 from msgspec import Struct
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from penstock.services.http.replies import ErrorBody, ErrorDetail
+from penstock.services.http.errors import ApiError
 
-MAX_HEADER_BYTES = 1 << 16
-READ_SECONDS = 20.0
 MIN_READ_RATE = 1000
-WRITE_SECONDS = 75.0
-_OVERHEAD = 8
-"""bytes of framing that a byte of a body may have, in the smallest chunks"""
+"""bytes/s at which a request must arrive"""
+_CHUNK_FRAMING = 8
+"""bytes that frame each byte of a body, in the smallest chunks"""
 _HEADER_FRAMING = len(b": \r\n")
 _RESERVE = 128
 """descriptors for other things than connections"""
@@ -27,19 +25,19 @@ _RESERVE = 128
 class Limits(Struct, frozen=True, kw_only=True):
     """Limits of each connection, and of their number in this process."""
 
-    max_header_bytes: int = MAX_HEADER_BYTES
-    """also of what follows a chunked body"""
+    max_header_bytes: int = 1 << 16
+    """of the headers, and of the trailers of a chunked body"""
     max_body_bytes: int = 1 << 30
-    """with which a client that was refused is disconnected"""
-    read_seconds: float = READ_SECONDS
-    """for a request to arrive, and a second more for each MIN_READ_RATE bytes"""
-    write_seconds: float = WRITE_SECONDS
-    """in which a client must read something, where much waits for it"""
+    """size at which a client that ignores its refusal is disconnected"""
+    read_seconds: float = 20.0
+    """time for a request to arrive, in addition to its size / MIN_READ_RATE"""
+    write_seconds: float = 75.0
+    """time in which a client must read something while output waits for it"""
     max_connections: int = 1 << 16
 
 
 def limits_for(max_request_bytes: int, max_answers: int) -> Limits:
-    """As many connections as all requests need, several times, if there are descriptors."""
+    """Return limits with several connections for each request, if there are descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 1024 + 4 * max_answers
     return Limits(
@@ -49,22 +47,22 @@ def limits_for(max_request_bytes: int, max_answers: int) -> Limits:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits; `limited_protocol` makes a class of it for each server.
+    """uvicorn's protocol with limits; `limited_protocol` makes a subclass for each server.
 
-    A request arrives from its first byte, or the connection's begin, to its last byte. Connections
-    without a running request are closed, oldest first, where a new one finds no room.
+    The arrival of a request lasts from its first byte, or the start of the connection, to its last
+    byte. A new connection beyond the limit closes the oldest one without a running request.
     """
 
     limits: Limits
     without_request: dict["LimitedProtocol", None]
-    """of all connections, oldest first"""
+    """connections without a running request, oldest first"""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
-        """of the message that arrives, once they are complete"""
+        """of the arriving request: its URL and its complete headers"""
         self._begin_arrival()
         self.without_request[self] = None
         if len(self.connections) > self.limits.max_connections:
@@ -83,7 +81,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         overhead = self._num_bytes - self._num_body_bytes
-        if overhead > self.limits.max_header_bytes + _OVERHEAD * self._num_body_bytes:
+        if overhead > self.limits.max_header_bytes + _CHUNK_FRAMING * self._num_body_bytes:
             self._refuse_headers()
         elif self._num_body_bytes > self.limits.max_body_bytes:
             self.transport.close()
@@ -173,11 +171,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(431, f"headers: got more than {most} bytes, expected at most {most}")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers, unless an answer has begun, and closes the connection."""
+        """Send an error, unless a response has begun, and close the connection."""
         if self.cycle is None or self.cycle.response_complete:
-            kind = "invalid_request_error"
-            detail = ErrorDetail(message=message, type=kind, param=None, code=None)
-            body = msgspec.json.encode(ErrorBody(error=detail))
+            body = msgspec.json.encode(ApiError(status, message).body)
             head = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
             self.transport.write(
                 b"%b%bconnection: close\r\n\r\n%b" % (STATUS_LINE[status], head, body)
@@ -186,6 +182,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def limited_protocol(limits: Limits) -> type[LimitedProtocol]:
-    """A class of connections of one server."""
+    """Return the class of one server's connections."""
     shared: dict[str, Any] = {"limits": limits, "without_request": {}}
     return type("LimitedProtocol", (LimitedProtocol,), shared)

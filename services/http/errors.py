@@ -1,21 +1,37 @@
-"""What goes wrong, in OpenAI's shape."""
+"""Errors in OpenAI's shape."""
 
 import math
 from collections.abc import Mapping
 
+from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from penstock.protocol.client.errors import RequestError
-from penstock.services.http.replies import ErrorBody, ErrorDetail, json_response
+from penstock.services.http.replies import json_response
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _RETRY = {"Retry-After": "1"}
 
 
+class ErrorDetail(Struct, kw_only=True):
+    """Message, OpenAI's type, name of the invalid field, and OpenAI's code."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(Struct, kw_only=True):
+    """Body of every response with an error."""
+
+    error: ErrorDetail
+
+
 class ApiError(Exception):
-    """A request that is not answered: status, a sentence, the field and OpenAI's code."""
+    """A refused or failed request: HTTP status, message, invalid field and OpenAI's code."""
 
     def __init__(
         self,
@@ -32,8 +48,13 @@ class ApiError(Exception):
         self.body = ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code))
 
 
+def invalid(field: str, problem: str) -> ApiError:
+    """Return the error of an invalid field; problem: `got X, expected Y`."""
+    return ApiError(400, f"{field}: {problem}", field)
+
+
 def as_api_error(error: Exception) -> ApiError:
-    """Any exception, as the client is to see it."""
+    """Return any exception as the client is to see it."""
     match error:
         case ApiError():
             return error
@@ -43,17 +64,17 @@ def as_api_error(error: Exception) -> ApiError:
             headers = {"Retry-After": str(math.ceil(seconds))}
             return ApiError(429, error.message, None, "rate_limit_exceeded", headers)
         case RequestError(code="overloaded"):
-            return ApiError(503, error.message)  # it stops
+            return ApiError(503, error.message)  # the pipeline is stopping
         case RequestError():
             return ApiError(500, error.message, error.field)  # `failed`: not the client's fault
         case HTTPException():
             return ApiError(error.status_code, error.detail, headers=error.headers)
         case _:
-            return ApiError(500, "something went wrong here; the server's log says what")
+            return ApiError(500, "internal error; the server's log has the details")
 
 
 async def answer_error(_: Request, error: Exception) -> Response:
-    """An exception handler of starlette."""
+    """Return the response to an exception, as a handler of starlette."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)  # nobody reads it
     return error_response(as_api_error(error))
@@ -67,7 +88,7 @@ def error_response(error: ApiError) -> Response:
 
 
 def rename_field(error: RequestError, name: str | None) -> None:
-    """Replaces the field of a pipeline's error with the client's name for it."""
+    """Replace the field of a pipeline's error with the client's name for it."""
     if error.field and name and name != error.field:
         error.message = error.message.replace(error.field, name, 1)
         error.field = name

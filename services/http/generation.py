@@ -1,4 +1,4 @@
-"""One HTTP request for text: the requests that it makes of the pipeline, and their streams."""
+"""One HTTP request for text: its requests to the pipeline, and their streams."""
 
 import asyncio
 import time
@@ -16,8 +16,8 @@ from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.client import AbortRequest, GenerateReply, PromptFields, TextDelta
 from penstock.services.http.access import caller
 from penstock.services.http.app_state import AppState
-from penstock.services.http.errors import ApiError, as_api_error, rename_field
-from penstock.services.http.replies import ENCODER, PromptTokensDetails, StreamChunk, Usage
+from penstock.services.http.errors import ApiError, as_api_error, invalid, rename_field
+from penstock.services.http.replies import ENCODER, ChatChunk, StreamChunk, Usage
 from penstock.services.http.schema import ApiRequest, ChatRequest, StreamOptions
 from penstock.services.http.to_generate_request import name_as_sent
 
@@ -30,56 +30,50 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class Choice(Protocol):
-    """Maker of the pieces of one answer's stream."""
+    """Converter of one answer's stream."""
 
     prompt_token_ids: list[int] | None
-    """set before the first piece, if they were requested"""
+    """set before the first chunk, if they were requested"""
 
-    def begin(self, delta: TextDelta) -> Iterable[Struct]:
-        """Return the pieces before the first token."""
-
-    def grow(self, delta: TextDelta) -> Iterable[Struct]:
-        """Return the pieces for new tokens."""
-
-    def end(self, reply: GenerateReply) -> Iterable[Struct]:
-        """Return the last pieces."""
+    def chunks(self, delta: TextDelta | None, reply: GenerateReply | None) -> Iterable[Struct]:
+        """Return the chunks of new tokens, and, with the reply, the last ones."""
 
 
 class Generation:
     """`n` requests for each prompt: answer i of prompt p is number p * n + i."""
 
     def __init__(
-        self, state: AppState, kind: str, request: ApiRequest, questions: list[dict[str, Any]]
+        self, state: AppState, kind: str, request: ApiRequest, prompts: list[dict[str, Any]]
     ) -> None:
         """Submit the requests. Raises ApiError.
 
-        kind: the beginning of the id. questions: for each prompt, fields of GenerateRequest.
+        kind: the beginning of the id. prompts: fields of GenerateRequest for each prompt.
         """
-        number = len(questions) * request.n
+        number = len(prompts) * request.n
         if number > state.max_answers:
-            sentence = f"n: got {request.n}, which makes {number} answers to {len(questions)} "
-            raise ApiError(400, f"{sentence}prompts, expected at most {state.max_answers}", "n")
+            which = f"{number} answers to {len(prompts)} prompts"
+            raise invalid("n", f"got {which}, expected at most {state.max_answers} answers")
         name = caller.get().unique_id
         self.head: dict[str, Any] = {
             "id": f"{kind}-{request.request_id or name}",
             "created": int(time.time()),
             "model": state.model,
         }
-        """of the reply and of all chunks"""
+        """fields of the reply and of all chunks"""
         self._client = state.client
         self._request = request
         self._options = request.stream_options or StreamOptions()
-        self._questions = questions
+        self._prompts = prompts
         self._is_echo_only = request.max_tokens == 0
-        """the prompt is the answer: the one token that is generated is left out"""
+        """the one generated token is left out of the reply"""
         given = f"-{request.request_id[:64]}" if request.request_id else ""
-        inner_id = f"{kind}-{name}{given}"  # two clients may give the same one
+        inner_id = f"{kind}-{name}{given}"  # unique, even if two clients send the same id
         self._streams = [
-            self._submit(question, f"{inner_id}-{index}", index % request.n)
-            for index, question in enumerate(one for one in questions for _ in range(request.n))
+            self._submit(prompt, f"{inner_id}-{index}", index % request.n)
+            for index, prompt in enumerate(one for one in prompts for _ in range(request.n))
         ]
 
-    def _submit(self, question: dict[str, Any], request_id: str, index: int) -> AsyncStream:
+    def _submit(self, prompt: dict[str, Any], request_id: str, index: int) -> AsyncStream:
         request = self._request
         own = {
             "request_id": request_id,
@@ -87,11 +81,11 @@ class Generation:
             "stream": request.stream,
             "num_answers": 0 if index else request.n,
         }
-        return self._client.submit(**question | own, client=caller.get().client)
+        return self._client.submit(**prompt | own, client=caller.get().client)
 
     async def replies(self, receive: Receive) -> list[GenerateReply]:
         """Return all answers. Raises RequestError, ApiError, ClientDisconnect."""
-        results = gather([self._result(one) for one in self._streams])
+        results = gather(map(self._result, self._streams))
         with self._fields_as_sent():
             return await while_connected(receive, results)
 
@@ -101,9 +95,9 @@ class Generation:
         if not (request.return_token_ids or self._options.continuous_usage_stats):
             return [None] * len(self._streams)
         names = PromptFields.__struct_fields__
-        prompts = [{k: v for k, v in one.items() if k in names} for one in self._questions]
+        prompts = [{k: v for k, v in one.items() if k in names} for one in self._prompts]
         try:
-            replies = await gather([self._client.tokenize(**prompt) for prompt in prompts])
+            replies = await gather(self._client.tokenize(**prompt) for prompt in prompts)
         except BaseException:
             for one in self._streams:
                 self._client.ask(AbortRequest(request_id=one.request_id))
@@ -113,14 +107,13 @@ class Generation:
     def usage(self, replies: Sequence[GenerateReply]) -> Usage:
         """Return the sums over all answers; a prompt counts once."""
         first = [reply.usage for reply in replies[:: self._request.n]]
-        cached_tokens = sum(one.cached_tokens for one in first)
         output_tokens = 0 if self._is_echo_only else sum(one.usage.output_tokens for one in replies)
         usage = _usage(sum(one.prompt_tokens for one in first), output_tokens)
-        usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached_tokens)
+        usage.prompt_tokens_details = {"cached_tokens": sum(one.cached_tokens for one in first)}
         return usage
 
     def stream(self, kind: str, choices: Sequence[Choice]) -> "EventStream":
-        """Return the answers as they come, in chunks whose `object` is `kind`."""
+        """Return the answers as they arrive, in chunks whose `object` is `kind`."""
         return EventStream(lambda events: self._send_all(events, kind, choices))
 
     async def _send_all(self, events: "EventStream", kind: str, choices: Sequence[Choice]) -> None:
@@ -130,8 +123,7 @@ class Generation:
                 self._send_one(events, StreamChunk(object=kind, **self.head), *three)
                 for three in zip(self._streams, choices, prompts, strict=True)
             )
-        last = StreamChunk(object=kind, **self.head)
-        last.usage = self.usage(replies)
+        last = StreamChunk(object=kind, **self.head, usage=self.usage(replies))
         await events.send([last] if self._options.include_usage else [], is_last=True)
 
     async def _send_one(
@@ -142,21 +134,23 @@ class Generation:
         choice: Choice,
         prompt: list[int] | None,
     ) -> GenerateReply:
-        request = self._request
-        if prompt is not None and request.return_token_ids:
+        if prompt is not None and self._request.return_token_ids:
             choice.prompt_token_ids = prompt
-            chunk.prompt_token_ids = prompt if isinstance(request, ChatRequest) else UNSET
+            chunk.prompt_token_ids = prompt if isinstance(self._request, ChatRequest) else UNSET
         if prompt is not None and self._options.continuous_usage_stats:
             chunk.usage = _usage(len(prompt), 0)
-        begins = True
+        last: TextDelta | None = None
         try:
             async for delta in stream:
                 if self._is_echo_only:
-                    delta.text, delta.token_ids, delta.logprobs = "", [], None
-                await events.send(_grow(chunk, choice, delta, begins))
-                begins = False
+                    continue
+                if last:
+                    await events.send(_chunks(chunk, choice, last, None))
+                last = delta if delta.finish_reason else None  # the reply follows at once
+                if last is None:
+                    await events.send(_chunks(chunk, choice, delta, None))
             reply = await self._result(stream)
-            await events.send(_chunks(chunk, choice.end(reply)))
+            await events.send(_chunks(chunk, choice, last, reply))
         except asyncio.CancelledError:  # the stream notices it only while it is awaited
             self._client.ask(AbortRequest(request_id=stream.request_id))
             raise
@@ -180,22 +174,18 @@ class Generation:
             raise
 
 
-def _grow(
-    chunk: StreamChunk, choice: Choice, delta: TextDelta, begins: bool
+def _chunks(
+    chunk: StreamChunk, choice: Choice, delta: TextDelta | None, reply: GenerateReply | None
 ) -> Iterator[StreamChunk]:
-    """Yield the chunks of new tokens; begins: those before the first token, too."""
-    if begins:
-        yield from _chunks(chunk, choice.begin(delta))
-    if chunk.usage is not UNSET:
-        chunk.usage.completion_tokens += len(delta.token_ids)
-        chunk.usage.total_tokens += len(delta.token_ids)
-    yield from _chunks(chunk, choice.grow(delta))
-
-
-def _chunks(chunk: StreamChunk, choices: Iterable[Struct]) -> Iterator[StreamChunk]:
-    """Yield `chunk` with each choice; the prompt's ids are in the first one only."""
-    for choice in choices:
-        chunk.choices = [choice]
+    """Yield `chunk` with each piece of the choice; the first one has the prompt's ids."""
+    num_tokens = len(delta.token_ids) if delta else 0
+    for piece in choice.chunks(delta, reply):
+        has_role = isinstance(piece, ChatChunk) and piece.delta.role  # and no token
+        if chunk.usage is not UNSET and not has_role:
+            chunk.usage.completion_tokens += num_tokens
+            chunk.usage.total_tokens += num_tokens
+            num_tokens = 0
+        chunk.choices = [piece]
         yield chunk
         chunk.prompt_token_ids = UNSET
 

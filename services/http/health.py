@@ -1,4 +1,4 @@
-"""Health of the pipeline, by what its processes do now and not by what they reported once."""
+"""Health of the pipeline, by what its processes do now."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ from penstock.protocol.client.client import AsyncClient
 from penstock.protocol.messages.status import SchedulerStatus, StatusReply
 from penstock.services.http.errors import ApiError
 
-LOOK_TIMEOUT = 2.0
+STATUS_TIMEOUT = 2.0
 """seconds for a new report of the scheduler, which it sends every half second"""
 
 
@@ -18,10 +18,10 @@ class HealthCheck:
         self._client = client
         self._step_timeout = step_timeout
         self._since: dict[tuple[int, int], float] = {}
-        """(epoch of a scheduler, its running step) → when that was first seen"""
+        """(epoch of a scheduler, its running step) → the time when that was first seen"""
 
     async def check(self) -> None:
-        """Raises ApiError (503), with what is missing."""
+        """Raise ApiError (503) if a stage is missing or a step takes too long."""
         status = await self._status(fresh=True)
         if status is None:
             known = await self._status()
@@ -33,7 +33,7 @@ class HealthCheck:
             raise ApiError(503, f"no step has ended for {seconds:.0f} s")
 
     async def check_ready(self) -> None:
-        """Raises ApiError (503) by the gateway's last report, also while the pipeline drains."""
+        """Raise ApiError (503) by the gateway's last report, also while the pipeline drains."""
         if _serving(await self._status()).draining:
             raise ApiError(503, "the pipeline is stopping and accepts no requests")
 
@@ -46,7 +46,7 @@ class HealthCheck:
 
     async def _status(self, fresh: bool = False) -> StatusReply | None:
         try:
-            return await asyncio.wait_for(self._client.status(fresh=fresh), LOOK_TIMEOUT)
+            return await asyncio.wait_for(self._client.status(fresh=fresh), STATUS_TIMEOUT)
         except TimeoutError:
             return None
 
@@ -61,7 +61,7 @@ def _serving(status: StatusReply | None) -> StatusReply:
 
 
 def missing(status: StatusReply) -> str:
-    """Return the stages that a pipeline which does not serve lacks."""
+    """Return the reason why a pipeline does not serve: its missing stages."""
     scheduler = status.scheduler
     stages = {
         "scheduler": scheduler is not None,

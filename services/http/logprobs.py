@@ -13,13 +13,12 @@ from penstock.services.http.replies import (
 )
 
 Logprobs = list[TokenLogprobs | None] | None
-"""of tokens in a row; None where a token's is not known, after a restart of the scheduler"""
-Utf8Decoder = getincrementaldecoder("utf-8")
+"""of consecutive tokens; None for a token whose logprob was lost with a scheduler"""
 _UNKNOWN = ChatLogprob(token="", logprob=-9999.0, bytes=None, top_logprobs=[])
 
 
 def chat_logprobs(tokens: Logprobs, names_ids: bool = False) -> ChatLogprobs | None:
-    """Of the tokens of a chat's answer. names_ids: as in `_name`."""
+    """Return the logprobs of a chat's answer. names_ids: as in `_name`."""
     if tokens is None:
         return None
     content = [
@@ -27,22 +26,16 @@ def chat_logprobs(tokens: Logprobs, names_ids: bool = False) -> ChatLogprobs | N
             token=_name(one, names_ids),
             logprob=one.logprob,
             bytes=one.bytes,
-            top_logprobs=[_top(other, names_ids) for other in one.top],
+            top_logprobs=[
+                TopLogprob(token=_name(top, names_ids), logprob=top.logprob, bytes=top.bytes)
+                for top in one.top
+            ],
         )
         if one
         else _UNKNOWN
         for one in tokens
     ]
     return ChatLogprobs(content=content)
-
-
-def _name(one: Logprob, names_ids: bool) -> str:
-    """A token's text, or, with names_ids, `token_id:N`, which is another one for each token."""
-    return f"token_id:{one.token_id}" if names_ids else one.token
-
-
-def _top(one: Logprob, names_ids: bool) -> TopLogprob:
-    return TopLogprob(token=_name(one, names_ids), logprob=one.logprob, bytes=one.bytes)
 
 
 def completion_logprobs(
@@ -66,11 +59,11 @@ def completion_logprobs(
 def echoed_logprobs(
     prompt: str, tokens: list[TokenLogprobs | None], names_ids: bool = False
 ) -> CompletionLogprobs:
-    """Return the logprobs of a prompt that is echoed, which its first token does not have.
+    """Return the logprobs of an echoed prompt. Its first token has none.
 
-    The text of that token is the text that the others leave.
+    The text of the first token is what the other tokens leave of the prompt.
     """
-    data, decoder = prompt.encode(), Utf8Decoder("replace")
+    data, decoder = prompt.encode(), getincrementaldecoder("utf-8")("replace")
     first = data[: len(data) - sum(len(one.bytes) for one in tokens if one)]
     name, text_offset = first.decode(errors="replace"), len(decoder.decode(first))
     logprobs = CompletionLogprobs(
@@ -80,6 +73,21 @@ def echoed_logprobs(
         _append(logprobs, text_offset, one, names_ids)
         text_offset += len(decoder.decode(bytes(one.bytes))) if one else 0
     return logprobs
+
+
+def prompt_logprobs(tokens: list[TokenLogprobs | None]) -> PromptLogprobs:
+    """Return logprobs in vLLM's shape, by token id."""
+    return [_by_id(one) if one else None for one in tokens]
+
+
+def _by_id(one: TokenLogprobs) -> dict[str, PromptLogprob]:
+    ranks: dict[int, int] = {other.token_id: rank for rank, other in enumerate(one.top, 1)}
+    return {
+        str(other.token_id): PromptLogprob(
+            logprob=other.logprob, rank=ranks.get(other.token_id), decoded_token=other.token
+        )
+        for other in (one, *one.top)
+    }
 
 
 def _append(
@@ -93,8 +101,13 @@ def _append(
     logprobs.top_logprobs.append(top or None)
 
 
+def _name(one: Logprob, names_ids: bool) -> str:
+    """Return a token's text, or, with names_ids, `token_id:N`, which is unique."""
+    return f"token_id:{one.token_id}" if names_ids else one.token
+
+
 def _unique_name(one: Logprob, names_ids: bool) -> str:
-    """Return a token's text; as OpenAI does, `bytes:\\xe2\\x82` where it is part of a character."""
+    """Return a token's text; as OpenAI does, `bytes:\\xe2\\x82` for a part of a character."""
     if names_ids or "\ufffd" not in one.token:
         return _name(one, names_ids)
     data = bytes(one.bytes)
@@ -102,18 +115,3 @@ def _unique_name(one: Logprob, names_ids: bool) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def prompt_logprobs(tokens: list[TokenLogprobs | None]) -> PromptLogprobs:
-    """vLLM's shape: by token id."""
-    return [_by_id(one) if one else None for one in tokens]
-
-
-def _by_id(one: TokenLogprobs) -> dict[str, PromptLogprob]:
-    ranks: dict[int, int] = {other.token_id: rank for rank, other in enumerate(one.top, 1)}
-    return {
-        str(other.token_id): PromptLogprob(
-            logprob=other.logprob, rank=ranks.get(other.token_id), decoded_token=other.token
-        )
-        for other in (one, *one.top)
-    }

@@ -1,4 +1,4 @@
-"""The process: uvicorn on a port that others of its kind share."""
+"""The http process: uvicorn on a port that other http processes share."""
 
 import asyncio
 import contextlib
@@ -21,35 +21,33 @@ from penstock.services.http.app_state import AppState
 from penstock.services.http.connections import Limits, limited_protocol, limits_for
 
 MAX_GRACE = 4
-"""seconds that running answers have behind SIGTERM, if --drain-timeout is not less: SIGKILL comes
-after 5"""
+"""seconds that running requests have after SIGTERM, up to --drain-timeout: SIGKILL comes after 5"""
 LAST_ANSWERS = 0.5
-"""seconds for errors to what has not been finished"""
+"""seconds to send errors for unfinished requests"""
 KEEP_ALIVE = 75
-"""seconds for which a connection may be idle: longer than clients keep theirs, so that none is
-closed while a request is on its way"""
+"""seconds that a connection may be idle: longer than clients keep theirs, so that a server does not
+close a connection while a request is on its way"""
 
 
 class Server(uvicorn.Server):
-    """uvicorn would end the process by the signal it got, with nothing behind it."""
+    """uvicorn's server without signal handlers: uvicorn's would end the process by the signal."""
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()
 
     def stop(self) -> None:
-        """Lets what runs be finished, for a while."""
+        """Stop after the running requests."""
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, which cancels what is not finished in time, but does not wait until that
-        has been answered: the pipeline's client must not be closed before."""
+        """Wait for the errors of requests that uvicorn cancels; their client must still be open."""
         await super().shutdown(sockets)
         if tasks := set(self.server_state.tasks):
             await asyncio.wait(tasks, timeout=LAST_ANSWERS)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that shares its port: the kernel gives each connection to one of them."""
+    """Return a socket that shares its port: the kernel distributes the connections."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -58,7 +56,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def serve(process: Process) -> None:
-    """Until SIGTERM or SIGINT. Raises ClientError for keys that can't be read, and OSError."""
+    """Serve until SIGTERM or SIGINT. Raises ClientError for unreadable keys, and OSError."""
     config, loop = process.config, asyncio.get_running_loop()
     listener = listen(config.http_host, config.http_port)
     heartbeats = HeartbeatThread(process)
@@ -80,14 +78,14 @@ async def serve(process: Process) -> None:
 
 
 async def run(server: Server, state: AppState, listener: socket.socket) -> None:
-    """Serves until the server stops."""
+    """Serve until the server stops."""
     start = asyncio.create_task(state.start())
     await server.serve([listener])
     start.cancel()
 
 
 def uvicorn_config(config: Config, state: AppState, limits: Limits | None = None) -> uvicorn.Config:
-    """For `Server`."""
+    """Return the configuration of a `Server`."""
     logging.getLogger("uvicorn.error").addFilter(_is_error)
     limits = limits or limits_for(state.max_request_bytes, state.max_answers)
     return uvicorn.Config(
@@ -105,12 +103,12 @@ def uvicorn_config(config: Config, state: AppState, limits: Limits | None = None
 
 
 def _is_error(record: logging.LogRecord) -> bool:
-    """Return False for uvicorn's error about tasks that `Server.shutdown` cancels by design."""
+    """Return False for uvicorn's message about cancelled tasks, which `Server.shutdown` expects."""
     return not str(record.msg).startswith("Cancel %s running task")
 
 
 def main() -> None:
-    """Runs until SIGTERM."""
+    """Run until SIGTERM."""
     process = Process("http")
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

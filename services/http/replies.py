@@ -1,4 +1,4 @@
-"""What is answered: OpenAI's replies, with vLLM's additions."""
+"""Replies: OpenAI's, with vLLM's additions."""
 
 from typing import Any, Literal
 
@@ -9,46 +9,25 @@ from starlette.responses import Response
 from penstock.protocol.messages.client import StopReason
 
 ENCODER = msgspec.json.Encoder()
+TokenIds = list[int] | UnsetType
 
 
 def json_response(body: object, status: int = 200) -> Response:
-    """`body` as JSON."""
+    """Return a response with a body in JSON."""
     return Response(ENCODER.encode(body), status, media_type="application/json")
 
 
-class ErrorDetail(Struct, kw_only=True):
-    """What is wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    """the field that is wrong"""
-    code: str | None
-
-
-class ErrorBody(Struct, kw_only=True):
-    """Every error."""
-
-    error: ErrorDetail
-
-
-class PromptTokensDetails(Struct, kw_only=True):
-    """Where the prompt's keys and values came from."""
-
-    cached_tokens: int
-
-
 class Usage(Struct, kw_only=True):
-    """How many tokens a request had; a prompt counts once, whatever `n` is."""
+    """Token counts of a request; a prompt counts once, whatever `n` is."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    prompt_tokens_details: dict[Literal["cached_tokens"], int] | UnsetType = UNSET
 
 
 class TopLogprob(Struct, kw_only=True):
-    """A token that could stand at a place."""
+    """A token that was possible at a position."""
 
     token: str
     logprob: float
@@ -56,19 +35,19 @@ class TopLogprob(Struct, kw_only=True):
 
 
 class ChatLogprob(TopLogprob, kw_only=True):
-    """The token that stands there."""
+    """The token at a position, and the likeliest ones."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(Struct, kw_only=True):
-    """Of a chat."""
+    """Logprobs of a chat's answer."""
 
     content: list[ChatLogprob]
 
 
 class CompletionLogprobs(Struct, kw_only=True):
-    """Of a completion: one entry of each list for each token."""
+    """Logprobs of a completion: each list has one entry for each token."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -77,7 +56,7 @@ class CompletionLogprobs(Struct, kw_only=True):
 
 
 class PromptLogprob(Struct, kw_only=True):
-    """vLLM's: of one token of the prompt; `rank` is known among those asked for."""
+    """vLLM's logprob of one prompt token; `rank` is known among the requested ones only."""
 
     logprob: float
     rank: int | None
@@ -95,7 +74,7 @@ class CalledFunction(Struct, kw_only=True, omit_defaults=True):
 
 
 class CalledTool(Struct, kw_only=True, omit_defaults=True):
-    """A call, or in a stream a piece of one, with the number of the call."""
+    """A tool call; in a stream, a piece of one with the number of the call."""
 
     index: int | UnsetType = UNSET
     id: str | None = None
@@ -104,26 +83,24 @@ class CalledTool(Struct, kw_only=True, omit_defaults=True):
 
 
 class ReplyMessage(Struct, kw_only=True):
-    """What the assistant says."""
+    """The assistant's message. `reasoning` (vLLM's name) and `reasoning_content` are the same."""
 
     role: Literal["assistant"]
     content: str | None
     reasoning: str | UnsetType = UNSET
-    """vLLM's name; `reasoning_content`, which SGLang and DeepSeek use, has the same text"""
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[CalledTool] | UnsetType = UNSET
 
 
 class ChatChoiceReply(Struct, kw_only=True):
-    """One answer of `n`."""
+    """One of `n` answers; `stop_reason`, as in vLLM, is the stop string or token id."""
 
     index: int
     message: ReplyMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: StopReason
-    """vLLM's: which of `stop` or `stop_token_ids` ended it"""
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: TokenIds = UNSET
 
 
 class ReplyHead(Struct, kw_only=True):
@@ -141,7 +118,7 @@ class ChatReply(ReplyHead, kw_only=True):
     choices: list[ChatChoiceReply]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: TokenIds = UNSET
 
 
 class StreamChunk(ReplyHead, kw_only=True):
@@ -149,11 +126,11 @@ class StreamChunk(ReplyHead, kw_only=True):
 
     choices: list[Any] = []
     usage: Usage | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: TokenIds = UNSET
 
 
 class Delta(Struct, kw_only=True, omit_defaults=True):
-    """What a message grows by."""
+    """The next piece of a message."""
 
     role: str | None = None
     content: str | None = None
@@ -163,18 +140,18 @@ class Delta(Struct, kw_only=True, omit_defaults=True):
 
 
 class ChatChunk(Struct, kw_only=True):
-    """One choice of a piece of a stream."""
+    """One choice of a chat's StreamChunk."""
 
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: StopReason | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: TokenIds = UNSET
 
 
 class CompletionChoiceReply(Struct, kw_only=True):
-    """One answer, or a piece of it."""
+    """One answer, or one choice of a completion's StreamChunk."""
 
     index: int
     text: str
@@ -182,8 +159,8 @@ class CompletionChoiceReply(Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: StopReason | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: TokenIds = UNSET
+    prompt_token_ids: TokenIds = UNSET
 
 
 class CompletionReply(ReplyHead, kw_only=True):
@@ -194,44 +171,26 @@ class CompletionReply(ReplyHead, kw_only=True):
 
 
 class Model(Struct, kw_only=True):
-    """The model that is served."""
+    """The served model."""
 
     id: str
-    object: Literal["model"]
+    object: Literal["model"] = "model"
     created: int
-    owned_by: str
+    owned_by: str = "penstock"
     max_model_len: int
 
 
 class ModelList(Struct, kw_only=True):
-    """All models: the one."""
+    """A list of the one served model."""
 
-    object: Literal["list"]
+    object: Literal["list"] = "list"
     data: list[Model]
 
 
 class TokenizeResult(Struct, kw_only=True):
-    """Answers TokenizeBody."""
+    """Reply to TokenizeBody."""
 
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | UnsetType = UNSET
-
-
-class DetokenizeResult(Struct, kw_only=True):
-    """Answers DetokenizeBody."""
-
-    prompt: str
-
-
-class Health(Struct, kw_only=True):
-    """Whether the pipeline works."""
-
-    status: Literal["ok"]
-
-
-class Version(Struct, kw_only=True):
-    """Of Penstock."""
-
-    version: str

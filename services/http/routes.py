@@ -1,4 +1,4 @@
-"""Every route, as one table for starlette and for `/openapi.json`."""
+"""Table of all routes, for starlette and for `/openapi.json`."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -17,17 +17,14 @@ from penstock.services.http.app_state import AppState
 from penstock.services.http.chat import chat
 from penstock.services.http.completions import complete
 from penstock.services.http.errors import ApiError, rename_field
-from penstock.services.http.health import LOOK_TIMEOUT, HealthCheck
+from penstock.services.http.health import STATUS_TIMEOUT, HealthCheck
 from penstock.services.http.metrics import render
 from penstock.services.http.replies import (
     ChatReply,
     CompletionReply,
-    DetokenizeResult,
-    Health,
     Model,
     ModelList,
     TokenizeResult,
-    Version,
     json_response,
 )
 from penstock.services.http.schema import (
@@ -39,6 +36,7 @@ from penstock.services.http.schema import (
 from penstock.services.http.to_generate_request import chat_messages, template_tools
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+Texts = dict[str, str]
 
 
 class Operation(Struct, frozen=True):
@@ -47,10 +45,11 @@ class Operation(Struct, frozen=True):
     method: str
     path: str
     run: Callable[[Any, Receive], Awaitable[Response]]
-    reply: type | None
-    body: type | None = None
+    reply: Any
+    """type of the reply in JSON; None without one"""
+    body: type[Struct] | None = None
     media_type: str = ""
-    """other than JSON"""
+    """in addition to JSON"""
     is_open: bool = False
     """needs no key"""
 
@@ -73,14 +72,14 @@ class Routes:
             Operation("GET", "/v1/models", self.models, ModelList),
             Operation("GET", "/v1/models/{model}", self.model, Model),
             Operation("POST", "/tokenize", self.tokenize, TokenizeResult, TokenizeBody),
-            Operation("POST", "/detokenize", self.detokenize, DetokenizeResult, DetokenizeBody),
+            Operation("POST", "/detokenize", self.detokenize, Texts, DetokenizeBody),
             Operation("GET", "/status", self.status, StatusReply),
             Operation("GET", "/metrics", self.metrics, None, media_type="text/plain"),
-            Operation("GET", "/health", self.health, Health, is_open=True),
-            Operation("GET", "/ping", self.health, Health, is_open=True),
-            Operation("POST", "/ping", self.health, Health, is_open=True),
-            Operation("GET", "/ready", self.ready, Health, is_open=True),
-            Operation("GET", "/version", self.version, Version, is_open=True),
+            Operation("GET", "/health", self.health, Texts, is_open=True),
+            Operation("GET", "/ping", self.health, Texts, is_open=True),
+            Operation("POST", "/ping", self.health, Texts, is_open=True),
+            Operation("GET", "/ready", self.ready, Texts, is_open=True),
+            Operation("GET", "/version", self.version, Texts, is_open=True),
         ]
 
     async def chat(self, body: ChatRequest, receive: Receive) -> Response:
@@ -94,10 +93,10 @@ class Routes:
         return await complete(self._state, body, receive)
 
     async def models(self, *_: object) -> Response:
-        """List the model that is served."""
-        return json_response(ModelList(object="list", data=[self._model()]))
+        """List the served model."""
+        return json_response(ModelList(data=[self._model()]))
 
-    async def model(self, path: dict[str, str], _: Receive) -> Response:
+    async def model(self, path: Texts, _: Receive) -> Response:
         """Describe the model."""
         self._state.check_name(path["model"])
         return json_response(self._model())
@@ -128,7 +127,7 @@ class Routes:
         except RequestError as error:
             rename_field(error, "tokens" if error.field == "token_ids" else error.field)
             raise
-        return json_response(DetokenizeResult(prompt=text))
+        return json_response({"prompt": text})
 
     async def status(self, *_: object) -> Response:
         """Describe the pipeline and its processes."""
@@ -142,29 +141,23 @@ class Routes:
     async def health(self, *_: object) -> Response:
         """Return 200 if the pipeline works."""
         await self._health.check()
-        return json_response(Health(status="ok"))
+        return json_response({"status": "ok"})
 
     async def ready(self, *_: object) -> Response:
         """Return 200 if every stage is there."""
         await self._health.check_ready()
-        return json_response(Health(status="ok"))
+        return json_response({"status": "ok"})
 
     async def version(self, *_: object) -> Response:
         """Return Penstock's version."""
-        return json_response(Version(version=version("penstock")))
+        return json_response({"version": version("penstock")})
 
     def _model(self) -> Model:
         state = self._state
-        return Model(
-            id=state.model,
-            object="model",
-            created=state.created,
-            owned_by="penstock",
-            max_model_len=state.max_model_len,
-        )
+        return Model(id=state.model, created=state.created, max_model_len=state.max_model_len)
 
     async def _status(self) -> StatusReply:
         try:
-            return await asyncio.wait_for(self._state.client.status(metrics=True), LOOK_TIMEOUT)
+            return await asyncio.wait_for(self._state.client.status(metrics=True), STATUS_TIMEOUT)
         except TimeoutError:
             raise ApiError(503, "the gateway does not answer") from None

@@ -1,7 +1,7 @@
 """Requests: OpenAI's, with the additions of vLLM and SGLang.
 
-A field that is null is as one that is not there. `neutral_fields.py` has the fields that are
-accepted with values that change nothing; all others are refused.
+A field that is null counts as missing. `neutral_fields.json` lists further fields, which are
+accepted with values that change nothing. All others are refused.
 """
 
 from typing import Annotated, Any, Literal
@@ -15,30 +15,28 @@ MAX_N = 128
 
 
 class StreamOptions(Struct, kw_only=True, frozen=True):
-    """How to stream."""
+    """Token counts in a stream: in the last chunk, or so far in every chunk."""
 
     include_usage: bool = False
-    """the last chunk has the numbers of tokens"""
     continuous_usage_stats: bool = False
-    """every chunk has the numbers of tokens so far"""
 
 
 class JsonSchema(Struct, kw_only=True):
-    """A schema and its name; the answer always follows it, `strict` or not."""
+    """A named schema; the answer always follows it, `strict` or not."""
 
     name: str = ""
     schema: Any | None = None
 
 
 class ResponseFormat(Struct, kw_only=True):
-    """OpenAI's way to ask for JSON."""
+    """OpenAI's field for JSON answers."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class ApiRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True):
-    """What chats and completions have in common."""
+    """Fields of both chats and completions."""
 
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N, description="answers per prompt")] = 1
@@ -51,22 +49,23 @@ class ApiRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     regex: str | None = None
-    """SGLang's names: of `guided_regex`, and of `guided_json`:"""
+    """SGLang's name of `guided_regex`"""
     json_schema: Any | None = None
+    """SGLang's name of `guided_json`"""
     best_of: int | None = None
-    """what differs from `n` is refused"""
+    """values other than `n` are refused"""
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
-    """keep N tokens of a longer prompt; -1: as many as leave room for `max_tokens`"""
+    """keep N tokens of a longer prompt; -1: leave room for `max_tokens`"""
     truncation_side: Literal["left", "right"] = "left"
     cache_salt: CacheSalt | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     """logprobs name tokens `token_id:N`"""
     request_id: RequestId | None = None
-    """part of the reply's `id`; the header X-Request-Id is used where it is missing"""
+    """part of the reply's `id`; default: the header X-Request-Id"""
     user: str | None = None
-    """this and the following change nothing"""
+    """this field and the following ones change nothing"""
     store: bool | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
@@ -75,21 +74,21 @@ class ApiRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True):
 
 
 class ContentPart(Struct, kw_only=True):
-    """A part of a message; text is understood."""
+    """A part of a message; only text is supported."""
 
     type: str
     text: str = ""
 
 
 class FunctionCall(Struct, kw_only=True):
-    """Which function an assistant called, and with what: JSON text, or the map itself."""
+    """A called function and its arguments: JSON text, or the map itself."""
 
     name: str
     arguments: str | dict[str, Any] = ""
 
 
 class ToolCall(Struct, kw_only=True):
-    """A call that an assistant made."""
+    """A call in an assistant's message."""
 
     id: str = ""
     type: Literal["function"] = "function"
@@ -97,20 +96,20 @@ class ToolCall(Struct, kw_only=True):
 
 
 class Message(Struct, kw_only=True):
-    """One message. Clients send back what they got, so fields that are not known are left out."""
+    """One message. Unknown fields are ignored: clients send back the messages they received."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """the same; used where `reasoning_content` is missing"""
+    """another name of `reasoning_content`"""
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
 class Function(Struct, kw_only=True, omit_defaults=True):
-    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+    """A function that the model may call; `parameters`: the JSON schema of its arguments."""
 
     name: Annotated[str, Meta(min_length=1, max_length=128)]
     description: str | None = None
@@ -126,7 +125,7 @@ class Tool(Struct, kw_only=True):
 
 
 class FunctionName(Struct, kw_only=True):
-    """A function by its name."""
+    """The name of a function."""
 
     name: str
 
@@ -138,14 +137,14 @@ class NamedTool(Struct, kw_only=True, tag_field="type", tag="function"):
 
 
 class AllowedToolSet(Struct, kw_only=True):
-    """Tools of which the model may call one (`auto`) or must (`required`)."""
+    """Tools that the model may call (`auto`), or of which it must call one (`required`)."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=128)]
 
 
 class AllowedTools(Struct, kw_only=True, tag_field="type", tag="allowed_tools"):
-    """A choice of the request's tools."""
+    """A subset of the request's tools."""
 
     allowed_tools: AllowedToolSet
 
@@ -167,13 +166,13 @@ class ChatRequest(ApiRequest, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
-    """a Jinja template in place of the model's; needs `--trust-request-chat-template`"""
+    """Jinja template that replaces the model's; needs `--trust-request-chat-template`"""
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     """the answer continues the last message"""
     include_reasoning: bool = True
     reasoning_effort: str | None = None
-    """`none`: no thinking; the model knows no other grades"""
+    """`none`: no thinking; other values change nothing"""
 
 
 class CompletionRequest(ApiRequest, kw_only=True, forbid_unknown_fields=True):
@@ -181,7 +180,7 @@ class CompletionRequest(ApiRequest, kw_only=True, forbid_unknown_fields=True):
 
     prompt: str | list[str | TokenId | list[TokenId]]
     max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = 16
-    """0, with `echo`: nothing but the prompt"""
+    """0, with `echo`: return the prompt only"""
     echo: bool = False
     suffix: str | None = None
     """refused"""

@@ -4,12 +4,11 @@ from typing import Any
 
 import msgspec
 
-from penstock.protocol.messages.client import ChatMessage
-from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.client import ChatMessage, GenerateRequest
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.transport.channel import DECODE_ERRORS
 from penstock.services.http.body import decode_json
-from penstock.services.http.errors import ApiError
+from penstock.services.http.errors import ApiError, invalid
 from penstock.services.http.schema import (
     ApiRequest,
     ChatRequest,
@@ -28,73 +27,65 @@ _KINDS = {
     "json_schema": "json",
     "regex": "regex",
 }
-"""field → the field of `StructuredOutputs` that it is"""
+"""field → the same field of `StructuredOutputs`"""
 _SCHEMA = "response_format.json_schema.schema"
-_SAME = [
-    name
-    for name in SamplingParams.__struct_fields__
-    if name not in ("n", "logprobs", "structured_outputs")
-] + ["add_special_tokens", "truncate_prompt_tokens", "truncation_side", "cache_salt"]
-"""fields that are passed on as they are"""
+_OWN = ("n", "prompt", "messages", "tools", "request_id", "stream")
+"""fields that the two kinds of requests have with different meanings"""
+_SAME = [name for name in GenerateRequest.__struct_fields__ if name not in _OWN]
 
 
 def chat_fields(request: ChatRequest, tags_are_tokens: bool = False) -> dict[str, Any]:
-    """tags_are_tokens: as in `forced_call`. Raises ApiError."""
-    fields = _sampling_fields(request)
+    """Return the fields of a chat. tags_are_tokens: as in `forced_call`. Raises ApiError."""
+    fields = _fields(request)
     fields["messages"] = chat_messages(request.messages)
     fields["max_tokens"] = request.max_completion_tokens or request.max_tokens
     if request.top_logprobs is not None and not request.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+        raise invalid("top_logprobs", "got no logprobs: true, which it needs")
     fields["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
-    for name in ("chat_template", "add_generation_prompt", "continue_final_message"):
-        fields[name] = getattr(request, name)
-    fields["chat_template_kwargs"] = request.chat_template_kwargs
     if request.reasoning_effort == "none":
         fields["chat_template_kwargs"] = {"enable_thinking": False, **request.chat_template_kwargs}
     if request.tool_choice != "none":
         fields["tools"] = template_tools(offered_tools(request))
-    if forced := forced_outputs(request, tags_are_tokens):
+    if grammar := forced_call(request, tags_are_tokens):
         if fields["structured_outputs"]:
-            raise ApiError(400, "tool_choice forces a call: the text is given", "tool_choice")
-        fields["structured_outputs"] = forced
+            raise invalid("tool_choice", "got a forced call and a structured output; send one")
+        fields["structured_outputs"] = _structured(_tools_path(request), "grammar", grammar)
     return fields
 
 
 def completion_fields(request: CompletionRequest) -> dict[str, Any]:
-    """All but the prompt. Raises ApiError."""
+    """Return all fields except the prompt. Raises ApiError."""
     if request.suffix:
-        raise ApiError(
-            400, "suffix is not supported: the model writes on, not in between", "suffix"
-        )
-    fields = _sampling_fields(request)
-    fields["logprobs"] = request.logprobs
+        raise invalid("suffix", "got a text, expected null: the model can't fill in the middle")
+    fields = _fields(request)
     if request.max_tokens == 0:
         if not request.echo:
-            raise ApiError(
-                400, "max_tokens: got 0, expected 1 or more, or echo: true", "max_tokens"
-            )
+            raise invalid("max_tokens", "got 0, expected 1 or more, or echo: true")
         fields["max_tokens"] = 1  # it is left out of the reply
     if request.echo and request.logprobs is not None:
         if request.stream:
-            raise ApiError(400, "echo with logprobs can't be streamed", "stream")
+            raise invalid("stream", "got true, expected false: echo with logprobs is not streamed")
         fields["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
     return fields
 
 
 def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
-    """A text, token ids, or a list of either. Raises ApiError."""
+    """Return the prompts: texts or lists of token ids. Raises ApiError."""
     prompt = request.prompt
+    if not prompt:
+        raise invalid("prompt", "got an empty one, expected text or token ids")
     if isinstance(prompt, str):
         return [prompt]
-    if all(isinstance(one, int) for one in prompt):
-        return [prompt] if prompt else []  # type: ignore[list-item]
-    if any(isinstance(one, int) for one in prompt):
-        raise ApiError(400, "prompt mixes token ids with texts or lists", "prompt")
+    num_ids = sum(isinstance(one, int) for one in prompt)
+    if num_ids == len(prompt):
+        return [prompt]  # type: ignore[list-item]
+    if num_ids:
+        raise invalid("prompt", "got token ids next to texts or lists, expected one kind")
     return prompt  # type: ignore[return-value]
 
 
 def chat_messages(messages: list[Message]) -> list[ChatMessage]:
-    """Messages as the chat template sees them. Raises ApiError."""
+    """Return messages for the chat template. Raises ApiError."""
     return [
         ChatMessage(
             role="system" if one.role == "developer" else one.role,
@@ -109,51 +100,59 @@ def chat_messages(messages: list[Message]) -> list[ChatMessage]:
 
 
 def template_tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
-    """Tools as the chat template sees them."""
+    """Return tools for the chat template."""
     return msgspec.to_builtins(tools) if tools else None
 
 
-def _sampling_fields(request: ApiRequest) -> dict[str, Any]:
-    if request.prompt_logprobs is not None and request.stream:
-        raise ApiError(400, "prompt_logprobs can't be streamed", "prompt_logprobs")
-    if request.best_of not in (None, request.n):
-        sentence = f"best_of is {request.best_of}; what differs from n is not supported"
-        raise ApiError(400, sentence, "best_of")
-    if request.truncate_prompt_tokens == 0:
-        sentence = "truncate_prompt_tokens: got 0, expected -1 or more than 0"
-        raise ApiError(400, sentence, "truncate_prompt_tokens")
-    if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options: needs stream: true", "stream_options")
-    fields = {name: getattr(request, name) for name in _SAME}
-    own = {"structured_outputs": structured_outputs(request), "priority": request.priority}
-    return fields | own
-
-
 def truncated(fields: dict[str, Any], max_model_len: int) -> dict[str, Any]:
-    """`fields` with the number of tokens that `truncate_prompt_tokens: -1` stands for."""
+    """Return `fields` with the number of tokens that `truncate_prompt_tokens: -1` means."""
     if fields["truncate_prompt_tokens"] == -1:
         fields["truncate_prompt_tokens"] = max(1, max_model_len - (fields["max_tokens"] or 1))
     return fields
 
 
+def name_as_sent(field: str | None, request: ApiRequest) -> str | None:
+    """Return the client's name for a field of `GenerateRequest`."""
+    if field == "structured_outputs":
+        if isinstance(request, ChatRequest) and is_forced(request):
+            return _tools_path(request)
+        name = next(iter(_structured_names(request)), field)
+        return _SCHEMA if name == "response_format" else name
+    if field == "max_tokens" and getattr(request, "max_completion_tokens", None) is not None:
+        return "max_completion_tokens"
+    return field
+
+
+def _fields(request: ApiRequest) -> dict[str, Any]:
+    """Return the fields that have the same meaning in both kinds of requests."""
+    if request.prompt_logprobs is not None and request.stream:
+        raise invalid("prompt_logprobs", "got stream: true, expected false")
+    if request.best_of not in (None, request.n):
+        raise invalid("best_of", f"got {request.best_of}, expected the value of n, {request.n}")
+    if request.truncate_prompt_tokens == 0:
+        raise invalid("truncate_prompt_tokens", "got 0, expected -1 or more than 0")
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options", "got stream: false, expected stream: true")
+    fields = {name: getattr(request, name) for name in _SAME if hasattr(request, name)}
+    return fields | {"structured_outputs": _structured_outputs(request)}
+
+
 def _text(message: Message, path: str) -> str:
-    """Return the text of a message, at `path`. Raises ApiError."""
+    """Return the text of a message. path: of its content. Raises ApiError."""
     content = message.content
     if content is None and message.role != "assistant":
-        sentence = f"{path}: got null, expected a string or a list of text parts"
-        raise ApiError(400, sentence, path)
+        raise invalid(path, "got null, expected a string or a list of text parts")
     if not isinstance(content, list):
         return content or ""
     for number, part in enumerate(content):
         if part.type != "text":
-            path = f"{path}[{number}].type"
-            sentence = f"{path}: got {part.type!r}, expected 'text', which is all the model reads"
-            raise ApiError(400, sentence, path)
+            sentence = f"got {part.type!r}, expected 'text': the model reads text only"
+            raise invalid(f"{path}[{number}].type", sentence)
     return "\n".join(part.text for part in content)
 
 
 def _template_call(call: ToolCall) -> dict[str, Any]:
-    """`arguments` as a map; what an assistant has written that is none stays text."""
+    """Return a call with `arguments` as a map; invalid JSON stays text."""
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:
@@ -165,76 +164,45 @@ def _template_call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": call.type, "function": function}
 
 
-def structured_outputs(request: ApiRequest) -> StructuredOutputs | None:
-    """What the text must match, from whichever field says it. Raises ApiError if two do."""
-    names = _given(request)
+def _structured_outputs(request: ApiRequest) -> StructuredOutputs | None:
+    """Return what the text must match, from any of the fields for it. Raises ApiError."""
+    names = _structured_names(request)
     if len(names) > 1:
-        raise ApiError(400, f"give one of {' and '.join(names)}", names[1])
+        raise invalid(names[1], f"got {names[0]}, too; send one of them")
     if not names:
         return None
     name = names[0]
     if name == "structured_outputs":
         return request.structured_outputs
-    if name == "response_format":
-        return _response_format(request)
-    return _checked(name, _KINDS[name], getattr(request, name))
+    if name != "response_format":
+        return _structured(name, _KINDS[name], getattr(request, name))
+    given = request.response_format
+    if given and given.type == "json_object":
+        return StructuredOutputs(json_object=True)
+    schema = given and given.json_schema and given.json_schema.schema
+    if schema is None:
+        raise invalid(_SCHEMA, "got nothing, expected a JSON schema")
+    return _structured(_SCHEMA, "json", schema)
 
 
-def forced_outputs(request: ChatRequest, tags_are_tokens: bool) -> StructuredOutputs | None:
-    """The grammar of a call that must be made; None where the model is free. Raises ApiError.
-
-    tags_are_tokens: as in `forced_call`.
-    """
-    grammar = forced_call(request, tags_are_tokens)
-    return _checked(_tools_path(request), "grammar", grammar) if grammar else None
-
-
-def name_as_sent(field: str | None, request: ApiRequest) -> str | None:
-    """Return the client's name for a field of `GenerateRequest`."""
-    if field == "structured_outputs":
-        return _path(request)
-    if field == "max_tokens" and getattr(request, "max_completion_tokens", None) is not None:
-        return "max_completion_tokens"
-    return field
-
-
-def _path(request: ApiRequest) -> str:
-    """Of the field that says what the text must match."""
-    if isinstance(request, ChatRequest) and is_forced(request):
-        return _tools_path(request)
-    name = next(iter(_given(request)), "structured_outputs")
-    return _SCHEMA if name == "response_format" else name
-
-
-def _given(request: ApiRequest) -> list[str]:
+def _structured_names(request: ApiRequest) -> list[str]:
+    """Return the fields of a request that say what the text must match."""
     names = [name for name in ("structured_outputs", *_KINDS) if getattr(request, name) is not None]
     given = request.response_format
-    if given is not None and given.type != "text":
-        names.append("response_format")
-    return names
+    return [*names, "response_format"] if given and given.type != "text" else names
 
 
-def _tools_path(request: ChatRequest) -> str:
-    """Of the parameters that a grammar was made of; just `tools` if there are several."""
-    forced = forced_tools(request)
-    if len(forced) != 1:
-        return "tools"
-    return f"tools[{request.tools.index(forced[0])}].function.parameters"
-
-
-def _checked(path: str, kind: str, value: Any) -> StructuredOutputs:
-    """Raises ApiError for what `StructuredOutputs` refuses, naming the request's field."""
+def _structured(path: str, kind: str, value: Any) -> StructuredOutputs:
+    """Return `StructuredOutputs` of one kind. path: the request's field. Raises ApiError."""
     try:
         return msgspec.convert({kind: value}, StructuredOutputs)
     except msgspec.ValidationError as error:
         raise ApiError(400, f"{path}: {error}", path) from error
 
 
-def _response_format(request: ApiRequest) -> StructuredOutputs | None:
-    given = request.response_format
-    assert given is not None  # noqa: S101  for mypy
-    if given.type == "json_object":
-        return StructuredOutputs(json_object=True)
-    if given.json_schema is None or given.json_schema.schema is None:
-        raise ApiError(400, f"{_SCHEMA} is missing", _SCHEMA)
-    return _checked(_SCHEMA, "json", given.json_schema.schema)
+def _tools_path(request: ChatRequest) -> str:
+    """Return the path of the parameters that a grammar consists of; `tools` if several do."""
+    forced = forced_tools(request)
+    if len(forced) != 1:
+        return "tools"
+    return f"tools[{request.tools.index(forced[0])}].function.parameters"

@@ -44,9 +44,8 @@ def logprob(token: str, value: float = -1.0, *top: Logprob) -> TokenLogprobs:
 def streamed(text: str, asked: ChatRequest, size: int = 1) -> list[dict[str, Any]]:
     choice = ChatChoice(0, asked)
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    chunks = list(choice.begin(delta(text)))
-    chunks += [chunk for piece in pieces for chunk in choice.grow(delta(piece))]
-    chunks += choice.end(reply(text))
+    chunks = [chunk for piece in pieces for chunk in choice.chunks(delta(piece), None)]
+    chunks += choice.chunks(None, reply(text))
     return [msgspec.json.decode(ENCODER.encode(chunk)) for chunk in chunks]
 
 
@@ -64,8 +63,8 @@ def test_the_reason_of_a_stop_is_reported_as_by_vllm() -> None:
         ChatChoice(0, request()),
         CompletionChoice(0, COMPLETION),
     ):
-        first, *_ = choice.grow(delta("hello"))
-        *_, last = choice.end(ended)
+        first, *_ = choice.chunks(delta("hello"), None)
+        *_, last = choice.chunks(None, ended)
         assert "stop_reason" not in msgspec.json.decode(ENCODER.encode(first))
         assert last.stop_reason == "!"
     assert whole("hello", request()).stop_reason is None
@@ -159,13 +158,13 @@ def test_reasoning_is_left_out_where_it_is_not_wanted() -> None:
 def test_token_ids() -> None:
     """The token ids of each piece of a stream come once, whatever its text is."""
     choice = ChatChoice(0, request(return_token_ids=True))
-    chunks = list(choice.grow(delta("<think>\nhm\n</think>\n\nanswer")))
-    assert [chunk.token_ids for chunk in chunks] == [[1], UNSET]
+    role, *chunks = choice.chunks(delta("<think>\nhm\n</think>\n\nanswer"), None)
+    assert [chunk.token_ids for chunk in (role, *chunks)] == [UNSET, [1], UNSET]
     assert choice.whole(reply("a")).token_ids == []
     asked = CompletionRequest(prompt="a", return_token_ids=True)
     completion = CompletionChoice(0, asked)
     completion.prompt_token_ids = [7, 8]
-    pieces = [piece for _ in range(2) for piece in completion.grow(delta("x"))]
+    pieces = [piece for _ in range(2) for piece in completion.chunks(delta("x"), None)]
     assert [piece.token_ids for piece in pieces] == [[1], [1]]
     assert [piece.prompt_token_ids for piece in pieces] == [[7, 8], UNSET]
 
@@ -174,19 +173,32 @@ def test_each_token_is_seen_in_a_stream() -> None:
     """Benchmarks time tokens by chunks, also of a token without text: half a character, EOS."""
     choice, text = ChatChoice(0, request()), CompletionChoice(0, COMPLETION)
     for piece in ("", "a", ""):
-        *_, chunk = choice.grow(delta(piece))
+        *_, chunk = choice.chunks(delta(piece), None)
         assert chunk.delta.content == piece
         assert chunk.delta.role is None
-        assert [one.text for one in text.grow(delta(piece))] == [piece]
+        assert [one.text for one in text.chunks(delta(piece), None)] == [piece]
     end = TextDelta(request_id="r", token_offset=0, char_offset=0, token_ids=[], text="")
-    assert not list(choice.grow(end))
+    assert not list(choice.chunks(end, None))
+
+
+def test_the_reason_comes_with_the_last_token() -> None:
+    """As in vLLM: a benchmark counts every chunk as a token's."""
+    (chunk,) = CompletionChoice(0, COMPLETION).chunks(delta("a"), reply("a"))
+    assert (chunk.text, chunk.finish_reason) == ("a", "stop")
+    for text in ("a", ""):
+        role, chat = ChatChoice(0, request()).chunks(delta(text), reply(text))
+        assert (role.finish_reason, chat.delta.content, chat.finish_reason) == (None, text, "stop")
+    held = ChatChoice(0, request())
+    list(held.chunks(delta("<thi"), None))
+    (chat,) = held.chunks(delta(""), reply("<thi"))
+    assert (chat.delta.content, chat.finish_reason) == ("<thi", "stop")
 
 
 def test_an_echo_comes_with_the_first_piece() -> None:
     choice = CompletionChoice(3, COMPLETION, "2+2=")
-    assert [one.text for one in choice.grow(delta("4"))] == ["2+2=4"]
-    assert [one.text for one in choice.grow(delta("!"))] == ["!"]
-    (last,) = choice.end(reply("4!"))
+    assert [one.text for one in choice.chunks(delta("4"), None)] == ["2+2=4"]
+    assert [one.text for one in choice.chunks(delta("!"), None)] == ["!"]
+    (last,) = choice.chunks(None, reply("4!"))
     assert (last.index, last.text, last.finish_reason) == (3, "", "stop")
 
 
@@ -198,7 +210,7 @@ def test_the_reply_says_whether_the_text_begins_with_reasoning() -> None:
         whole.starts_reasoning = starts
         message = ChatChoice(0, request()).whole(whole).message
         assert (message.reasoning_content or "", message.content) == expected
-        choice, told = ChatChoice(0, request()), ["", ""]
+        choice, found = ChatChoice(0, request()), ["", ""]
         for number, character in enumerate(text):
             delta = TextDelta(
                 request_id="r",
@@ -208,11 +220,9 @@ def test_the_reply_says_whether_the_text_begins_with_reasoning() -> None:
                 text=character,
                 starts_reasoning=starts,
             )
-            if number == 0:
-                list(choice.begin(delta))
-            for chunk in choice.grow(delta):
-                told[0] += chunk.delta.reasoning_content or ""
-                told[1] += chunk.delta.content or ""
-        for chunk in choice.end(whole):
-            told[1] += chunk.delta.content or ""
-        assert tuple(told) == expected
+            for chunk in choice.chunks(delta, None):
+                found[0] += chunk.delta.reasoning_content or ""
+                found[1] += chunk.delta.content or ""
+        for chunk in choice.chunks(None, whole):
+            found[1] += chunk.delta.content or ""
+        assert tuple(found) == expected

@@ -92,9 +92,7 @@ def test_endless_requests(serve: Serve, connect: Connect, begin: bytes, piece: b
         b"X: " + b"a" * 130_000 + b"\r\n\r\n",
     ],
 )
-def test_headers_that_are_too_long_are_a_431(
-    serve: Serve, connect: Connect, header: bytes
-) -> None:
+def test_headers_that_are_too_long_are_a_431(serve: Serve, connect: Connect, header: bytes) -> None:
     connection = connect(serve())
     connection.sendall(GET + header)
     answer = rest(connection)

@@ -49,7 +49,7 @@ def test_depth_has_a_limit() -> None:
 
     decode_body(body(63), CompletionRequest)
     error = refusal(body(64)).body.error
-    assert (error.param, error.message.partition(" is ")[0]) == ("metadata", "metadata")
+    assert (error.param, error.message.partition(":")[0]) == ("metadata", "metadata")
     assert "64 levels" in error.message
 
 

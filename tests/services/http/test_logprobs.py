@@ -18,7 +18,7 @@ from tests.services.http.test_choices import COMPLETION, delta, logprob, reply, 
 def test_logprobs_of_a_chat() -> None:
     other = Logprob(token_id=1, token="b", logprob=-2.0, bytes=[98])  # noqa: S106
     choice = ChatChoice(0, request())
-    (chunk,) = choice.grow(delta("a", logprobs=[logprob("a", -1.0, other)]))
+    _, chunk = choice.chunks(delta("a", logprobs=[logprob("a", -1.0, other)]), None)
     content = msgspec.json.decode(ENCODER.encode(chunk))["logprobs"]["content"]
     assert content == [
         {
@@ -32,7 +32,7 @@ def test_logprobs_of_a_chat() -> None:
 
 def test_logprobs_are_told_where_the_text_is_held_back() -> None:
     choice = ChatChoice(0, request())
-    (chunk,) = choice.grow(delta("<", logprobs=[logprob("<")]))
+    _, chunk = choice.chunks(delta("<", logprobs=[logprob("<")]), None)
     assert chunk.logprobs
     assert chunk.delta.content == ""
 
@@ -70,7 +70,7 @@ def test_offsets_are_those_of_the_text() -> None:
     for text, offset in (("ab", 0), ("", 2), ("c", 2)):
         token = logprob("x")
         token.text_offset = offset
-        (piece,) = choice.grow(delta(text, logprobs=[token]))
+        (piece,) = choice.chunks(delta(text, logprobs=[token]), None)
         assert piece.logprobs
         assert piece.logprobs.text_offset == [4 + offset]
 

@@ -7,9 +7,8 @@ import pytest
 from openai.types.chat import completion_create_params as of_chats
 from openai.types.completion_create_params import CompletionCreateParamsBase
 
-from penstock.services.http.body import decode_body
+from penstock.services.http.body import FIELDS, decode_body
 from penstock.services.http.errors import ApiError
-from penstock.services.http.neutral_fields import FIELDS
 from penstock.services.http.schema import ApiRequest, ChatRequest, CompletionRequest
 from penstock.services.http.to_generate_request import chat_fields, completion_fields
 

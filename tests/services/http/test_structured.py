@@ -66,7 +66,7 @@ def test_what_is_no_grammar_is_refused(given: dict[str, Any], sentence: str) -> 
 
 def test_one_structure_is_enough() -> None:
     error = refusal(chat_fields, chat(guided_regex="a", guided_choice=["a"]))
-    assert error.body.error.message == "give one of guided_regex and guided_choice"
+    assert error.body.error.message == ("guided_choice: got guided_regex, too; send one of them")
 
 
 def test_a_schema_must_be_there() -> None:

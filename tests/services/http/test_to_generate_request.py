@@ -174,7 +174,6 @@ def test_thinking() -> None:
         (["a", "b"], ["a", "b"]),
         ([1, 2], [[1, 2]]),
         ([[1], [2]], [[1], [2]]),
-        ([], []),
     ],
 )
 def test_prompts(prompt: Any, prompts: Any) -> None:
@@ -182,7 +181,8 @@ def test_prompts(prompt: Any, prompts: Any) -> None:
 
 
 def test_prompts_are_not_mixed() -> None:
-    assert refusal(prompts_of, completion(prompt=[1, "a"])).body.error.param == "prompt"
+    for prompt in ([1, "a"], [], ""):
+        assert refusal(prompts_of, completion(prompt=prompt)).body.error.param == "prompt"
 
 
 @pytest.mark.parametrize(

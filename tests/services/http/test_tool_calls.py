@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from penstock.services.http.tool_calls import ContentPiece, Piece, ToolCallParser
+from penstock.services.http.output_parser import Piece, ToolCallParser
 
 WEATHER = (
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": [1,  2]}}\n</tool_call>'
@@ -31,9 +31,9 @@ class Answer:
         self.text = ""
         self.calls: list[tuple[str | None, str]] = []
         for piece in pieces:
-            if isinstance(piece, ContentPiece):
-                assert piece.text
-                self.text += piece.text
+            if isinstance(piece, str):
+                assert piece
+                self.text += piece
             elif piece.name is not None:
                 assert piece.id is not None
                 assert piece.index == len(self.calls)
@@ -104,7 +104,7 @@ def test_call_without_arguments() -> None:
 
 def test_each_call_has_its_id() -> None:
     pieces = ToolCallParser().feed(WEATHER + TIME)
-    ids = [piece.id for piece in pieces if not isinstance(piece, ContentPiece) and piece.id]
+    ids = [piece.id for piece in pieces if not isinstance(piece, str) and piece.id]
     assert len(set(ids)) == len(ids) == 2
 
 
