@@ -1,6 +1,6 @@
-"""`/metrics`: the pipeline in Prometheus's text format, with vLLM's names where they mean the same.
+"""`/metrics`: the pipeline in Prometheus's text format, with vLLM's names for the same values.
 
-Every process of kind http answers the same, since the gateway counts: scrape one of them.
+The gateway counts, so all http processes answer the same: scrape one of them.
 """
 
 from collections.abc import Iterator
@@ -23,17 +23,19 @@ Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 _HISTOGRAMS = {
     "time_to_first_token_seconds": "From a request's arrival to its first token.",
     "inter_token_latency_seconds": "Between two tokens of a request.",
+    "time_per_output_token_seconds": "inter_token_latency_seconds, by vLLM's older name.",
     "e2e_request_latency_seconds": "From a request's arrival to its answer.",
     "request_queue_time_seconds": "In the scheduler's queue.",
-    "request_prefill_time_seconds": "From the first step that had a request to its first token.",
+    "request_prefill_time_seconds": "From a request's first step to its first token.",
     "request_decode_time_seconds": "From a request's first token to its last.",
     "request_inference_time_seconds": "Prefill and decode of a request.",
     "request_time_per_output_token_seconds": "Decode time per token after the first, by request.",
     "request_prompt_tokens": "Tokens of prompts.",
     "request_generation_tokens": "Tokens of answers.",
-    "request_params_max_tokens": "What requests gave as max_tokens.",
-    "request_params_n": "What requests gave as n.",
+    "request_params_max_tokens": "max_tokens of requests.",
+    "request_params_n": "n of requests.",
 }
+_OTHER_NAMES = {"time_per_output_token_seconds": "inter_token_latency_seconds"}
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens of answered requests.",
     "generation_tokens": "Generated tokens.",
@@ -41,13 +43,13 @@ _COUNTERS = {
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
 }
 _OF_SCHEDULER = {
-    "num_requests_running": ("num_running", "In the batch."),
-    "num_requests_waiting": ("num_waiting", "Not in it yet."),
-    "kv_cache_usage_perc": ("kv_usage", "Share of KV blocks in use; 1 is all."),
-    "num_preemptions": ("num_preemptions", "Sequences put back."),
-    "num_steps": ("num_steps", "Steps of the model."),
+    "num_requests_running": (GaugeMetricFamily, "num_running", "Requests in the batch."),
+    "num_requests_waiting": (GaugeMetricFamily, "num_waiting", "Requests in the queue."),
+    "kv_cache_usage_perc": (GaugeMetricFamily, "kv_usage", "Share of KV blocks in use; 1 is all."),
+    "num_preemptions": (CounterMetricFamily, "num_preemptions", "Preempted sequences."),
+    "num_steps": (CounterMetricFamily, "num_steps", "Steps of the model."),
 }
-_COUNTERS_OF_SCHEDULER = ("num_preemptions", "num_steps")
+_BY_REPLICA = ["model_name", "replica"]
 
 
 class StatusCollector:
@@ -61,15 +63,12 @@ class StatusCollector:
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
         status = self._status
-        yield self._family(
-            GaugeMetricFamily, "ready", "Whether every stage is there.", status.ready
-        )
-        yield self._family(
-            GaugeMetricFamily, "num_requests_open", "Accepted, not answered.", status.num_requests
-        )
-        yield self._family(
-            CounterMetricFamily, "bad_frames", "Undecodable frames.", status.num_bad_frames
-        )
+        for kind, name, text, value in (
+            (GaugeMetricFamily, "ready", "1 if every stage is there.", status.ready),
+            (GaugeMetricFamily, "num_requests_open", "Unanswered requests.", status.num_requests),
+            (CounterMetricFamily, "bad_frames", "Undecodable frames.", status.num_bad_frames),
+        ):
+            yield self._family(kind, name, text, value)
         if status.schedulers:
             yield from self._of_schedulers(status.schedulers)
         if status.metrics:
@@ -77,31 +76,25 @@ class StatusCollector:
         yield from _of_processes(status.processes)
 
     def _of_schedulers(self, schedulers: list[SchedulerStatus]) -> Iterator[Metric]:
-        for name, (field, text) in _OF_SCHEDULER.items():
-            kind = CounterMetricFamily if name in _COUNTERS_OF_SCHEDULER else GaugeMetricFamily
-            family = kind(f"penstock:{name}", text, labels=["model_name", "replica"])
+        for name, (kind, field, text) in _OF_SCHEDULER.items():
+            family = kind(f"penstock:{name}", text, labels=_BY_REPLICA)
             for one in schedulers:
                 family.add_metric([self._model, str(one.replica)], getattr(one, field))
             yield family
         name = "penstock:gpu_idle_seconds"
-        idle = Metric(name, "The GPU's wait between two steps, of the newest ones.", "summary")
-        steps = HistogramMetricFamily(
-            "penstock:iteration_tokens_total",
-            "Tokens that a step computes.",
-            labels=["model_name", "replica"],
-        )
+        idle = Metric(name, "The GPU's wait between two recent steps.", "summary")
+        name = "penstock:iteration_tokens_total"
+        steps = HistogramMetricFamily(name, "Tokens that a step computes.", labels=_BY_REPLICA)
         for one in schedulers:
             labels = {"model_name": self._model, "replica": str(one.replica)}
             for quantile, microseconds in zip(("0.5", "0.99"), one.gpu_idle_us, strict=True):
-                idle.add_sample(name, labels | {"quantile": quantile}, microseconds / 1e6)
+                idle.add_sample(idle.name, labels | {"quantile": quantile}, microseconds / 1e6)
             if one.step_tokens:
                 steps.add_metric(list(labels.values()), *_summed(one.step_tokens))
-        yield idle
-        yield steps
-        yield self._cache(schedulers)
+        yield from (idle, steps, self._cache(schedulers))
 
     def _cache(self, schedulers: list[SchedulerStatus]) -> Metric:
-        """vLLM's way to report a configuration: labels of a gauge that is 1."""
+        """Return the configuration as vLLM does: labels of a gauge that is 1."""
         config = self._config
         given = {
             "model_name": self._model,
@@ -120,20 +113,14 @@ class StatusCollector:
         for name, text in _COUNTERS.items():
             yield self._family(CounterMetricFamily, name, text, getattr(metrics, name))
         for name, text in _HISTOGRAMS.items():
-            yield self._family(HistogramMetricFamily, name, text, *_summed(getattr(metrics, name)))
-        between = metrics.inter_token_latency_seconds
-        text, older = (
-            "As inter_token_latency_seconds, by vLLM's older name.",
-            "time_per_output_token_seconds",
-        )
-        yield self._family(HistogramMetricFamily, older, text, *_summed(between))
+            histogram = getattr(metrics, _OTHER_NAMES.get(name, name))
+            yield self._family(HistogramMetricFamily, name, text, *_summed(histogram))
         for name, label, values in (
             ("request_success", "finished_reason", metrics.request_success),
             ("request_failed", "code", metrics.request_failed),
         ):
-            family = CounterMetricFamily(
-                f"penstock:{name}", f"Requests by {label}.", labels=["model_name", label]
-            )
+            labels = ["model_name", label]
+            family = CounterMetricFamily(f"penstock:{name}", f"Requests by {label}.", labels=labels)
             for value, number in values.items():
                 family.add_metric([self._model, value], number)
             yield family

@@ -89,7 +89,8 @@ def test_token_ids(http: httpx.Client) -> None:
     choices = http.post("/v1/completions", json=body).json()["choices"]
     assert [bytes(one["prompt_token_ids"]).decode() for one in choices] == body["prompt"]
     assert bytes(one for one in choices[0]["token_ids"] if one < 256).decode() == COUNTED
-    *chunks, _ = streamed(http, "/v1/completions", body | {"prompt": COUNT})
+    chunks = streamed(http, "/v1/completions", body | {"prompt": COUNT})
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
     token_ids = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
     assert token_ids == choices[0]["token_ids"]
     first, *others = (chunk["choices"][0].get("prompt_token_ids") for chunk in chunks)
