@@ -144,6 +144,9 @@ class Supervisor:
         if self._draining and is_gateway and process.end == describe_exit(0):
             self._stop(0)  # nothing is open; one that was killed is restarted, and drained on
             return False
+        if process.last_pid and process.last_pid == process.killed_with_group:
+            self.say(f"{process.name} restarted with its group")
+            return True
         num_deaths = self._deaths.count(process.name, process.last_pid)
         limit = self._max_deaths if self._was_ready else min(self._max_deaths, MAX_EARLY_DEATHS)
         if num_deaths < limit:

@@ -169,8 +169,12 @@ class Watchdog:
     def _kill_group(self, lost: _Watched, reason: str) -> None:
         group = lost.pulse.group
         for one in self._watched.values():
-            if group and one is not lost and one.pulse.group == group:
-                self._kill(one, f"is in a group with {lost.process.name}, which {reason}")
+            is_stopped = not one.process.wanted.is_set()  # on request, perhaps all of the group
+            if not group or one is lost or one.pulse.group != group or is_stopped:
+                continue
+            if not one.is_being_killed:
+                one.process.killed_with_group = one.process.pid
+            self._kill(one, f"is in a group with {lost.process.name}, which {reason}")
 
     def _kill(self, one: _Watched, reason: str) -> None:
         if not (one.is_being_killed or one.is_unreachable):
@@ -185,5 +189,6 @@ class Watchdog:
             self._say(f"{one.process.name} {reason}; killed")
             return
         one.is_being_killed, one.is_unreachable = False, True
+        one.process.killed_with_group = 0
         self._say(f"{one.process.name} {reason}; its machine can't be reached")
         self._kill_group(one, "is unreachable")

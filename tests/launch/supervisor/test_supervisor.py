@@ -7,19 +7,23 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import psutil
 import pytest
 import zmq
 
+from penstock.launch.pipeline.run_folder import claim
 from penstock.launch.supervisor import local, output
-from penstock.launch.supervisor.supervisor import MAX_EARLY_DEATHS
+from penstock.launch.supervisor.supervisor import MAX_EARLY_DEATHS, Supervisor
 from penstock.protocol.config import Config, run_folder
 from penstock.protocol.messages.gateway import ToGateway
 from penstock.protocol.messages.supervisor import SupervisorReport
+from penstock.protocol.run_folder import write_config
 from penstock.protocol.transport.context import Context, endpoints
 from penstock.protocol.transport.process import PROCESS_VARIABLE
+from tests.launch.supervised import Known
 from tests.launch.supervisor.conftest import CONFIG, Supervise
 
 GATEWAY = (
@@ -219,3 +223,24 @@ def test_a_signal_that_kills_is_named(
         "with signal 9; the pipeline stops. Its last lines:\n" + "  last\n" * MAX_EARLY_DEATHS
     )
     assert "launch        | tokenizer.1 died with signal 9; restarted\n" in printed.out
+
+
+def test_a_kill_with_the_group_is_not_a_death(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Failures of one rank end nothing but that rank's own processes."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    supervisor, said = Supervisor(CONFIG, {"worker": ""}, max_deaths=3), list[str]()
+    monkeypatch.setattr(supervisor, "say", said.append)
+    worker = Known("worker.2", SimpleNamespace(pid=1))
+    with claim(CONFIG):
+        write_config(CONFIG)
+        assert supervisor.may_spawn(worker)
+        for pid in range(1, 21):
+            worker.last_pid = worker.killed_with_group = pid
+            assert supervisor.may_spawn(worker)
+        worker.last_pid, worker.end = 21, "signal 11"
+        assert supervisor.may_spawn(worker), "the first death of its own"
+    assert said == ["worker.2 restarted with its group"] * 20 + [
+        "worker.2 died with signal 11; restarted"
+    ]

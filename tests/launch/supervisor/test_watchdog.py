@@ -44,6 +44,26 @@ def test_a_group_dies_together(supervised: Callable[..., Any]) -> None:
             assert other.returncode is None
             assert alone.returncode is None
             assert "worker.2 is in a group with worker.1, which has exited; killed" in one.said
+            killed = {name: one.processes[name].killed_with_group for name in names}
+            assert killed == dict.fromkeys(names, 0) | {"worker.2": second.pid}
+
+    asyncio.run(run())
+
+
+def test_a_group_that_is_stopped_on_request_is_left_alone(supervised: Callable[..., Any]) -> None:
+    async def run() -> None:
+        async with supervised() as one:
+            first, second = await one.child("worker.1"), await one.child("worker.2")
+            for name, child in (("worker.1", first), ("worker.2", second)):
+                one.pulse(name, child.pid, group="g")
+            while len(one.watchdog._watched) < 2:
+                await asyncio.sleep(0)
+            one.processes["worker.2"].wanted.clear()
+            first.terminate()
+            while "worker.1" in one.watchdog._watched:
+                await asyncio.sleep(0)
+            assert not one.watchdog._watched["worker.2"].is_being_killed
+            assert one.said == []
 
     asyncio.run(run())
 
