@@ -1,13 +1,10 @@
 """One run of a benchmark: sends requests, waits for the answers, takes the time."""
 
-import statistics
 import time
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
-from msgspec import Struct
-
-from penstock.launch.bench.streams import Stamps, Streaming, as_streaming
+from penstock.launch.bench.figures import Figures, Stamps, run_figures, stream_figures
+from penstock.launch.bench.options import ModelOptions
 from penstock.launch.bench.target import Target
 from penstock.launch.bench.workload import Item
 from penstock.launch.pipeline.errors import LaunchError
@@ -23,44 +20,18 @@ SILENCE = 10.0
 REPORT_TIMEOUT = 5.0
 """seconds to wait for the scheduler's report of the end; it reports every half second"""
 
-Figures = TypeVar("Figures", bound=Struct)
-
-
-class Run(Struct):
-    """Figures of one run, with the names of vLLM's benchmarks, or the medians of several runs."""
-
-    completed: int
-    """requests with an answer"""
-    failed: int
-    total_input_tokens: int
-    cached_tokens: int
-    """those of the input that came from the prefix cache"""
-    total_output_tokens: int
-    duration: float
-    """seconds from the first request sent to the last answer"""
-    request_throughput: float
-    """a second, as those below"""
-    output_throughput: float
-    total_token_throughput: float
-    preemptions: int
-
 
 class Meter(Client):
     """A client that measures. Raises LaunchError if the pipeline ends."""
 
-    def __init__(
-        self, pipeline: Target, temperature: float, top_k: int = -1, top_p: float = 1.0
-    ) -> None:
+    def __init__(self, pipeline: Target, options: ModelOptions) -> None:
         """Connect. Every request has the sampling parameters: the model may have other defaults."""
         super().__init__(pipeline.endpoint, timeout=SILENCE, keys=pipeline.keys)
         self.target = pipeline
         self.config = pipeline.config
-        self.sampling: dict[str, Any] = {
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": 0.0,
-        }
+        sampling = ("temperature", "top_k", "top_p")
+        self.sampling: dict[str, Any] = {name: getattr(options, name) for name in sampling}
+        self.sampling["min_p"] = 0.0
         self.report = self.status(wait=True)
         """of the last idle moment"""
 
@@ -69,26 +40,26 @@ class Meter(Client):
         """Median and 99th percentile of the GPU's wait between two of the last 1,024 steps."""
         return self._scheduler().gpu_idle_us
 
-    def run(self, items: list[Item]) -> Run:
+    def run(self, items: list[Item]) -> Figures:
         """All at once, not streaming."""
         start = time.perf_counter()
         return self._finish(start, [self.send(item) for item in items])
 
-    def run_streams(self, items: list[Item]) -> Streaming:
+    def run_streams(self, items: list[Item]) -> Figures:
         """All at once, each token as it comes."""
         stamps = [self._stream(item) for item in items]
         self._finish(stamps[0].start, [one.answer for one in stamps])
-        return as_streaming(stamps)
+        return stream_figures(stamps)
 
-    def run_one_by_one(self, items: list[Item]) -> Streaming:
+    def run_one_by_one(self, items: list[Item]) -> Figures:
         """Streams, each sent when the one before has ended."""
         stamps = []
         for item in items:
             stamps.append(self._stream(item))
             self.wait_for(stamps[-1].answer, GenerateReply)
-        return as_streaming(stamps)
+        return stream_figures(stamps)
 
-    def run_load(self, items: list[Item], times: list[float]) -> tuple[Run, list[Stamps]]:
+    def run_load(self, items: list[Item], times: list[float]) -> tuple[Figures, list[Stamps]]:
         """Streams, each sent at its time in seconds, the first at 0, whatever is unanswered."""
         start, stamps = time.perf_counter(), []
         for item, seconds in zip(items, times, strict=True):
@@ -101,7 +72,7 @@ class Meter(Client):
         for one in failed:
             one.times.clear()
         run = self._finish(start, [one.answer for one in stamps if one.times])
-        return msgspec.structs.replace(run, failed=len(failed)), stamps
+        return run | {"failed": len(failed)}, stamps
 
     def wait(self) -> None:
         """However long an answer takes."""
@@ -129,13 +100,13 @@ class Meter(Client):
     def _stream(self, item: Item) -> Stamps:
         return Stamps(time.perf_counter(), self.send(item, stream=True))
 
-    def _finish(self, start: float, answers: list[Answer]) -> Run:
+    def _finish(self, start: float, answers: list[Answer]) -> Figures:
         """Wait for the answers, and until nothing runs."""
         replies = [self.wait_for(answer, GenerateReply) for answer in answers]
         seconds, before = time.perf_counter() - start, self._scheduler()
         self.report = self._report_of_the_end()
         preemptions = self._scheduler().num_preemptions - before.num_preemptions
-        return _as_run(replies, seconds, preemptions)
+        return run_figures(replies, seconds, preemptions)
 
     def _scheduler(self) -> SchedulerStatus:
         return self.report.scheduler or SchedulerStatus(epoch=0, ready=False)
@@ -149,26 +120,3 @@ class Meter(Client):
             is_over = one and not one.num_running + one.num_waiting
             if is_over or time.monotonic() > deadline:  # others may use the pipeline, too
                 return status
-
-
-def _as_run(replies: list[GenerateReply], seconds: float, preemptions: int) -> Run:
-    num_inputs = sum(reply.usage.prompt_tokens for reply in replies)
-    num_outputs = sum(len(reply.token_ids) for reply in replies)
-    return Run(
-        completed=len(replies),
-        failed=0,
-        total_input_tokens=num_inputs,
-        cached_tokens=sum(reply.usage.cached_tokens for reply in replies),
-        total_output_tokens=num_outputs,
-        duration=seconds,
-        request_throughput=len(replies) / seconds,
-        output_throughput=num_outputs / seconds,
-        total_token_throughput=(num_inputs + num_outputs) / seconds,
-        preemptions=preemptions,
-    )
-
-
-def median(runs: list[Figures]) -> Figures:
-    """Return the median of each field."""
-    columns = zip(*(msgspec.structs.astuple(run) for run in runs), strict=True)
-    return type(runs[0])(*(type(column[0])(statistics.median(column)) for column in columns))

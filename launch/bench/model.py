@@ -10,10 +10,17 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from penstock.launch.bench.measure import Figures, Meter, Run, median
+import msgspec
+
+from penstock.launch.bench.figures import Figures, load_figures, median, stream_figures
+from penstock.launch.bench.measure import Meter
+from penstock.launch.bench.options import (
+    LatencyOptions,
+    ModelOptions,
+    OfflineOptions,
+    ServeOptions,
+)
 from penstock.launch.bench.report import hardware, versions
-from penstock.launch.bench.serving import summary
-from penstock.launch.bench.streams import Streaming, as_streaming
 from penstock.launch.bench.target import measured
 from penstock.launch.bench.workload import (
     Item,
@@ -26,58 +33,49 @@ from penstock.launch.bench.workload import (
 )
 
 WARM_UP_TOKENS = 16
-SAMPLING = ("bench_seed", "temperature", "top_k", "top_p")
-WORKLOADS = {
-    "offline": ("num_requests", "min_tokens", "max_tokens"),
-    "latency": ("batches", "input_tokens", "output_tokens"),
-    "serve": (
-        *("num_requests", "request_rate", "input_tokens", "long_input_tokens", "long_share"),
-        *("output_tokens", "goodput"),
-    ),
-}
 IDLE_REQUESTS = 5
 """of each kind, sent one by one before the load"""
 
 
-def bench_offline(arguments: Namespace) -> dict[str, Any]:
-    """Every run sends all requests at once."""
+def bench_offline(options: OfflineOptions, arguments: Namespace) -> dict[str, Any]:
+    """Measure runs in which all requests are sent at once."""
 
     def measure(meter: Meter, vocab_size: int) -> dict[str, Any]:
         items = random_lengths(
-            arguments.num_requests, arguments.min_tokens, arguments.max_tokens, arguments.bench_seed
+            options.num_requests, options.min_tokens, options.max_tokens, options.bench_seed
         )
         warm_up = items[: max(len(items) // 8, 1)]
-        runs = _runs(meter, items, warm_up, arguments.runs, vocab_size)
+        runs = _runs(meter, items, warm_up, options.runs, vocab_size)
         return {**runs, "gpu_idle_us": meter.gpu_idle_us}
 
-    return _bench("offline", arguments, measure)
+    return _bench("offline", options, arguments, measure)
 
 
-def bench_latency(arguments: Namespace) -> dict[str, Any]:
-    """For each batch the runs, and then one of streams."""
+def bench_latency(options: LatencyOptions, arguments: Namespace) -> dict[str, Any]:
+    """Measure the runs of each batch, and then one of streams."""
 
     def measure(meter: Meter, vocab_size: int) -> dict[str, Any]:
-        return {"batches": [one_batch(meter, vocab_size, batch) for batch in arguments.batches]}
+        return {"batches": [one_batch(meter, vocab_size, batch) for batch in options.batches]}
 
     def one_batch(meter: Meter, vocab_size: int, batch: int) -> dict[str, Any]:
         items = fixed_lengths(
-            batch, arguments.input_tokens, arguments.output_tokens, arguments.bench_seed + batch
+            batch, options.input_tokens, options.output_tokens, options.bench_seed + batch
         )
-        result = _runs(meter, items, items, arguments.runs, vocab_size)
-        streaming: Streaming = meter.run_streams(variant(items, arguments.runs, vocab_size))
+        result = _runs(meter, items, items, options.runs, vocab_size)
+        streaming = meter.run_streams(variant(items, options.runs, vocab_size))
         _show_progress()
         return {"batch": batch, **result, "streaming": streaming, "gpu_idle_us": meter.gpu_idle_us}
 
-    return _bench("latency", arguments, measure)
+    return _bench("latency", options, arguments, measure)
 
 
-def bench_serve(arguments: Namespace) -> dict[str, Any]:
+def bench_serve(options: ServeOptions, arguments: Namespace) -> dict[str, Any]:
     """Send a few requests one by one; then the runs, in which each is sent at its time."""
-    number, seed = arguments.num_requests, arguments.bench_seed
-    lengths = {"short": arguments.input_tokens, "long": arguments.long_input_tokens}
-    kinds = random_kinds(number, arguments.long_share, seed)
-    items = given_lengths([lengths[kind] for kind in kinds], arguments.output_tokens, seed)
-    times = arrival_times(number, arguments.request_rate, seed)
+    number, seed = options.num_requests, options.bench_seed
+    lengths = {"short": options.input_tokens, "long": options.long_input_tokens}
+    kinds = random_kinds(number, options.long_share, seed)
+    items = given_lengths([lengths[kind] for kind in kinds], options.output_tokens, seed)
+    times = arrival_times(number, options.request_rate, seed)
 
     def of(kind: str, values: list[Any]) -> list[Any]:
         return [value for value, its in zip(values, kinds, strict=True) if its == kind]
@@ -87,12 +85,14 @@ def bench_serve(arguments: Namespace) -> dict[str, Any]:
         _warm_up(meter, [*items[: number // 8], *itertools.chain(*few.values())], vocab_size)
         idle = {kind: meter.run_one_by_one(variant(few[kind], -2, vocab_size)) for kind in few}
         loads = []
-        for run in range(arguments.runs):
+        for run in range(options.runs):
             loads.append(meter.run_load(variant(items, run, vocab_size), times))
             _show_progress()
-        figures = {kind: [as_streaming(of(kind, one)) for _, one in loads] for kind in few}
+        runs = [load_figures(*load, times, options.goodput) for load in loads]
+        figures = {kind: [stream_figures(of(kind, one)) for _, one in loads] for kind in few}
         return {
-            **summary(loads, times, arguments.goodput),
+            **median(runs),
+            "runs": runs,
             "kinds": {
                 kind: {"requests": len(of(kind, kinds)), "idle": idle[kind], **_with_median(runs)}
                 for kind, runs in figures.items()
@@ -100,15 +100,17 @@ def bench_serve(arguments: Namespace) -> dict[str, Any]:
             "gpu_idle_us": meter.gpu_idle_us,
         }
 
-    return _bench("serve", arguments, measure)
+    return _bench("serve", options, arguments, measure)
 
 
 def _bench(
-    subject: str, arguments: Namespace, measure: Callable[[Meter, int], dict[str, Any]]
+    subject: str,
+    options: ModelOptions,
+    arguments: Namespace,
+    measure: Callable[[Meter, int], dict[str, Any]],
 ) -> dict[str, Any]:
     """Return the report: facts, and the results of `measure`."""
-    drawn = arguments.temperature, arguments.top_k, arguments.top_p
-    with measured(arguments) as pipeline, Meter(pipeline, *drawn) as meter:
+    with measured(arguments) as pipeline, Meter(pipeline, options) as meter:
         results = measure(meter, pipeline.vocab_size)
         print(file=sys.stderr)
         return {
@@ -116,9 +118,7 @@ def _bench(
             "model": pipeline.model,
             "hardware": hardware(),
             "versions": versions(),
-            "workload": {
-                name: getattr(arguments, name) for name in (*WORKLOADS[subject], *SAMPLING)
-            },
+            "workload": {k: v for k, v in msgspec.structs.asdict(options).items() if k != "runs"},
             "options": pipeline.config,
             "ready_seconds": pipeline.ready_seconds,
             **results,
@@ -130,7 +130,7 @@ def _runs(
 ) -> dict[str, Any]:
     """Warms up, then measures."""
     _warm_up(meter, warm_up, vocab_size)
-    runs: list[Run] = []
+    runs: list[Figures] = []
     for number in range(num_runs):
         runs.append(meter.run(variant(items, number, vocab_size)))
         _show_progress()

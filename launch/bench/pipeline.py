@@ -8,12 +8,14 @@ import os
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
 from typing import Any
 
 import psutil
 from msgspec import Struct
 
+from penstock.launch.bench.options import PipelineOptions
 from penstock.launch.pipeline.control_client import list_processes
 from penstock.launch.pipeline.ephemeral_pipeline import private_pipeline
 from penstock.protocol.client.client import Client
@@ -37,24 +39,22 @@ class Result(Struct):
     """by kind of process"""
 
 
-def bench_pipeline(
-    batches: list[int], detokenizers: list[int], output_tokens: int, num_runs: int
-) -> list[Result]:
+def bench_pipeline(options: PipelineOptions, _: Namespace) -> list[Result]:
     """Every batch, streaming and not, for each number of detokenizers."""
     results: list[Result] = []
-    for number in detokenizers:
+    for number in options.detokenizers:
         name = f"bench-{os.getpid()}"
         flags = ("--detokenizers", str(number), "--log-level", "warning")
         with (
             private_pipeline(name, *flags, worker=STAND_IN) as endpoint,
             Client(endpoint) as client,
         ):
-            _measure(client, name, 64, stream=False, output_tokens=100)  # warms up
-            for batch in batches:
+            _measure(client, name, 64, 100, stream=False)  # warms up
+            for batch in options.batches:
                 for stream in (False, True):
                     runs = [
-                        _measure(client, name, batch, stream=stream, output_tokens=output_tokens)
-                        for _ in range(num_runs)
+                        _measure(client, name, batch, options.max_tokens, stream=stream)
+                        for _ in range(options.runs)
                     ]
                     results.append(_median(runs, batch, stream, number))
                     print(".", end="", file=sys.stderr, flush=True)
@@ -63,7 +63,7 @@ def bench_pipeline(
 
 
 def _measure(
-    client: Client, name: str, batch: int, *, stream: bool, output_tokens: int
+    client: Client, name: str, batch: int, output_tokens: int, *, stream: bool
 ) -> dict[str, Any]:
     """Run `batch` requests at a time for MIN_SECONDS: CPU times come in steps of 10 ms."""
     cpu, num_tokens, start = cpu_seconds(name), 0, time.perf_counter()

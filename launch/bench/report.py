@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.launch.bench.measure import Run
+from penstock.launch.bench.figures import Figures
 from penstock.launch.pipeline.options import flag
 from penstock.protocol.config import Config
 
@@ -88,9 +88,9 @@ def latency_table(report: dict[str, Any]) -> str:
     rows = []
     for one in report["batches"]:
         run, streaming = one["median"], one["streaming"]
-        times = (streaming.median_ttft_ms, streaming.median_itl_ms, streaming.p99_itl_ms)
-        speed = [f"{run.duration:.2f}", f"{run.output_throughput:,.0f}"]
-        cells = [*speed, *(f"{ms:.2f}" for ms in times), f"{run.preemptions:g}"]
+        times = [streaming[name] for name in ("median_ttft_ms", "median_itl_ms", "p99_itl_ms")]
+        speed = [f"{run['duration']:.2f}", f"{run['output_throughput']:,.0f}"]
+        cells = [*speed, *(f"{ms:.2f}" for ms in times), f"{run['preemptions']:g}"]
         cells += [f"{us:.1f}" for us in one["gpu_idle_us"]]
         rows.append([str(one["batch"]), *cells])
     return "\n".join([_headline(report), "", *_table(("batch", *LATENCY_COLUMNS), rows)])
@@ -100,15 +100,14 @@ def serve_table(report: dict[str, Any]) -> str:
     """Return the latencies, a row for each kind of request, and the load in one row."""
     rows = []
     for kind, one in report["kinds"].items():
-        figures = msgspec.structs.asdict(one["median"])
-        idle = f"{one['idle'].median_ttft_ms:,.2f}"
-        rows.append([kind, str(one["requests"]), idle, *_times(figures)])
+        idle = f"{one['idle']['median_ttft_ms']:,.2f}"
+        rows.append([kind, str(one["requests"]), idle, *_times(one["median"])])
     tables = [*_table(("prompts", *SERVE_COLUMNS), rows), ""]
     tables += _table(LOAD_COLUMNS, [_load_cells(report)])
     return "\n".join([_headline(report), "", *tables])
 
 
-def _times(figures: dict[str, Any]) -> list[str]:
+def _times(figures: Figures) -> list[str]:
     """Median and 99th percentile of each."""
     names = [f"{p}_{name}_ms" for name in TIMES for p in ("median", "p99")]
     return [f"{figures[name]:,.2f}" for name in names]
@@ -119,10 +118,10 @@ def _load_cells(load: dict[str, Any]) -> list[str]:
     return [*speeds, *(f"{load[name]:g}" for name in ("completed", "failed", "preemptions"))]
 
 
-def _cells(run: Run) -> list[str]:
+def _cells(run: Figures) -> list[str]:
     return [
         f"{value:,.2f}" if field in ("duration", "request_throughput") else f"{value:,.0f}"
-        for field, value in msgspec.structs.asdict(run).items()
+        for field, value in run.items()
     ]
 
 
@@ -172,4 +171,4 @@ def _options(config: Config | None) -> list[str]:
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return " ".join(f"{name}:{its:g}" for name, its in value.items())
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

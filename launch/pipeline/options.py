@@ -110,6 +110,9 @@ def _bool_or_value(struct: type[Struct], field: str, hint: Any) -> dict[str, Any
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(plain) is Literal:
         return {"choices": get_args(plain)}
+    if get_origin(plain) is tuple:  # of any length
+        item = _converter(field, get_args(plain)[0], is_json=False)
+        return {"type": item, "nargs": "+", "metavar": field.upper()}
     kinds = _kinds(_field(struct, field).type)
     is_json = bool(kinds & PARTED) and msgspec.inspect.StrType not in kinds
     metavar = "JSON" if is_json else field.rpartition("_")[2].upper()
@@ -162,7 +165,8 @@ def _default(struct: type[Struct], field: str) -> Any:
 def _description(struct: type[Struct], field: str) -> str:
     described = _field(struct, field).type
     extra = described.extra_json_schema if isinstance(described, msgspec.inspect.Metadata) else None
-    return (extra or {}).get("description", "") or _docstrings(struct).get(field, "")
+    definer = next(one for one in struct.__mro__ if field in vars(one).get("__annotations__", ()))
+    return (extra or {}).get("description", "") or _docstrings(definer).get(field, "")
 
 
 @functools.cache
@@ -184,4 +188,6 @@ def _shown(struct: type[Struct], field: str) -> str:
         return ""
     if isinstance(default, bool):
         return "on" if default else "off"
+    if isinstance(default, tuple):
+        return " ".join(map(str, default))
     return f"`{default}`" if default != "" else ""

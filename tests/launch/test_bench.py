@@ -12,7 +12,9 @@ import pytest
 from penstock.launch.bench import measure, pipeline
 from penstock.launch.bench import report as module
 from penstock.launch.bench.commands import _show
-from penstock.launch.bench.measure import Meter, Run, median
+from penstock.launch.bench.figures import Figures, median, percentile
+from penstock.launch.bench.measure import Meter
+from penstock.launch.bench.options import ModelOptions
 from penstock.launch.bench.report import (
     as_json,
     hardware,
@@ -20,7 +22,6 @@ from penstock.launch.bench.report import (
     offline_table,
     versions,
 )
-from penstock.launch.bench.streams import Streaming, percentile
 from penstock.launch.bench.target import Target
 from penstock.launch.bench.workload import Item, fixed_lengths, random_lengths, variant
 from penstock.launch.commands.cli import main
@@ -44,14 +45,23 @@ def bench(
     return printed.out
 
 
-def run_of(seconds: float, preemptions: int = 0) -> Run:
+RUN = (
+    *("completed", "failed", "total_input_tokens", "cached_tokens", "total_output_tokens"),
+    *("duration", "request_throughput", "output_throughput", "total_token_throughput"),
+    "preemptions",
+)
+
+
+def run_of(seconds: float, preemptions: int = 0) -> Figures:
     speed = (4 / seconds, 1000 / seconds, 3000 / seconds)
-    return Run(4, 0, 2000, 0, 1000, seconds, *speed, preemptions)
+    return dict(zip(RUN, (4, 0, 2000, 0, 1000, seconds, *speed, preemptions), strict=True))
 
 
-def streaming_of(ttft: float, tpot: float, itl: float, e2el: float) -> Streaming:
+def streaming_of(ttft: float, tpot: float, itl: float, e2el: float) -> Figures:
     """Return mean, median, p90 and p99 of each: the value times 1, 2, 3 and 4."""
-    return Streaming(*(ms * place for ms in (ttft, tpot, itl, e2el) for place in (1, 2, 3, 4)))
+    means = {"ttft": ttft, "tpot": tpot, "itl": itl, "e2el": e2el}
+    titles = {"mean": 1, "median": 2, "p90": 3, "p99": 4}
+    return {f"{t}_{n}_ms": ms * by for n, ms in means.items() for t, by in titles.items()}
 
 
 def report_of(**results: object) -> dict[str, Any]:
@@ -103,8 +113,8 @@ def test_a_variant_has_other_tokens_of_the_vocabulary() -> None:
 
 def test_the_median_is_of_each_field() -> None:
     middle = median([run_of(1.0, 5), run_of(4.0, 0), run_of(2.0, 7)])
-    assert (middle.duration, middle.output_throughput, middle.preemptions) == (2.0, 500, 5)
-    assert type(median([run_of(1.0), run_of(2.0)]).total_output_tokens) is int
+    assert (middle["duration"], middle["output_throughput"], middle["preemptions"]) == (2.0, 500, 5)
+    assert type(median([run_of(1.0), run_of(2.0)])["total_output_tokens"]) is int
 
 
 def test_percentiles() -> None:
@@ -198,7 +208,7 @@ def test_a_pipeline_that_ends_is_not_waited_for(
     # this gateway has no answer to a prompt of token ids
     with (
         contextlib.closing(Gateway(endpoint, echo)) as gateway,
-        Meter(target, 0.6) as meter,
+        Meter(target, ModelOptions()) as meter,
         pytest.raises(LaunchError, match="pipeline 'none' ended before it answered"),
     ):
         meter.run([Item([1, 2], 3)])

@@ -1,0 +1,102 @@
+"""The options of `launch bench`, a struct for each subject."""
+
+from argparse import ArgumentTypeError
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.protocol.messages.sampling import Share
+
+Count = Annotated[int, Meta(ge=1)]
+GOODPUT = ("ttft", "tpot", "e2el")
+
+
+class BenchOptions(Struct, kw_only=True):
+    """Options of every subject."""
+
+    runs: Count = 3
+    """runs of which the median is shown"""
+
+
+class PipelineOptions(BenchOptions):
+    """Options of `launch bench pipeline`."""
+
+    batches: tuple[Count, ...] = (1, 64, 256)
+    """requests at once"""
+    detokenizers: tuple[Count, ...] = (1, 2, 4)
+    """detokenizer processes"""
+    max_tokens: Count = 1000
+    """tokens of each request"""
+
+
+class ModelOptions(BenchOptions):
+    """Options of every subject with a model."""
+
+    bench_seed: int = 0
+    """of the prompts"""
+    temperature: float = 0.6
+    top_k: int = -1
+    """of the tokens that are sampled from; -1: all"""
+    top_p: float = 1.0
+    """of the tokens that are sampled from; 1: all"""
+
+
+class OfflineOptions(ModelOptions):
+    """Options of `launch bench offline`."""
+
+    num_requests: Count = 256
+    """requests, all sent at once"""
+    min_tokens: Count = 100
+    """shortest prompt, and shortest output"""
+    max_tokens: Count = 1024
+    """longest prompt, and longest output"""
+
+    def __post_init__(self) -> None:
+        least, most = self.min_tokens, self.max_tokens
+        if least > most:
+            raise LaunchError(f"--min-tokens is {least}: more than --max-tokens, {most}")
+
+
+class LatencyOptions(ModelOptions):
+    """Options of `launch bench latency`."""
+
+    batches: tuple[Count, ...] = (1, 16, 64)
+    """requests at once"""
+    input_tokens: Count = 256
+    """tokens of each prompt"""
+    output_tokens: Count = 256
+    """tokens of each output"""
+
+
+class ServeOptions(ModelOptions):
+    """Options of `launch bench serve`."""
+
+    runs: Count = 1
+    """runs of which the median is shown"""
+    num_requests: Count = 200
+    """requests of a run"""
+    request_rate: Annotated[float, Meta(gt=0, le=1e6)] = 10.0
+    """requests a second on the mean, in a Poisson process"""
+    input_tokens: Count = 256
+    """tokens of each short prompt"""
+    long_input_tokens: Count = 8192
+    """tokens of each long prompt"""
+    long_share: Share = 0.0
+    """share of the requests whose prompt is long, from 0 to 1"""
+    output_tokens: Count = 256
+    """tokens of each output"""
+    goodput: dict[str, float] = {}
+
+    def __post_init__(self) -> None:
+        self.goodput = dict(self.goodput)
+
+
+def limit(text: str) -> tuple[str, float]:
+    """Parse a latency and its limit in milliseconds: `ttft:500`."""
+    name, _, number = text.partition(":")
+    if name not in GOODPUT:
+        raise ArgumentTypeError(f"{text!r} is none of {', '.join(GOODPUT)} with :MILLISECONDS")
+    if not number.replace(".", "", 1).isdecimal() or not float(number):
+        raise ArgumentTypeError(f"got {number!r}, expected a finite number above 0")
+    return name, float(number)
