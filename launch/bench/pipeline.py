@@ -13,9 +13,9 @@ from collections import Counter
 from typing import Any
 
 import psutil
-from msgspec import Struct
 
 from penstock.launch.bench.options import PipelineOptions
+from penstock.launch.bench.report import table
 from penstock.launch.pipeline.control_client import list_processes
 from penstock.launch.pipeline.ephemeral_pipeline import private_pipeline
 from penstock.protocol.client.client import Client
@@ -23,20 +23,8 @@ from penstock.protocol.client.client import Client
 PROMPT = "x" * 100
 STAND_IN = "python -P -m penstock.launch.bench.standin_worker"
 MIN_SECONDS = 2.0
+Result = dict[str, Any]
 KINDS = ("gateway", "tokenizer", "scheduler", "worker", "detokenizer", "client")
-
-
-class Result(Struct):
-    """One point of the benchmark; medians of its runs."""
-
-    batch: int
-    stream: bool
-    detokenizers: int
-    tokens_per_second: float
-    scheduler_us_per_step: float
-    """CPU time of the scheduler process, its sockets included, for one token of each request"""
-    cpu_us_per_token: dict[str, float]
-    """by kind of process"""
 
 
 def bench_pipeline(options: PipelineOptions, _: Namespace) -> list[Result]:
@@ -62,9 +50,7 @@ def bench_pipeline(options: PipelineOptions, _: Namespace) -> list[Result]:
     return results
 
 
-def _measure(
-    client: Client, name: str, batch: int, output_tokens: int, *, stream: bool
-) -> dict[str, Any]:
+def _measure(client: Client, name: str, batch: int, output_tokens: int, *, stream: bool) -> Result:
     """Run `batch` requests at a time for MIN_SECONDS: CPU times come in steps of 10 ms."""
     cpu, num_tokens, start = cpu_seconds(name), 0, time.perf_counter()
     while (seconds := time.perf_counter() - start) < MIN_SECONDS:
@@ -91,29 +77,27 @@ def cpu_seconds(name: str) -> Counter[str]:
     return used
 
 
-def _median(runs: list[dict[str, Any]], batch: int, stream: bool, detokenizers: int) -> Result:
+def _median(runs: list[Result], batch: int, stream: bool, detokenizers: int) -> Result:
+    """Return one point of the benchmark."""
     cpu = {kind: statistics.median(run["cpu"][kind] for run in runs) for kind in KINDS}
-    return Result(
-        batch=batch,
-        stream=stream,
-        detokenizers=detokenizers,
-        tokens_per_second=statistics.median(run["speed"] for run in runs),
-        scheduler_us_per_step=cpu["scheduler"] * batch,
-        cpu_us_per_token=cpu,
-    )
+    return {
+        "batch": batch,
+        "stream": stream,
+        "detokenizers": detokenizers,
+        "tokens_per_second": statistics.median(run["speed"] for run in runs),
+        # CPU time of its process, sockets included, for one token of each request
+        "scheduler_us_per_step": cpu["scheduler"] * batch,
+        "cpu_us_per_token": cpu,
+    }
 
 
 def as_table(results: list[Result]) -> str:
     """Return the results as a markdown table."""
-    kinds = " | ".join(KINDS)
-    rows = [
-        f"| batch | stream | detokenizers | tokens/s | scheduler µs/step | {kinds} |",
-        "| --- " * (5 + len(KINDS)) + "|",
-    ]
-    for result in results:
-        costs = " | ".join(f"{result.cpu_us_per_token[kind]:.2f}" for kind in KINDS)
-        rows.append(
-            f"| {result.batch} | {'yes' if result.stream else 'no'} | {result.detokenizers} | "
-            f"{result.tokens_per_second:,.0f} | {result.scheduler_us_per_step:.0f} | {costs} |"
-        )
-    return "\n".join(rows)
+    titles = ("batch", "stream", "detokenizers", "tokens/s", "scheduler µs/step", *KINDS)
+    rows = []
+    for one in results:
+        speed = f"{one['tokens_per_second']:,.0f}", f"{one['scheduler_us_per_step']:.0f}"
+        costs = [f"{cost:.2f}" for cost in one["cpu_us_per_token"].values()]
+        stream = "yes" if one["stream"] else "no"
+        rows.append([str(one["batch"]), stream, str(one["detokenizers"]), *speed, *costs])
+    return "\n".join(table(titles, rows))

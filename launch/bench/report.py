@@ -80,7 +80,7 @@ def offline_table(report: dict[str, Any]) -> str:
     """Return a row for each run, and their median."""
     runs = [(str(number), run) for number, run in enumerate(report["runs"], 1)]
     rows = [[name, *_cells(run)] for name, run in [*runs, ("median", report["median"])]]
-    return "\n".join([_headline(report), "", *_table(("run", *RUN_COLUMNS.values()), rows)])
+    return "\n".join([_headline(report), "", *table(("run", *RUN_COLUMNS.values()), rows)])
 
 
 def latency_table(report: dict[str, Any]) -> str:
@@ -93,7 +93,7 @@ def latency_table(report: dict[str, Any]) -> str:
         cells = [*speed, *(f"{ms:.2f}" for ms in times), f"{run['preemptions']:g}"]
         cells += [f"{us:.1f}" for us in one["gpu_idle_us"]]
         rows.append([str(one["batch"]), *cells])
-    return "\n".join([_headline(report), "", *_table(("batch", *LATENCY_COLUMNS), rows)])
+    return "\n".join([_headline(report), "", *table(("batch", *LATENCY_COLUMNS), rows)])
 
 
 def serve_table(report: dict[str, Any]) -> str:
@@ -102,8 +102,8 @@ def serve_table(report: dict[str, Any]) -> str:
     for kind, one in report["kinds"].items():
         idle = f"{one['idle']['median_ttft_ms']:,.2f}"
         rows.append([kind, str(one["requests"]), idle, *_times(one["median"])])
-    tables = [*_table(("prompts", *SERVE_COLUMNS), rows), ""]
-    tables += _table(LOAD_COLUMNS, [_load_cells(report)])
+    tables = [*table(("prompts", *SERVE_COLUMNS), rows), ""]
+    tables += table(LOAD_COLUMNS, [_load_cells(report)])
     return "\n".join([_headline(report), "", *tables])
 
 
@@ -125,8 +125,8 @@ def _cells(run: Figures) -> list[str]:
     ]
 
 
-def _table(columns: Iterable[str], rows: list[list[str]]) -> list[str]:
-    """Markdown, numbers to the right."""
+def table(columns: Iterable[str], rows: list[list[str]]) -> list[str]:
+    """Return a markdown table, numbers to the right."""
     columns = list(columns)
     lines = [columns, ["---"] + ["--:"] * (len(columns) - 1), *rows]
     return [f"| {' | '.join(line)} |" for line in lines]

@@ -18,42 +18,42 @@ BLOCK_SIZE = 16
 
 
 class StandInWorker:
-    """Knows of each row how many given tokens are left to compute."""
+    """Counts the given tokens of each row that are left to compute."""
 
     def __init__(self, process: Process) -> None:
-        self.hello = WorkerState(process.name)
+        self.state = WorkerState(process.name)
         self.num_left: dict[int, int] = {}
         self.epoch = -1
         self.plans = process.context.connect(
             zmq.DEALER, process.endpoints.workers, ToWorker, process.identity
         )
-        self.loop = EventLoop(process.context, self.say_hello, HeartbeatThread(process))
+        self.loop = EventLoop(process.context, self.send_state, HeartbeatThread(process))
         self.loop.add(self.plans, self.on_messages)
 
-    def say_hello(self) -> None:
+    def send_state(self) -> None:
         """Send the worker's state, also as a heartbeat."""
-        self.plans.send(self.hello)
+        self.plans.send(self.state)
 
     def on_messages(self) -> None:
-        """Plans, and the place in the group."""
+        """Handle plans, and the place in the group."""
         for _, message in self.plans.receive():
             match message:
                 case BatchPlan():
-                    tokens = self.run(message)
-                    if self.hello.rank == 0:
+                    tokens = self.sample(message)
+                    if self.state.rank == 0:
                         self.plans.send(tokens)
                 case WorkerAssignment() if message.epoch > self.epoch:
                     self.epoch = message.epoch
-                    self.hello = WorkerState(
-                        self.hello.name, message.group, message.rank, NUM_BLOCKS, BLOCK_SIZE
+                    self.state = WorkerState(
+                        self.state.name, message.group, message.rank, NUM_BLOCKS, BLOCK_SIZE
                     )
                     self.num_left.clear()
-                    self.say_hello()
+                    self.send_state()
                 case WorkerExit(reason):
                     raise SystemExit(reason)
 
-    def run(self, plan: BatchPlan) -> SampledTokens:
-        """One token for each row that has no given token left."""
+    def sample(self, plan: BatchPlan) -> SampledTokens:
+        """Return one token for each row that has no given token left."""
         for slot in unpack(plan.removed):
             del self.num_left[slot]
         for row in plan.added:

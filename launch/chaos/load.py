@@ -154,7 +154,9 @@ class Load:
 
     def start(self) -> None:
         """Send requests drawn from the set, each replaced by another one when it ends."""
-        self._tasks = [asyncio.create_task(self._go_on()) for _ in range(self._options.concurrency)]
+        self._tasks = [
+            asyncio.create_task(self._keep_sending()) for _ in range(self._options.concurrency)
+        ]
 
     async def end(self) -> None:
         """Start no more; return when all is answered, or nothing comes any more."""
@@ -184,7 +186,7 @@ class Load:
 
     def _take(self, flight: Flight) -> Flight:
         self.num_tokens += flight.take()
-        self._changes.tell()
+        self._changes.notify()
         return flight
 
     def _put(self, flight: Flight) -> None:
@@ -196,7 +198,7 @@ class Load:
         await self._changes.until(lambda: self.num_tokens >= moment)
         self._client.ask(AbortRequest(request_id=flight.answer.request_id))
 
-    async def _go_on(self) -> None:
+    async def _keep_sending(self) -> None:
         while not self._is_ending:
             is_aborted = self._draw.random() < self._options.abort_share
             abort_after = self._draw.randint(1, MAX_TOKENS_BEFORE_ABORT) if is_aborted else None

@@ -6,10 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Self
 
-import msgspec
 import psutil
 import zmq
-import zmq.asyncio
 
 from penstock.launch.chaos.schedule import Kill
 from penstock.launch.pipeline.control_client import TIMEOUT, list_processes, send_signal
@@ -18,6 +16,8 @@ from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.pipeline.run_folder import control_endpoint
 from penstock.protocol.config import run_folder
 from penstock.protocol.messages.control import ControlReply, ListProcesses, Spawned
+from penstock.protocol.transport.context import Context
+from penstock.protocol.transport.event_loop import attend, leave
 
 
 class Changes:
@@ -26,8 +26,8 @@ class Changes:
     def __init__(self) -> None:
         self._next = asyncio.Event()
 
-    def tell(self) -> None:
-        """There is news."""
+    def notify(self) -> None:
+        """Wake all who wait."""
         news, self._next = self._next, asyncio.Event()
         news.set()
 
@@ -52,23 +52,20 @@ class Processes:
 
     async def __aenter__(self) -> Self:
         """Raise LaunchError if the supervisor does not reply."""
-        self._context = zmq.asyncio.Context()
-        self._events = self._context.socket(zmq.DEALER)
-        self._events.connect(control_endpoint(run_folder(self._pipeline)))
-        await self._events.send(msgspec.msgpack.encode(ListProcesses(watch=True)))
+        self._context: Context = Context()
+        endpoint = control_endpoint(run_folder(self._pipeline))
+        self._events = self._context.connect(zmq.DEALER, endpoint, ControlReply | Spawned)
+        self._handlers = [(self._events, self._receive)]
+        self._events.send(ListProcesses(watch=True))
+        attend(self._handlers)
         try:
-            async with asyncio.timeout(TIMEOUT):
-                while not self.pids:
-                    self._take(await self._receive())
+            await self._changes.until(lambda: bool(self.pids), TIMEOUT)
         except TimeoutError:
             raise LaunchError(f"the supervisor of {self._pipeline!r} does not reply") from None
-        self._task = asyncio.create_task(self._listen())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        leave(self._handlers)
         self._context.destroy(linger=0)
 
     def send(self, kill: Kill) -> int:
@@ -91,28 +88,18 @@ class Processes:
             used[kind_of(one.name)] += one.rss_bytes
         return dict(used)
 
-    async def _listen(self) -> None:
-        while True:
-            self._take(await self._receive())
+    def _receive(self) -> None:
+        """Take all processes from the reply, and later those that were restarted."""
+        for _, message in self._events.receive():
+            if isinstance(message, ControlReply):
+                for one in message.processes:
+                    self._see(one.name, one.pid, one.node)
+            elif message.name in self.pids:
+                self.num_restarts[message.name] += 1
+                self._see(message.name, message.pid, message.node)
+            self._changes.notify()
 
-    async def _receive(self) -> ControlReply | Spawned:
-        frame = await self._events.recv()
-        return msgspec.msgpack.decode(frame, type=ControlReply | Spawned)
-
-    def _take(self, message: ControlReply | Spawned) -> None:
-        """Take all processes from a reply, and later those that were restarted."""
-        if isinstance(message, ControlReply):
-            for one in message.processes:
-                self.pids[one.name] = one.pid
-                self._see(one.pid, one.node)
-        elif message.name in self.pids:
-            self.pids[message.name] = message.pid
-            self.num_restarts[message.name] += 1
-            self._see(message.pid, message.node)
-            self._changes.tell()
-
-    def _see(self, pid: int, node: str) -> None:
-        if node:
-            return
+    def _see(self, name: str, pid: int, node: str) -> None:
+        self.pids[name] = pid
         with contextlib.suppress(psutil.NoSuchProcess):
-            self.seen.append(psutil.Process(pid))
+            self.seen += [] if node else [psutil.Process(pid)]

@@ -5,13 +5,14 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
+import psutil
 from msgspec import Struct
 
-from penstock.launch.chaos.check import Verdict, check
+from penstock.launch.bench.report import table
+from penstock.launch.chaos.check import Expected, Verdict, check
+from penstock.launch.chaos.load import Flight
 from penstock.launch.chaos.options import KINDS
-from penstock.launch.chaos.outcome import Outcome, Recovery
-from penstock.launch.chaos.schedule import SEVERAL
+from penstock.launch.chaos.schedule import SEVERAL, Event
 from penstock.launch.pipeline.procfile import kind_of
 
 BEFORE = "before the first kill"
@@ -20,29 +21,39 @@ COLUMNS = (
     *("tokens lost", "doubled", "torn", "different"),
     *("silence after SIGKILL s", "worst", "after SIGSTOP s", "worst"),
 )
+Row = dict[str, Any]
 MEMORY_COLUMNS = ("process", "restarts", "RSS before MiB", "RSS after MiB")
 
 
-class Row(Struct):
-    """The events that hit one kind of process; a fault counts for the last event before its end."""
+class Recovery(Struct):
+    """Effect of one event on the requests that ran."""
 
-    sigkill: int
-    sigstop: int
-    requests_running: int
-    """at those moments, in all"""
-    median_running: float
-    requests_lost: int
-    tokens_lost: int
-    tokens_doubled: int
-    torn: int
-    """streams that do not say what their reply says"""
-    different: int
-    """requests with another answer than in the undisturbed run"""
-    silence_killed: tuple[float, float] | None
-    """seconds, median and worst: the longest time of an event in which a stream got nothing"""
-    silence_stopped: tuple[float, float] | None
-    """likewise where something was stopped: until it is found to hang is part of it"""
-    not_recovered: int
+    event: Event
+    num_running: int
+    is_over: bool
+    """the pipeline was whole again within the time-out"""
+    silence: float
+    """seconds, the longest in which a stream that ran got nothing"""
+
+
+class Outcome(Struct):
+    """All that was seen."""
+
+    expected: list[Expected]
+    flights: list[Flight]
+    recoveries: list[Recovery]
+    num_restarts: dict[str, int]
+    """by name of the process; a worker's death ends the others of its group"""
+    memory: tuple[dict[str, int], dict[str, int]]
+    """resident bytes by kind of process, before and after the load"""
+    is_answering: bool
+    """the pipeline, after the load"""
+    used_blocks: int
+    """KV blocks in use after the load, less those before"""
+    processes: list[psutil.Process]
+    """every one there has been"""
+    num_open: int
+    """requests that are open in the gateway or the scheduler after the load"""
 
 
 def make_report(outcome: Outcome, *, is_exact: bool) -> dict[str, Any]:
@@ -81,23 +92,27 @@ def make_report(outcome: Outcome, *, is_exact: bool) -> dict[str, Any]:
 
 
 def make_row(recoveries: list[Recovery], verdicts: list[Verdict]) -> Row:
-    """Return the sums."""
+    """Return the sums over events that hit one kind of process.
+
+    A fault counts for the last event before its end. silence_killed, silence_stopped: seconds,
+    median and worst, of the longest time of an event in which a stream got nothing.
+    """
     signals = Counter(kill.how for one in recoveries for kill in one.event.all_kills)
     running = [one.num_running for one in recoveries]
-    return Row(
-        sigkill=signals["SIGKILL"],
-        sigstop=signals["SIGSTOP"],
-        requests_running=sum(running),
-        median_running=statistics.median(running or [0]),
-        requests_lost=sum(bool(one.lost) for one in verdicts),
-        tokens_lost=sum(one.tokens_lost for one in verdicts),
-        tokens_doubled=sum(one.tokens_doubled for one in verdicts),
-        torn=sum(one.is_torn for one in verdicts),
-        different=sum(one.is_different for one in verdicts),
-        silence_killed=_silence(one for one in recoveries if not one.event.has_stop),
-        silence_stopped=_silence(one for one in recoveries if one.event.has_stop),
-        not_recovered=sum(not one.is_over for one in recoveries),
-    )
+    return {
+        "sigkill": signals["SIGKILL"],
+        "sigstop": signals["SIGSTOP"],
+        "requests_running": sum(running),
+        "median_running": statistics.median(running or [0]),
+        "requests_lost": sum(bool(one.lost) for one in verdicts),
+        "tokens_lost": sum(one.tokens_lost for one in verdicts),
+        "tokens_doubled": sum(one.tokens_doubled for one in verdicts),
+        "torn": sum(one.is_torn for one in verdicts),
+        "different": sum(one.is_different for one in verdicts),
+        "silence_killed": _silence(one for one in recoveries if not one.event.has_stop),
+        "silence_stopped": _silence(one for one in recoveries if one.event.has_stop),
+        "not_recovered": sum(not one.is_over for one in recoveries),
+    }
 
 
 def _silence(recoveries: Iterable[Recovery]) -> tuple[float, float] | None:
@@ -109,12 +124,12 @@ def faults(report: dict[str, Any]) -> list[str]:
     """Return the faults, each as a sentence."""
     row: Row = report["rows"]["all"]
     found = {
-        "kills not recovered from": row.not_recovered,
-        f"requests lost ({'; '.join(report['losses'])})": row.requests_lost,
-        "tokens lost": row.tokens_lost,
-        "tokens doubled": row.tokens_doubled,
-        "streams that differ from their own reply": row.torn,
-        "answers that differ from the undisturbed run": row.different * report["is_exact"],
+        "kills not recovered from": row["not_recovered"],
+        f"requests lost ({'; '.join(report['losses'])})": row["requests_lost"],
+        "tokens lost": row["tokens_lost"],
+        "tokens doubled": row["tokens_doubled"],
+        "streams that differ from their own reply": row["torn"],
+        "answers that differ from the undisturbed run": row["different"] * report["is_exact"],
         "status requests without an answer": int(not report["is_answering"]),
         "KV blocks that did not come back": max(report["used_blocks"], 0),
         "requests still open": report["open_requests"],
@@ -146,9 +161,9 @@ def as_table(report: dict[str, Any]) -> str:
         [
             "; ".join(facts),
             "",
-            *_table(COLUMNS, rows),
+            *table(COLUMNS, rows),
             "",
-            *_table(MEMORY_COLUMNS, memory),
+            *table(MEMORY_COLUMNS, memory),
             "",
             *(report["faults"] or ["nothing lost, nothing doubled, nothing left"]),
         ]
@@ -156,13 +171,7 @@ def as_table(report: dict[str, Any]) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    numbers = msgspec.structs.astuple(row)[: len(COLUMNS) - 5]
-    pairs = [row.silence_killed or (None, None), row.silence_stopped or (None, None)]
+    numbers = list(row.values())[: len(COLUMNS) - 5]
+    pairs = [row[name] or (None, None) for name in ("silence_killed", "silence_stopped")]
     seconds = ["" if one is None else f"{one:.2f}" for pair in pairs for one in pair]
     return [*(f"{number:g}" for number in numbers), *seconds]
-
-
-def _table(columns: tuple[str, ...], rows: list[list[str]]) -> list[str]:
-    """Markdown, numbers to the right."""
-    lines = [list(columns), ["---"] + ["--:"] * (len(columns) - 1), *rows]
-    return [f"| {' | '.join(line)} |" for line in lines]

@@ -6,6 +6,7 @@ of one node has a group, too, the first one, or a replica could take its place. 
 over the nodes.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -13,7 +14,7 @@ from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.procfile import kind_of
 from penstock.protocol.config import Config, replica_of
 
-Resources = dict[str, float]
+Resources = Counter[str]
 Free = dict[str, tuple[float, float]]
 """CPUs and GPUs by node"""
 
@@ -33,7 +34,7 @@ class Group(NamedTuple):
     """Places that are reserved together, before those of the next group."""
 
     strategy: Literal["PACK", "STRICT_PACK"]
-    bundles: list[Resources]
+    bundles: list[dict[str, float]]
 
 
 class Bundle(NamedTuple):
@@ -85,7 +86,8 @@ def place(
         ]
         if members:
             bundles = _bundles(placement, members)
-            placement.groups.append(Group(_reserve(free, bundles, machines), bundles))
+            strategy = _reserve(free, bundles, machines)
+            placement.groups.append(Group(strategy, [dict(one) for one in bundles]))
     return placement
 
 
@@ -98,14 +100,15 @@ def _place_fixed(
         if at is None or at.soft:
             continue
         machine = next(one for one in machines if one.node_id == at.node_id)
-        if not _take(free, [at.node_id], {"CPU": 1}):
+        if not _take(free, [at.node_id], Counter(CPU=1)):
             raise LaunchError(f"{name} must run on node {machine.name}, of {machine.cpus:g} CPUs")
-        # Ray gives each node one of this
-        bundle = bundles.setdefault(at.node_id, {f"node:{machine.host}": 0.001})
-        _add(bundle, "CPU", 1)
+        bundles.setdefault(at.node_id, Counter())["CPU"] += 1
         placement.bundles[name] = Bundle(0, list(bundles).index(at.node_id))
     if bundles:
-        placement.groups.append(Group("PACK", list(bundles.values())))
+        hosts = {one.node_id: one.host for one in machines}
+        # Ray gives each node one of `node:HOST`
+        own = [{f"node:{hosts[node]}": 0.001, **bundle} for node, bundle in bundles.items()]
+        placement.groups.append(Group("PACK", own))
 
 
 def _device(config: Config, names: list[str], machines: list[Machine]) -> Literal["cpu", "cuda"]:
@@ -135,28 +138,19 @@ def _sum(machines: list[Machine]) -> str:
 def _bundles(placement: Placement, members: list[str]) -> list[Resources]:
     """Note the places of a replica's processes; return what each bundle needs."""
     workers = [name for name in members if kind_of(name) == "worker"]
-    bundles: list[Resources] = [{} for _ in workers] or [{}]
+    bundles: list[Resources] = [Counter() for _ in workers] or [Counter()]
     for name in members:
         index = workers.index(name) if name in workers else 0
         placement.bundles[name] = Bundle(len(placement.groups), index)
-        _add(bundles[index], "CPU", 1)
-        _add(bundles[index], "GPU", placement.num_gpus(name))
+        bundles[index] += Counter(CPU=1, GPU=placement.num_gpus(name))
     return bundles
-
-
-def _add(resources: Resources, kind: str, number: float) -> None:
-    if number:
-        resources[kind] = resources.get(kind, 0) + number
 
 
 def _reserve(
     free: Free, bundles: list[Resources], machines: list[Machine]
 ) -> Literal["PACK", "STRICT_PACK"]:
     """On one node if one can hold them all, beside what is reserved already."""
-    whole: Resources = {}
-    for bundle in bundles:
-        for kind, number in bundle.items():
-            _add(whole, kind, number)
+    whole = sum(bundles, Counter[str]())
     nodes = sorted(free, key=lambda node: free[node][::-1])  # GPUs count first, fewest first
     if _take(free, nodes, whole):
         return "STRICT_PACK"
@@ -176,8 +170,8 @@ def _words(resources: Resources) -> str:
 def _take(free: Free, nodes: Iterable[str], asked: Resources) -> bool:
     """Take them from the first of the nodes that has them."""
     for node in nodes:
-        cpus = free[node][0] - asked.get("CPU", 0)
-        gpus = free[node][1] - asked.get("GPU", 0)
+        cpus = free[node][0] - asked["CPU"]
+        gpus = free[node][1] - asked["GPU"]
         if cpus >= 0 and gpus >= 0:
             free[node] = cpus, gpus
             return True
