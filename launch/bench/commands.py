@@ -21,7 +21,7 @@ PREFIX_CACHING = (
 
 
 class Subject(NamedTuple):
-    """What is measured."""
+    """Subject of `launch bench`."""
 
     text: str
     options: type[options.BenchOptions]
