@@ -7,8 +7,8 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 PACKAGES := kernels launch models protocol services
 
 PYTEST := $(BIN)/python -P -m pytest
-# two tests at a time; the tests of a file share a pipeline and stay together
-PARALLEL := --numprocesses 2 --dist loadfile
+# two tests at a time, in the order of tests/conftest.py; the tests of a file stay together
+PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-fast test-long test-search test-all check docs clean

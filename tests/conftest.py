@@ -1,16 +1,14 @@
-"""Without a GPU, Triton's kernels run in its interpreter: it must know before it is imported."""
+"""Preparation of every run: Triton's interpreter, the order of the tests, signals."""
 
+import gc
 import hashlib
 import os
 import signal
+from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 QWEN3_SHA256 = "aeb13307a71acd8f"
 """the beginning of that of Qwen3's published `tokenizer.json`"""
@@ -34,3 +32,31 @@ def pytest_configure() -> None:
     """Lets tests send SIGINT where a shell has started them in its background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collectstart() -> None:
+    """Without a GPU, run Triton's kernels in its interpreter. Triton reads this on import.
+
+    Torch is imported here because the process that distributes tests never collects.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import all modules without the garbage collector, which takes seconds and frees nothing."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run files with processes first, so that short files are left to balance both workers."""
+    items.sort(
+        key=lambda item: not {"pipeline", "chaos"} & {one.name for one in item.iter_markers()}
+    )

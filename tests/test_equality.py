@@ -20,7 +20,7 @@ from tests.engine import Engine
 from tests.search import scaled
 from tests.tools.demo.tasks import TASK_NAMES, Sizes, make_example
 
-NUM_GREEDY = scaled(25)
+NUM_GREEDY = scaled(15)
 NUM_SAMPLED = NUM_GREEDY // 5
 MAX_TOKENS = 24
 DEMO = Config().model_folder

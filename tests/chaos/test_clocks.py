@@ -12,7 +12,7 @@ from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.chaos
 LAUNCHER = Path(__file__).with_name("late_clock.py")
-PROMPT = count_prompt(1, 60)
+PROMPT = count_prompt(1, 30)
 OTHERS = ("worker", "tokenizer", "detokenizer")
 
 

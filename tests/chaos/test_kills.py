@@ -14,7 +14,7 @@ from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.chaos
 NUM_STREAMS = 6
-PROMPT = count_prompt(1, 90)
+PROMPT = count_prompt(1, 40)
 KILLED = ("detokenizer.1", "tokenizer.1", "scheduler.1", "worker.1", "gateway.1")
 """`tests/pipeline/test_launch.py` kills each of them, too, with one rank"""
 STOPPED = ("scheduler.1", "worker.1", "gateway.1")  # each takes the hang time-out

@@ -13,7 +13,7 @@ from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.chaos
 NUM_STREAMS = 8
-PROMPT = count_prompt(1, 60)
+PROMPT = count_prompt(1, 30)
 WORKER = Path(__file__).with_name("poison_worker.py")
 
 

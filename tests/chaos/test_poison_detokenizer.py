@@ -12,7 +12,7 @@ from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
 from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.chaos
-PROMPT = count_prompt(1, 90)
+PROMPT = count_prompt(1, 60)
 DETOKENIZER = Path(__file__).with_name("poison_detokenizer.py")
 
 

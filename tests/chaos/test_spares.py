@@ -8,7 +8,7 @@ from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
 from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.chaos
-PROMPT = count_prompt(1, 90)
+PROMPT = count_prompt(1, 40)
 
 
 def test_a_spare_worker_goes_on_and_the_killed_one_comes_back_as_spare(

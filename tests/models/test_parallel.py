@@ -37,7 +37,7 @@ def free_rendezvous() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_logits_are_those_of_one_rank(tmp_path: Path, size: int) -> None:
     folders = [str(tmp_path / name) for name in SHAPES]
     for folder, shape in zip(folders, SHAPES.values(), strict=True):

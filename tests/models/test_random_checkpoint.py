@@ -68,6 +68,7 @@ def test_shapes_have_as_many_parameters_as_published(
     assert tuple(DENSE) == SIZES
 
 
+@pytest.mark.slow
 def test_transformers_computes_the_same_of_it(checkpoint: Path) -> None:
     model, info = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, output_loading_info=True
@@ -80,6 +81,7 @@ def test_transformers_computes_the_same_of_it(checkpoint: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_its_tokenizer_has_qwen3s_ids(checkpoint: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     assert len(tokenizer) == 151_669 < VOCAB_SIZE
@@ -93,6 +95,7 @@ def test_its_tokenizer_has_qwen3s_ids(checkpoint: Path) -> None:
     assert all(tokenizer.decode([token_id]) for token_id in every)
 
 
+@pytest.mark.slow
 def test_fp8_has_a_scale_for_each_block(checkpoint: Path, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, shape_of("0.6B") | TINY, "float32", is_fp8=True)
     wide, narrow = tensors(checkpoint), tensors(tmp_path)
@@ -111,6 +114,7 @@ def test_fp8_has_a_scale_for_each_block(checkpoint: Path, tmp_path: Path) -> Non
     torch.testing.assert_close(block, wide[name][128:, 256:], rtol=1 / 16, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_shards(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_checkpoint, "MAX_SHARD_BYTES", 200_000)
     make_checkpoint(tmp_path, shape_of("0.6B") | TINY, "float32")
@@ -121,6 +125,7 @@ def test_shards(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_files_have_the_mode_of_the_umask(tmp_path: Path) -> None:
     """The service's user may be another one than the user who made the model."""
     before = os.umask(0o027)
@@ -131,6 +136,7 @@ def test_files_have_the_mode_of_the_umask(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts(tmp_path: Path) -> None:
     experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
     shape = shape_of("30B-A3B") | TINY | experts | {"moe_intermediate_size": 64}

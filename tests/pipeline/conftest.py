@@ -13,11 +13,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
+import httpx
 import psutil
 import pytest
 
+from penstock.launch.commands.status import as_json, read_status
+from penstock.launch.pipeline.control_client import list_processes
+from penstock.launch.pipeline.run_folder import running_config
 from penstock.protocol.client.client import Client
 from penstock.protocol.config import run_folder
+from tests.pipeline.http_api import KEY, MODEL, Api
+from tests.pipeline.ports import free_port
 
 LAUNCH = (sys.executable, "-P", "-m", "penstock.launch")
 START_TIMEOUT = 60.0
@@ -106,17 +112,17 @@ class Pipeline:
             raise AssertionError(f"{error}: {status}\n{''.join(self.output)}") from error
 
     def status(self) -> dict[str, Any]:
-        """Return the report of `launch status --json`."""
-        status: dict[str, Any] = json.loads(self.run("status", "--json").stdout)
+        """Return the report of `launch status --json`, without a process for it."""
+        status: dict[str, Any] = json.loads(as_json(read_status(self.name)))
         return status
 
     def processes(self) -> dict[str, int]:
         """Return the pid of each process by its name."""
-        return {one["name"]: one["pid"] for one in self.status()["processes"]}
+        return {one.name: one.pid for one in list_processes(self.name)}
 
     def restarts(self) -> dict[str, int]:
         """Return the number of restarts of each process."""
-        return {one["name"]: one["restarts"] for one in self.status()["processes"]}
+        return {one.name: one.restarts for one in list_processes(self.name)}
 
     def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal that can't be handled to one process; return when it was restarted."""
@@ -158,3 +164,33 @@ def pipeline() -> Iterator[Callable[..., Pipeline]]:
             return one.__enter__()
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[Pipeline]:
+    """Start a pipeline with HTTP for all tests that only send requests."""
+    port = str(free_port())
+    flags = ("--http", "1", "--http-port", port, "--api-key", KEY, "--served-model-name", MODEL)
+    with Pipeline(*flags, "--max-request-bytes", "100000") as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def url(shared: Pipeline) -> str:
+    """Return where the shared pipeline serves HTTP."""
+    config = running_config(shared.name)
+    return f"http://127.0.0.1:{config.http_port}"
+
+
+@pytest.fixture
+def api(url: str, request: pytest.FixtureRequest) -> Api:
+    """Return the `openai` package's client of it, the blocking one by default."""
+    return Api(url, getattr(request, "param", "sync") == "async")
+
+
+@pytest.fixture
+def http(url: str) -> Iterator[httpx.Client]:
+    """Return a plain client of it, with its key."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=url, headers=headers, timeout=START_TIMEOUT) as client:
+        yield client

@@ -1,18 +1,14 @@
 """OpenAI's API of a running pipeline, asked with the `openai` package: sync, async, streams."""
 
 import asyncio
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
-from tests.pipeline.conftest import START_TIMEOUT, Pipeline
-from tests.pipeline.ports import free_port
-
 KEY = "a key"
 MODEL = "demo"
+TIMEOUT = 60.0
 COUNTED = "3 4 5 6 7 8 9"
 COUNT = "count from 3 to 9"
 COUNT_MESSAGES: list[Any] = [{"role": "user", "content": COUNT}]
@@ -45,7 +41,7 @@ class Api:
             "base_url": f"{url}/v1",
             "api_key": KEY,
             "max_retries": 0,
-            "timeout": START_TIMEOUT,
+            "timeout": TIMEOUT,
         }
 
     def chat(self, messages: list[Any] = COUNT_MESSAGES, **fields: Any) -> Any:
@@ -77,24 +73,8 @@ class Api:
             return [piece async for piece in answer] if fields.get("stream") else answer
 
 
-@pytest.fixture(scope="module")
-def url(pipeline: Callable[..., Pipeline]) -> str:
-    port = str(free_port())
-    flags = ("--http", "1", "--http-port", port, "--api-key", KEY, "--served-model-name", MODEL)
-    pipeline(*flags, "--max-request-bytes", "100000")
-    return f"http://127.0.0.1:{port}"
-
-
-@pytest.fixture(params=["sync", "async"])
-def api(url: str, request: pytest.FixtureRequest) -> Api:
-    return Api(url, request.param == "async")
-
-
-@pytest.fixture
-def http(url: str) -> Iterator[httpx.Client]:
-    headers = {"Authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=url, headers=headers, timeout=START_TIMEOUT) as client:
-        yield client
+BOTH_CLIENTS = pytest.mark.parametrize("api", ["sync", "async"], indirect=True)
+"""for answers of each shape; other fields are the same bytes from either client"""
 
 
 def content_of(chunks: list[Any], field: str = "content") -> str:

@@ -3,23 +3,15 @@
 import json
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.launch.pipeline.ephemeral_pipeline import free_port
 from tests.pipeline.conftest import LAUNCH, START_TIMEOUT, Pipeline
 
 pytestmark = pytest.mark.pipeline
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def main(pipeline: Callable[..., Pipeline]) -> Pipeline:
-    """Return a pipeline with a key."""
-    return pipeline("--http", "1", "--http-port", str(free_port()), "--api-key", "secret")
 
 
 def chat(number: int, **body: Any) -> dict[str, Any]:
@@ -40,9 +32,9 @@ def write(path: Path, *lines: dict[str, Any] | str) -> Path:
     return path
 
 
-def batch(main: Pipeline, source: Path, target: Path, *flags: str) -> tuple[int, str]:
+def batch(shared: Pipeline, source: Path, target: Path, *flags: str) -> tuple[int, str]:
     """Its exit code and what it says last."""
-    ended = main.run("batch", str(source), str(target), *flags)
+    ended = shared.run("batch", str(source), str(target), *flags)
     assert "Traceback" not in ended.stderr, ended.stderr
     return ended.returncode, ended.stderr.splitlines()[-1]
 
@@ -54,7 +46,7 @@ def results(path: Path) -> dict[str, dict[str, Any]]:
     return by_name
 
 
-def test_every_line_has_its_result(main: Pipeline, tmp_path: Path) -> None:
+def test_every_line_has_its_result(shared: Pipeline, tmp_path: Path) -> None:
     lines = [
         *(chat(number) for number in range(20)),
         text(1, "count from 3 to 9"),
@@ -65,7 +57,7 @@ def test_every_line_has_its_result(main: Pipeline, tmp_path: Path) -> None:
         text(2, "x", stream=True),
     ]
     source, target = write(tmp_path / "in", *lines), tmp_path / "out"
-    code, said = batch(main, source, target, "--concurrency", "4")
+    code, said = batch(shared, source, target, "--concurrency", "4")
     assert (code, said) == (1, f"{target}: 3 bad, 21 done, 1 refused")
     found = results(target)
     for number in range(20):
@@ -85,19 +77,19 @@ def test_every_line_has_its_result(main: Pipeline, tmp_path: Path) -> None:
         assert found[name]["error"]["code"] == "invalid_line"
         assert reason in found[name]["error"]["message"]
     before = target.read_text()
-    code, said = batch(main, source, target)
+    code, said = batch(shared, source, target)
     assert (code, said) == (0, f"{target}: 22 skipped")
     assert target.read_text() == before
 
 
-def test_it_goes_on_where_it_was_stopped(main: Pipeline, tmp_path: Path) -> None:
-    lines = [text(1, "count from 0 to 150"), *(chat(number) for number in range(2))]
+def test_it_goes_on_where_it_was_stopped(shared: Pipeline, tmp_path: Path) -> None:
+    lines = [text(1, "count from 0 to 80"), *(chat(number) for number in range(2))]
     source, target = write(tmp_path / "in", *lines), tmp_path / "out"
     with subprocess.Popen(
-        [*LAUNCH, "batch", "--name", main.name, str(source), str(target), "--concurrency", "2"],
+        [*LAUNCH, "batch", "--name", shared.name, str(source), str(target), "--concurrency", "2"],
         stderr=subprocess.DEVNULL,
     ) as process:
-        with main.client() as client:
+        with shared.client() as client:
             while not (target.exists() and target.read_text().count("\n") == 2):
                 client.status(fresh=True)  # half a second
         process.send_signal(signal.SIGINT)
@@ -106,24 +98,24 @@ def test_it_goes_on_where_it_was_stopped(main: Pipeline, tmp_path: Path) -> None
     assert "text-1" not in whole
     with target.open("a") as half:
         half.write('{"id":"batch_req_1","custom_id":"text-1","resp')
-    code, said = batch(main, source, target)
+    code, said = batch(shared, source, target)
     assert (code, said) == (0, f"{target}: 1 done, 2 skipped")
     assert target.read_text().startswith(whole)
     content = results(target)["text-1"]["response"]["body"]["choices"][0]["text"]
-    assert content == " ".join(map(str, range(151)))
+    assert content == " ".join(map(str, range(81)))
 
 
-def test_another_file_is_left_alone(main: Pipeline, tmp_path: Path) -> None:
+def test_another_file_is_left_alone(shared: Pipeline, tmp_path: Path) -> None:
     source = write(tmp_path / "in", chat(1))
-    code, said = batch(main, source, source)
+    code, said = batch(shared, source, source)
     assert code == 2
     assert f"{source}:1 is not a result of a batch" in said
     assert source.read_text() == json.dumps(chat(1)) + "\n"
-    code, said = batch(main, tmp_path / "none", tmp_path / "out")
+    code, said = batch(shared, tmp_path / "none", tmp_path / "out")
     assert (code, said) == (2, f"launch: {tmp_path}/none: No such file or directory")
 
 
-def test_a_pipeline_of_its_own(main: Pipeline, tmp_path: Path) -> None:
+def test_a_pipeline_of_its_own(shared: Pipeline, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in", chat(1)), tmp_path / "out"
     model = Path(__file__).parents[2] / "models" / "demo" / "checkpoint"
     flags = (
@@ -136,15 +128,7 @@ def test_a_pipeline_of_its_own(main: Pipeline, tmp_path: Path) -> None:
         "--kv-cache-gib",
         "0.1",
     )
-    code, said = batch(main, source, target, *flags)
+    code, said = batch(shared, source, target, *flags)
     assert (code, said) == (0, f"{target}: 1 done")
-    code, said = batch(main, source, target, "--tp", "2")
+    code, said = batch(shared, source, target, "--tp", "2")
     assert (code, said) == (2, "launch: --tp is for a pipeline of --model")
-
-
-def test_no_http_process(pipeline: Callable[..., Pipeline], tmp_path: Path) -> None:
-    other = pipeline("--http-port", str(free_port()))
-    code, said = batch(other, write(tmp_path / "in", chat(1)), tmp_path / "out")
-    assert code == 2
-    refusal = f"launch: pipeline {other.name!r} has no HTTP process; `launch scale http 1 --name"
-    assert said == f"{refusal} {other.name}` starts one"

@@ -6,6 +6,7 @@ import openai
 import pytest
 
 from tests.pipeline.http_api import (
+    BOTH_CLIENTS,
     COUNT,
     COUNT_MESSAGES,
     COUNTED,
@@ -13,16 +14,13 @@ from tests.pipeline.http_api import (
     SUM_MESSAGES,
     UNKNOWN_MESSAGES,
     Api,
-    api,
     content_of,
-    url,
 )
 
-__all__ = ["api", "url"]
-"""fixtures"""
 pytestmark = pytest.mark.pipeline
 
 
+@BOTH_CLIENTS
 def test_chat(api: Api) -> None:
     reply = api.chat()
     assert reply.object == "chat.completion"
@@ -41,6 +39,7 @@ def test_cached_tokens(api: Api) -> None:
     assert api.chat(messages, max_tokens=1).usage.prompt_tokens_details.cached_tokens >= 128
 
 
+@BOTH_CLIENTS
 def test_a_chat_streamed(api: Api) -> None:
     first, *chunks = api.chat(stream=True)
     assert first.object == "chat.completion.chunk"
@@ -171,6 +170,7 @@ def test_logprobs(api: Api) -> None:
     assert api.chat().choices[0].logprobs is None
 
 
+@BOTH_CLIENTS
 def test_logprobs_of_a_stream(api: Api) -> None:
     chunks = api.chat(stream=True, logprobs=True, top_logprobs=1)
     tokens = [

@@ -7,13 +7,12 @@ import httpx
 import openai
 import pytest
 
-from tests.pipeline.http_api import COUNT, COUNTED, Api, api, http, url
+from tests.pipeline.http_api import BOTH_CLIENTS, COUNT, COUNTED, Api
 
-__all__ = ["api", "http", "url"]
-"""fixtures"""
 pytestmark = pytest.mark.pipeline
 
 
+@BOTH_CLIENTS
 def test_completion(api: Api) -> None:
     reply = api.complete()
     assert reply.object == "text_completion"
@@ -22,6 +21,7 @@ def test_completion(api: Api) -> None:
     assert reply.usage.prompt_tokens == len(COUNT)
 
 
+@BOTH_CLIENTS
 def test_a_completion_streamed(api: Api) -> None:
     *chunks, last = api.complete(stream=True, stream_options={"include_usage": True})
     assert "".join(chunk.choices[0].text for chunk in chunks) == COUNTED

@@ -4,15 +4,13 @@ import httpx
 import openai
 import psutil
 import pytest
-from langchain_openai import ChatOpenAI
 
-from tests.pipeline.http_api import COUNT, COUNT_MESSAGES, COUNTED, KEY, MODEL, Api, api, http, url
+from tests.pipeline.http_api import BOTH_CLIENTS, COUNT, COUNT_MESSAGES, COUNTED, KEY, MODEL, Api
 
-__all__ = ["api", "http", "url"]
-"""fixtures"""
 pytestmark = pytest.mark.pipeline
 
 
+@BOTH_CLIENTS
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_fields(api: Api, stream: bool) -> None:
     for fields, param in (
@@ -27,6 +25,7 @@ def test_bad_fields(api: Api, stream: bool) -> None:
         assert caught.value.type == "invalid_request_error"
 
 
+@BOTH_CLIENTS
 def test_another_model(api: Api) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         api.chat(model="gpt-4")
@@ -141,6 +140,8 @@ def test_the_page_asks_nothing_of_others(http: httpx.Client) -> None:
 
 
 def test_langchain(url: str) -> None:
+    from langchain_openai import ChatOpenAI  # takes long: only the process that runs this pays
+
     model = ChatOpenAI(
         base_url=f"{url}/v1",
         api_key=KEY,

@@ -7,10 +7,8 @@ import jsonschema
 import openai
 import pytest
 
-from tests.pipeline.http_api import COUNT_MESSAGES, COUNTED, SCHEMA, TOOL, Api, api, content_of, url
+from tests.pipeline.http_api import COUNT_MESSAGES, COUNTED, SCHEMA, TOOL, Api, content_of
 
-__all__ = ["api", "url"]
-"""fixtures"""
 pytestmark = pytest.mark.pipeline
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from tests.pipeline.conftest import START_TIMEOUT, Pipeline
 from tests.pipeline.ports import free_port
 
 pytestmark = pytest.mark.pipeline
-LONG = {"prompt": "count from 1 to 100", "max_tokens": 120, "ignore_eos": True, "stream": True}
+LONG = {"prompt": "count from 1 to 100", "max_tokens": 60, "ignore_eos": True, "stream": True}
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +71,17 @@ def test_two_processes_share_the_work(served: tuple[Pipeline, str]) -> None:
 def test_sigterm_lets_answers_be_finished(served: tuple[Pipeline, str]) -> None:
     pipeline, url = served
     short = {"prompt": "count from 3 to 9", "max_tokens": 50}
+    begin = len(pipeline.output)
+    killed = [name for name in ("http.1", "http.2") if name in pipeline.processes()]
     with httpx.Client(timeout=START_TIMEOUT) as client:
         with client.stream("POST", f"{url}/v1/completions", json=short | {"stream": True}) as one:
             lines = one.iter_lines()
             next(lines)
-            for name in ("http.1", "http.2"):
-                if name in pipeline.processes():
-                    pipeline.kill(name, signal.SIGTERM)
+            for name in killed:
+                pipeline.kill(name, signal.SIGTERM)
             assert list(lines)[-2:] == ["data: [DONE]", ""]
+        for name in killed:
+            pipeline.wait_for(rf"{re.escape(name)} +\| I listens", begin)
         reply = client.post(f"{url}/v1/completions", json=short)
     assert reply.json()["choices"][0]["text"] == "3 4 5 6 7 8 9"
 

@@ -75,6 +75,14 @@ def test_ask_says_in_one_sentence_what_is_refused(main: Pipeline) -> None:
     assert re.fullmatch(r"launch: max_tokens: got 2000000000.*\n", asked.stderr)
 
 
+def test_batch_refuses_a_pipeline_without_http(main: Pipeline, tmp_path: Path) -> None:
+    (tmp_path / "in").touch()
+    refused = main.run("batch", str(tmp_path / "in"), str(tmp_path / "out"))
+    assert refused.returncode == 2
+    refusal = f"launch: pipeline {main.name!r} has no HTTP process; `launch scale http 1 --name"
+    assert refused.stderr.splitlines()[-1] == f"{refusal} {main.name}` starts one"
+
+
 def test_chat_remembers(main: Pipeline) -> None:
     command = [*LAUNCH, "chat", "--name", main.name, "--max-tokens", "9", "--temperature", "0"]
     chat = subprocess.run(
@@ -99,7 +107,7 @@ def test_status_for_people(main: Pipeline) -> None:
 
 
 def test_status_for_programs(main: Pipeline) -> None:
-    status = main.status()
+    status = json.loads(main.run("status", "--json").stdout)
     assert status["gateway"]["ready"]
     assert status["config"]["name"] == main.name
     assert [one["name"] for one in status["processes"]] == [
@@ -150,8 +158,8 @@ def test_scale_keeps_one(main: Pipeline) -> None:
 def test_what_is_killed_comes_back_and_requests_go_on(main: Pipeline, name: str) -> None:
     before = main.restarts()
     with main.client() as client:
-        whole = client.generate(QUESTION, max_tokens=100, ignore_eos=True)
-        stream = client.stream(QUESTION, max_tokens=100, ignore_eos=True)
+        whole = client.generate(QUESTION, max_tokens=40, ignore_eos=True)
+        stream = client.stream(QUESTION, max_tokens=40, ignore_eos=True)
         deltas = iter(stream)
         pieces = [next(deltas).text]
         main.kill(name)
@@ -280,6 +288,8 @@ def test_another_runner_runs_the_procfile() -> None:
         "PENSTOCK_NAME": name,
         "PENSTOCK_ENDPOINT": endpoint,
         "PENSTOCK_TP": "2",
+        "PENSTOCK_NUM_THREADS": "1",
+        "PENSTOCK_KV_CACHE_GIB": "0.1",
     }
     command = [sys.executable, "-m", "honcho", "-f", str(PROCFILE), "start", "-c", "worker=2"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as honcho:

@@ -13,7 +13,7 @@ from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.pipeline
 ANSWER_TIMEOUT_MS = 60_000
-PROMPT = count_prompt(1, 60)
+PROMPT = count_prompt(1, 20)
 
 
 @pytest.fixture(scope="module")

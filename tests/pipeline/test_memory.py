@@ -71,6 +71,7 @@ def memory(served: Pipeline) -> dict[str, float]:
     return {name: psutil.Process(pid).memory_info().rss / 2**20 for name, pid in pids}
 
 
+@pytest.mark.long
 @pytest.mark.search
 def test_nothing_grows(pipeline: Callable[..., Pipeline]) -> None:  # noqa: F811
     served = pipeline("--max-num-seqs", "64")

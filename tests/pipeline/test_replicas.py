@@ -12,7 +12,7 @@ from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.pipeline
 NUM_STREAMS = 4
-PROMPT = count_prompt(1, 40)
+PROMPT = count_prompt(1, 30)
 SHARED = "repeat: " + "abcdefghij" * 60
 
 

@@ -16,7 +16,7 @@ from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.pipeline
 Start = Callable[..., Pipeline]
-PROMPT = count_prompt(1, 60)
+PROMPT = count_prompt(1, 30)
 NUM_STREAMS = 8
 PATIENT = ("--hang-timeout", "3600", "--step-timeout", "3600")
 """leaves a halted worker alone"""
@@ -45,25 +45,21 @@ def test_all_are_restarted_under_load(shared: Pipeline) -> None:
     """One group after the other, each back before the next; no client sees any of it."""
     before, restarts = shared.processes(), shared.restarts()
     command = [*LAUNCH, "restart", "--name", shared.name, "all"]
-    with shared.client() as client, subprocess.Popen(command, stdout=subprocess.PIPE) as restart:
-        while restart.poll() is None:
+    with (
+        shared.client() as client,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as restart,
+    ):
+        assert restart.stdout
+        for names in (
+            *("gateway.1", "tokenizer.1", "tokenizer.2", "scheduler.1", "worker.1, worker.2"),
+            *("detokenizer.1", "detokenizer.2"),
+        ):  # streams begin with the restart of a group
             streams = [client.stream(PROMPT) for _ in range(NUM_STREAMS)]
             texts = ["".join(delta.text for delta in stream) for stream in streams]
             assert texts == [answer_to(PROMPT)] * NUM_STREAMS
             assert [stream.result().text for stream in streams] == texts
-        said = restart.communicate()[0].decode().splitlines()
-    assert (restart.returncode, said) == (
-        0,
-        [
-            "gateway.1: back",
-            "tokenizer.1: back",
-            "tokenizer.2: back",
-            "scheduler.1: back",
-            "worker.1, worker.2: back",
-            "detokenizer.1: back",
-            "detokenizer.2: back",
-        ],
-    )
+            assert restart.stdout.readline() == f"{names}: back\n"
+        assert (restart.wait(), restart.stdout.read()) == (0, "")
     after = shared.processes()
     assert after.keys() == before.keys()
     assert not set(after.values()) & set(before.values())

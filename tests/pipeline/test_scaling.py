@@ -59,7 +59,7 @@ def test_one_text_for_any_number_of_detokenizers(served: Pipeline) -> None:
 
     def texts(client: Client) -> list[tuple[str, list[int]]]:
         streams = [
-            client.submit("repeat: é水🙂", temperature=2, seed=seed, ignore_eos=True, max_tokens=60)
+            client.submit("repeat: é水🙂", temperature=2, seed=seed, ignore_eos=True, max_tokens=24)
             for seed in range(12)
         ]
         return [(reply.text, reply.token_ids) for reply in (s.result() for s in streams)]

@@ -22,6 +22,7 @@ CLOSERS = {ord('"'): 30.0, ord("}"): 25.0, ord("]"): 25.0, ord(","): 20.0, IM_EN
 """what ends something: without, it stays in loops like `{"":{"":` for ever"""
 
 
+@pytest.mark.long
 @pytest.mark.search
 def test_answers_follow_their_schemas() -> None:
     schemas = [Schemas(seed).make() for seed in range(NUM_SCHEMAS)]

@@ -17,6 +17,11 @@ pytestmark = pytest.mark.pipeline
 ANSWER_TIMEOUT_MS = 30_000
 
 
+@pytest.fixture(scope="module")
+def running(pipeline: Callable[..., Pipeline]) -> Pipeline:
+    return pipeline()
+
+
 def answer(socket: "zmq.Socket[bytes]") -> bytes:
     """Return the next answer; the first byte of JSON is a brace."""
     assert socket.poll(ANSWER_TIMEOUT_MS)
@@ -24,12 +29,11 @@ def answer(socket: "zmq.Socket[bytes]") -> bytes:
     return frame
 
 
-def test_a_fresh_status_waits_for_the_scheduler(pipeline: Callable[..., Pipeline]) -> None:
+def test_a_fresh_status_waits_for_the_scheduler(running: Pipeline) -> None:
     """A stopped scheduler reports nothing, so a plain query after the fresh one overtakes it.
 
     The fresh query is in JSON, the plain one in MessagePack, so that the answers differ.
     """
-    running = pipeline()
     scheduler = psutil.Process(running.processes()["scheduler.1"])
     plain = msgspec.msgpack.encode(StatusRequest())
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -46,9 +50,8 @@ def test_a_fresh_status_waits_for_the_scheduler(pipeline: Callable[..., Pipeline
         assert answer(socket).startswith(b"{")
 
 
-def test_the_gateway_answers_for_every_process(pipeline: Callable[..., Pipeline]) -> None:
+def test_the_gateway_answers_for_every_process(running: Pipeline) -> None:
     """The supervisor reports every heartbeat, so the next reports come with the scheduler's."""
-    running = pipeline()
     names = ["gateway.1", "tokenizer.1", "scheduler.1", "worker.1", "detokenizer.1"]
     with running.client() as client:
         client.generate("17+25=")

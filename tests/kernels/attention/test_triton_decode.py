@@ -170,17 +170,19 @@ def test_lengths_change_between_steps(
     tuning: DecodeTuning, device: str, dtype: torch.dtype
 ) -> None:
     """Each step finds the counters at 0, and no item of the step before."""
-    attention = attention_for(Layout(), device, tuning)
+    layout = Layout(4, 2)
+    attention = attention_for(layout, device, tuning)
     for lengths in ([130, 3, 70], [1, 100], [0, 0], [7], [40] * 4, [70, 90]):
-        step = Step(Layout(), lengths, device, dtype)
+        step = Step(layout, lengths, device, dtype)
         step.check(step.run(attention))
 
 
 @pytest.mark.slow
 def test_layers_share_a_plan(device: str, dtype: torch.dtype) -> None:
     """And give the same bits for the same data."""
-    attention = attention_for(Layout(), device, MANY_SPLITS)
-    steps = [Step(Layout(), [100, 0, 33], device, dtype) for _ in range(2)]
+    layout = Layout(4, 2)
+    attention = attention_for(layout, device, MANY_SPLITS)
+    steps = [Step(layout, [100, 0, 33], device, dtype) for _ in range(2)]
     attention.plan(steps[0].context_lens)
     outs = [torch.full_like(step.q, torch.nan) for step in (*steps, steps[0])]
     for step, out in zip((*steps, steps[0]), outs, strict=True):

@@ -35,6 +35,8 @@ KINDS = [
     (3.0, 10**6, 0.5, 1e-4),
     (1e-30, 5, 0.9, 0.1),
 ]
+FEW_KINDS = [KINDS[n] for n in (0, 1, 2, 5, 9, 12)]
+"""one a branch of the kernels, for the interpreter"""
 FIELDS = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -115,7 +117,7 @@ def test_draws_the_tokens_of_the_reference(device: str, vocab_size: int) -> None
     [
         ((20, 1.0, 0.0), 20),
         ((190, 1.0, 0.0), 190),
-        ((0, 60.5 / 158.8, 0.0), 61),
+        ((0, 60.5 / 154.8, 0.0), 61),
         ((0, 1.0, 0.8), 100),
         ((200, 1.0, 0.8), 100),
         ((200, 60.5 / 150, 0.8), 61),  # the sum is of what top-k leaves, before min-p
@@ -124,7 +126,7 @@ def test_draws_the_tokens_of_the_reference(device: str, vocab_size: int) -> None
 def test_the_last_token_kept_may_be_drawn_and_the_next_may_not(
     device: str, limits: tuple[int, float, float], last: int
 ) -> None:
-    vocab_size = 9001
+    vocab_size = 5000
     parameters = parameters_of([(1.0, *limits)] * 4)
     slots = torch.arange(4)
     lucky = reference.gumbel_noise(parameters["seeds"], slots, vocab_size).argmax(1)
@@ -175,8 +177,9 @@ def test_greedy_rows_take_the_lowest_id_of_equals(device: str) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's
 def test_a_row_with_a_logit_that_is_no_number_has_no_token(device: str) -> None:
     """Wherever it is, among forbidden tokens, too; the next rows are as ever."""
-    parameters = parameters_of([kind for kind in KINDS for _ in range(2)])
-    logits = torch.randn(2 * len(KINDS), 9000)
+    kinds = FEW_KINDS if device == "cpu" else KINDS
+    parameters = parameters_of([kind for kind in kinds for _ in range(2)])
+    logits = torch.randn(2 * len(kinds), 9000)
     logits[:, 5000:] = -torch.inf
     slots = torch.arange(len(logits))
     alone, _ = draw(device, logits, slots, slots, parameters)
@@ -249,10 +252,11 @@ def test_tokens_have_the_probabilities_of_the_softmax(
 @pytest.mark.slow
 def test_what_a_grammar_rules_out_counts_nothing(device: str) -> None:
     """Whole runs of the vocabulary may be at minus infinity."""
-    logits = torch.randn(len(KINDS), 9000) * 3
+    kinds = FEW_KINDS if device == "cpu" else KINDS
+    logits = torch.randn(len(kinds), 9000) * 3
     logits[:, 100:] = -torch.inf
-    slots = torch.arange(len(KINDS))
-    parameters = parameters_of(KINDS)
+    slots = torch.arange(len(kinds))
+    parameters = parameters_of(kinds)
     tokens, _ = draw(device, logits, slots, slots, parameters)
     by_slot = SamplingTensors(**parameters, last_token=slots.clone())
     expected = reference.sample(logits, slots, slots, by_slot)
