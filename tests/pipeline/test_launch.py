@@ -75,14 +75,6 @@ def test_ask_says_in_one_sentence_what_is_refused(main: Pipeline) -> None:
     assert re.fullmatch(r"launch: max_tokens: got 2000000000.*\n", asked.stderr)
 
 
-def test_batch_refuses_a_pipeline_without_http(main: Pipeline, tmp_path: Path) -> None:
-    (tmp_path / "in").touch()
-    refused = main.run("batch", str(tmp_path / "in"), str(tmp_path / "out"))
-    assert refused.returncode == 2
-    refusal = f"launch: pipeline {main.name!r} has no HTTP process; `launch scale http 1 --name"
-    assert refused.stderr.splitlines()[-1] == f"{refusal} {main.name}` starts one"
-
-
 def test_chat_remembers(main: Pipeline) -> None:
     command = [*LAUNCH, "chat", "--name", main.name, "--max-tokens", "9", "--temperature", "0"]
     chat = subprocess.run(

@@ -4,6 +4,7 @@ import contextlib
 import json
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -71,6 +72,14 @@ def test_the_gateway_answers_for_every_process(running: Pipeline) -> None:
     shown = running.status()
     assert shown["processes"][0]["rss_bytes"] > 1 << 20
     assert [one["name"] for one in shown["gateway"]["processes"]] == names
+
+
+def test_batch_refuses_a_pipeline_without_http(running: Pipeline, tmp_path: Path) -> None:
+    (tmp_path / "in").touch()
+    refused = running.run("batch", str(tmp_path / "in"), str(tmp_path / "out"))
+    assert refused.returncode == 2
+    refusal = f"launch: pipeline {running.name!r} has no HTTP process; `launch scale http 1 --name"
+    assert refused.stderr.splitlines()[-1] == f"{refusal} {running.name}` starts one"
 
 
 def test_every_line_is_json() -> None:
