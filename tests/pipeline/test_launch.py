@@ -275,14 +275,10 @@ def test_a_process_that_dies_again_and_again_ends_the_pipeline(tmp_path: Path) -
 def test_another_runner_runs_the_procfile() -> None:
     name = f"test-{uuid.uuid4().hex[:8]}"
     endpoint = free_tcp_endpoint()
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PENSTOCK_NAME": name,
-        "PENSTOCK_ENDPOINT": endpoint,
-        "PENSTOCK_TP": "2",
-        "PENSTOCK_NUM_THREADS": "1",
-        "PENSTOCK_KV_CACHE_GIB": "0.1",
-    }
+    options = {"NAME": name, "ENDPOINT": endpoint, "TP": "2"}
+    options |= {"NUM_THREADS": "1", "KV_CACHE_GIB": "0.1"}
+    environment = os.environ | {f"PENSTOCK_{key}": value for key, value in options.items()}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = [sys.executable, "-m", "honcho", "-f", str(PROCFILE), "start", "-c", "worker=2"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as honcho:
         try:
