@@ -1,4 +1,4 @@
-"""`launch bench serve`: when requests arrive, what is made of their times, and a small run."""
+"""`launch bench serve`: times of requests and their summary; benchmarks of a running pipeline."""
 
 import contextlib
 import json
@@ -250,3 +250,23 @@ def test_serve(
             for name in ("ttft", "itl", "tpot"):
                 assert 0 < figures[f"median_{name}_ms"] <= figures[f"p99_{name}_ms"]
             assert figures["p99_ttft_ms"] < figures["p99_e2el_ms"]
+
+
+@pytest.mark.pipeline
+def test_latency_of_a_running_pipeline(
+    measured: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload = ("--batches", "1", "3", "--input-tokens", "6", "--output-tokens", "4")
+    arguments = ("latency", *workload, "--runs", "1")
+    report = json.loads(bench(monkeypatch, capsys, *arguments, "--name", measured.name, "--json"))
+    where = ("--endpoint", measured.endpoint, "--model", str(measured.model_folder))
+    table = bench(monkeypatch, capsys, *arguments, *where)
+    assert report["options"]["name"] == measured.name
+    assert report["ready_seconds"] is None
+    assert [one["batch"] for one in report["batches"]] == [1, 3]
+    for one in report["batches"]:
+        assert [run["total_output_tokens"] for run in one["runs"]] == [4 * one["batch"]]
+        assert one["streaming"]["median_ttft_ms"] > 0
+        assert one["streaming"]["p99_itl_ms"] >= one["streaming"]["median_itl_ms"] > 0
+    assert [line[:5] for line in table.splitlines()[-2:]] == ["| 1 |", "| 3 |"]
+    assert "prefix caching" not in table  # what the endpoint's options are is not known

@@ -112,6 +112,7 @@ def test_what_is_not_there_is_not_restarted(shared: Pipeline) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_restart_ends_with_the_pipeline(pipeline: Start) -> None:
     running = pipeline(*PATIENT)
     command = [*LAUNCH, "restart", "--name", running.name, "gateway"]
@@ -146,7 +147,7 @@ def test_what_runs_is_finished_and_nothing_begun(pipeline: Start) -> None:
     assert running.wait() == 0
 
 
-@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("is_before", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_drain_outlives_the_gateway(pipeline: Start, is_before: bool) -> None:
     """A gateway is killed just before or in its drain.
 
@@ -182,6 +183,7 @@ def is_heard(status: StatusReply, before: StatusReply) -> bool:
     return any(one.first_attempt > old.first_attempt for one in status.schedulers)
 
 
+@pytest.mark.long
 def test_the_second_signal_waits_for_nothing(pipeline: Start) -> None:
     running = pipeline("--drain-timeout", "3600", *PATIENT)
     with running.client() as client, halted(running, "worker.1"):
