@@ -37,7 +37,9 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     address: str = "auto"
     """of the Ray cluster, HOST:PORT; auto: the one this machine is in"""
     model: str = ""
-    """folder of a Qwen3 checkpoint; empty: the demo model"""
+    """folder of a Qwen3 checkpoint, or its name on the Hugging Face Hub; empty: the demo model"""
+    revision: str = ""
+    """branch, tag or commit of --model on the hub; empty: its main branch"""
     endpoint: str = "tcp://127.0.0.1:5555"
     """where clients connect"""
     curve_keys: str = ""
@@ -59,7 +61,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     allowed_origins: str = ""
     """web pages that may use the API: a JSON list of origins, or `*` for all"""
     served_model_name: str = ""
-    """name of the model over HTTP; empty: its folder's"""
+    """name of the model over HTTP; empty: its name on the hub, or its folder's"""
     trust_request_chat_template: bool = False
     """let requests bring a `chat_template`: a program that a tokenizer runs"""
     tp: Count = 1

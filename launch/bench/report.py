@@ -160,6 +160,7 @@ def _options(config: Config | None) -> list[str]:
         http=config.http,
         http_port=config.http_port,
         model=config.model,
+        served_model_name=config.served_model_name,
         enable_prefix_caching=config.enable_prefix_caching,
         log_level=config.log_level,
     )

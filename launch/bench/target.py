@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.hub import resolve
 from penstock.launch.pipeline.options import given_options
 from penstock.launch.pipeline.run_folder import model_name
 from penstock.launch.pipeline.target import check_no_options, target, vocab_size
@@ -56,7 +57,8 @@ def measured(arguments: Namespace) -> Iterator[Target]:
     check_no_options(options)
     if model is None:
         raise LaunchError("--endpoint needs --model, for the size of its vocabulary")
-    found = _target(Config(endpoint=endpoint, model=model, curve_keys=keys))
+    fields = resolve({"model": model}, weights=False)
+    found = _target(Config(endpoint=endpoint, curve_keys=keys, **fields))
     found.config = None
     yield found
 

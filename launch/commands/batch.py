@@ -21,6 +21,7 @@ from tqdm import tqdm
 from penstock.launch.pipeline.control_client import list_processes
 from penstock.launch.pipeline.ephemeral_pipeline import free_port, private_pipeline
 from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.hub import resolve
 from penstock.launch.pipeline.options import add_pipeline_options, as_flags, flag, given_options
 from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.pipeline.run_folder import base_url, running_config
@@ -85,7 +86,7 @@ def _target(arguments: Namespace) -> Iterator[Config]:
             raise LaunchError(f"{flag(next(iter(options)))} is for a pipeline of --model")
         yield _with_http(running_config(name or Config().name))
         return
-    options = {"http": 1, "http_port": free_port(), "log_level": "warning"} | options
+    options = {"http": 1, "http_port": free_port(), "log_level": "warning"} | resolve(options)
     name = f"batch-{options['http_port']}"
     with private_pipeline(name, *as_flags(options)):
         yield running_config(name)

@@ -42,7 +42,8 @@ FIRST_STEPS = """\
 Penstock serves Qwen3 models from a pipeline of small processes.
 
   launch all                  serve the demo model, on the CPU if there is no GPU
-  launch all --model FOLDER   serve a Qwen3 checkpoint
+  launch all --model MODEL    serve a Qwen3 checkpoint: its folder, or its name on the
+                              Hugging Face Hub, such as Qwen/Qwen3-8B
   launch ask "17+25="         ask what is served, from another terminal; or open
                               http://127.0.0.1:8000 in a browser
   launch status               show the processes and the queues

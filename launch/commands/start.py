@@ -14,6 +14,7 @@ import zmq
 from penstock.launch.commands.api_key import read_api_key
 from penstock.launch.commands.gpus import check_gpus
 from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.hub import HubModel, hub_model, resolve
 from penstock.launch.pipeline.options import add_options, flag, given_options
 from penstock.launch.pipeline.procfile import PROCFILE, read_procfile
 from penstock.launch.pipeline.run_folder import CONTROL_SOCKET, claim
@@ -42,14 +43,19 @@ def add_arguments(command: ArgumentParser) -> None:
 
 def _run_all(arguments: Namespace) -> int:
     fields = given_options(arguments, Config)
-    for field in ("model", "curve_keys"):
-        if fields.get(field):
-            fields[field] = str(Path(fields[field]).absolute())
-    return start(read_api_key(Config(**fields)), arguments.procfile, arguments.max_deaths)
+    if fields.get("curve_keys"):
+        fields["curve_keys"] = str(Path(fields["curve_keys"]).absolute())
+    source = hub_model(fields)
+    config = Config(**resolve(fields, weights=fields.get("backend") != "ray"))
+    source = source and source._replace(revision=config.model_folder.name)
+    return start(read_api_key(config), arguments.procfile, arguments.max_deaths, source)
 
 
-def start(config: Config, procfile: Path, max_deaths: int) -> int:
-    """Run the pipeline to its end and return the exit code."""
+def start(config: Config, procfile: Path, max_deaths: int, source: HubModel | None = None) -> int:
+    """Run the pipeline to its end and return the exit code.
+
+    source: from where nodes of a Ray cluster download the model.
+    """
     commands = read_procfile(procfile)
     try:
         check_addresses(config.endpoint)
@@ -70,7 +76,7 @@ def start(config: Config, procfile: Path, max_deaths: int) -> int:
         field, _, reason = str(error).partition(":")
         raise LaunchError(f"{flag(field)}:{reason}") from error
     raise_descriptor_limit()
-    run = _run_on_ray if config.backend == "ray" else _run
+    run = partial(_run_on_ray, source) if config.backend == "ray" else _run
     with claim(config) as folder:
         _check_length(folder / CONTROL_SOCKET)
         _check_security(config)
@@ -88,7 +94,9 @@ def _run(config: Config, commands: dict[str, str], max_deaths: int) -> int:
         remove_socket(config.endpoint)
 
 
-def _run_on_ray(config: Config, commands: dict[str, str], max_deaths: int) -> int:
+def _run_on_ray(
+    source: HubModel | None, config: Config, commands: dict[str, str], max_deaths: int
+) -> int:
     from penstock.launch.supervisor.ray.cluster import joined
     from penstock.launch.supervisor.ray.processes import RayProcesses
 
@@ -99,7 +107,7 @@ def _run_on_ray(config: Config, commands: dict[str, str], max_deaths: int) -> in
         if cluster.is_here(placement.nodes.get("http")):
             check_http_port(config)
         write_config(config)
-        make_processes = partial(RayProcesses, cluster, placement)
+        make_processes = partial(RayProcesses, cluster, placement, source)
         try:
             return asyncio.run(Supervisor(config, commands, max_deaths, make_processes).run())
         finally:

@@ -24,6 +24,7 @@ from penstock.launch.offline.bounded_concurrency import ask_all
 from penstock.launch.offline.outputs import RequestOutput, SamplingParams, prompts_of
 from penstock.launch.pipeline.ephemeral_pipeline import private_pipeline
 from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.hub import resolve
 from penstock.launch.pipeline.options import DEPRECATED, OTHER_NAMES, as_flags
 from penstock.launch.pipeline.run_folder import is_running, running_config
 from penstock.protocol.client.client import Client
@@ -56,13 +57,15 @@ class LLM:
     ) -> None:
         """Start the pipeline.
 
-        `model` is the folder of a checkpoint; empty: the demo model. `options` are those of
+        `model` is the folder of a checkpoint or its name on the Hugging Face Hub; empty: the demo
+        model. `options` are those of
         `launch all`, by their names there (`num_blocks`) or vLLM's (`enforce_eager`).
 
         Raises TypeError and ValueError for options that can't be, LaunchError if it does not start.
         """
         name = f"llm-{os.getpid()}-{next(_pipelines)}"
         fields = _config_fields(options | {"model": str(model), "tp": tensor_parallel_size})
+        fields = resolve(fields)
         with contextlib.ExitStack() as stack:
             endpoint = stack.enter_context(private_pipeline(name, *as_flags(fields)))
             self.config = running_config(name)

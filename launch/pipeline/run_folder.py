@@ -183,4 +183,5 @@ def base_url(config: Config) -> str:
 
 def model_name(config: Config) -> str:
     """Return the name of the served model."""
-    return config.model_folder.name if config.model else "Qwen3 demo"
+    default = config.model_folder.name if config.model else "Qwen3 demo"
+    return config.served_model_name or default

@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.launch.pipeline.ephemeral_pipeline import private_pipeline
 from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.hub import hub_model, resolve
 from penstock.launch.pipeline.options import as_flags, flag
 from penstock.launch.pipeline.run_folder import running_config
 from penstock.protocol.checkpoint import ModelError, read_model_config
@@ -28,10 +29,11 @@ def target(
         check_no_options(options)
         yield running_config(name)
         return
-    vocab_size(Config(**options))  # a wrong --model is one sentence, here
-    name, options = f"{prefix}-{os.getpid()}", defaults | options
-    with private_pipeline(name, *as_flags(options), *flags) as endpoint:
-        yield Config(name=name, endpoint=endpoint, **options)
+    name, options = f"{prefix}-{os.getpid()}", defaults | resolve(options)
+    if hub_model(options) is None:
+        vocab_size(Config(**options))  # a wrong --model is one sentence, here
+    with private_pipeline(name, *as_flags(options), *flags):
+        yield running_config(name)
 
 
 def check_no_options(options: dict[str, Any]) -> None:

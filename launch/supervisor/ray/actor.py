@@ -11,6 +11,9 @@ from uuid import uuid4
 import msgspec
 import ray
 
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.hub import HubModel
+from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.supervisor.child_process import ChildProcess, vitals
 from penstock.launch.supervisor.logs import Log
 from penstock.launch.supervisor.ray.folder import NodeFolder
@@ -39,6 +42,8 @@ class Spec(NamedTuple):
     command: str
     """the procfile's"""
     config: Config
+    source: HubModel | None
+    """from where the node downloads the model; None: the folder exists on every node"""
     run: str
     """of this pipeline in the cluster"""
     fixed: dict[str, str]
@@ -80,20 +85,25 @@ class ProcessActor:
         return self._id
 
     @ray.method(max_task_retries=-1)
-    async def start(self, actor_id: str, number: int) -> Started | None:
+    async def start(self, actor_id: str, number: int) -> Started | str | None:
         """Start the process with this number, unless it is started; only the newest one runs.
 
         Return None if another actor was meant: its process may still run, unreachable, and no two
-        processes may have one number. Raises OSError.
+        processes may have one number. Return a sentence if the node can't download the model.
+        Raises OSError.
         """
         if actor_id != self._id:
             return None
+        try:
+            config = await asyncio.to_thread(self._model_config)
+        except LaunchError as error:
+            return str(error)
         if number != self._number or self._child is None:
             await self._kill()
             self._number = number
             self._output.clear()
             self._log = self._log or Log(self._on_line)
-            self._child = ChildProcess(self._spec.command, self._environment(), self._log)
+            self._child = ChildProcess(self._spec.command, self._environment(config), self._log)
             self._child.end.add_done_callback(lambda _: self._changed.set())
         return Started(self._child.pid, self._node)
 
@@ -140,11 +150,19 @@ class ProcessActor:
         self._output.append(line)
         self._changed.set()
 
-    def _environment(self) -> dict[str, str]:
+    def _model_config(self) -> Config:
+        """Return the configuration with the model's folder on this node. Raises LaunchError."""
+        spec = self._spec
+        if spec.source is None:
+            return spec.config
+        folder = spec.source.folder(weights=kind_of(spec.name) == "worker")
+        return msgspec.structs.replace(spec.config, model=str(folder))
+
+    def _environment(self, config: Config) -> dict[str, str]:
         """Write the files that the process needs, and return its environment."""
         spec, folder = self._spec, self._folder
         run_folder = Path(f"penstock-{os.getuid()}", spec.config.name)
-        config, keys = spec.config, folder.path / run_folder / PUBLIC_KEYS
+        keys = folder.path / run_folder / PUBLIC_KEYS
         if spec.public_keys:
             config = msgspec.structs.replace(config, curve_keys=str(keys))
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]

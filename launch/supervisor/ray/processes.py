@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from penstock.launch.pipeline.hub import HubModel
 from penstock.launch.pipeline.keys import make_keys
 from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.supervisor.processes import Policy, Processes
@@ -50,15 +51,19 @@ class RayProcesses(Processes):
         self,
         joined: Joined,
         placement: Placement,
+        source: HubModel | None,
         config: Config,
         commands: dict[str, str],
         policy: Policy,
         tasks: Tasks,
     ) -> None:
-        """commands: by kind of process. Raises LaunchError."""
+        """source: from where each node downloads the model; commands: by kind of process.
+
+        Raises LaunchError."""
         super().__init__(policy, tasks)
         self._joined = joined
         self._placement = placement
+        self._source = source
         self._config = config
         self._commands = commands
         self._incarnations = count(1)
@@ -117,6 +122,7 @@ class RayProcesses(Processes):
             name=name,
             command=self._commands[kind_of(name)],
             config=msgspec.structs.replace(self._config, device=self._placement.device),
+            source=self._source,
             run=self._joined.run,
             fixed=self._fixed.fixed,
             keys=self._keys,

@@ -38,7 +38,7 @@ class RemoteProcess(ManagedProcess):
     async def spawn(self) -> None:
         """As `ManagedProcess.spawn`, once Ray has the actor somewhere. Raises LaunchError, too."""
         self._actor = self._actor or await self._make_actor(self.name)
-        started: Started | None = None
+        started: Started | str | None = None
         try:
             while started is None:
                 actor_id = await self._actor.id.remote()
@@ -46,6 +46,8 @@ class RemoteProcess(ManagedProcess):
                 started = await self._actor.start.remote(actor_id, self._number)
         except RayActorError as error:
             raise LaunchError(f"Ray has no place for {self.name} any more: {error}") from error
+        if isinstance(started, str):
+            raise OSError(started)
         self.pid, self.node = started.pid, started.node
         if not self.wanted.is_set():  # `stop` came while it was started
             self._actor.stop.remote(GRACE)

@@ -1,0 +1,108 @@
+"""Models by their name on the Hugging Face Hub: resolved to a folder before a pipeline starts."""
+
+import difflib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from penstock.launch.pipeline.errors import LaunchError
+
+DOWNLOADER = "penstock.launch.pipeline.hub_download"
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+class Downloaded(Struct):
+    """Result of the downloader."""
+
+    folder: str = ""
+    error: str = ""
+    """a sentence, where there is no folder"""
+
+
+class HubModel(NamedTuple):
+    """A repository of the hub."""
+
+    name: str
+    """`Qwen/Qwen3-8B`"""
+    revision: str = ""
+    """branch, tag or commit; empty: the main branch"""
+
+    def folder(self, *, weights: bool = True) -> Path:
+        """Return the snapshot in the cache, after downloading what it lacks.
+
+        weights: also the safetensors, not the JSON files alone. The downloader is a process, which
+        Ctrl-C ends at once and which ends with this process. Raises LaunchError.
+        """
+        words = [self.name, self.revision, "weights" if weights else "config"]
+        with subprocess.Popen(
+            [sys.executable, "-P", "-m", DOWNLOADER, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as process:
+            try:
+                output = process.stdout.read() if process.stdout else b""
+            except BaseException:
+                process.kill()
+                raise
+        try:
+            result = msgspec.json.decode(output, type=Downloaded)
+        except msgspec.DecodeError:
+            code = process.returncode
+            raise LaunchError(f"--model: the download of {self.name} ended with {code}") from None
+        if result.error:
+            raise LaunchError(result.error)
+        return Path(result.folder)
+
+
+def hub_model(options: dict[str, Any]) -> HubModel | None:
+    """Return the repository that `model` names; None for a folder, which wins, or the demo model.
+
+    Raises LaunchError where `model` is neither, and for a `revision` without a repository.
+    """
+    model, revision = options.get("model", ""), options.get("revision", "")
+    if _NAME.fullmatch(model) and not Path(model).exists():
+        return HubModel(model, revision)
+    if revision:
+        raise LaunchError(
+            f"--revision: got {revision!r}, expected none for the folder {model or 'of the demo'}; "
+            "it is for a name on the Hugging Face Hub"
+        )
+    if model and not Path(model).exists():
+        raise LaunchError(
+            f"--model: got {model!r}, expected an existing folder, or a name on the Hugging Face "
+            f"Hub such as Qwen/Qwen3-8B{near_folder(model)}"
+        )
+    return None
+
+
+def resolve(options: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
+    """Return the options of a pipeline with a folder as `model`. Raises LaunchError.
+
+    The name on the hub becomes the name of the model over HTTP, as in vLLM. On Ray every node
+    resolves the name for itself: what starts `launch all` there passes the name on.
+    """
+    source = hub_model(options)
+    if source is None:
+        model = options.get("model")
+        return options | ({"model": str(Path(model).absolute())} if model else {})
+    if options.get("backend") == "ray" and weights:
+        return options
+    rest = {field: value for field, value in options.items() if field != "revision"}
+    folder = source.folder(weights=weights)
+    return {"served_model_name": source.name} | rest | {"model": str(folder)}
+
+
+def near_folder(model: str) -> str:
+    """Return a hint at a folder of almost the same name."""
+    path = Path(model)
+    try:
+        folders = [one.name for one in path.parent.iterdir() if one.is_dir()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, folders, n=1)
+    return f" (did you mean the folder {str(path.parent / near[0])!r}?)" if near else ""

@@ -1,0 +1,140 @@
+"""The downloader: a process that brings a model of the Hugging Face Hub into the cache.
+
+What is not served is refused before its weights are downloaded. An interrupted download continues
+where it stopped.
+"""
+
+import errno
+import os
+import signal
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+from huggingface_hub import constants, get_token, snapshot_download, utils
+from huggingface_hub import errors as hub
+from msgspec import Struct
+
+from penstock.launch.pipeline.hub import Downloaded, near_folder
+from penstock.protocol.checkpoint import ModelError, read_json, read_model_config
+
+SMALL_FILES = [
+    *("config.json", "generation_config.json", "modules.json", "model.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
+]
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class _Index(Struct):
+    weight_map: dict[str, str]
+
+
+def download(name: str, revision: str, *, weights: bool) -> Path:
+    """Return the folder of a snapshot that has all files. Raises ModelError with a sentence."""
+    utils.disable_progress_bars()
+    folder = _snapshot(name, revision, SMALL_FILES)
+    read_model_config(folder)
+    if weights:
+        files = weight_files(folder)
+        if not all((folder / file).exists() for file in files):
+            if not constants.HF_HUB_OFFLINE:
+                print(f"launch: downloading {name} to {folder}", file=sys.stderr)
+            if sys.stderr.isatty():
+                utils.enable_progress_bars()
+            # the commit: the branch may have moved in between
+            _snapshot(name, folder.name, files)
+        if missing := [file for file in files if not (folder / file).exists()]:
+            raise ModelError(
+                f"--model: got {name!r}, whose copy in the cache {folder} lacks {missing[0]}; "
+                f"{_to_complete()}"
+            )
+    return folder
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of a checkpoint's files of weights. Raises ModelError."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return ["model.safetensors"]
+    return sorted(set(read_json(index, _Index).weight_map.values()))
+
+
+def _snapshot(name: str, revision: str, files: list[str]) -> Path:
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=files))
+    except (OSError, RuntimeError, ValueError, hub.HTTPError, hub.XetDownloadError) as error:
+        raise ModelError(_sentence(error, name, revision)) from error
+
+
+def _sentence(error: Exception, name: str, revision: str) -> str:
+    page, got = f"{constants.ENDPOINT}/{name}", f"--model: got {name!r}"
+    match error:
+        case hub.GatedRepoError():
+            has = "the token's account has no access" if get_token() else "it needs a token"
+            return (
+                f"{got}, a gated repository, and {has}; accept its terms at {page}, and set "
+                "HF_TOKEN to a token of that account, or run `hf auth login`"
+            )
+        case hub.RepositoryNotFoundError() | hub.HFValidationError():
+            return (
+                f"{got}, expected an existing folder or a repository of {constants.ENDPOINT}, and "
+                "there is neither; check the spelling (a private repository needs HF_TOKEN)"
+                f"{near_folder(name)}"
+            )
+        case hub.RevisionNotFoundError():
+            return f"--revision: got {revision!r}, expected a branch, tag or commit of {page}"
+        case hub.LocalEntryNotFoundError():
+            why = _first_line(error.__cause__ or error)
+            reached = f"{constants.ENDPOINT} can't be reached ({why})"
+            if constants.HF_HUB_OFFLINE:
+                reached = "HF_HUB_OFFLINE is set"
+            return (
+                f"{got}: {reached}, and the cache {constants.HF_HUB_CACHE} has no complete copy of "
+                f"it; {_to_complete()}{near_folder(name)}"
+            )
+        case hub.HfHubHTTPError() if error.response.status_code == 401:
+            return f"{got}: {constants.ENDPOINT} refuses the token; correct or unset HF_TOKEN"
+    if getattr(error, "errno", None) in FULL or "No space left" in str(error):
+        return (
+            f"{got}: no space is left for the cache {constants.HF_HUB_CACHE}; free some, or set "
+            "HF_HOME to a folder on a larger disk. What was downloaded is kept"
+        )
+    return f"{got}: the download failed ({_first_line(error)}); run the command again to continue"
+
+
+def _to_complete() -> str:
+    first = "unset HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "check the network"
+    return f"{first}, or give the folder of a checkpoint"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def main() -> NoReturn:
+    """Download, and print the result as JSON."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    warnings.filterwarnings("ignore", "Not enough free disk space")  # it fails with a sentence
+    name, revision, what = sys.argv[1:]
+    try:
+        folder = download(name, revision, weights=what == "weights")
+        result = Downloaded(folder=str(folder))
+    except ModelError as error:
+        text = str(error)
+        result = Downloaded(error=text if text.startswith("--") else f"--model: {text}")
+    sys.stdout.buffer.write(msgspec.json.encode(result))
+    sys.stdout.flush()
+    os._exit(0)  # threads of a failed download need not end
+
+
+if __name__ == "__main__":
+    main()
