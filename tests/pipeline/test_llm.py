@@ -145,7 +145,7 @@ def test_options_that_can_not_be() -> None:
         LLM(dtype="float16")
     with pytest.raises(ValueError, match=r"LLM: Expected `int` >= 1.*max_num_seqs"):
         LLM(max_num_seqs=0)
-    with pytest.raises(LaunchError, match="model folder /none does not exist"):
+    with pytest.raises(LaunchError, match="model: got '/none', expected an existing folder"):
         LLM("/none")
 
 

@@ -38,7 +38,7 @@ def test_it_starts_without_what_it_does_not_need() -> None:
     ("arguments", "sentence"),
     [
         (["all", "--tp", "0"], "--tp is '0': expected `int` >= 1"),
-        (["all", "--model", "/none"], "--model: model folder /none does not exist"),
+        (["all", "--model", "/none"], "--model: got '/none', expected an existing"),
         (["all", "--procfile", "/none"], "procfile /none can't be read"),
         (["all", "--endpoint", "tcp://*:5555"], "--endpoint tcp://*:5555 may be reached"),
         (["keys", "/none/keys"], "keys can't be made in /none/keys: No such file or directory"),
@@ -79,7 +79,7 @@ def test_it_starts_without_what_it_does_not_need() -> None:
         ),
         (["bench", "offline", "--max-tokens", "9"], "--min-tokens is 100: more than --max-tokens"),
         (["bench", "offline", "--tp", "0"], "--tp is '0': expected `int` >= 1"),
-        (["bench", "offline", "--model", "/none"], "--model: model folder /none does not exist"),
+        (["bench", "offline", "--model", "/none"], "--model: got '/none', expected an existing"),
         (["bench", "offline", "--name", "none"], "no pipeline 'none' runs"),
         (["bench", "latency", "--name", "x", "--tp", "2"], "--tp is for a pipeline that is yet"),
         (["bench", "latency", "--endpoint", "ipc:///x"], "--endpoint needs --model"),
@@ -102,7 +102,7 @@ def test_alone_it_says_what_to_do_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch(monkeypatch) == 0
-    assert "launch all --model FOLDER" in capsys.readouterr().out
+    assert "launch all --model MODEL" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("equals", [False, True])
