@@ -34,7 +34,6 @@ class Router(Layer):
         self.weight = parameter(num_experts, hidden_size)
 
     def slices(self, name: str) -> Iterator[Slice]:
-        """Yield the whole weight."""
         num_experts, hidden_size = self.weight.shape
         yield Slice(f"{name}.weight", (num_experts, hidden_size), 0, 0, num_experts, self.weight)
 

@@ -192,7 +192,6 @@ class RMSNorm(Layer):
         self.weight = parameter(size)
 
     def slices(self, name: str) -> Iterator[Slice]:
-        """Yield the whole weight."""
         (size,) = self.weight.shape
         yield Slice(f"{name}.weight", (size,), 0, 0, size, self.weight)
 
@@ -218,5 +217,4 @@ def add_weight(layer: Layer, *shape: int, fp8: Fp8) -> None:
 
 
 def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """Return a parameter to be loaded."""
     return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)

@@ -172,7 +172,6 @@ class Qwen3(nn.Module):
 
     @property
     def head(self) -> ParallelLMHead:
-        """The output layer."""
         return getattr(self, "lm_head", self.model.embed_tokens)
 
     def compute_logits(self, hidden_states: Tensor, out: Tensor | None = None) -> Tensor:

@@ -62,7 +62,6 @@ def _slices(model: nn.Module) -> Iterator[Slice]:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor."""
     index, single = folder / INDEX_FILE, folder / SINGLE_FILE
     try:
         if index.exists():

@@ -42,7 +42,6 @@ class GpuAttentionBackend(AttentionBackend):
             self._decode.plan(batch.decode_lens)
 
     def __call__(self, q: Tensor, kv_cache: KVCache, batch: ForwardBatch) -> Tensor:
-        """Compute `attend`."""
         num_decode = batch.shape.num_decode
         out = torch.empty_like(q)
         if batch.shape.num_tiles:

@@ -47,7 +47,6 @@ class DecodePoint:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values of a layer."""
         return 2 * self.batch * self.context * self.num_kv_heads * HEAD_DIM * 2
 
 
@@ -78,7 +77,6 @@ class DecodeLayers:
         return self._flash(k_cache, v_cache, table)
 
     def quantize(self) -> None:
-        """Convert keys and values to 8 bits."""
         self.caches = [_in_8_bits(kv_cache) for kv_cache in self.caches]
 
     def _in_order(self, cache: Tensor) -> Tensor:
@@ -86,7 +84,6 @@ class DecodeLayers:
         return blocks.view(-1, FLASH_BLOCK_SIZE, *cache.shape[2:])
 
     def planned(self) -> DecodeAttention:
-        """Return the kernel's workspace, with the plan of the step."""
         point, is_fp8 = self.point, self.caches[0].scales is not None
         sizes = (point.batch, point.num_heads, point.num_kv_heads, HEAD_DIM, point.block_size)
         attention = DecodeAttention(*sizes, "cuda", is_fp8=is_fp8)
@@ -170,7 +167,6 @@ def measure(point: DecodePoint, rate: float, fp8: bool) -> dict[str, float | Non
 
 
 def measure_fp8(layers: DecodeLayers, expected: Tensor, bf16_us: float) -> dict[str, float]:
-    """Return the columns of the same keys and values in 8 bits."""
     layers.quantize()
     ours = layers.ours(layers.planned())
     error = relative_error(ours[0](), expected)

@@ -73,7 +73,6 @@ class Layers:
         return graph_us([lambda: self.run(configs)], 3, 400) / self.num_layers
 
     def run(self, configs: Configs) -> Tensor:
-        """Return the residual stream after the last layer."""
         residual = self.x.clone()  # cuBLAS adds to it in place
         for layer in range(self.num_layers):
             qkv_proj, o_proj, gate_up_proj, down_proj = self.weights[4 * layer : 4 * layer + 4]

@@ -36,12 +36,10 @@ class Quantized:
 
     @property
     def device(self) -> torch.device:
-        """Device of values and scales."""
         return self.values.device
 
     @property
     def is_cuda(self) -> bool:
-        """True on a GPU."""
         return self.values.is_cuda
 
     @property

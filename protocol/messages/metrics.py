@@ -47,11 +47,9 @@ class Histogram(Struct, kw_only=True):
 
     @classmethod
     def of(cls, bounds: list[float]) -> "Histogram":
-        """Return an empty histogram."""
         return cls(bounds=bounds, counts=[0] * (len(bounds) + 1))
 
     def add(self, value: float) -> None:
-        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
@@ -114,7 +112,6 @@ class Metrics(Struct, kw_only=True):
 
     @classmethod
     def empty(cls, max_model_len: int) -> "Metrics":
-        """Return metrics that have counted nothing."""
         tokens = token_bounds(max_model_len)
         return cls(
             time_to_first_token_seconds=Histogram.of(FIRST_TOKEN),

@@ -153,7 +153,6 @@ class Cluster(Context):
         self._announce()
 
     def connect_socket(self, socket: "zmq.Socket[bytes]", endpoint: str, wait: bool = True) -> None:
-        """As `Context.connect_socket`."""
         name = endpoint.removeprefix(CLUSTER)
         if name == endpoint:
             super().connect_socket(socket, endpoint)
@@ -173,11 +172,9 @@ class Cluster(Context):
             drain(handlers)
 
     def on_connected(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
-        """As `Context.on_connected`."""
         self._followings[channel.socket].on_connected = handler
 
     def on_return(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
-        """As `Context.on_return`."""
         self._followings[channel.socket].on_return = handler
 
     def _add_monitor(self, socket: "zmq.Socket[bytes]", handler: Callable[[str], None]) -> None:

@@ -142,7 +142,6 @@ class HeartbeatThread:
             self.start()
 
     def start(self) -> None:
-        """Send pulses until `stop`."""
         self._thread.start()
 
     def progress(self) -> None:
@@ -213,7 +212,6 @@ class Peers(Generic[Work]):
         return len(self._peers)
 
     def get(self, identity: bytes | None) -> Peer[Work] | None:
-        """Return the peer of this identity, if it is known."""
         return self._peers.get(identity) if identity else None
 
     def alive(self, identity: bytes, name: str) -> bool:

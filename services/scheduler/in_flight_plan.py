@@ -70,7 +70,6 @@ class PlanBuilder:
         self._chunks: list[int] = []
 
     def append_block(self, slot: int, block: int) -> None:
-        """Give a row a block."""
         self._appended.append(slot << BLOCK_BITS | block)
 
     def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
@@ -79,7 +78,6 @@ class PlanBuilder:
         self.plan.chunks[sequence.slot] = sequence
 
     def build(self, epoch: int, removed: list[int]) -> BatchPlan:
-        """Return the message to the workers."""
         appended, chunks, drafts = pack(self._appended), pack(self._chunks), pack(self.drafts)
         number = self.plan.number
         return BatchPlan(epoch, number, pack(removed), self.added, appended, chunks, drafts)

@@ -23,7 +23,6 @@ class NgramProposer:
         self._blocks = blocks
 
     def counters(self) -> dict[str, float]:
-        """Return metrics."""
         return {
             "draft_tokens_total": self.num_draft_tokens,
             "accepted_tokens_total": self.num_accepted_tokens,

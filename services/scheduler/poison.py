@@ -122,7 +122,6 @@ class DetokenizerTrials:
         return given_up
 
     def close(self, sequence: Sequence) -> None:
-        """Forget a sequence."""
         self.waiting.pop(sequence.stream_id, None)
         self._num_deaths.pop(sequence.stream_id, None)
 

@@ -83,7 +83,6 @@ class SchedulerProcess:
     # ---- requests ----------------------------------------------------------------------------
 
     def on_requests(self) -> None:
-        """Handle new requests, aborts and stops."""
         for _, message in self.inbox.receive():
             match message:
                 case TokenizedRequest():
@@ -259,7 +258,6 @@ class SchedulerProcess:
         self.advance()
 
     def on_detokenizers(self) -> None:
-        """Handle heartbeats, confirmations and goodbyes."""
         for identity, message in self.detokenizers.receive():
             if isinstance(message, Goodbye):
                 self.streams.lost(identity)
@@ -285,7 +283,6 @@ class SchedulerProcess:
 
     @property
     def ready(self) -> bool:
-        """True if requests can be served."""
         return self.group.ready and len(self.streams.detokenizers) > 0
 
     def send_status(self) -> None:

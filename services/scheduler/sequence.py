@@ -221,7 +221,6 @@ class Sequence:
             self.logprobs.append(packed)
 
     def take_prompt_logprobs(self, chunk: list[PackedLogprobs]) -> None:
-        """Append logprobs of the next prompt tokens."""
         if self.prompt_logprobs is not None:
             self.prompt_logprobs += chunk
 

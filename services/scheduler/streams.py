@@ -143,7 +143,6 @@ class Streams:
         self._assign([sequence])
 
     def close(self, sequence: Sequence) -> None:
-        """Close the stream of a sequence."""
         stream_id = sequence.stream_id
         self._unassigned.pop(stream_id, None)
         self._trials.close(sequence)
@@ -190,7 +189,6 @@ class Streams:
             self._assign(surplus)
 
     def finish(self, sequences: Iterable[Sequence]) -> None:
-        """Note sequences that have ended."""
         for sequence in sequences:
             outbox = self._outboxes.get(sequence.detokenizer or b"")
             if outbox and sequence.finish_reason:

@@ -71,7 +71,6 @@ class WaitingQueue:
             self._suspects[sequence] = None
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended."""
         if self._held.pop(sequence, None) is not None:
             self._holding.discard(sequence.client)
         elif not self._new.remove(sequence):

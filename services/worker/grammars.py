@@ -112,7 +112,6 @@ class Grammars:
             row.compiled.cancel()
 
     def clear(self) -> None:
-        """Remove all rows."""
         for slot in list(self._rows):
             self.remove(slot)
 

@@ -62,7 +62,6 @@ class Worker:
         self._sent_state_at = 0.0
 
     def send_state(self) -> None:
-        """Send this worker's state to the scheduler."""
         state = WorkerState(self._process.name, self._group, self._rank, pid=os.getpid())
         state.node, state.incarnation = self._process.context.node_id, self._process.incarnation
         if not self._group:
