@@ -217,7 +217,7 @@ class ClientSocket:
         error = error or self.channel.try_send(frames)
         if not error:
             num_bytes = len(frames[-1]) + self._frame_overhead * (len(frames) - 1)
-            connection.traffic.num_given += num_bytes
+            connection.traffic.num_queued += num_bytes
             connection.traffic.largest = max(connection.traffic.largest, num_bytes)
         elif error == zmq.EAGAIN:
             connection.retry_at = monotonic() + RETRY_INTERVAL

@@ -24,29 +24,24 @@ class ConnectionTraffic:
         self._fd = fd
         self.num_messages = 0
         """received"""
-        self.num_given = 0
-        """bytes of messages that libzmq was given to send, at least"""
+        self.num_queued = 0
+        """bytes that libzmq and the kernel have for the client; updated by `update_num_read`"""
         self.num_read = 0
-        """of them, bytes that the client had read at the last `update_num_read`"""
+        """bytes that the client had read at the last `update_num_read`"""
         self.largest = 0
         """bytes of the largest message given"""
         self._num_read_before = 0
         self._num_messages_before = self._num_received_before = self._num_busy_heartbeats = 0
         self._num_received_last = self._num_quiet_heartbeats = self._identity_bytes = 0
 
-    @property
-    def num_queued(self) -> int:
-        """Bytes that libzmq and the kernel had for the client at the last `update_num_read`."""
-        return self.num_given - self.num_read
-
     def update_num_read(self) -> None:
         """Query the kernel, which knows of a connection other than TCP only whether all is read."""
-        counters = tcp_counters(self._fd)
-        if counters:
+        num_given = self.num_read + self.num_queued
+        if counters := tcp_counters(self._fd):
             self.num_read = max(self.num_read, counters.acked)
-            self.num_given = max(self.num_given, self.num_read)  # libzmq sends more than messages
         elif is_all_read(self._fd):
-            self.num_read = self.num_given
+            self.num_read = num_given
+        self.num_queued = max(0, num_given - self.num_read)  # libzmq sends more than messages
 
     def take_progress(self) -> int:
         """Return the number of bytes that were read since the last call."""

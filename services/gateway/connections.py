@@ -6,7 +6,6 @@ connection is reported before its first message arrives.
 """
 
 import logging
-import resource
 from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import count
@@ -21,17 +20,11 @@ from penstock.protocol.transport.socket_info import (
     shut_down,
     take_events,
 )
+from penstock.services.gateway.connection_limits import ConnectionLimits
 from penstock.services.gateway.connection_traffic import ConnectionTraffic
 from penstock.services.gateway.validation import refuse_if
 
 log = logging.getLogger("gateway")
-MAX_CONNECTIONS = 4096
-"""of a gateway with as many descriptors: libzmq keeps some 50 KB for each connection"""
-RESERVED_DESCRIPTORS = 256
-"""for the pipeline's own connections and files"""
-TOO_MANY = "too many connections; the limit depends on its limit of open files (ulimit -n)"
-TOO_MANY_OF_ONE = "too many connections from this address"
-TOO_MANY_SILENT = "too many connections that have not sent a request, or shown a key"
 
 
 class Share:
@@ -136,7 +129,8 @@ class Connections:
 
     def handle_events(self) -> None:
         """Take in every event up to now, and disconnect clients beyond a limit."""
-        self._take_events()
+        if self.monitor.has_message:
+            self._take_events()
         while self._refused:
             self.cut_off(*self._refused.pop())
 
@@ -234,45 +228,3 @@ class Connections:
         connection.unsent.clear()
         connection.replies.clear()
         self._lost |= connection.request_ids
-
-
-class ConnectionLimits:
-    """Numbers of connections by host. Beyond a limit the newest connection is refused.
-
-    One machine may have half of all connections. An eighth of all, of one machine, and half, of all
-    machines, may be silent: they have not sent a request yet.
-    """
-
-    def __init__(self) -> None:
-        self._hosts: Counter[str] = Counter()
-        self._silent: Counter[str] = Counter()
-
-    def opened(self, host: str) -> str | None:
-        """Count a new connection. Return why it is to be closed; None if it may stay."""
-        self._hosts[host] += 1
-        self._silent[host] += 1
-        limit = max_connections()
-        if self._hosts.total() > limit:
-            return TOO_MANY
-        if self._hosts[host] > limit // 2:
-            return TOO_MANY_OF_ONE
-        if self._silent[host] > limit // 8 or self._silent.total() > limit // 2:
-            return TOO_MANY_SILENT
-        return None
-
-    def spoke(self, host: str) -> None:
-        """Count the first message of a connection."""
-        self._silent -= Counter((host,))
-
-    def closed(self, host: str, is_silent: bool) -> None:
-        self._hosts -= Counter((host,))
-        if is_silent:
-            self._silent -= Counter((host,))
-
-
-def max_connections() -> int:
-    """Return the limit now: the supervisor raises that of descriptors."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return MAX_CONNECTIONS
-    return min(max(soft - RESERVED_DESCRIPTORS, soft // 2), MAX_CONNECTIONS)

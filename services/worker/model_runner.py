@@ -82,7 +82,9 @@ class ModelRunner:
     def launch(self, plan: BatchPlan) -> LaunchedStep:
         """Start a step. Raises ValueError for an invalid plan, GroupError."""
         self._batch.apply(plan)
-        self.logits_processor.apply(plan)
+        may_process = any(row.extras for row in plan.added) or self._model.tp.spans_nodes
+        if may_process or self.logits_processor.rows:
+            self.logits_processor.apply(plan)
         rows = self._batch.advance(plan.chunks, plan.drafts)
         if rows is None:
             return LaunchedStep(torch.empty(0, dtype=torch.int64), NONE)

@@ -12,8 +12,8 @@ from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.messages.client import AbortReply, AbortRequest
 from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.transport.socket_info import tcp_counters
-from penstock.services.gateway import client_socket, connections
-from penstock.services.gateway.connections import ConnectionLimits
+from penstock.services.gateway import client_socket, connection_limits
+from penstock.services.gateway.connection_limits import ConnectionLimits
 from tests.services.gateway.conftest import Stage
 from tests.services.gateway.raw_client import MORE, RawClient, frame
 
@@ -213,7 +213,7 @@ def test_an_idle_client_on_ipc_comes_back(stage: Start) -> None:
 
 
 def test_idle_connections_are_limited(stage: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "max_connections", lambda: 32)
+    monkeypatch.setattr(connection_limits, "max_connections", lambda: 32)
     one = stage(endpoint=TCP)
     client = one.connect()
     assert is_served(one, client)
@@ -229,7 +229,7 @@ def test_idle_connections_are_limited(stage: Start, monkeypatch: pytest.MonkeyPa
 
 
 def test_limits_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "max_connections", lambda: 64)
+    monkeypatch.setattr(connection_limits, "max_connections", lambda: 64)
     limits = ConnectionLimits()
 
     def connect(host: str, speaks: bool) -> str | None:
@@ -241,15 +241,15 @@ def test_limits_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
         return reason
 
     silent = [connect("a", False) for _ in range(9)]
-    assert silent == [None] * 8 + [connections.TOO_MANY_SILENT]
+    assert silent == [None] * 8 + [connection_limits.TOO_MANY_SILENT]
     speaking = [connect("a", True) for _ in range(25)]
-    assert speaking[:8] == [connections.TOO_MANY_SILENT] * 8
+    assert speaking[:8] == [connection_limits.TOO_MANY_SILENT] * 8
     for _ in range(8):
         limits.closed("a", is_silent=True)
     speaking = [connect("a", True) for _ in range(33)]
-    assert speaking == [None] * 32 + [connections.TOO_MANY_OF_ONE]
+    assert speaking == [None] * 32 + [connection_limits.TOO_MANY_OF_ONE]
     others = [connect(host, True) for host in "bcde" for _ in range(10)]
-    assert others == [None] * 32 + [connections.TOO_MANY] * 8
+    assert others == [None] * 32 + [connection_limits.TOO_MANY] * 8
     limits.closed("a", is_silent=False)
     assert connect("f", False) is None
 
@@ -258,7 +258,7 @@ def test_the_limit_follows_that_of_descriptors(monkeypatch: pytest.MonkeyPatch) 
     soft = {1024: 768, 256: 128, 1 << 20: 4096, resource.RLIM_INFINITY: 4096}
     for number, expected in soft.items():
         monkeypatch.setattr(resource, "getrlimit", lambda _, number=number: (number, number))
-        assert connections.max_connections() == expected
+        assert connection_limits.max_connections() == expected
 
 
 def test_who_shows_no_key_has_ten_seconds(stage: Start) -> None:
