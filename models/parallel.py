@@ -217,4 +217,5 @@ def add_weight(layer: Layer, *shape: int, fp8: Fp8) -> None:
 
 
 def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """Return a parameter to be loaded."""
     return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)

@@ -64,6 +64,7 @@ def operands(shape: GemmShape, rows: int, weight: Matrix) -> Product:
 
 
 def expected(product: Product) -> Tensor:
+    """Compute the result in float32."""
     x = product.x.float()
     if product.norm_weight is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * product.norm_weight.float()
@@ -138,6 +139,7 @@ def is_right(first: Product, config: GemmConfig, wanted: Tensor) -> bool:
 
 
 def right_candidates(shape: GemmShape, rows: int, pool: Tensor) -> list[GemmConfig]:
+    """Return the candidates with the right result."""
     first = operands(shape, rows, cut(pool, shape))
     wanted = expected(first)
     ways = candidates(shape, rows, pool.itemsize)
@@ -199,6 +201,7 @@ def write(path: Path, tables: dict[str, Table]) -> None:
 
 
 def main() -> None:
+    """Tune the products of the given sizes."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(PUBLISHED))
     parser.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=list(ROWS))

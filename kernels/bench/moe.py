@@ -48,6 +48,7 @@ class MoeLayer(NamedTuple):
 
 
 def random_layer(hidden: int, size: int, is_fp8: bool) -> MoeLayer:
+    """Return a layer on the GPU."""
 
     def random(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
@@ -76,6 +77,7 @@ def floor_us(layer: MoeLayer, num_touched: float, num_tokens: int) -> tuple[floa
 
 
 def measure(layer: MoeLayer, num_tokens: int) -> None:
+    """Print a line of the table."""
     hidden, size = layer.down.shape[1:]
     xs = list(torch.randn(NUM_CALLS, num_tokens, hidden).cuda().bfloat16())
     logits = [router_logits(x, layer.router) for x in xs]
@@ -111,6 +113,7 @@ def measure(layer: MoeLayer, num_tokens: int) -> None:
 def products_us(
     layer: MoeLayer, xs: list[Tensor], logits: list[Tensor], tuning: MoeTuning
 ) -> tuple[float, float]:
+    """Return the times of gate and up, and of down."""
     routings = [sort_by_expert(one, TOP_K, True, 0, NUM_EXPERTS, tuning.bm) for one in logits]
 
     def gate_up(x: Tensor, routing: Routing) -> Tensor:
@@ -127,6 +130,7 @@ def products_us(
 
 
 def main() -> None:
+    """Measure a layer for the given numbers of tokens."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="30B")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share every expert")

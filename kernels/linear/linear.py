@@ -102,6 +102,7 @@ def norm_separately(
     out_dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
+    """Compute `norm_linear` in separate kernels."""
     if x.is_cuda and out_dtype != x.dtype:
         if isinstance(weight, Quantized):
             return _scaled_logits(x, norm_weight, eps, weight, out)
@@ -111,6 +112,7 @@ def norm_separately(
 
 
 def swiglu_separately(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix) -> Matrix:
+    """Compute `norm_swiglu` in separate kernels."""
     gate_up = _norm_product(x, norm_weight, eps, weight)
     if isinstance(weight, Quantized) and x.is_cuda and len(x) > MAX_FUSED_ROWS:
         return quantize(gate_up, swiglu=True)

@@ -207,6 +207,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    """Make a checkpoint from the command line; prints its size."""
     parser = argparse.ArgumentParser()
     parser.add_argument("size", choices=DENSE)
     parser.add_argument("folder", type=Path)

@@ -7,6 +7,7 @@ from penstock.services.scheduler.sequence import Sequence
 
 
 def make_block_manager(config: Config, num_blocks: int, block_size: int) -> "BlockManager":
+    """Return the manager of `num_blocks` blocks, as configured."""
     watermark = int(num_blocks * config.watermark)
     return BlockManager(BlockPool(num_blocks), block_size, watermark, config.enable_prefix_caching)
 

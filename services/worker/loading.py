@@ -166,6 +166,7 @@ def _attention(
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make floating-point tensors of this type by default."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
