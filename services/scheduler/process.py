@@ -143,7 +143,6 @@ class SchedulerProcess:
         self.early = [request for request in self.early if request.attempt >= first_attempt]
 
     def release(self, request_id: str, attempt: int) -> None:
-        """Forget a request, up to this attempt, if it is known."""
         sequence = self.requests.get(request_id)
         if sequence and self.scheduler and sequence.attempt <= attempt:
             del self.requests[request_id]
@@ -220,9 +219,13 @@ class SchedulerProcess:
 
     def give_up(self, sequence: Sequence, reason: str, is_poison: bool = False) -> None:
         """Fail a request that can't continue, or is poison; the others continue."""
-        name = sequence.request_id
-        self.log.error("%s: %s", name, reason, extra={"request_id": name})
-        self.fail(sequence, ErrorReply(code="failed", message=reason), is_poison)
+        error = ErrorReply(code="failed", message=reason)
+        if reason.startswith("structured_outputs:"):
+            error = ErrorReply(code="invalid", message=reason, field="structured_outputs")
+        else:
+            name = sequence.request_id
+            self.log.error("%s: %s", name, reason, extra={"request_id": name})
+        self.fail(sequence, error, is_poison)
         self.release(sequence.request_id, sequence.attempt)
         if is_poison:
             self.poison.report_found(sequence)

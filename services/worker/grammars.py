@@ -145,7 +145,10 @@ class Grammars:
         alive = np.asarray(masks.any(axis=1)).tolist()
         for mask, row, is_alive in zip(masks, rows, alive, strict=True):
             if not row.failure and not is_alive:
-                row.failure = "structured_outputs: the grammar allows no next token"
+                row.failure = (
+                    "structured_outputs: the grammar allows no next token; if the text is "
+                    "complete, do not forbid EOS (ignore_eos, min_tokens, allowed_token_ids)"
+                )
             if row.failure:
                 mask.fill(-1)
         return masks, {

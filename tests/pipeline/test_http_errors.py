@@ -25,6 +25,17 @@ def test_bad_fields(api: Api, stream: bool) -> None:
         assert caught.value.type == "invalid_request_error"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_fails_within_the_text(api: Api, stream: bool) -> None:
+    """It has too many states only where its last item begins."""
+    items = [{"const": 1}, {"const": 2}, {"type": "string", "pattern": "^(a{1000}){1000}$"}]
+    schema = {"type": "array", "prefixItems": items, "minItems": 3}
+    with pytest.raises(openai.APIError) as caught:
+        list(api.chat(extra_body={"guided_json": schema}, stream=stream))
+    assert (caught.value.param, caught.value.type) == ("guided_json", "invalid_request_error")
+    assert isinstance(caught.value, openai.BadRequestError) or stream
+
+
 @BOTH_CLIENTS
 def test_another_model(api: Api) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
