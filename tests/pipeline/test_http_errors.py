@@ -27,7 +27,7 @@ def test_bad_fields(api: Api, stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_that_fails_within_the_text(api: Api, stream: bool) -> None:
-    """It has too many states only where its last item begins."""
+    """Only where its last item begins, it has too many states."""
     items = [{"const": 1}, {"const": 2}, {"type": "string", "pattern": "^(a{1000}){1000}$"}]
     schema = {"type": "array", "prefixItems": items, "minItems": 3}
     with pytest.raises(openai.APIError) as caught:
