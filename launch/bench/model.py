@@ -25,7 +25,6 @@ from penstock.launch.bench.target import measured
 from penstock.launch.bench.workload import (
     Item,
     arrival_times,
-    fixed_lengths,
     given_lengths,
     random_kinds,
     random_lengths,
@@ -58,9 +57,8 @@ def bench_latency(options: LatencyOptions, arguments: Namespace) -> dict[str, An
         return {"batches": [one_batch(meter, vocab_size, batch) for batch in options.batches]}
 
     def one_batch(meter: Meter, vocab_size: int, batch: int) -> dict[str, Any]:
-        items = fixed_lengths(
-            batch, options.input_tokens, options.output_tokens, options.bench_seed + batch
-        )
+        lengths, seed = [options.input_tokens] * batch, options.bench_seed + batch
+        items = given_lengths(lengths, options.output_tokens, seed)
         result = _runs(meter, items, items, options.runs, vocab_size)
         streaming = meter.run_streams(variant(items, options.runs, vocab_size))
         _show_progress()

@@ -45,6 +45,19 @@ LOAD_COLUMNS = (
     *("requests sent/s", "latest send ms", "requests/s", "good ones/s", "output tokens/s"),
     *("seconds", "completed", "failed", "preemptions"),
 )
+NOT_SHOWN = {
+    *(
+        "name",
+        "endpoint",
+        "http",
+        "http_port",
+        "model",
+        "served_model_name",
+        "enable_prefix_caching",
+        "log_level",
+    )
+}
+"""options that are in the headline by other words, or do not matter"""
 TIMES = ("ttft", "tpot", "itl", "e2el")
 SERVE_COLUMNS = (
     *("requests", "TTFT idle ms", "TTFT ms", "p99", "TPOT ms", "p99"),
@@ -154,17 +167,8 @@ def _options(config: Config | None) -> list[str]:
     """Return the options that differ from their defaults, and the state of the prefix cache."""
     if config is None:
         return []
-    usual = Config(
-        name=config.name,
-        endpoint=config.endpoint,
-        http=config.http,
-        http_port=config.http_port,
-        model=config.model,
-        served_model_name=config.served_model_name,
-        enable_prefix_caching=config.enable_prefix_caching,
-        log_level=config.log_level,
-    )
-    fields = [f for f in Config.__struct_fields__ if getattr(config, f) != getattr(usual, f)]
+    shown = [field for field in Config.__struct_fields__ if field not in NOT_SHOWN]
+    fields = [field for field in shown if getattr(config, field) != getattr(Config(), field)]
     caching = f"prefix caching {'on' if config.enable_prefix_caching else 'off'}"
     return [*(f"{flag(field)} {getattr(config, field)}" for field in fields), caching]
 

@@ -29,13 +29,6 @@ def random_lengths(num_requests: int, min_tokens: int, max_tokens: int, seed: in
     return [Item(prompt, draw(min_tokens, max_tokens)) for prompt in prompts]
 
 
-def fixed_lengths(
-    num_requests: int, input_tokens: int, output_tokens: int, seed: int
-) -> list[Item]:
-    """Prompts of one length, outputs of another."""
-    return given_lengths([input_tokens] * num_requests, output_tokens, seed)
-
-
 def given_lengths(input_tokens: list[int], output_tokens: int, seed: int) -> list[Item]:
     """Prompts of these lengths, outputs of one."""
     draw = Random(seed).randint  # noqa: S311

@@ -2,74 +2,66 @@
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
+from functools import partial
 
 from penstock.protocol.client.client import Client
-from penstock.protocol.client.session import Answer, Done
+from penstock.protocol.client.session import Answer, Done, Final
 from penstock.protocol.messages.client import AbortRequest, ErrorReply, Request
 
 
-def ask_all(
-    client: Client, questions: Iterable[Request], size: int
+def submit_all(
+    client: Client, requests: Iterable[Request], size: int
 ) -> Generator[tuple[int, Done], None, None]:
-    """Each reply when it comes, with the place of its question; at most `size` are open.
+    """Yield each reply when it comes, with the place of its request; up to `size` are open.
 
-    Where the pipeline is `overloaded` all the same, nothing is sent until another answer has come,
+    Where the pipeline is `overloaded` all the same, nothing is sent until another reply has come,
     or, where none is open, for as long as it said. What is open when this ends early is aborted.
     Raises RequestError.
     """
-    waiting = enumerate(questions)
+    waiting = enumerate(requests)
     refused: deque[tuple[int, Request]] = deque()
-    flights: dict[int, Answer] = {}
+    open_answers: dict[int, Answer] = {}
     ended: deque[int] = deque()
-    has_room = True
+
+    def note_end(place: int) -> None:
+        if open_answers[place].final:
+            ended.append(place)
+
+    def send(num_free: int) -> None:
+        while num_free and (pair := refused.popleft() if refused else next(waiting, None)):
+            place, request = pair
+            answer = open_answers[place] = client.ask(request)
+            answer.on_change = partial(note_end, place)
+            note_end(place)  # what came while it was sent
+            num_free -= 1
+
     try:
-        while True:
-            while has_room and len(flights) < size and (pair := _next(refused, waiting)):
-                _send(client, pair, flights, ended)
-            if not flights:
-                return
+        send(size)
+        while open_answers:
             while not ended:
                 client.wait()
             place = ended.popleft()
-            answer = flights.pop(place)
-            has_room = not _is_overloaded(answer)
-            if has_room:
+            answer = open_answers.pop(place)
+            if (seconds := _retry_after(answer.final)) is None:
                 yield place, answer.result()
+                send(size - len(open_answers))
                 continue
             refused.append((place, answer.question))
-            if not flights:
-                client.take_until(time.perf_counter() + _retry_after(answer))
-                has_room = True
+            if not open_answers:
+                client.take_until(time.perf_counter() + seconds)
+                send(size)
     finally:
-        for answer in flights.values():
-            if answer.request_id:
-                client.ask(AbortRequest(request_id=answer.request_id))
+        _abort(client, open_answers.values())
 
 
-def _next(
-    refused: deque[tuple[int, Request]], waiting: Iterator[tuple[int, Request]]
-) -> tuple[int, Request] | None:
-    return refused.popleft() if refused else next(waiting, None)
+def _retry_after(final: Final | None) -> float | None:
+    """Return the seconds after which to send again; None if the pipeline was not overloaded."""
+    is_overloaded = isinstance(final, ErrorReply) and final.code == "overloaded"
+    return getattr(final, "retry_after", None) or 1.0 if is_overloaded else None
 
 
-def _send(
-    client: Client, pair: tuple[int, Request], flights: dict[int, Answer], ended: deque[int]
-) -> None:
-    place, question = pair
-    answer = flights[place] = client.ask(question)
-
-    def on_change() -> None:
-        if answer.final:
-            ended.append(place)
-
-    answer.on_change = on_change
-    on_change()  # what came while it was sent
-
-
-def _is_overloaded(answer: Answer) -> bool:
-    return isinstance(answer.final, ErrorReply) and answer.final.code == "overloaded"
-
-
-def _retry_after(answer: Answer) -> float:
-    return getattr(answer.final, "retry_after", None) or 1.0
+def _abort(client: Client, answers: Iterable[Answer]) -> None:
+    for answer in answers:
+        if answer.request_id:
+            client.ask(AbortRequest(request_id=answer.request_id))

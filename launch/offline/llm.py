@@ -20,7 +20,7 @@ from typing import Any, Self
 import msgspec
 from tqdm import tqdm
 
-from penstock.launch.offline.bounded_concurrency import ask_all
+from penstock.launch.offline.bounded_concurrency import submit_all
 from penstock.launch.offline.outputs import RequestOutput, SamplingParams, prompts_of
 from penstock.launch.pipeline.ephemeral_pipeline import private_pipeline
 from penstock.launch.pipeline.errors import LaunchError
@@ -142,7 +142,7 @@ class LLM:
         )
         with (
             _Progress(self._client, len(places), use_tqdm) as progress,
-            contextlib.closing(ask_all(self._client, requests, self._window)) as replies,
+            contextlib.closing(submit_all(self._client, requests, self._window)) as replies,
         ):
             for place, reply in replies:
                 assert isinstance(reply, GenerateReply)  # noqa: S101  for mypy
@@ -166,7 +166,7 @@ class LLM:
             if not isinstance(prompt, list):
                 texts.append((outputs[-1], TokenizePromptRequest(**fields)))
         questions = [question for _, question in texts]
-        with contextlib.closing(ask_all(self._client, questions, self._window)) as replies:
+        with contextlib.closing(submit_all(self._client, questions, self._window)) as replies:
             for place, reply in replies:
                 assert isinstance(reply, TokenizeReply)  # noqa: S101  for mypy
                 texts[place][0].prompt_token_ids = reply.token_ids

@@ -23,7 +23,7 @@ from penstock.launch.bench.report import (
     versions,
 )
 from penstock.launch.bench.target import Target
-from penstock.launch.bench.workload import Item, fixed_lengths, random_lengths, variant
+from penstock.launch.bench.workload import Item, given_lengths, random_lengths, variant
 from penstock.launch.commands.cli import main
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config
@@ -98,8 +98,8 @@ def test_lengths_are_within_the_limits_and_follow_the_seed() -> None:
     assert items == random_lengths(300, 4, 8, 1) != random_lengths(300, 4, 8, 2)
 
 
-def test_fixed_lengths() -> None:
-    items = fixed_lengths(16, 7, 9, 0)
+def test_prompts_of_one_length_differ() -> None:
+    items = given_lengths([7] * 16, 9, 0)
     assert [(len(item.prompt), item.num_output_tokens) for item in items] == [(7, 9)] * 16
     assert len({tuple(item.prompt) for item in items}) == 16
 

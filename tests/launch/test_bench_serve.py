@@ -23,7 +23,6 @@ from penstock.launch.bench.target import Target
 from penstock.launch.bench.workload import (
     Item,
     arrival_times,
-    fixed_lengths,
     given_lengths,
     random_kinds,
 )
@@ -73,7 +72,6 @@ def test_given_lengths() -> None:
         (50, 9),
         (3, 9),
     ]
-    assert given_lengths([7, 7], 9, 0) == fixed_lengths(2, 7, 9, 0)
 
 
 def test_the_figures_of_streams() -> None:

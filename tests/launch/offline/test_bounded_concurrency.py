@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launch.offline.bounded_concurrency import ask_all
+from penstock.launch.offline.bounded_concurrency import submit_all
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import NoAnswer, RequestError
 from penstock.protocol.messages.client import (
@@ -43,7 +43,7 @@ def requests(number: int) -> list[GenerateRequest]:
 
 def texts(client: Client, number: int, size: int) -> dict[int, str]:
     found = {}
-    for place, one in ask_all(client, requests(number), size):
+    for place, one in submit_all(client, requests(number), size):
         assert isinstance(one, GenerateReply)
         assert place not in found
         found[place] = one.text
