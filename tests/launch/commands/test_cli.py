@@ -75,7 +75,7 @@ def test_it_starts_without_what_it_does_not_need() -> None:
         (["bench", "pipeline", "--tp", "2"], "unknown option '--tp'; `launch bench pipeline --"),
         (
             ["bench", "latency", "--batches", "1", "0"],
-            "--batches: got '0', expected an integer of at least 1",
+            "--batches is '0': expected `int` >= 1",
         ),
         (["bench", "offline", "--max-tokens", "9"], "--min-tokens is 100: more than --max-tokens"),
         (["bench", "offline", "--tp", "0"], "--tp is '0': expected `int` >= 1"),
