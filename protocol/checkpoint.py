@@ -223,6 +223,8 @@ def read_json(path: Path, type_: type[T]) -> T:
     """Decodes a file of a checkpoint. Raises ModelError."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=type_)
+    except FileNotFoundError as error:
+        raise ModelError(f"{path.parent} has no {path.name}; a checkpoint needs it") from error
     except (OSError, msgspec.MsgspecError) as error:
         raise ModelError(f"{path} can't be read: {error}") from error
 

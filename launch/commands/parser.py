@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -29,6 +30,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise LaunchError."""
+        message = re.sub(r"^argument (\S+): ", r"\1: ", message)
+        message = re.sub(r"invalid int value: (.*)$", r"got \1, expected an integer", message)
         raise LaunchError(message)
 
     def format_help(self) -> str:

@@ -166,7 +166,7 @@ def check_http_reach(config: Config) -> None:
     if not (config.api_key or config.insecure or stays_on_host(where)):
         raise LaunchError(
             f"--http-host {host} may be reached from other machines: give --api-key-file, or "
-            "--insecure, with which anyone may ask"
+            "--insecure, with which anyone may send requests"
         )
 
 

@@ -31,9 +31,11 @@ from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import NoAnswer
 from penstock.protocol.client.session import Final
 from penstock.protocol.config import Config
+from penstock.protocol.field_errors import explain
 from penstock.protocol.messages.client import (
     ChatMessage,
     GenerateReply,
+    PromptFields,
     StatusRequest,
     TokenizePromptRequest,
     TokenizeReply,
@@ -118,7 +120,7 @@ class LLM:
         several = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [
             {
-                "messages": msgspec.convert(one, list[ChatMessage]),
+                "messages": _messages(one),
                 "tools": tools,
                 "chat_template_kwargs": chat_template_kwargs or {},
             }
@@ -248,9 +250,24 @@ def _one_for_each(
 ) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * number
+    if not isinstance(params, list | tuple) or not all(
+        isinstance(one, SamplingParams) for one in params
+    ):
+        kind = type(params).__name__
+        raise TypeError(f"sampling_params: got {kind}, expected SamplingParams or a list of them")
     if len(params) != number:
-        raise ValueError(f"{number} prompts, but {len(params)} sampling_params")
+        sentence = f"expected one, or one for each of {number} prompts"
+        raise ValueError(f"sampling_params: got {len(params)}, {sentence}")
     return params
+
+
+def _messages(conversation: Conversation) -> list[ChatMessage] | None:
+    """Return the messages of a conversation. Raises ValueError."""
+    raw = {"messages": conversation}
+    try:
+        return msgspec.convert(raw, PromptFields).messages
+    except msgspec.ValidationError as error:
+        raise ValueError(explain(str(error), raw, PromptFields)[1]) from None
 
 
 def _config_fields(options: dict[str, Any]) -> dict[str, Any]:
@@ -268,5 +285,8 @@ def _config_fields(options: dict[str, Any]) -> dict[str, Any]:
     try:
         msgspec.convert(fields, Config)
     except msgspec.ValidationError as error:
-        raise ValueError(f"LLM: {error}") from None
+        path, message = explain(str(error), fields, Config)
+        if path == "tp":
+            message = message.replace("tp", "tensor_parallel_size", 1)
+        raise ValueError(message) from None
     return fields

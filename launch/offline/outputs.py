@@ -1,6 +1,7 @@
 """Inputs and outputs of `LLM`, shaped as in vLLM."""
 
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -28,7 +29,7 @@ class SamplingParams(sampling.SamplingParams, kw_only=True):
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MAX_N:
-            raise ValueError(f"n is {self.n}: expected 1 to {MAX_N}")
+            raise ValueError(f"n: got {self.n}, expected 1 to {MAX_N}")
 
     def request(self, token_ids: list[int], name: str, index: int) -> GenerateRequest:
         """Return the request of the answer `index` to the prompt `name`."""
@@ -125,6 +126,9 @@ def prompts_of(prompts: Any) -> list[str | list[int]]:
     """
     is_ids = isinstance(prompts, list | tuple) and bool(prompts) and isinstance(prompts[0], int)
     several = [prompts] if is_ids or isinstance(prompts, str | dict) else prompts
+    if not isinstance(several, Sequence):
+        kind = type(prompts).__name__
+        raise TypeError(f"prompts: got {kind}, expected text, token ids, a map, or a list of them")
     return [_prompt_of(one) for one in several]
 
 

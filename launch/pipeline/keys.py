@@ -29,7 +29,8 @@ def make_keys(folder: Path, client: str | None) -> list[Path]:
             f"{error.filename} exists already; --client NAME adds a client to a folder of keys"
         ) from error
     except msgspec.ValidationError as error:
-        raise LaunchError(f"--client is {client!r}: {error}") from error
+        expected = str(error).replace("Expected", "expected")
+        raise LaunchError(f"--client: got {client!r}, {expected}") from error
     except OSError as error:
         raise LaunchError(f"keys can't be made in {folder}: {error.strerror}") from error
 

@@ -5,6 +5,7 @@ import ast
 import functools
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -135,8 +136,9 @@ def _converter(field: str, hint: Any, is_json: bool) -> Callable[[str], Any]:
                 return msgspec.json.decode(text, type=hint)
             return msgspec.convert(text, hint, strict=False)
         except msgspec.DecodeError as error:
-            reason = str(error).replace("Expected", "expected")
-            raise LaunchError(f"{flag(field)} is {text!r}: {reason}") from None
+            reason = re.sub(", got `[a-z]+`", "", str(error).partition(" - at ")[0])
+            reason = reason.replace("Expected", "expected")
+            raise LaunchError(f"{flag(field)}: got {text!r}, {reason}") from None
 
     return convert
 

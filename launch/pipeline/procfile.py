@@ -18,7 +18,8 @@ def read_procfile(path: Path = PROCFILE) -> dict[str, str]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"procfile {path} can't be read: {error}") from error
+        reason = getattr(error, "strerror", error)
+        raise LaunchError(f"--procfile: {path} can't be read: {reason}") from error
     commands: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):

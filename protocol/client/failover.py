@@ -13,7 +13,7 @@ def check_addresses(endpoint: str) -> None:
         if not ADDRESS.fullmatch(one):
             meant = f"; did you mean tcp://{one}?" if ADDRESS.fullmatch(f"tcp://{one}") else ""
             raise ClientError(
-                f"--endpoint {endpoint}: {one!r} is neither tcp://HOST:PORT nor ipc://PATH{meant}"
+                f"--endpoint: got {one!r}, expected tcp://HOST:PORT or ipc://PATH{meant}"
             )
 
 

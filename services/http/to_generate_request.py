@@ -8,7 +8,7 @@ from penstock.protocol.messages.client import ChatMessage, GenerateRequest
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.transport.channel import DECODE_ERRORS
 from penstock.services.http.body import decode_json
-from penstock.services.http.errors import ApiError, invalid
+from penstock.services.http.errors import invalid
 from penstock.services.http.schema import (
     ApiRequest,
     ChatRequest,
@@ -197,7 +197,10 @@ def _structured(path: str, kind: str, value: Any) -> StructuredOutputs:
     try:
         return msgspec.convert({kind: value}, StructuredOutputs)
     except msgspec.ValidationError as error:
-        raise ApiError(400, f"{path}: {error}", path) from error
+        reason = str(error).partition(" - at ")[0]
+        if reason.startswith("Expected"):
+            reason = f"got {value!r:.60}, e{reason[1:]}"
+        raise invalid(path, reason) from error
 
 
 def _tools_path(request: ChatRequest) -> str:

@@ -180,12 +180,12 @@ def test_serve_as_a_table() -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "sentence"),
     [
-        ("--request-rate", "0", " is '0': expected `float` > 0.0"),
-        ("--request-rate", "inf", " is 'inf': expected"),
-        ("--request-rate", "fast", " is 'fast': expected `float`"),
-        ("--long-share", "2", " is '2': expected `float` <= 1.0"),
-        ("--long-share", "nan", " is 'nan': expected"),
-        ("--num-requests", "0", " is '0': expected `int` >= 1"),
+        ("--request-rate", "0", ": got '0', expected `float` > 0.0"),
+        ("--request-rate", "inf", ": got 'inf', expected"),
+        ("--request-rate", "fast", ": got 'fast', expected `float`"),
+        ("--long-share", "2", ": got '2', expected `float` <= 1.0"),
+        ("--long-share", "nan", ": got 'nan', expected"),
+        ("--num-requests", "0", ": got '0', expected `int` >= 1"),
         ("--goodput", "itl:5", ": 'itl:5' is none of ttft, tpot, e2el with :MILLISECONDS"),
         ("--goodput", "ttft:-5", ": got '-5', expected a finite number above 0"),
     ],

@@ -192,8 +192,8 @@ def test_left_behind_finds_processes_and_folders() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--kills", "0"], "--kills is '0'"),
-        (["--stop-share", "1.5"], "--stop-share is '1.5'"),
+        (["--kills", "0"], "--kills: got '0'"),
+        (["--stop-share", "1.5"], "--stop-share: got '1.5'"),
         (["--only", "nothing"], "--only: got 'nothing', expected one of gateway"),
         (["--name", "x", "--tp", "2"], "--tp is for a pipeline that is yet to start"),
         (["--name", "nobody"], "no pipeline 'nobody' runs"),

@@ -76,7 +76,7 @@ def test_a_client_whose_secret_was_moved_away_is_not_made_anew(folder: Path) -> 
     [
         ("", "alice", r"has no server.key; `launch keys .*` makes a folder"),
         ("none/keys", None, r"keys can't be made in .*: No such file or directory"),
-        ("none", "a/b", r"--client is 'a/b': .*regex"),
+        ("none", "a/b", r"--client: got 'a/b', .*regex"),
     ],
 )
 def test_what_can_not_be_is_a_sentence(

@@ -52,7 +52,7 @@ def test_every_field_is_a_flag() -> None:
 def test_a_bad_value_is_named_with_its_limit(field: str, value: str, limit: str) -> None:
     with pytest.raises(LaunchError) as refused:
         parse(flag(field), value)
-    assert str(refused.value).startswith(f"{flag(field)} is {value!r}: expected ")
+    assert str(refused.value).startswith(f"{flag(field)}: got {value!r}, expected ")
     assert limit in str(refused.value)
 
 
@@ -85,7 +85,7 @@ def test_what_has_parts_is_json() -> None:
 def test_bad_json_is_named(field: str, value: str, reason: str) -> None:
     with pytest.raises(LaunchError) as refused:
         parse(flag(field), value, struct=SamplingParams)
-    assert str(refused.value).startswith(f"{flag(field)} is {value!r}: ")
+    assert str(refused.value).startswith(f"{flag(field)}: got {value!r}, ")
     assert reason in str(refused.value)
 
 

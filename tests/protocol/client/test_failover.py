@@ -252,7 +252,7 @@ def test_where_one_refuses_and_one_is_dead_a_question_waits(
 def test_what_is_no_address_is_named(endpoint: str, wrong: str) -> None:
     with pytest.raises(ClientError) as caught:
         Client(endpoint)
-    message = f"--endpoint {endpoint}: {wrong} is neither tcp://HOST:PORT nor ipc://PATH"
+    message = f"--endpoint: got {wrong}, expected tcp://HOST:PORT or ipc://PATH"
     meant = "; did you mean tcp://b:1?" if wrong == "'b:1'" else ""
     assert str(caught.value) == message + meant
 
