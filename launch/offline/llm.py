@@ -261,7 +261,7 @@ def _one_for_each(
     return params
 
 
-def _messages(conversation: Conversation) -> list[ChatMessage] | None:
+def _messages(conversation: Any) -> list[ChatMessage] | None:
     """Return the messages of a conversation. Raises ValueError."""
     raw = {"messages": conversation}
     try:

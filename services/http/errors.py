@@ -73,10 +73,13 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(500, "internal error; the server's log has the details")
 
 
-async def answer_error(_: Request, error: Exception) -> Response:
+async def answer_error(request: Request, error: Exception) -> Response:
     """Return the response to an exception, as a handler of starlette."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)  # nobody reads it
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        where = f"{request.method} {request.url.path}"
+        error.detail = f"got {where}, which is not a route; /openapi.json lists the routes"
     return error_response(as_api_error(error))
 
 

@@ -40,7 +40,7 @@ def chat_fields(request: ChatRequest, tags_are_tokens: bool = False) -> dict[str
     fields["messages"] = chat_messages(request.messages)
     fields["max_tokens"] = request.max_completion_tokens or request.max_tokens
     if request.top_logprobs is not None and not request.logprobs:
-        raise invalid("top_logprobs", "got no logprobs: true, which it needs")
+        raise invalid("top_logprobs", f"got {request.top_logprobs}, expected logprobs: true, too")
     fields["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     if request.reasoning_effort == "none":
         fields["chat_template_kwargs"] = {"enable_thinking": False, **request.chat_template_kwargs}
