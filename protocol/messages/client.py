@@ -31,7 +31,7 @@ CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 class ChatMessage(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One message of a conversation, as the chat template sees it."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str
     name: str | None = None
     reasoning_content: str | None = None
@@ -40,6 +40,10 @@ class ChatMessage(Struct, kw_only=True, omit_defaults=True, forbid_unknown_field
     """of an assistant: as in OpenAI's API, but `arguments` is a map, as templates want it"""
     tool_call_id: str | None = None
     """of a tool's answer: the call it answers"""
+
+    def __post_init__(self) -> None:
+        if self.role == "developer":
+            self.role = "system"
 
 
 PromptText = Annotated[str, Meta(min_length=1)] | Annotated[list[TokenId], Meta(min_length=1)]

@@ -80,7 +80,9 @@ class Ledger:
 
     def take_growth(self, entry: Entry, num_bytes: int) -> None:
         """Count the output of a request that had `num_bytes` before."""
-        self.totals.count(entry.share, num_bytes=entry.num_bytes - num_bytes)
+        num_new = entry.num_bytes - num_bytes
+        self.totals.num_bytes += num_new
+        entry.share.num_bytes += num_new
         if entry.num_waiting_tokens and entry.token_ids:
             self._stop_waiting(entry)
             self.totals.num_started += 1

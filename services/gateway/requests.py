@@ -197,11 +197,11 @@ class Requests:
             self._router.release_everywhere(request_id, attempt)
 
     def resubmit_all(self, replica: int) -> None:
-        """Resubmit the requests of a scheduler that has restarted."""
+        """Resubmit the requests of a scheduler that may not have them: it, or this gateway, has
+        restarted."""
         if entries := self._router.entries_of(replica):
-            log.warning(
-                "scheduler.%d restarted; resubmitting %d requests", replica + 1, len(entries)
-            )
+            name = replica + 1
+            log.warning("resubmitting %d requests that scheduler.%d may lack", len(entries), name)
         self._for_each(entries, self._resubmit)
 
     def resubmit_passed_on_by(self, tokenizer: bytes) -> None:

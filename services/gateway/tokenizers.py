@@ -21,6 +21,8 @@ from penstock.services.gateway.validation import MAX_DEATHS, Poison, TokenizerRe
 
 MAX_BYTES = 1 << 17
 """of work that one tokenizer has at a time, if it is not one piece: other work can be dropped"""
+MAX_SILENT = 16
+"""tokenizers, the newest, whose work is remembered: one that was scaled down has no successor"""
 _LOST = 1 << 32
 """more than any difference of priorities"""
 
@@ -94,12 +96,17 @@ class Tokenizers:
     def lose_silent(self) -> None:
         """Remove tokenizers that missed heartbeats; called at each heartbeat."""
         for identity in self.peers.silent():
-            self._silent[identity] = self.lose(identity, has_died=False)
+            if lost := self.lose(identity, has_died=False):
+                self._silent[identity] = lost
+        while len(self._silent) > MAX_SILENT:
+            del self._silent[next(iter(self._silent))]
 
     def done(self, identity: bytes, key: object) -> None:
         """Record that a tokenizer has passed a request on, answered a query, or failed at it."""
-        for lost in self._silent.values():
-            lost[:] = [work for work in lost if work.key != key]
+        for silent, lost in list(self._silent.items()):
+            self._silent[silent] = [work for work in lost if work.key != key]
+            if not self._silent[silent]:
+                del self._silent[silent]
         if peer := self.peers.get(identity):
             work = self._take_back(peer, key)
             if work and self._suspects.pop(work, None) is not None:

@@ -88,7 +88,7 @@ def chat_messages(messages: list[Message]) -> list[ChatMessage]:
     """Return messages for the chat template. Raises ApiError."""
     return [
         ChatMessage(
-            role="system" if one.role == "developer" else one.role,
+            role=one.role,
             content=_text(one, f"messages[{number}].content"),
             name=one.name,
             reasoning_content=one.reasoning_content or one.reasoning,

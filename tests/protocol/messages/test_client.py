@@ -13,6 +13,12 @@ from penstock.protocol.messages.client import (
 from penstock.protocol.messages.codec import JSON, MSGPACK, Codec, codec_of
 
 
+def test_a_developer_is_the_system() -> None:
+    frame = b'{"messages": [{"role": "developer", "content": "be brief"}]}'
+    (message,) = JSON.decode_request(frame).messages  # type: ignore[union-attr, misc]
+    assert message.role == "system"
+
+
 def test_a_prompt_is_a_whole_request() -> None:
     request = JSON.decode_request(b'{"prompt": "count from 3 to 9", "max_tokens": 64}')
     assert request == GenerateRequest(prompt="count from 3 to 9", max_tokens=64)

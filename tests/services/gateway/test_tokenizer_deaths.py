@@ -17,7 +17,7 @@ from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.heartbeat import MAX_MISSED_HEARTBEATS
 from penstock.protocol.transport.process import Identity
 from penstock.services.gateway.connections import Share
-from penstock.services.gateway.tokenizers import Tokenizers
+from penstock.services.gateway.tokenizers import MAX_SILENT, Tokenizers
 from penstock.services.gateway.validation import MAX_DEATHS, Poison
 from tests.services.gateway.conftest import Stage
 
@@ -54,12 +54,12 @@ class Successors:
         self.number = 0
         self.channel: Channel[Any]
 
-    def start(self) -> bytes:
+    def start(self, name: str = "tokenizer.1") -> bytes:
         self.number += 1
-        identity = Identity("tokenizer.1", 100 + self.number, self.number).encode()
+        identity = Identity(name, 100 + self.number, self.number).encode()
         where = self.one.gateway.to_tokenizers.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.channel = self.one.context.connect(zmq.DEALER, where, ToTokenizer, identity)
-        self.channel.send(Heartbeat("tokenizer.1"))
+        self.channel.send(Heartbeat(name))
         peers = self.one.gateway.tokenizers.peers
         self.one.work_until(lambda: peers.get(identity) and len(peers) == 1)
         return identity
@@ -192,6 +192,20 @@ def test_a_tokenizer_that_fell_silent_has_died_when_its_successor_registers(
         successors.start()
     assert one.hear(client).code == "failed"
     assert [digests for _, digests in successors.reports.died_with] == [1] * MAX_DEATHS
+
+
+def test_few_tokenizers_without_a_successor_are_remembered(stage: Start) -> None:
+    """Each was killed and scaled down while it had work; the last one passes the work on."""
+    successors = Successors(one := stage())
+    tokenizers = one.gateway.tokenizers
+    one.open(one.connect(), "a", prompt="a")
+    for number in range(2 * MAX_SILENT):
+        successors.start(f"tokenizer.{number}")
+        fall_silent(successors)
+        assert 0 < len(tokenizers._silent) <= MAX_SILENT
+    successors.start("tokenizer.last")
+    successors.tokenize()
+    assert not tokenizers._silent
 
 
 def test_a_goodbye_is_no_death(successors: Successors) -> None:
