@@ -12,7 +12,7 @@ from penstock.protocol.fair_queue import FairQueue
 from penstock.protocol.messages.client import ErrorReply, TokenizePromptRequest
 from penstock.protocol.messages.tokenizer import TokenizerQuery, TokenizerReply
 from penstock.protocol.transport.channel import Channel
-from penstock.protocol.transport.heartbeat import Peer, Peers, predecessors
+from penstock.protocol.transport.peers import Peer, Peers, predecessors
 from penstock.services.gateway.client_socket import ClientSocket
 from penstock.services.gateway.connections import Client
 from penstock.services.gateway.entry import Entry, estimated_tokens

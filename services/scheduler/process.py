@@ -25,7 +25,8 @@ from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.channel import traffic
 from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.event_loop import EventLoop
-from penstock.protocol.transport.heartbeat import HeartbeatThread, predecessors, refusal
+from penstock.protocol.transport.heartbeat import HeartbeatThread
+from penstock.protocol.transport.peers import predecessors, refusal
 from penstock.protocol.transport.process import Process, first_number
 from penstock.services.scheduler import poison, report
 from penstock.services.scheduler.block_manager import make_block_manager

@@ -6,7 +6,7 @@ from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
 from penstock.protocol.messages.logprobs import PackedLogprobs
 from penstock.protocol.messages.plan import pack
-from penstock.protocol.transport.heartbeat import Peers
+from penstock.protocol.transport.peers import Peers
 from penstock.services.scheduler.in_flight_plan import StepOutput
 from penstock.services.scheduler.poison import DetokenizerTrials
 from penstock.services.scheduler.sequence import Sequence

@@ -3,7 +3,7 @@
 from itertools import count
 
 from penstock.protocol.messages.worker import WorkerAssignment, WorkerExit, WorkerState
-from penstock.protocol.transport.heartbeat import Peers
+from penstock.protocol.transport.peers import Peers
 
 WorkerMessage = tuple[bytes, WorkerAssignment | WorkerExit]
 """identity of the worker, and the message"""

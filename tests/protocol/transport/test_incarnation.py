@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.transport.heartbeat import predecessors
+from penstock.protocol.transport.peers import predecessors
 from penstock.protocol.transport.process import (
     COUNTER_FILE,
     INCARNATION_VARIABLE,

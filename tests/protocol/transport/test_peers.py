@@ -1,7 +1,7 @@
 """Peers that register by heartbeats."""
 
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
-from penstock.protocol.transport.heartbeat import Peers
+from penstock.protocol.transport.peers import Peers
 
 
 def test_a_peer_is_silent_after_missed_heartbeats_and_not_after_a_time() -> None:

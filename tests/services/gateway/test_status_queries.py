@@ -5,11 +5,11 @@ from collections.abc import Callable
 from penstock.protocol.messages.client import StatusRequest
 from penstock.protocol.messages.codec import JSON
 from penstock.protocol.messages.status import SchedulerStatus, StatusReply
-from penstock.services.gateway import process
+from penstock.services.gateway import status_queries
 from tests.services.gateway.conftest import Stage
 
 Start = Callable[..., Stage]
-LIMIT = process.MAX_WAITING_PER_CONNECTION
+LIMIT = status_queries.MAX_WAITING_PER_CONNECTION
 FRESH = StatusRequest(fresh=True)
 
 
@@ -34,20 +34,20 @@ def test_a_connection_has_a_limit(stage: Start) -> None:
 
 def test_all_of_them_have_a_limit(stage: Start) -> None:
     one = stage()
-    clients = [one.connect() for _ in range(process.MAX_WAITING // LIMIT)]
+    clients = [one.connect() for _ in range(status_queries.MAX_WAITING // LIMIT)]
     for client in clients:
         one.ask(client, *[FRESH] * LIMIT)
     waiting = one.gateway.status_queries
-    one.work_until(lambda: len(waiting.for_report) == process.MAX_WAITING)
+    one.work_until(lambda: len(waiting.for_report) == status_queries.MAX_WAITING)
     late = one.connect()
     one.ask(late, FRESH)
     assert one.hear(late).message == "overloaded: 1024 status requests wait, which is the limit"
     clients[0].close()
     one.work_until(lambda: len(one.gateway.connections) == len(clients))
     one.heartbeats(1)
-    assert len(waiting.for_report) == process.MAX_WAITING - LIMIT
+    assert len(waiting.for_report) == status_queries.MAX_WAITING - LIMIT
     one.ask(late, FRESH)
-    one.work_until(lambda: len(waiting.for_report) == process.MAX_WAITING - LIMIT + 1)
+    one.work_until(lambda: len(waiting.for_report) == status_queries.MAX_WAITING - LIMIT + 1)
 
 
 def test_both_encodings_with_and_without_metrics(stage: Start) -> None:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from penstock.protocol.messages.client import GenerateRequest, TokenizePromptRequest
 from penstock.protocol.messages.registration import Goodbye, Heartbeat
 from penstock.protocol.messages.tokenizer import TokenizeDone, ToTokenizer
-from penstock.protocol.transport.channel import Channel
-from penstock.protocol.transport.heartbeat import MAX_MISSED_HEARTBEATS
+from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
 from penstock.protocol.transport.process import Identity
 from penstock.services.gateway.connections import Share
 from penstock.services.gateway.tokenizers import MAX_SILENT, Tokenizers

@@ -1,0 +1,90 @@
+"""Peers that registered with this process.
+
+They follow the Paranoid Pirate pattern of the ZeroMQ guide, chapter 4: a peer registers with a
+heartbeat, and any message counts as a heartbeat.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
+
+from penstock.protocol.messages.registration import PROTOCOL_VERSION, Heartbeat
+from penstock.protocol.messages.worker import WorkerState
+from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
+from penstock.protocol.transport.process import Identity
+
+log = logging.getLogger(__name__)
+Work = TypeVar("Work")
+
+
+class Peer(Generic[Work]):
+    """A process that registered, and its work by key."""
+
+    def __init__(self, identity: bytes, name: str) -> None:
+        self.identity = identity
+        self.name = name
+        self.work: dict[object, Work] = {}
+        self.num_missed = 0
+        """heartbeats of this process since the peer's latest message"""
+
+
+class Peers(Generic[Work]):
+    """All peers of one kind, by identity."""
+
+    def __init__(self) -> None:
+        self._peers: dict[bytes, Peer[Work]] = {}
+
+    def __iter__(self) -> Iterator[Peer[Work]]:
+        return iter(list(self._peers.values()))
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def get(self, identity: bytes | None) -> Peer[Work] | None:
+        return self._peers.get(identity) if identity else None
+
+    def alive(self, identity: bytes, name: str) -> bool:
+        """Note a message of a peer. Return True if it is the first one."""
+        known = self._peers.get(identity)
+        if known is None:
+            self._peers[identity] = Peer(identity, name)
+            return True
+        known.num_missed = 0
+        return False
+
+    def lost(self, identity: bytes) -> list[Work]:
+        """Remove a peer. Return its work."""
+        peer = self._peers.pop(identity, None)
+        return list(peer.work.values()) if peer else []
+
+    def silent(self) -> list[bytes]:
+        """Return peers that missed MAX_MISSED_HEARTBEATS heartbeats; called at each heartbeat.
+
+        Heartbeats are counted, not seconds: while this process itself is stopped, nobody is late.
+        """
+        for peer in self._peers.values():
+            peer.num_missed += 1
+        return [peer.identity for peer in self if peer.num_missed > MAX_MISSED_HEARTBEATS]
+
+    def least_loaded(self) -> Peer[Work] | None:
+        """Return the peer with the least work; None if there is no peer."""
+        return min(self._peers.values(), key=lambda peer: len(peer.work), default=None)
+
+
+def predecessors(identity: bytes, of: Iterable[bytes]) -> list[bytes]:
+    """Return those identities that are earlier incarnations of a process: it has died since."""
+    new = Identity.decode(identity)
+    known = [(Identity.decode(one), one) for one in of]
+    return [one for old, one in known if old.name == new.name and old.incarnation < new.incarnation]
+
+
+def refusal(message: Heartbeat | WorkerState) -> str | None:
+    """Return, and log, why a process that registers is refused; None if it is not."""
+    if message.version == PROTOCOL_VERSION:
+        return None
+    reason = (
+        f"{message.name} speaks version {message.version} of the protocol; "
+        f"this pipeline speaks version {PROTOCOL_VERSION}"
+    )
+    log.warning("refused: %s", reason)
+    return reason

@@ -1,0 +1,84 @@
+"""Status requests of clients, and those that wait for readiness or a report."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from penstock.protocol.messages.client import StatusRequest
+from penstock.protocol.messages.codec import Codec
+from penstock.protocol.messages.status import StatusReply
+from penstock.services.gateway.client_socket import ClientSocket
+from penstock.services.gateway.connections import Client
+from penstock.services.gateway.router import Router
+from penstock.services.gateway.validation import RefusedError
+
+MAX_WAITING = 1024
+"""status requests that are answered at once, when a report arrives: in a few milliseconds"""
+MAX_WAITING_PER_CONNECTION = 64
+
+
+class StatusQuery(NamedTuple):
+    """One status request that waits, and the replicas that have reported since."""
+
+    client: Client
+    request: StatusRequest
+    replicas: set[int]
+
+
+class StatusQueries:
+    """Status requests that wait for readiness, or for a fresh report. Their number is limited."""
+
+    def __init__(self, clients: ClientSocket, status: Callable[[bool], StatusReply]) -> None:
+        self.for_ready: list[StatusQuery] = []
+        self.for_report: list[StatusQuery] = []
+        self._clients = clients
+        self._status = status
+
+    def submit(self, client: Client, request: StatusRequest, is_ready: bool) -> None:
+        """Answer a status request now, or later. Raises RefusedError where too many wait."""
+        query = StatusQuery(client, request, set())
+        if request.wait and (request.fresh or not is_ready):
+            self._wait(query, self.for_ready)
+        elif request.fresh:
+            self._wait(query, self.for_report)
+        else:
+            self._answer([query])
+
+    def on_ready(self) -> None:
+        """Answer the requests that waited for the pipeline to be ready."""
+        waiting, self.for_ready = self.for_ready, []
+        self._answer(waiting, waited=True)
+
+    def on_report(self, replica: int, router: Router) -> None:
+        """Answer the requests for which every replica that is not silent has reported."""
+        waiting, self.for_report = self.for_report, []
+        complete: list[StatusQuery] = []
+        for query in waiting:
+            query.replicas.add(replica)
+            is_complete = router.covers_all(query.replicas)
+            (complete if is_complete else self.for_report).append(query)
+        self._answer(complete, waited=True)
+
+    def drop_closed(self) -> None:
+        """Drop the queries of clients that have disconnected."""
+        self.for_ready = [one for one in self.for_ready if not one.client.connection.is_closed]
+        self.for_report = [one for one in self.for_report if not one.client.connection.is_closed]
+
+    def _wait(self, query: StatusQuery, waiting: list[StatusQuery]) -> None:
+        connection = query.client.connection
+        num_own, number = connection.num_status_queries, len(self.for_ready) + len(self.for_report)
+        if num_own >= MAX_WAITING_PER_CONNECTION or number >= MAX_WAITING:
+            where = " on this connection" * (num_own >= MAX_WAITING_PER_CONNECTION)
+            text = f"overloaded: {num_own if where else number} status requests wait{where}"
+            raise RefusedError(f"{text}, which is the limit", code="overloaded", retry_after=1.0)
+        connection.num_status_queries += 1
+        waiting.append(query)
+
+    def _answer(self, queries: list[StatusQuery], waited: bool = False) -> None:
+        """Encode one reply of each kind for all of them."""
+        frames: dict[tuple[Codec, bool], bytes] = {}
+        for client, request, _ in queries:
+            client.connection.num_status_queries -= waited
+            kind = client.codec, request.metrics
+            if kind not in frames:
+                frames[kind] = client.codec.encode(self._status(request.metrics))
+            self._clients.send(client, frames[kind])
