@@ -22,7 +22,6 @@ from penstock.protocol.messages.tokenizer import RequestFailed
 from penstock.protocol.messages.worker import FromWorker, WorkerExit, WorkerState
 from penstock.protocol.poison import REFUSED
 from penstock.protocol.tracing import Tracer
-from penstock.protocol.transport.channel import traffic
 from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
@@ -295,7 +294,6 @@ class SchedulerProcess:
         self.end_group()
         status = SchedulerStatus(epoch=self.epoch, ready=self.ready, replica=self.replica)
         status.first_attempt = self.lease.first_attempt
-        status.num_bad_frames = traffic.bad_frames
         status.unclaimed = self.lease.unclaimed([*self.requests.values(), *self.early])
         report.fill_status(status, self.scheduler, self.group, self.streams)
         self.gateway.send(status)

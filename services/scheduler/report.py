@@ -4,6 +4,7 @@ from time import monotonic
 
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.tracing import Tracer
+from penstock.protocol.transport.channel import traffic
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.streams import Streams
@@ -13,9 +14,10 @@ from penstock.services.scheduler.workers import WorkerGroup
 def fill_status(
     status: SchedulerStatus, scheduler: Scheduler | None, group: WorkerGroup, streams: Streams
 ) -> None:
-    """Fill in workers and detokenizers; once there are workers, queues, blocks and steps."""
+    """Fill in this process's peers; once there are workers, queues, blocks and steps."""
     status.detokenizers = {peer.name: len(peer.work) for peer in streams.detokenizers}
     status.workers = group.names
+    status.num_bad_frames = traffic.bad_frames
     status.workers_ready = group.ready
     if scheduler is None:
         return
