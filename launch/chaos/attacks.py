@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from penstock.launch.chaos.victim import Attack, Victim
+from penstock.launch.chaos.victim import ANSWER_TIMEOUT, Attack, Victim
 from penstock.protocol.client.client import Stream
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.client import GenerateRequest, StatusRequest, TokenizePromptRequest
@@ -198,7 +198,8 @@ def identities(victim: Victim) -> str:
 @Attack("1,000 requests of one")
 def greedy(victim: Victim) -> str:
     """One client with 1,000 requests, and another one with a single one."""
-    with victim.client() as many, victim.client() as one:
+    # the first answers of so large a batch come together
+    with victim.client(timeout=5 * ANSWER_TIMEOUT) as many, victim.client() as one:
         begin = time.monotonic()
         answers = [
             many.submit("count from 10 to 60", max_tokens=64, ignore_eos=True) for _ in range(1000)

@@ -122,9 +122,9 @@ class Victim:
         """Send SIGKILL to the first process of a kind."""
         os.kill(self.pid(kind), signal.SIGKILL)
 
-    def client(self) -> Client:
+    def client(self, timeout: float = ANSWER_TIMEOUT) -> Client:
         """Return a client of the attacker."""
-        return Client(self.config.endpoint, timeout=ANSWER_TIMEOUT)
+        return Client(self.config.endpoint, timeout=timeout)
 
     def check(self) -> None:
         """Wait until a new client has an answer. Raises LaunchError, RequestError."""
