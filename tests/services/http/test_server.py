@@ -1,6 +1,7 @@
 """The server over real connections: bodies, and its end."""
 
 import gzip
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -156,3 +157,27 @@ def test_strings_of_tokens(serve: Serve) -> None:
         body = {"prompt": " a", "return_token_strs": True}
         assert client.post("/tokenize", json=body).json()["token_strs"] == ["Ġa"]
         assert "token_strs" not in client.post("/tokenize", json={"prompt": "a"}).json()
+
+
+def test_an_unknown_route_names_itself(serve: Serve) -> None:
+    with serve().client() as client:
+        for answer, where in (
+            (client.get("/v2/models"), "GET /v2/models"),
+            (client.get("/tokenize"), "GET /tokenize"),
+        ):
+            assert answer.status_code in (404, 405)
+            sentence = f"got {where}, which is not a route; /openapi.json lists the routes"
+            assert answer.json()["error"]["message"] == sentence
+
+
+def test_the_page_about_security_names_the_paths_without_a_key(serve: Serve) -> None:
+    """Every GET route that answers without a key is on the page, and no other."""
+    served = serve(api_key="key")
+    with served.client() as client:
+        document = client.get("/openapi.json").json()
+        paths = [path for path, methods in document["paths"].items() if "get" in methods]
+        paths = [path for path in [*paths, "/openapi.json", "/"] if "{" not in path]
+        is_open = {path for path in paths if client.get(path).status_code != 401}
+    page = (Path(__file__).parents[3] / "docs/operations/security.md").read_text()
+    sentence = page.partition("No key is needed")[2].partition(",\nwhich")[0].split("asks for")[0]
+    assert set(re.findall(r"`(/[^`]*)`", sentence)) == is_open

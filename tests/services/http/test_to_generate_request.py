@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from penstock.protocol.messages.client import ChatMessage, GenerateRequest
+from penstock.protocol.messages.sampling import SamplingParams
 from penstock.services.http.body import decode_body
 from penstock.services.http.errors import ApiError
 from penstock.services.http.schema import ChatRequest, CompletionRequest
@@ -33,6 +34,21 @@ def refusal(function: Any, *arguments: Any) -> ApiError:
         function(*arguments)
     assert caught.value.status == 400
     return caught.value
+
+
+def test_every_sampling_parameter_is_passed_on() -> None:
+    """A parameter that is declared in SamplingParams needs no further line here."""
+    marks = {name: object() for name in SamplingParams.__struct_fields__}
+    for kind in (ChatRequest, CompletionRequest):
+        assert set(marks) <= set(kind.__struct_fields__)
+    special = {"n", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs"}
+    asked = chat()
+    for name in set(marks) - special:
+        setattr(asked, name, marks[name])
+    fields = chat_fields(asked)
+    assert {name: fields[name] for name in set(marks) - special} == {
+        name: mark for name, mark in marks.items() if name not in special
+    }
 
 
 def test_sampling_fields_are_passed_on() -> None:
