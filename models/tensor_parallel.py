@@ -13,6 +13,8 @@ from torch import Tensor
 
 TIMEOUT = timedelta(seconds=120)
 """maximum wait for another rank"""
+_HUNG_UP = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+"""texts of gloo's and NCCL's errors about another rank's end"""
 PUSHED_BYTES = {2: 8 << 20, 4: 512 << 10, 8: 128 << 10}
 """maximum size of a tensor that each rank pushes to every other, by the size of the group
 
@@ -222,5 +224,7 @@ class TensorParallel:
         try:
             yield
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
+            reason = "another rank has exited"  # gloo's text has a path of its sources
+            if not any(text in str(error) for text in _HUNG_UP):
+                reason = str(error).partition("\n")[0]
             raise GroupError(f"rank {self.rank} of {self.size} lost its group: {reason}") from error
