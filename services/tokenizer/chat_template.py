@@ -7,6 +7,7 @@ They are Jinja templates that come with a checkpoint, written for transformers' 
 import contextlib
 import functools
 import json
+import logging
 import signal
 from collections.abc import Iterator
 from datetime import datetime
@@ -21,8 +22,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.messages.client import ChatMessage, PromptFields
+from penstock.services.tokenizer.child import end_child, start_child
 from penstock.services.tokenizer.reasoning import SWITCH
 
+log = logging.getLogger("tokenizer")
 NOT_FOR_CLIENTS = frozenset(
     {"messages", "tools", "chat_template", "tokenize", "add_generation_prompt"}
     | {"continue_final_message", "conversation", "return_dict", "return_tensors"}
@@ -30,6 +33,9 @@ NOT_FOR_CLIENTS = frozenset(
 """arguments of `apply_chat_template` that `chat_template_kwargs` can't give"""
 MAX_RENDER_SECONDS = 5.0
 """of CPU time: a usual template takes milliseconds, and others wait meanwhile"""
+MAX_RENDER_BYTES = 1 << 28
+"""of memory, for a client's template"""
+LIMITS = f"takes more than {MAX_RENDER_SECONDS:g} s or {MAX_RENDER_BYTES >> 20} MiB to render"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 _END_OF_FINAL_MESSAGE = "\ue000end of the final message\ue001"
 """put after the final message if it is to be continued: the text before it is the prompt"""
@@ -96,32 +102,60 @@ class ChatTemplate:
         messages = [_as_map(message) for message in request.messages or []]
         if continues and messages:
             messages[-1]["content"] += _END_OF_FINAL_MESSAGE
-        try:
-            with time_limit(MAX_RENDER_SECONDS):
-                if request.chat_template is not None:
-                    template = _compile(request.chat_template)
-                text = template.render(
-                    {
-                        **self._special_tokens,
-                        **kwargs,
-                        "messages": messages,
-                        "tools": request.tools,
-                        "documents": kwargs.get("documents"),
-                        "add_generation_prompt": (
-                            not continues if adds_prompt is None else adds_prompt
-                        ),
-                    }
-                )
-        except TimeLimitError:
-            raise ChatTemplateError(
-                f"messages: the chat template took more than {MAX_RENDER_SECONDS:g} s to render "
-                "them, which is the limit; send fewer or shorter ones"
-            ) from None
-        except ChatTemplateError:
-            raise
-        except _REFUSALS as error:
-            raise ChatTemplateError(f"the chat template refused messages: {error}") from error
+        variables = {
+            **self._special_tokens,
+            **kwargs,
+            "messages": messages,
+            "tools": request.tools,
+            "documents": kwargs.get("documents"),
+            "add_generation_prompt": not continues if adds_prompt is None else adds_prompt,
+        }
+        if request.chat_template is None:
+            text = _render(template, variables)
+        else:
+            text = _render_in_child(request.chat_template, variables)
         return _cut(text) if continues else text
+
+
+def _render_in_child(source: str, variables: dict[str, Any]) -> str:
+    """Render a client's template. Raises ChatTemplateError."""
+
+    def work() -> bytes:
+        try:
+            return msgspec.json.encode([_render(_compile(source), variables)])
+        except ChatTemplateError as error:
+            return msgspec.json.encode([None, str(error), error.field])
+
+    exit_code, result = end_child(*start_child(work, MAX_RENDER_SECONDS, 0, MAX_RENDER_BYTES))
+    if exit_code:
+        _log_limits()
+        raise ChatTemplateError(
+            f"chat_template: got one that {LIMITS}; simplify it", "chat_template"
+        )
+    text, *error = msgspec.json.decode(result)
+    if error:
+        raise ChatTemplateError(*error)
+    return str(text)
+
+
+@functools.cache
+def _log_limits() -> None:
+    log.warning("refused a client's chat template (further ones are not logged): it %s", LIMITS)
+
+
+def _render(template: Template, variables: dict[str, Any]) -> str:
+    try:
+        with time_limit(MAX_RENDER_SECONDS):
+            return str(template.render(variables))
+    except TimeLimitError:
+        raise ChatTemplateError(
+            f"messages: the chat template took more than {MAX_RENDER_SECONDS:g} s to render them, "
+            "which is the limit; send fewer or shorter ones"
+        ) from None
+    except ChatTemplateError:
+        raise
+    except _REFUSALS as error:
+        raise ChatTemplateError(f"messages: the chat template refused them: {error}") from error
 
 
 def _cut(text: str) -> str:
@@ -135,12 +169,12 @@ def _cut(text: str) -> str:
     return before
 
 
-@functools.lru_cache(maxsize=16)
 def _compile(source: str) -> Template:
     try:
         return _environment().from_string(source)
     except (TemplateError, RecursionError, ValueError) as error:
-        raise ChatTemplateError(f"chat_template can't be read: {error}", "chat_template") from error
+        message = f"chat_template: got one that is not a Jinja template: {error}"
+        raise ChatTemplateError(message, "chat_template") from error
 
 
 _REFUSALS = (

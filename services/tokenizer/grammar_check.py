@@ -2,24 +2,22 @@
 
 Compiling runs in llguidance, which can't be interrupted, which some schemas keep busy for minutes
 within all its limits, and whose stack some grammars overflow. So each grammar is compiled in a
-child process, forked for it, that the kernel ends when its time is over; meanwhile this process
-goes on. What compiles there compiles in the worker, which has the same limits and a larger stack.
+child process; meanwhile this process continues. A grammar that compiles there compiles in the
+worker, which has the same limits and a larger stack.
 """
 
-import faulthandler
-import os
-import resource
 import signal
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.protocol.messages.structured import GRAMMAR_LIMITS
 from penstock.protocol.transport.event_loop import EventLoop
+from penstock.services.tokenizer.child import end_child, start_child
 
 MAX_COMPILE_SECONDS = 0.5
 """of CPU time: so long may a worker's other rows have to wait for one that is compiled"""
@@ -33,7 +31,7 @@ MAX_KNOWN = 256
 MAX_REASON_BYTES = 2048
 
 OnChecked = Callable[[str], None]
-"""is told why the grammar can't be served, or nothing"""
+"""gets the reason why the grammar can't be served, or an empty string"""
 
 
 class GrammarChecker:
@@ -48,7 +46,7 @@ class GrammarChecker:
         self._num_children = 0
 
     def check(self, grammar: str, on_checked: OnChecked) -> None:
-        """Calls `on_checked` once, now or later; `grammar` is in llguidance's format."""
+        """Call `on_checked` once, now or later; `grammar` is in llguidance's format."""
         if grammar in self._known:
             on_checked("")
         else:
@@ -59,11 +57,8 @@ class GrammarChecker:
         if not self._waiting or self._num_children == MAX_CHILDREN:
             return
         grammar, on_checked = self._waiting.popleft()
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            _compile_and_exit(self._tokenizer, grammar, writer)
-        os.close(writer)
+        compile_it = partial(_compile, self._tokenizer, grammar)
+        pid, reader = start_child(compile_it, MAX_COMPILE_SECONDS, MAX_STACK_BYTES)
         self._num_children += 1
 
         def on_end() -> None:
@@ -83,34 +78,20 @@ class GrammarChecker:
 
 
 def _reason(pid: int, reader: int) -> str:
-    """What the child said, or how it ended."""
-    with os.fdopen(reader, "rb") as file:
-        said = file.read()
-    signal_number = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    """Return the child's reason, or that of its end."""
+    signal_number, reason = end_child(pid, reader)
     if signal_number == -signal.SIGPROF:
         return f"compiling it takes more than {MAX_COMPILE_SECONDS} s, which is the limit"
     if signal_number:
         return "it is nested too deep to be compiled"
-    return said.decode(errors="replace")
+    return reason.decode(errors="replace")
 
 
-def _compile_and_exit(tokenizer: LLTokenizer, grammar: str, writer: int) -> NoReturn:
-    """In the child: says at `writer` what is wrong with `grammar`."""
-    status = 1
-    try:
-        faulthandler.disable()  # an overflow of the stack is expected
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        _, hard = resource.getrlimit(resource.RLIMIT_STACK)
-        resource.setrlimit(resource.RLIMIT_STACK, (MAX_STACK_BYTES, hard))
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_SECONDS)
-        os.write(writer, _compile(tokenizer, grammar).encode()[:MAX_REASON_BYTES])
-        status = 0
-    finally:
-        os._exit(status)
+def _compile(tokenizer: LLTokenizer, grammar: str) -> bytes:
+    return _failure(tokenizer, grammar).encode()[:MAX_REASON_BYTES]
 
 
-def _compile(tokenizer: LLTokenizer, grammar: str) -> str:
+def _failure(tokenizer: LLTokenizer, grammar: str) -> str:
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
     for step in range(MATCHED_TOKENS):
         if matcher.is_error() or matcher.is_stopped():

@@ -138,7 +138,9 @@ def test_equals_transformers(
     ],
 )
 def test_what_a_template_refuses(tmp_path: Path, source: str, reason: str) -> None:
-    with pytest.raises(ChatTemplateError, match="the chat template refused messages: ") as caught:
+    with pytest.raises(
+        ChatTemplateError, match="messages: the chat template refused them: "
+    ) as caught:
         render(template(tmp_path, source), kwargs={"level": 2})
     assert reason in str(caught.value)
 
@@ -177,7 +179,7 @@ def test_without_a_generation_prompt(tmp_path: Path) -> None:
 def test_a_template_of_the_request(tmp_path: Path) -> None:
     made = template(tmp_path, None)
     assert render(made, chat_template="{{ messages | length }}{{ x }}", kwargs={"x": 1}) == "61"
-    with pytest.raises(ChatTemplateError, match="chat_template can't be read: ") as caught:
+    with pytest.raises(ChatTemplateError, match="chat_template: got one that is not a Jinja template: ") as caught:
         render(made, chat_template="{% if %}")
     assert caught.value.field == "chat_template"
     with pytest.raises(ChatTemplateError, match="unsafe"):
@@ -215,6 +217,22 @@ def test_the_template_and_vocabulary_of_qwen3(qwen3_folder: Path, kwargs: dict[s
     question = TokenizePromptRequest(messages=messages, chat_template_kwargs=kwargs)
     reply = Tokenizer(qwen3_folder, 4096).answer(question)
     assert reply == TokenizeReply(token_ids=reference.encode(expected), max_model_len=4096)
+
+
+@pytest.mark.parametrize("source", ["{{ 'a' * 10**9 }}", "{{ 'a'.ljust(10**9) }}"])
+def test_a_clients_template_has_limits(
+    tmp_path: Path, source: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Jinja computes the first one while it compiles, in one call into C."""
+    module._log_limits.cache_clear()
+    one = template(tmp_path, "{{ messages[0].role }}")
+    for _ in range(2):
+        with pytest.raises(ChatTemplateError, match="chat_template: got one that takes") as caught:
+            one.render(PromptFields(messages=MESSAGES, chat_template=source))
+        assert caught.value.field == "chat_template"
+    assert len(caplog.messages) == 1
+    given = PromptFields(messages=MESSAGES, chat_template="{{ messages[-1].role }}!")
+    assert one.render(given) == f"{MESSAGES[-1].role}!"
 
 
 @pytest.mark.parametrize(

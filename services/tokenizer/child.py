@@ -1,0 +1,53 @@
+"""Child processes for work that clients choose; the kernel ends them at their limits.
+
+Neither llguidance nor a large operation of a template can be interrupted within its process.
+"""
+
+import faulthandler
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+
+def start_child(
+    work: Callable[[], bytes], seconds: float, stack_bytes: int = 0, memory_bytes: int = 0
+) -> tuple[int, int]:
+    """Fork a child that does `work` and writes its result. Return its pid, and the end to read.
+
+    seconds: of CPU time. memory_bytes: in addition to what this process has; 0: no limit.
+    """
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writer)
+        return pid, reader
+    status = 1
+    try:
+        faulthandler.disable()  # an overflow of the stack is expected
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if stack_bytes:
+            _set_limit(resource.RLIMIT_STACK, stack_bytes)
+        if memory_bytes:
+            num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+            _set_limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + memory_bytes)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        with os.fdopen(writer, "wb") as file:
+            file.write(work())
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def end_child(pid: int, reader: int) -> tuple[int, bytes]:
+    """Wait for a child. Return its exit code, negative for a signal, and its result."""
+    with os.fdopen(reader, "rb") as file:
+        result = file.read()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), result
+
+
+def _set_limit(kind: int, number: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (number, hard))
