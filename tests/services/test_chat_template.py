@@ -179,7 +179,8 @@ def test_without_a_generation_prompt(tmp_path: Path) -> None:
 def test_a_template_of_the_request(tmp_path: Path) -> None:
     made = template(tmp_path, None)
     assert render(made, chat_template="{{ messages | length }}{{ x }}", kwargs={"x": 1}) == "61"
-    with pytest.raises(ChatTemplateError, match="chat_template: got one that is not a Jinja template: ") as caught:
+    message = "chat_template: got one that is not a Jinja template: "
+    with pytest.raises(ChatTemplateError, match=message) as caught:
         render(made, chat_template="{% if %}")
     assert caught.value.field == "chat_template"
     with pytest.raises(ChatTemplateError, match="unsafe"):
