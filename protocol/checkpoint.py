@@ -69,18 +69,18 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
         return self.num_experts if self.num_local_experts is None else self.num_local_experts
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer's MLP is made of experts."""
+        """Return True if the layer's MLP is made of experts."""
         is_dense = layer in (self.mlp_only_layers or ()) or (layer + 1) % self.decoder_sparse_step
         return self.expert_count > 0 and not is_dense
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the weights of the layers are served in 8 bits."""
+        """Return True if the layers' weights are served in 8 bits."""
         return self.quantization_config is not None
 
     @property
     def fp8(self) -> Literal["", "rows", "blocks"]:
-        """What has a scale in weights of 8 bits: rows, or blocks as in the checkpoint."""
+        """Return the unit that has a scale in weights of 8 bits: rows, or blocks."""
         if self.quantization_config is None:
             return ""
         return "blocks" if self.quantization_config.get("weight_block_size") else "rows"
@@ -111,7 +111,7 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Raises ModelError for a missing folder, another architecture, or what is not supported."""
+    """Read `config.json`. Raises ModelError if the folder or support for it is missing."""
     if not folder.is_dir():
         raise ModelError(f"model folder {folder} does not exist")
     config = _read_config(folder / "config.json")
@@ -124,7 +124,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def _read_config(path: Path) -> ModelConfig:
-    """Reads null as a field that is absent, except for `head_dim`, as transformers does.
+    """Read null as a field that is absent, except for `head_dim`, as transformers does.
 
     Raises ModelError for `hidden_act`, for which transformers has no default then.
     """
@@ -143,7 +143,7 @@ def _read_config(path: Path) -> ModelConfig:
 
 
 def _check_architecture(folder: Path, architectures: list[str]) -> None:
-    """Raises ModelError, with what the checkpoint is for where that is known."""
+    """Refuse a checkpoint that is not a chat model. Raises ModelError."""
     if _embeds(folder):
         raise ModelError(
             f"{folder} is an embedding model (modules.json has a Pooling): it makes vectors and "
@@ -161,13 +161,13 @@ def _check_architecture(folder: Path, architectures: list[str]) -> None:
 
 
 def _embeds(folder: Path) -> bool:
-    """Whether sentence-transformers' modules.json ends the model in a pooling."""
+    """Return True if sentence-transformers' modules.json ends the model in a pooling."""
     path = folder / "modules.json"
     return path.exists() and b".Pooling" in path.read_bytes()
 
 
 def _check_fields(config: ModelConfig) -> None:
-    """Raises ValueError for what is not served."""
+    """Refuse a configuration that is not served. Raises ValueError."""
     _ = config.rope
     for field, found, expected in (
         ("attention_bias", config.attention_bias, False),
@@ -191,14 +191,14 @@ def _check_fields(config: ModelConfig) -> None:
 
 
 def quantized(config: ModelConfig, quantization: str) -> ModelConfig:
-    """The model as `--quantization` wants it."""
+    """Return the model as `--quantization` requests it."""
     if quantization == "fp8" and not config.is_fp8:
         return msgspec.structs.replace(config, quantization_config={"quant_method": "fp8"})
     return config
 
 
 def check_tp(config: ModelConfig, tp_size: int, expert_parallel: bool = False) -> None:
-    """Raises ModelError where the model can't be cut into `tp_size` equal parts.
+    """Raise ModelError where the model can't be cut into `tp_size` equal parts.
 
     expert_parallel: whole experts are spread, not parts of every one.
     """
@@ -220,7 +220,7 @@ def check_tp(config: ModelConfig, tp_size: int, expert_parallel: bool = False) -
 
 
 def read_json(path: Path, type_: type[T]) -> T:
-    """Decodes a file of a checkpoint. Raises ModelError."""
+    """Decode a file of a checkpoint. Raises ModelError."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=type_)
     except FileNotFoundError as error:
@@ -230,8 +230,7 @@ def read_json(path: Path, type_: type[T]) -> T:
 
 
 def max_request_bytes(config: Config) -> int:
-    """The longest request, bytes: by default it holds a prompt as long as the context, as text or
-    as token ids in JSON. Raises ModelError."""
+    """Return the limit of bytes: by default room for a prompt of the context's length in JSON."""
     if config.max_request_bytes:
         return config.max_request_bytes
     context = read_model_config(config.model_folder).context(config.max_model_len)

@@ -20,7 +20,7 @@ class GenerationConfig(Struct, kw_only=True, frozen=True):
     repetition_penalty: float | None = None
 
     def fill(self, sampling: SamplingParams) -> None:
-        """Puts the model's defaults where the request says nothing."""
+        """Put the model's defaults where the request says nothing."""
         if sampling.temperature is None:
             sampling.temperature = (self.temperature or 1.0) if self.do_sample else 0.0
         for field, neutral in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):

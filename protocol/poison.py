@@ -26,8 +26,7 @@ def digest_of(*parts: object) -> bytes:
 
 
 def comparable(value: object) -> object:
-    """Return `value` with the keys of its maps as strings, sorted. Raises TypeError for keys that
-    are neither strings nor numbers."""
+    """Return `value` with sorted strings as keys. Raises TypeError for None and bytes as keys."""
     return msgspec.to_builtins(value, str_keys=True, order="deterministic", builtin_types=(bytes,))
 
 

@@ -48,10 +48,9 @@ def read_rope(
     num_positions: int,
     original_positions: int | None,
 ) -> Rope:
-    """Reads the fields `rope_theta`, `rope_scaling`, `rope_parameters`,
-    `max_position_embeddings` and `original_max_position_embeddings` of `config.json`.
+    """Read the fields of `config.json` about RoPE. Raises ValueError for an unsupported kind.
 
-    `rope_scaling` wins over `rope_parameters`. Raises ValueError for what is not served.
+    `rope_scaling` wins over `rope_parameters`.
     """
     given = {"rope_parameters": _flat(parameters or {}), "rope_scaling": scaling or {}}
     fields = {
@@ -91,7 +90,7 @@ def _type(parent: str, fields: dict[str, Any]) -> tuple[str, str]:
 
 
 def _yarn(fields: Fields, num_positions: int, original_positions: int | None) -> Yarn:
-    """Reads YaRN's fields as transformers does."""
+    """Read YaRN's fields as transformers does."""
     original = original_positions or int(
         _number(fields, "original_max_position_embeddings", num_positions)
     )

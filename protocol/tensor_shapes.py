@@ -23,7 +23,7 @@ class _Tensor(Struct):
 
 
 def check_shapes(folder: Path, config: ModelConfig) -> None:
-    """Raises ModelError where a tensor has not the shape that `config` gives it.
+    """Raise ModelError where a tensor has not the shape that `config` gives it.
 
     Tensors that are missing are reported when the weights are loaded.
     """

@@ -64,7 +64,6 @@ class Channel(Generic[Received]):
 
     @property
     def has_message(self) -> bool:
-        """True if a message waits at the socket."""
         return bool(self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)  # type: ignore
 
     def send(self, message: object, to: bytes = b"") -> bool:
@@ -72,11 +71,9 @@ class Channel(Generic[Received]):
         return self.send_bytes(self._encode(message), to)
 
     def encode(self, message: object) -> bytes:
-        """Encode a message for `send_bytes`, where several peers get it."""
         return self._encode(message)
 
     def send_bytes(self, frame: bytes, to: bytes = b"") -> bool:
-        """Send an encoded message. Return False if the peer is disconnected."""
         return self.send_frames([to, frame] if self._is_router else [frame])
 
     def send_frames(self, frames: list[bytes]) -> bool:

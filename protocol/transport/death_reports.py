@@ -25,7 +25,6 @@ class DeathReports:
             self._channel = process.context.connect(zmq.PUSH, process.endpoints.pulses)
 
     def died(self, processes: list[tuple[str, int]], suspects: list[bytes]) -> None:
-        """As `ProcessesDied`."""
         if self._channel and processes and suspects:
             self._channel.send(ProcessesDied(processes, suspects))
             self.suspects |= dict.fromkeys(suspects)
@@ -39,6 +38,5 @@ class DeathReports:
             self._channel.send(SuspectsCleared(cleared))
 
     def found(self, digest: bytes) -> None:
-        """As `PoisonFound`."""
         if self._channel:
             self._channel.send(PoisonFound(digest))

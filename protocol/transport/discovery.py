@@ -141,7 +141,6 @@ class Cluster(Context):
         self.admit(ZAP_DOMAIN, folder / KEYS_FOLDER)
 
     def bind_socket(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
-        """As `Context.bind_socket`; the addresses of a name are announced."""
         name = endpoint.removeprefix(CLUSTER)
         if name == endpoint:
             super().bind_socket(socket, endpoint)

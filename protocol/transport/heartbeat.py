@@ -33,7 +33,6 @@ class AwakeClock:
         self.waited(monotonic() - begin)
 
     def waited(self, seconds: float) -> None:
-        """Note how long a wait has lasted."""
         if seconds > MAX_MISSED * HEARTBEAT_INTERVAL:
             self._lost_seconds += seconds
 

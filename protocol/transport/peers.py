@@ -53,7 +53,6 @@ class Peers(Generic[Work]):
         return False
 
     def lost(self, identity: bytes) -> list[Work]:
-        """Remove a peer. Return its work."""
         peer = self._peers.pop(identity, None)
         return list(peer.work.values()) if peer else []
 

@@ -55,8 +55,7 @@ def num_unread_bytes(fd: int) -> int:
 
 
 def peer_host(fd: int) -> str:
-    """Return the address of the client's machine; empty for a connection within this machine, and
-    for one that is closed already."""
+    """Return the address of the client's machine; empty if it is this one, or not connected."""
     try:
         with socket.socket(fileno=os.dup(fd)) as end:
             return "" if end.family == socket.AF_UNIX else str(end.getpeername()[0])
@@ -72,8 +71,7 @@ def shut_down(fd: int) -> None:
 
 @contextlib.contextmanager
 def duplicate(fd: int) -> Iterator[int]:
-    """Yield another descriptor of a connection, which nobody else closes; -1 if none is left, or
-    the connection is closed already."""
+    """Yield another descriptor of a connection, which nobody else closes; -1: there is none."""
     try:
         number = os.dup(fd)
     except OSError:
@@ -86,8 +84,7 @@ def duplicate(fd: int) -> Iterator[int]:
 
 
 def take_events(monitor: Channel[Any]) -> Iterator[tuple[int, bytes | None]]:
-    """Yield libzmq's events up to now: the descriptor of a connection, and the endpoint that
-    accepted it; None if the connection is closed."""
+    """Yield a descriptor and the endpoint that accepted it; None for a closed connection."""
     while monitor.has_message:
         event = parse_monitor_message(monitor.socket.recv_multipart())
         is_closed = event["event"] == zmq.EVENT_DISCONNECTED

@@ -1,4 +1,4 @@
 """The detokenizer: token ids to text, as they come.
 
-The text of a request is a pure function of its token ids, so any detokenizer can go on with it.
+The text of a request is a pure function of its token ids, so any detokenizer can resume it.
 """

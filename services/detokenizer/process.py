@@ -38,7 +38,7 @@ class LostError(Exception):
 
 
 class Detokenizer:
-    """All streams that one scheduler gives a detokenizer; no sockets."""
+    """All streams of one scheduler; no sockets."""
 
     def __init__(self, table: TokenBytes) -> None:
         self._table = table
@@ -50,9 +50,8 @@ class Detokenizer:
         """requests whose text can't be made, to be taken by the caller"""
 
     def handle(self, message: StepTokens) -> tuple[list[TextDelta], list[StopFound]]:
-        """The texts that a step brings, and the requests that a stop string ended. Raises LostError
-        where a message is missing before this one."""
-        if message.epoch > self._epoch:  # another scheduler: it opens its streams anew
+        """Return the step's texts and found stops. Raises LostError if a message is missing."""
+        if message.epoch > self._epoch:  # another scheduler: it opens its streams again
             self._epoch = message.epoch
             self._streams.clear()
         if message.epoch < self._epoch or not self._is_next(message.number):
@@ -75,12 +74,12 @@ class Detokenizer:
         return deltas, stops
 
     def forget(self) -> None:
-        """Something may be lost: it counts what comes from the next first message on."""
+        """Drop all streams after a loss, until the scheduler opens them again."""
         self._streams.clear()
         self._number = None
 
     def _is_next(self, number: int) -> bool:
-        if number == 1:  # all streams are opened behind it
+        if number == 1:  # all streams are opened after it
             self._streams.clear()
         elif number and self._number is None:
             return False
@@ -98,7 +97,7 @@ class Detokenizer:
         self._feed(opened.stream_id, known, opened.logprobs or (), deltas, stops)
 
     def _fail(self, request: StreamOpened | TextStream) -> None:
-        """Gives up one request, in an `except` block; the others continue."""
+        """Fail one request, in an `except` block; the others continue."""
         named = {"request_id": request.request_id}
         log.exception("text of request %s can't be made", request.request_id, extra=named)
         error = ErrorReply(code="failed", message=DEFECT)
@@ -176,7 +175,6 @@ class DetokenizerProcess:
     def on_tokens(
         self, tokens: Channel[ToDetokenizer], scheduler: Channel[None], detokenizer: Detokenizer
     ) -> None:
-        """New tokens of any number of streams of one replica."""
         for _, message in tokens.receive():
             if isinstance(message, Refused):
                 raise SystemExit(message.reason)
@@ -204,12 +202,10 @@ class DetokenizerProcess:
         tokens.send(Heartbeat(self.name))
 
     def reopen_all(self) -> None:
-        """Have every scheduler open its streams again."""
         for tokens, detokenizer in zip(self.tokens, self.detokenizers, strict=True):
             self.reopen(tokens, detokenizer)
 
     def trace(self, message: StepTokens, deltas: list[TextDelta]) -> None:
-        """The time from a stream's first token to its end."""
         for opened in message.opened:
             self.began[opened.request_id] = monotonic()
         for delta in deltas:
@@ -217,17 +213,15 @@ class DetokenizerProcess:
                 self.tracer.span("detokenize", delta.request_id, begin)
 
     def on_heartbeat(self) -> None:
-        """Registers this process with the schedulers, and keeps it registered."""
         self.tell(Heartbeat(self.name))
 
     def tell(self, message: FromDetokenizer) -> None:
-        """To every scheduler."""
         for tokens in self.tokens:
             tokens.send(message)
 
 
 def main() -> None:
-    """Runs until SIGTERM; then another detokenizer takes its streams."""
+    """Run until SIGTERM; then another detokenizer takes its streams."""
     process = Process("detokenizer")
     detokenizer = DetokenizerProcess(process)
     detokenizer.loop.run()

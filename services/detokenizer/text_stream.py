@@ -32,7 +32,7 @@ class TextStream:
         self._max_held = max((len(stop) - 1 for stop in opened.stop), default=0)
         self._has_logprobs = opened.logprobs is not None
         self._prompt_logprobs = opened.prompt_logprobs
-        """not told yet"""
+        """not sent yet"""
         self._decoder = Utf8Decoder("replace")
         for token_id in unpack(opened.prompt_tail):  # may end within a character
             self._decoder.decode(self._text.get(token_id, b""))
@@ -46,7 +46,7 @@ class TextStream:
     def feed(
         self, token_ids: list[int], logprobs: Sequence[PackedLogprobs | None] = ()
     ) -> TextDelta:
-        """The text that these tokens add; those behind a stop string are dropped.
+        """Return the text that these tokens add; tokens after a stop string are dropped.
 
         One token after the other, so that the text does not depend on how they came.
         logprobs: one for each of them, if they were asked for.
@@ -70,7 +70,7 @@ class TextStream:
         return delta
 
     def end(self, reason: FinishReason) -> TextDelta:
-        """What was held back comes out."""
+        """Return the text that was held back."""
         text = self._held + self._decoder.decode(b"", final=True)
         return self._delta(self._num_tokens, [], text, reason)
 

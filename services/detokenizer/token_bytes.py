@@ -53,7 +53,7 @@ class TokenBytes(Struct, frozen=True):
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that byte-level BPE writes for each byte (GPT-2, encoder.py)."""
+    """Return the character that byte-level BPE writes for each byte (GPT-2, encoder.py)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}
@@ -61,7 +61,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 def token_bytes(folder: Path) -> TokenBytes:
-    """Of the checkpoint in `folder`.
+    """Return the bytes of a checkpoint's tokens.
 
     Raises ModelError if the tokenizer is not a byte-level one.
     """

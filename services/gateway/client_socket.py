@@ -73,9 +73,7 @@ class ClientSocket:
     """
 
     def __init__(self, context: Context, config: Config, inner: str, ledger: Ledger) -> None:
-        """inner: endpoint at which the pipeline's own processes are clients. Raises ValueError for
-        an endpoint that other machines may reach in the clear, zmq.ZMQError with an address that is
-        taken, and KeysError."""
+        """inner: endpoint for the pipeline's own processes. Raises as `check_reach` and `bind`."""
         check_reach(config)
         address = "inproc://clients-monitor"  # connected first: libzmq waits until events are read
         self.connections = Connections(context.connect(zmq.PAIR, address))
@@ -128,8 +126,7 @@ class ClientSocket:
         self._ledger.remove(entry)
 
     def on_heartbeat(self) -> None:
-        """Disconnect clients that libzmq ignores, and clients whose messages do not end: the client
-        that has sent most goes first where all together have sent too much."""
+        """Disconnect clients that libzmq ignores, and clients whose messages do not end."""
         unfinished: list[tuple[int, Connection]] = []
         # Whole messages may wait in libzmq's queue.
         waits = self.channel.has_message
@@ -156,8 +153,7 @@ class ClientSocket:
             self.connections.cut_off(connection, UNFINISHED)
 
     def retry_full(self) -> list[Connection]:
-        """Try full queues again. Return the connections that have left more unread than the limit,
-        the largest message not counted, and have read less than that since the last heartbeat."""
+        """Try full queues again. Return connections that have left too much unread."""
         full = [one for one in self.connections if one.is_full]
         for connection in full:
             connection.traffic.update_num_read()

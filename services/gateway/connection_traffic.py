@@ -65,8 +65,9 @@ class ConnectionTraffic:
             self._num_received_before = num_received
 
     def is_ignored(self, counters: Counters | None, identity_bytes: int, is_curve: bool) -> bool:
-        """Return whether libzmq has read more than a handshake, then nothing for some heartbeats,
-        and no message. Without counters, a client that has sent nothing looks the same.
+        """Return whether libzmq has read more than a handshake, but no message, and then nothing.
+
+        Without counters, a client that has sent nothing looks the same.
 
         identity_bytes: of the shortest identity that a client has chosen; 0 if none has. It is
         remembered: when that client leaves, libzmq still ignores this one."""

@@ -46,8 +46,7 @@ class Connection:
     """
 
     def __init__(self, fd: int = -1, share: Share | None = None, is_inner: bool = False) -> None:
-        """fd: libzmq's file descriptor. is_inner: of a process of the pipeline, which may name its
-        clients."""
+        """fd: libzmq's descriptor. is_inner: of a process of the pipeline; it names its clients."""
         self.fd = fd
         self.share = share or Share("")
         self.is_inner = is_inner
@@ -124,7 +123,6 @@ class Connections:
 
     @property
     def num_cut_off(self) -> int:
-        """Clients that the gateway has disconnected, for any reason."""
         return self._num_cut_off.total()
 
     def handle_events(self) -> None:
@@ -165,16 +163,14 @@ class Connections:
                 shut_down(end)
 
     def count_message(self, connection: Connection, identity: bytes) -> None:
-        """Count a message; the first one shows the ZeroMQ identity. libzmq begins the identities
-        that it makes itself with a zero."""
+        """Count a message. The first has the identity; libzmq's own ones begin with a zero."""
         if not connection.traffic.num_messages and not connection.is_closed:
             self._limits.spoke(connection.host)
             connection.identity = b"" if identity.startswith(b"\0") else identity
         connection.traffic.num_messages += 1
 
     def take_shortest_identity(self) -> int:
-        """Return the bytes of the shortest identity that a client has chosen, of those connected
-        since the last call; 0 if none has."""
+        """Return the length of the shortest identity chosen since the last call; 0 if none is."""
         identities = self._identities_closed | {one.identity for one in self._by_fd.values()}
         self._identities_closed = set()
         return min((len(one) for one in identities if one), default=0)

@@ -96,7 +96,6 @@ class Entry:
         self._delivered_tokens = self._delivered_chars = self._delivered_pieces = 0
 
     def submission(self) -> TokenizeRequest:
-        """Return the request for a tokenizer, to be resumed after its tokens."""
         return TokenizeRequest(
             request_id=self.request_id,
             attempt=self.attempt,
@@ -170,7 +169,6 @@ class Entry:
         )
 
     def mark_delivered(self) -> None:
-        """Record that all output so far was sent."""
         self._delivered_tokens = len(self.token_ids)
         self._delivered_chars = self._num_chars
         self._delivered_pieces = len(self._text)

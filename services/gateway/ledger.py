@@ -55,7 +55,6 @@ class Ledger:
 
     @property
     def num_open(self) -> int:
-        """Requests that are not answered."""
         return len(self._open)
 
     def get(self, request_id: str) -> Entry | None:
@@ -94,7 +93,6 @@ class Ledger:
         self._answered[entry.request_id] = self._open.pop(entry.request_id)
 
     def remove(self, entry: Entry) -> None:
-        """Forget a request that is delivered, or that nobody waits for."""
         self._end(entry)
         if self._open.pop(entry.request_id, None) or self._answered.pop(entry.request_id, None):
             self.totals.count(entry.share, num_bytes=-entry.num_bytes)

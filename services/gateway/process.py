@@ -82,8 +82,7 @@ class Gateway:
         ]
 
     def after_turn(self) -> None:
-        """Answer requests that waited for readiness. End the process if the pipeline is draining
-        and no request is open: after LAST_WORDS while clients are connected."""
+        """Answer requests that waited for readiness. End the process when it has drained."""
         was_ready, self.was_ready = self.was_ready, self.is_ready
         if self.was_ready > was_ready:
             self.status_queries.on_ready()
@@ -121,7 +120,6 @@ class Gateway:
                 self.status_queries.submit(client, request, self.is_ready)
 
     def on_tokenizers(self) -> None:
-        """Handle requests that were passed on to the scheduler, refused prompts and heartbeats."""
         for identity, message in self.to_tokenizers.receive():
             match message:
                 case Heartbeat():
@@ -144,7 +142,6 @@ class Gateway:
                         self.metrics.count_failure(message.reply.code)
 
     def on_results(self) -> None:
-        """Handle text from detokenizers, and reports of schedulers and the supervisor."""
         for _, message in self.results.receive():
             match message:
                 case TextDeltas(deltas):
@@ -167,8 +164,7 @@ class Gateway:
         self.requests.migrate_stranded()
 
     def on_scheduler(self, status: SchedulerStatus) -> None:
-        """Resubmit the requests of a scheduler of a new epoch: it has restarted. That includes the
-        first epoch, for requests may have been sent to an earlier scheduler."""
+        """Resubmit the requests of a scheduler of a new epoch; the first epoch is new, too."""
         has_restarted = self.router.take_status(status)
         if has_restarted is None:
             return
@@ -178,8 +174,7 @@ class Gateway:
         self.status_queries.on_report(status.replica, self.router)
 
     def on_return(self, replica: int) -> None:
-        """Resubmit everything: the connection to a scheduler was lost and is back, so messages may
-        be lost. The scheduler forgets all other requests."""
+        """Resubmit all requests of a scheduler that reconnected; it forgets all others."""
         self.router.introduce(replica, self.ledger.new_first_attempt())
         self.requests.resubmit_all(replica)
 

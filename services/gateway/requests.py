@@ -72,8 +72,7 @@ class Requests:
         self.is_draining = False
 
     def submit(self, client: Client, request: GenerateRequest, num_bytes: int) -> None:
-        """Accept a request of a frame of `num_bytes`, or have this client get the answer of the
-        same request that is open. Raises RefusedError."""
+        """Accept a request, or attach the client to the open one. Raises RefusedError."""
         self.poison.check(request)
         entry = self._ledger.find(request.request_id) if request.request_id else None
         if entry is None:
@@ -171,8 +170,7 @@ class Requests:
             self._clients.deliver(entry)
 
     def on_failed(self, message: RequestFailed) -> None:
-        """Fail a request that a scheduler or tokenizer can't serve. Refuse its likes if it is
-        poison."""
+        """Fail a request that can't be served; if it is poison, equal ones are refused."""
         entry = self._ledger.get(message.request_id)
         if entry and entry.attempt == message.attempt:
             self.fail(entry, message.error)
@@ -180,7 +178,6 @@ class Requests:
                 self._fail_likes(entry.request)
 
     def on_poison(self, work: Work) -> None:
-        """Give up work at which tokenizers died."""
         if isinstance(work, Query):
             self.queries.fail(work, GIVEN_UP)
         elif work.is_open:
@@ -197,8 +194,7 @@ class Requests:
             self._router.release_everywhere(request_id, attempt)
 
     def resubmit_all(self, replica: int) -> None:
-        """Resubmit the requests of a scheduler that may not have them: it, or this gateway, has
-        restarted."""
+        """Resubmit the requests of a scheduler: it, or this gateway, has restarted."""
         if entries := self._router.entries_of(replica):
             name = replica + 1
             log.warning("resubmitting %d requests that scheduler.%d may lack", len(entries), name)

@@ -119,7 +119,6 @@ class Prefixes:
             self._known.popitem(last=False)
 
     def forget(self, replica: int) -> None:
-        """Remove a replica whose cache is empty."""
         for piece, having in list(self._known.items()):
             if having == {replica}:
                 del self._known[piece]
@@ -158,11 +157,9 @@ class Router:
 
     @property
     def awaits_claims(self) -> bool:
-        """As `Replica.awaits_claims`, of any."""
         return any(one.awaits_claims for one in self._all)
 
     def may_have(self, request_id: str) -> bool:
-        """As `Replica.may_have`, of any."""
         return any(one.may_have(request_id) for one in self._all)
 
     def introduce(self, replica: int, first_attempt: int) -> None:
@@ -171,8 +168,7 @@ class Router:
         self._to_schedulers[replica].send(GatewayStarted(first_attempt))
 
     def take_status(self, status: SchedulerStatus) -> bool | None:
-        """Record a status. True: its scheduler has restarted and knows nothing; None: it is of an
-        earlier scheduler, or of an unknown replica."""
+        """Record a status. True: its scheduler has restarted; None: the status is outdated."""
         if status.replica >= len(self._all):
             return None
         replica = self._all[status.replica]
@@ -224,8 +220,7 @@ class Router:
         replica.num_given += 1
 
     def migrate(self, entry: Entry) -> int | None:
-        """Assign a request to another replica if its own can't run it and that one can. Return the
-        replica that it has left; None if it stays."""
+        """Leave a replica that can't run the request for one that can. Return the replica left."""
         before = self._all[entry.replica]
         if before.runs or not any(one.runs for one in self._all):
             return None
@@ -248,8 +243,7 @@ class Router:
             self.release(replica, entry.request_id, attempt)
 
     def release_everywhere(self, request_id: str, attempt: int) -> None:
-        """Release a request that has ended here and that some scheduler continues. Requests of an
-        earlier gateway are not released: a client may yet claim them."""
+        """Release a request that has ended, unless it is of an earlier gateway."""
         if attempt >= self._first_attempt:
             for replica in range(len(self._all)):
                 self.release(replica, request_id, attempt)

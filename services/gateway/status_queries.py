@@ -44,7 +44,6 @@ class StatusQueries:
             self._answer([query])
 
     def on_ready(self) -> None:
-        """Answer the requests that waited for the pipeline to be ready."""
         waiting, self.for_ready = self.for_ready, []
         self._answer(waiting, waited=True)
 
@@ -59,7 +58,6 @@ class StatusQueries:
         self._answer(complete, waited=True)
 
     def drop_closed(self) -> None:
-        """Drop the queries of clients that have disconnected."""
         self.for_ready = [one for one in self.for_ready if not one.client.connection.is_closed]
         self.for_report = [one for one in self.for_report if not one.client.connection.is_closed]
 
@@ -74,7 +72,6 @@ class StatusQueries:
         waiting.append(query)
 
     def _answer(self, queries: list[StatusQuery], waited: bool = False) -> None:
-        """Encode one reply of each kind for all of them."""
         frames: dict[tuple[Codec, bool], bytes] = {}
         for client, request, _ in queries:
             client.connection.num_status_queries -= waited

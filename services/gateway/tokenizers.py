@@ -118,8 +118,7 @@ class Tokenizers:
         self.unassigned.remove(work)
 
     def lose(self, identity: bytes, has_died: bool = True) -> list[Work]:
-        """Remove a tokenizer. Return its work, which goes to another one, or to the next that
-        registers, before other work of the same clients."""
+        """Remove a tokenizer. Return its work, which goes to another one first."""
         had = self.peers.lost(identity)
         if has_died and had:
             had = self._blame(identity, had)
@@ -143,7 +142,6 @@ class Tokenizers:
         return lost
 
     def _assign(self) -> None:
-        """Send what waits, as long as there is room."""
         while work := self.unassigned.first():
             if not work.is_open:
                 self.unassigned.remove(work)
@@ -159,7 +157,6 @@ class Tokenizers:
         self.unassigned.add(work, work.share.name, priority)
 
     def _enqueue_first(self, lost: list[Work]) -> None:
-        """Enqueue work before all other work of the same clients."""
         self._num_losses += 1
         for work in lost:
             if work.is_open:
@@ -197,8 +194,7 @@ class Tokenizers:
 
 
 class Queries:
-    """All open queries by number. No two have the same number, of whichever gateway: a tokenizer
-    may answer a query of an earlier gateway to this one."""
+    """All open queries by number, which is unique: an earlier gateway's answer may arrive."""
 
     def __init__(
         self, first_number: int, clients: ClientSocket, tokenizers: Tokenizers, totals: Totals
@@ -225,11 +221,9 @@ class Queries:
             self._clients.reply(query.client, message.reply)
 
     def fail(self, query: Query, message: str) -> None:
-        """Answer a query with an error."""
         self.answer(TokenizerReply(query.key, ErrorReply(code="failed", message=message)))
 
     def drop_closed(self) -> None:
-        """Drop the queries of clients that have disconnected."""
         for query in [one for one in self._open.values() if not one.is_open]:
             self._tokenizers.forget(query)
             self._remove(query.key)

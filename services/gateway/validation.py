@@ -171,8 +171,7 @@ def refuse_if(is_bad: bool, field: str, text: str) -> None:
 
 
 def check_same(request: GenerateRequest, known: GenerateRequest) -> None:
-    """Raise RefusedError for a request that differs from the open request of its id; the tokens
-    that the client already has may differ."""
+    """Raise RefusedError if the open request of this id differs, except in `output_token_ids`."""
     is_same = msgspec.structs.replace(request, output_token_ids=known.output_token_ids) == known
     text = f"got {request.request_id!r}, which another open request has; choose another id"
     refuse_if(not is_same, "request_id", text)
@@ -209,7 +208,6 @@ class Poison:
             self._known.put(one, MAX_DEATHS)
 
     def check(self, request: WorkRequest) -> None:
-        """Raise RefusedError for a request that was given up."""
         if self.num_deaths(request) >= MAX_DEATHS:
             raise RefusedError(REFUSED, code="failed")
 

@@ -76,7 +76,6 @@ class ChatTemplate:
     """The chat template of a checkpoint; one without it serves prompts only."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ModelError for files that can't be read and templates that are none."""
         try:
             config = _tokenizer_config(folder / "tokenizer_config.json")
             file = folder / "chat_template.jinja"
@@ -159,7 +158,6 @@ def _render(template: Template, variables: dict[str, Any]) -> str:
 
 
 def _cut(text: str) -> str:
-    """The text up to the end of its final message."""
     before, end, _ = text.rpartition(_END_OF_FINAL_MESSAGE)
     if not end:
         raise ChatTemplateError(

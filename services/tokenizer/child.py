@@ -1,7 +1,4 @@
-"""Child processes for work that clients choose; the kernel ends them at their limits.
-
-Neither llguidance nor a large operation of a template can be interrupted within its process.
-"""
+"""Child processes for work that can't be interrupted; the kernel ends them at their limits."""
 
 import faulthandler
 import os
@@ -14,10 +11,7 @@ from pathlib import Path
 def start_child(
     work: Callable[[], bytes], seconds: float, stack_bytes: int = 0, memory_bytes: int = 0
 ) -> tuple[int, int]:
-    """Fork a child that does `work` and writes its result. Return its pid, and the end to read.
-
-    seconds: of CPU time. memory_bytes: in addition to what this process has; 0: no limit.
-    """
+    """Fork a child for `work`, with limits of CPU time and added memory. Return pid and pipe."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid:

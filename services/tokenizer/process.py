@@ -59,7 +59,6 @@ class TokenizerProcess:
         self.grammars = GrammarChecker(config.model_folder, self.loop)
 
     def on_requests(self) -> None:
-        """Passes requests on and answers questions."""
         for _, message in self.gateway.receive():
             match message:
                 case TokenizeRequest():
@@ -70,7 +69,7 @@ class TokenizerProcess:
                     raise SystemExit(message.reason)
 
     def handle(self, request: TokenizeRequest) -> None:
-        """Passes one request on to the scheduler, or says why not; one with a grammar later."""
+        """Pass a request on to the scheduler, or refuse it; later if it has a grammar."""
         begin = monotonic()
         try:
             with self.heartbeats.working():
@@ -94,7 +93,6 @@ class TokenizerProcess:
         self.grammars.check(wanted.to_llguidance(), on_checked)
 
     def answer(self, message: TokenizerQuery) -> TokenizerReply:
-        """Token ids of a prompt, or the text of token ids."""
         try:
             with self.heartbeats.working():
                 reply = self.tokenizer.answer(message.question)
@@ -135,17 +133,16 @@ class TokenizerProcess:
         self.gateway.send(failed)
 
     def resubmit_all(self) -> None:
-        """Requests may be lost on their way from here: the gateway has them begin again."""
+        """Have the gateway resubmit requests that may be lost."""
         self.gateway.send(Goodbye())
         self.on_heartbeat()
 
     def on_heartbeat(self) -> None:
-        """Registers this process with the gateway, and keeps it registered."""
         self.gateway.send(Heartbeat(self.name))
 
 
 def _error_reply(error: Exception) -> ErrorReply:
-    """To be called in an `except` block; what is no PromptError is a defect."""
+    """Return the reply for an exception, in an `except` block; except PromptError, a defect."""
     if isinstance(error, PromptError):
         return ErrorReply(code="invalid", message=str(error), field=error.field)
     log.exception("a prompt can't be tokenized")
@@ -153,7 +150,7 @@ def _error_reply(error: Exception) -> ErrorReply:
 
 
 def main() -> None:
-    """Runs until SIGTERM; then another tokenizer takes what is unanswered."""
+    """Run until SIGTERM; then another tokenizer takes the open requests."""
     process = Process("tokenizer")
     tokenizer = TokenizerProcess(process)
     tokenizer.loop.run()

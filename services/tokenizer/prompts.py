@@ -47,7 +47,7 @@ class Tokenizer:
         self._max_model_len = max_model_len
 
     def encode(self, request: TokenizeRequest) -> tuple[list[int], Reasoning]:
-        """Returns the prompt's token ids, and how its answer begins. Raises PromptError."""
+        """Return the prompt's token ids, and how its answer begins. Raises PromptError."""
         token_ids, text = self._encode(request)
         field = "messages" if request.messages else "prompt"
         if not token_ids:
@@ -63,7 +63,7 @@ class Tokenizer:
         return token_ids, reasoning_after(text or "", self._chat_template.opens_reasoning)
 
     def encode_bad_words(self, words: list[str]) -> list[list[int]]:
-        """Returns the token sequences that must not be generated. Raises PromptError.
+        """Return the token sequences that must not be generated. Raises PromptError.
 
         As in vLLM a word is encoded twice, as at the start of a text and following a space. The
         second sequence is left out where it ends with the first, which then forbids both.
