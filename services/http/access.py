@@ -29,7 +29,6 @@ class Caller(NamedTuple):
     request_id: str
     """the header X-Request-Id; empty without one"""
     unique_id: str
-    """a new id for each request"""
 
 
 caller: ContextVar[Caller] = ContextVar("caller")

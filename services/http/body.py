@@ -1,8 +1,7 @@
 """Bodies of requests: from bytes to structs.
 
-Clients often send every field of their own API with its default value. `neutral_fields.json` lists
-the fields of OpenAI's, vLLM's and SGLang's requests that are not supported, with the values that
-change nothing: these are accepted. Any other value is refused by the name of its field.
+Clients send unsupported fields of OpenAI's, vLLM's and SGLang's APIs with default values, which
+change nothing and are accepted: see `neutral_fields.json`. Other values are refused by name.
 """
 
 import gzip

@@ -25,8 +25,7 @@ MAX_GRACE = 4
 LAST_ANSWERS = 0.5
 """seconds to send errors for unfinished requests"""
 KEEP_ALIVE = 75
-"""seconds that a connection may be idle: longer than clients keep theirs, so that a server does not
-close a connection while a request is on its way"""
+"""seconds that a connection may be idle: longer than clients keep idle connections"""
 
 
 class Server(uvicorn.Server):

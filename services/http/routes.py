@@ -35,7 +35,6 @@ from penstock.services.http.schema import (
 )
 from penstock.services.http.to_generate_request import chat_messages, template_tools
 
-PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 Texts = dict[str, str]
 
 
@@ -136,7 +135,7 @@ class Routes:
     async def metrics(self, *_: object) -> Response:
         """Return metrics for Prometheus."""
         text = render(await self._status(), self._state.model, self._state.config)
-        return Response(text, headers={"content-type": PROMETHEUS})
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     async def health(self, *_: object) -> Response:
         """Return 200 if the pipeline works."""
