@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import os
 import socket
 from argparse import ArgumentParser, Namespace
 from functools import partial
@@ -17,7 +18,7 @@ from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import HubModel, hub_model, resolve
 from penstock.launch.pipeline.options import add_options, flag, given_options
 from penstock.launch.pipeline.procfile import PROCFILE, read_procfile
-from penstock.launch.pipeline.run_folder import CONTROL_SOCKET, claim
+from penstock.launch.pipeline.run_folder import claim, control_endpoint
 from penstock.launch.supervisor.supervisor import Supervisor
 from penstock.protocol.checkpoint import ModelError, check_tp, quantized, read_model_config
 from penstock.protocol.client.errors import ClientError
@@ -26,7 +27,7 @@ from penstock.protocol.config import DEFAULT_CLIENT, Config
 from penstock.protocol.run_folder import write_config
 from penstock.protocol.tensor_shapes import check_shapes
 from penstock.protocol.tracing import check_tracing
-from penstock.protocol.transport.context import check_reach, stays_on_host
+from penstock.protocol.transport.context import check_reach, endpoints, stays_on_host
 from penstock.protocol.transport.curve import secure_client, secure_server
 from penstock.protocol.transport.process import raise_descriptor_limit
 
@@ -77,8 +78,8 @@ def start(config: Config, procfile: Path, max_deaths: int, source: HubModel | No
         raise LaunchError(f"{flag(field)}:{reason}") from error
     raise_descriptor_limit()
     run = partial(_run_on_ray, source) if config.backend == "ray" else _run
-    with claim(config) as folder:
-        _check_length(folder / CONTROL_SOCKET)
+    with claim(config):
+        _check_length(config)
         _check_security(config)
         check_http_reach(config)
         return run(config, commands, max_deaths)
@@ -114,9 +115,13 @@ def _run_on_ray(
             remove_socket(config.endpoint)
 
 
-def _check_length(longest: Path) -> None:
+def _check_length(config: Config) -> None:
     """Raise LaunchError where the run folder is too deep for its sockets."""
-    if len(bytes(longest)) > zmq.IPC_PATH_MAX_LEN:
+    inner = endpoints(config, config.dp - 1)[1:]
+    addresses = (control_endpoint(config.run_folder), *inner)
+    paths = [one.removeprefix("ipc://") for one in addresses if one.startswith("ipc://")]
+    longest = max(paths, key=len)
+    if len(os.fsencode(longest)) > zmq.IPC_PATH_MAX_LEN:
         raise LaunchError(
             f"{longest} is longer than the {zmq.IPC_PATH_MAX_LEN} characters that a socket may "
             "have; let XDG_RUNTIME_DIR name a folder with a shorter path"

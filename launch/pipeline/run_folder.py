@@ -24,12 +24,11 @@ from penstock.protocol.run_folder import (
 )
 
 LOCK_FILE = "lock"
-CONTROL_SOCKET = "control"
 
 
 def control_endpoint(folder: Path) -> str:
     """Return the endpoint of the supervisor's control socket in a run folder."""
-    return f"ipc://{folder}/{CONTROL_SOCKET}"
+    return f"ipc://{folder}/control"
 
 
 @contextlib.contextmanager

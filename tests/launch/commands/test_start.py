@@ -2,11 +2,13 @@
 
 import json
 import socket
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from penstock.launch.commands import start as module
 from penstock.launch.commands.start import check_endpoint, check_http_port, check_http_reach, start
@@ -70,12 +72,17 @@ def test_a_context_beyond_the_models_positions(refused: Callable[..., str]) -> N
 
 
 def test_a_run_folder_too_deep_for_sockets(
-    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deep = tmp_path / ("x" * 100)
-    deep.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
-    assert "XDG_RUNTIME_DIR" in refused({}, 1)
+    """By one character, for the socket of the longest name."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        missing = zmq.IPC_PATH_MAX_LEN - len(str(run_folder("x") / "detokenizers9"))
+        for length, sentence in ((missing - 1, "may be reached"), (missing, "XDG_RUNTIME_DIR")):
+            deep = Path(folder) / ("x" * length)
+            deep.mkdir()
+            monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+            assert sentence in refused({}, 1, dp=10, endpoint="tcp://*:5555")
 
 
 def test_an_endpoint_that_others_reach(refused: Callable[..., str]) -> None:
