@@ -191,7 +191,7 @@ class Faults:
         lines = self._pipeline.output[self._num_seen :]
         hit.num_restarts = sum("; restarted" in line for _, line in lines)
         if hit.num_restarts:
-            marks = ("workers ready", "; restarted", "requests go on")
+            marks = ("workers ready", "; restarted", "resubmitting")
             moments = (at for at, line in lines if any(mark in line for mark in marks))
             hit.ready = max(moments) - start
         hit.num_bad = sum(

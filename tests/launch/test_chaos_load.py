@@ -74,7 +74,7 @@ def test_check_finds_what_is_wrong(received: Received, verdict: Verdict) -> None
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "told", "verdict"),
+    ("token_ids", "sent", "verdict"),
     [
         ([1, 2], [1, 2], Verdict()),
         ([1, 2], [1, 2, 3], Verdict()),
@@ -85,10 +85,10 @@ def test_check_finds_what_is_wrong(received: Received, verdict: Verdict) -> None
     ],
 )
 def test_an_aborted_request_has_the_beginning(
-    token_ids: list[int], told: list[int], verdict: Verdict
+    token_ids: list[int], sent: list[int], verdict: Verdict
 ) -> None:
-    texts = ["".join(" abcd"[one] for one in ids) for ids in (token_ids, told)]
-    received = streamed(token_ids, texts[0], told=generated(told, texts[1], "abort"))
+    texts = ["".join(" abcd"[one] for one in ids) for ids in (token_ids, sent)]
+    received = streamed(token_ids, texts[0], told=generated(sent, texts[1], "abort"))
     assert check(received, RIGHT) == verdict
 
 

@@ -165,7 +165,7 @@ def fall_silent(successors: Successors) -> None:
 
 
 def test_silence_of_a_busy_tokenizer_is_no_death(successors: Successors) -> None:
-    """It is heard again, after a call that held the interpreter's lock."""
+    """The tokenizer sends again after a call that held the interpreter's lock."""
     one = successors.one
     client = one.connect()
     identity = successors.start()

@@ -143,7 +143,7 @@ def test_a_row_without_a_token_fails_alone_and_hides_its_blocks() -> None:
 
 
 def test_a_void_guess_without_a_token_fails_nobody() -> None:
-    """What follows a wrong guess is thrown away, whatever it is."""
+    """The rows after a wrong guess are thrown away."""
     sim = Simulation(num_plans_in_flight=1, speculative_method="ngram")
     sequence = sim.add([1, 2, 3, 4] * 6, max_tokens=40, ignore_eos=True)
     scheduler = sim.scheduler

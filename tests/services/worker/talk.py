@@ -129,7 +129,7 @@ class Talk:
         return message
 
     def says_nothing_more(self) -> bool:
-        """Whether a hello sent now is the next that comes."""
+        """Return whether a hello sent now is the next message."""
         self.worker.send_state()
         return isinstance(self.answer(), WorkerState)
 
@@ -143,5 +143,5 @@ def assignment(epoch: int = 1, group: str = "g", rank: int = 0) -> WorkerAssignm
 
 
 def tokens_of(epoch: int, step: int) -> SampledTokens:
-    """What the worker sends when its runner has done a step."""
+    """Return the worker's message after a step of its runner."""
     return SampledTokens(epoch, step, pack([epoch, step]), *OUTPUT)

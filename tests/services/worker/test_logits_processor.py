@@ -65,7 +65,7 @@ class Listener(Driver):
         self.runner.launch = launch_and_listen  # type: ignore[method-assign]
 
     def logprobs(self, index: int) -> list[PackedLogprobs]:
-        """Of one of the sampled rows, step by step."""
+        """Return those of a sampled row, step by step."""
         return [dict(output.logprobs)[index] for output in self.outputs]
 
 

@@ -155,8 +155,8 @@ def test_another_place_ends_the_worker(seated: Talk) -> None:
 
 
 def test_a_word_of_the_scheduler_ends_the_worker(seated: Talk) -> None:
-    with pytest.raises(WorkerError, match=r"ended this worker: worker\.2 is gone"):
-        seated.tell(WorkerExit("worker.2 is gone"))
+    with pytest.raises(WorkerError, match=r"ended this worker: worker\.2 exited"):
+        seated.tell(WorkerExit("worker.2 exited"))
 
 
 def test_a_frame_that_is_no_message_is_dropped(seated: Talk) -> None:
