@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import errno
-import os
 import socket
 from argparse import ArgumentParser, Namespace
 from functools import partial
@@ -117,11 +116,9 @@ def _run_on_ray(
 
 def _check_length(config: Config) -> None:
     """Raise LaunchError where the run folder is too deep for its sockets."""
-    inner = endpoints(config, config.dp - 1)[1:]
-    addresses = (control_endpoint(config.run_folder), *inner)
-    paths = [one.removeprefix("ipc://") for one in addresses if one.startswith("ipc://")]
-    longest = max(paths, key=len)
-    if len(os.fsencode(longest)) > zmq.IPC_PATH_MAX_LEN:
+    addresses = (control_endpoint(config.run_folder), *endpoints(config, config.dp - 1)[1:])
+    longest = max((one for one in addresses if "ipc://" in one), key=len).removeprefix("ipc://")
+    if len(bytes(Path(longest))) > zmq.IPC_PATH_MAX_LEN:
         raise LaunchError(
             f"{longest} is longer than the {zmq.IPC_PATH_MAX_LEN} characters that a socket may "
             "have; let XDG_RUNTIME_DIR name a folder with a shorter path"

@@ -103,12 +103,13 @@ def test_a_watcher_hears_of_every_start(supervise: Supervise) -> None:
                 for _, message in channel.receive():
                     heard.append(message)
                     newest = message if isinstance(message, Spawned) else message.processes[0]
-                    os.kill(newest.pid, signal.SIGKILL)
+                    if len(heard) < 3:  # a third death would end the pipeline before the signal
+                        os.kill(newest.pid, signal.SIGKILL)
             channel.socket.close()
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=watch)
-    assert supervise(thread.start, tokenizer="sh -c 'echo up; exec sleep 60'") in (0, 1)
+    assert supervise(thread.start, tokenizer="sh -c 'echo up; exec sleep 60'") == 0
     thread.join()
     reply, *spawned = heard
     assert isinstance(reply, ControlReply)
