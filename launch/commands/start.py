@@ -118,11 +118,9 @@ def _check_length(config: Config) -> None:
     """Raise LaunchError where the run folder is too deep for its sockets."""
     addresses = (control_endpoint(config.run_folder), *endpoints(config, config.dp - 1)[1:])
     longest = max((one for one in addresses if "ipc://" in one), key=len).removeprefix("ipc://")
-    if len(bytes(Path(longest))) > zmq.IPC_PATH_MAX_LEN:
-        raise LaunchError(
-            f"{longest} is longer than the {zmq.IPC_PATH_MAX_LEN} characters that a socket may "
-            "have; let XDG_RUNTIME_DIR name a folder with a shorter path"
-        )
+    if (size := len(bytes(Path(longest)))) > zmq.IPC_PATH_MAX_LEN:
+        got = f"{longest} of {size} characters, expected up to {zmq.IPC_PATH_MAX_LEN}"
+        raise LaunchError(f"XDG_RUNTIME_DIR: got socket path {got}; let it name a shorter path")
 
 
 def _check_security(config: Config) -> None:
