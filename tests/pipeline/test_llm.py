@@ -133,9 +133,9 @@ def test_chat(llm: LLM) -> None:
 def test_what_is_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="temperature: got 3"):
         llm.generate(["1+1=", "2+2="], SamplingParams(temperature=3.0), use_tqdm=False)
-    with pytest.raises(ValueError, match="2 prompts, but 1 sampling_params"):
+    with pytest.raises(ValueError, match="sampling_params: got 1, "):
         llm.generate(["1+1=", "2+2="], [SamplingParams()], use_tqdm=False)
-    with pytest.raises(ValueError, match="n is 65: expected 1 to 64"):
+    with pytest.raises(ValueError, match="n: got 65, expected 1 to 64"):
         SamplingParams(n=65)
     assert llm.generate("1+1=", use_tqdm=False)[0].outputs[0].text == "2"
 
@@ -143,7 +143,7 @@ def test_what_is_refused(llm: LLM) -> None:
 def test_options_that_can_not_be() -> None:
     with pytest.raises(TypeError, match="LLM has no option 'dtype'"):
         LLM(dtype="float16")
-    with pytest.raises(ValueError, match=r"LLM: Expected `int` >= 1.*max_num_seqs"):
+    with pytest.raises(ValueError, match="max_num_seqs: got 0, expected `int` >= 1"):
         LLM(max_num_seqs=0)
     with pytest.raises(LaunchError, match="model: got '/none', expected an existing folder"):
         LLM("/none")
