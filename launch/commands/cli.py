@@ -25,6 +25,7 @@ COMMANDS = {
     "chat": "talk; Ctrl-C ends an answer, Ctrl-D the conversation",
     "keys": "make the keys of a gateway and of its clients",
     "batch": "run a file of requests in OpenAI's batch format; run again, it continues",
+    "models": "list the models in the cache of the Hugging Face Hub, and the memory they need",
     "bench": "measure: the pipeline without a model, or a model's throughput and latency",
     "chaos": "kill processes at random moments of a load, and check every answer",
     "options": "print the options of `launch all` as a markdown table",

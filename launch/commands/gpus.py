@@ -3,7 +3,9 @@
 import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config
@@ -35,18 +37,57 @@ def num_gpus() -> int | None:
     return physical if chosen is None or physical is None else min(chosen, physical)
 
 
-def _physical_gpus() -> int | None:
-    """By NVML, which needs no CUDA context."""
+def gpu_memory() -> list[int]:
+    """Return the bytes of each GPU of this machine; empty without NVML."""
+    found: list[int] = []
+    with _nvml() as nvml:
+        for index in range(_count(nvml) or 0 if nvml else 0):
+            device, memory = ctypes.c_void_p(), _Memory()
+            if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
+                continue
+            if not nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
+                found.append(memory.total)
+    return found
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[Any]:
+    """Open NVML, which needs no CUDA context; None if there is none, or no driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        with contextlib.suppress(OSError):
-            ctypes.CDLL("libcuda.so.1")
-            return None  # a driver without NVML: let the worker look
-        return 0
+        yield None
+        return
     if nvml.nvmlInit_v2():
-        return 0
+        yield None
+        return
+    try:
+        yield nvml
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _count(nvml: Any) -> int | None:
     number = ctypes.c_uint()
-    failed = nvml.nvmlDeviceGetCount_v2(ctypes.byref(number))
-    nvml.nvmlShutdown()
-    return None if failed else number.value
+    return None if nvml.nvmlDeviceGetCount_v2(ctypes.byref(number)) else number.value
+
+
+def _physical_gpus() -> int | None:
+    with _nvml() as nvml:
+        if nvml:
+            return _count(nvml)
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libnvidia-ml.so.1")
+        return 0
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1")
+        return None  # a driver without NVML: let the worker look
+    return 0

@@ -16,20 +16,15 @@ from typing import NoReturn
 import msgspec
 from huggingface_hub import constants, get_token, snapshot_download, utils
 from huggingface_hub import errors as hub
-from msgspec import Struct
 
-from penstock.launch.pipeline.hub import Downloaded, near_folder
-from penstock.protocol.checkpoint import ModelError, read_json, read_model_config
+from penstock.launch.pipeline.hub import Downloaded, near_folder, weight_files
+from penstock.protocol.checkpoint import ModelError, read_model_config
 
 SMALL_FILES = [
     *("config.json", "generation_config.json", "modules.json", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
 ]
 FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-class _Index(Struct):
-    weight_map: dict[str, str]
 
 
 def download(name: str, revision: str, *, weights: bool) -> Path:
@@ -52,14 +47,6 @@ def download(name: str, revision: str, *, weights: bool) -> Path:
                 f"{_to_complete()}"
             )
     return folder
-
-
-def weight_files(folder: Path) -> list[str]:
-    """Return the names of a checkpoint's files of weights. Raises ModelError."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return ["model.safetensors"]
-    return sorted(set(read_json(index, _Index).weight_map.values()))
 
 
 def _snapshot(name: str, revision: str, files: list[str]) -> Path:

@@ -1,0 +1,166 @@
+"""`launch models`: the checkpoints on this machine, what memory they need, and whether they fit."""
+
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+from msgspec import Struct
+
+from penstock.launch.commands.gpus import gpu_memory
+from penstock.launch.pipeline.hub import weight_files
+from penstock.launch.pipeline.model_memory import Layout, Needs, needs
+from penstock.launch.pipeline.options import add_options, given_options
+from penstock.protocol.checkpoint import ModelError, check_tp, quantized, read_model_config
+from penstock.protocol.config import Config
+
+CONTEXT = 32_768
+"""tokens of the KV cache with which a model fits"""
+MAX_TP = 8
+
+
+class Machine(Struct):
+    """Memory of this machine, bytes."""
+
+    gpus: list[int]
+    ram: int
+
+
+class Listed(Struct, kw_only=True):
+    """A checkpoint; the needs are those of each worker of the smallest group that fits."""
+
+    model: str
+    """as `--model` takes it"""
+    folder: str
+    refusal: str = ""
+    """why it is not served; then there is nothing else"""
+    dtype: str = ""
+    fits: bool = False
+    tp: int = 1
+    weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
+    kv_bytes_of_32k: int = 0
+    needed_bytes: int = 0
+    """with 32k tokens of KV cache, and an estimate of the largest step"""
+    available_bytes: int = 0
+    """of one GPU, or of the RAM, by --gpu-memory-utilization"""
+    max_tokens: int = 0
+    """that fit into the KV cache"""
+
+
+def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
+    command.set_defaults(run=_run)
+    text = "of checkpoints that are not in the cache"
+    command.add_argument("folders", type=Path, nargs="*", metavar="FOLDER", help=text)
+    command.add_argument("--json", action="store_true", help="for programs")
+    add_options(
+        command,
+        Config,
+        ["quantization", "quantize_lm_head", "kv_cache_dtype", "gpu_memory_utilization"],
+    )
+
+
+def _run(arguments: Namespace) -> int:
+    config = Config(**given_options(arguments, Config))
+    machine = Machine(gpu_memory(), psutil.virtual_memory().total)
+    found = [("", folder) for folder in arguments.folders] or list(cached())
+    models = [describe(name or str(folder), folder, config, machine) for name, folder in found]
+    if arguments.json:
+        report = {"machine": machine, "models": models}
+        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+    else:
+        print(as_text(models, machine))
+    return 0
+
+
+def cached() -> Iterator[tuple[str, Path]]:
+    """Yield the name and the folder of the newest snapshot of each model in the cache."""
+    from huggingface_hub import constants
+
+    for repository in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
+        snapshots = [path.parent for path in repository.glob("snapshots/*/config.json")]
+        if snapshots:
+            newest = max(snapshots, key=lambda path: path.stat().st_mtime)
+            yield repository.name.removeprefix("models--").replace("--", "/"), newest
+
+
+def describe(name: str, folder: Path, config: Config, machine: Machine) -> Listed:
+    """Return what a checkpoint needs on this machine, with the options in `config`."""
+    listed = Listed(model=name, folder=str(folder))
+    try:
+        model = quantized(read_model_config(folder), config.quantization)
+        missing = [file for file in weight_files(folder) if not (folder / file).exists()]
+    except ModelError as error:
+        return msgspec.structs.replace(listed, refusal=str(error))
+    if missing:
+        text = f"{missing[0]} is not downloaded; `launch all --model {name}` continues"
+        return msgspec.structs.replace(listed, refusal=text)
+    memory = min(machine.gpus, default=machine.ram) * config.gpu_memory_utilization
+    sizes = [tp for tp in (1, 2, 4, MAX_TP) if tp <= len(machine.gpus)] or [1]
+    for tp in sizes:
+        layout = Layout(
+            tp=tp,
+            on_gpus=bool(machine.gpus),
+            quantize_lm_head=config.quantize_lm_head,
+            fp8_kv_cache=config.kv_cache_dtype == "fp8",
+        )
+        try:
+            check_tp(model, tp)
+        except ModelError:
+            break
+        need = needs(model, layout)
+        listed = _filled(listed, need, tp, memory)
+        if listed.fits:
+            break
+    weights = "fp8" if model.is_fp8 else ("bfloat16" if machine.gpus else "float32")
+    return msgspec.structs.replace(listed, dtype=weights)
+
+
+def _filled(listed: Listed, need: Needs, tp: int, memory: float) -> Listed:
+    return msgspec.structs.replace(
+        listed,
+        tp=tp,
+        fits=need.with_context(CONTEXT) <= memory,
+        weight_bytes=need.weights,
+        kv_bytes_per_token=need.kv_per_token,
+        kv_bytes_of_32k=need.kv_per_token * CONTEXT,
+        needed_bytes=need.with_context(CONTEXT),
+        available_bytes=int(memory),
+        max_tokens=need.num_tokens(memory),
+    )
+
+
+def as_text(models: list[Listed], machine: Machine) -> str:
+    """Return a table for people."""
+    gpus = f"{len(machine.gpus)} GPUs of {_gib(min(machine.gpus, default=0))}"
+    head = f"{gpus if machine.gpus else 'no GPU'}, RAM of {_gib(machine.ram)}"
+    if not models:
+        return f"{head}; no model in the cache: `launch all --model Qwen/Qwen3-0.6B` downloads one"
+    columns = ["MODEL", "WEIGHTS", "DTYPE", "KV/TOKEN", "KV OF 32K", "NEEDS", "FITS"]
+    rows = [columns, *(_row(one) for one in models if not one.refusal)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    refused = [f"{one.model}: {_short(one)}" for one in models if one.refusal]
+    return "\n".join([head, "", *lines, *([""] if refused else []), *refused])
+
+
+def _row(one: Listed) -> list[str]:
+    fits = f"--tp {one.tp}, {one.max_tokens:,} tokens" if one.fits else "no"
+    sizes = [_gib(one.kv_bytes_of_32k), _gib(one.needed_bytes)]
+    per_token = f"{one.kv_bytes_per_token / 1024:.0f} KiB"
+    return [one.model, _gib(one.weight_bytes), one.dtype, per_token, *sizes, fits]
+
+
+def _short(one: Listed) -> str:
+    """Return the refusal without the folder, which the name says."""
+    return re.sub(rf"^{re.escape(one.folder)}(/config\.json)?:? ", "", one.refusal)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,83 @@
+"""The arithmetic of memory, against the parameters of models in the published shapes."""
+
+import msgspec
+import pytest
+import torch
+
+from penstock.kernels.attention.backends import AttentionBackend
+from penstock.kernels.quantize.types import FP8
+from penstock.launch.pipeline.model_memory import Layout, needs, weight_bytes
+from penstock.models.qwen3 import Qwen3
+from penstock.models.tensor_parallel import TensorParallel
+from penstock.protocol.checkpoint import ModelConfig, quantized
+from penstock.services.worker.kv_cache import num_fitting_blocks
+from tests.models.published import PUBLISHED
+
+SERVED = [
+    *("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B-FP8", "Qwen3-14B", "Qwen3-32B-FP8"),
+    *(
+        "Qwen3-30B-A3B",
+        "Qwen3-30B-A3B-FP8",
+        "Qwen3-235B-A22B-FP8",
+        "Qwen3-Coder-480B-A35B-Instruct",
+    ),
+]
+
+
+def published(name: str) -> ModelConfig:
+    """Return a configuration as it is read from `config.json`."""
+    given = {key: value for key, value in PUBLISHED[name].config.items() if value is not None}
+    return msgspec.convert(given, ModelConfig)
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(on_gpus=False),
+        Layout(tp=2),
+        Layout(tp=8),
+        Layout(tp=4, on_gpus=False),
+        Layout(quantize_lm_head=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_weights_are_the_parameters(name: str, layout: Layout, quantization: str) -> None:
+    config = quantized(published(name), quantization)
+    sparse = [False, True] if config.expert_count and layout.tp > 1 else [False]
+    for expert_parallel in sparse:
+        group = TensorParallel(0, layout.tp, torch.device("cuda" if layout.on_gpus else "cpu"))
+        attention = AttentionBackend(16, config.head_dim**-0.5)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16 if layout.on_gpus else torch.float32)
+        try:
+            with torch.device("meta"):
+                choices = expert_parallel, layout.quantize_lm_head
+                model = Qwen3(config, group, attention, 16, *choices)
+        finally:
+            torch.set_default_dtype(before)
+        own = layout._replace(expert_parallel=expert_parallel)
+        assert weight_bytes(config, own) == sum(one.nbytes for one in model.parameters())
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(("tp", "is_fp8"), [(1, False), (2, True), (8, False)])
+def test_the_kv_cache_is_the_workers(name: str, tp: int, is_fp8: bool) -> None:
+    config = published(name)
+    need = needs(config, Layout(tp=tp, fp8_kv_cache=is_fp8))
+    dtype = FP8 if is_fp8 else torch.bfloat16
+    num_bytes = need.kv_per_token * 16 * 1000
+    assert num_fitting_blocks(num_bytes, config, tp, 16, dtype) == 1000
+    assert num_fitting_blocks(num_bytes - 1, config, tp, 16, dtype) == 999
+
+
+def test_what_fits() -> None:
+    need = needs(published("Qwen3-8B"), Layout())
+    assert 15.2 < need.weights / 2**30 < 15.3  # 8.19 billion in bfloat16
+    assert need.kv_per_token == 2 * 36 * 8 * 128 * 2
+    full = need.with_context(1000)
+    assert need.num_tokens(full) == 1000
+    assert need.num_tokens(full - 1) == 999
+    assert need.num_tokens(need.weights) == 0
