@@ -1,6 +1,5 @@
 """Facts of a Hugging Face checkpoint, read from its JSON files without torch or transformers."""
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -9,6 +8,12 @@ from msgspec import Meta, Struct
 
 from penstock.protocol.config import Config
 from penstock.protocol.rope import Rope, read_rope
+from penstock.protocol.unserved import (
+    architecture_hint,
+    format_of,
+    served_instead,
+    without_config,
+)
 
 T = TypeVar("T")
 MIN_REQUEST_BYTES = 1 << 20
@@ -112,10 +117,16 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
 
 def read_model_config(folder: Path) -> ModelConfig:
     """Read `config.json`. Raises ModelError if the folder or support for it is missing."""
+    path = folder / "config.json"
+    if folder.is_file() or (folder.is_dir() and not path.exists()):
+        files = [] if folder.is_file() else [one.name for one in folder.iterdir()]
+        raise ModelError(without_config(str(folder), files))
     if not folder.is_dir():
         raise ModelError(f"model folder {folder} does not exist")
-    config = _read_config(folder / "config.json")
-    _check_architecture(folder, config.architectures)
+    fields = read_json(path, dict[str, Any])
+    _check_architecture(folder, fields.get("architectures"))
+    _check_format(folder, fields.get("quantization_config"))
+    config = _convert(path, fields)
     try:
         _check_fields(config)
     except ValueError as error:
@@ -123,12 +134,11 @@ def read_model_config(folder: Path) -> ModelConfig:
     return config
 
 
-def _read_config(path: Path) -> ModelConfig:
+def _convert(path: Path, fields: dict[str, Any]) -> ModelConfig:
     """Read null as a field that is absent, except for `head_dim`, as transformers does.
 
     Raises ModelError for `hidden_act`, for which transformers has no default then.
     """
-    fields = read_json(path, dict[str, Any])
     given = {name: value for name, value in fields.items() if value is not None}
     if fields.get("hidden_act", "silu") is None:
         raise ModelError(f'{path}: hidden_act: got null, expected "silu"')
@@ -142,7 +152,7 @@ def _read_config(path: Path) -> ModelConfig:
     return msgspec.structs.replace(config, head_dim=head_dim)
 
 
-def _check_architecture(folder: Path, architectures: list[str]) -> None:
+def _check_architecture(folder: Path, architectures: object) -> None:
     """Refuse a checkpoint that is not a chat model. Raises ModelError."""
     if _embeds(folder):
         raise ModelError(
@@ -150,14 +160,25 @@ def _check_architecture(folder: Path, architectures: list[str]) -> None:
             "generates no text; give a checkpoint of Qwen3 that generates, or serve this one with "
             "a server of embeddings"
         )
-    if {ARCHITECTURE, MOE_ARCHITECTURE} & set(architectures):
+    names = list(map(str, architectures)) if isinstance(architectures, list) else []
+    if {ARCHITECTURE, MOE_ARCHITECTURE} & set(names):
         return
     served = f"{ARCHITECTURE} or {MOE_ARCHITECTURE}"
-    scoring = [
-        name for name in architectures if re.search(r"Classification|Reward|Qwen3\w*Model$", name)
-    ]
-    hint = "; a reranker, classifier or embedding model generates no text" if scoring else ""
+    hint = architecture_hint(names)
     raise ModelError(f"{folder}: architectures: got {architectures}, expected {served}{hint}")
+
+
+def _check_format(folder: Path, quantization: object) -> None:
+    """Refuse weights in a format that can't be read. Raises ModelError."""
+    if quantization is None or (
+        isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"
+    ):
+        return
+    found = format_of(quantization) if isinstance(quantization, dict) else str(quantization)
+    raise ModelError(
+        f"{folder / 'config.json'}: quantization_config: got {found} weights, expected 16 bits or "
+        f"fp8 in blocks of 128 by 128; {served_instead(folder)}"
+    )
 
 
 def _embeds(folder: Path) -> bool:

@@ -135,8 +135,8 @@ def _filled(listed: Listed, need: Needs, tp: int, memory: float) -> Listed:
 
 def as_text(models: list[Listed], machine: Machine) -> str:
     """Return a table for people."""
-    gpus = f"{len(machine.gpus)} GPUs of {_gib(min(machine.gpus, default=0))}"
-    head = f"{gpus if machine.gpus else 'no GPU'}, RAM of {_gib(machine.ram)}"
+    gpus = f"{len(machine.gpus)} GPUs of {_size(min(machine.gpus, default=0))}"
+    head = f"{gpus if machine.gpus else 'no GPU'}, RAM of {_size(machine.ram)}"
     if not models:
         return f"{head}; no model in the cache: `launch all --model Qwen/Qwen3-0.6B` downloads one"
     columns = ["MODEL", "WEIGHTS", "DTYPE", "KV/TOKEN", "KV OF 32K", "NEEDS", "FITS"]
@@ -152,9 +152,10 @@ def as_text(models: list[Listed], machine: Machine) -> str:
 
 def _row(one: Listed) -> list[str]:
     fits = f"--tp {one.tp}, {one.max_tokens:,} tokens" if one.fits else "no"
-    sizes = [_gib(one.kv_bytes_of_32k), _gib(one.needed_bytes)]
-    per_token = f"{one.kv_bytes_per_token / 1024:.0f} KiB"
-    return [one.model, _gib(one.weight_bytes), one.dtype, per_token, *sizes, fits]
+    sizes = [
+        _size(size) for size in (one.kv_bytes_per_token, one.kv_bytes_of_32k, one.needed_bytes)
+    ]
+    return [one.model, _size(one.weight_bytes), one.dtype, *sizes, fits]
 
 
 def _short(one: Listed) -> str:
@@ -162,5 +163,8 @@ def _short(one: Listed) -> str:
     return re.sub(rf"^{re.escape(one.folder)}(/config\.json)?:? ", "", one.refusal)
 
 
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+def _size(num_bytes: float) -> str:
+    for unit, power in (("GiB", 30), ("MiB", 20)):
+        if num_bytes >= 1 << power:
+            return f"{num_bytes / (1 << power):.1f} {unit}"
+    return f"{num_bytes / 1024:.0f} KiB"

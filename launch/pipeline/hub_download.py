@@ -4,21 +4,24 @@ What is not served is refused before its weights are downloaded. An interrupted 
 where it stopped.
 """
 
+import contextlib
 import errno
 import os
 import signal
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
-from huggingface_hub import constants, get_token, snapshot_download, utils
+from huggingface_hub import HfApi, constants, get_token, snapshot_download, utils
 from huggingface_hub import errors as hub
 
 from penstock.launch.pipeline.hub import Downloaded, near_folder, weight_files
 from penstock.protocol.checkpoint import ModelError, read_model_config
+from penstock.protocol.unserved import without_config
 
 SMALL_FILES = [
     *("config.json", "generation_config.json", "modules.json", "model.safetensors.index.json"),
@@ -31,6 +34,10 @@ def download(name: str, revision: str, *, weights: bool) -> Path:
     """Return the folder of a snapshot that has all files. Raises ModelError with a sentence."""
     utils.disable_progress_bars()
     folder = _snapshot(name, revision, SMALL_FILES)
+    if not (folder / "config.json").exists() and not constants.HF_HUB_OFFLINE:
+        with _sentences(name, revision):
+            files = HfApi(constants.ENDPOINT).list_repo_files(name, revision=folder.name)
+        raise ModelError(without_config(name, files))
     read_model_config(folder)
     if weights:
         files = weight_files(folder)
@@ -50,8 +57,15 @@ def download(name: str, revision: str, *, weights: bool) -> Path:
 
 
 def _snapshot(name: str, revision: str, files: list[str]) -> Path:
-    try:
+    with _sentences(name, revision):
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=files))
+
+
+@contextlib.contextmanager
+def _sentences(name: str, revision: str) -> Iterator[None]:
+    """Raise ModelError with a sentence for the exceptions of huggingface_hub."""
+    try:
+        yield
     except (OSError, RuntimeError, ValueError, hub.HTTPError, hub.XetDownloadError) as error:
         raise ModelError(_sentence(error, name, revision)) from error
 
@@ -111,6 +125,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     warnings.filterwarnings("ignore", "Not enough free disk space")  # it fails with a sentence
+    utils.logging.set_verbosity_error()  # likewise
     name, revision, what = sys.argv[1:]
     try:
         folder = download(name, revision, weights=what == "weights")

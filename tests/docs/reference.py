@@ -20,6 +20,7 @@ from penstock.services.http.errors import ApiError, as_api_error
 from penstock.services.http.metrics import render
 from tests.docs.command_reference import commands
 from tests.docs.markdown import page, table
+from tests.docs.model_pages import memory, models
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 CODES = {
@@ -250,6 +251,8 @@ PAGES = {
     "commands.md": commands,
     "errors.md": error_page,
     "metrics.md": metrics,
+    "models.md": models,
+    "memory.md": memory,
 }
 
 

@@ -41,7 +41,15 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
-    folders = {NAME: published, "Qwen/Qwen3-demo-AWQ": quantized, "Qwen/gated": published}
+    gguf = tmp_path / "gguf"
+    gguf.mkdir()
+    (gguf / "Qwen3-8B-Q4_K_M.gguf").write_bytes(b"GGUF")
+    folders = {
+        "Qwen/Qwen3-8B-GGUF": gguf,
+        NAME: published,
+        "Qwen/Qwen3-demo-AWQ": quantized,
+        "Qwen/gated": published,
+    }
     with FakeHub(folders) as server:
         server.gated.add("Qwen/gated")
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
@@ -144,7 +152,9 @@ def test_gated_names_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_not_served_is_refused_before_its_weights_are_downloaded(hub: FakeHub) -> None:
-    assert "awq" in refusal("Qwen/Qwen3-demo-AWQ")
+    sentence = "got 4-bit AWQ weights, expected 16 bits or fp8 in blocks of 128 by 128; give Qwen/Q"
+    assert sentence in refusal("Qwen/Qwen3-demo-AWQ")
+    assert refusal("Qwen/Qwen3-8B-GGUF").startswith("Qwen/Qwen3-8B-GGUF: got GGUF, expected safet")
     assert not [line for line in hub.asked if ".safetensors" in line]
 
 

@@ -46,6 +46,7 @@ def published(name: str) -> ModelConfig:
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
 def test_weights_are_the_parameters(name: str, layout: Layout, quantization: str) -> None:
     config = quantized(published(name), quantization)
+    config = msgspec.structs.replace(config, num_hidden_layers=2)
     sparse = [False, True] if config.expert_count and layout.tp > 1 else [False]
     for expert_parallel in sparse:
         group = TensorParallel(0, layout.tp, torch.device("cuda" if layout.on_gpus else "cpu"))

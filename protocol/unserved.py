@@ -1,0 +1,53 @@
+"""Names of architectures and formats of weights that are not served, and what to use instead."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+METHODS = {"awq": "AWQ", "gptq": "GPTQ"}
+_QUANTIZED_NAME = re.compile(
+    r"(Qwen3-[\w.-]*?)-(?:AWQ|GPTQ|GGUF|MLX|Int[48]|W\dA\d|[48]-?bit)", re.I
+)
+
+
+def architecture_hint(architectures: Iterable[str]) -> str:
+    """Return what a model is for, to be appended to a sentence; empty where that is not known."""
+    names = " ".join(architectures)
+    if re.search(r"Classification|Reward|Guard|Qwen3\w*Model\b", names):
+        return "; a reranker, classifier or embedding model generates no text"
+    if re.search(r"Qwen3Next|Qwen3_5", names):
+        return (
+            "; a model with linear attention is not supported: give one of Qwen3, such as "
+            "Qwen/Qwen3-Coder-30B-A3B-Instruct"
+        )
+    if "ForConditionalGeneration" in names:
+        return (
+            "; a model of images or audio is not supported: give one of text, such as Qwen/Qwen3-8B"
+        )
+    return ""
+
+
+def format_of(quantization: Mapping[str, Any]) -> str:
+    """Return the format of weights that `quantization_config` describes: `4-bit AWQ`."""
+    method = str(quantization.get("quant_method") or "")
+    bits = f"{quantization['bits']}-bit " if "bits" in quantization else ""
+    if not method and "group_size" in quantization:
+        return f"{bits}MLX"
+    if method == "compressed-tensors":
+        return f"{method} ({quantization.get('format', 'no format')})"
+    return bits + METHODS.get(method, method or "unknown")
+
+
+def served_instead(folder: Path) -> str:
+    """Return what to give in place of a checkpoint whose format of weights is not served."""
+    if found := _QUANTIZED_NAME.search(str(folder)):
+        return f"give Qwen/{found[1]}-FP8, or Qwen/{found[1]} with --quantization fp8"
+    return "give the model's FP8 checkpoint, or the 16-bit one with --quantization fp8"
+
+
+def without_config(name: str, files: Iterable[str]) -> str:
+    """Return why files without a `config.json` are not served; name: of the folder or file."""
+    if name.lower().endswith(".gguf") or any(file.lower().endswith(".gguf") for file in files):
+        return f"{name}: got GGUF, expected safetensors; {served_instead(Path(name))}"
+    return f"{name} has no config.json: not a checkpoint of transformers"

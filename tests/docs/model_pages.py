@@ -1,0 +1,126 @@
+"""Reference pages of models: which are served, and on which GPUs they fit."""
+
+import msgspec
+
+from penstock.launch.commands.models import CONTEXT
+from penstock.launch.pipeline.model_memory import Layout, needs
+from penstock.protocol.checkpoint import ModelConfig, ModelError, check_tp, quantized
+from penstock.protocol.config import Config
+from tests.docs.markdown import page, table
+from tests.models.published import PUBLISHED
+
+GPUS = {
+    # MiB that nvidia-smi reports, whether there are units for fp8
+    "A10, RTX 3090": (23_028, False),
+    "L4, RTX 4090": (23_034, True),
+    "RTX 5090": (32_607, True),
+    "A100 40 GB": (40_960, False),
+    "L40S": (46_068, True),
+    "A100 80 GB": (81_920, False),
+    "H100": (81_559, True),
+    "H200": (143_771, True),
+    "B200": (183_359, True),
+}
+MODELS = (
+    *("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B"),
+    *("Qwen3-30B-A3B", "Qwen3-235B-A22B", "Qwen3-Coder-480B-A35B-Instruct"),
+)
+
+
+def config_of(name: str) -> ModelConfig:
+    """Return the configuration of a published model, as it is read from `config.json`."""
+    given = {key: value for key, value in PUBLISHED[name].config.items() if value is not None}
+    return msgspec.convert(given, ModelConfig)
+
+
+def models() -> str:
+    """Return the page of published checkpoints."""
+    served = [
+        f"[{name}](https://huggingface.co/Qwen/{name}) | {_format(one.config)} | {one.note}"
+        for name, one in PUBLISHED.items()
+        if not one.refusal
+    ]
+    refused = [f"{name} | {_why(one.refusal)}" for name, one in PUBLISHED.items() if one.refusal]
+    return page(
+        "Models",
+        "Published checkpoints of the Qwen3 family. A test writes each of them with its published "
+        "`config.json`, shrunken sizes and random weights. What is served gives the greedy tokens "
+        "of `transformers` on a CPU, and its logits within 1e-4 (fp8: 1e-3, against dequantized "
+        "weights). What is not served is refused at the start, before its weights are downloaded.",
+        "## Served",
+        table("checkpoint | weights | note", served),
+        "## Refused",
+        table("checkpoint | reason", refused),
+    )
+
+
+def memory() -> str:
+    """Return the page of the memory that models need, and of GPUs on which they fit."""
+    sizes = []
+    for name in MODELS:
+        model = config_of(name)
+        weights = [needs(quantized(model, one), Layout()).weights for one in ("none", "fp8")]
+        cells = [name, *map(_gib, weights)]
+        for fp8_kv_cache in (False, True):
+            need = needs(model, Layout(fp8_kv_cache=fp8_kv_cache))
+            cells.append(f"{need.kv_per_token / 1024:.0f} KiB")
+            cells.append(_gib(need.kv_per_token * CONTEXT))
+        sizes.append(" | ".join(cells))
+    fits = [
+        " | ".join([name, *(_options(config_of(name), *gpu) for gpu in GPUS.values())])
+        for name in MODELS
+    ]
+    return page(
+        "Memory",
+        "`launch models` prints these figures for the checkpoints in the cache of the Hugging Face "
+        "Hub, and whether they fit this machine. Weights and KV cache are exact: a test compares "
+        "them with the parameters of the model. On CPUs numbers have four bytes instead of two.",
+        table(
+            "model | weights, bfloat16 | `--quantization fp8` | KV a token | KV of 32k tokens | "
+            "`--kv-cache-dtype fp8`: KV a token | of 32k tokens",
+            sizes,
+        ),
+        "## GPUs",
+        "The fewest GPUs with which a model fits, and whether it needs `--quantization fp8` there. "
+        "A model fits if weights, one sequence of 32,768 tokens and an estimated largest step "
+        "take at most 0.9 of the memory (`--gpu-memory-utilization`). The table is computed and "
+        "counts memory only: measurements were made on H200.",
+        table(" | ".join(["model", *GPUS]), fits),
+    )
+
+
+def _options(model: ModelConfig, mebibytes: int, has_fp8: bool) -> str:
+    available = mebibytes * 2**20 * Config().gpu_memory_utilization
+    for tp in (1, 2, 4, 8):
+        for quantization in ("none", *(["fp8"] if has_fp8 else [])):
+            config = quantized(model, quantization)
+            try:
+                check_tp(config, tp)
+            except ModelError:
+                continue
+            if needs(config, Layout(tp=tp)).with_context(CONTEXT) <= available:
+                return f"{tp}{', fp8' if quantization == 'fp8' else ''}"
+    return "no"
+
+
+def _format(config: dict[str, object]) -> str:
+    return "fp8" if config.get("quantization_config") else "bfloat16"
+
+
+def _why(refusal: str) -> str:
+    """Return the reason in words, from the pattern of the sentence."""
+    for word in ("AWQ", "GPTQ", "MLX", "GGUF", "compressed-tensors"):
+        if word in refusal:
+            return f"weights in {word}: use the FP8 checkpoint of the same model"
+    for word, reason in (
+        ("linear", "linear attention"),
+        ("images", "takes images or audio"),
+        ("embedding", "makes vectors, no text"),
+    ):
+        if word in refusal:
+            return reason
+    raise AssertionError(refusal)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,119 @@
+"""Every published checkpoint of the Qwen3 family, with shrunken sizes and random weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from penstock.kernels.quantize.quantize import quantize_blocks
+from penstock.models.weights import SCALES, SINGLE_FILE
+from penstock.protocol.checkpoint import ModelError, read_model_config
+from penstock.protocol.tensor_shapes import check_shapes
+from tests.models.checkpoints import save_checkpoint
+from tests.models.forward import load_model, prefill_logits, random_prompts
+from tests.models.published import PUBLISHED, Published
+
+KEPT = (
+    "rope_theta",
+    "tie_word_embeddings",
+    "norm_topk_prob",
+    "num_experts_per_tok",
+    "rms_norm_eps",
+)
+"""fields of a configuration that a shrunken model keeps, besides the ratio of heads"""
+NUM_TOKENS = 12
+
+
+def shrunken(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes that differ from the published ones."""
+    kv_heads = 2
+    sizes = {
+        "vocab_size": 264,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": kv_heads
+        * (config["num_attention_heads"] // config["num_key_value_heads"]),
+        "max_position_embeddings": 512,
+    }
+    if "num_experts" in config:
+        sizes |= {"num_experts": 16, "moe_intermediate_size": 40}
+    if "quantization_config" in config:  # whole blocks, as the published ones have
+        blocks = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
+        sizes |= {name: size for name, size in blocks.items() if name in sizes}
+    return sizes
+
+
+def write(folder: Path, model: Published) -> PreTrainedModel:
+    """Write the checkpoint as published, except for its sizes; return transformers' model of it."""
+    sizes = shrunken(model.config)
+    kept = {name: model.config[name] for name in KEPT if name in model.config}
+    reference = save_checkpoint(folder, **kept, head_dim=model.config["head_dim"], **sizes)
+    if "quantization_config" in model.config:
+        _quantize(folder, reference)
+    (folder / "config.json").write_text(json.dumps(model.config | sizes))
+    return reference
+
+
+def _quantize(folder: Path, reference: PreTrainedModel) -> None:
+    """Write products of the layers in fp8 blocks, and set `reference` to what they stand for."""
+    tensors = load_file(folder / SINGLE_FILE)
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        blocks = quantize_blocks(tensors[name])
+        tensors[name], tensors[name + SCALES] = blocks.values, blocks.scale
+        module, _, _ = name.rpartition(".")
+        if ".experts." in module:
+            _set_expert(reference, module, blocks.dequantized())
+        else:
+            reference.get_submodule(module).weight.data.copy_(blocks.dequantized())
+    save_file(tensors, folder / SINGLE_FILE)
+
+
+def _set_expert(reference: PreTrainedModel, name: str, weight: torch.Tensor) -> None:
+    """Set one expert's matrix within transformers' tensors of all experts."""
+    parent, _, rest = name.partition(".experts.")
+    number, _, layer = rest.partition(".")
+    experts = reference.get_submodule(f"{parent}.experts")
+    if layer == "down_proj":
+        experts.down_proj.data[int(number)].copy_(weight)
+        return
+    half = len(weight)
+    start = half if layer == "up_proj" else 0
+    experts.gate_up_proj.data[int(number), start : start + half].copy_(weight)
+
+
+@pytest.mark.parametrize("name", [name for name, one in PUBLISHED.items() if not one.refusal])
+@torch.inference_mode()
+def test_served_and_equal_to_transformers(tmp_path: Path, name: str) -> None:
+    """Logits within 1e-4 (fp8: 1e-3) of every token of a greedy continuation, and its tokens."""
+    reference = write(tmp_path, PUBLISHED[name])
+    check_shapes(tmp_path, read_model_config(tmp_path))
+    model = load_model(tmp_path)
+    (prompt,) = random_prompts(264, 30)
+    tokens = list(prompt)
+    for _ in range(NUM_TOKENS):
+        tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
+    expected = reference(torch.tensor([tokens])).logits[0]
+    found = prefill_logits(model, [tokens])
+    assert found is not None
+    is_fp8 = "quantization_config" in PUBLISHED[name].config
+    torch.testing.assert_close(found, expected, atol=1e-3 if is_fp8 else 1e-4, rtol=0.0)
+    assert found[len(prompt) - 1 : -1].argmax(1).tolist() == tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", [name for name, one in PUBLISHED.items() if one.refusal])
+def test_refused_by_a_sentence(tmp_path: Path, name: str) -> None:
+    model, folder = PUBLISHED[name], tmp_path / name
+    folder.mkdir()
+    if model.config:
+        (folder / "config.json").write_text(json.dumps(model.config))
+    for file, content in model.files.items():
+        (folder / file).write_text(content)
+    with pytest.raises(ModelError, match=model.refusal) as error:
+        read_model_config(folder)
+    assert "can't be read" not in str(error.value)
