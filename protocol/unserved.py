@@ -50,4 +50,4 @@ def without_config(name: str, files: Iterable[str]) -> str:
     """Return why files without a `config.json` are not served; name: of the folder or file."""
     if name.lower().endswith(".gguf") or any(file.lower().endswith(".gguf") for file in files):
         return f"{name}: got GGUF, expected safetensors; {served_instead(Path(name))}"
-    return f"{name} has no config.json: not a checkpoint of transformers"
+    return f"{name} has no config.json; a checkpoint needs it"
