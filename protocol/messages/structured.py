@@ -46,11 +46,11 @@ class StructuredOutputs(Struct, kw_only=True, omit_defaults=True, forbid_unknown
         given = [name for name in fields if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise ValueError(
-                f"give one of {', '.join(fields)}; {' and '.join(given) or 'none'} is given"
+                f"got {' and '.join(given) or 'none'}, expected one of {', '.join(fields)}"
             )
         size = len(msgspec.json.encode(getattr(self, given[0])))
         if size > MAX_GRAMMAR_BYTES:
-            raise ValueError(f"{given[0]} has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}")
+            raise ValueError(f"{given[0]}: got {size} bytes, expected up to {MAX_GRAMMAR_BYTES}")
         if self.json is not None:
             self.schema()
 
@@ -63,7 +63,7 @@ class StructuredOutputs(Struct, kw_only=True, omit_defaults=True, forbid_unknown
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise ValueError(f"json: got a text that is not JSON: {error}") from error
         if not isinstance(schema, dict):
-            raise ValueError(f"json is {str(schema)[:64]!r}; a JSON schema is a map")
+            raise ValueError(f"json: got {str(schema)[:64]!r}, expected a JSON schema, a map")
         return schema
 
     def to_llguidance(self) -> str:

@@ -16,16 +16,16 @@ def decode(**fields: Any) -> StructuredOutputs:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({}, "give one of json, json_object, regex, choice, grammar; none is given"),
-        ({"json_object": False}, "none is given"),
-        ({"regex": "a", "json": {}}, "json and regex is given"),
+        ({}, "got none, expected one of json, json_object, regex, choice, grammar"),
+        ({"json_object": False}, "got none, expected"),
+        ({"regex": "a", "json": {}}, "got json and regex, expected"),
         ({"regex": ""}, "length >= 1"),
         ({"choice": []}, "length >= 1"),
         ({"choice": [""]}, "length >= 1"),
         ({"json": "{"}, "json: got a text that is not JSON"),
-        ({"json": "3"}, "json is '3'; a JSON schema is a map"),
-        ({"json": [1]}, "a JSON schema is a map"),
-        ({"json": True}, "json is 'True'; a JSON schema is a map"),
+        ({"json": "3"}, "json: got '3', expected a JSON schema, a map"),
+        ({"json": [1]}, "expected a JSON schema, a map"),
+        ({"json": True}, "json: got 'True', expected a JSON schema, a map"),
         ({"lark": "a"}, "unknown field `lark`"),
     ],
 )
@@ -37,9 +37,13 @@ def test_refuses(fields: dict[str, Any], sentence: str) -> None:
 def test_the_size_limit_and_one_more() -> None:
     longest = "a" * (MAX_GRAMMAR_BYTES - 2)  # and two quotes
     assert decode(regex=longest).regex == longest
-    with pytest.raises(msgspec.ValidationError, match="regex has 65537 bytes; the limit is 65536"):
+    with pytest.raises(
+        msgspec.ValidationError, match="regex: got 65537 bytes, expected up to 65536"
+    ):
         decode(regex=longest + "a")
-    with pytest.raises(msgspec.ValidationError, match=r"choice has .* bytes; the limit is 65536"):
+    with pytest.raises(
+        msgspec.ValidationError, match=r"choice: got .* bytes, expected up to 65536"
+    ):
         decode(choice=["a" * 64] * 1024)
     with pytest.raises(msgspec.ValidationError, match=r"json has .* bytes; the limit is 65536"):
         decode(json={"enum": list(range(20_000))})

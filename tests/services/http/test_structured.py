@@ -43,13 +43,13 @@ def test_structured_outputs(given: dict[str, Any], expected: StructuredOutputs |
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"guided_json": 1.5}, "guided_json: json is '1.5'; a JSON schema is a map"),
+        ({"guided_json": 1.5}, "guided_json: json: got '1.5', expected a JSON schema, a map"),
         ({"guided_json": "{"}, "guided_json: json: got a text that is not JSON"),
         ({"guided_regex": ""}, "guided_regex: got '', expected `str` of length >= 1"),
         ({"guided_choice": []}, "guided_choice: got [], expected `array` of length >= 1"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": LARGE}}},
-            "response_format.json_schema.schema: json has 100012 bytes; the limit is",
+            "response_format.json_schema.schema: json: got 100012 bytes, expected up to",
         ),
         (
             {"tools": [LARGE_TOOL], "tool_choice": "required"},
