@@ -72,7 +72,12 @@ def hardware() -> dict[str, Any]:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         found = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10)
         gpus = found.stdout.splitlines()
-    return {"cpus": len(os.sched_getaffinity(0)), "gpus": gpus}
+    return {"cpus": _num_cpus(), "gpus": gpus}
+
+
+def _num_cpus() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def versions() -> dict[str, str]:

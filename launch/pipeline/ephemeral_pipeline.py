@@ -54,7 +54,7 @@ def private_pipeline(
         drain.start()
         is_ready = has_ended = False
         try:
-            if is_ready := ready.wait(process.pid):
+            if is_ready := ready.wait(process):
                 yield endpoint
         finally:
             has_ended = process.poll() is not None

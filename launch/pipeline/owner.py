@@ -4,10 +4,17 @@ It is notified when the pipeline is ready, and the pipeline ends with it.
 """
 
 import asyncio
+import contextlib
 import os
 import select
+import shutil
 import socket
+import subprocess
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
+
+from penstock.protocol.transport.process_exit import ProcessExit
 
 NOTIFY_VARIABLE = "NOTIFY_SOCKET"
 """of sd_notify(3), so that systemd's `Type=notify` works as well"""
@@ -29,27 +36,27 @@ def notify_ready() -> None:
 def watch_owner(on_exit: Callable[[], None]) -> None:
     """Call `on_exit` once the owner has exited; needs the running event loop.
 
-    A pidfd is of the process; PR_SET_PDEATHSIG would be of the thread that started this one.
+    PR_SET_PDEATHSIG would be of the thread that started this process.
     """
     if not (owner := int(os.environ.get(OWNER_VARIABLE, 0))):
         return
     loop = asyncio.get_running_loop()
     try:
-        descriptor = os.pidfd_open(owner)
+        process = ProcessExit(owner)
     except ProcessLookupError:
         on_exit()
         return
     if os.getppid() != owner:  # it exited before, and another process may have its pid
-        os.close(descriptor)
+        process.close()
         on_exit()
         return
 
     def exited() -> None:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
+        loop.remove_reader(process)
+        process.close()
         on_exit()
 
-    loop.add_reader(descriptor, exited)
+    loop.add_reader(process, exited)
 
 
 class ReadySocket:
@@ -57,20 +64,25 @@ class ReadySocket:
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.bind("")  # the kernel makes an abstract name
-        name = self._socket.getsockname()[1:].decode()
-        self.environment = {NOTIFY_VARIABLE: f"@{name}", OWNER_VARIABLE: str(os.getpid())}
+        self._folder: Path | None = None
+        try:
+            self._socket.bind("")  # Linux makes an abstract name
+            address = f"@{self._socket.getsockname()[1:].decode()}"
+        except (OSError, AttributeError):
+            self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
+            address = str(self._folder / "ready")
+            self._socket.bind(address)
+        self.environment = {NOTIFY_VARIABLE: address, OWNER_VARIABLE: str(os.getpid())}
         """variables of the process to start"""
 
-    def wait(self, pid: int) -> bool:
-        """Wait until the child process `pid` is ready; False if it exits before."""
-        descriptor = os.pidfd_open(pid)
-        try:
-            ready, _, _ = select.select([self._socket.fileno(), descriptor], [], [])
-        finally:
-            os.close(descriptor)
-        return self._socket.fileno() in ready
+    def wait(self, process: "subprocess.Popen[str]") -> bool:
+        """Wait until a child process is ready; False if it exits before."""
+        with contextlib.closing(ProcessExit(process.pid, process.wait)) as end:
+            ready, _, _ = select.select([self._socket, end], [], [])
+        return self._socket in ready
 
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()
+        if self._folder:
+            shutil.rmtree(self._folder)

@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import os
-import select
 import shutil
 import signal
 import sys
@@ -22,6 +21,7 @@ from penstock.protocol.run_folder import (
     read_config,
     write_config,
 )
+from penstock.protocol.transport.process_exit import ProcessExit
 
 LOCK_FILE = "lock"
 
@@ -158,16 +158,13 @@ def stop(name: str) -> None:
     """Send SIGTERM to the supervisor and wait until its process has ended."""
     with _open_lock(name) as lock:
         try:
-            supervisor = os.pidfd_open(int(os.pread(lock, 20, 0)))
+            supervisor = ProcessExit(int(os.pread(lock, 20, 0)))
         except ProcessLookupError:  # it ends now, or is in a PID namespace that hides it
             fcntl.flock(lock, fcntl.LOCK_SH)
             return
-        try:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(supervisor, signal.SIGTERM)
-            select.select([supervisor], [], [])  # a large process frees its memory after its lock
-        finally:
-            os.close(supervisor)
+        with contextlib.closing(supervisor):
+            supervisor.send_signal(signal.SIGTERM)
+            supervisor.wait()  # a large process frees its memory after its lock
 
 
 def base_url(config: Config) -> str:

@@ -11,16 +11,14 @@ import psutil
 
 from penstock.launch.pipeline.procfile import shell_line
 from penstock.launch.supervisor.logs import Log
+from penstock.protocol.transport.process_exit import ProcessExit
 
 UNDERWAY = frozenset({psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP})
 """it has a CPU or waits for one, or waits for a disk"""
 
 
 class ChildProcess:
-    """One run of a command, in a session and process group of its own.
-
-    The kernel reports the end of the process at a pidfd, which can't come to mean another process.
-    """
+    """One run of a command, in a session and process group of its own."""
 
     def __init__(self, command: str, environment: Mapping[str, str], log: Log) -> None:
         """Start a command of the procfile; needs the running event loop. Raises OSError."""
@@ -38,18 +36,17 @@ class ChildProcess:
         self.end: asyncio.Future[str] = self._loop.create_future()
         """how the process ended, set after all its lines were passed on"""
         try:
-            self._pidfd = os.pidfd_open(self.pid)
+            self._exit = ProcessExit(self.pid, self._popen.wait)
         except OSError:  # no descriptor is left
             self._popen.kill()
             self._popen.wait()
             raise
-        self._loop.add_reader(self._pidfd, self._on_exit)
+        self._loop.add_reader(self._exit, self._on_exit)
 
     def signal(self, number: int) -> None:
         """Send a signal to the process; without effect after its end."""
         if not self.end.done():
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, number)
+            self._exit.send_signal(number)
 
     def kill(self) -> None:
         """Send SIGKILL to the process group; without effect after the end of the process."""
@@ -68,8 +65,8 @@ class ChildProcess:
         await asyncio.wait([self.end], timeout=grace)
 
     def _on_exit(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
+        self._loop.remove_reader(self._exit)
+        self._exit.close()
         exit_code = self._popen.wait()
         self._log.finish()
         self.end.set_result(describe_exit(exit_code))

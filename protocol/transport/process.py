@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ from penstock.protocol.config import Config, replica_of
 from penstock.protocol.run_folder import config_from_environment, make_run_folder
 from penstock.protocol.transport.context import Context, Endpoints, endpoints
 from penstock.protocol.transport.discovery import context_from_environment
+from penstock.protocol.transport.process_exit import ProcessExit
 
 PROCESS_VARIABLE = "PENSTOCK_PROCESS"
 SUPERVISOR_VARIABLE = "PENSTOCK_SUPERVISOR"
@@ -29,6 +31,8 @@ COUNTER_FILE = "incarnations"
 MAX_DESCRIPTORS = 1 << 20
 """Linux's own default maximum; containers may have a hard limit of 2**30, over which some programs
 loop"""
+MACOS_MAX_DESCRIPTORS = 10_240
+"""whatever its hard limit says"""
 _PR_SET_PDEATHSIG = 1
 _INCARNATION_BITS = 32
 """numbers of one process: 4 billion, so that 2 billion incarnations fit into an int64"""
@@ -121,8 +125,10 @@ def raise_descriptor_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):  # macOS has a lower maximum of its own
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        for number in (wanted, MACOS_MAX_DESCRIPTORS):
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
+                return
 
 
 def json_line(process: str, message: str, moment: float | None = None, **more: Any) -> str:
@@ -156,9 +162,18 @@ def _start_log(config: Config, name: str) -> None:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process when its parent exits (prctl(2))."""
+    """Have the kernel kill this process when its parent exits (prctl(2)); elsewhere a thread."""
     parent = int(os.environ.get(SUPERVISOR_VARIABLE) or os.getppid())
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
+    if prctl:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_die_after, args=(parent,), daemon=True).start()
     if os.getppid() != parent:  # it exited before the kernel knew
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_after(parent: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        ProcessExit(parent).wait()
+    os.kill(os.getpid(), signal.SIGKILL)

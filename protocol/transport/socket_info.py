@@ -10,6 +10,7 @@ import fcntl
 import os
 import socket
 import struct
+import sys
 import termios
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ _COUNTERS = struct.Struct("QQ")
 _COUNTERS_AT = 120
 """offset of `tcpi_bytes_acked` and `tcpi_bytes_received` in `struct tcp_info`"""
 _INT = struct.Struct("i")
+_SO_NWRITE = 0x1024
+"""bytes that macOS has yet to send"""
 
 
 class Counters(NamedTuple):
@@ -34,19 +37,25 @@ class Counters(NamedTuple):
 
 
 def tcp_counters(fd: int) -> Counters | None:
-    """Return None for another kind of connection, and for one that is closed already."""
+    """Return None for another kind of connection or system, and for a closed connection."""
     size = _COUNTERS_AT + _COUNTERS.size
     try:
         with _borrowed(fd) as end:
             info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
-    except OSError:
+    except (OSError, AttributeError):  # macOS has no TCP_INFO
         return None
     return Counters(*_COUNTERS.unpack_from(info, _COUNTERS_AT)) if len(info) == size else None
 
 
 def is_all_read(fd: int) -> bool:
     """Return whether the client (on TCP: its kernel) has read all bytes that were written."""
-    return _num_bytes(fd, termios.TIOCOUTQ) == 0
+    if sys.platform != "darwin":
+        return _num_bytes(fd, termios.TIOCOUTQ) == 0
+    try:
+        with _borrowed(fd) as end:
+            return end.getsockopt(socket.SOL_SOCKET, _SO_NWRITE) == 0
+    except OSError:
+        return True
 
 
 def num_unread_bytes(fd: int) -> int:

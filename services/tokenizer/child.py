@@ -1,11 +1,13 @@
 """Child processes for work that can't be interrupted; the kernel ends them at their limits."""
 
+import contextlib
 import faulthandler
 import os
 import resource
 import signal
 from collections.abc import Callable
-from pathlib import Path
+
+import psutil
 
 
 def start_child(
@@ -24,8 +26,7 @@ def start_child(
         if stack_bytes:
             _set_limit(resource.RLIMIT_STACK, stack_bytes)
         if memory_bytes:
-            num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-            _set_limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + memory_bytes)
+            _set_limit(resource.RLIMIT_AS, psutil.Process().memory_info().vms + memory_bytes)
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, seconds)
         with os.fdopen(writer, "wb") as file:
@@ -43,5 +44,7 @@ def end_child(pid: int, reader: int) -> tuple[int, bytes]:
 
 
 def _set_limit(kind: int, number: int) -> None:
+    """Set a limit, unless the hard limit is lower; macOS refuses some limits."""
     _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (number, hard))
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(kind, (number, hard))

@@ -3,9 +3,9 @@
 The process is crash-only: any error it can't handle ends the process, which is then restarted.
 """
 
+import contextlib
 import logging
 import os
-import select
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +21,7 @@ from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
+from penstock.protocol.transport.process_exit import ProcessExit
 from penstock.services.worker.model_runner import ModelRunner
 from penstock.services.worker.network import free_rendezvous, use_interface_of
 from penstock.services.worker.step_output import LaunchedStep
@@ -153,14 +154,8 @@ class Worker:
 
 def wait_for_end(pid: int) -> None:
     """Wait until a process of this machine has exited and freed its memory, up to MAX_END."""
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    poller = select.poll()  # select.select refuses descriptors from 1,024 on
-    poller.register(process, select.POLLIN)
-    poller.poll(MAX_END * 1000)
-    os.close(process)
+    with contextlib.suppress(ProcessLookupError), contextlib.closing(ProcessExit(pid)) as process:
+        process.wait(MAX_END)
 
 
 def main(load: Load) -> NoReturn:

@@ -1,0 +1,60 @@
+"""Exits of processes, by a pidfd and without."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.protocol.transport.process_exit import ProcessExit
+
+SLEEP = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"]
+GRANDCHILD = f"""
+import subprocess, sys
+child = subprocess.Popen({SLEEP!r}, stdout=subprocess.DEVNULL)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+@pytest.fixture(params=["pidfd", "thread"], autouse=True)
+def _kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if request.param == "thread":
+        monkeypatch.delattr(os, "pidfd_open")
+        monkeypatch.delattr(signal, "pidfd_send_signal")
+    yield
+
+
+def test_a_child_and_its_exit_code() -> None:
+    with (
+        subprocess.Popen(SLEEP, stdout=subprocess.PIPE) as child,
+        contextlib.closing(ProcessExit(child.pid, child.wait)) as process,
+    ):
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert not process.wait(0)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20)
+        process.send_signal(signal.SIGTERM)
+    assert child.returncode == -signal.SIGTERM
+
+
+def test_another_process() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", GRANDCHILD], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        with contextlib.closing(ProcessExit(int(parent.stdout.readline()))) as process:
+            assert not process.wait(0)
+            process.send_signal(signal.SIGKILL)
+            assert process.wait(20)
+
+
+def test_a_process_that_has_exited() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        pass
+    with pytest.raises(ProcessLookupError):
+        ProcessExit(child.pid)
