@@ -53,8 +53,10 @@ class Result(Struct):
 def aimed(names: list[str], flags: list[str]) -> int:
     """Run the attacks whose names contain one of `names` (all without), and print a line for each.
 
-    Return 1 if one succeeded.
+    Return 1 if one succeeded. Raises LaunchError on another system than Linux.
     """
+    if not Path("/proc/self/clear_refs").exists():
+        raise LaunchError("--aimed: got a system without /proc, expected Linux, to measure memory")
     print(HEAD, "| --- " * HEAD.count(" | ") + "| --- |", sep="\n", flush=True)
     chosen = [one for one in ATTACKS if not names or any(name in one.name for name in names)]
     results = []

@@ -78,8 +78,8 @@ class ReadySocket:
     def wait(self, process: "subprocess.Popen[str]") -> bool:
         """Wait until a child process is ready; False if it exits before."""
         with contextlib.closing(ProcessExit(process.pid, process.wait)) as end:
-            ready, _, _ = select.select([self._socket, end], [], [])
-        return self._socket in ready
+            ready, _, _ = select.select([self._socket.fileno(), end.fileno()], [], [])
+        return self._socket.fileno() in ready
 
     def close(self) -> None:
         """Close the socket."""
