@@ -1,6 +1,8 @@
-"""Application of a plan in torch; `penstock.kernels.step.apply_plan` has the record's layout."""
+"""Application of a plan on a CPU; `penstock.kernels.step.apply_plan` has the record's layout."""
 
-import torch
+from typing import Any
+
+import numpy as np
 from torch import Tensor
 
 from penstock.kernels.step.forward_batch import BatchShape
@@ -16,73 +18,76 @@ from penstock.kernels.step.types import (
 
 def apply_changes(record: Tensor, slots: Slots) -> None:
     """Store the record's blocks and parameters in `slots`."""
-    _, num_appended, num_added, _, appended_at, parameters_at, _, _ = record[:HEADER].tolist()
-    appended = record[appended_at : appended_at + num_appended * APPENDED].view(-1, APPENDED)
-    slots.block_tables[appended[:, 0].long(), appended[:, 1].long()] = appended[:, 2]
-    end = parameters_at + num_added * PARAMETERS
-    parameters = record[parameters_at:end].view(-1, PARAMETERS)
-    which = parameters[:, 0].long()
-    slots.temperature[which] = parameters[:, 1].contiguous().view(torch.float32)
-    slots.top_k[which] = parameters[:, 2]
-    slots.top_p[which] = parameters[:, 3].contiguous().view(torch.float32)
-    slots.min_p[which] = parameters[:, 4].contiguous().view(torch.float32)
-    slots.seeds[which] = parameters[:, 5:7].clone().view(torch.int64).squeeze(1)
+    data = record.numpy()
+    _, num_appended, num_added, _, appended_at, parameters_at, _, _ = data[:HEADER].tolist()
+    if num_appended:
+        appended = data[appended_at : appended_at + num_appended * APPENDED].reshape(-1, APPENDED)
+        slots.block_tables.numpy()[appended[:, 0], appended[:, 1]] = appended[:, 2]
+    if num_added:
+        end = parameters_at + num_added * PARAMETERS
+        parameters = np.ascontiguousarray(data[parameters_at:end].reshape(-1, PARAMETERS).T)
+        slot, temperature, top_k, top_p, min_p = parameters[:5]
+        slots.temperature.numpy()[slot] = temperature.view(np.float32)
+        slots.top_k.numpy()[slot] = top_k
+        slots.top_p.numpy()[slot] = top_p.view(np.float32)
+        slots.min_p.numpy()[slot] = min_p.view(np.float32)
+        seeds = np.ascontiguousarray(parameters[5:7].T).view(np.int64)
+        slots.seeds.numpy()[slot] = seeds[:, 0]
 
 
 def make_rows(
     record: Tensor, slots: Slots, buffers: StepBuffers, shape: BatchShape, block_size: int
 ) -> None:
     """Fill `buffers` up to `shape` from the record's rows."""
-    num_real, _, _, rows_at, _, _, given_at, _ = record[:HEADER].tolist()
-    rows = record[rows_at : rows_at + num_real * ROW].view(-1, ROW).tolist()
-    num_tokens = num_keys = 0
-    tiles: list[tuple[int, int]] = []
-    for index, (slot, start, count, first, given, first_key, sampled, _) in enumerate(rows):
-        tokens = slice(first, first + count)
-        positions = torch.arange(start, start + count)
-        blocks = slots.block_tables[slot, positions // block_size].long()
-        buffers.positions[tokens] = positions
-        buffers.slot_mapping[tokens] = blocks * block_size + positions % block_size
-        if given == -1:
-            buffers.input_ids[tokens] = slots.last_token[slot]
-        else:
-            at = given_at + (given if given >= 0 else -2 - given)
-            buffers.input_ids[tokens] = record[at : at + count].long()
-        if given >= 0:
-            tiles += [(index, token) for token in reversed(range(0, count, shape.tile_size))]
-        num_tokens, num_keys = first + count, first_key + start + count
-        buffers.decode_lens[index] = start + count if given < 0 else 0
-        _fill_row(buffers, index, start + count, first, first_key, sampled, num_tokens - 1)
-        buffers.block_tables[index] = slots.block_tables[slot]
-    for index in range(num_real, shape.num_rows):
-        token = num_tokens + index - num_real
-        buffers.decode_lens[index] = 0
-        _fill_row(
-            buffers, index, 0, min(token, shape.num_tokens), num_keys, -1,
-            min(token, shape.num_tokens - 1),
-        )  # fmt: skip
-    end = min(num_tokens + shape.num_rows - num_real, shape.num_tokens)
-    buffers.cu_seqlens_q[shape.num_rows] = end
-    buffers.cu_seqlens_k[shape.num_rows] = num_keys
-    padding = slice(num_tokens, shape.num_tokens)
-    buffers.input_ids[padding] = buffers.positions[padding] = 0
-    buffers.slot_mapping[padding] = -1
-    tiles += [(-1, -1)] * (shape.num_tiles - len(tiles))
-    buffers.tiles[: shape.num_tiles] = torch.tensor(tiles).view(-1, 2)
+    data, tables, last_token = (
+        tensor.numpy() for tensor in (record, slots.block_tables, slots.last_token)
+    )
+    num_rows, _, _, rows_at, _, _, given_at, _ = data[:HEADER].tolist()
+    rows = data[rows_at : rows_at + num_rows * ROW].reshape(-1, ROW)
+    slot, start, count, first, given, first_key, sampled, _ = rows.T
+    lengths = start + count
+    num_tokens = int(count.sum())
+    arrays: list[Any] = [tensor.numpy() for tensor in buffers]
+    out: Any = StepBuffers(*arrays)
+    row = np.repeat(np.arange(num_rows), count)
+    offsets = np.arange(num_tokens) - first[row]
+    positions = start[row] + offsets
+    out.positions[:num_tokens] = positions
+    blocks = tables[slot[row], positions // block_size].astype(np.int64)
+    out.slot_mapping[:num_tokens] = blocks * block_size + positions % block_size
+    follows = given[row] == -1
+    at = given_at + np.where(given < 0, -2 - given, given)[row] + offsets
+    out.input_ids[:num_tokens] = np.where(
+        follows, last_token[slot[row]], data[np.where(follows, 0, at)]
+    )
+    out.context_lens[:num_rows] = out.next_positions[:num_rows] = lengths
+    out.decode_lens[:num_rows] = np.where(given < 0, lengths, 0)
+    out.cu_seqlens_q[:num_rows], out.cu_seqlens_k[:num_rows] = first, first_key
+    out.slots[:num_rows] = sampled
+    out.last_tokens[:num_rows] = first + count - 1
+    out.block_tables[:num_rows] = tables[slot]
+    _pad(out, shape, num_rows, num_tokens, int(lengths.sum()))
+    if shape.num_tiles:
+        tiles = [
+            (index, token)
+            for index in np.flatnonzero(given >= 0).tolist()
+            for token in reversed(range(0, int(count[index]), shape.tile_size))
+        ]
+        out.tiles[: len(tiles)] = tiles
+        out.tiles[len(tiles) : shape.num_tiles] = -1
 
 
-def _fill_row(
-    buffers: StepBuffers,
-    index: int,
-    context_len: int,
-    first: int,
-    first_key: int,
-    sampled: int,
-    last_token: int,
-) -> None:
-    buffers.context_lens[index] = context_len
-    buffers.cu_seqlens_q[index] = first
-    buffers.cu_seqlens_k[index] = first_key
-    buffers.slots[index] = sampled
-    buffers.last_tokens[index] = last_token
-    buffers.next_positions[index] = context_len
+def _pad(out: Any, shape: BatchShape, num_rows: int, num_tokens: int, num_keys: int) -> None:
+    """Fill the rows and tokens between the record's and the shape's."""
+    padding = slice(num_rows, shape.num_rows)
+    tokens = num_tokens + np.arange(shape.num_rows - num_rows)
+    out.context_lens[padding] = out.decode_lens[padding] = out.next_positions[padding] = 0
+    out.cu_seqlens_q[padding] = np.minimum(tokens, shape.num_tokens)
+    out.last_tokens[padding] = np.minimum(tokens, shape.num_tokens - 1)
+    out.slots[padding] = -1
+    out.cu_seqlens_k[num_rows : shape.num_rows + 1] = num_keys
+    end = min(num_tokens + shape.num_rows - num_rows, shape.num_tokens)
+    out.cu_seqlens_q[shape.num_rows] = end
+    out.input_ids[num_tokens : shape.num_tokens] = 0
+    out.positions[num_tokens : shape.num_tokens] = 0
+    out.slot_mapping[num_tokens : shape.num_tokens] = -1

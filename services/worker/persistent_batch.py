@@ -220,6 +220,8 @@ class PersistentBatch:
         return taken, np.cumsum(counts) - counts
 
     def _check_chunks(self, slots: Integers, lengths: Integers) -> None:
+        if not slots.size:
+            return  # a step that only decodes
         self._check_active(slots)
         num_left = self._num_prefill_tokens[slots] - self._num_computed[slots]
         wrong = (lengths < 1) | (lengths > num_left)
