@@ -6,6 +6,7 @@ head.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -134,6 +135,18 @@ class Decoder(nn.Module):
         return residual  # type: ignore[no-any-return]
 
 
+class Compiled(Protocol):
+    """A faster replacement of the layers, and of the output layer unless that is `Quantized`."""
+
+    def forward(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:
+        """Compute `Decoder.forward`."""
+
+    def logits(
+        self, hidden_states: Tensor, norm: RMSNorm, weight: Tensor, out: Tensor | None
+    ) -> Tensor:
+        """Compute `ParallelLMHead.logits`."""
+
+
 class Qwen3(nn.Module):
     """The model, or one rank's part; modules have the names of the checkpoint."""
 
@@ -154,6 +167,7 @@ class Qwen3(nn.Module):
         super().__init__()
         self.tp = tp
         self.attention = attention
+        self.compiled: Compiled | None = None
         self.model = Decoder(config, tp, attention, expert_parallel)
         if quantize_lm_head or not config.tie_word_embeddings:
             source = "model.embed_tokens" if config.tie_word_embeddings else None
@@ -167,6 +181,8 @@ class Qwen3(nn.Module):
 
         kv_caches: of each layer, with the KV heads of this rank.
         """
+        if self.compiled:
+            return self.compiled.forward(batch, self.rope, kv_caches)
         self.attention.begin(batch)
         return self.model(batch, self.rope, kv_caches)  # type: ignore[no-any-return]
 
@@ -176,4 +192,7 @@ class Qwen3(nn.Module):
 
     def compute_logits(self, hidden_states: Tensor, out: Tensor | None = None) -> Tensor:
         """Return this rank's share of the logits, float32: see `ParallelLMHead.logits`."""
+        weight = self.head.weight
+        if self.compiled and isinstance(weight, Tensor):
+            return self.compiled.logits(hidden_states, self.model.norm, weight, out)
         return self.head.logits(hidden_states, self.model.norm, out)

@@ -87,6 +87,9 @@ def load(
         model = Qwen3(model_config, tp, attention, num_positions, *choices)
     load_weights(model, config.model_folder, on_progress)
     times.end("weights")
+    if device.type == "cpu":
+        _compile(config, model_config, model)
+        times.end("compilation")
     runner = _make_runner(config, model_config, model, max_blocks, assignment.num_blocks, grammars)
     times.end("KV cache")
     on_progress()
@@ -175,6 +178,18 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def _compile(config: Config, model_config: ModelConfig, model: Qwen3) -> None:
+    """Use compiled layers if this machine and the model allow it."""
+    if config.attention != "auto" or config.kv_cache_dtype == "fp8":
+        return
+    try:
+        from penstock.models.compiled import CompiledDecoder  # llvmlite
+
+        model.compiled = CompiledDecoder(model, model_config)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        log.warning("layers run in torch, not compiled: %s", error)
+
+
 def _make_runner(
     config: Config,
     model_config: ModelConfig,
@@ -187,7 +202,7 @@ def _make_runner(
     weight, block_size = model.model.embed_tokens.weight, model.attention.block_size
     vocab_size = model_config.vocab_size
     shape = (model_config, model.tp.size, block_size)
-    kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else weight.dtype
+    kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else DTYPES[weight.device.type]
 
     def make(num_blocks: int) -> ModelRunner:
         num_slots = config.max_num_seqs

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from penstock.kernels.attention.reference import AttentionBackend
 from penstock.kernels.attention.types import KVCache
+from penstock.kernels.cpu.llvm_attention import KEYS
 from penstock.kernels.step.forward_batch import BatchShape, ForwardBatch
+from penstock.models.compiled import CompiledDecoder
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.models.weights import load_weights
@@ -20,14 +22,20 @@ def load_model(
     expert_parallel: bool = False,
     quantization: str = "none",
     quantize_lm_head: bool = False,
+    is_compiled: bool = True,
 ) -> Qwen3:
-    """Return the model of a checkpoint, or one rank's part."""
+    """Return the model of a checkpoint, or one rank's part.
+
+    is_compiled: with compiled layers, as on a CPU by default, if the model can have them.
+    """
     config = quantized(read_model_config(folder), quantization)
     attention = AttentionBackend(16, config.head_dim**-0.5)
     num_positions = config.max_position_embeddings
     choices = expert_parallel, quantize_lm_head
     model = Qwen3(config, tp or TensorParallel(), attention, num_positions, *choices)
     load_weights(model, folder, lambda: None)
+    if is_compiled and not config.fp8 and config.head_dim % KEYS == 0:
+        model.compiled = CompiledDecoder(model, config)
     return model
 
 

@@ -28,9 +28,13 @@ def transformers_logits(model: Qwen3ForCausalLM, prompts: list[list[int]]) -> Te
 
 @pytest.mark.parametrize("tie_word_embeddings", [False, True])
 @pytest.mark.parametrize("num_key_value_heads", [8, 4, 2, 1])
-@pytest.mark.parametrize("vocab_size", [264, 333])
+@pytest.mark.parametrize(("vocab_size", "is_compiled"), [(264, True), (333, True), (333, False)])
 def test_logits_are_those_of_transformers(
-    tmp_path: Path, tie_word_embeddings: bool, num_key_value_heads: int, vocab_size: int
+    tmp_path: Path,
+    tie_word_embeddings: bool,
+    num_key_value_heads: int,
+    vocab_size: int,
+    is_compiled: bool,
 ) -> None:
     reference = save_checkpoint(
         tmp_path,
@@ -39,11 +43,12 @@ def test_logits_are_those_of_transformers(
         num_key_value_heads=num_key_value_heads,
     )
     prompts = random_prompts(vocab_size, 1, 30, 150)
-    logits = prefill_logits(load_model(tmp_path), prompts)
+    logits = prefill_logits(load_model(tmp_path, is_compiled=is_compiled), prompts)
     assert logits is not None
     torch.testing.assert_close(logits, transformers_logits(reference, prompts), **TOLERANCE)
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -53,10 +58,12 @@ def test_logits_are_those_of_transformers(
         {"rope_theta": 1e6, "rms_norm_eps": 1e-3, "num_hidden_layers": 5},
     ],
 )
-def test_logits_of_unusual_shapes(tmp_path: Path, shape: dict[str, object]) -> None:
+def test_logits_of_unusual_shapes(
+    tmp_path: Path, shape: dict[str, object], is_compiled: bool
+) -> None:
     reference = save_checkpoint(tmp_path, **{"initializer_range": 0.1, **shape})
     prompts = random_prompts(200, 40, 129)
-    logits = prefill_logits(load_model(tmp_path), prompts)
+    logits = prefill_logits(load_model(tmp_path, is_compiled=is_compiled), prompts)
     assert logits is not None
     torch.testing.assert_close(logits, transformers_logits(reference, prompts), **TOLERANCE)
 

@@ -1,13 +1,16 @@
 """Decisions of a worker before it runs."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from llguidance import LLTokenizer
 
+from penstock.kernels.cpu import compiled_layers
 from penstock.kernels.step.forward_batch import BatchShape
+from penstock.models.qwen3 import Qwen3
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.structured import StructuredOutputs
@@ -24,6 +27,54 @@ from penstock.services.worker.loading import (
 from penstock.services.worker.logits_processor import MAX_PROMPT_TOKENS
 from penstock.services.worker.persistent_batch import PersistentBatch
 from tests.models.checkpoints import save_checkpoint
+
+ASSIGNMENT = WorkerAssignment(1, "g", 0, 1, "")
+
+
+def loaded_model(config: Config) -> Qwen3:
+    return load(config, ASSIGNMENT, lambda: None)._model
+
+
+def test_layers_of_a_cpu_are_compiled_with_the_checkpoints_16_bits() -> None:
+    runner = load(Config(device="cpu"), ASSIGNMENT, lambda: None)
+    assert runner._model.compiled is not None
+    assert runner._model.head.weight.dtype == torch.bfloat16
+    assert {cache.k.dtype for cache in runner._kv_caches} == {torch.float32}
+
+
+def test_weights_of_32_bits_stay(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path)
+    model = loaded_model(Config(device="cpu", model=str(tmp_path)))
+    assert model.compiled is not None
+    assert model.head.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"attention": "torch"}, {"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}],
+    ids=str,
+)
+def test_layers_that_are_not_compiled_run_in_torch(options: dict[str, object]) -> None:
+    assert loaded_model(Config(device="cpu", **options)).compiled is None
+
+
+def test_without_a_compiler_layers_run_in_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "penstock.models.compiled", None)
+    assert loaded_model(Config(device="cpu")).compiled is None
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+    assert "layers run in torch, not compiled" in caplog.text
+
+
+def test_a_failed_compilation_leaves_the_weights_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("LLVM knows no such CPU")
+
+    monkeypatch.setattr(compiled_layers, "load", fail)
+    model = loaded_model(Config(device="cpu"))
+    assert model.compiled is None
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Decoder layers compiled for the CPU at hand, at the start of a process."""

@@ -1,0 +1,215 @@
+"""Decoder layers of a CPU in compiled functions, in place of a torch call for each operation.
+
+The functions compute what `penstock.kernels.attention`, `linear` and `elementwise` compute in
+torch, in float32. Weights are float32 or bfloat16, which is widened in registers. The bits of a row
+depend neither on the other rows, nor on the chunks of its sequence, nor on the number of threads.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.kernels.argument_checks import check_contiguous, check_tensor
+from penstock.kernels.attention.types import KVCache
+from penstock.kernels.cpu.compiler import Target, load
+from penstock.kernels.cpu.llvm_attention import KEYS
+from penstock.kernels.cpu.llvm_decoder import build_module
+from penstock.kernels.cpu.llvm_linear import COLUMNS
+from penstock.kernels.cpu.types import HeadFields, LayerShape, LayerWeights, StepFields
+from penstock.kernels.step.forward_batch import ForwardBatch
+
+MIN_THREAD_BYTES = 256 << 10
+"""of a layer's weights, below which another thread costs more than it computes"""
+WEIGHTS = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+def unsupported(shape: LayerShape) -> str:
+    """Return why these layers can't be compiled, or an empty string."""
+    if shape.head_dim % KEYS:
+        return f"head_dim: got {shape.head_dim}, expected a multiple of {KEYS}"
+    if shape.intermediate % 2:
+        return f"intermediate_size: got {shape.intermediate}, expected an even number"
+    return ""
+
+
+class CompiledLayers:
+    """All layers of a rank, and the product with the output layer."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        shape: LayerShape,
+        block_size: int,
+        target: Target | None = None,
+    ) -> None:
+        """Compile for `target`, by default this CPU.
+
+        Raises ValueError for layers that can't be compiled, OSError if compiled code can't be run.
+        """
+        if reason := unsupported(shape):
+            raise ValueError(reason)
+        self._dtype = layers[0].qkv.dtype
+        for layer in layers:
+            _check_layer(layer, shape, self._dtype)
+        self._layers = layers  # keeps the memory
+        self._shape, self._block_size = shape, block_size
+        sizes = WEIGHTS[self._dtype], shape.head_dim, shape.heads // shape.kv_heads
+        self._library = load(lambda cpu: str(build_module(cpu, *sizes)), repr(sizes), target)
+        self._decoder = self._library.function("decoder", 6)
+        self._head = self._library.function("head", 3)
+        self._num_threads = _num_threads(layers[0])
+        self._pool = ThreadPoolExecutor(max(1, self._num_threads - 1), "layers")
+        self._addresses = [
+            [0 if tensor is None else tensor.data_ptr() for tensor in layer] for layer in layers
+        ]
+        self._kv_caches: Sequence[KVCache] | None = None
+        self._scale, self._eps = (
+            torch.tensor(number, dtype=torch.float32)
+            for number in (shape.head_dim**-0.5, shape.eps)
+        )
+        self._barrier = torch.zeros(1, dtype=torch.int64)
+        self._num_rows = 0
+        self._reserve(1)
+
+    def _reserve(self, num_rows: int) -> None:
+        """Make memory for the intermediate results of a step with `num_rows` tokens."""
+        if num_rows <= self._num_rows:
+            return
+        self._num_rows, shape = num_rows, self._shape
+        inputs = shape.hidden, shape.heads * shape.head_dim, shape.intermediate
+        self._normed, self._attended, self._inner = (torch.empty(num_rows, n) for n in inputs)
+        self._qkv = torch.empty(num_rows, shape.qkv)
+        self._scratch = torch.empty(self._num_threads, COLUMNS * max(inputs))
+
+    def begin(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> None:
+        """Prepare a step; its tokens' keys and values will be stored in kv_caches."""
+        shape, num_tokens = self._shape, batch.shape.num_tokens
+        check_tensor("rope", rope, (-1, shape.head_dim), torch.float32)
+        if kv_caches is not self._kv_caches:
+            self._use(kv_caches)
+        self._num_tokens = num_tokens
+        self._reserve(num_tokens)
+        self._inputs = batch, rope  # keeps the memory
+        self._fields = StepFields(
+            num_tokens=num_tokens,
+            num_rows=batch.shape.num_rows,
+            normed=self._normed.data_ptr(),
+            qkv=self._qkv.data_ptr(),
+            attended=self._attended.data_ptr(),
+            inner=self._inner.data_ptr(),
+            scratch=self._scratch.data_ptr(),
+            scratch_size=self._scratch.shape[1],
+            barrier=self._barrier.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            slots=batch.slot_mapping.data_ptr(),
+            starts=batch.cu_seqlens_q.data_ptr(),
+            lengths=batch.context_lens.data_ptr(),
+            tables=batch.block_tables.data_ptr(),
+            max_blocks=batch.block_tables.stride(0),
+            block_size=self._block_size,
+            piece=math.gcd(self._block_size, KEYS),
+            rope=rope.data_ptr(),
+            scale=self._scale.data_ptr(),
+            eps=self._eps.data_ptr(),
+            hidden=shape.hidden,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            intermediate=shape.intermediate,
+        )
+
+    def run(self, halves: range, residual: Tensor, target: Tensor | None = None) -> None:
+        """Add halves of layers to the residual stream; layer i has the halves 2i and 2i + 1.
+
+        residual: float32 [num_tokens, hidden]. target: of the same shape, takes the sums instead.
+        """
+        target = residual if target is None else target
+        for name, tensor in (("residual", residual), ("target", target)):
+            check_tensor(name, tensor, (self._num_tokens, self._shape.hidden), torch.float32)
+            check_contiguous(name, tensor)
+        fields = self._fields._replace(residual=residual.data_ptr(), target=target.data_ptr())
+        packed = np.array(fields, np.int64)
+        arguments = packed.ctypes.data, self._table.data_ptr(), halves.start, halves.stop
+        self._on_all_threads(self._decoder, *arguments)
+
+    def logits(
+        self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """Compute `rms_norm(x) @ weight.T`, float32 [num_rows, columns]."""
+        num_rows, size = x.shape
+        check_tensor("x", x, (-1, self._shape.hidden), torch.float32)
+        check_tensor("weight", weight, (-1, size), self._dtype)
+        check_contiguous("weight", weight)
+        check_tensor("norm", norm, (size,), torch.float32)
+        x = x.contiguous()
+        self._reserve(num_rows)
+        out = x.new_empty(num_rows, len(weight)) if out is None else out
+        check_tensor("out", out, (num_rows, len(weight)), torch.float32)
+        check_contiguous("out", out)
+        epsilon = torch.tensor(eps, dtype=torch.float32)
+        fields = HeadFields(
+            x=x.data_ptr(),
+            norm=norm.data_ptr(),
+            eps=epsilon.data_ptr(),
+            weight=weight.data_ptr(),
+            out=out.data_ptr(),
+            normed=self._normed.data_ptr(),
+            scratch=self._scratch.data_ptr(),
+            scratch_size=self._scratch.shape[1],
+            barrier=self._barrier.data_ptr(),
+            num_rows=num_rows,
+            size=size,
+            columns=len(weight),
+        )
+        packed = np.array(fields, np.int64)
+        self._on_all_threads(self._head, packed.ctypes.data)
+        return out
+
+    def _on_all_threads(self, function: Callable[..., None], *arguments: int) -> None:
+        others = [
+            self._pool.submit(function, *arguments, thread, self._num_threads)
+            for thread in range(1, self._num_threads)
+        ]
+        function(*arguments, 0, self._num_threads)
+        for other in others:
+            other.result()
+
+    def _use(self, kv_caches: Sequence[KVCache]) -> None:
+        shape = self._shape
+        table = []
+        for addresses, cache in zip(self._addresses, kv_caches, strict=True):
+            cache.check(torch.float32, self._block_size, shape.kv_heads, shape.head_dim)
+            if cache.scales:
+                raise ValueError("kv_cache: got FP8, expected float32")
+            table.append([*addresses, cache.k.data_ptr(), cache.v.data_ptr()])
+        self._table = torch.tensor(table)
+        self._kv_caches = kv_caches
+
+
+def _num_threads(layer: LayerWeights) -> int:
+    """Return the number of threads that pays for layers of this size."""
+    num_bytes = sum(tensor.nbytes for tensor in layer if tensor is not None)
+    return max(1, min(torch.get_num_threads(), num_bytes // MIN_THREAD_BYTES))
+
+
+def _check_layer(layer: LayerWeights, shape: LayerShape, dtype: torch.dtype) -> None:
+    """Raise ValueError unless the weights have these sizes."""
+    inputs = shape.heads * shape.head_dim
+    expected = {
+        "input_norm": (shape.hidden,),
+        "qkv": (shape.qkv, shape.hidden),
+        "q_norm": (shape.head_dim,),
+        "k_norm": (shape.head_dim,),
+        "o": (shape.hidden, inputs),
+        "post_norm": (shape.hidden,),
+        "gate_up": (2 * shape.intermediate, shape.hidden),
+        "down": (shape.hidden, shape.intermediate),
+    }
+    for name, tensor in layer._asdict().items():
+        if tensor is not None:
+            is_matrix = len(expected[name]) == 2
+            check_tensor(name, tensor, expected[name], dtype if is_matrix else torch.float32)
+            check_contiguous(name, tensor)

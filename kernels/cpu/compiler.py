@@ -1,0 +1,130 @@
+"""Compilation of LLVM IR for the CPU at hand, with a cache of machine code on disk."""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import llvmlite
+import llvmlite.binding as llvm
+
+log = logging.getLogger(__name__)
+DIGEST_BYTES = 32
+
+
+class Target(NamedTuple):
+    """A CPU, and the sizes of a tile that fits its registers."""
+
+    name: str
+    features: str
+    lanes: int
+    """float32 of a vector"""
+    rows: int
+    """rows of a tile"""
+
+
+class Library:
+    """Compiled functions, which exist as long as this object."""
+
+    def __init__(self, code: bytes, machine: Any) -> None:
+        """Load an object file."""
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+
+    def function(self, name: str, num_arguments: int) -> Callable[..., None]:
+        """Return a function of int64 arguments; it runs without the GIL."""
+        address = self._engine.get_function_address(name)
+        if not address:
+            raise OSError(f"compiled code lacks the function {name}")
+        return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * num_arguments)(address)
+
+
+@functools.cache
+def host() -> Target:
+    """Return this machine's CPU."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = llvm.get_host_cpu_features()
+    return target(llvm.get_host_cpu_name(), features.flatten(), bool(features.get("avx512f")))
+
+
+def target(name: str, features: str, has_wide_registers: bool) -> Target:
+    """Return a CPU with 32 registers of 16 float32, or with 16 registers of 8."""
+    if has_wide_registers:
+        return Target(name, f"{features},-prefer-256-bit", 16, 4)
+    return Target(name, features, 8, 3)
+
+
+def load(build: Callable[[Target], str], key: str, cpu: Target | None = None) -> Library:
+    """Return the library of the IR that `build` returns, compiled at the first use of `key`."""
+    cpu = cpu or host()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=cpu.name, features=cpu.features, opt=2, jit=True
+    )
+    folder = cache_folder()
+    full = repr((key, cpu, _sources(), llvmlite.__version__, machine.triple))
+    path = folder / hashlib.sha256(full.encode()).hexdigest() if folder else None
+    code = _read(path) if path else None
+    if code is None:
+        code = compile_object(build(cpu), machine)
+        if path:
+            _write(path, code)
+    return Library(code, machine)
+
+
+def compile_object(source: str, machine: Any) -> bytes:
+    """Return the object file of LLVM IR."""
+    module = llvm.parse_assembly(source)
+    module.verify()
+    # vectors are in the source: what LLVM would add is compile time
+    options = llvm.create_pipeline_tuning_options(speed_level=1)
+    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    return machine.emit_object(module)  # type: ignore[no-any-return]
+
+
+def cache_folder() -> Path | None:
+    """Return the user's own folder for machine code, or None if nobody may trust it."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(root) / "penstock" / "kernels"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except (OSError, RuntimeError):
+        return None
+    is_own = status.st_uid == os.geteuid() and not status.st_mode & 0o022
+    return folder if is_own else None
+
+
+@functools.cache
+def _sources() -> str:
+    """Return a digest of the code that emits kernels."""
+    paths = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+
+
+def _read(path: Path) -> bytes | None:
+    """Return cached machine code, or None if there is none or it is damaged."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Write machine code; other processes see a whole file or none."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(code).digest() + code)
+        Path(file.name).replace(path)
+    except OSError as error:
+        log.warning("%s: could not cache compiled kernels: %s", path.parent, error)

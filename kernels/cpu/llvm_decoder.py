@@ -1,0 +1,232 @@
+"""The decoder's layers in one function, which each thread of a step calls.
+
+A layer has two halves: attention, then SwiGLU. Their products are added to `target`, which is the
+residual stream itself, or zeros for a rank of a group, whose results are added up between halves.
+Threads share the rows or the columns of each operation and wait for one another in between.
+"""
+
+from llvmlite import ir
+
+from penstock.kernels.cpu.compiler import Target
+from penstock.kernels.cpu.emitter import Kernel
+from penstock.kernels.cpu.llvm_attention import emit_attention
+from penstock.kernels.cpu.llvm_elementwise import emit_norm, emit_rope_store
+from penstock.kernels.cpu.llvm_linear import (
+    ADD,
+    COLUMNS,
+    STORE,
+    SWIGLU,
+    emit_product,
+)
+from penstock.kernels.cpu.types import LAYER, HeadFields, StepFields
+from penstock.kernels.cpu.values import INT32, INT64, Pointer, Value
+
+QUERY_TOKENS = 32
+"""tokens of a chunk that one thread attends to at a time"""
+SPINS = 2000
+"""reads of the barrier before a waiting thread yields its core"""
+
+
+class _Team:
+    """The threads of a call."""
+
+    def __init__(self, k: Kernel, barrier: Kernel, count: Pointer, thread: Value, size: Value):
+        self._k, self._barrier, self._count = k, barrier, count
+        self.thread, self.size = thread, size
+
+    def share(self, number: Value, multiple: int = 1) -> tuple[Value, Value]:
+        """Return the bounds of this thread's part of 0 to `number`, cut at multiples."""
+        pieces = (number + (multiple - 1)) // multiple
+        begin = pieces * self.thread // self.size * multiple
+        end = pieces * (self.thread + 1) // self.size * multiple
+        return begin, self._k.smaller(end, number)
+
+    def wait(self) -> None:
+        """Wait until all threads are here."""
+        self._k.call(self._barrier, self._count, self.size)
+
+
+def build_module(target: Target, weight: str, head_dim: int, group: int) -> ir.Module:
+    """Return the functions `decoder` and `head`.
+
+    weight: "f32" or "bf16". group: query heads of a KV head.
+    """
+    module = ir.Module("penstock")
+    norm = Kernel(module, "norm", "f32 f32 f32 f32 int int int")
+    emit_norm(norm, target)
+    norm.end()
+    product = Kernel(module, "product", f"int f32 {weight} int int int int int f32 f32")
+    emit_product(product, target)
+    product.end()
+    rope = Kernel(module, "rope", "f32 int int f32 f32 f32 f32 f32 i64 i64 f32 f32 int int")
+    emit_rope_store(rope, target, head_dim)
+    rope.end()
+    kinds = "f32 int f32 int f32 f32 int i32 int int int int int int"
+    attention = Kernel(module, "attention", kinds)
+    emit_attention(attention, target, head_dim, group)
+    attention.end()
+    barrier = _barrier(module)
+    head = Kernel(module, "head", "i64 int int", public=True)
+    _emit_head(head, weight, norm, product, barrier)
+    decoder = Kernel(module, "decoder", "i64 i64 int int int int", public=True)
+    _Decoder(decoder, weight, head_dim, group, norm, product, rope, attention, barrier).emit()
+    return module
+
+
+def _barrier(module: ir.Module) -> Kernel:
+    k = Kernel(module, "barrier", "i64 int")
+    count, size = k.arguments
+    b = k.builder
+    yields = ir.Function(module, ir.FunctionType(INT32, []), "sched_yield")
+    with k.when(size > 1):
+        ticket = Value(b, b.atomic_rmw("add", count.raw, INT64(1), "acq_rel"))
+        wanted = (ticket // size + 1) * size
+        spins = k.variable(k.integer(0))
+        loop, done = b.append_basic_block(), b.append_basic_block()
+        b.branch(loop)
+        b.position_at_end(loop)
+        arrived = Value(b, b.load_atomic(count.raw, "acquire", 8, typ=INT64))
+        spins.value = spins.value + 1
+        with k.when(spins.value > SPINS):
+            b.call(yields, [])
+        b.cbranch((arrived >= wanted).raw, done, loop)
+        b.position_at_end(done)
+    k.end()
+    return k
+
+
+def _emit_head(k: Kernel, weight: str, norm: Kernel, product: Kernel, barrier: Kernel) -> None:
+    """Multiply the norm of rows with a weight; arguments: HeadFields, thread, threads."""
+    fields, thread, num_threads = k.arguments
+    at = {name: fields + index for index, name in enumerate(HeadFields._fields)}
+    team = _Team(k, barrier, at["barrier"].pointer(0, "i64"), thread, num_threads)
+    num_rows, size, columns = (at[name][0] for name in ("num_rows", "size", "columns"))
+    x, gain, eps, out, normed = (
+        at[name].pointer(0, "f32") for name in ("x", "norm", "eps", "out", "normed")
+    )
+    scratch = at["scratch"].pointer(0, "f32") + at["scratch_size"][0] * thread
+    k.call(norm, x, gain, eps, normed, size, *team.share(num_rows))
+    team.wait()
+    matrix = at["weight"].pointer(0, weight)
+    bounds = team.share(columns, COLUMNS)
+    k.call(product, STORE, normed, matrix, size, columns, *bounds, num_rows, out, scratch)
+    k.end()
+
+
+class _Decoder:
+    """The function `decoder`: halves `begin` to `end` of the layers."""
+
+    def __init__(
+        self,
+        k: Kernel,
+        weight: str,
+        head_dim: int,
+        group: int,
+        norm: Kernel,
+        product: Kernel,
+        rope: Kernel,
+        attention: Kernel,
+        barrier: Kernel,
+    ) -> None:
+        self.k, self.weight, self.head_dim, self.group = k, weight, head_dim, group
+        self.norm, self.product, self.rope, self.attention = norm, product, rope, attention
+        fields, self.layers, self.begin, self.end, self.thread, num_threads = k.arguments
+        self._fields: Pointer = fields
+        self.team = _Team(k, barrier, self.at("barrier", "i64"), self.thread, num_threads)
+        self.num_tokens, self.hidden = self.size("num_tokens"), self.size("hidden")
+        self.heads, self.kv_heads = self.size("heads"), self.size("kv_heads")
+        self.intermediate = self.size("intermediate")
+        self.scratch = self.at("scratch") + self.size("scratch_size") * self.thread
+        self.residual, self.normed = self.at("residual"), self.at("normed")
+        self.qkv, self.attended, self.inner = self.at("qkv"), self.at("attended"), self.at("inner")
+        self.eps = self.at("eps")
+
+    def size(self, name: str) -> Value:
+        """Return a number of the step."""
+        return self._fields[StepFields._fields.index(name)]
+
+    def at(self, name: str, kind: str = "f32") -> Pointer:
+        """Return memory of the step."""
+        return self._fields.pointer(StepFields._fields.index(name), kind)
+
+    def emit(self) -> None:
+        """Emit the loop over the halves."""
+        k = self.k
+        with k.range(self.begin, self.end) as half:
+            layer = self.layers + half // 2 * len(LAYER)
+            with k.when((half % 2).compare("==", 0)):
+                self._attention_half(layer)
+            with k.when((half % 2).compare("==", 1)):
+                self._mlp_half(layer)
+        k.end()
+
+    def _normed(self, layer: Pointer, name: str) -> None:
+        gain = layer.pointer(LAYER.index(name), "f32")
+        rows = self.team.share(self.num_tokens)
+        self.k.call(self.norm, self.residual, gain, self.eps, self.normed, self.hidden, *rows)
+        self.team.wait()
+
+    def _multiply(
+        self,
+        mode: int,
+        layer: Pointer,
+        name: str,
+        x: Pointer,
+        size: Value,
+        columns: Value,
+        out: Pointer,
+    ) -> None:
+        """Multiply x with a weight of the layer, and wait."""
+        matrix = layer.pointer(LAYER.index(name), self.weight)
+        bounds = self.team.share(columns, COLUMNS)
+        rest = self.num_tokens, out, self.scratch
+        self.k.call(self.product, mode, x, matrix, size, columns, *bounds, *rest)
+        self.team.wait()
+
+    def _attention_half(self, layer: Pointer) -> None:
+        self._normed(layer, "input_norm")
+        width = (self.heads + self.kv_heads * 2) * self.head_dim
+        self._multiply(STORE, layer, "qkv", self.normed, self.hidden, width, self.qkv)
+        q_norm, k_norm, k_cache, v_cache = (
+            layer.pointer(LAYER.index(name), "f32")
+            for name in ("q_norm", "k_norm", "k_cache", "v_cache")
+        )
+        self.k.call(
+            self.rope, self.qkv, self.heads, self.kv_heads, q_norm, k_norm, self.eps,
+            self.at("scale"), self.at("rope"), self.at("positions", "i64"),
+            self.at("slots", "i64"), k_cache, v_cache, *self.team.share(self.num_tokens),
+        )  # fmt: skip
+        self.team.wait()
+        self._attend(k_cache, v_cache, width)
+        self.team.wait()
+        inputs = self.heads * self.head_dim
+        target = self.at("target")
+        self._multiply(ADD, layer, "o", self.attended, inputs, self.hidden, target)
+
+    def _attend(self, k_cache: Pointer, v_cache: Pointer, width: Value) -> None:
+        """Attend in items: tokens of a row with one KV head, dealt out in turns."""
+        k = self.k
+        starts, lengths, tables = (self.at(name, "i32") for name in ("starts", "lengths", "tables"))
+        item = k.variable(k.integer(0))
+        stride, out_stride = self.kv_heads * self.head_dim, self.heads * self.head_dim
+        with k.range(0, self.size("num_rows")) as row:
+            first, count = starts[row], starts[row + 1] - starts[row]
+            table = tables + row * self.size("max_blocks")
+            with k.range(0, count, QUERY_TOKENS) as begin, k.range(0, self.kv_heads) as head:
+                turn = item.value % self.team.size
+                item.value = item.value + 1
+                with k.when(turn.compare("==", self.thread)):
+                    end = k.smaller(begin + QUERY_TOKENS, count)
+                    at = head * self.head_dim
+                    k.call(
+                        self.attention, self.qkv + first * width, width,
+                        self.attended + first * out_stride, out_stride, k_cache + at, v_cache + at,
+                        stride, table, self.size("block_size"), self.size("piece"),
+                        lengths[row] - count, begin, end, head * self.group,
+                    )  # fmt: skip
+
+    def _mlp_half(self, layer: Pointer) -> None:
+        self._normed(layer, "post_norm")
+        inner = self.intermediate
+        self._multiply(SWIGLU, layer, "gate_up", self.normed, self.hidden, inner, self.inner)
+        self._multiply(ADD, layer, "down", self.inner, inner, self.hidden, self.at("target"))

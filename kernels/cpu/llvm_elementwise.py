@@ -1,0 +1,140 @@
+"""Exponential, SwiGLU's activation, RMSNorm, and RoPE with the store of keys and values."""
+
+import math
+
+from penstock.kernels.cpu.compiler import Target
+from penstock.kernels.cpu.emitter import Kernel
+from penstock.kernels.cpu.values import FLOAT, INT32, Pointer, Value
+
+LOG2_E = 1.4426950408889634
+LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
+"""their sum is log(2); the first has few bits, so that its product with an integer is exact"""
+ROUND = 12582912.0
+"""1.5 * 2**23: adding it to a small float32 leaves the nearest integer in the low bits"""
+COEFFICIENTS = 1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0
+MAX_EXPONENT = 80.0
+"""far from where float32 has fewer bits"""
+
+
+def add_lanes(vectors: list[Value], lanes: int) -> Value:
+    """Return the sum of each vector's lanes: halves are added until one lane is left."""
+    length = lanes
+    """lanes that belong to the same sum"""
+
+    def halves(size: int) -> tuple[list[int], list[int]]:
+        first = [lane for lane in range(size) if lane % length < length // 2]
+        return first, [lane + length // 2 for lane in first]
+
+    while len(vectors) > 1:
+        low, high = halves(2 * lanes)
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [a.lanes(low, b) + a.lanes(high, b) for a, b in pairs]
+        length //= 2
+    total, size = vectors[0], lanes
+    while length > 1:
+        low, high = halves(size)
+        total = total.lanes(low) + total.lanes(high)
+        length, size = length // 2, size // 2
+    return total
+
+
+def exp(x: Value) -> Value:
+    """Return e**x within 2e-7 of it, for x clamped to ±80; exp(0) is 1, and NaN stays NaN."""
+    x = (x > MAX_EXPONENT).choose(x.constant(MAX_EXPONENT), x)
+    x = (x < -MAX_EXPONENT).choose(x.constant(-MAX_EXPONENT), x)
+    shifted = x.fma(x.constant(LOG2_E), x.constant(ROUND))
+    whole = shifted - ROUND
+    rest = whole.fma(x.constant(-LN2_HIGH), x)
+    rest = whole.fma(x.constant(-LN2_LOW), rest)
+    power = x.constant(COEFFICIENTS[0])
+    for coefficient in COEFFICIENTS[1:]:
+        power = power.fma(rest, x.constant(coefficient))
+    scale = (shifted.bits(INT32).shift_left(23) + (127 << 23)).bits(FLOAT)
+    return power * scale
+
+
+def silu(gate: Value) -> Value:
+    """Return gate * sigmoid(gate)."""
+    return gate / (exp(0.0 - gate) + 1.0)
+
+
+def inverse_rms(k: Kernel, target: Target, x: Pointer, size: Value, eps: Value) -> Value:
+    """Return 1 / sqrt(mean(x**2) + eps) of `size` elements."""
+    lanes = target.lanes
+    total = k.variable(k.zeros(lanes))
+    whole = size - size % lanes
+
+    def accumulate(at: Value, count: Value | None = None) -> None:
+        values = x.vector(at, lanes, count)
+        total.value = values.fma(values, total.value)
+
+    with k.range(0, whole, lanes) as at:
+        accumulate(at)
+    with k.when(whole < size):
+        accumulate(whole, size - whole)
+    mean = add_lanes([total.value], lanes) / size.to_float()
+    return 1.0 / (mean + eps).intrinsic("sqrt").lane(0)
+
+
+def emit_norm(k: Kernel, target: Target) -> None:
+    """Write the RMSNorm of rows `begin` to `end`.
+
+    Arguments: x, weight, eps (one float32), out, size, begin, end.
+    """
+    x, weight, eps, out, size, begin, end = k.arguments
+    lanes = target.lanes
+    whole = size - size % lanes
+    with k.range(begin, end) as row:
+        source, to = x + row * size, out + row * size
+        factor = inverse_rms(k, target, source, size, eps[0])
+        with k.range(0, whole, lanes) as at:
+            to[at] = source.vector(at, lanes) * factor * weight.vector(at, lanes)
+        with k.range(whole, size) as at:
+            to[at] = source[at] * factor * weight[at]
+
+
+def emit_rope_store(k: Kernel, target: Target, head_dim: int) -> None:
+    """Norm and rotate the query and key heads of tokens `begin` to `end`; store keys and values.
+
+    Queries stay in qkv, multiplied with `scale`. Arguments: qkv, heads, kv_heads, q_norm, k_norm,
+    eps, scale (one float32 each), rope, positions, slots, k_cache, v_cache, begin, end.
+    """
+    (qkv, heads, kv_heads, q_norm, k_norm, eps, scale, rope, positions, slots,
+     k_cache, v_cache, begin, end) = k.arguments  # fmt: skip
+    one = k.real(1.0)
+    with k.range(begin, end) as token:
+        row = qkv + token * ((heads + kv_heads * 2) * head_dim)
+        angles = rope + positions[token] * head_dim
+        rotate = _Rotation(k, target, head_dim, angles, eps[0])
+        with k.range(0, heads) as head:
+            at = row + head * head_dim
+            rotate(at, q_norm, scale[0], at)
+        with k.when(slots[token] >= 0), k.range(0, kv_heads) as head:
+            place = (slots[token] * kv_heads + head) * head_dim
+            key = row + (heads + head) * head_dim
+            rotate(key, k_norm, one, k_cache + place)
+            value = row + (heads + kv_heads + head) * head_dim
+            for at in range(0, head_dim, 16):
+                v_cache[place + at] = value.vector(at, 16)
+
+
+class _Rotation:
+    """Norm and rotation of the heads of one token."""
+
+    def __init__(
+        self, k: Kernel, target: Target, head_dim: int, angles: Pointer, eps: Value
+    ) -> None:
+        self.k, self.target, self.head_dim = k, target, head_dim
+        self.angles, self.eps = angles, eps
+
+    def __call__(self, head: Pointer, weight: Pointer, scale: Value, to: Pointer) -> None:
+        half = self.head_dim // 2
+        width = math.gcd(self.target.lanes, half)
+        size = self.k.integer(self.head_dim)
+        factor = inverse_rms(self.k, self.target, head, size, self.eps)
+        for at in range(0, half, width):
+            first = head.vector(at, width) * factor * weight.vector(at, width)
+            second = head.vector(at + half, width) * factor * weight.vector(at + half, width)
+            cos, sin = self.angles.vector(at, width), self.angles.vector(at + half, width)
+            to[at] = (first * cos - second * sin) * scale
+            to[at + half] = (second * cos + first * sin) * scale

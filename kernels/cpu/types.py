@@ -1,0 +1,92 @@
+"""Weights and sizes of compiled layers, and the arguments of the compiled functions."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class LayerWeights(NamedTuple):
+    """Weights of a layer: norms in float32, matrices in float32 or bfloat16."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
+    o: Tensor
+    post_norm: Tensor
+    gate_up: Tensor | None
+    """gate, then up; None: the layer has another second half"""
+    down: Tensor | None
+
+
+class LayerShape(NamedTuple):
+    """Sizes of a rank's part of each layer."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    eps: float
+
+    @property
+    def qkv(self) -> int:
+        """Features of queries, keys and values."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+LAYER = (*LayerWeights._fields, "k_cache", "v_cache")
+"""int64 of a layer: addresses"""
+
+
+class StepFields(NamedTuple):
+    """Arguments of the layers as int64: sizes, and the addresses of the other fields."""
+
+    num_tokens: int
+    num_rows: int
+    normed: int
+    qkv: int
+    attended: int
+    inner: int
+    scratch: int
+    scratch_size: int
+    """float32 of a thread"""
+    barrier: int
+    positions: int
+    slots: int
+    starts: int
+    """`ForwardBatch.cu_seqlens_q`"""
+    lengths: int
+    """`ForwardBatch.context_lens`"""
+    tables: int
+    max_blocks: int
+    block_size: int
+    piece: int
+    """keys of a tile that lie side by side"""
+    rope: int
+    scale: int
+    eps: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    residual: int = 0
+    target: int = 0
+    """receives the sums: the residual stream or memory for a part of it"""
+
+
+class HeadFields(NamedTuple):
+    """Arguments of the product with the norm of x as int64."""
+
+    x: int
+    norm: int
+    eps: int
+    weight: int
+    out: int
+    normed: int
+    scratch: int
+    scratch_size: int
+    barrier: int
+    num_rows: int
+    size: int
+    columns: int

@@ -1,0 +1,198 @@
+"""Numbers, vectors and pointers over llvmlite's builder, so that kernels read like arithmetic."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+
+INT64, INT32, INT16, INT1 = (ir.IntType(bits) for bits in (64, 32, 16, 1))
+FLOAT = ir.FloatType()
+POINTER = ir.PointerType()
+KINDS = {"f32": FLOAT, "bf16": INT16, "i32": INT32, "i64": INT64}
+BYTES = {"f32": 4, "bf16": 2, "i32": 4, "i64": 8}
+
+
+class Value:
+    """An integer, a float32, a truth value, or a vector of these."""
+
+    def __init__(self, builder: Any, raw: Any) -> None:
+        self._builder = builder
+        self.raw = raw
+
+    @property
+    def _element(self) -> Any:
+        kind = self.raw.type
+        return kind.element if isinstance(kind, ir.VectorType) else kind
+
+    def lift(self, other: "Value | float") -> Any:
+        """Return `other` as a raw value of this value's type."""
+        kind = self.raw.type
+        if not isinstance(kind, ir.VectorType):
+            return other.raw if isinstance(other, Value) else ir.Constant(kind, other)
+        if not isinstance(other, Value):
+            return ir.Constant(kind, [other] * kind.count)
+        if isinstance(other.raw.type, ir.VectorType):
+            return other.raw
+        return splat(self._builder, other.raw, kind.count)
+
+    def _binary(self, name: str, other: "Value | float", swapped: bool = False) -> "Value":
+        left, right = self.raw, self.lift(other)
+        if swapped:
+            left, right = right, left
+        name = f"f{name}" if self._element == FLOAT else name
+        return Value(self._builder, getattr(self._builder, name)(left, right))
+
+    def __add__(self, other: "Value | float") -> "Value":
+        return self._binary("add", other)
+
+    def __sub__(self, other: "Value | float") -> "Value":
+        return self._binary("sub", other)
+
+    def __rsub__(self, other: "Value | float") -> "Value":
+        return self._binary("sub", other, swapped=True)
+
+    def __mul__(self, other: "Value | float") -> "Value":
+        return self._binary("mul", other)
+
+    def __truediv__(self, other: "Value | float") -> "Value":
+        return self._binary("div", other)
+
+    def __rtruediv__(self, other: "Value | float") -> "Value":
+        return self._binary("div", other, swapped=True)
+
+    def __floordiv__(self, other: "Value | int") -> "Value":
+        return Value(self._builder, self._builder.udiv(self.raw, self.lift(other)))
+
+    def __mod__(self, other: "Value | int") -> "Value":
+        return Value(self._builder, self._builder.urem(self.raw, self.lift(other)))
+
+    def compare(self, operator: str, other: "Value | float") -> "Value":
+        """Return the truth of `self operator other`; False for NaN."""
+        name = "fcmp_ordered" if self._element == FLOAT else "icmp_signed"
+        compare = getattr(self._builder, name)
+        return Value(self._builder, compare(operator, self.raw, self.lift(other)))
+
+    def __lt__(self, other: "Value | float") -> "Value":
+        return self.compare("<", other)
+
+    def __gt__(self, other: "Value | float") -> "Value":
+        return self.compare(">", other)
+
+    def __ge__(self, other: "Value | float") -> "Value":
+        return self.compare(">=", other)
+
+    def constant(self, number: float) -> "Value":
+        """Return a number as a value of this type."""
+        return Value(self._builder, self.lift(number))
+
+    def choose(self, yes: "Value", no: "Value | float") -> "Value":
+        """Return `yes` where this truth value is true, elsewhere `no`."""
+        return Value(self._builder, self._builder.select(self.raw, yes.raw, yes.lift(no)))
+
+    def fma(self, factor: "Value", term: "Value") -> "Value":
+        """Return self * factor + term, rounded once; self may be a scalar."""
+        kind = term.raw.type
+        left, right = term.lift(self), term.lift(factor)
+        arguments = [left, right, term.raw]
+        return Value(self._builder, intrinsic(self._builder, "fma", kind, arguments, kind))
+
+    def lane(self, index: "int | Value") -> "Value":
+        """Return one element of a vector."""
+        where = index.raw if isinstance(index, Value) else INT32(index)
+        return Value(self._builder, self._builder.extract_element(self.raw, where))
+
+    def lanes(self, indices: Sequence[int], other: "Value | None" = None) -> "Value":
+        """Return a vector of elements of this vector, then of `other`."""
+        mask = ir.Constant(ir.VectorType(INT32, len(indices)), list(indices))
+        second = other.raw if other else ir.Constant(self.raw.type, ir.Undefined)
+        return Value(self._builder, self._builder.shuffle_vector(self.raw, second, mask))
+
+    def intrinsic(self, name: str, result: Any = None) -> "Value":
+        """Return LLVM's intrinsic of this value; result: its type if it differs."""
+        kind = self.raw.type
+        return Value(
+            self._builder, intrinsic(self._builder, name, result or kind, [self.raw], kind)
+        )
+
+    def bits(self, element: Any) -> "Value":
+        """Return the same bits as another type of element."""
+        kind = self.raw.type
+        to = ir.VectorType(element, kind.count) if isinstance(kind, ir.VectorType) else element
+        return Value(self._builder, self._builder.bitcast(self.raw, to))
+
+    def to_float(self) -> "Value":
+        """Return an integer as float32."""
+        return Value(self._builder, self._builder.sitofp(self.raw, FLOAT))
+
+    def shift_left(self, bits: int) -> "Value":
+        """Return an integer shifted by `bits`."""
+        return Value(self._builder, self._builder.shl(self.raw, self.lift(bits)))
+
+
+class Pointer:
+    """A place in an array of "f32", "bf16" (read as float32), "i32" or "i64" (read as int64)."""
+
+    def __init__(self, builder: Any, raw: Any, kind: str) -> None:
+        self._builder = builder
+        self.raw = raw
+        self.kind = kind
+
+    def __add__(self, index: "Value | int") -> "Pointer":
+        where = index.raw if isinstance(index, Value) else INT64(index)
+        moved = self._builder.gep(self.raw, [where], source_etype=KINDS[self.kind])
+        return Pointer(self._builder, moved, self.kind)
+
+    def __getitem__(self, index: "Value | int") -> Value:
+        raw = self._builder.load((self + index).raw, typ=KINDS[self.kind], align=BYTES[self.kind])
+        if self.kind == "i32":
+            raw = self._builder.sext(raw, INT64)
+        return Value(self._builder, raw)
+
+    def __setitem__(self, index: "Value | int", value: Value) -> None:
+        """Store a scalar or a vector."""
+        self._builder.store(value.raw, (self + index).raw, align=BYTES[self.kind])
+
+    def vector(self, index: "Value | int", size: int, count: "Value | None" = None) -> Value:
+        """Return a vector of `size` lanes, with `count` only that many read, the others 0."""
+        at, element = self + index, KINDS[self.kind]
+        kind = ir.VectorType(element, size)
+        if count is None:
+            raw = self._builder.load(at.raw, typ=kind, align=BYTES[self.kind])
+        else:
+            iota = Value(self._builder, ir.Constant(ir.VectorType(INT64, size), list(range(size))))
+            arguments = [at.raw, (iota < count).raw, ir.Constant(kind, [0] * size)]
+            raw = intrinsic(self._builder, "masked.load", kind, arguments, kind, ".p0")
+        if self.kind != "bf16":
+            return Value(self._builder, raw)
+        wide = Value(self._builder, self._builder.zext(raw, ir.VectorType(INT32, size)))
+        return wide.shift_left(16).bits(FLOAT)
+
+    def pointer(self, index: "Value | int", kind: str) -> "Pointer":
+        """Return the pointer that is stored here as an int64."""
+        return Pointer(self._builder, self._builder.inttoptr(self[index].raw, POINTER), kind)
+
+
+def splat(builder: Any, scalar: Any, size: int) -> Any:
+    """Return a vector that has the scalar in every lane."""
+    empty = ir.Constant(ir.VectorType(scalar.type, size), ir.Undefined)
+    one = builder.insert_element(empty, scalar, INT32(0))
+    return builder.shuffle_vector(one, empty, ir.Constant(ir.VectorType(INT32, size), [0] * size))
+
+
+def intrinsic(
+    builder: Any, name: str, result: Any, arguments: list[Any], kind: Any, suffix: str = ""
+) -> Any:
+    """Call LLVM's intrinsic `name` for values of type `kind`."""
+    element, count = (kind.element, f"v{kind.count}") if is_vector(kind) else (kind, "")
+    short = "f32" if element == FLOAT else f"i{element.width}"
+    full = f"llvm.{name}.{count}{short}{suffix}"
+    function = builder.module.globals.get(full)
+    if function is None:
+        types = [argument.type for argument in arguments]
+        function = ir.Function(builder.module, ir.FunctionType(result, types), full)
+    return builder.call(function, arguments)
+
+
+def is_vector(kind: Any) -> bool:
+    """Return True for the type of a vector."""
+    return isinstance(kind, ir.VectorType)

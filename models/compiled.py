@@ -1,0 +1,118 @@
+"""The compiled layers of a model on a CPU: their weights, and how ranks join results."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.kernels.attention.types import KVCache
+from penstock.kernels.cpu.compiled_layers import CompiledLayers
+from penstock.kernels.cpu.types import LayerShape, LayerWeights
+from penstock.kernels.step.forward_batch import ForwardBatch
+from penstock.models.moe import MoE
+from penstock.models.parallel import RMSNorm
+from penstock.models.qwen3 import DecoderLayer, Qwen3
+from penstock.protocol.checkpoint import ModelConfig
+
+
+class CompiledDecoder:
+    """A replacement of a model's layers and output layer; experts stay in torch."""
+
+    def __init__(self, model: Qwen3, config: ModelConfig) -> None:
+        """Compile a loaded model, whose matrices become bfloat16 if that changes none.
+
+        Raises ValueError for a model that can't be compiled, OSError.
+        """
+        if config.fp8:
+            raise ValueError("weights in 8 bits")
+        self._tp = model.tp
+        self._embed = model.model.embed_tokens
+        self._layers: list[DecoderLayer] = list(model.model.layers)  # type: ignore[arg-type]
+        attention = self._layers[0].self_attn
+        shape = LayerShape(
+            config.hidden_size,
+            attention.num_heads,
+            attention.num_kv_heads,
+            config.head_dim,
+            config.intermediate_size // model.tp.size,
+            config.rms_norm_eps,
+        )
+        narrowed = _narrow(self._layers, [self._embed.weight, model.head.weight])
+        try:
+            weights = [_weights(layer) for layer in self._layers]
+            self._compiled = CompiledLayers(weights, shape, model.attention.block_size)
+        except Exception:
+            for matrix in narrowed:  # torch needs one type
+                matrix.data = matrix.data.float()
+            raise
+        self._has_experts = any(isinstance(layer.mlp, MoE) for layer in self._layers)
+
+    def forward(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:
+        """Compute `Qwen3.forward`."""
+        residual: Tensor = self._embed(batch.input_ids).float()
+        self._compiled.begin(batch, rope, kv_caches)
+        if self._tp.size == 1 and not self._has_experts:
+            self._compiled.run(range(2 * len(self._layers)), residual)
+            return residual
+        for index, layer in enumerate(self._layers):
+            residual = self._half(2 * index, residual)
+            if isinstance(layer.mlp, MoE):
+                residual = layer.mlp(residual, layer.post_attention_layernorm)
+            else:
+                residual = self._half(2 * index + 1, residual)
+        return residual
+
+    def _half(self, half: int, residual: Tensor) -> Tensor:
+        """Return the residual stream after half a layer of all ranks."""
+        halves = range(half, half + 1)
+        if self._tp.size == 1:
+            self._compiled.run(halves, residual)
+            return residual
+        part = torch.zeros_like(residual)
+        self._compiled.run(halves, residual, part)
+        return self._tp.all_reduce(part, residual)
+
+    def logits(
+        self, hidden_states: Tensor, norm: RMSNorm, weight: Tensor, out: Tensor | None
+    ) -> Tensor:
+        """Compute `ParallelLMHead.logits`."""
+        return self._compiled.logits(hidden_states, norm.weight, norm.eps, weight, out)
+
+
+def _weights(layer: DecoderLayer) -> LayerWeights:
+    attention: Any = layer.self_attn
+    mlp: Any = layer.mlp
+    is_sparse = isinstance(mlp, MoE)
+    return LayerWeights(
+        input_norm=layer.input_layernorm.weight,
+        qkv=attention.qkv_proj.weight,
+        q_norm=attention.q_norm.weight,
+        k_norm=attention.k_norm.weight,
+        o=attention.o_proj.weight,
+        post_norm=layer.post_attention_layernorm.weight,
+        gate_up=None if is_sparse else mlp.gate_up_proj.weight,
+        down=None if is_sparse else mlp.down_proj.weight,
+    )
+
+
+def _narrow(layers: list[DecoderLayer], others: list[object]) -> list[nn.Parameter]:
+    """Replace matrices by bfloat16 if that changes no number of any, and return them."""
+    matrices = [*_matrices(layers), *(one for one in others if isinstance(one, nn.Parameter))]
+    if not all(_has_16_bits(matrix) for matrix in matrices):
+        return []
+    for matrix in matrices:
+        matrix.data = matrix.data.bfloat16()
+    return matrices
+
+
+def _matrices(layers: list[DecoderLayer]) -> Iterator[nn.Parameter]:
+    for layer in layers:
+        for weight in _weights(layer):
+            if isinstance(weight, nn.Parameter) and weight.ndim == 2:
+                yield weight
+
+
+def _has_16_bits(weight: Tensor) -> bool:
+    """Return True if the low halves of all float32 are zeros."""
+    return not weight.data.view(torch.int16)[..., ::2].any()  # little-endian
