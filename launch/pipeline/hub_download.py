@@ -103,6 +103,11 @@ def _sentence(error: Exception, name: str, revision: str) -> str:
             f"{got}: no space is left for the cache {constants.HF_HUB_CACHE}; free some, or set "
             "HF_HOME to a folder on a larger disk. What was downloaded is kept"
         )
+    if isinstance(error, OSError) and error.errno is not None:
+        return (
+            f"{got}: the cache {constants.HF_HUB_CACHE} can't be used ({error}); set HF_HOME to a "
+            "folder that this user may write"
+        )
     return f"{got}: the download failed ({_first_line(error)}); run the command again to continue"
 
 

@@ -1,11 +1,15 @@
 """Names of models on a hub, resolved by `huggingface_hub` against a server of ours."""
 
+import fcntl
 import json
 import os
+import pty
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +18,7 @@ from huggingface_hub import _tree_cache, constants
 
 from penstock.launch.pipeline import hub_download
 from penstock.launch.pipeline.errors import LaunchError
-from penstock.launch.pipeline.hub import HubModel, hub_model, resolve
+from penstock.launch.pipeline.hub import DOWNLOADER, HubModel, hub_model, resolve
 from penstock.launch.pipeline.hub_download import download
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
@@ -176,6 +180,33 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_download, "snapshot_download", full)
     with pytest.raises(ModelError, match=r"no space is left for the cache .*HF_HOME"):
         get(NAME)
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_cache_that_can_not_be(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    assert "can't be used ([Errno 20] Not a directory" in refusal(NAME)
+    assert "set HF_HOME to a folder that this user may write" in refusal(NAME)
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_terminal_has_a_progress_bar() -> None:
+    shown, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    words = [NAME, "", "weights"]
+    with (
+        os.fdopen(terminal, "wb") as stderr,
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", DOWNLOADER, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        assert COMMIT in process.stdout.read().decode()
+    with os.fdopen(shown, "rb") as lines:
+        assert b"Fetching 1 files: 100%" in lines.read1(1 << 20)
 
 
 def test_ctrl_c_ends_a_download_that_never_ends(hub: FakeHub) -> None:
