@@ -13,6 +13,7 @@ import termios
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from huggingface_hub import _tree_cache, constants
 
@@ -209,18 +210,28 @@ def test_a_terminal_has_a_progress_bar() -> None:
         assert b"Fetching 1 files: 100%" in lines.read1(1 << 20)
 
 
-def test_ctrl_c_ends_a_download_that_never_ends(hub: FakeHub) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_download_ends_with_its_command(hub: FakeHub, number: signal.Signals) -> None:
+    """A transfer that never ends, and Ctrl-C, which reaches the group, or the end of `launch`."""
     hub.held.set()
     launch = [sys.executable, "-P", "-m", "penstock.launch", "all", "--model", NAME]
     with subprocess.Popen(
         launch, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         assert hub.is_sending.wait(30)
-        os.killpg(process.pid, signal.SIGINT)
+        children = psutil.Process(process.pid).children()
+        assert len(children) == 1
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
         _, said = process.communicate(timeout=20)
-    assert process.returncode == 130
+        assert not psutil.wait_procs(children, timeout=20)[1]
+    codes = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
+    assert process.returncode == codes[number]
     assert said.startswith(f"launch: downloading {NAME} to ")
     assert "Traceback" not in said
+    assert "%" not in said  # bars are for terminals
 
 
 def test_a_folder_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
