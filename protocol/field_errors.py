@@ -13,6 +13,8 @@ _SHOWN = 60
 """characters of an invalid value that an error repeats"""
 _NO_VALUE = object()
 _MIN_INT, _MAX_INT = -(2.0**63), 2.0**64
+_WHOLE = r"the request: got `\1`, expected an object of the fields"
+FINITE = "got NaN or a number beyond 64 bits, expected a finite number of up to 64 bits"
 
 
 def explain(error: str, raw: object, kind: type[Struct]) -> tuple[str | None, str]:
@@ -24,18 +26,22 @@ def explain(error: str, raw: object, kind: type[Struct]) -> tuple[str | None, st
     path = path.rpartition("$")[2].strip("`.")
     if unknown := re.search(r"unknown field `(.*)`", reason):
         name = _joined(path, unknown[1])
-        known = f"; the fields are {', '.join(kind.__struct_fields__)}" if not path else ""
-        return name, f"{name} is not a field of this request{known}"
+        known = f"one of {', '.join(kind.__struct_fields__)}" if not path else "a known one"
+        return name, f"{name}: got an unknown field, expected {known}"
     if missing := re.search(r"missing required field `(.*)`", reason):
         name = _joined(path, missing[1])
-        return name, f"{name} is missing"
+        return name, f"{name}: got nothing, expected a value; the field is required"
     if not path:
-        return None, error
+        return None, re.sub("^Expected `object`, got `(.*)`$", _WHOLE, error)
+    if "out of range" in reason:
+        return path, f"{path}: {FINITE}"
     path, reason = _entry(path, reason, raw, kind)
+    if inner := re.match(r"(\w+): got ", reason):
+        return f"{path}.{inner[1]}", f"{path}.{reason}"
     if reason.startswith("Invalid") and (allowed := _permitted(kind, path)):
         reason = f"Expected {' or '.join(map(repr, allowed))}"
     reason = reason[0].lower() + reason[1:]
-    if got := _got(raw, path):
+    if not reason.startswith("got ") and (got := _got(raw, path)):
         reason = got + re.sub(", got `[a-z]+`$", "", reason)
     return path, f"{path}: {reason}"
 
@@ -81,8 +87,11 @@ def _entry(path: str, reason: str, raw: object, kind: type[Struct]) -> tuple[str
             msgspec.convert({key: value}, types[name], str_keys=True)
         except msgspec.ValidationError as error:
             inner, _, where = str(error).partition(" - at ")
+            if not where:  # the field is not to be a map, or its check is of the whole
+                return name, reason
             if where.startswith("`key"):
-                return name, f"got the key {key!r}, {inner[0].lower()}{inner[1:]}"
+                inner = re.sub(", got `[a-z]+`$", "", inner[0].lower() + inner[1:])
+                return name, f"got the key {key!r}, {inner}"
             return f"{name}.{key}", inner
     return path, reason
 
@@ -93,7 +102,7 @@ def _got(raw: object, path: str) -> str:
     Empty where `raw` lacks the value: of a key that stands twice `raw` has the last one only.
     """
     value = _value_at(raw, path)
-    if value is _NO_VALUE or isinstance(value, dict):
+    if value is _NO_VALUE:
         return ""
     try:
         shown = repr(value)

@@ -32,6 +32,11 @@ class Parser(argparse.ArgumentParser):
         """Raise LaunchError."""
         message = re.sub(r"^argument (\S+): ", r"\1: ", message)
         message = re.sub(r"invalid int value: (.*)$", r"got \1, expected an integer", message)
+        message = re.sub(
+            "^the following arguments are required: (.*)$",
+            r"\1: got nothing, expected a value",
+            message,
+        )
         raise LaunchError(message)
 
     def format_help(self) -> str:

@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.protocol.checkpoint import max_request_bytes, read_model_config
 from penstock.protocol.config import Config
-from penstock.protocol.field_errors import explain
+from penstock.protocol.field_errors import FINITE, explain, out_of_range_field
 from penstock.protocol.messages.client import (
     DetokenizeRequest,
     ErrorReply,
@@ -72,7 +72,10 @@ def _decode(codec: Codec, frame: bytes) -> Request:
         field, message = explain(str(error), raw, kind)
         raise RefusedError(message, field) from error
     except DECODE_ERRORS as error:
-        raise RefusedError(f"request can't be decoded as JSON or MessagePack: {error}") from error
+        if path := out_of_range_field(frame):
+            raise RefusedError(f"{path}: {FINITE}", path) from error
+        text = f"got an undecodable frame ({error}), expected JSON or MessagePack of an object"
+        raise RefusedError(f"the request: {text}") from error
     _check_depth(request)
     _check_encoding(request)
     return request
@@ -140,7 +143,7 @@ class Validation:
         given = "both" if request.prompt is not None else "neither"
         text = f"got {given} of prompt and messages, expected one of them"
         refuse_if((request.prompt is None) == (request.messages is None), "prompt", text)
-        text = f"got {len(request.tools or ())} without messages; only a chat template renders them"
+        text = f"got {len(request.tools or ())} without messages, expected messages, too"
         refuse_if(request.tools is not None and request.messages is None, "tools", text)
         if isinstance(request.prompt, list):
             self._check_token_ids("prompt", request.prompt)
@@ -159,8 +162,9 @@ class Validation:
         largest = max(token_ids, default=0)
         if largest >= self.vocab_size:
             is_map = isinstance(token_ids, dict)
-            path = f"{field}'s key" if is_map else f"{field}[{list(token_ids).index(largest)}]"
-            text = f"{path}: got {largest}, expected a token id up to {self.vocab_size - 1}"
+            path = field if is_map else f"{field}[{list(token_ids).index(largest)}]"
+            got = f"the key {largest}" if is_map else largest
+            text = f"{path}: got {got}, expected a token id up to {self.vocab_size - 1}"
             raise RefusedError(text, field)
 
 

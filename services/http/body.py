@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 
-from penstock.protocol.field_errors import explain, out_of_range_field
+from penstock.protocol.field_errors import FINITE, explain, out_of_range_field
 from penstock.protocol.nesting import MAX_DEPTH, is_too_deep
 from penstock.protocol.transport.channel import DECODE_ERRORS
 from penstock.services.http.errors import ApiError, invalid
@@ -83,8 +83,8 @@ def _decode_object(body: bytes) -> dict[str, Any]:
         raw = decode_json(body)
     except DECODE_ERRORS as error:
         if path := out_of_range_field(body):
-            raise invalid(path, "got a number out of range, expected at most 64 bits") from error
-        raise ApiError(400, f"the body can't be decoded as JSON: {error}") from error
+            raise invalid(path, FINITE) from error
+        raise ApiError(400, f"the body: got invalid JSON ({error}), expected an object") from error
     if not isinstance(raw, dict):
         kind = type(raw).__name__
         raise ApiError(400, f"the body: got a JSON {kind}, expected an object of the fields")

@@ -197,7 +197,7 @@ def _structured(path: str, kind: str, value: Any) -> StructuredOutputs:
     try:
         return msgspec.convert({kind: value}, StructuredOutputs)
     except msgspec.ValidationError as error:
-        reason = str(error).partition(" - at ")[0]
+        reason = str(error).partition(" - at ")[0].removeprefix(f"{kind}: ")
         if reason.startswith("Expected"):
             reason = f"got {value!r:.60}, e{reason[1:]}"
         raise invalid(path, reason) from error

@@ -125,7 +125,9 @@ class SchedulerProcess:
             sequence.check(self.model.vocab_size)
             self.scheduler.add(sequence)
         except CannotFitError as error:
-            self.fail(request, ErrorReply(code="invalid", message=str(error), field="prompt"))
+            text = str(error)
+            field = text.partition(":")[0]
+            self.fail(request, ErrorReply(code="invalid", message=text, field=field))
             return
         self.requests[request.request_id] = sequence
         self.streams.open(sequence)

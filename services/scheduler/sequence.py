@@ -168,8 +168,8 @@ class Sequence:
         """Set the length at which the sequence ends. Raises CannotFitError."""
         if self.num_prompt_tokens >= max_length:
             raise CannotFitError(
-                f"prompt has {self.num_prompt_tokens} tokens; at most {max_length - 1} "
-                "fit into the context and the KV pool"
+                f"prompt: got {self.num_prompt_tokens} tokens, expected up to {max_length - 1}, "
+                "which fit into the context and the KV pool"
             )
         max_tokens = self.sampling.max_tokens or max_length
         self.max_length = min(self.num_prompt_tokens + max_tokens, max_length)
@@ -179,7 +179,7 @@ class Sequence:
         for extreme in (min(self.token_ids), max(self.token_ids)):
             if not 0 <= extreme < vocab_size:  # every worker, and its successor, would exit
                 raise CannotFitError(
-                    f"prompt has token id {extreme}; ids go up to {vocab_size - 1}"
+                    f"prompt: got token id {extreme}, expected up to {vocab_size - 1}"
                 )
         sampling = self.sampling
         named = {
@@ -189,13 +189,13 @@ class Sequence:
         for name, token_ids in named.items():
             if (largest := max(token_ids, default=0)) >= vocab_size:
                 raise CannotFitError(
-                    f"{name} has token id {largest}; ids go up to {vocab_size - 1}"
+                    f"{name}: got token id {largest}, expected up to {vocab_size - 1}"
                 )
         num_top = sampling.prompt_logprobs
         if num_top is not None and (1 + num_top) * self.num_prompt_tokens > MAX_PROMPT_LOGPROBS:
             raise CannotFitError(
-                f"prompt_logprobs is {num_top} and the prompt has {self.num_prompt_tokens} tokens; "
-                f"at most {MAX_PROMPT_LOGPROBS} logprobs of a prompt are sent"
+                f"prompt_logprobs: got {num_top} for a prompt of {self.num_prompt_tokens} tokens, "
+                f"expected up to {MAX_PROMPT_LOGPROBS} logprobs in total"
             )
 
     def admit(self, slot: int) -> None:

@@ -6,6 +6,7 @@ child process; meanwhile this process continues. A grammar that compiles there c
 worker, which has the same limits and a larger stack.
 """
 
+import re
 import signal
 from collections import deque
 from collections.abc import Callable
@@ -104,7 +105,16 @@ def _failure(tokenizer: LLTokenizer, grammar: str) -> str:
         matcher.consume_token(token_id)  # expands repetitions, which compiling leaves alone
         if matcher.is_error():
             return TOO_LARGE
-    return matcher.get_error()
+    return _without_source(matcher.get_error())
+
+
+def _without_source(error: str) -> str:
+    """Return llguidance's error without the grammar, which the client may not have written."""
+    reason = re.split(r"\n +\d+ \| ", error, maxsplit=1)[0]
+    reason = re.sub(
+        r"^at \d+\(\d+\): (?:failed to compile JSON schema: |(?=invalid reg))", "", reason
+    )
+    return re.sub(r"regex parse error:.*\nerror: ", "", reason, flags=re.DOTALL)
 
 
 def _first_token(matcher: LLMatcher) -> int | None:

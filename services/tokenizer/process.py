@@ -85,7 +85,8 @@ class TokenizerProcess:
 
         def on_checked(reason: str) -> None:
             if reason:
-                message = f"structured_outputs can't be served: {reason}"
+                text = f"got one that can't be compiled ({reason}), expected a supported one"
+                message = f"structured_outputs: {text}"
                 self._refuse(request, PromptError("structured_outputs", message))
             else:
                 self._pass_on(request, *prompt, bad_words, begin)

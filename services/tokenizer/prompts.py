@@ -51,12 +51,12 @@ class Tokenizer:
         token_ids, text = self._encode(request)
         field = "messages" if request.messages else "prompt"
         if not token_ids:
-            raise PromptError(field, f"{field} has no token")
+            raise PromptError(field, f"{field}: got no token, expected one or more")
         if len(token_ids) >= self._max_model_len:
             raise PromptError(
                 field,
-                f"{field} has {len(token_ids)} tokens; at most {self._max_model_len - 1} leave "
-                f"room for an answer in the context of {self._max_model_len}",
+                f"{field}: got {len(token_ids)} tokens, expected up to {self._max_model_len - 1}, "
+                f"which leave room for an answer in the context of {self._max_model_len}",
             )
         if text is None and request.sampling.structured_outputs:
             text = self._decode(token_ids)
@@ -126,7 +126,8 @@ class Tokenizer:
     def _render(self, request: PromptFields) -> str:
         if taken := sorted(NOT_FOR_CLIENTS & request.chat_template_kwargs.keys()):
             raise PromptError(
-                "chat_template_kwargs", f"chat_template_kwargs has {taken[0]}, which it can't set"
+                "chat_template_kwargs",
+                f"chat_template_kwargs: got {taken[0]}, which it can't set; leave it out",
             )
         try:
             return self._chat_template.render(request)

@@ -102,14 +102,16 @@ def test_messages_go_through_the_chat_template() -> None:
 
 def test_what_a_client_can_not_give_to_the_template() -> None:
     messages = [ChatMessage(role="user", content="hi")]
-    with pytest.raises(PromptError, match="has messages, which it can't set") as caught:
+    with pytest.raises(PromptError, match="got messages, which it can't set") as caught:
         encode(request(messages=messages, chat_template_kwargs={"messages": []}))
     assert caught.value.field == "chat_template_kwargs"
 
 
 def test_the_context_limit_and_one_more() -> None:
     assert len(encode(request(prompt="x" * 63))) == 63
-    with pytest.raises(PromptError, match=r"64 tokens; at most 63 .* context of 64") as caught:
+    with pytest.raises(
+        PromptError, match=r"64 tokens, expected up to 63, .* context of 64"
+    ) as caught:
         encode(request(prompt="x" * 64))
     assert caught.value.field == "prompt"
 
@@ -218,8 +220,9 @@ def test_a_grammar_that_does_not_compile(
     pipeline.ask("r", **wanted)
     (failed,) = pipeline.wait_for(1)
     assert (failed.error.code, failed.error.field) == ("invalid", "structured_outputs")
-    assert failed.error.message.startswith("structured_outputs can't be served: ")
+    assert failed.error.message.startswith("structured_outputs: got one that can't be compiled (")
     assert reason in failed.error.message
+    assert "\n" not in failed.error.message, "the grammar, which the client has not written"
     assert not pipeline.scheduler.socket.poll(0)
 
 

@@ -74,7 +74,7 @@ def test_it_starts_without_what_it_does_not_need() -> None:
         (["all", "--tp", "banana"], "--tp: got 'banana', expected `int`"),
         (["all", "--model", "/"], "--model: / has no config.json; a checkpoint needs it"),
         (["scale", "http", "x"], "number: got 'x', expected an integer"),
-        (["bench"], "required: SUBJECT"),
+        (["bench"], "SUBJECT: got nothing, expected a value"),
         (["bench", "pipeline", "--tp", "2"], "unknown option '--tp'; `launch bench pipeline --"),
         (
             ["bench", "latency", "--batches", "1", "0"],

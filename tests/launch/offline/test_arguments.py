@@ -26,7 +26,10 @@ def test_options(options: dict[str, Any], message: str) -> None:
     ("messages", "message"),
     [
         ("hi", "messages: got 'hi', expected `array | null`"),
-        ([{"role": "user"}], "messages[0].content is missing"),
+        (
+            [{"role": "user"}],
+            "messages[0].content: got nothing, expected a value; the field is required",
+        ),
         ([{"role": "user", "content": 5}], "messages[0].content: got 5, expected `str`"),
     ],
 )

@@ -57,7 +57,12 @@ def refusal(frame: bytes) -> RefusedError:
         ),
         ({"colour": "red"}, "colour", "colour", "max_tokens"),
         ({"type": "tokenize", "stream": True}, "stream", "stream", "prompt, messages, tools,"),
-        ({"structured_outputs": {"xml": 1}}, "structured_outputs.xml", "xml is not", "a field"),
+        (
+            {"structured_outputs": {"xml": 1}},
+            "structured_outputs.xml",
+            "xml: got",
+            "an unknown field",
+        ),
         ({"logit_bias": {5: 900.0}}, "logit_bias.5", "got 900.0", "<= 100"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "got []", "length >= 1"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids[0]", "got -1", ">= 0"),
@@ -65,6 +70,13 @@ def refusal(frame: bytes) -> RefusedError:
         ({"bad_words": ["x" * 129]}, "bad_words[0]", "got 'xxx", "length <= 128"),
         ({"bad_words": ["x"] * 65}, "bad_words", "got ['x'", "length <= 64"),
         ({"logit_bias": {"five": 1.0}}, "logit_bias", "'five'", "the key 'five', expected `int`"),
+        ({"prompt": {"a": 5}}, "prompt", "prompt: got {'a': 5}, expected", "`str | array | null`"),
+        (
+            {"structured_outputs": {"json": "5"}},
+            "structured_outputs.json",
+            "json: got '5'",
+            "a map",
+        ),
         ({"type": "steal"}, "type", "'steal'", "'detokenize' or"),
     ],
 )
@@ -80,7 +92,7 @@ def test_bad_fields(encode, fields, field, value, limit) -> None:  # type: ignor
 def test_a_missing_field_is_named(kind: str, field: str) -> None:
     error = refusal(msgspec.json.encode({"type": kind}))
     assert error.reply.field == field
-    assert str(error) == f"{field} is missing"
+    assert str(error) == f"{field}: got nothing, expected a value; the field is required"
 
 
 @pytest.mark.parametrize("field", UNTYPED)
@@ -171,7 +183,10 @@ def test_tokens_that_the_client_has_got_are_not_too_many_bytes() -> None:
         (GenerateRequest(prompt=[1, 264]), r"prompt\[1\]: got 264, expected a token id up to 263"),
         (GenerateRequest(prompt="a", output_token_ids=[264]), r"output_token_ids\[0\]: got 264"),
         (GenerateRequest(prompt="a", stop_token_ids=[1, 264]), r"stop_token_ids\[1\]: got 264"),
-        (GenerateRequest(prompt="a", logit_bias={264: 1.0, 3: 1.0}), r"logit_bias's key: got 264"),
+        (
+            GenerateRequest(prompt="a", logit_bias={264: 1.0, 3: 1.0}),
+            r"logit_bias: got the key 264",
+        ),
         (
             GenerateRequest(prompt="a", allowed_token_ids=[3, 264]),
             r"allowed_token_ids\[1\]: got 264",
@@ -272,9 +287,24 @@ def test_depth_has_a_limit(encode, field) -> None:  # type: ignore[no-untyped-de
         assert str(error) == f"{field}: got a deeper nesting, expected up to 64 levels"
 
 
+@pytest.mark.parametrize(
+    ("frame", "field", "message"),
+    [
+        (b"[]", None, "the request: got `array`, expected an object of the fields"),
+        (b'{"prompt": "x", "temperature": NaN}', "temperature", "temperature: got NaN or a number"),
+        (b'{"prompt": "x", "top_p": 1e999}', "top_p", "top_p: got NaN or a number beyond 64 bits"),
+        (b"{", None, "the request: got an undecodable frame"),
+    ],
+)
+def test_what_is_no_object_of_finite_numbers(frame: bytes, field: str | None, message: str) -> None:
+    error = refusal(frame)
+    assert error.reply.field == field
+    assert str(error).startswith(message)
+
+
 def test_what_recurses_too_deep_to_be_decoded_is_refused() -> None:
     for frame in (b'{"tools": [' + b"[" * 50_000, b"\x81\xa5tools" + b"\x91" * 50_000 + b"\xc0"):
-        assert "can't be decoded" in str(refusal(frame))
+        assert "got an undecodable frame" in str(refusal(frame))
 
 
 def test_every_field_that_takes_anything_has_its_depth_checked() -> None:

@@ -43,17 +43,17 @@ def test_structured_outputs(given: dict[str, Any], expected: StructuredOutputs |
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"guided_json": 1.5}, "guided_json: json: got '1.5', expected a JSON schema, a map"),
-        ({"guided_json": "{"}, "guided_json: json: got a text that is not JSON"),
+        ({"guided_json": 1.5}, "guided_json: got '1.5', expected a JSON schema, a map"),
+        ({"guided_json": "{"}, "guided_json: got a text that is not JSON"),
         ({"guided_regex": ""}, "guided_regex: got '', expected `str` of length >= 1"),
         ({"guided_choice": []}, "guided_choice: got [], expected `array` of length >= 1"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": LARGE}}},
-            "response_format.json_schema.schema: json: got 100012 bytes, expected up to",
+            "response_format.json_schema.schema: got 100012 bytes, expected up to",
         ),
         (
             {"tools": [LARGE_TOOL], "tool_choice": "required"},
-            "tools[0].function.parameters: grammar",
+            "tools[0].function.parameters: got",
         ),
     ],
 )
@@ -125,13 +125,13 @@ def test_errors_name_the_field_that_was_sent() -> None:
             "tools[1].function.parameters",
         ),
     ):
-        message = "structured_outputs can't be served: structured"
+        message = "structured_outputs: got one (structured)"
         error = RequestError(
             ErrorReply(code="invalid", message=message, field="structured_outputs")
         )
         rename_field(error, name_as_sent(error.field, chat(**given)))
         assert error.field == path
-        assert error.message == f"{path} can't be served: structured"
+        assert error.message == f"{path}: got one (structured)"
     error = RequestError(ErrorReply(code="invalid", message="max_tokens is 9", field="max_tokens"))
     rename_field(error, name_as_sent(error.field, chat(max_completion_tokens=9)))
     assert (error.field, error.message) == ("max_completion_tokens", "max_completion_tokens is 9")

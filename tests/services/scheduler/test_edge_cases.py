@@ -34,13 +34,13 @@ def test_prompt_length(length: int) -> None:
 
 @pytest.mark.parametrize("length", [LIMIT, LIMIT + 1])
 def test_prompt_of_the_context_limit_is_refused(length: int) -> None:
-    with pytest.raises(CannotFitError, match=f"{length} tokens; at most {LIMIT - 1} fit"):
+    with pytest.raises(CannotFitError, match=f"{length} tokens, expected up to {LIMIT - 1},"):
         Simulation().add(long_prompt(length))
 
 
 def test_prompt_of_the_whole_pool_is_refused() -> None:
     sim = Simulation(num_blocks=2)
-    with pytest.raises(CannotFitError, match="at most 7 fit"):
+    with pytest.raises(CannotFitError, match="expected up to 7, which fit"):
         sim.add(long_prompt(8))
     sim.add(long_prompt(7))
     sim.run()

@@ -262,9 +262,9 @@ def test_one_that_comes_back_is_older_than_one_in_its_place(process: SchedulerPr
 @pytest.mark.parametrize(
     ("prompt", "prompt_logprobs", "message"),
     [
-        ((1,) * 64, None, "prompt has 64 tokens; at most 63 fit"),
-        ((1, 99_999), None, "prompt has token id 99999; ids go up to"),
-        ((1,) * 50, 20, "prompt_logprobs is 20 and the prompt has 50 tokens; at most 1000"),
+        ((1,) * 64, None, "prompt: got 64 tokens, expected up to 63, which fit"),
+        ((1, 99_999), None, "prompt: got token id 99999, expected up to"),
+        ((1,) * 50, 20, "prompt_logprobs: got 20 for a prompt of 50 tokens, expected up to 1000"),
     ],
 )
 def test_a_request_that_can_t_fit_is_answered_with_its_attempt(
@@ -281,5 +281,6 @@ def test_a_request_that_can_t_fit_is_answered_with_its_attempt(
     process.accept(request(3, prompt=prompt, sampling=sampling))
     (failed,) = gateway.failures(process)
     assert message in failed.error.message
+    assert failed.error.field == message.partition(":")[0]
     assert (failed.request_id, failed.attempt, failed.error.code) == ("r", 3, "invalid")
     assert set(process.requests) == {"fits"}
