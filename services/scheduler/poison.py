@@ -108,10 +108,15 @@ class DetokenizerTrials:
     def failed(self) -> list[Sequence]:
         """End the trial: its detokenizer died. Return the sequences that are given up."""
         batch, self.at, self.batch = self.batch, b"", []
+        return self.blame(batch)
+
+    def blame(self, batch: list[Sequence]) -> list[Sequence]:
+        """Count the death at a trial of a batch. Return the sequences that are given up."""
         for sequence in batch:
-            if sequence.stream_id in self._num_deaths:  # otherwise it was closed meanwhile
+            if self.has(sequence):  # otherwise it was closed meanwhile
                 self._num_deaths[sequence.stream_id] += 1
-                self.waiting[sequence.stream_id] = sequence
+                if sequence not in self.batch:
+                    self.waiting[sequence.stream_id] = sequence
         given_up = [
             one
             for one in batch
@@ -120,6 +125,9 @@ class DetokenizerTrials:
         for sequence in given_up:
             self.close(sequence)
         return given_up
+
+    def has(self, sequence: Sequence) -> bool:
+        return sequence.stream_id in self._num_deaths
 
     def close(self, sequence: Sequence) -> None:
         self.waiting.pop(sequence.stream_id, None)

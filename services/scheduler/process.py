@@ -25,7 +25,7 @@ from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
-from penstock.protocol.transport.peers import predecessors, refusal
+from penstock.protocol.transport.peers import refusal
 from penstock.protocol.transport.process import Process, first_number
 from penstock.services.scheduler import poison, report
 from penstock.services.scheduler.block_manager import make_block_manager
@@ -125,9 +125,8 @@ class SchedulerProcess:
             sequence.check(self.model.vocab_size)
             self.scheduler.add(sequence)
         except CannotFitError as error:
-            text = str(error)
-            field = text.partition(":")[0]
-            self.fail(request, ErrorReply(code="invalid", message=text, field=field))
+            field = str(error).partition(":")[0]
+            self.fail(request, ErrorReply(code="invalid", message=str(error), field=field))
             return
         self.requests[request.request_id] = sequence
         self.streams.open(sequence)
@@ -271,19 +270,18 @@ class SchedulerProcess:
             elif reason := refusal(message):
                 self.detokenizers.send(Refused(reason), identity)
             elif self.streams.alive(identity, message.name):
-                known = (peer.identity for peer in self.streams.detokenizers)
-                for dead in predecessors(identity, known):
+                for dead in self.streams.predecessors(identity):
                     self.lose_detokenizer(dead)
         self.advance()
 
     def on_heartbeat(self) -> None:
         """Give up silent peers and unclaimed requests; report the status."""
-        for identity in self.streams.detokenizers.silent():
-            self.lose_detokenizer(identity)
+        for identity in self.streams.lose_silent():
+            self.log.warning("detokenizer %s is silent", identity.decode(errors="replace"))
         self.send_to_workers(self.group.heartbeat())
         if self.lease.ends(monotonic()):
             self.release_unclaimed()
-            self.advance()
+        self.advance()
         self.send_status()
 
     @property

@@ -6,13 +6,15 @@ from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
 from penstock.protocol.messages.logprobs import PackedLogprobs
 from penstock.protocol.messages.plan import pack
-from penstock.protocol.transport.peers import Peers
+from penstock.protocol.transport.peers import Peers, predecessors
 from penstock.services.scheduler.in_flight_plan import StepOutput
 from penstock.services.scheduler.poison import DetokenizerTrials
 from penstock.services.scheduler.sequence import Sequence
 
 MAX_CHARACTER_TOKENS = 4
 """a character has at most 4 bytes, and a token at least one"""
+MAX_SILENT = 16
+"""detokenizers, the newest, whose streams are remembered: not each one has a successor"""
 
 
 class Outbox:
@@ -80,16 +82,58 @@ class Streams:
         self._trials = DetokenizerTrials()
         self._trial: tuple[bytes, StepTokens] | None = None
         """the next message of a trial, and its detokenizer"""
+        self._silent: dict[bytes, tuple[bool, dict[int, Sequence]]] = {}
+        """by detokenizer, busy or dead: whether its streams were a trial's, and these streams"""
 
     def alive(self, identity: bytes, name: str) -> bool:
         """Note a heartbeat. Return whether it is the first one, which registers the detokenizer."""
         if not self.detokenizers.alive(identity, name):
             return False
         self._outboxes[identity] = Outbox()
+        self._silent.pop(identity, None)
         orphans, self._unassigned = self._unassigned, {}
         self._assign(orphans.values())
         self._rebalance()
         return True
+
+    def predecessors(self, identity: bytes) -> list[bytes]:
+        """Return earlier incarnations of a detokenizer that registered: they have died."""
+        known = [peer.identity for peer in self.detokenizers]
+        return predecessors(identity, [*known, *self._silent])
+
+    def lose_silent(self) -> list[bytes]:
+        """Move the sequences of detokenizers that missed heartbeats; called at each heartbeat."""
+        trials, silent = self._trials, self.detokenizers.silent()
+        for identity in silent:
+            is_trial = identity == trials.at and bool(trials.batch) and not self._trial
+            had = self.detokenizers.get(identity).work.values()  # type: ignore[union-attr]
+            work = trials.batch if is_trial else had
+            opened = {one.stream_id: one for one in work if one.stream_id not in self._unopened}
+            self.lost(identity)
+            self._silent[identity] = is_trial, opened
+        while len(self._silent) > MAX_SILENT:
+            del self._silent[next(iter(self._silent))]
+        return silent
+
+    def _blame(self, identity: bytes) -> tuple[list[Sequence], list[Sequence]]:
+        """Try the streams with which a detokenizer fell silent that died. Return as `lost`."""
+        is_trial, opened = self._silent.pop(identity)
+        trials = self._trials
+        suspects = [one for stream_id, one in opened.items() if self._is_open(one, stream_id)]
+        if is_trial:
+            return suspects, trials.blame(suspects)
+        for sequence in suspects:
+            if not trials.has(sequence):
+                self.close(sequence)
+                sequence.detokenizer = None
+                self._number(sequence)  # its detokenizer may get the trial before the closing
+                trials.add([sequence])
+        return suspects, []
+
+    def _is_open(self, sequence: Sequence, stream_id: int) -> bool:
+        peer = self.detokenizers.get(sequence.detokenizer)
+        places = self._unassigned, self._trials.waiting, peer.work if peer else ()
+        return sequence.stream_id == stream_id and any(stream_id in one for one in places)
 
     def lost(
         self, identity: bytes, has_died: bool = False
@@ -99,6 +143,8 @@ class Streams:
         If it `has_died`, suspects are tried first. Return the suspects, and those of them that are
         given up, which have no detokenizer.
         """
+        if identity in self._silent:
+            return self._blame(identity)
         self._outboxes.pop(identity, None)
         lost = self.detokenizers.lost(identity)
         trials = self._trials
@@ -138,9 +184,12 @@ class Streams:
 
     def open(self, sequence: Sequence) -> None:
         """Assign a detokenizer to a new sequence."""
+        self._number(sequence)
+        self._assign([sequence])
+
+    def _number(self, sequence: Sequence) -> None:
         self._num_streams += 1
         sequence.stream_id = self._num_streams
-        self._assign([sequence])
 
     def close(self, sequence: Sequence) -> None:
         stream_id = sequence.stream_id
