@@ -28,7 +28,6 @@ class FairQueue(Generic[Item]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield items, oldest first."""
         return iter(self._entries)
 
     def __contains__(self, item: object) -> bool:

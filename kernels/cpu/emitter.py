@@ -26,7 +26,6 @@ class Variable:
 
     @property
     def value(self) -> Value:
-        """The current value."""
         return Value(self._builder, self._builder.load(self._place, typ=self._kind))
 
     @value.setter
@@ -56,24 +55,19 @@ class Kernel:
         ]
 
     def end(self) -> None:
-        """Return from the function."""
         self.builder.ret_void()
 
     def call(self, kernel: "Kernel", *arguments: "Value | Pointer | int") -> None:
-        """Call another kernel."""
         raw = [INT64(one) if isinstance(one, int) else one.raw for one in arguments]
         self.builder.call(kernel.function, raw)
 
     def integer(self, value: int) -> Value:
-        """Return a constant."""
         return Value(self.builder, INT64(value))
 
     def real(self, value: float) -> Value:
-        """Return a constant."""
         return Value(self.builder, FLOAT(value))
 
     def zeros(self, size: int) -> Value:
-        """Return a vector of zeros."""
         return Value(self.builder, ir.Constant(ir.VectorType(FLOAT, size), [0.0] * size))
 
     def iota(self, size: int) -> Value:
@@ -81,7 +75,6 @@ class Kernel:
         return Value(self.builder, ir.Constant(ir.VectorType(INT64, size), list(range(size))))
 
     def variable(self, initial: Value) -> Variable:
-        """Return a variable."""
         return Variable(self.builder, initial)
 
     def array(self, size: int, kind: str = "f32") -> Pointer:
@@ -93,7 +86,6 @@ class Kernel:
         return Pointer(self.builder, raw, kind)
 
     def smaller(self, left: Value, right: "Value | int") -> Value:
-        """Return the minimum."""
         right = Value(self.builder, left.lift(right))
         return (left < right).choose(left, right)
 

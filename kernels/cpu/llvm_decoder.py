@@ -142,15 +142,12 @@ class _Decoder:
         self.eps = self.at("eps")
 
     def size(self, name: str) -> Value:
-        """Return a number of the step."""
         return self._fields[StepFields._fields.index(name)]
 
     def at(self, name: str, kind: str = "f32") -> Pointer:
-        """Return memory of the step."""
         return self._fields.pointer(StepFields._fields.index(name), kind)
 
     def emit(self) -> None:
-        """Emit the loop over the halves."""
         k = self.k
         with k.range(self.begin, self.end) as half:
             layer = self.layers + half // 2 * len(LAYER)

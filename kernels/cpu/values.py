@@ -97,7 +97,6 @@ class Value:
         return Value(self._builder, intrinsic(self._builder, "fma", kind, arguments, kind))
 
     def lane(self, index: "int | Value") -> "Value":
-        """Return one element of a vector."""
         where = index.raw if isinstance(index, Value) else INT32(index)
         return Value(self._builder, self._builder.extract_element(self.raw, where))
 
@@ -149,7 +148,6 @@ class Pointer:
         return Value(self._builder, raw)
 
     def __setitem__(self, index: "Value | int", value: Value) -> None:
-        """Store a scalar or a vector."""
         self._builder.store(value.raw, (self + index).raw, align=BYTES[self.kind])
 
     def vector(self, index: "Value | int", size: int, count: "Value | None" = None) -> Value:
@@ -194,5 +192,4 @@ def intrinsic(
 
 
 def is_vector(kind: Any) -> bool:
-    """Return True for the type of a vector."""
     return isinstance(kind, ir.VectorType)

@@ -121,7 +121,6 @@ def _mass_above(row, groups, softmax, above, kth, vocab_size: tl.constexpr):
 
 @triton.jit
 def _kth_largest(row, groups, top_k, vocab_size: tl.constexpr):
-    """Return the k-th largest logit."""
     if groups[1] <= _TILE:
         logits, _ids = _tile(row, groups, 0, vocab_size)
         found = _threshold(

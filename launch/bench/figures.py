@@ -119,7 +119,6 @@ def arrivals(starts: Sequence[float], times: Sequence[float]) -> Figures:
 
 
 def median(runs: Sequence[Figures]) -> Figures:
-    """Return the median of each figure."""
     first = runs[0]
     return {n: type(first[n])(statistics.median(run[n] for run in runs)) for n in first}
 

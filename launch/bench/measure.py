@@ -86,7 +86,6 @@ class Meter(Client):
                 ) from None
 
     def send(self, item: Item, *, stream: bool = False) -> Answer:
-        """Send one request, and waits for nothing."""
         return self.ask(
             GenerateRequest(
                 prompt=item.prompt,

@@ -92,7 +92,6 @@ def _median(runs: list[Result], batch: int, stream: bool, detokenizers: int) -> 
 
 
 def as_table(results: list[Result]) -> str:
-    """Return the results as a markdown table."""
     titles = ("batch", "stream", "detokenizers", "tokens/s", "scheduler µs/step", *KINDS)
     rows = []
     for one in results:

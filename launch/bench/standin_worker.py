@@ -66,7 +66,6 @@ class StandInWorker:
 
 
 def main() -> None:
-    """Run until SIGTERM."""
     process = Process("worker")
     StandInWorker(process).loop.run()
     process.context.destroy()

@@ -80,7 +80,6 @@ class Flight:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the request has its answer."""
         return self.received.reply is not None
 
     def begin_silence(self) -> None:

@@ -27,7 +27,6 @@ class Changes:
         self._next = asyncio.Event()
 
     def notify(self) -> None:
-        """Wake all who wait."""
         news, self._next = self._next, asyncio.Event()
         news.set()
 

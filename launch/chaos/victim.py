@@ -92,7 +92,6 @@ class Victim:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the supervisor has exited."""
         supervisor = self.supervisor
         return not supervisor.is_running() or supervisor.status() == psutil.STATUS_ZOMBIE
 
@@ -123,7 +122,6 @@ class Victim:
         os.kill(self.pid(kind), signal.SIGKILL)
 
     def client(self, timeout: float = ANSWER_TIMEOUT) -> Client:
-        """Return a client of the attacker."""
         return Client(self.config.endpoint, timeout=timeout)
 
     def check(self) -> None:

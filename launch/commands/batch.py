@@ -57,7 +57,6 @@ class Outcome(Struct):
 
 
 def add_arguments(command: ArgumentParser) -> None:
-    """Add the arguments."""
     command.set_defaults(run=_run)
     command.add_argument("input", type=Path, metavar="IN.jsonl")
     command.add_argument("output", type=Path, metavar="OUT.jsonl", help="results are added to it")
@@ -205,7 +204,6 @@ def _json(body: bytes) -> Any:
 
 
 def _custom_id(text: bytes) -> str | None:
-    """Return the custom_id of an invalid line."""
     with contextlib.suppress(msgspec.DecodeError):
         return msgspec.json.decode(text, type=_Named).custom_id
     return None

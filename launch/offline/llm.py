@@ -84,7 +84,6 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the pipeline."""
         self._end()
 
     def generate(

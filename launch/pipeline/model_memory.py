@@ -54,7 +54,6 @@ def needs(
     max_num_seqs: int = 256,
     max_num_batched_tokens: int = 2048,
 ) -> Needs:
-    """Return what a worker of rank 0 needs."""
     num_kv_heads = max(1, model.num_key_value_heads // layout.tp)
     scale_bytes = SCALE_BYTES if layout.fp8_kv_cache else 0
     head_bytes = model.head_dim * (1 if layout.fp8_kv_cache else layout.element_bytes) + scale_bytes

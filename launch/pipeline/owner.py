@@ -82,7 +82,6 @@ class ReadySocket:
         return self._socket.fileno() in ready
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
         if self._folder:
             shutil.rmtree(self._folder)

@@ -32,7 +32,6 @@ class Deaths:
         return sum((name, one) not in self._suspects for _, one in recent)
 
     def handle(self, message: ProcessesDied | PoisonFound | SuspectsCleared) -> None:
-        """Update which deaths count."""
         match message:
             case ProcessesDied(processes, suspects):
                 for death in processes:

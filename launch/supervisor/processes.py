@@ -127,14 +127,12 @@ class Processes(ABC):
         """Return a process that is not started yet."""
 
     async def add(self, names: list[str]) -> None:
-        """Start new processes."""
         for name in names:
             process = self.by_name[name] = self._make(name)
             process.task = self._tasks.start(self._keep(process))
         await asyncio.sleep(0)  # processes of this machine are spawned within
 
     async def remove(self, names: list[str]) -> None:
-        """Stop processes for good."""
         # first what does not run: it may wait for the place of what does
         for does_run in (False, True):
             chosen = [name for name in names if bool(self.by_name[name].pid) == does_run]
@@ -147,14 +145,12 @@ class Processes(ABC):
         await self._each(names, lambda process: process.stop())
 
     async def restart(self, names: Iterable[str]) -> None:
-        """Start processes again after `stop`."""
         for name in names:
             self.by_name[name].is_restart_requested = True
             self.by_name[name].wanted.set()
         await asyncio.sleep(0)  # as in `add`
 
     async def close(self) -> None:
-        """Stop all processes."""
         await self.remove(list(self.by_name))
 
     async def _keep(self, process: ManagedProcess) -> None:

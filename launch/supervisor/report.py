@@ -46,7 +46,6 @@ class Report:
         self._send()
 
     def close(self) -> None:
-        """Send nothing from now on."""
         self._timer.cancel()
         self._channel.socket.close(linger=0)
 

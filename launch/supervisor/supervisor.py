@@ -168,18 +168,15 @@ class Supervisor:
         return True
 
     def spawned(self, process: ManagedProcess) -> None:
-        """Watch a process, and report its start."""
         process.format_line = self._line_format(process.name, process.node)
         if kind_of(process.name) in read_procfile():  # others in a --procfile send no pulses
             self._watchdog.spawned(process)
         self._control.spawned(process)
 
     def exited(self, process: ManagedProcess) -> None:
-        """Stop watching a process."""
         self._watchdog.exited(process)
 
     def take_line(self, process: ManagedProcess, text: str) -> None:
-        """Log a line of a process."""
         process.last_lines.append(text)
         self._write(process.format_line(text))
 
@@ -205,11 +202,9 @@ class Supervisor:
         asyncio.get_running_loop().call_later(seconds, self._stop, 0)
 
     def say(self, text: str) -> None:
-        """Log a line of the supervisor itself."""
         self._write(self._line_format("launch")(text))
 
     def _line_format(self, name: str, node: str = "") -> Format:
-        """Return the format of lines of a process."""
         if self._config.log_format == "json":
             return as_json(name, node)
         kinds = [*self._commands, name]
@@ -238,12 +233,10 @@ class Supervisor:
             self._end.set_exception(error)
 
     def _say_error(self, error: BaseException) -> None:
-        """Log an exception that the pipeline survives."""
         for line in traceback_lines(error):
             self.say(line)
 
     def _on_loop_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log what a callback raised."""
         self.say(context["message"])
         if error := context.get("exception"):
             self._say_error(error)

@@ -17,19 +17,16 @@ class Tasks:
         self._running: set[asyncio.Task[None]] = set()
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Run a coroutine in the running event loop."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._running.add(task)
         task.add_done_callback(self._ended)
         return task
 
     def cancel(self) -> None:
-        """Cancel the tasks that run."""
         for task in self._running:
             task.cancel()
 
     async def wait(self) -> None:
-        """Wait for the tasks that run."""
         if self._running:
             await asyncio.wait(self._running)
 
@@ -40,5 +37,4 @@ class Tasks:
 
 
 def traceback_lines(error: BaseException) -> list[str]:
-    """Format an exception for a log."""
     return "".join(traceback.format_exception(error)).rstrip().splitlines()

@@ -91,7 +91,6 @@ class Watchdog:
         attend(self._handlers)
 
     def close(self) -> None:
-        """Kills nothing from here on."""
         if self._timer:
             self._timer.cancel()
         self._tasks.cancel()

@@ -133,7 +133,6 @@ class AsyncClient:
         await changed.wait()
 
     def ask(self, question: Request) -> Answer:
-        """Send a question."""
         return self._connection.ask(question)
 
     async def _wait_for(self, question: Request, kind: type[Kind]) -> Kind:

@@ -142,7 +142,6 @@ class Session:
         return list(self._answers.values())
 
     def receive(self, frames: list[bytes]) -> None:
-        """Handle a reply of the gateway."""
         answer = self._answers.get(frames[0])
         if answer is None:
             return  # a repeated reply

@@ -34,7 +34,6 @@ class ProcessExit:
         threading.Thread(target=_close_after, args=arguments, daemon=True).start()
 
     def fileno(self) -> int:
-        """Return the descriptor."""
         return self._descriptor
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -52,7 +51,6 @@ class ProcessExit:
                 os.kill(self._pid, number)
 
     def close(self) -> None:
-        """Close the descriptor."""
         os.close(self._descriptor)
 
 

@@ -196,7 +196,6 @@ class Connections:
         (self._lost if connection.is_closed else connection.request_ids).add(request_id)
 
     def detach(self, request_id: str, client: Client) -> None:
-        """Undo `attach`."""
         client.connection.unsent.pop(request_id, None)
         for held in (client.connection.request_ids, self._lost, self._lost_before):
             held.discard(request_id)

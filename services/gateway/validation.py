@@ -113,7 +113,6 @@ class Validation:
         self.trusts_templates = config.trust_request_chat_template
 
     def decode(self, codec: Codec, frame: bytes) -> Request:
-        """As `decode_request`."""
         return decode_request(codec, frame, self._max_bytes, self.max_model_len)
 
     def check(self, request: GenerateRequest, is_req_socket: bool) -> None:

@@ -84,7 +84,6 @@ class ChatChoice:
         yield from chunks
 
     def whole(self, reply: GenerateReply) -> ChatChoiceReply:
-        """Return the whole answer."""
         deltas = list(self._deltas(reply, reply))
         content = "".join(one.content or "" for one in deltas)
         reasoning = "".join(one.reasoning_content or "" for one in deltas)

@@ -61,7 +61,6 @@ class StatusCollector:
         self._config = config
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics."""
         status = self._status
         for kind, name, text, value in (
             (GaugeMetricFamily, "ready", "1 if every stage is there.", status.ready),
@@ -157,7 +156,6 @@ def _of_processes(processes: list[ProcessStatus]) -> Iterator[Metric]:
 
 
 def render(status: StatusReply, model: str, config: Config) -> bytes:
-    """Return the text that Prometheus reads."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector(status, model, config))
     return generate_latest(registry)

@@ -77,14 +77,12 @@ async def serve(process: Process) -> None:
 
 
 async def run(server: Server, state: AppState, listener: socket.socket) -> None:
-    """Serve until the server stops."""
     start = asyncio.create_task(state.start())
     await server.serve([listener])
     start.cancel()
 
 
 def uvicorn_config(config: Config, state: AppState, limits: Limits | None = None) -> uvicorn.Config:
-    """Return the configuration of a `Server`."""
     logging.getLogger("uvicorn.error").addFilter(_is_error)
     limits = limits or limits_for(state.max_request_bytes, state.max_answers)
     return uvicorn.Config(
@@ -107,7 +105,6 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 
 def main() -> None:
-    """Run until SIGTERM."""
     process = Process("http")
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

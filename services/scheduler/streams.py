@@ -40,8 +40,9 @@ class Outbox:
     def take_alone(self, epoch: int, sequences: list[Sequence]) -> StepTokens:
         """Return a message that opens only these streams and must be confirmed."""
         self._num_taken += 1
-        opened = [_opened(sequence) for sequence in sequences]
-        return StepTokens(epoch, opened, number=self._num_taken, confirm=True)
+        return StepTokens(
+            epoch, [_opened(one) for one in sequences], number=self._num_taken, confirm=True
+        )
 
     def take(self, epoch: int, confirm: bool = False) -> StepTokens | None:
         """Return the message made since the last call; None if it is empty."""
@@ -83,7 +84,7 @@ class Streams:
         self._trial: tuple[bytes, StepTokens] | None = None
         """the next message of a trial, and its detokenizer"""
         self._silent: dict[bytes, tuple[bool, dict[int, Sequence]]] = {}
-        """by detokenizer, busy or dead: whether its streams were a trial's, and these streams"""
+        """by detokenizer: whether its streams were a trial's, and these streams"""
 
     def alive(self, identity: bytes, name: str) -> bool:
         """Note a heartbeat. Return whether it is the first one, which registers the detokenizer."""
@@ -98,8 +99,7 @@ class Streams:
 
     def predecessors(self, identity: bytes) -> list[bytes]:
         """Return earlier incarnations of a detokenizer that registered: they have died."""
-        known = [peer.identity for peer in self.detokenizers]
-        return predecessors(identity, [*known, *self._silent])
+        return predecessors(identity, [*self._outboxes, *self._silent])
 
     def lose_silent(self) -> list[bytes]:
         """Move the sequences of detokenizers that missed heartbeats; called at each heartbeat."""
@@ -118,22 +118,22 @@ class Streams:
     def _blame(self, identity: bytes) -> tuple[list[Sequence], list[Sequence]]:
         """Try the streams with which a detokenizer fell silent that died. Return as `lost`."""
         is_trial, opened = self._silent.pop(identity)
-        trials = self._trials
         suspects = [one for stream_id, one in opened.items() if self._is_open(one, stream_id)]
         if is_trial:
-            return suspects, trials.blame(suspects)
+            return suspects, self._trials.blame(suspects)
         for sequence in suspects:
-            if not trials.has(sequence):
+            if not self._trials.has(sequence):
                 self.close(sequence)
                 sequence.detokenizer = None
                 self._number(sequence)  # its detokenizer may get the trial before the closing
-                trials.add([sequence])
+                self._trials.add([sequence])
         return suspects, []
 
     def _is_open(self, sequence: Sequence, stream_id: int) -> bool:
         peer = self.detokenizers.get(sequence.detokenizer)
-        places = self._unassigned, self._trials.waiting, peer.work if peer else ()
-        return sequence.stream_id == stream_id and any(stream_id in one for one in places)
+        has_peer = peer is not None and stream_id in peer.work
+        is_open = has_peer or stream_id in self._unassigned or self._trials.has(sequence)
+        return is_open and sequence.stream_id == stream_id
 
     def lost(
         self, identity: bytes, has_died: bool = False
@@ -183,7 +183,6 @@ class Streams:
         self._trial = identity, outbox.take_alone(self._epoch, batch)
 
     def open(self, sequence: Sequence) -> None:
-        """Assign a detokenizer to a new sequence."""
         self._number(sequence)
         self._assign([sequence])
 
@@ -195,15 +194,13 @@ class Streams:
         stream_id = sequence.stream_id
         self._unassigned.pop(stream_id, None)
         self._trials.close(sequence)
-        peer = self.detokenizers.get(sequence.detokenizer)
-        if peer:
+        if peer := self.detokenizers.get(sequence.detokenizer):
             del peer.work[stream_id]
             if stream_id not in self._unopened:
                 self._outboxes[peer.identity].close(stream_id)
         self._unopened.discard(stream_id)
 
     def reopen(self, sequence: Sequence) -> None:
-        """Send a sequence again from its start."""
         self.close(sequence)
         self.open(sequence)
 

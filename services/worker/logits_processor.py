@@ -114,7 +114,6 @@ class LogitsProcessor:
         """waits for the tokens sampled last"""
 
     def clear(self) -> None:
-        """Remove every row."""
         for slot in list(self.rows):
             self._remove(slot)
 

@@ -104,7 +104,6 @@ class ModelRunner:
         return launched
 
     def _compute(self, record: Tensor, shape: BatchShape) -> Computed:
-        """Run a whole step."""
         apply_plan(record, self._slots, self._buffers, shape, self.block_size)
         hidden_states = self._model(self._buffers.forward_batch(shape), self._kv_caches)
         last = hidden_states

@@ -65,7 +65,6 @@ class PersistentBatch:
         """sampling parameters, to be sent with the next record"""
 
     def clear(self) -> None:
-        """Remove every row."""
         self._active[:] = False
         self._given.clear()
         self._appended.clear()

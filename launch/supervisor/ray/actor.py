@@ -133,7 +133,6 @@ class ProcessActor:
             await self._child.stop(grace)
 
     async def ping(self) -> bool:
-        """Return True."""
         return True
 
     async def leave(self) -> None:

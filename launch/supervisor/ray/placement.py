@@ -62,7 +62,6 @@ class Placement(NamedTuple):
     """by kind of process; what is in neither is spread"""
 
     def num_gpus(self, name: str) -> int:
-        """Return the number of GPUs of a process."""
         return int(self.device == "cuda" and kind_of(name) == "worker")
 
 
