@@ -65,6 +65,5 @@ class FairQueue(Generic[Item]):
         return True
 
     def end_turn(self, client: str) -> None:
-        """Put a client after all others."""
         if client in self._turns:
             self._turns.move_to_end(client)

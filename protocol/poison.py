@@ -37,7 +37,6 @@ class PoisonList(OrderedDict[bytes, tuple[int, float]]):
     """
 
     def num_deaths(self, digest: bytes) -> int:
-        """Return 0 for a digest that is unknown."""
         num_deaths, since = self.get(digest, (0, 0.0))
         return num_deaths if monotonic() - since < MEMORY else 0
 

@@ -147,7 +147,6 @@ class _Tiles:
         return padded.view(len(padded), -1, per_tile)
 
     def read(self, pieces: Tensor) -> Tensor:
-        """Return one tile, valid until the next call."""
         torch.index_select(self._source, 0, pieces, out=self._buffer)
         if self._scale is None:
             return self._tile

@@ -201,6 +201,7 @@ def write(path: Path, tables: dict[str, Table]) -> None:
 
 
 def main() -> None:
+    """Tune the products of the given sizes."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(PUBLISHED))
     parser.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=list(ROWS))

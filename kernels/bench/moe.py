@@ -48,6 +48,8 @@ class MoeLayer(NamedTuple):
 
 
 def random_layer(hidden: int, size: int, is_fp8: bool) -> MoeLayer:
+    """Return a layer on the GPU."""
+
     def random(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
 
@@ -75,6 +77,7 @@ def floor_us(layer: MoeLayer, num_touched: float, num_tokens: int) -> tuple[floa
 
 
 def measure(layer: MoeLayer, num_tokens: int) -> None:
+    """Print a line of the table."""
     hidden, size = layer.down.shape[1:]
     xs = list(torch.randn(NUM_CALLS, num_tokens, hidden).cuda().bfloat16())
     logits = [router_logits(x, layer.router) for x in xs]

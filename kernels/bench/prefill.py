@@ -75,6 +75,7 @@ def ours(batch: PrefillBatch) -> Callable[[], object]:
 
 
 def flash(batch: PrefillBatch) -> Callable[[], object]:
+    """Return a call of flash-attn."""
     return partial(
         flash_attn_varlen_func,
         batch.q,
@@ -97,6 +98,7 @@ def tflops(batch: PrefillBatch, call: Callable[[], object]) -> float:
 
 
 def measure(num_seqs: int, length: int, block_size: int) -> None:
+    """Print a line for each kernel."""
     batch = random_batch(num_seqs, length, block_size)
     name = f"{num_seqs:2} x {length:5}, blocks of {block_size:3}:"
     print(f"{name} ours {tflops(batch, ours(batch)):6.1f} TFLOP/s")
@@ -105,6 +107,7 @@ def measure(num_seqs: int, length: int, block_size: int) -> None:
 
 
 def main() -> None:
+    """Measure all batches."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--block-size", type=int, default=BLOCK_SIZE, help="tokens per KV block")
     options = parser.parse_args()

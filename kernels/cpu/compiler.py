@@ -32,7 +32,6 @@ class Library:
     """Compiled functions, which exist as long as this object."""
 
     def __init__(self, code: bytes, machine: Any) -> None:
-        """Load an object file."""
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()

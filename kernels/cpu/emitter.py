@@ -93,7 +93,6 @@ class Kernel:
     def range(
         self, begin: "Value | int", end: "Value | int", step: "Value | int" = 1
     ) -> Iterator[Value]:
-        """Loop like Python's range."""
         b = self.builder
         first, last, by = (INT64(n) if isinstance(n, int) else n.raw for n in (begin, end, step))
         before = b.block
@@ -111,7 +110,6 @@ class Kernel:
 
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:
-        """Run the body if the condition holds."""
         with self.builder.if_then(condition.raw):
             yield
 

@@ -42,7 +42,6 @@ class _Team:
         return begin, self._k.smaller(end, number)
 
     def wait(self) -> None:
-        """Wait until all threads are here."""
         self._k.call(self._barrier, self._count, self.size)
 
 

@@ -120,11 +120,9 @@ class Value:
         return Value(self._builder, self._builder.bitcast(self.raw, to))
 
     def to_float(self) -> "Value":
-        """Return an integer as float32."""
         return Value(self._builder, self._builder.sitofp(self.raw, FLOAT))
 
     def shift_left(self, bits: int) -> "Value":
-        """Return an integer shifted by `bits`."""
         return Value(self._builder, self._builder.shl(self.raw, self.lift(bits)))
 
 
@@ -192,4 +190,5 @@ def intrinsic(
 
 
 def is_vector(kind: Any) -> bool:
+    """Return True for the type of a vector."""
     return isinstance(kind, ir.VectorType)

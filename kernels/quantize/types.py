@@ -44,11 +44,9 @@ class Quantized:
 
     @property
     def in_blocks(self) -> bool:
-        """True if blocks, not rows, have scales."""
         return self.scale.ndim == self.values.ndim
 
     def dequantized(self) -> Tensor:
-        """Return the float32 matrices."""
         if not self.in_blocks:
             return self.values.float() * self.scale[..., None]
         rows, columns = self.shape[-2:]

@@ -123,7 +123,6 @@ def _pad(
     rows, num_real, num_tokens, input_ids, positions, slot_mapping, tiles, max_tokens, max_tiles,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Pad tokens and tiles after the record's."""
     for begin in range(num_tokens, max_tokens, BLOCK):
         token = begin + tl.arange(0, BLOCK)
         exists = token < max_tokens

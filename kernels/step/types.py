@@ -77,6 +77,7 @@ class StepBuffers(NamedTuple):
 
 
 def make_slots(num_slots: int, max_blocks: int, device: torch.device) -> Slots:
+    """Return an empty persistent batch."""
     zeros = partial(torch.zeros, device=device)
     return Slots(
         block_tables=zeros((num_slots, max_blocks), dtype=torch.int32),

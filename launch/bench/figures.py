@@ -25,7 +25,6 @@ class Stamps:
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first token."""
         return self.times[0] - self.start
 
     @property
@@ -37,7 +36,6 @@ class Stamps:
 
     @property
     def e2el(self) -> float:
-        """Seconds to the last token."""
         return self.times[-1] - self.start
 
     def is_good(self, limits: Mapping[str, float]) -> bool:
@@ -119,6 +117,7 @@ def arrivals(starts: Sequence[float], times: Sequence[float]) -> Figures:
 
 
 def median(runs: Sequence[Figures]) -> Figures:
+    """Return the median of each figure."""
     first = runs[0]
     return {n: type(first[n])(statistics.median(run[n] for run in runs)) for n in first}
 

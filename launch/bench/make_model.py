@@ -13,6 +13,7 @@ MODULE = "penstock.models.bench.random_checkpoint"
 
 
 def add_make_model(command: ArgumentParser) -> None:
+    """Add the arguments."""
     command.set_defaults(run=_make_model)
     command.add_argument("size", choices=SIZES, metavar="SIZE", help=", ".join(SIZES))
     command.add_argument("folder", type=Path, metavar="FOLDER", help="a new or empty one")

@@ -78,7 +78,6 @@ def cpu_seconds(name: str) -> Counter[str]:
 
 
 def _median(runs: list[Result], batch: int, stream: bool, detokenizers: int) -> Result:
-    """Return one point of the benchmark."""
     cpu = {kind: statistics.median(run["cpu"][kind] for run in runs) for kind in KINDS}
     return {
         "batch": batch,
@@ -92,6 +91,7 @@ def _median(runs: list[Result], batch: int, stream: bool, detokenizers: int) -> 
 
 
 def as_table(results: list[Result]) -> str:
+    """Return the results as a markdown table."""
     titles = ("batch", "stream", "detokenizers", "tokens/s", "scheduler µs/step", *KINDS)
     rows = []
     for one in results:

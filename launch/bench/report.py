@@ -90,6 +90,7 @@ def versions() -> dict[str, str]:
 
 
 def as_json(report: Any) -> str:
+    """Return the report for programs."""
     return msgspec.json.format(msgspec.json.encode(report)).decode()
 
 
@@ -143,6 +144,7 @@ def _cells(run: Figures) -> list[str]:
 
 
 def table(columns: Iterable[str], rows: list[list[str]]) -> list[str]:
+    """Return a markdown table, numbers to the right."""
     columns = list(columns)
     lines = [columns, ["---"] + ["--:"] * (len(columns) - 1), *rows]
     return [f"| {' | '.join(line)} |" for line in lines]

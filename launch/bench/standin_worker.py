@@ -66,6 +66,7 @@ class StandInWorker:
 
 
 def main() -> None:
+    """Run until SIGTERM."""
     process = Process("worker")
     StandInWorker(process).loop.run()
     process.context.destroy()

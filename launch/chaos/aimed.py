@@ -39,7 +39,6 @@ class Result(Struct):
     is_fault: bool = False
 
     def fail(self, error: Exception) -> None:
-        """Count the attack as successful."""
         self.seen, self.is_fault = f"{type(error).__name__}: {error}", True
 
     def __str__(self) -> str:

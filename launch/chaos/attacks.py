@@ -144,6 +144,7 @@ def idle(victim: Victim) -> None:
 
 @Attack("HTTP headers")
 def headers(victim: Victim) -> str:
+    """Send an endless head of an HTTP request."""
     with socket.create_connection(("127.0.0.1", victim.config.http_port), timeout=5) as raw:
         raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
         num_bytes = 0
@@ -185,6 +186,7 @@ def old_peers(victim: Victim) -> None:
 
 @Attack("one identity twice")
 def identities(victim: Victim) -> str:
+    """Two clients of one ZeroMQ identity."""
     with _dealer(victim, IDENTITY=b"same") as one, _dealer(victim, IDENTITY=b"same") as two:
         for dealer in (one, two):
             dealer.send(b'{"type":"status"}')

@@ -27,6 +27,7 @@ RUNNING = (
 
 
 def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
     command.set_defaults(run=_chaos)
     command.epilog = EXIT_CODE
     add_options(command, ChaosOptions)

@@ -75,7 +75,6 @@ class Flight:
 
     @property
     def num_tokens(self) -> int:
-        """Received so far."""
         return len(self.received.token_ids)
 
     @property
@@ -83,7 +82,6 @@ class Flight:
         return self.received.reply is not None
 
     def begin_silence(self) -> None:
-        """Something is killed now."""
         self.silence, self._last = 0.0, time.monotonic()
 
     def silence_until_now(self) -> float:

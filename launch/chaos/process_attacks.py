@@ -55,6 +55,7 @@ def blocked_output(victim: Victim) -> None:
 
 @Attack("gateway killed in a drain", ends=True)
 def drain(victim: Victim) -> None:
+    """Kill the gateway while the pipeline drains."""
     pid = victim.pid("gateway")
     victim.innocents.stop_sending()
     victim.supervisor.send_signal(signal.SIGTERM)

@@ -121,6 +121,7 @@ def _silence(recoveries: Iterable[Recovery]) -> tuple[float, float] | None:
 
 
 def faults(report: dict[str, Any]) -> list[str]:
+    """Return the faults, each as a sentence."""
     row: Row = report["rows"]["all"]
     found = {
         "kills not recovered from": row["not_recovered"],

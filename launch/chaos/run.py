@@ -211,6 +211,7 @@ def _num_open(status: StatusReply) -> int:
 
 
 def shared_memory() -> set[str]:
+    """Return the names of the files in /dev/shm."""
     return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.exists() else set()
 
 

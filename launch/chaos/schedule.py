@@ -28,7 +28,6 @@ class Kill(Struct, frozen=True):
 
     @property
     def number(self) -> signal.Signals:
-        """The signal, for the kernel."""
         return signal.Signals[self.how]
 
 

@@ -77,14 +77,12 @@ class Victim:
         self._num_restarts = 0
 
     def begin(self) -> None:
-        """Start innocent clients, and reset the counts."""
         self.innocents = Innocents(self.config.endpoint)
         self._num_restarts = self._restarts()
         Path(f"/proc/{self.pid('gateway')}/clear_refs").write_text("5")  # the peak of its memory
 
     @property
     def num_restarts(self) -> int:
-        """Processes that were restarted since `begin`."""
         return self._restarts() - self._num_restarts
 
     def _restarts(self) -> int:

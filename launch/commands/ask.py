@@ -15,6 +15,7 @@ INTERRUPTED = 130
 
 
 def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
     command.set_defaults(run=_run)
     command.add_argument("question")
     command.add_argument("--raw", action="store_true", help="continue the text; no chat template")

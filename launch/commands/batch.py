@@ -57,6 +57,7 @@ class Outcome(Struct):
 
 
 def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
     command.set_defaults(run=_run)
     command.add_argument("input", type=Path, metavar="IN.jsonl")
     command.add_argument("output", type=Path, metavar="OUT.jsonl", help="results are added to it")

@@ -14,6 +14,7 @@ from penstock.protocol.messages.sampling import SamplingParams
 
 
 def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
     command.set_defaults(run=_run)
     add_client_options(command)
 

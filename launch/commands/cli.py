@@ -82,6 +82,7 @@ def _run(words: list[str]) -> int:
 
 
 def make_parser() -> Parser:
+    """Return the parser of `launch`."""
     parser = Parser(
         prog="launch",
         description="Runs a pipeline of Penstock, and talks to it.",

@@ -10,6 +10,7 @@ from penstock.protocol.messages.sampling import SamplingParams
 
 
 def add_client_options(command: ArgumentParser) -> None:
+    """Add the options."""
     add_name(command)
     text = "connect there, not to the pipeline of --name; of A,B,… to the next if one is lost"
     command.add_argument("--endpoint", help=text)

@@ -8,6 +8,7 @@ from penstock.protocol.config import DEFAULT_CLIENT
 
 
 def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
     command.set_defaults(run=_run)
     command.add_argument(
         "folder",

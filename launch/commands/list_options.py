@@ -6,6 +6,7 @@ from penstock.launch.pipeline.options import options_table
 
 
 def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
     command.set_defaults(run=_run)
 
 

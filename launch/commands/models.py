@@ -51,6 +51,7 @@ class Listed(Struct, kw_only=True):
 
 
 def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
     command.set_defaults(run=_run)
     text = "of checkpoints that are not in the cache"
     command.add_argument("folders", type=Path, nargs="*", metavar="FOLDER", help=text)
@@ -133,6 +134,7 @@ def _filled(listed: Listed, need: Needs, tp: int, memory: float) -> Listed:
 
 
 def as_text(models: list[Listed], machine: Machine) -> str:
+    """Return a table for people."""
     gpus = f"{len(machine.gpus)} GPUs of {_size(min(machine.gpus, default=0))}"
     head = f"{gpus if machine.gpus else 'no GPU'}, RAM of {_size(machine.ram)}"
     if not models:

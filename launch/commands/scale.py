@@ -11,6 +11,7 @@ SCALABLE = {"tokenizer": 1, "detokenizer": 1, "http": 0}
 
 
 def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
     command.set_defaults(run=_run)
     command.add_argument("kind", metavar="|".join(SCALABLE))
     command.add_argument("number", type=int)

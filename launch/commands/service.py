@@ -9,6 +9,7 @@ from penstock.launch.pipeline.run_folder import environment, running_config
 
 
 def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
     command.set_defaults(run=_run, kind=command.prog.split()[-1])
     add_name(command)
 

@@ -32,6 +32,7 @@ from penstock.protocol.transport.process import raise_descriptor_limit
 
 
 def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
     command.set_defaults(run=_run_all)
     add_options(command, Config)
     text = "what to run (default: penstock's own)"

@@ -18,6 +18,7 @@ TIMEOUT = 2.0
 
 
 def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
     command.set_defaults(run=_run)
     command.add_argument("--json", action="store_true", help="for programs")
     add_name(command)
@@ -42,10 +43,12 @@ def read_status(pipeline: str) -> dict[str, Any]:
 
 
 def as_json(status: dict[str, Any]) -> str:
+    """Return the status for programs."""
     return msgspec.json.format(msgspec.json.encode(status)).decode()
 
 
 def as_text(status: dict[str, Any]) -> str:
+    """Return the status for people."""
     config, gateway = status["config"], status["gateway"]
     state = "ready" if gateway and gateway.ready else "not ready"
     return "\n".join(

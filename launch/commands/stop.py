@@ -7,6 +7,7 @@ from penstock.launch.pipeline.options import add_name, name_of
 
 
 def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
     command.set_defaults(run=_run)
     add_name(command)
 

@@ -47,6 +47,7 @@ class Report(NamedTuple):
 
 
 def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
     command.set_defaults(run=_run)
     command.add_argument("--once", action="store_true", help="print it once")
     add_name(command)

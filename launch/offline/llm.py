@@ -211,7 +211,6 @@ class _Progress:
         self._bar.close()
 
     def count(self, reply: GenerateReply) -> None:
-        """One more is answered."""
         usage, (num_inputs, num_outputs) = reply.usage, self._num_tokens
         self._num_tokens = (num_inputs + usage.prompt_tokens, num_outputs + usage.output_tokens)
         self._bar.update()
@@ -261,7 +260,6 @@ def _one_for_each(
 
 
 def _messages(conversation: Any) -> list[ChatMessage] | None:
-    """Return the messages of a conversation. Raises ValueError."""
     raw = {"messages": conversation}
     try:
         return msgspec.convert(raw, PromptFields).messages

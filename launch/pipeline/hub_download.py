@@ -126,6 +126,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> NoReturn:
+    """Download, and print the result as JSON."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     warnings.filterwarnings("ignore", "Not enough free disk space")  # it fails with a sentence

@@ -54,6 +54,7 @@ def needs(
     max_num_seqs: int = 256,
     max_num_batched_tokens: int = 2048,
 ) -> Needs:
+    """Return what a worker of rank 0 needs."""
     num_kv_heads = max(1, model.num_key_value_heads // layout.tp)
     scale_bytes = SCALE_BYTES if layout.fp8_kv_cache else 0
     head_bytes = model.head_dim * (1 if layout.fp8_kv_cache else layout.element_bytes) + scale_bytes
@@ -80,7 +81,6 @@ def weight_bytes(model: ModelConfig, layout: Layout) -> int:
 
 
 def _vocabulary(model: ModelConfig, layout: Layout) -> int:
-    """Return the rows of a rank's embedding."""
     run = RUN if layout.on_gpus and layout.tp > 1 else 1
     return -(-model.vocab_size // (run * layout.tp)) * run
 

@@ -42,6 +42,7 @@ def shell_line(command: str) -> str:
 
 
 def process_names(config: Config, kinds: Iterable[str]) -> list[str]:
+    """Return the names of all processes at start."""
     numbers = {
         "scheduler": config.dp,
         "worker": (config.tp + config.spare_workers) * config.dp,

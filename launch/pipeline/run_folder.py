@@ -130,6 +130,7 @@ def running_config(name: str) -> Config:
 
 
 def is_running(name: str) -> bool:
+    """Return whether a pipeline of this name runs."""
     try:
         with _open_lock(name):
             return True
@@ -177,5 +178,6 @@ def base_url(config: Config) -> str:
 
 
 def model_name(config: Config) -> str:
+    """Return the name of the served model."""
     default = config.model_folder.name if config.model else "Qwen3 demo"
     return config.served_model_name or default

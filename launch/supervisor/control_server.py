@@ -67,7 +67,6 @@ class ControlServer:
         attend(self._handlers)
 
     def spawned(self, process: ManagedProcess) -> None:
-        """Send an event to the peers that watch."""
         event = Spawned(process.name, process.pid, process.node)
         self._watchers = {peer for peer in self._watchers if self._channel.send(event, peer)}
         drain(self._handlers)  # sending may have consumed what the descriptor signals

@@ -30,7 +30,6 @@ class Log:
     """
 
     def __init__(self, on_line: Callable[[str], None]) -> None:
-        """Open the pipe; needs the running event loop."""
         self._on_line = on_line
         self._begun = b""
         """a line without its end"""

@@ -141,7 +141,6 @@ class Processes(ABC):
             del self.by_name[name]
 
     async def stop(self, names: Iterable[str]) -> None:
-        """Stop processes until `restart`."""
         await self._each(names, lambda process: process.stop())
 
     async def restart(self, names: Iterable[str]) -> None:

@@ -37,4 +37,5 @@ class Tasks:
 
 
 def traceback_lines(error: BaseException) -> list[str]:
+    """Format an exception for a log."""
     return "".join(traceback.format_exception(error)).rstrip().splitlines()

@@ -62,7 +62,6 @@ class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):
 
     @property
     def kv_usage(self) -> float:
-        """Share of KV blocks in use."""
         return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
     def __add__(self, other: "SchedulerStatus") -> "SchedulerStatus":

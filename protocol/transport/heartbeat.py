@@ -67,7 +67,6 @@ class HeartbeatThread:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def beat(self) -> None:
-        """Note that the main thread makes progress."""
         self.sender.count()
         self._due = self.clock.now() + HEARTBEAT_INTERVAL
         if self._thread.ident is None:

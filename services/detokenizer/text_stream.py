@@ -70,7 +70,6 @@ class TextStream:
         return delta
 
     def end(self, reason: FinishReason) -> TextDelta:
-        """Return the text that was held back."""
         text = self._held + self._decoder.decode(b"", final=True)
         return self._delta(self._num_tokens, [], text, reason)
 

@@ -97,7 +97,6 @@ class ClientSocket:
                 yield Client(tuple(envelope), codec_of(frame), connection), frame
 
     def reply(self, client: Client, reply: Reply) -> None:
-        """Send a reply that is in no ledger."""
         self.send(client, client.codec.encode(reply))
 
     def send(self, client: Client, reply: bytes) -> None:

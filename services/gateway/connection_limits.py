@@ -37,7 +37,6 @@ class ConnectionLimits:
         return None
 
     def spoke(self, host: str) -> None:
-        """Count the first message of a connection."""
         self._silent -= Counter((host,))
 
     def closed(self, host: str, is_silent: bool) -> None:

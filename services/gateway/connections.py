@@ -69,7 +69,6 @@ class Connection:
 
     @property
     def is_full(self) -> bool:
-        """Something waits: nothing else may overtake it."""
         return bool(self.unsent or self.replies)
 
 

@@ -189,7 +189,6 @@ class Router:
                 one.status = None
 
     def covers_all(self, replicas: set[int]) -> bool:
-        """Return whether every other replica is silent."""
         return all(one.index in replicas or one.is_silent for one in self._all)
 
     def on_heartbeat(self) -> None:
@@ -234,7 +233,6 @@ class Router:
         self._all[entry.replica].entries.pop(entry.request_id, None)
 
     def release(self, replica: int, request_id: str, attempt: int) -> None:
-        """End an attempt at a scheduler."""
         self._to_schedulers[replica].send(ReleaseRequest(request_id, attempt))
 
     def release_left(self, entry: Entry, attempt: int) -> None:

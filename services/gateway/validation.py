@@ -116,7 +116,6 @@ class Validation:
         return decode_request(codec, frame, self._max_bytes, self.max_model_len)
 
     def check(self, request: GenerateRequest, is_req_socket: bool) -> None:
-        """Raise RefusedError for a bad request."""
         self._check_prompt(request)
         number, most = request.max_tokens, self.max_model_len
         is_single = request.stream and is_req_socket
@@ -132,7 +131,6 @@ class Validation:
         self._check_token_ids("allowed_token_ids", request.allowed_token_ids or [])
 
     def check_query(self, query: TokenizerRequest) -> None:
-        """Raise RefusedError for a bad request."""
         if isinstance(query, DetokenizeRequest):
             self._check_token_ids("token_ids", query.token_ids)
         else:

@@ -40,6 +40,7 @@ _PAGE_HEADERS = {
 
 
 def make_app(state: AppState) -> ASGIApp:
+    """Return the ASGI application."""
     operations = Routes(state).table()
     openapi = describe(operations, version("penstock"))
     page = _page_endpoint()

@@ -182,5 +182,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def limited_protocol(limits: Limits) -> type[LimitedProtocol]:
+    """Return the class of one server's connections."""
     shared: dict[str, Any] = {"limits": limits, "without_request": {}}
     return type("LimitedProtocol", (LimitedProtocol,), shared)

@@ -84,6 +84,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 def error_response(error: ApiError) -> Response:
+    """Return the response of an error."""
     response = json_response(error.body, error.status)
     response.headers.update(error.headers)
     return response

@@ -156,6 +156,7 @@ def _of_processes(processes: list[ProcessStatus]) -> Iterator[Metric]:
 
 
 def render(status: StatusReply, model: str, config: Config) -> bytes:
+    """Return the text that Prometheus reads."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector(status, model, config))
     return generate_latest(registry)

@@ -68,7 +68,6 @@ class ReasoningSplitter:
             self._part = "reasoning" if self._starts_thinking else "answer"
 
     def _take(self, length: int) -> str:
-        """Remove and return the first `length` held characters."""
         taken, self._held = self._held[:length], self._held[length:]
         if self._skips_newlines:
             taken = taken.lstrip("\n")

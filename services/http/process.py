@@ -35,7 +35,6 @@ class Server(uvicorn.Server):
         return contextlib.nullcontext()
 
     def stop(self) -> None:
-        """Stop after the running requests."""
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -77,12 +76,14 @@ async def serve(process: Process) -> None:
 
 
 async def run(server: Server, state: AppState, listener: socket.socket) -> None:
+    """Serve until the server stops."""
     start = asyncio.create_task(state.start())
     await server.serve([listener])
     start.cancel()
 
 
 def uvicorn_config(config: Config, state: AppState, limits: Limits | None = None) -> uvicorn.Config:
+    """Return the configuration of a `Server`."""
     logging.getLogger("uvicorn.error").addFilter(_is_error)
     limits = limits or limits_for(state.max_request_bytes, state.max_answers)
     return uvicorn.Config(
@@ -105,6 +106,7 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 
 def main() -> None:
+    """Run until SIGTERM."""
     process = Process("http")
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -13,6 +13,7 @@ TokenIds = list[int] | UnsetType
 
 
 def json_response(body: object, status: int = 200) -> Response:
+    """Return a response with a body in JSON."""
     return Response(ENCODER.encode(body), status, media_type="application/json")
 
 

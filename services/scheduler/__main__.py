@@ -5,6 +5,7 @@ from penstock.services.scheduler.process import SchedulerProcess
 
 
 def main() -> None:
+    """Run until SIGTERM."""
     process = Process("scheduler")
     SchedulerProcess(process).loop.run()
     process.context.destroy()

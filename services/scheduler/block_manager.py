@@ -32,7 +32,6 @@ class BlockManager:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the whole pool holds."""
         return self.pool.num_blocks * self.block_size
 
     def has_room(self, keep_watermark: bool) -> bool:

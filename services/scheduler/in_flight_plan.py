@@ -28,7 +28,6 @@ class InFlightPlan(NamedTuple):
 
     @property
     def computes(self) -> bool:
-        """True if the plan is not empty."""
         return bool(self.sampled or self.chunks)
 
     @property

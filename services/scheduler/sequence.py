@@ -136,7 +136,6 @@ class Sequence:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Tokens generated and confirmed."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property

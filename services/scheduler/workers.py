@@ -74,7 +74,6 @@ class WorkerGroup:
 
     @property
     def names(self) -> list[str]:
-        """Names of the members by rank."""
         return [self._hellos[member].name for member in self.members]
 
     def hello(self, identity: bytes, hello: WorkerState) -> list[WorkerMessage]:

@@ -107,7 +107,6 @@ class Grammars:
         self._rows[slot] = _Row(compiled, known)
 
     def remove(self, slot: int) -> None:
-        """Remove a row, with or without a grammar."""
         if row := self._rows.pop(slot, None):
             row.compiled.cancel()
 

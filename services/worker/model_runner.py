@@ -75,7 +75,6 @@ class ModelRunner:
             self._graphs.capture_all(on_progress)
 
     def profile(self, profiler: Any) -> None:
-        """Notify `profiler`, a torch.profiler.profile, of every step."""
         self._profiler = profiler
 
     @torch.inference_mode()

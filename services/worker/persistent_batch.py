@@ -136,7 +136,6 @@ class PersistentBatch:
         _check_range(f"drafted token of slot {slot}", explicit, self.vocab_size)
 
     def _forget(self, slots: Integers) -> None:
-        """Drop pending updates of removed rows."""
         self._parameters = [entry for entry in self._parameters if entry[0] not in slots]
         entries = [appended.reshape(-1, 3) for appended in self._appended]
         self._appended = [entry[~np.isin(entry[:, 0], slots)].ravel() for entry in entries]
@@ -262,7 +261,6 @@ def _shape(counts: Integers, num_decode: int, max_seqlen_k: int) -> BatchShape:
 
 
 def _parameters(row: RowAdded) -> Record:
-    """Return sampling parameters as in the record."""
     entry = np.zeros(8, np.int32)
     entry[0], entry[2] = row.slot, row.top_k
     entry[[1, 3, 4]] = np.array([row.temperature, row.top_p, row.min_p], np.float32).view(np.int32)

@@ -38,7 +38,6 @@ class ProcessedRow:
 
     @property
     def is_restricted(self) -> bool:
-        """True if some tokens are forbidden."""
         return self.mask is not None or self.extras.structured_outputs is not None
 
     @property

@@ -119,7 +119,6 @@ class ProcessActor:
         return lines, None if lines else self._child.end.result()
 
     async def vitals(self, pid: int) -> tuple[float, bool]:
-        """As `child_process.vitals`."""
         return vitals(pid)
 
     async def signal(self, pid: int, number: int) -> None:
@@ -128,7 +127,6 @@ class ProcessActor:
             self._child.signal(number)
 
     async def stop(self, grace: float) -> None:
-        """As `ChildProcess.stop`."""
         if self._child:
             await self._child.stop(grace)
 

@@ -30,7 +30,6 @@ class NodeFolder:
         self._lock = _enter(self.path)
 
     def leave(self) -> None:
-        """Remove it if nobody else is in it."""
         _remove_if_left(self.path, self._lock)
 
     def write(self, path: str, content: bytes) -> Path:

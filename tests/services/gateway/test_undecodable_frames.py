@@ -1,4 +1,4 @@
-"""Frames that are nested too deep, or are no object of finite numbers."""
+"""Frames that are nested too deep, or not an object of finite numbers."""
 
 from typing import Any
 

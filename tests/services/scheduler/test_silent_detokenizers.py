@@ -18,7 +18,7 @@ from tests.services.scheduler.test_trials import Hall, started
 def test_a_stopped_detokenizer_costs_no_request(
     process: SchedulerProcess, gateway: Gateway, detokenizer: Channel[Any]
 ) -> None:
-    """It is stopped while it has the same stream, and continued, again and again."""
+    """Stopped and continued with the same stream, again and again."""
     reports = Reports()
     process.poison = Poison(reports)  # type: ignore[arg-type]
     process.accept(request(1, "r"))
@@ -41,7 +41,7 @@ def test_a_stopped_detokenizer_costs_no_request(
 
 
 class Silence(Hall):
-    """Readers of a name that hang, without a word, at the streams of `poison`."""
+    """Readers of a name that hang, without a message, at the streams of `poison`."""
 
     def start(self) -> None:
         self.num_readers += 1
@@ -66,7 +66,7 @@ class Silence(Hall):
         assert not len(self.streams.detokenizers)
 
     def die(self, identity: bytes) -> None:
-        """It hangs, and is killed for it."""
+        """Let a reader hang, which is killed for it."""
         self.num_deaths += 1
         del self.readers[identity]
         self.fall_silent()
