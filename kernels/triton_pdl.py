@@ -6,16 +6,13 @@ idle program: all earlier kernels have then ended. (CUDA programming guide, "Pro
 Launch"; compute capability 9.0 and newer.)
 """
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_SUPPORTED = (
-    not triton.knobs.runtime.interpret
-    and torch.cuda.is_available()
-    and torch.cuda.get_device_capability() >= (9, 0)
-)
+from penstock.kernels.device import this_device
+
+_SUPPORTED = not triton.knobs.runtime.interpret and this_device().has_pdl
 LAUNCH: dict[str, bool] = {"launch_pdl": True} if _SUPPORTED else {}
 """keyword arguments of every launch"""
 PDL = tl.constexpr(_SUPPORTED)

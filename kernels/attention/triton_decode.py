@@ -24,6 +24,7 @@ from penstock.kernels.attention.triton_decode_items import (
 )
 from penstock.kernels.attention.triton_decode_keys import attend_keys, slots_from
 from penstock.kernels.attention.types import KVCache
+from penstock.kernels.device import this_device
 from penstock.kernels.triton_pdl import LAUNCH, wait
 
 MAX_ROWS = 4096
@@ -53,11 +54,11 @@ class DecodeAttention:
     ) -> None:
         """Allocates the workspace; is_fp8: of the KV cache. Raises ValueError for invalid sizes."""
         self._fixed_tuning, self._group = tuning, num_heads // num_kv_heads
-        self._is_fp8 = is_fp8
+        self._is_fp8, self._head_dim, self._block_size = is_fp8, head_dim, block_size
         _check_sizes(max_rows, num_heads, num_kv_heads, head_dim, block_size, self._tuning(1))
         self._max_rows, self._num_heads, self._num_kv_heads = max_rows, num_heads, num_kv_heads
-        self._head_dim, self._block_size = head_dim, block_size
-        self._num_sms = _num_sms(torch.device(device))
+        # the interpreter has one SM
+        self._num_sms = 1 if torch.device(device).type == "cpu" else this_device().num_sms
         max_items = max(self.max_items(rows) for rows in range(1, max_rows + 1))
         parts = (max_items, num_kv_heads, self._group)
         self.items = torch.full((max_items, ITEM_INTS.value), -1, dtype=torch.int32, device=device)
@@ -71,7 +72,9 @@ class DecodeAttention:
         return max(self._target_items(num_rows), num_rows + num_rows // 2)
 
     def _tuning(self, num_rows: int) -> DecodeTuning:
-        return self._fixed_tuning or default_tuning(num_rows, self._group, is_fp8=self._is_fp8)
+        return self._fixed_tuning or default_tuning(
+            num_rows, self._group, self._head_dim, is_fp8=self._is_fp8
+        )
 
     def _target_items(self, num_rows: int) -> int:
         """Return the number of items that fills the GPU."""
@@ -148,12 +151,6 @@ class DecodeAttention:
 def merged_splits(group: int, head_dim: int) -> int:
     """Return the number of splits merged in one iteration, a power of two."""
     return max(1, MERGED_FLOATS // (int(triton.next_power_of_2(group)) * head_dim))
-
-
-def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1  # the interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _check_sizes(

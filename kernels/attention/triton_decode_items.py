@@ -1,10 +1,12 @@
 """Work list of decode attention: the keys of each program."""
 
+from functools import partial
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from penstock.kernels.device import Device, this_device
 from penstock.kernels.triton_pdl import launch_dependents, wait
 
 ITEM_INTS = tl.constexpr(8)
@@ -28,8 +30,36 @@ class DecodeTuning(NamedTuple):
     """minimum keys of a split, rounded up to tiles"""
 
 
-def default_tuning(num_rows: int, group: int, *, is_fp8: bool = False) -> DecodeTuning:
-    """Return the tuning for `group` query heads per KV head, measured on an H200."""
+SMALLER = (DecodeTuning(64, 4, 3, 1, min_split=64), DecodeTuning(32, 4, 2, 2, min_split=32))
+"""for GPUs on which the measured tuning does not fit"""
+
+
+def decode_shared_bytes(tuning: DecodeTuning, head_dim: int, *, is_fp8: bool = False) -> int:
+    """Return the kernel's shared memory: keys and values in flight, queries and weights."""
+    key_bytes = head_dim + 4 if is_fp8 else 2 * head_dim
+    in_flight = (tuning.num_stages - 1) * 2 * tuning.block_n * key_bytes
+    return in_flight + 16 * 2 * (head_dim + tuning.block_n)
+
+
+def default_tuning(
+    num_rows: int,
+    group: int,
+    head_dim: int = 128,
+    *,
+    is_fp8: bool = False,
+    device: Device | None = None,
+) -> DecodeTuning:
+    """Return the tuning for `group` query heads per KV head that fits the device.
+
+    device: default `this_device`. Raises ValueError if nothing fits.
+    """
+    tunings = _measured_tuning(num_rows, group, is_fp8), *SMALLER
+    size = partial(decode_shared_bytes, head_dim=head_dim, is_fp8=is_fp8)
+    return (device or this_device()).fitting(tunings, size)
+
+
+def _measured_tuning(num_rows: int, group: int, is_fp8: bool) -> DecodeTuning:
+    """Return the tuning that measured fastest on an H200."""
     if num_rows <= FEW_ROWS:
         return DecodeTuning(128, 4, 3, 1, min_split=128)
     if is_fp8:

@@ -5,6 +5,7 @@ of one head and reads the keys once, with a running maximum and sum of the softm
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import triton
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.attention.triton_fp8_cache import scale_places
 from penstock.kernels.attention.types import KVCache
+from penstock.kernels.device import Device, this_device
 from penstock.kernels.step.forward_batch import SMALL_TILE
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
@@ -29,11 +31,36 @@ class PrefillTuning(NamedTuple):
     """iterations whose keys and values are loaded at once"""
 
 
-def default_tuning(tile_size: int, block_size: int) -> PrefillTuning:
-    """Return the tuning that measured fastest on an H200 for KV blocks of block_size tokens."""
+def prefill_shared_bytes(
+    tuning: PrefillTuning, tile_size: int, head_dim: int, *, is_fp8: bool = False
+) -> int:
+    """Return the kernel's shared memory: keys and values in flight, queries and weights."""
+    key_bytes = head_dim + 4 if is_fp8 else 2 * head_dim
+    in_flight = (tuning.num_stages - 1) * 2 * tuning.block_n * key_bytes
+    weights = tuning.block_n if tile_size <= SMALL_TILE else 0  # in registers with large tiles
+    return in_flight + tile_size * 2 * (head_dim + weights)
+
+
+def default_tuning(
+    tile_size: int,
+    block_size: int,
+    head_dim: int = 128,
+    *,
+    is_fp8: bool = False,
+    device: Device | None = None,
+) -> PrefillTuning:
+    """Return the tuning for KV blocks of block_size tokens that fits the device.
+
+    device: default `this_device`. Raises ValueError if nothing fits.
+    """
+    device = device or this_device()
+    tunings = [PrefillTuning(64, 8, 3), PrefillTuning(64, 8, 2), PrefillTuning(32, 8, 2)]
     if tile_size <= SMALL_TILE:
-        return PrefillTuning(32, 4, 3)
-    return PrefillTuning(64 if block_size % 128 else 128, 8, 3)
+        tunings = [PrefillTuning(32, 4, 3), PrefillTuning(32, 4, 2)]
+    elif block_size % 128 == 0 and device.is_measured:  # other tensor cores spill registers
+        tunings.insert(0, PrefillTuning(128, 8, 3))
+    size = partial(prefill_shared_bytes, tile_size=tile_size, head_dim=head_dim, is_fp8=is_fp8)
+    return device.fitting(tunings, size)
 
 
 def prefill_attention(
@@ -60,7 +87,9 @@ def prefill_attention(
     block_size, num_kv_heads = kv_cache.k.shape[1:3]
     if head_dim < MIN_HEAD_DIM or head_dim & (head_dim - 1):
         raise ValueError(f"head_dim: got {head_dim}, expected a power of 2, {MIN_HEAD_DIM} or more")
-    block_n, num_warps, num_stages = tuning or default_tuning(tile_size, block_size)
+    block_n, num_warps, num_stages = tuning or default_tuning(
+        tile_size, block_size, head_dim, is_fp8=kv_cache.scales is not None
+    )
     if not tiles.shape[0]:
         return
     _prefill_attention_kernel[(num_heads, tiles.shape[0])](

@@ -3,7 +3,8 @@
 import itertools
 from typing import NamedTuple
 
-from penstock.kernels.linear.small_m_gemm import MAX_PARTIALS, NUM_SMS, GemmConfig, row_block
+from penstock.kernels.device import this_device
+from penstock.kernels.linear.small_m_gemm import MAX_PARTIALS, GemmConfig, row_block
 from penstock.kernels.sampling.sampling import shard_size
 
 PUBLISHED = {
@@ -24,7 +25,8 @@ SIZES = PUBLISHED | {
 """the published sizes, and ranks' parts of them, such as "8B/2" for 8B at TP 2"""
 HEAD_DIM = 128
 VOCAB_SIZE = 151936
-SHARED_BYTES = 220 << 10
+RESERVED_BYTES = 7 << 10
+"""shared memory of an SM that tiles leave"""
 
 
 class GemmShape(NamedTuple):
@@ -124,10 +126,12 @@ def _fits(shape: GemmShape, rows: int, config: GemmConfig, weight_bytes: int) ->
         return False
     weights = config.bn * shape.weights_per_column * weight_bytes
     tile = config.bk * (2 * row_block(rows) + weights)
+    device = this_device()
+    shared_bytes = device.shared_bytes - RESERVED_BYTES
     # At most this many programs have their tiles on one SM at once.
-    resident = min(-(-programs // NUM_SMS), SHARED_BYTES // (tile * config.num_stages))
+    resident = min(-(-programs // device.num_sms), shared_bytes // (tile * config.num_stages))
     in_flight = resident * config.bk * weights * min(config.num_stages - 1, steps)
-    share_of_sm = shape.num_weights * shape.inner * weight_bytes // NUM_SMS
+    share_of_sm = shape.num_weights * shape.inner * weight_bytes // device.num_sms
     return resident > 0 and in_flight >= min(24 << 10, share_of_sm // 2)
 
 

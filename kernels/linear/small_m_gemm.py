@@ -5,7 +5,7 @@ Reading the weights, once, takes nearly all of the time. `tuning.json` has the t
 """
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from penstock.kernels.device import Device, this_device
 from penstock.kernels.elementwise.triton_elementwise import rms_norm
 from penstock.kernels.linear.triton_gemv import gemv_kernel
 from penstock.kernels.linear.triton_small_m_gemm import MAX_SPLIT_K, small_m_gemm_kernel
@@ -24,8 +25,6 @@ MAX_PARTIALS = 8 << 20
 """float32 sums of all splits of a product (32 MB)"""
 MAX_TILES = 8192
 """tiles of a product with split-K"""
-NUM_SMS = 132
-"""multiprocessors of an H100 or H200"""
 EARLY = 24 << 20
 """bytes of weights up to which the next kernel may overlap a product of several rows"""
 
@@ -105,7 +104,12 @@ def tuning_tables() -> dict[str, Table]:
 
 
 def choose(
-    kind: str, num_rows: int, num_weights: int, inner: int, is_fp8: bool = False
+    kind: str,
+    num_rows: int,
+    num_weights: int,
+    inner: int,
+    is_fp8: bool = False,
+    device: Device | None = None,
 ) -> GemmConfig | None:
     """Return the tile sizes for a weight [num_weights, inner], or None if cuBLAS is faster.
 
@@ -113,7 +117,8 @@ def choose(
     8 bits that were not measured have the tile sizes of 16 bits, with the norm in a kernel of its
     own: Triton does not read x ahead if it multiplies numbers of 8 and of 16 bits.
 
-    kind: add (also without a residual), norm, swiglu or logits (a norm, float32 out).
+    kind: add (also without a residual), norm, swiglu or logits (a norm, float32 out). device:
+    default `this_device`; the table holds for the GPUs on which it was measured.
     """
     if not 1 <= num_rows <= MAX_ROWS or inner % 16:
         return None
@@ -121,22 +126,34 @@ def choose(
     key = (kind, num_weights, inner, rows)
     tables = tuning_tables()
     table = tables["fp8"] if is_fp8 and key in tables["fp8"] else tables["bfloat16"]
+    device = device or this_device()
+    if not device.is_measured:
+        table = {}
     if key not in table and rows == 1:
         weights_per_column = 2 if kind == "swiglu" else 1
-        return _guess_gemv(num_weights // weights_per_column, inner, weights_per_column)
+        return _guess_gemv(num_weights // weights_per_column, inner, weights_per_column, device)
     config = table.get(key)
     return config._replace(norm_inside=False) if config and is_fp8 else config
 
 
-def _guess_gemv(num_columns: int, inner: int, weights_per_column: int) -> GemmConfig:
+def _guess_gemv(
+    num_columns: int, inner: int, weights_per_column: int, device: Device
+) -> GemmConfig:
     """Return tile sizes with weights in registers: up to 128 elements for each of 256 threads."""
     bk = triton.next_power_of_2(inner)
     most = 256 * 128 // (bk * weights_per_column)
     if not most:
-        return GemmConfig("gemv", 8, 1024, 1, 4, 4, 1024)
-    bn = min(_floor_power(num_columns // (2 * NUM_SMS)), most, 16)
+        configs = [GemmConfig("gemv", bn, 1024, 1, 4, 4, 1024) for bn in (8, 4)]
+        return device.fitting(configs, partial(_gemv_shared_bytes, weights_per_column))
+    bn = min(_floor_power(num_columns // (2 * device.num_sms)), most, 16)
     num_warps = bn * bk * weights_per_column // (32 * 128)
     return GemmConfig("gemv", bn, bk, 1, min(max(num_warps, 1), 8), 1, 0)
+
+
+def _gemv_shared_bytes(weights_per_column: int, config: GemmConfig) -> int:
+    """Return shared memory for weights, x and the norm's weight, in 16 bits, in flight."""
+    rows = config.bn * weights_per_column + 2
+    return (config.num_stages - 1) * rows * config.bk * 2
 
 
 def _floor_power(number: int) -> int:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.device import Device, this_device
 from penstock.kernels.quantize.types import BLOCK, Quantized
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
@@ -38,11 +39,22 @@ def scaled_tile(tile, scale, rows, first, K, BK: tl.constexpr, SLICES: tl.conste
     return tl.reshape(wide * factors[:, :, :, None], tile.shape)
 
 
-def tile_of(num_rows: int) -> Tile:
-    """Return the tile for a product of `num_rows` rows, as measured on an H200."""
+def tile_shared_bytes(tile: Tile) -> int:
+    """Return the kernel's shared memory: the tiles of 8 bits in flight."""
+    rows, columns, _, num_stages = tile
+    return (num_stages - 1) * (rows + columns) * BLOCK
+
+
+def tile_of(num_rows: int, device: Device | None = None) -> Tile:
+    """Return the tile for a product of `num_rows` rows that fits the device.
+
+    device: default `this_device`. The first tile was measured on an H200.
+    """
+    tile = min(64, max(16, triton.next_power_of_2(num_rows))), 64, 4, 6
     if num_rows > 256:
-        return 128, 128, 8, 4
-    return min(64, max(16, triton.next_power_of_2(num_rows))), 64, 4, 6
+        tile = 128, 128, 8, 4
+    tiles = [(*tile[:3], num_stages) for num_stages in range(tile[3], 1, -1)]
+    return (device or this_device()).fitting(tiles, tile_shared_bytes)
 
 
 def block_product(

@@ -13,9 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
+from penstock.kernels.device import Device, this_device
 from penstock.kernels.linear.small_m_gemm import (
     MAX_ROWS,
-    NUM_SMS,
     GemmConfig,
     Product,
     choose,
@@ -69,13 +69,40 @@ FP8_TUNINGS = (
 """for weights in 8 bits"""
 
 
-def choose_tuning(num_pairs: int, num_experts: int, size: int, is_fp8: bool = False) -> MoeTuning:
-    """Return the tile sizes for pairs over `num_experts` experts of `size` inner features."""
+def gemm_shared_bytes(tile: GemmTile, bm: int, num_weights: int, is_fp8: bool) -> int:
+    """Return a grouped product's shared memory: tiles of x and of num_weights weights in flight."""
+    columns = 2 * bm + num_weights * tile.bn * (1 if is_fp8 else 2)
+    dequantization = 1024 if is_fp8 else 0
+    return (tile.num_stages - 1) * columns * tile.bk + dequantization
+
+
+def choose_tuning(
+    num_pairs: int,
+    num_experts: int,
+    size: int,
+    is_fp8: bool = False,
+    device: Device | None = None,
+) -> MoeTuning:
+    """Return the tile sizes for pairs over `num_experts` experts of `size` inner features.
+
+    device: default `this_device`. Tiles measured on an H200 have fewer stages where they would not
+    fit.
+    """
+    device = device or this_device()
     per_expert = num_pairs / num_experts
     tunings = FP8_TUNINGS if is_fp8 else TUNINGS
     tuning = next(tuning for most, tuning in tunings if per_expert <= most)
-    few = num_pairs * triton.cdiv(size, tuning.gate_up.bn) < 2 * NUM_SMS
-    return NARROW if few and not is_fp8 and tuning.bm == NARROW.bm else tuning
+    few = num_pairs * triton.cdiv(size, tuning.gate_up.bn) < 2 * device.num_sms
+    if few and not is_fp8 and tuning.bm == NARROW.bm:
+        tuning = NARROW
+
+    def fitting(tile: GemmTile, num_weights: int) -> GemmTile:
+        tiles = (tile._replace(num_stages=number) for number in range(tile.num_stages, 1, -1))
+        return device.fitting(
+            tiles, lambda tile: gemm_shared_bytes(tile, tuning.bm, num_weights, is_fp8)
+        )
+
+    return MoeTuning(tuning.bm, fitting(tuning.gate_up, 2), fitting(tuning.down, 1))
 
 
 class Routing(NamedTuple):

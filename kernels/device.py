@@ -1,0 +1,85 @@
+"""Properties of the GPU from which launches are chosen: shared memory, SMs, and instructions."""
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import NamedTuple, TypeVar
+
+import torch
+
+SIMULATED_GPU = "PENSTOCK_SIMULATED_GPU"
+"""environment variable with a smaller GPU to be simulated, such as `sm_89,shared=99,sms=84`"""
+T = TypeVar("T")
+
+
+class Device(NamedTuple):
+    """A GPU; the default is an H200, for which the launches were measured."""
+
+    capability: tuple[int, int] = (9, 0)
+    shared_bytes: int = 227 << 10
+    """maximum shared memory of a block"""
+    num_sms: int = 132
+
+    @property
+    def has_pdl(self) -> bool:
+        """True if kernels may start before the previous kernel has ended."""
+        return self.capability >= (9, 0)
+
+    @property
+    def has_fp8(self) -> bool:
+        """True if instructions convert e4m3."""
+        return self.capability >= (8, 9)
+
+    @property
+    def is_measured(self) -> bool:
+        """True if the tables of measured tile sizes hold."""
+        return self.capability == (9, 0) and self.shared_bytes >= Device().shared_bytes
+
+    def fitting(self, launches: Iterable[T], shared_bytes: Callable[[T], int]) -> T:
+        """Return the first launch whose estimated shared memory fits a block.
+
+        shared_bytes: exact for synchronous tensor cores. Asynchronous tensor cores (compute
+        capability 9.0 and 10.0) hold one more stage, and have 227 KB. Raises ValueError if no
+        launch fits.
+        """
+        for launch in launches:
+            if shared_bytes(launch) <= self.shared_bytes:
+                return launch
+        raise ValueError(
+            f"shared memory: got {self.shared_bytes} bytes a block, expected more for {launch}"
+        )
+
+    def check_fp8(self, field: str) -> None:
+        """Raise ValueError if `field` requests e4m3 numbers, which this GPU can't convert."""
+        if not self.has_fp8:
+            major, minor = self.capability
+            raise ValueError(
+                f"{field}: got fp8 on a GPU of compute capability {major}.{minor}, expected 8.9 or "
+                "newer; serve the checkpoint in bfloat16"
+            )
+
+
+@cache
+def this_device() -> Device:
+    """Return the current GPU, or the simulated one; without a GPU, an H200.
+
+    Raises ValueError for an invalid SIMULATED_GPU.
+    """
+    if text := os.environ.get(SIMULATED_GPU):
+        return simulated(text)
+    if not torch.cuda.is_available():
+        return Device()
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    capability = found.major, found.minor
+    shared_bytes: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Device(capability, shared_bytes, found.multi_processor_count)
+
+
+def simulated(text: str) -> Device:
+    """Return the device that `text` describes: `sm_89,shared=99,sms=84`, with shared in KiB."""
+    found = re.fullmatch(r"sm_(\d+)(\d),shared=(\d+),sms=(\d+)", text)
+    if not found:
+        raise ValueError(f"{SIMULATED_GPU}: got {text!r}, expected 'sm_89,shared=99,sms=84'")
+    major, minor, shared, sms = map(int, found.groups())
+    return Device((major, minor), shared << 10, sms)

@@ -1,0 +1,123 @@
+"""Compiles launches of the kernels for a GPU that need not be there.
+
+Run as a program, without Triton's interpreter: `compile_launches.py ARCHITECTURES whole|largest`
+writes one line of JSON for each launch. Each architecture has a process of its own, forked after
+the slow imports, because the kernels read the GPU's properties when they are imported.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+GPUS = {
+    80: "sm_80,shared=163,sms=108",
+    86: "sm_86,shared=99,sms=84",
+    89: "sm_89,shared=99,sms=128",
+    90: "sm_90,shared=227,sms=132",
+    100: "sm_100,shared=227,sms=148",
+    120: "sm_120,shared=99,sms=170",
+}
+CUOBJDUMP = Path(triton.__file__).with_name("backends") / "nvidia/bin/cuobjdump"
+
+
+class Launch(NamedTuple):
+    source: Any
+    options: dict[str, Any]
+
+
+class Launches:
+    """Launches of all kernels, each once, in place of the kernels themselves."""
+
+    def __init__(self, arch: int) -> None:
+        self.target = GPUTarget("cuda", arch, 32)
+        self._backend = make_backend(self.target)
+        self._binders: dict[JITFunction[Any], Any] = {}
+        self.found: dict[Any, Launch] = {}
+        self.case = ""
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        run = JITFunction.run
+        JITFunction.run = lambda kernel, *args, **options: self._add(kernel, args, options)
+        try:
+            yield
+        finally:
+            JITFunction.run = run
+
+    def _add(self, kernel: JITFunction[Any], args: Any, options: dict[str, Any]) -> None:
+        del options["grid"], options["warmup"]
+        if kernel not in self._binders:
+            binder = create_function_from_signature(kernel.signature, kernel.params, self._backend)
+            self._binders[kernel] = binder
+        bound, special, rest = self._binders[kernel](*args, **options)
+        packed = kernel._pack_args(self._backend, options, bound, special, rest)
+        parsed, signature, constants, attributes = packed
+        key = kernel.fn.__name__, str((signature, constants, attributes, parsed))
+        if key not in self.found:
+            source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
+            self.found[key] = Launch(source, {"case": self.case, **parsed.__dict__})
+
+
+def compiled(launch: Launch, target: GPUTarget) -> dict[str, Any]:
+    """Return shared memory, registers and the stack's bytes, or the compiler's error."""
+    options, source = dict(launch.options), launch.source
+    names, constants = source.fn.arg_names, source.constants.items()
+    report = {
+        "constants": {names[at[0]]: value for at, value in constants if isinstance(value, int)},
+        "arch": target.arch,
+        "kernel": source.fn.fn.__name__,
+        "case": options.pop("case"),
+        "num_warps": options["num_warps"],
+        "num_stages": options["num_stages"],
+    }
+    try:
+        kernel = triton.compile(source, target=target, options=options)
+    except Exception as error:  # noqa: BLE001  reported
+        return report | {"error": repr(error)[:1000]}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        command = [CUOBJDUMP, "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = dict(word.split(":") for word in text.split() if word.count(":") == 1)
+    return report | {
+        "shared": kernel.metadata.shared,
+        "registers": int(usage["REG"]),
+        "stack": int(usage["STACK"]),
+    }
+
+
+def main() -> None:
+    from tests.kernels.launch_cases import record
+
+    architectures, which = sys.argv[1].split(","), sys.argv[2]
+    for arch in map(int, architectures):
+        if child := os.fork():
+            _, status = os.waitpid(child, 0)
+            if status:
+                sys.exit(1)
+            continue
+        os.environ["PENSTOCK_SIMULATED_GPU"] = GPUS[arch]
+        launches = Launches(arch)
+        with torch.device("meta"), launches.recorded():
+            record(launches, which)
+        for launch in launches.found.values():
+            line = json.dumps(compiled(launch, launches.target))
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

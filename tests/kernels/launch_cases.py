@@ -1,0 +1,199 @@
+"""Launches of each kernel with tensors that have no memory, by the wrappers that the worker calls.
+
+Modules of kernels are imported late: they read the properties of the simulated GPU.
+"""
+
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.quantize.types import FP8, Quantized
+
+HEAD_DIM = 128
+HIDDEN = 5120
+EXPERTS, TOP_K = 128, 8
+VOCABULARY = 151936
+ATTENTION = ((16, 8, 16), (40, 8, 128), (64, 4, 128))
+"""(query heads, KV heads, tokens of a block)"""
+MOE_TOKENS = (1, 64, 256, 1024, 2048)
+"""a number for each entry of the table of tile sizes"""
+PRODUCTS = (
+    ("add", 1024, 3072),
+    ("add", HIDDEN, 25600),
+    ("norm", 10240, HIDDEN),
+    ("swiglu", 2 * 25600, HIDDEN),
+    ("logits", VOCABULARY, HIDDEN),
+)
+"""(kind, rows of the weight, inner dimension)"""
+ints = partial(torch.empty, dtype=torch.int32)
+longs = partial(torch.empty, dtype=torch.int64)
+numbers = partial(torch.empty, dtype=torch.bfloat16)
+
+
+def record(launches: Any, which: str) -> None:
+    """Launch all kernels, or those with the largest tiles of each."""
+    from penstock.kernels.device import this_device
+
+    for is_fp8 in (False, True)[: 1 + this_device().has_fp8]:
+        launches.case = "fp8" if is_fp8 else "bfloat16"
+        if which == "whole":
+            _all(is_fp8)
+        else:
+            _largest(is_fp8)
+    if which == "whole":
+        _others()
+    else:
+        large = ("_decode_kernel", "_prefill_attention_kernel", "multiply", "_block_product")
+        first: dict[Any, Any] = {}
+        for (kernel, _), launch in launches.found.items():
+            if kernel in large:
+                first.setdefault((kernel, launch.options["case"]), launch)
+        launches.found = first
+
+
+def _largest(is_fp8: bool) -> None:
+    _decode(*ATTENTION[-1], 16, is_fp8)
+    _prefill(128, 128, is_fp8)
+    _experts(MOE_TOKENS[-1], is_fp8)
+    if is_fp8:
+        _block_product(512)
+
+
+def _all(is_fp8: bool) -> None:
+    for heads, rows in product(ATTENTION, (16, 64, 256)):
+        _decode(*heads, rows, is_fp8)
+    for block_size, tile_size in product((16, 128), (64, 128)):
+        _prefill(block_size, tile_size, is_fp8)
+    for tokens in MOE_TOKENS:
+        _experts(tokens, is_fp8)
+    for rows in (16, 64, 512) if is_fp8 else ():
+        _block_product(rows)
+    _products(is_fp8)
+    _rope(is_fp8)
+
+
+def _cache(block_size: int, kv_heads: int, is_fp8: bool) -> Any:
+    from penstock.kernels.attention.types import KVCache
+
+    shape = 64, block_size, kv_heads, HEAD_DIM
+    k, v = (torch.empty(shape, dtype=FP8 if is_fp8 else torch.bfloat16) for _ in range(2))
+    scales = torch.empty(64, kv_heads, block_size), torch.empty(64, kv_heads, block_size)
+    return KVCache(k, v, scales if is_fp8 else None)
+
+
+def _decode(heads: int, kv_heads: int, block_size: int, rows: int, is_fp8: bool) -> None:
+    from penstock.kernels.attention.triton_decode import DecodeAttention
+
+    sizes = 256, heads, kv_heads, HEAD_DIM, block_size
+    attention = DecodeAttention(*sizes, "meta", is_fp8=is_fp8)
+    lengths, q = ints(rows), numbers(rows, heads, HEAD_DIM)
+    attention.plan(lengths)
+    attention(
+        q,
+        _cache(block_size, kv_heads, is_fp8),
+        context_lens=lengths,
+        block_tables=ints(rows, 64),
+        scale=0.1,
+        out=torch.empty_like(q),
+    )
+
+
+def _prefill(block_size: int, tile_size: int, is_fp8: bool) -> None:
+    from penstock.kernels.attention.triton_prefill import prefill_attention
+
+    q = numbers(4096, 32, HEAD_DIM)
+    prefill_attention(
+        q,
+        _cache(block_size, 8, is_fp8),
+        tiles=ints(64, 2),
+        tile_size=tile_size,
+        cu_seqlens_q=ints(5),
+        context_lens=ints(4),
+        block_tables=ints(4, 64),
+        scale=0.1,
+        out=torch.empty_like(q),
+    )
+
+
+def _rope(is_fp8: bool) -> None:
+    from penstock.kernels.attention.triton_rope import qk_norm_rope_store
+
+    weights = numbers(HEAD_DIM), numbers(HEAD_DIM)
+    step = torch.empty(4096, HEAD_DIM), longs(64), longs(64)
+    qkv, cache = numbers(64, 48 * HEAD_DIM), _cache(128, 8, is_fp8)
+    qk_norm_rope_store(qkv, weights, *step, cache, 1e-6)
+
+
+def _weight(is_fp8: bool, *shape: int) -> Tensor | Quantized:
+    """Return a weight in bfloat16, or in 8 bits with scales of blocks."""
+    if not is_fp8:
+        return numbers(*shape)
+    *others, rows, columns = shape
+    blocks = -(-rows // 128), -(-columns // 128)
+    return Quantized(torch.empty(shape, dtype=FP8), torch.empty(*others, *blocks))
+
+
+def _experts(tokens: int, is_fp8: bool) -> None:
+    from penstock.kernels.moe.triton_moe import experts, router_logits
+
+    x, size = numbers(tokens, 2048), 768
+    gate_up = _weight(is_fp8, EXPERTS, 2 * size, 2048)
+    down = _weight(is_fp8, EXPERTS, 2048, size)
+    if tokens <= 64:
+        router_logits(x, numbers(EXPERTS, 2048))
+    experts(x, torch.empty(tokens, EXPERTS), gate_up, down, TOP_K, True, residual=x)
+
+
+def _block_product(rows: int) -> None:
+    from penstock.kernels.linear.triton_block_scales import block_product
+
+    x = Quantized(torch.empty(rows, HIDDEN, dtype=FP8), torch.empty(rows))
+    weight = _weight(True, 2560, HIDDEN)
+    assert isinstance(weight, Quantized)
+    block_product(x, weight)
+
+
+def _products(is_fp8: bool) -> None:
+    """Multiply by each distinct entry of the table that holds, and one row of Qwen3's sizes."""
+    from penstock.kernels.device import this_device
+    from penstock.kernels.linear.small_m_gemm import multiply, tuning_tables
+
+    chosen = {(kind, weights, inner, 1): None for kind, weights, inner in PRODUCTS}
+    if this_device().is_measured:
+        chosen |= dict.fromkeys(tuning_tables()["fp8" if is_fp8 else "bfloat16"])
+    for kind, num_weights, inner, rows in chosen:
+        residual = numbers(rows, num_weights) if kind == "add" else None
+        norm = None if kind == "add" else numbers(inner)
+        weight = _weight(is_fp8, num_weights, inner)
+        multiply(kind, numbers(rows, inner), weight, norm, 1e-6, residual)
+
+
+def _others() -> None:
+    """Launch the kernels that have one size of tile."""
+    from penstock.kernels.collectives.triton_all_reduce import PushAllReduce, inbox_size
+    from penstock.kernels.device import this_device
+    from penstock.kernels.elementwise import triton_elementwise
+    from penstock.kernels.quantize import triton_quantize
+    from penstock.kernels.sampling.triton_sampling import sample
+    from penstock.kernels.step.forward_batch import BatchShape
+    from penstock.kernels.step.triton_apply_plan import apply_plan
+    from penstock.kernels.step.types import make_slots, make_step_buffers
+
+    x = numbers(64, HIDDEN)
+    triton_elementwise.rms_norm(x, numbers(HIDDEN), 1e-6)
+    triton_elementwise.silu_and_mul(x)
+    triton_elementwise.embedding(longs(64), numbers(VOCABULARY, HIDDEN))
+    if this_device().has_fp8:
+        triton_quantize.quantize(x, numbers(HIDDEN), 1e-6, False)
+        triton_quantize.quantize(numbers(64, 2 * 25600), None, 0.0, True)
+    meta = torch.device("meta")
+    slots = make_slots(256, 64, meta)
+    sample(torch.empty(64, VOCABULARY), longs(64), longs(64), slots.sampling())
+    for tile_size in (64, 128):
+        shape = BatchShape(64, 2048, 64, 48, tile_size, 2048, 4096)
+        apply_plan(ints(4096), slots, make_step_buffers(256, 64, 4096, meta), shape, 16)
+    inbox = ints(inbox_size(1 << 20, 2))
+    PushAllReduce(inbox, [0, 1 << 24], 0, 1 << 20)(x, x)

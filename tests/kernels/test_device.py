@@ -1,0 +1,232 @@
+"""Launches by GPU: an H200's are those that were measured, and others fit the GPU's limits.
+
+The compiler needs no GPU. It runs in a process without Triton's interpreter, for the six
+architectures of NVIDIA GPUs since Ampere; `make test-long` compiles all launches.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.kernels import device as device_module
+from penstock.kernels.attention import triton_decode_items, triton_prefill
+from penstock.kernels.attention.backends import choose_attention
+from penstock.kernels.attention.triton_decode_items import (
+    DecodeTuning,
+    decode_shared_bytes,
+)
+from penstock.kernels.attention.triton_prefill import PrefillTuning, prefill_shared_bytes
+from penstock.kernels.device import SIMULATED_GPU, Device, simulated, this_device
+from penstock.kernels.linear.small_m_gemm import GemmConfig, choose, tuning_tables
+from penstock.kernels.linear.triton_block_scales import tile_of, tile_shared_bytes
+from penstock.kernels.moe.triton_moe import (
+    FP8_TUNINGS,
+    NARROW,
+    TUNINGS,
+    GemmTile,
+    choose_tuning,
+    gemm_shared_bytes,
+)
+from penstock.models import parallel
+from penstock.protocol.checkpoint import ModelError
+from tests.kernels.compile_launches import GPUS
+
+H200 = Device((9, 0), 232448, 132)
+DEVICES = {arch: simulated(text) for arch, text in GPUS.items()}
+MAX_STACK = 256
+"""bytes of registers that a thread of these launches may spill"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "group", "is_fp8", "tuning"),
+    [
+        (1, 2, False, (128, 4, 3, 1, 128)),
+        (32, 16, True, (128, 4, 3, 1, 128)),
+        (33, 2, False, (64, 4, 2, 2, 64)),
+        (256, 4, False, (32, 4, 4, 2, 32)),
+        (64, 8, True, (128, 4, 3, 2, 128)),
+        (65, 8, True, (64, 2, 2, 2, 64)),
+    ],
+)
+def test_decode_attention_on_an_h200(
+    rows: int, group: int, is_fp8: bool, tuning: tuple[int, ...]
+) -> None:
+    chosen = triton_decode_items.default_tuning(rows, group, is_fp8=is_fp8, device=H200)
+    assert chosen == tuning
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_prefill_on_an_h200(is_fp8: bool) -> None:
+    sizes = [(64, 16), (64, 128), (128, 16), (128, 128), (128, 256)]
+    chosen = [triton_prefill.default_tuning(*size, is_fp8=is_fp8, device=H200) for size in sizes]
+    assert chosen == [(32, 4, 3), (32, 4, 3), (64, 8, 3), (128, 8, 3), (128, 8, 3)]
+
+
+def test_products_on_an_h200() -> None:
+    for dtype, table in tuning_tables().items():
+        for (kind, weights, inner, rows), config in table.items():
+            is_fp8 = dtype == "fp8"
+            expected = config._replace(norm_inside=False) if config and is_fp8 else config
+            assert choose(kind, rows, weights, inner, is_fp8, H200) == expected
+    guesses = {
+        ("add", 5120, 25600): (1, 32768, 1, 8, 1, 0),
+        ("norm", 10240, 5120): (4, 8192, 1, 8, 1, 0),
+        ("swiglu", 51200, 5120): (2, 8192, 1, 8, 1, 0),
+        ("swiglu", 6144, 17408): (8, 1024, 1, 4, 4, 1024),
+    }
+    for (kind, weights, inner), guess in guesses.items():
+        if (kind, weights, inner, 1) not in tuning_tables()["bfloat16"]:
+            assert choose(kind, 1, weights, inner, device=H200) == GemmConfig("gemv", *guess)
+    tiles = [tile_of(rows, H200) for rows in (1, 40, 256, 257, 4096)]
+    assert tiles == [(16, 64, 4, 6), *[(64, 64, 4, 6)] * 2, *[(128, 128, 8, 4)] * 2]
+
+
+def test_experts_on_an_h200() -> None:
+    for is_fp8, tunings in ((False, TUNINGS), (True, FP8_TUNINGS)):
+        for most, tuning in tunings:
+            assert choose_tuning(min(most, 512) * 128, 128, 768, is_fp8, H200) == tuning
+    assert choose_tuning(8, 128, 768, False, H200) == NARROW
+    assert choose_tuning(8, 128, 768, True, H200) == FP8_TUNINGS[0][1]
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=GPUS)
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_every_choice_fits(device: Device, is_fp8: bool) -> None:
+    for head_dim in (16, 64, 128, 256):
+        for rows in range(1, 300, 7):
+            tuning = triton_decode_items.default_tuning(
+                rows, 4, head_dim, is_fp8=is_fp8, device=device
+            )
+            assert decode_shared_bytes(tuning, head_dim, is_fp8=is_fp8) <= device.shared_bytes
+        for sizes in ((64, 16), (128, 16), (128, 128)):
+            prefill = triton_prefill.default_tuning(*sizes, head_dim, is_fp8=is_fp8, device=device)
+            used = prefill_shared_bytes(prefill, sizes[0], head_dim, is_fp8=is_fp8)
+            assert used <= device.shared_bytes
+    for pairs in (1, 100, 1000, 4000, 20_000):
+        experts = choose_tuning(pairs, 128, 768, is_fp8, device)
+        for tile, number in ((experts.gate_up, 2), (experts.down, 1)):
+            assert gemm_shared_bytes(tile, experts.bm, number, is_fp8) <= device.shared_bytes
+    for rows in (1, 64, 257):
+        assert tile_shared_bytes(tile_of(rows, device)) <= device.shared_bytes
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 100, 120])
+def test_the_table_of_an_h200_holds_for_no_other_gpu(arch: int) -> None:
+    measured = ("add", 16, 1024, 2048)
+    assert choose(*measured, device=H200)
+    assert choose(*measured, device=DEVICES[arch]) is None
+    assert choose("swiglu", 1, 6144, 17408, device=DEVICES[arch]) is not None
+
+
+def test_a_launch_that_fits_nowhere() -> None:
+    with pytest.raises(ValueError, match="got 1024 bytes a block, expected more for 2048"):
+        Device(shared_bytes=1024).fitting([4096, 2048], lambda size: size)
+
+
+def test_a_simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SIMULATED_GPU, "sm_120,shared=99,sms=84")
+    this_device.cache_clear()
+    try:
+        found = this_device()
+    finally:
+        monkeypatch.undo()
+        this_device.cache_clear()
+    assert found == Device((12, 0), 101376, 84)
+    assert found.has_pdl
+    assert found.has_fp8
+    assert not DEVICES[89].has_pdl
+    for text in ("sm_89", "sm89,shared=99,sms=84", "sm_89,shared=99KB,sms=84"):
+        with pytest.raises(ValueError, match=r"PENSTOCK_SIMULATED_GPU: got 'sm.*expected 'sm_89,"):
+            simulated(text)
+
+
+@pytest.mark.parametrize("arch", [80, 86])
+def test_refuses_fp8_without_its_instructions(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "this_device", lambda: DEVICES[arch])
+    sentence = rf"got fp8 on a GPU of compute capability 8.{arch - 80}, expected 8.9 or newer; "
+    sizes = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "max_rows": 4}
+    from penstock.kernels.attention import backends
+
+    for module in (backends, parallel):
+        monkeypatch.setattr(module, "this_device", lambda: DEVICES[arch])
+    with pytest.raises(ValueError, match=f"kv_cache_dtype: {sentence}"):
+        choose_attention("auto", 0, device=torch.device("cuda"), kv_cache_dtype="fp8", **sizes)
+    monkeypatch.setattr(torch, "get_default_device", lambda: torch.device("cuda"))
+    for fp8 in ("rows", "blocks"):
+        with pytest.raises(ModelError, match=f"weights: {sentence}"):
+            parallel.add_weight(torch.nn.Module(), 128, 128, fp8=fp8)  # type: ignore[arg-type]
+
+
+def compile_launches(which: str, folder: Path) -> list[dict[str, Any]]:
+    """Return what the compiler reports for the launches on all architectures."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(folder)}
+    for name in ("TRITON_INTERPRET", SIMULATED_GPU):
+        environment.pop(name, None)
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_launches"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [*command, ",".join(map(str, GPUS)), which],
+        cwd=root, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert not done.returncode, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def estimate(report: dict[str, Any]) -> int | None:
+    """Return the shared memory by which a launch is chosen; None: this kernel has no choice."""
+    constants, fp8 = report["constants"], report["case"] == "fp8"
+    warps, stages = report["num_warps"], report["num_stages"]
+    match report["kernel"]:
+        case "_decode_kernel":
+            tuning = DecodeTuning(constants["BLOCK_N"], warps, stages)
+            return decode_shared_bytes(tuning, constants["HEAD_DIM"], is_fp8=fp8)
+        case "_prefill_attention_kernel":
+            prefill = PrefillTuning(constants["BLOCK_N"], warps, stages)
+            sizes = constants["BLOCK_M"], constants["HEAD_DIM"]
+            return prefill_shared_bytes(prefill, *sizes, is_fp8=fp8)
+        case "multiply":
+            tile = GemmTile(constants["BN"], constants["BK"], warps, stages)
+            return gemm_shared_bytes(tile, constants["BM"], 1 + constants["SWIGLU"], fp8)
+        case "_block_product":
+            return tile_shared_bytes((constants["BM"], constants["BN"], warps, stages))
+    return None
+
+
+def wrong(report: dict[str, Any]) -> bool:
+    """Return True if a launch exceeds a limit of its GPU or its estimate."""
+    if "error" in report:
+        return True
+    limit = DEVICES[report["arch"]].shared_bytes
+    synchronous = report["arch"] not in (90, 100)
+    most = (synchronous and estimate(report)) or limit
+    threads = 32 * report["num_warps"]
+    return (
+        report["shared"] > min(limit, most)
+        or report["registers"] * threads > 1 << 16
+        or report["stack"] > MAX_STACK
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # a minute of computing
+def test_the_largest_launches_compile_for_all_architectures(tmp_path: Path) -> None:
+    reports = compile_launches("largest", tmp_path)
+    assert [report for report in reports if wrong(report)] == []
+    kernels = {(report["arch"], report["kernel"]) for report in reports}
+    assert len(kernels) == 3 * len(GPUS) + 4  # with scales of blocks: not on sm_80 and sm_86
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_all_launches_compile_for_all_architectures(tmp_path: Path) -> None:
+    reports = compile_launches("whole", tmp_path)
+    assert [report for report in reports if wrong(report)] == []
+    kernels = {report["kernel"] for report in reports}
+    assert len(kernels) >= 18
+    assert {report["arch"] for report in reports} == set(GPUS)
