@@ -59,6 +59,8 @@ def default_tuning(
         tunings = [PrefillTuning(32, 4, 3), PrefillTuning(32, 4, 2)]
     elif block_size % 128 == 0 and device.is_measured:  # other tensor cores spill registers
         tunings.insert(0, PrefillTuning(128, 8, 3))
+    elif block_size % 64 and is_fp8 and device.capability >= (12, 0):
+        tunings.insert(0, PrefillTuning(32, 8, 3))  # the slots of more keys spill registers
     size = partial(prefill_shared_bytes, tile_size=tile_size, head_dim=head_dim, is_fp8=is_fp8)
     return device.fitting(tunings, size)
 

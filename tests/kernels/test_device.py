@@ -68,6 +68,12 @@ def test_prefill_on_an_h200(is_fp8: bool) -> None:
     assert chosen == [(32, 4, 3), (32, 4, 3), (64, 8, 3), (128, 8, 3), (128, 8, 3)]
 
 
+def test_prefill_in_fp8_with_short_blocks_spills_no_registers_on_sm_120() -> None:
+    for arch, tuning in ((89, (64, 8, 3)), (100, (64, 8, 3)), (120, (32, 8, 3))):
+        chosen = triton_prefill.default_tuning(128, 16, is_fp8=True, device=DEVICES[arch])
+        assert chosen == tuning
+
+
 def test_products_on_an_h200() -> None:
     for dtype, table in tuning_tables().items():
         for (kind, weights, inner, rows), config in table.items():
