@@ -111,7 +111,8 @@ def test_a_wrapped_process_is_its_wrappers() -> None:
 
     async def run() -> None:
         lines: asyncio.Queue[str] = asyncio.Queue()
-        process = LocalProcess("worker.1", "sh -c 'sh -c \"echo \\$\\$; cat\"; true'", {}, count(1))
+        command = "sh -c 'sh -c \"echo \\$\\$; sleep 600; true\"; true'"  # its stdin is empty
+        process = LocalProcess("worker.1", command, {}, count(1))
         process.log = Log(lines.put_nowait)
         assert not process.owns(os.getpid())
         await process.spawn()

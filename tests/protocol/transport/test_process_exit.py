@@ -5,10 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from penstock.protocol.transport import process_exit
 from penstock.protocol.transport.process_exit import ProcessExit
 
 SLEEP = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"]
@@ -21,11 +22,10 @@ child.wait()
 
 
 @pytest.fixture(params=["pidfd", "thread"], autouse=True)
-def _kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if request.param == "thread":
-        monkeypatch.delattr(os, "pidfd_open")
-        monkeypatch.delattr(signal, "pidfd_send_signal")
-    yield
+def _kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "thread":  # psutil, which waits in the thread, keeps its own `os`
+        without = {name: its for name, its in vars(os).items() if name != "pidfd_open"}
+        monkeypatch.setattr(process_exit, "os", SimpleNamespace(**without))
 
 
 def test_a_child_and_its_exit_code() -> None:
@@ -51,6 +51,14 @@ def test_another_process() -> None:
             assert not process.wait(0)
             process.send_signal(signal.SIGKILL)
             assert process.wait(20)
+
+
+def test_an_unforeseen_exception_of_the_wait_ends_it(request: pytest.FixtureRequest) -> None:
+    if "pidfd" in request.node.name:
+        pytest.skip("has no thread")
+    # the exception that ends a thread silently
+    with contextlib.closing(ProcessExit(os.getpid(), sys.exit)) as process:
+        assert process.wait(20)
 
 
 def test_a_process_that_has_exited() -> None:
