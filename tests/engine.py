@@ -1,6 +1,6 @@
 """Scheduler and model runner in one process, joined by encoded plans: no sockets."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -15,7 +15,7 @@ from penstock.services.scheduler.block_manager import make_block_manager
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.worker.loading import load
-from penstock.services.worker.step_output import StepOutput
+from penstock.services.worker.step_output import LaunchedStep
 
 PLANS = msgspec.msgpack.Decoder(BatchPlan)
 
@@ -31,24 +31,30 @@ class Engine:
         self.scheduler = Scheduler(config, max_model_len, blocks)
         self.eos_token_ids = frozenset(read_eos_token_ids(config.model_folder))
 
-    def add(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Sequence:
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        bad_words: Iterable[list[int]] = (),
+    ) -> Sequence:
         """Put a request into the queue."""
-        request = TokenizedRequest(request_id, 0, sampling, pack(prompt))
+        request = TokenizedRequest(request_id, 0, sampling, pack(prompt), bad_words=[*bad_words])
         sequence = Sequence(request, self.eos_token_ids)
         self.scheduler.add(sequence)
         return sequence
 
     def run(self, between_steps: Callable[[], None] = lambda: None) -> None:
-        """Step until every request has ended. `between_steps` may disturb."""
-        results: list[tuple[list[int], StepOutput]] = []
+        """Step until every request has ended, as a worker does. `between_steps` may disturb."""
+        steps: list[LaunchedStep] = []
         while True:
             between_steps()
             while plan := self.scheduler.schedule():
                 decoded = PLANS.decode(msgspec.msgpack.encode(plan))
-                launched = self.runner.launch(decoded)
-                results.append((launched.token_ids(), launched.output()))
-            if not results:
+                steps.append(self.runner.launch(decoded))
+            if not steps:
                 return
             number = self.scheduler.in_flight[0].number
-            token_ids, output = results.pop(0)
-            self.scheduler.update(SampledTokens(0, number, pack(token_ids), *output))
+            step = steps.pop(0)
+            token_ids = pack(step.token_ids())
+            self.scheduler.update(SampledTokens(0, number, token_ids, *step.output()))

@@ -18,7 +18,13 @@ def shard_size(vocab_size: int, num_ranks: int) -> int:
     return -(-vocab_size // (reference.RUN * num_ranks)) * reference.RUN
 
 
-def sample(logits: Tensor, slots: Tensor, positions: Tensor, by_slot: SamplingTensors) -> Tensor:
+def sample(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    by_slot: SamplingTensors,
+    out: Tensor | None = None,
+) -> Tensor:
     """Return one token id for each row, int64 [num_rows], the lowest id of equal scores.
 
     The token is -1 if a logit is NaN or +inf, or if all are -inf; `last_token` is then 0, which the
@@ -26,7 +32,8 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, by_slot: SamplingTe
 
     logits: float32 [num_rows, vocab_size], with any row stride. slots: int64 [num_rows], the rows'
     slots, -1 for a padded row, whose token is 0. positions: int64 [num_rows], index of the new
-    token in its sequence. by_slot: parameters; its `last_token` is overwritten. Raises ValueError.
+    token in its sequence. by_slot: parameters; its `last_token` is overwritten. out: the result;
+    elements of padded rows are left as they are. Raises ValueError.
     """
     check_tensor("logits", logits, (-1, -1), torch.float32)
     if logits.stride(1) != 1:
@@ -37,8 +44,12 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, by_slot: SamplingTe
     for name, values in by_slot._asdict().items():
         check_tensor(name, values, (by_slot.seeds.numel(),), _DTYPES.get(name, torch.float32))
         check_contiguous(name, values)
+    if out is not None:
+        check_tensor("out", out, slots.shape, torch.int64)
+        check_contiguous("out", out)
     if not logits.is_cuda:
-        return reference.sample(logits, slots, positions, by_slot)
+        tokens = reference.sample(logits, slots, positions, by_slot)
+        return tokens if out is None else out.copy_(torch.where(slots < 0, out, tokens))
     from penstock.kernels.sampling import triton_sampling
 
-    return triton_sampling.sample(logits, slots, positions, by_slot)
+    return triton_sampling.sample(logits, slots, positions, by_slot, out)

@@ -22,12 +22,18 @@ from penstock.kernels.sampling.types import SamplingTensors
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 
-def sample(logits: Tensor, slots: Tensor, positions: Tensor, by_slot: SamplingTensors) -> Tensor:
+def sample(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    by_slot: SamplingTensors,
+    out: Tensor | None = None,
+) -> Tensor:
     """Compute `penstock.kernels.sampling.sampling.sample`, which checks the arguments."""
     num_rows, vocab_size = logits.shape
     num_runs = triton.cdiv(vocab_size, RUN.value)
     if not num_rows:
-        return slots.new_empty(0)
+        return slots.new_empty(0) if out is None else out
     runs = Runs(
         logits.new_empty(num_rows, num_runs),
         logits.new_empty(num_rows, num_runs),
@@ -36,7 +42,7 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, by_slot: SamplingTe
     )
     arguments = (logits, logits.stride(0), slots, positions, *by_slot[:-1], *runs)
     scan_runs(arguments, vocab_size, Shards(num_runs))
-    return finish_rows(arguments, by_slot.last_token, vocab_size, Shards(num_runs))
+    return finish_rows(arguments, by_slot.last_token, vocab_size, Shards(num_runs), out)
 
 
 class Runs(NamedTuple):
@@ -64,18 +70,22 @@ def scan_runs(arguments: Sequence[Any], vocab_size: int, shards: Shards) -> None
 
 
 def finish_rows(
-    arguments: Sequence[Any], last_token: Tensor, vocab_size: int, shards: Shards
+    arguments: Sequence[Any],
+    last_token: Tensor,
+    vocab_size: int,
+    shards: Shards,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Launch the second kernel, after the scans of all ranks; return the tokens."""
+    """Launch the second kernel, after the scans of all ranks; return the tokens, or `out`."""
     slots: Tensor = arguments[2]
     num_rows, num_runs = len(slots), triton.cdiv(vocab_size, RUN.value)
     num_groups = num_runs * GROUPS_PER_RUN.value
-    tokens = slots.new_empty(num_rows)
+    tokens = slots.new_empty(num_rows) if out is None else out
     _finish_rows[(num_rows,)](
         *arguments, slots.new_empty((num_rows, num_groups), dtype=torch.int32),
         tokens, last_token, shards.distances, vocab_size=vocab_size, num_runs=num_runs,
         runs_padded=triton.next_power_of_2(num_runs), runs_per_shard=shards.runs_per_shard,
-        num_shards=shards.num_shards, num_warps=8, **LAUNCH,
+        num_shards=shards.num_shards, keeps=out is not None, num_warps=8, **LAUNCH,
     )  # fmt: skip
     return tokens
 
@@ -106,7 +116,7 @@ def _scan_runs(
         at = row * runs_per_shard + run
         run += first_run
         if _is_restricted(temperature, top_k, top_p, min_p, vocab_size):
-            largest, total = _summarise_run(
+            largest, total = summarise_run(
                 row_ptr, run, temperature, group_max_ptr + at * GROUPS_PER_RUN, vocab_size
             )
             tl.store(run_best_ptr + at, largest)
@@ -144,7 +154,7 @@ def _best_of_run(row_ptr, run, temperature, seed, position, vocab_size: tl.const
 
 
 @triton.jit
-def _summarise_run(row_ptr, run, temperature, group_max_ptr, vocab_size: tl.constexpr):
+def summarise_run(row_ptr, run, temperature, group_max_ptr, vocab_size: tl.constexpr):
     """Store the groups' largest logits; return the run's largest and the sum of relative weights.
 
     The sum is NaN if a logit is NaN or infinite.
@@ -166,7 +176,7 @@ def _finish_rows(
     top_p_ptr, min_p_ptr, run_best_ptr, run_sum_ptr, run_token_ptr, group_max_ptr, group_list_ptr,
     tokens_ptr, last_token_ptr, distances_ptr,
     vocab_size: tl.constexpr, num_runs: tl.constexpr, runs_padded: tl.constexpr,
-    runs_per_shard: tl.constexpr, num_shards: tl.constexpr,
+    runs_per_shard: tl.constexpr, num_shards: tl.constexpr, keeps: tl.constexpr,
 ):  # fmt: skip
     """Chooses the token of one row in each program; grid (num_rows,)."""
     launch_dependents()
@@ -174,16 +184,14 @@ def _finish_rows(
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
     if slot < 0:
-        tl.store(tokens_ptr + row, 0)
+        if not keeps:
+            tl.store(tokens_ptr + row, 0)
     else:
         temperature, min_p = tl.load(temperature_ptr + slot), tl.load(min_p_ptr + slot)
         top_k, top_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot)
         runs = tl.arange(0, runs_padded)
-        at = (
-            row * runs_per_shard
-            + runs
-            + shift(runs, (distances_ptr, runs_per_shard, num_shards), 1)
-        )
+        at = row * runs_per_shard + runs
+        at += shift(runs, (distances_ptr, runs_per_shard, num_shards), 1)
         run_best = tl.load(run_best_ptr + at, runs < num_runs, other=-float("inf"))
         if _is_restricted(temperature, top_k, top_p, min_p, vocab_size):
             scale = LOG2_E / tl.maximum(temperature, 1e-30)

@@ -35,6 +35,10 @@ class Computed(NamedTuple):
     """this rank's share, float32: see `ParallelLMHead.logits`"""
     hidden_states: Tensor
     """[num_tokens, hidden_size]"""
+    rows: tuple[Tensor, Tensor, Tensor]
+    """slots, positions and newest tokens of the rows"""
+    sample_deferred: Callable[[], None] | None = None
+    """overwrites logits and tokens of deferred rows; None on several GPUs"""
 
 
 Compute = Callable[[Tensor, BatchShape], Computed]
@@ -102,13 +106,22 @@ class CudaGraphs:
 
     def _capture(self, shape: BatchShape) -> None:
         self._record.zero_()  # an empty record: the step reads and writes no row
-        self._compute(self._record, shape)  # one-time compilation and allocation can't be captured
+        # one-time compilation and allocation can't be captured
+        rest = self._compute(self._record, shape).sample_deferred
+        if rest:
+            rest()
+        del rest  # and its logits
         torch.cuda.synchronize(self._record.device)
-        graph = torch.cuda.CUDAGraph()
+        graph, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             computed = self._compute(self._record, shape)
+        rest = computed.sample_deferred
+        if rest:
+            with torch.cuda.graph(second, pool=self._pool):
+                rest()
+            rest = second.replay
         borrowed = _borrowed(computed.logits), _borrowed(computed.hidden_states)
-        self._computed[shape] = Computed(computed.tokens, *borrowed)
+        self._computed[shape] = Computed(computed.tokens, *borrowed, computed.rows, rest)
         self._graphs[shape] = graph
 
     def replay(self, record: Any, shape: BatchShape) -> Computed | None:

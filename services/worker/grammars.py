@@ -1,13 +1,13 @@
 """Bitmasks of the tokens that grammars allow (structured output)."""
 
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.numpy import fill_next_token_bitmask_par
+from llguidance.numpy import consume_token_par, fill_next_token_bitmask_par
 
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.messages.structured import GRAMMAR_LIMITS, Reasoning, StructuredOutputs
@@ -15,6 +15,10 @@ from penstock.services.worker.processed_row import Bitmask, TokenBits
 
 TAGS = ("<think>", "</think>")
 """tags around reasoning"""
+DEAD_END = (
+    "structured_outputs: the grammar allows no next token; if the text is complete, do not forbid "
+    "EOS (ignore_eos, min_tokens, allowed_token_ids)"
+)
 
 
 class _State:
@@ -25,30 +29,33 @@ class _State:
         self.matcher = matcher
         self.reasoning = reasoning if min(tags) >= 0 else "none"
         """"open": the grammar begins after `</think>`; "optional": the next token may be `<think>`,
-        see `opening_tag`"""
+        see `opening_tags`"""
         self._tags = tags
 
-    def accept(self, token_id: int) -> None:
-        """Advance by the row's new token; the next mask fails if the grammar refused the token."""
+    def is_for_grammar(self, token_id: int) -> bool:
+        """Return True if the matcher must consume the row's new token, not the reasoning."""
         begin, end = self._tags
         if self.reasoning == "open":
             self.reasoning = "none" if token_id == end else "open"
-        elif (
-            self.reasoning == "optional"
-            and token_id == begin
-            and not self.matcher.validate_tokens([begin])
-        ):
-            self.reasoning = "open"
-        else:
-            self.reasoning = "none"
-            self.matcher.consume_token(token_id)
+            return False
+        may_open = self.reasoning == "optional" and token_id == begin
+        opens = may_open and not self.matcher.validate_tokens([begin])
+        self.reasoning = "open" if opens else "none"
+        return not opens
+
+
+class _Ends(NamedTuple):
+    """A row's end tokens, and all tokens that are forbidden where its grammar may not end."""
+
+    own: TokenBits
+    all: TokenBits
 
 
 class _Row:
-    def __init__(self, compiled: "Future[_State]", end_token_ids: Iterable[int]) -> None:
+    def __init__(self, compiled: "Future[_State]", end_token_ids: frozenset[int], ends: _Ends):
         self.compiled = compiled
-        self.end_token_ids = frozenset(end_token_ids)
-        self.end_words = TokenBits(end_token_ids)
+        self.end_token_ids = end_token_ids
+        self.ends = ends
         self.ended = False
         self.failure = ""
 
@@ -73,14 +80,14 @@ class Grammars:
     all tokens except the row's end tokens, so that every ended text matches its grammar.
     """
 
-    def __init__(self, folder: Path, vocab_size: int) -> None:
+    def __init__(self, folder: Path) -> None:
         """Start to load the tokenizer in the compiler's thread; see `wait`."""
         self._path = folder / "tokenizer.json"
-        self._num_words = (vocab_size + 31) // 32
         self._rows: dict[int, _Row] = {}
         self._compiler = ThreadPoolExecutor(1, "grammars")
         self._executor = LLExecutor()
         self._tokenizer = self._compiler.submit(LLTokenizer, str(self._path))
+        self._ends = lru_cache(64)(self._make_ends)
 
     def wait(self) -> None:
         """Wait for the tokenizer. Raises ModelError.
@@ -93,6 +100,11 @@ class Grammars:
         except Exception as error:  # llguidance raises nothing more exact
             raise ModelError(f"{self._path}: llguidance could not read it: {error}") from error
 
+    @cached_property
+    def num_words(self) -> int:
+        """Width of masks; waits for the tokenizer."""
+        return -(-self._tokenizer.result().vocab_size // 32)
+
     def add(
         self,
         slot: int,
@@ -103,8 +115,8 @@ class Grammars:
     ) -> None:
         """Start to compile the grammar of a row with these output tokens so far."""
         compiled = self._compiler.submit(self._compile, spec, output_token_ids, reasoning)
-        known = [token_id for token_id in end_token_ids if token_id < 32 * self._num_words]
-        self._rows[slot] = _Row(compiled, known)
+        ends = frozenset(end_token_ids)
+        self._rows[slot] = _Row(compiled, ends, self._ends(ends))
 
     def remove(self, slot: int) -> None:
         if row := self._rows.pop(slot, None):
@@ -114,70 +126,82 @@ class Grammars:
         for slot in list(self._rows):
             self.remove(slot)
 
-    def accept(self, slot: int, token_id: int) -> None:
-        """Advance a row with a grammar by its new token; -1: the row failed."""
-        row = self._rows[slot]
-        if row.failure or token_id < 0:
-            return
-        if token_id in row.end_token_ids:
-            row.ended = True
-        elif not row.ended:
-            row.state.accept(token_id)
+    def accept(self, tokens: dict[int, int]) -> None:
+        """Advance rows by their new tokens, slot → token id; -1: the row failed.
 
-    def opening_tag(self, slot: int) -> int:
-        """Return the token with which the row may start to reason now, or -2.
+        The next mask of a row fails if its grammar refused the token.
+        """
+        consumed = []
+        for slot, token_id in tokens.items():
+            row = self._rows.get(slot)
+            if row is None or row.failure or row.ended or token_id < 0:
+                continue
+            if token_id in row.end_token_ids:
+                row.ended = True
+            elif row.state.is_for_grammar(token_id):
+                consumed.append((row.state.matcher, token_id))
+        if consumed:
+            consume_token_par(self._executor, consumed)
+
+    def has(self, slot: int) -> bool:
+        """Return True for a row with a grammar."""
+        return slot in self._rows
+
+    def opening_tags(self, slots: list[int]) -> dict[int, int]:
+        """Return the token with which a row may start to reason now, slot → `<think>`.
 
         The mask excludes this token; it may be drawn only if the model draws it from all tokens.
         Otherwise a grammar that forbids the model's choice would make the tag likely.
         """
-        state = self._rows[slot].state
-        return self._tags[0] if state.reasoning == "optional" else -2
+        optional = [slot for slot in slots if self._rows[slot].state.reasoning == "optional"]
+        return dict.fromkeys(optional, self._tags[0] if optional else -1)
 
-    def bitmask(self, slots: list[int]) -> tuple[Bitmask, dict[int, str]]:
-        """Return the allowed tokens of each of `slots`, and the reasons of failed rows.
+    def fill(self, masks: Bitmask, slots: list[int]) -> dict[int, str]:
+        """Write the allowed tokens of `slots`; return the reasons of failed rows, by slot.
 
         Waits for grammars that are being compiled. The mask of a failed row allows all tokens.
+        masks: of all slots, `num_words` wide; further tokens of the model have no text.
         """
-        masks = np.zeros((len(slots), self._num_words), np.int32)
-        rows = [self._rows[slot] for slot in slots]
-        self._fill(masks, rows)
-        alive = np.asarray(masks.any(axis=1)).tolist()
-        for mask, row, is_alive in zip(masks, rows, alive, strict=True):
-            if not row.failure and not is_alive:
-                row.failure = (
-                    "structured_outputs: the grammar allows no next token; if the text is "
-                    "complete, do not forbid EOS (ignore_eos, min_tokens, allowed_token_ids)"
-                )
-            if row.failure:
-                mask.fill(-1)
-        return masks, {
-            slot: row.failure for slot, row in zip(slots, rows, strict=True) if row.failure
-        }
+        if not slots:
+            return {}
+        self._fill(masks, slots)
+        # most masks have a token among the first
+        for index in np.flatnonzero(~masks[slots, :64].any(axis=1)).tolist():
+            row = self._rows[slots[index]]
+            if not row.failure and not masks[slots[index]].any():
+                row.failure = DEAD_END
+        failed = {slot: self._rows[slot].failure for slot in slots if self._rows[slot].failure}
+        masks[list(failed)] = -1
+        return failed
 
-    def _fill(self, masks: Bitmask, rows: list[_Row]) -> None:
+    def _fill(self, masks: Bitmask, slots: list[int]) -> None:
+        matchers = []
+        may_end = set()
+        by_ends: dict[_Ends, list[int]] = {}
+        for slot in slots:
+            row = self._rows[slot]
+            by_ends.setdefault(row.ends, []).append(slot)
+            if row.state.reasoning == "open":
+                masks[slot] = -1
+            elif _is_open(row):
+                matchers.append((row.state.matcher, slot))
+            else:
+                masks[slot] = 0
+                may_end.add(slot)
+        if matchers:
+            fill_next_token_bitmask_par(self._executor, matchers, masks)
+        for matcher, slot in matchers:
+            self._rows[slot].failure = _failure(matcher)
+            if matcher.is_accepting():
+                may_end.add(slot)
+        for ends, some in by_ends.items():
+            ends.all.forbid(masks, some)
+            ends.own.allow(masks, [slot for slot in some if slot in may_end])
+
+    def _make_ends(self, end_token_ids: frozenset[int]) -> _Ends:
         tokenizer = self._tokenizer.result()
-        thinking = [row.state.reasoning == "open" for row in rows]
-        open_matchers = [
-            (row.state.matcher, index)
-            for index, row in enumerate(rows)
-            if not thinking[index] and _is_open(row)
-        ]
-        if open_matchers:
-            # as wide as the tokenizer's vocabulary, which may be smaller than the model's
-            width = (tokenizer.vocab_size + 31) // 32
-            texts = masks if width == self._num_words else np.zeros((len(rows), width), np.int32)
-            fill_next_token_bitmask_par(self._executor, open_matchers, texts)
-            masks[:, :width] = texts
-        masks[thinking] = -1
-        TokenBits(tokenizer.eos_tokens).forbid(masks)
-        may_end = [not is_thinking for is_thinking in thinking]
-        for matcher, index in open_matchers:
-            may_end[index] = matcher.is_accepting()
-        for index, row in enumerate(rows):
-            change = row.end_words.allow if may_end[index] else row.end_words.forbid
-            change(masks[index])
-        for matcher, index in open_matchers:
-            rows[index].failure = _failure(matcher)
+        own = {one for one in end_token_ids if one < tokenizer.vocab_size}
+        return _Ends(TokenBits(own), TokenBits(own.union(tokenizer.eos_tokens)))
 
     @cached_property
     def _tags(self) -> tuple[int, int]:
@@ -190,13 +214,12 @@ class Grammars:
     def _compile(
         self, spec: StructuredOutputs, output_token_ids: list[int], reasoning: Reasoning
     ) -> _State:
-        limits = LLParserLimits(**GRAMMAR_LIMITS)
-        matcher = LLMatcher(
-            self._tokenizer.result(), spec.to_llguidance(), log_level=0, limits=limits
-        )
+        limits, tokenizer = LLParserLimits(**GRAMMAR_LIMITS), self._tokenizer.result()
+        matcher = LLMatcher(tokenizer, spec.to_llguidance(), log_level=0, limits=limits)
         state = _State(matcher, reasoning, self._tags)
         for token_id in output_token_ids:
-            state.accept(token_id)
+            if state.is_for_grammar(token_id):
+                matcher.consume_token(token_id)
         return state
 
 

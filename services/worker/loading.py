@@ -69,7 +69,7 @@ def load(
     model_config = quantized(read_model_config(config.model_folder), config.quantization)
     check_tp(model_config, assignment.tp_size, config.enable_expert_parallel)
     # Its thread loads while this thread waits for the group, the device and the disk.
-    grammars = None if assignment.rank else Grammars(config.model_folder, model_config.vocab_size)
+    grammars = None if assignment.rank else Grammars(config.model_folder)
     place = assignment.rendezvous, assignment.rank, assignment.tp_size
     tp = TensorParallel.join(*place, device, assignment.spans_nodes)
     if tp.on_gpus and tp.spans_nodes and not assignment.spans_nodes:
@@ -272,4 +272,6 @@ def worst_case_plan(
 
 def _all_extras(num_prompt_tokens: int) -> RowExtras:
     grammar = StructuredOutputs(regex="a*")
-    return RowExtras(num_prompt_tokens, 1.0, 1.0, 1.5, {0: 1.0}, 0, [], 20, 20, grammar)
+    return RowExtras(
+        num_prompt_tokens, 1.0, 1.0, 1.5, {0: 1.0}, 0, [], 20, 20, grammar, bad_words=[[1], [2, 3]]
+    )

@@ -1,6 +1,7 @@
 """One rank of the model: weights, KV cache and persistent batch, and the steps that use them."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,15 @@ from penstock.protocol.messages.plan import BatchPlan
 from penstock.services.worker.cuda_graphs import Computed, CudaGraphs
 from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.logits_processor import LogitsProcessor
-from penstock.services.worker.persistent_batch import NONE, Integers, PersistentBatch
+from penstock.services.worker.persistent_batch import NONE, PersistentBatch, Rows
 from penstock.services.worker.sampler import Sampler
-from penstock.services.worker.step_output import LaunchedStep, PendingOutput, to_device, to_host
+from penstock.services.worker.step_output import (
+    NOTHING,
+    LaunchedStep,
+    PendingOutput,
+    to_device,
+    to_host,
+)
 from penstock.services.worker.timings import IdleTimes
 
 
@@ -47,10 +54,10 @@ class ModelRunner:
         self._buffers: StepBuffers = make_step_buffers(
             num_slots, batch.max_blocks, max(max_tokens, num_slots), device
         )
-        self._sampler = Sampler(model, self._slots, num_slots, batch.vocab_size)
-        self.logits_processor = LogitsProcessor(
-            model, self._slots, self._buffers, batch.vocab_size, grammars
-        )
+        self.logits_processor = LogitsProcessor(model, self._slots, batch.vocab_size, grammars)
+        state = self.logits_processor.state
+        self._sampler = Sampler(model, self._slots, state, num_slots, batch.vocab_size)
+        self._last_step: LaunchedStep | None = None
         self._graphs: CudaGraphs | None = None
         self._profiler: Any = None
         self._idle_times = IdleTimes() if self._is_cuda else None
@@ -61,6 +68,7 @@ class ModelRunner:
 
     def clear(self) -> None:
         """Remove every sequence; the KV cache keeps its contents."""
+        self._complete_last()
         self._batch.clear()
         self.logits_processor.clear()
 
@@ -79,14 +87,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: BatchPlan) -> LaunchedStep:
-        """Start a step. Raises ValueError for an invalid plan, GroupError."""
+        """Start a step; the rest of the step before is launched first.
+
+        Raises ValueError for an invalid plan, GroupError.
+        """
+        self._complete_last()
         self._batch.apply(plan)
         may_process = any(row.extras for row in plan.added) or self._model.tp.spans_nodes
         if may_process or self.logits_processor.rows:
             self.logits_processor.apply(plan)
         rows = self._batch.advance(plan.chunks, plan.drafts)
         if rows is None:
-            return LaunchedStep(torch.empty(0, dtype=torch.int64), NONE)
+            return LaunchedStep(NONE, lambda: (torch.empty(0, dtype=torch.int64), None, NOTHING))
         if self._profiler:
             self._profiler.step()
         if self._idle_times:
@@ -94,27 +106,38 @@ class ModelRunner:
         computed = self._graphs.replay(rows.record, rows.shape) if self._graphs else None
         if computed is None:
             computed = self._compute(to_device(rows.record, self._device), rows.shape)
-        if not self.logits_processor.rows:
-            return self._launched(computed.tokens, rows.sampled)
-        pending = self.logits_processor.run(rows, computed)
-        self._sampler.share(computed.tokens, self._buffers.slots[: len(computed.tokens)])
-        launched = self._launched(computed.tokens, rows.sampled, pending)
-        self.logits_processor.follow(launched.token_ids)
-        return launched
+        step = self._last_step = LaunchedStep(rows.sampled, partial(self._complete, rows, computed))
+        if not self.logits_processor.handles(rows):
+            step.complete()
+        return step
+
+    def _complete_last(self) -> None:
+        if self._last_step:
+            self._last_step.complete()
+            self.logits_processor.follow(self._last_step.token_ids)
+            self._last_step = None
+
+    @torch.inference_mode()
+    def _complete(self, rows: Rows, computed: Computed) -> tuple[Tensor, Any, PendingOutput]:
+        """Launch the rest of a step; return what `LaunchedStep` expects."""
+        pending = NOTHING
+        if self.logits_processor.handles(rows):
+            pending = self.logits_processor.run(rows, computed)
+            self._sampler.share(computed.tokens, self._buffers.slots[: len(computed.tokens)])
+        tokens = to_host(computed.tokens)
+        return tokens, self._idle_times.end() if self._idle_times else None, pending
 
     def _compute(self, record: Tensor, shape: BatchShape) -> Computed:
         apply_plan(record, self._slots, self._buffers, shape, self.block_size)
         hidden_states = self._model(self._buffers.forward_batch(shape), self._kv_caches)
-        last = hidden_states
+        last, newest = hidden_states, self._buffers.input_ids[: shape.num_tokens]
         if shape.num_tiles:
-            last = hidden_states[self._buffers.last_tokens[: shape.num_rows]]
-        slots = self._buffers.slots[: len(last)]
+            last_tokens = self._buffers.last_tokens[: shape.num_rows]
+            last, newest = hidden_states[last_tokens], newest[last_tokens]
         next_positions = self._buffers.next_positions[: len(last)]
-        return Computed(*self._sampler(last, slots, next_positions), hidden_states)
-
-    def _launched(
-        self, tokens: Tensor, sampled: Integers, pending: PendingOutput | None = None
-    ) -> LaunchedStep:
-        tokens = to_host(tokens)
-        event = self._idle_times.end() if self._idle_times else None
-        return LaunchedStep(tokens, sampled, event, pending)
+        rows = self._buffers.slots[: len(last)], next_positions, newest
+        tokens, logits = self._sampler(last, *rows)
+        sample_deferred = None
+        if self._model.tp.size == 1:
+            sample_deferred = partial(self.logits_processor.sample, logits, tokens, *rows)
+        return Computed(tokens, logits, hidden_states, rows, sample_deferred)

@@ -142,6 +142,9 @@ class Worker:
         while len(self._steps) > self._max_running and not self.channel.socket.poll(0):
             self._send_oldest()
         self._send_done()
+        if self._steps:  # after the tokens for which the scheduler waits
+            self._steps[-1].launched.complete()
+            self._send_done()
 
     def _send_oldest(self) -> None:
         self.heartbeats.progress()

@@ -1,54 +1,113 @@
-"""A row that the logits processor handles, as the host keeps it: bias and allowed tokens."""
+"""A row that the logits processor handles, as the host keeps it."""
 
 from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.kernels.sampling.types import BIAS, DEFERRED, MASK, MAX_BIAS, NEVER, PENALTIES
 from penstock.protocol.messages.plan import RowAdded, RowExtras, pack
 
-NEVER = -1e30
-"""bias of a forbidden token; finite, so that the token can be drawn if a grammar allows no other"""
 Bitmask = NDArray[np.int32]
-"""int32 [..., ceil(vocab_size / 32)]: bit i of word w is token 32 w + i"""
+"""int32 [..., num_words]: bit i of word w is token 32 w + i"""
+NO_PENALTIES = 1.0, 0.0, 0.0
 
 
 class ProcessedRow:
-    """Parameters of a row with `RowExtras`."""
+    """Parameters of a row with `RowExtras`, and the end of its output."""
 
-    def __init__(self, row: RowAdded, vocab_size: int) -> None:
-        """Raise ValueError for a bias of an unknown token, or an unknown allowed token."""
+    def __init__(self, row: RowAdded, vocab_size: int, is_deferred: bool = False) -> None:
+        """Raise ValueError for an unknown token. is_deferred: rank 0 must sample the row."""
         self.extras = extras = row.extras or RowExtras(0)
-        self.token_ids = np.frombuffer(row.token_ids, "<i4").astype(np.int64)
-        self.has_penalties = (
+        self.token_ids = np.frombuffer(row.token_ids, "<i4")
+        self._check(vocab_size)
+        # a word with an unknown token can't be generated
+        words = [ids for ids in extras.bad_words if ids and 0 <= min(ids) <= max(ids) < vocab_size]
+        self._words = [(pack(ids[:-1]), ids[-1]) for ids in words if len(ids) > 1]
+        self._num_bytes = max((len(begin) for begin, _ in self._words), default=0)
+        self._tail = b""
+        """the output's last tokens, packed: as many as the longest word needs"""
+        self._extend(self.token_ids[extras.num_prompt_tokens :].tolist())
+        self.mask = self._mask([ids[0] for ids in words if len(ids) == 1], vocab_size)
+        """tokens that may ever be drawn, or None: all tokens, except for a grammar"""
+        biased = list(extras.logit_bias.items())
+        never = [token_id for token_id in extras.end_token_ids if token_id < vocab_size]
+        if extras.min_tokens:
+            biased += [(token_id, NEVER) for token_id in never]
+        self.bias = np.zeros((2, min(len(biased), MAX_BIAS)), np.int32)
+        """token ids, and values as the bits of a float32"""
+        if biased:
+            ids, values = zip(*biased[:MAX_BIAS], strict=True)
+            self.bias[:] = ids, np.array(values, np.float32).view(np.int32)
+        self._penalties = (
             extras.repetition_penalty,
             extras.frequency_penalty,
             extras.presence_penalty,
-        ) != (1.0, 0.0, 0.0)
-        self._min_length = extras.num_prompt_tokens + extras.min_tokens
-        self._bias = _entries(extras.logit_bias)
-        _check_known("logit_bias", extras.logit_bias, vocab_size)
-        never = {token_id: NEVER for token_id in extras.end_token_ids if token_id < vocab_size}
-        self._long_bias = np.concatenate([self._bias, _entries(never)], 1)
-        self.mask: TokenMask | None = None
-        """None: all tokens, except for a grammar"""
-        if extras.allowed_token_ids or extras.bad_words:
-            output = self.token_ids[extras.num_prompt_tokens :].tolist()
-            self.mask = TokenMask(extras, output, vocab_size)
+        )
+        self.flags = PENALTIES * (self._penalties != NO_PENALTIES) + BIAS * (self.bias.size > 0)
+        self.flags += MASK * (self.mask is not None)
+        # logprobs are of the raw logits, which `process_logits` overwrites
+        if is_deferred or self.needs_tokens or (self.flags and extras.num_logprobs >= 0):
+            self.flags += DEFERRED
+
+    def _check(self, vocab_size: int) -> None:
+        for name in "logit_bias", "allowed_token_ids":
+            wrong = [one for one in getattr(self.extras, name) if not 0 <= one < vocab_size]
+            if wrong:
+                raise ValueError(f"{name}: got token {wrong[0]}, expected 0 to {vocab_size - 1}")
+
+    def _mask(self, forbidden: list[int], vocab_size: int) -> Bitmask | None:
+        allowed = self.extras.allowed_token_ids
+        if not allowed and not forbidden:
+            return None
+        masks: Bitmask = np.full((1, (vocab_size + 31) // 32), 0 if allowed else -1, np.int32)
+        TokenBits(allowed).allow(masks, [0])
+        TokenBits(forbidden).forbid(masks, [0])
+        return masks.ravel()
 
     @property
-    def is_restricted(self) -> bool:
-        return self.mask is not None or self.extras.structured_outputs is not None
+    def has_bad_words(self) -> bool:
+        """True if the row has bad words of several tokens."""
+        return bool(self._words)
 
     @property
     def needs_tokens(self) -> bool:
         """True if the host must know each token of the row before the next is drawn."""
-        follows = self.mask is not None and self.mask.follows_output
-        return follows or self.extras.structured_outputs is not None
+        return self.has_bad_words or self.extras.structured_outputs is not None
 
-    def bias(self, position: int) -> NDArray[np.float64]:
-        """Return token ids and their bias, [2, n], for the token at `position`."""
-        return self._long_bias if position < self._min_length else self._bias
+    def parameters(self) -> NDArray[np.int32]:
+        """Return the row's `LogitsState.parameters`."""
+        extras = self.extras
+        penalties = np.array(self._penalties, np.float32).view(np.int32)
+        # no sequence is as long as an int32 can count
+        min_length = min(extras.num_prompt_tokens + extras.min_tokens, 2**31 - 1)
+        numbers = len(self.token_ids), min_length, len(extras.logit_bias), self.bias.shape[1]
+        return np.array([self.flags, *penalties, *numbers], np.int32)
+
+    def occurrences(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Return token ids and summands of `LogitsState.occurrences`."""
+        prompt, output = np.split(self.token_ids.astype(np.int64), [self.extras.num_prompt_tokens])
+        prompt = np.unique(prompt)
+        summands = np.repeat(np.array([1, 2], np.int32), [len(prompt), len(output)])
+        return np.concatenate([prompt, output]), summands
+
+    def accept(self, token_id: int) -> None:
+        """Append the row's new token, or -1 for a row without a token."""
+        if token_id >= 0 and self._words:
+            self._extend([token_id])
+
+    def bad_tokens(self) -> list[int]:
+        """Return the tokens that would complete a bad word of several tokens."""
+        return [end for begin, end in self._words if self._tail.endswith(begin)]
+
+    def allows(self, token_id: int) -> bool:
+        """Return True if the row's own parameters allow a token now."""
+        in_mask = self.mask is None or bool(self.mask[token_id // 32] >> token_id % 32 & 1)
+        return in_mask and token_id not in self.bad_tokens()
+
+    def _extend(self, token_ids: Iterable[int]) -> None:
+        if self._words:
+            self._tail = (self._tail + pack(token_ids))[-self._num_bytes :]
 
 
 class TokenBits:
@@ -61,66 +120,10 @@ class TokenBits:
         self._at = np.array(list(bits), np.int64)
         self._bits = np.array(list(bits.values()), np.uint32).view(np.int32)
 
-    def allow(self, masks: Bitmask) -> None:
-        """Set the tokens' bits in one or several masks."""
-        masks[..., self._at] |= self._bits
+    def allow(self, masks: Bitmask, rows: list[int]) -> None:
+        """Set the tokens' bits in some masks."""
+        masks[np.array(rows, np.int64)[:, None], self._at] |= self._bits
 
-    def forbid(self, masks: Bitmask) -> None:
-        """Clear the tokens' bits in one or several masks."""
-        masks[..., self._at] &= ~self._bits
-
-
-class TokenMask:
-    """The mask of a row with `allowed_token_ids` or `bad_words`.
-
-    The last token of a bad word is forbidden if the output ends with the word's other tokens.
-    """
-
-    def __init__(self, extras: RowExtras, output_token_ids: Iterable[int], vocab_size: int) -> None:
-        """Raise ValueError for an unknown allowed token."""
-        allowed = extras.allowed_token_ids
-        _check_known("allowed_token_ids", allowed, vocab_size)
-        self._always = np.full((vocab_size + 31) // 32, 0 if allowed else -1, np.int32)
-        TokenBits(allowed).allow(self._always)
-        # a word with an unknown token can't be generated
-        words = [ids for ids in extras.bad_words if ids and 0 <= min(ids) <= max(ids) < vocab_size]
-        TokenBits(ids[0] for ids in words if len(ids) == 1).forbid(self._always)
-        self._words = [(pack(ids[:-1]), ids[-1]) for ids in words if len(ids) > 1]
-        self._num_bytes = max((len(begin) for begin, _ in self._words), default=0)
-        self._tail = b""
-        """the output's last tokens, packed: as many as the longest word needs"""
-        self._extend(output_token_ids)
-
-    @property
-    def follows_output(self) -> bool:
-        """True if the mask depends on earlier tokens."""
-        return bool(self._words)
-
-    def accept(self, token_id: int) -> None:
-        """Append the row's new token, or -1 for a row without a token."""
-        if token_id >= 0:
-            self._extend([token_id])
-
-    def bitmask(self) -> Bitmask:
-        """Return the allowed tokens, int32 [ceil(vocab_size / 32)], which must not be changed."""
-        ends = [end for begin, end in self._words if self._tail.endswith(begin)]
-        if not ends:
-            return self._always
-        mask = self._always.copy()
-        TokenBits(ends).forbid(mask)
-        return mask
-
-    def _extend(self, token_ids: Iterable[int]) -> None:
-        if self._words:
-            self._tail = (self._tail + pack(token_ids))[-self._num_bytes :]
-
-
-def _check_known(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    wrong = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
-    if wrong:
-        raise ValueError(f"{name}: got token {wrong[0]}, expected 0 to {vocab_size - 1}")
-
-
-def _entries(bias: dict[int, float]) -> NDArray[np.float64]:
-    """Return token ids and values, [2, n]."""
-    return np.array([list(bias), list(bias.values())], np.float64).reshape(2, -1)
+    def forbid(self, masks: Bitmask, rows: list[int]) -> None:
+        """Clear the tokens' bits in some masks."""
+        masks[np.array(rows, np.int64)[:, None], self._at] &= ~self._bits

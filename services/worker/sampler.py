@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.sampling.candidates import candidates, draw_candidate
+from penstock.kernels.sampling.logits import process_logits
 from penstock.kernels.sampling.sampling import sample
+from penstock.kernels.sampling.types import LogitsState
 from penstock.kernels.step.types import Slots
 from penstock.models.qwen3 import Qwen3
 
@@ -18,10 +20,16 @@ class Sampler:
     suffice go through the logits processor. On CPUs of a node, rank 0 draws and broadcasts.
     """
 
-    def __init__(self, model: Qwen3, slots: Slots, max_rows: int, vocab_size: int) -> None:
-        """Allocate symmetric memory for up to `max_rows` rows if needed. Raises GroupError."""
+    def __init__(
+        self, model: Qwen3, slots: Slots, state: LogitsState, max_rows: int, vocab_size: int
+    ) -> None:
+        """Allocate symmetric memory for up to `max_rows` rows if needed. Raises GroupError.
+
+        state: changes to this rank's logits.
+        """
         self._model = model
         self._slots = slots
+        self._state = state
         self._sharded = None
         if model.tp.shares_memory:
             from penstock.kernels.sampling.triton_sharded_sampling import (
@@ -34,18 +42,20 @@ class Sampler:
             self._sharded = ShardedSampler(*memory, model.tp.rank, max_rows, vocab_size)
 
     def __call__(
-        self, hidden_states: Tensor, slots: Tensor, positions: Tensor
+        self, hidden_states: Tensor, slots: Tensor, positions: Tensor, newest: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return tokens, int64 [num_rows], on every rank, and this rank's logits.
 
-        slots, positions: as for `sample`. The tokens also become the rows' last tokens.
+        slots, positions, newest: as for `process_logits`. The tokens also become the rows' last
+        tokens.
         """
         tp, head = self._model.tp, self._model.head
         rows = slots, positions, self._slots.sampling()
+        out = self._sharded.logits(len(slots)) if self._sharded else None
+        logits = self._model.compute_logits(hidden_states, out)
+        process_logits(logits, slots, positions, newest, self._state)
         if self._sharded:
-            logits = self._model.compute_logits(hidden_states, self._sharded.logits(len(slots)))
             return self._sharded.sample(tp.barrier, *rows), logits
-        logits = self._model.compute_logits(hidden_states)
         if tp.spans_nodes:
             own = candidates(logits, head.stop - head.start, tp.rank, tp.size, *rows)
             return draw_candidate(tp.all_gather(own), logits.shape[1], *rows), logits

@@ -3,14 +3,15 @@
 The host does not wait for these copies.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.sampling.penalties import top_logprobs
+from penstock.kernels.sampling.logits import top_logprobs
 from penstock.protocol.messages.logprobs import PackedLogprobs
 from penstock.services.worker.persistent_batch import Integers
 
@@ -61,34 +62,40 @@ class PendingOutput(NamedTuple):
             (slot, [_unpack(row, row.size) for part in parts for row in part.numpy()])
             for slot, parts in self.prompt_logprobs.items()
         ]
-        return StepOutput(logprobs, prompt_logprobs, self.failed)
+        return StepOutput(logprobs, prompt_logprobs, list(self.failed))
+
+
+NOTHING = PendingOutput([], {}, [])
+"""of a step whose rows need no logits processor"""
 
 
 class LaunchedStep:
-    """A launched step, whose tokens are being copied to the host."""
+    """A launched step, whose tokens are copied to the host."""
 
     def __init__(
-        self,
-        tokens: Tensor,
-        sampled: Integers,
-        event: Any = None,
-        pending: PendingOutput | None = None,
+        self, sampled: Integers, complete: Callable[[], tuple[Tensor, Any, PendingOutput]]
     ) -> None:
-        """Keep tokens, int64 in host memory, complete after `event`, a torch.cuda.Event if given.
+        """Keep the step; sampled: indices of the sampled rows, in ascending order of slot.
 
-        sampled: indices of the sampled rows, in ascending order of slot.
+        complete: launches the rest of the step and returns tokens, int64 in host memory, complete
+        after an event (a torch.cuda.Event, or None), and the other outputs.
         """
-        self._tokens = tokens
         self._sampled = sampled
-        self._event = event
-        self._pending = pending or PendingOutput([], {}, [])
+        self._complete: Callable[[], tuple[Tensor, Any, PendingOutput]] | None = complete
+
+    def complete(self) -> None:
+        """Launch the rest of the step; waits for earlier tokens if rows depend on these."""
+        if self._complete:
+            complete, self._complete = self._complete, None
+            self._tokens, self._event, self._pending = complete()
 
     def done(self) -> bool:
         """Return True if `token_ids` returns without waiting."""
-        return self._event is None or bool(self._event.query())
+        return self._complete is None and (self._event is None or bool(self._event.query()))
 
     def token_ids(self) -> list[int]:
         """Wait for the sampled tokens; -1 for a failed row."""
+        self.complete()
         if self._event is not None:
             self._event.synchronize()
         ids: list[int] = self._tokens.numpy()[self._sampled].tolist()
@@ -125,9 +132,17 @@ def to_device(array: Any, device: torch.device) -> Tensor:
 
 
 def integers_to_device(lists: Sequence[Any], device: torch.device) -> tuple[Tensor, ...]:
-    """Return lists or arrays of integers as int64 tensors, in one copy."""
-    together = np.concatenate([np.asarray(one, np.int64) for one in lists])
-    return torch.split(to_device(together, device), [len(one) for one in lists])
+    """Return lists or arrays of integers as int64 tensors, in one copy.
+
+    Each is aligned to 16 bytes, without which Triton would compile kernels again.
+    """
+    begins = list(accumulate((len(one) + len(one) % 2 for one in lists), initial=0))
+    together = np.zeros(begins[-1], np.int64)
+    places = [slice(begin, begin + len(one)) for begin, one in zip(begins, lists, strict=False)]
+    for place, one in zip(places, lists, strict=True):
+        together[place] = one
+    on_device = to_device(together, device)
+    return tuple(on_device[place] for place in places)
 
 
 def to_host(tensor: Tensor) -> Tensor:

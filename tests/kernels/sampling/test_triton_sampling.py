@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.sampling import reference
+from penstock.kernels.sampling import sampling as wrapper
 from penstock.kernels.sampling import triton_sampling as sampling
 from penstock.kernels.sampling.philox import philox
 from penstock.kernels.sampling.triton_gumbel import words
@@ -50,14 +51,20 @@ def parameters_of(kinds: list[tuple[float, int, float, float]]) -> dict[str, Ten
 
 
 def draw(
-    device: str, logits: Tensor, slots: Tensor, positions: Tensor, parameters: dict[str, Tensor]
+    device: str,
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    parameters: dict[str, Tensor],
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens and the last token by slot (-1: not written), by the kernels."""
     num_slots = len(parameters["seeds"])
     last_token = torch.full((num_slots,), -1, device=device)
     on_device = {name: values.to(device) for name, values in parameters.items()}
     by_slot = SamplingTensors(**on_device, last_token=last_token)
-    tokens = sampling.sample(logits.to(device), slots.to(device), positions.to(device), by_slot)
+    rows = logits.to(device), slots.to(device), positions.to(device)
+    tokens = sampling.sample(*rows, by_slot, None if out is None else out.to(device))
     return tokens.cpu(), last_token.cpu()
 
 
@@ -109,6 +116,18 @@ def test_draws_the_tokens_of_the_reference(device: str, vocab_size: int) -> None
     written = torch.full_like(last_token, -1)
     written[some[some >= 0]] = tokens[some >= 0]
     assert torch.equal(last_token, written)
+
+
+def test_rows_without_a_slot_keep_their_tokens(device: str) -> None:
+    logits, slots = torch.randn(5, 264), torch.tensor([1, -1, 0, -1, 2])
+    parameters, before = parameters_of([GREEDY, PLAIN, (0.6, 20, 0.95, 0.0)]), torch.arange(5) + 900
+    tokens, last_token = draw(device, logits, slots, before, parameters)
+    rows = torch.where(slots < 0, before, tokens), last_token
+    kept = draw(device, logits, slots, before, parameters, before.clone())
+    assert all(map(torch.equal, rows, kept))
+    by_slot = SamplingTensors(**parameters, last_token=torch.full((3,), -1))
+    tokens = wrapper.sample(logits, slots, before, by_slot, before.clone())
+    assert all(map(torch.equal, rows, (tokens, by_slot.last_token)))
 
 
 @pytest.mark.slow

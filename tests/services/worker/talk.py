@@ -33,6 +33,9 @@ class FakeStep:
         self._done = done
         self._on_wait = on_wait
 
+    def complete(self) -> None:
+        """Nothing is left to launch."""
+
     def done(self) -> bool:
         return self._done
 

@@ -4,11 +4,13 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from llguidance import LLTokenizer
 
 from penstock.kernels.cpu import compiled_layers
+from penstock.kernels.sampling.types import BIAS, DEFERRED, MASK, PENALTIES
 from penstock.kernels.step.forward_batch import BatchShape
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.checkpoint import ModelError
@@ -182,7 +184,7 @@ def test_a_worker_that_is_ready_has_loaded_the_grammars_tokenizer(
     assert matchers is not None
     assert matchers._tokenizer.done()
     matchers.add(0, StructuredOutputs(regex="a"), [], [])
-    matchers.bitmask([0])
+    matchers.fill(np.zeros((1, matchers.num_words), np.int32), [0])
     assert len(loads.paths) == 1
 
 
@@ -256,9 +258,9 @@ def test_the_worst_case_asks_for_all_that_takes_memory(folder: Path) -> None:
         model=str(folder), device="cpu", max_num_seqs=80, max_num_batched_tokens=400, num_blocks=30
     )
     runner = load(config, WorkerAssignment(1, "group", 0, 1, ""), lambda: None)
-    tables = runner.logits_processor._penalties
-    assert tables._counts.shape == (80, 264)
-    where = tables._counts.data_ptr(), tables._in_prompt.data_ptr()
+    state = runner.logits_processor.state
+    assert state.occurrences.shape == (80, 264)
+    where = [tensor.data_ptr() for tensor in state[1:]]
     plan = worst_case_plan(config, 512, runner.block_size, with_extras=True)
     output = runner.launch(plan).output()
     assert len(output.logprobs) == 80
@@ -266,7 +268,8 @@ def test_the_worst_case_asks_for_all_that_takes_memory(folder: Path) -> None:
     ((slot, of_prompt),) = output.prompt_logprobs
     assert (slot, len(of_prompt)) == (0, 400 - 79 - 1)
     assert len(of_prompt) > MAX_PROMPT_TOKENS
-    assert all(row.has_penalties for row in runner.logits_processor.rows.values())
+    flags = {row.flags for row in runner.logits_processor.rows.values()}
+    assert flags == {PENALTIES | BIAS | MASK | DEFERRED}
     runner.clear()
     runner.launch(plan).output()
-    assert where == (tables._counts.data_ptr(), tables._in_prompt.data_ptr())
+    assert where == [tensor.data_ptr() for tensor in runner.logits_processor.state[1:]]

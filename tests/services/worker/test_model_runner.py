@@ -188,8 +188,8 @@ class Logits:
         self.rows: list[Tensor] = []
         compute_logits = Qwen3.compute_logits
 
-        def record(model: Qwen3, hidden_states: Tensor) -> Tensor | None:
-            logits = compute_logits(model, hidden_states)
+        def record(model: Qwen3, hidden_states: Tensor, out: Tensor | None) -> Tensor | None:
+            logits = compute_logits(model, hidden_states, out)
             assert logits is not None
             self.rows += logits.unbind(0)
             return logits

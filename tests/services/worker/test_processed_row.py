@@ -1,5 +1,6 @@
 """Masks of `allowed_token_ids` and `bad_words`, against the definition; and rows that have one."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from transformers import Qwen3ForCausalLM
 
 from penstock.protocol.messages.plan import RowExtras
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.services.worker.processed_row import Bitmask, ProcessedRow, TokenMask
+from penstock.services.worker.processed_row import Bitmask, ProcessedRow
 from penstock.services.worker.step_output import BAD_LOGITS
 from tests.services.worker.plans import plan, row
 from tests.services.worker.test_logits_processor import (
@@ -38,6 +39,10 @@ def tokens_of(mask: Bitmask, vocab_size: int = VOCAB_SIZE) -> set[int]:
     return {token for token in range(vocab_size) if int(mask[token // 32]) >> token % 32 & 1}
 
 
+def processed(asked: RowExtras, output: Sequence[int] = ()) -> ProcessedRow:
+    return ProcessedRow(row(0, output, [0], extras=asked), VOCAB_SIZE)
+
+
 def left(asked: RowExtras, output: list[int]) -> set[int]:
     """Return the tokens that may follow, by the definition."""
 
@@ -60,19 +65,25 @@ def test_masks(
 ) -> None:
     """After each token, whether the row came with the token or drew it."""
     asked = RowExtras(0, allowed_token_ids=allowed, bad_words=words)
-    mask = TokenMask(asked, output[:num_given], VOCAB_SIZE)
+    one = processed(asked, output[:num_given])
     for end in range(min(num_given, len(output)), len(output) + 1):
-        assert tokens_of(mask.bitmask()) == left(asked, output[:end])
+        always = set(range(VOCAB_SIZE)) if one.mask is None else tokens_of(one.mask)
+        assert always - set(one.bad_tokens()) == left(asked, output[:end])
+        assert {token for token in range(VOCAB_SIZE) if one.allows(token)} == left(
+            asked, output[:end]
+        )
         if end < len(output):
-            mask.accept(output[end])
-            mask.accept(-1)  # a step without a token changes nothing
-    assert mask.follows_output == any(len(word) > 1 for word in words)
+            one.accept(output[end])
+            one.accept(-1)  # a step without a token changes nothing
+    assert one.needs_tokens == any(len(word) > 1 for word in words)
 
 
 def test_words_with_tokens_that_the_model_does_not_have() -> None:
     words = [[70], [70, 2], [3, 99], [-1], [5]]
-    mask = TokenMask(RowExtras(0, bad_words=words), [], VOCAB_SIZE)
-    assert tokens_of(mask.bitmask()) == set(range(VOCAB_SIZE)) - {5}
+    one = processed(RowExtras(0, bad_words=words))
+    assert one.mask is not None
+    assert tokens_of(one.mask) == set(range(VOCAB_SIZE)) - {5}
+    assert not one.needs_tokens
 
 
 @pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE])
@@ -81,12 +92,11 @@ def test_refuses_an_allowed_token_that_the_model_does_not_have(token_id: int) ->
     with pytest.raises(
         ValueError, match=f"allowed_token_ids: got token {token_id}, expected 0 to 69"
     ):
-        TokenMask(asked, [], VOCAB_SIZE)
+        processed(asked)
 
 
 def test_a_row_that_restricts_nothing_has_no_mask() -> None:
-    added = row(0, [5], [0], extras=RowExtras(0, presence_penalty=1.0))
-    assert ProcessedRow(added, VOCAB_SIZE).mask is None
+    assert processed(RowExtras(0, presence_penalty=1.0)).mask is None
 
 
 # ---- rows of the real model --------------------------------------------------------------------

@@ -20,7 +20,7 @@ NUM_SCHEMAS = scaled(200)
 ROWS = 20
 MAX_TOKENS = 50_000
 """never reached: every schema bounds its texts, or ends them soon enough by chance"""
-VOCAB_SIZE, IM_END = 264, 258
+IM_END = 258
 PATTERNS = ("^[a-c]{1,4}$", r"^\d{2,3}-\w$", "x", "^(ab|é)+$", "^[^a-z]{0,3}$")
 FORMATS = ("date", "time", "date-time", "uuid", "ipv4", "ipv6", "email", "hostname")
 Schema = dict[str, Any]
@@ -116,21 +116,23 @@ VALUES = (None, True, 0, -7, 2.5, "", "a", 'é"\\\n', [], [1, "b"], {}, {"k": [N
 def texts(schemas: list[Schema], seed: int) -> list[str]:
     """Return a random text for each: every token that is allowed is as likely as any other."""
     noise = np.random.default_rng(seed)
-    grammars = Grammars(Config().model_folder, VOCAB_SIZE)
+    grammars = Grammars(Config().model_folder)
     outputs = [bytearray() for _ in schemas]
     for slot, schema in enumerate(schemas):
         grammars.add(slot, StructuredOutputs(json=schema), [], [IM_END])
     slots = list(range(len(schemas)))
     for _ in range(MAX_TOKENS):
-        masks, failed = grammars.bitmask(slots)
+        masks = np.zeros((len(schemas), grammars.num_words), np.int32)
+        failed = grammars.fill(masks, slots)
         assert not failed, [(failed[slot], schemas[slot]) for slot in failed]
-        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+        bits = np.unpackbits(masks[slots].view(np.uint8), axis=1, bitorder="little")
         token_ids = (noise.random(bits.shape) * bits).argmax(axis=1).tolist()
-        for slot, token_id in zip(slots, token_ids, strict=True):
-            grammars.accept(slot, token_id)
+        drawn = dict(zip(slots, token_ids, strict=True))
+        grammars.accept(drawn)
+        for slot, token_id in drawn.items():
             if token_id != IM_END:
                 outputs[slot].append(token_id)
-        slots = [slot for slot, drawn in zip(slots, token_ids, strict=True) if drawn != IM_END]
+        slots = [slot for slot in slots if drawn[slot] != IM_END]
         if not slots:
             return [output.decode() for output in outputs]
     raise AssertionError(f"{MAX_TOKENS} tokens, and these continue: {[schemas[s] for s in slots]}")

@@ -164,23 +164,32 @@ def test_two_ranks_run_plans_and_end_together(start: Start, folder: Path) -> Non
 
 @pytest.mark.slow
 def test_every_rank_decodes_the_tokens_of_rows_that_ask(start: Start, folder: Path) -> None:
-    """With two ranks bias makes the row say 7, which the next step must know on both."""
+    """With two ranks bias makes the row say 7, which the next step must know on both.
+
+    Penalties count on both what the row says, whether rank 0 samples it (logprobs) or not.
+    """
     workers = start(tp=2)
     workers.gather()
     workers.seat(1, free_rendezvous())
     prompt = PROMPTS[1]
     extras = RowExtras(20, logit_bias={7: 100.0}, num_logprobs=0, num_prompt_logprobs=0)
     added = [row(0, PROMPTS[0], range(10)), row(3, prompt, range(10, 20), extras=extras)]
-    tokens = [workers.run(plan(0, added=added, chunks=[(0, 37), (3, 12)]))]
+    bias = {5: 300.0, 255: 200.0, 6: 100.0}  # of both ranks' shards
+    for slot, num_logprobs in ((4, -1), (5, 2)):
+        asked = RowExtras(5, frequency_penalty=120.0, logit_bias=bias, num_logprobs=num_logprobs)
+        added.append(row(slot, range(5), [slot + 20], extras=asked))
+    chunks = [(0, 37), (3, 12), (4, 5), (5, 5)]
+    tokens = [workers.run(plan(0, added=added, chunks=chunks))]
     tokens.append(workers.run(plan(1, chunks=[(3, 8)])))
     tokens += [workers.run(plan(number)) for number in (2, 3)]
     assert [ids[0] for ids in tokens] == greedy(folder, PROMPTS[0], 4)
-    assert [ids[1:] for ids in tokens] == [[], [7], [7], [7]]
+    assert [ids[1:-2] for ids in tokens] == [[], [7], [7], [7]]
+    assert [ids[-2:] for ids in tokens] == [[5, 5], [255, 255], [5, 5], [6, 6]]
     logits = prefill_logits(load_model(folder), [[*prompt, 7, 7]])
     assert logits is not None
     logprobs = [
         packed for one in workers.sampled for _, some in one.prompt_logprobs for packed in some
-    ] + [packed for one in workers.sampled for _, packed in one.logprobs]
+    ] + [packed for one in workers.sampled for index, packed in one.logprobs if index == 1]
     told = [pair for packed in logprobs for pair in packed.pairs()]
     said = [*prompt[1:], 7, 7, 7]
     assert [token_id for token_id, _ in told] == said

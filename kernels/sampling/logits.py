@@ -1,0 +1,130 @@
+"""Changes to logits before sampling: penalties, bias, bitmasks; and logprobs.
+
+The host does not wait for the device. Logits are float32.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.argument_checks import check_contiguous, check_tensor
+from penstock.kernels.sampling import penalties
+from penstock.kernels.sampling.types import (
+    BIAS,
+    DEFERRED,
+    FLAGS,
+    FREQUENCY,
+    MASK,
+    MIN_LENGTH,
+    NUM_BIAS,
+    NUM_GIVEN,
+    NUM_LONG_BIAS,
+    PENALTIES,
+    PRESENCE,
+    REPETITION,
+    LogitsState,
+)
+
+
+def process_logits(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    newest: Tensor,
+    state: LogitsState,
+    *,
+    deferred: bool = False,
+) -> None:
+    """Apply penalties, bias and bitmask of each row's slot in place, in this order.
+
+    deferred: process rows of deferred slots too; otherwise rows of other slots only. The newest
+    token of a processed row is counted first, unless it was given.
+
+    logits: [num_rows, at least the shard's tokens], with any row stride. slots: int64 [num_rows],
+    -1 for a row that is left as it is. positions: int64 [num_rows], index of the token to be
+    sampled. newest: int64 [num_rows], the token before. Raises ValueError.
+    """
+    num_rows, num_tokens = len(slots), state.occurrences.shape[1]
+    check_tensor("logits", logits, (num_rows, -1), torch.float32)
+    if logits.stride(1) != 1 or logits.shape[1] < num_tokens:
+        raise ValueError(f"logits: got shape {list(logits.shape)}, strides {logits.stride()}")
+    for name, values in (("slots", slots), ("positions", positions), ("newest", newest)):
+        check_tensor(name, values, (num_rows,), torch.int64)
+        check_contiguous(name, values)
+    if not logits.is_cuda:
+        _process(logits[:, :num_tokens], slots, positions, newest, state, deferred)
+    elif num_rows and num_tokens:
+        from penstock.kernels.sampling import triton_logits
+
+        triton_logits.process(logits, slots, positions, newest, state, deferred)
+
+
+def apply_bitmask(logits: Tensor, bitmask: Tensor, slots: Tensor) -> None:
+    """Set logits of tokens that the bitmask of the row's slot does not allow to -inf, in place.
+
+    bitmask: int32 [num_slots, num_words]: bit i of word w allows token 32 w + i. slots: int64
+    [num_rows], -1 for a row that is left as it is. Raises ValueError.
+    """
+    check_tensor("bitmask", bitmask, (-1, -(-logits.shape[1] // 32)), torch.int32)
+    check_contiguous("bitmask", bitmask)
+    check_tensor("slots", slots, (len(logits),), torch.int64)
+    if logits.is_cuda:
+        from penstock.kernels.sampling import triton_logits
+
+        triton_logits.mask(logits, bitmask, slots)
+    else:
+        rows = (slots >= 0).nonzero().squeeze(1)
+        logits[rows] = penalties.apply_bitmask(logits[rows], bitmask[slots[rows]])
+
+
+def top_logprobs(logits: Tensor, token_ids: Tensor, num_likeliest: int) -> tuple[Tensor, Tensor]:
+    """Compute `penstock.kernels.sampling.penalties.top_logprobs`; logits with any row stride."""
+    if not logits.is_cuda:
+        return penalties.top_logprobs(logits, token_ids, num_likeliest)
+    from penstock.kernels.sampling import triton_logits
+
+    return triton_logits.top_logprobs(logits, token_ids, num_likeliest)
+
+
+def _process(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    newest: Tensor,
+    state: LogitsState,
+    deferred: bool,
+) -> None:
+    """Compute `process_logits` in torch; logits: the shard's."""
+    flags = state.parameters[slots, FLAGS].masked_fill(slots < 0, 0)
+    if not deferred:
+        flags = flags.masked_fill(flags & DEFERRED > 0, 0)
+    for row in flags.nonzero().squeeze(1).tolist():
+        slot, flag, position = int(slots[row]), int(flags[row]), int(positions[row])
+        parameters = state.parameters[slot]
+        if flag & PENALTIES:
+            token = int(newest[row]) - state.first_token
+            if position > parameters[NUM_GIVEN] and 0 <= token < logits.shape[1]:
+                state.occurrences[slot, token] += 2
+            occurrences = state.occurrences[slot, None]
+            repetition, frequency, presence = (
+                parameters[[REPETITION, FREQUENCY, PRESENCE]].view(torch.float32).unsqueeze(1)
+            )
+            logits[row] = penalties.penalize(
+                logits[row, None],
+                occurrences >> 1,
+                occurrences & 1 > 0,
+                repetition=repetition,
+                frequency=frequency,
+                presence=presence,
+            )
+        if flag & BIAS:
+            column = NUM_LONG_BIAS if position < parameters[MIN_LENGTH] else NUM_BIAS
+            token_ids, values = state.bias[slot, :, : parameters[column]]
+            own = token_ids.long() - state.first_token
+            here = (own >= 0) & (own < logits.shape[1])
+            logits[row].index_add_(0, own[here], values.view(torch.float32)[here])
+        if flag & MASK:
+            whole = torch.arange(state.first_token, state.first_token + logits.shape[1])
+            bits = state.bitmask[slot, whole // 32] >> whole.int() % 32 & 1
+            logits[row].masked_fill_(bits == 0, -math.inf)
