@@ -55,6 +55,8 @@ class ProcessExit:
 
 
 def _close_after(wait: Callable[[], object], writer: int) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        wait()
-    os.close(writer)
+    try:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            wait()
+    finally:
+        os.close(writer)
