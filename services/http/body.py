@@ -42,22 +42,23 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     if encoding not in ("identity", "gzip", "x-gzip"):
         sentence = f"Content-Encoding: got {encoding!r}, expected gzip or identity"
         raise ApiError(415, sentence, headers={"Accept-Encoding": "gzip, identity"})
+    _check_length(int(request.headers.get("content-length", 0)), max_bytes)
     body = bytearray()
     async for piece in request.stream():
         body += piece
-        _check_length(body, max_bytes)
+        _check_length(len(body), max_bytes)
     if encoding == "identity":
         return bytes(body)
     try:
         text = gzip.GzipFile(fileobj=io.BytesIO(body)).read(max_bytes + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise ApiError(400, f"the body can't be decompressed as gzip: {error}") from error
-    _check_length(text, max_bytes)
+    _check_length(len(text), max_bytes)
     return text
 
 
-def _check_length(body: bytes | bytearray, max_bytes: int) -> None:
-    if len(body) > max_bytes:
+def _check_length(num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
         sentence = f"the body: got more than {max_bytes} bytes, expected at most {max_bytes}"
         raise ApiError(413, sentence)
 

@@ -171,13 +171,20 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(431, f"headers: got more than {most} bytes, expected at most {most}")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Send an error, unless a response has begun, and close the connection."""
-        if self.cycle is None or self.cycle.response_complete:
+        """Send an error, if no other response is due, and close the connection.
+
+        A response is due to a request that has arrived completely, or has begun.
+        """
+        cycle = self.cycle
+        is_idle = cycle is None or cycle.response_complete
+        if is_idle or (cycle.more_body and not cycle.response_started and not self.pipeline):
             body = msgspec.json.encode(ApiError(status, message).body)
             head = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
             self.transport.write(
                 b"%b%bconnection: close\r\n\r\n%b" % (STATUS_LINE[status], head, body)
             )
+            if cycle is not None:
+                cycle.disconnected = True  # so that its task sends nothing more
         self.transport.close()
 
 

@@ -120,6 +120,28 @@ def test_what_is_not_http_is_an_error_in_json(serve: Serve, connect: Connect) ->
     assert msgspec.json.decode(body)["error"]["message"] == "the request is not valid HTTP/1.1"
 
 
+def test_a_chunk_that_is_not_one_is_a_400(serve: Serve, connect: Connect) -> None:
+    connection = connect(serve(api_key="key"))
+    connection.sendall(CHUNKED + b"5\r\nabcde\r\nzz\r\n")
+    answer = rest(connection)
+    assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_running_request_is_not_answered_with_the_next_ones_error(
+    serve: Serve, connect: Connect
+) -> None:
+    connection = connect(serve(silent))
+    connection.sendall(WHOLE + CHUNKED + b"zz\r\n")
+    assert rest(connection) == b""
+
+
+def test_a_content_length_above_the_limit_is_a_413_at_once(serve: Serve, connect: Connect) -> None:
+    connection = connect(serve(max_request_bytes=10_000))
+    connection.sendall(POST + b"Content-Length: 10001\r\n\r\n")
+    assert connection.recv(1000).startswith(b"HTTP/1.1 413 ")
+
+
 def test_a_body_in_the_smallest_chunks(serve: Serve, connect: Connect) -> None:
     connection = connect(serve(limits=Limits(max_header_bytes=200)))
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY.ljust(5000))
@@ -134,8 +156,8 @@ def test_a_body_in_the_smallest_chunks(serve: Serve, connect: Connect) -> None:
         (b"", b""),
         (b"GET /vers", b"HTTP/1.1 408 Request Timeout\r\n"),
         (GET, b"HTTP/1.1 408 Request Timeout\r\n"),
-        (WHOLE[:-3], b""),
-        (CHUNKED + b"0\r\n", b""),
+        (WHOLE[:-3], b"HTTP/1.1 408 Request Timeout\r\n"),
+        (CHUNKED + b"0\r\n", b"HTTP/1.1 408 Request Timeout\r\n"),
     ],
 )
 def test_requests_that_do_not_arrive(
@@ -166,7 +188,7 @@ def test_an_answer_may_take_longer(serve: Serve, connect: Connect) -> None:
     patient, slow = connect(served), connect(served)
     patient.sendall(WHOLE)
     slow.sendall(WHOLE[:-3])
-    assert rest(slow) == b""
+    assert rest(slow).startswith(b"HTTP/1.1 408 ")
     late = connect(served)
     assert rest(late) == b""  # so that much more than the limit has gone by
     served.stop()
