@@ -70,6 +70,7 @@ def read_rope(
     base = _number(fields, "rope_theta", theta or DEFAULT_BASE)
     if kind == "default":
         return Rope(base, None, num_positions)
+    fields.setdefault("factor", (f"{path.partition('.')[0]}.factor", None))
     yarn = _yarn(fields, num_positions, original_positions)
     return Rope(base, yarn, int(yarn.original_positions * yarn.factor))
 
@@ -94,9 +95,12 @@ def _yarn(fields: Fields, num_positions: int, original_positions: int | None) ->
     original = original_positions or int(
         _number(fields, "original_max_position_embeddings", num_positions)
     )
-    factor = _number(fields, "factor", num_positions / original)
+    path, given = fields["factor"]
+    follows = given is None and original != num_positions
+    factor = num_positions / original if follows else _number(fields, "factor", 0.0)
     if factor < 1:
-        raise ValueError(f"{fields['factor'][0]}: got {factor}, expected 1 or more")
+        shown = "null" if given is None else given
+        raise ValueError(f"{path}: got {shown}, expected 1 or more")
     m_scale, m_scale_all = (_number(fields, name, 0.0) for name in ("mscale", "mscale_all_dim"))
     both = m_scale and m_scale_all
     factors = (m_scale, m_scale_all) if both else (1.0, 0.0)

@@ -15,7 +15,6 @@ from penstock.protocol.messages.client import (
 )
 from penstock.protocol.messages.logprobs import Logprob, TokenLogprobs
 
-MAX_N = 64
 ByToken = dict[int, Logprob]
 """token id → its logprob: the token that stands at a position, and the likeliest ones"""
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
@@ -24,12 +23,12 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids")
 class SamplingParams(sampling.SamplingParams, kw_only=True):
     """Sampling parameters of a prompt's answers. None: the model's own default."""
 
-    n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
+    n: Annotated[int, Meta(ge=1, le=sampling.MAX_N)] = 1
     """answers to a prompt; with a `seed`, answer i has the seed + i"""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.n <= MAX_N:
-            raise ValueError(f"n: got {self.n}, expected 1 to {MAX_N}")
+        if not 1 <= self.n <= sampling.MAX_N:
+            raise ValueError(f"n: got {self.n}, expected 1 to {sampling.MAX_N}")
 
     def request(self, token_ids: list[int], name: str, index: int) -> GenerateRequest:
         """Return the request of the answer `index` to the prompt `name`."""

@@ -19,6 +19,8 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=128)]
+MAX_N = 128
+"""answers to a prompt, where a request may have several"""
 
 
 class SamplingParams(Struct, kw_only=True, omit_defaults=True):

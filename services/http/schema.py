@@ -9,9 +9,13 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from penstock.protocol.messages.client import CacheSalt, Priority, RequestId
-from penstock.protocol.messages.sampling import NumLogprobs, Positive, SamplingParams, TokenId
-
-MAX_N = 128
+from penstock.protocol.messages.sampling import (
+    MAX_N,
+    NumLogprobs,
+    Positive,
+    SamplingParams,
+    TokenId,
+)
 
 
 class StreamOptions(Struct, kw_only=True, frozen=True):

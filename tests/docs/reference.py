@@ -14,7 +14,7 @@ from penstock.protocol.client import errors
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.metrics import Histogram, Metrics
-from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.sampling import MAX_N, SamplingParams
 from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
 from penstock.services.http.errors import ApiError, as_api_error
 from penstock.services.http.metrics import render
@@ -97,7 +97,7 @@ def sampling_parameters() -> str:
         "`generation_config.json`.",
         table("field | description | type and limits | default", rows),
         "`n`, the number of answers to a prompt, is available over HTTP and in `SamplingParams` of "
-        "programs (1 to 128).",
+        f"programs (1 to {MAX_N}).",
         "## Notes",
         "- **EOS** ids: those of `generation_config.json` or `config.json`, and the tokenizer's.",
         "- **`allowed_token_ids`** without EOS: the answer ends at `max_tokens` or a stop.",

@@ -135,8 +135,8 @@ def test_what_is_refused(llm: LLM) -> None:
         llm.generate(["1+1=", "2+2="], SamplingParams(temperature=3.0), use_tqdm=False)
     with pytest.raises(ValueError, match="sampling_params: got 1, "):
         llm.generate(["1+1=", "2+2="], [SamplingParams()], use_tqdm=False)
-    with pytest.raises(ValueError, match="n: got 65, expected 1 to 64"):
-        SamplingParams(n=65)
+    with pytest.raises(ValueError, match="n: got 129, expected 1 to 128"):
+        SamplingParams(n=129)
     assert llm.generate("1+1=", use_tqdm=False)[0].outputs[0].text == "2"
 
 

@@ -50,5 +50,5 @@ def test_sampling_params() -> None:
         _one_for_each({"temperature": 1}, 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="sampling_params: got 2, expected one, or one for each"):
         _one_for_each([SamplingParams()] * 2, 1)
-    with pytest.raises(ValueError, match=r"^n: got 0, expected 1 to 64$"):
+    with pytest.raises(ValueError, match=r"^n: got 0, expected 1 to 128$"):
         SamplingParams(n=0)

@@ -4,12 +4,14 @@ import re
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
-from penstock.launch.offline.outputs import RequestOutput, prompts_of
+from penstock.launch.offline.outputs import RequestOutput, SamplingParams, prompts_of
 from penstock.protocol.messages.client import GenerateReply, Usage
 from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.protocol.messages.metrics import RequestTimes
+from penstock.services.http.schema import ChatRequest
 
 
 def reply(**fields: Any) -> GenerateReply:
@@ -73,3 +75,11 @@ def test_an_output_has_what_vllm_has() -> None:
     assert metrics.scheduled_ts - metrics.queued_ts == pytest.approx(1.0)
     assert time.time() - metrics.arrival_time >= 7.0
     assert (metrics.first_token_latency, metrics.num_generation_tokens) == (4.0, 2)
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, ChatRequest])
+def test_as_many_answers_as_over_http(kind: type[SamplingParams] | type[ChatRequest]) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    assert msgspec.convert({"messages": messages, "n": 128}, kind).n == 128
+    with pytest.raises(msgspec.ValidationError, match="128"):
+        msgspec.convert({"messages": messages, "n": 129}, kind)

@@ -53,10 +53,10 @@ def test_another_process() -> None:
             assert process.wait(20)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_unforeseen_exception_of_the_wait_ends_it(request: pytest.FixtureRequest) -> None:
     if "pidfd" in request.node.name:
         pytest.skip("has no thread")
-    # the exception that ends a thread silently
     with contextlib.closing(ProcessExit(os.getpid(), sys.exit)) as process:
         assert process.wait(20)
 
