@@ -156,6 +156,7 @@ class Client:
 
     def wait(self) -> None:
         """Wait for a sign of the pipeline, and handle it. Raises NoAnswer."""
+        self._connection.check_open()
         deadline = time.monotonic() + self._timeout
         while (seconds := deadline - time.monotonic()) > 0:
             self._poller.poll(None if seconds == math.inf else math.ceil(seconds * 1000))

@@ -103,7 +103,8 @@ class Connection:
         self._connect()
 
     def ask(self, question: Request) -> Answer:
-        """Send a question, now or when there is a connection."""
+        """Send a question, now or when there is a connection. Raises ClientError after `leave`."""
+        self.check_open()
         self.take()
         answer = self._session.ask(question)
         if self._is_connected:
@@ -112,6 +113,11 @@ class Connection:
             self._fail(answer, REFUSED)
         self.take()  # ZeroMQ signals changes, and the send may have swallowed one
         return answer
+
+    def check_open(self) -> None:
+        """Raise ClientError after `leave`."""
+        if self.socket.closed:
+            raise ClientError("the client is closed; open another one")
 
     def take(self) -> bool:
         """Handle everything that has arrived, without waiting. Return True for a sign of a gateway.

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterator
 
 from penstock.launch.commands import cli
+from penstock.launch.commands.parser import Parser
 from penstock.launch.pipeline.options import flag
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
@@ -35,6 +36,8 @@ def _subcommands(
         if isinstance(action, argparse._SubParsersAction):
             texts = {one.dest: one.help or "" for one in action._choices_actions}
             for name, command in action.choices.items():
+                if isinstance(command, Parser):
+                    command.load()
                 yield name, command, texts.get(name, "")
 
 

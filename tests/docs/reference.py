@@ -76,7 +76,8 @@ def options() -> str:
         "The options of `launch all`. `LLM` takes them as arguments; `launch bench`, `launch "
         "batch` and `launch chaos` take them as options. Processes that are started without "
         "`launch` read them from the environment: `PENSTOCK_MAX_NUM_SEQS` for `--max-num-seqs`. "
-        "`launch options` prints this table.",
+        "`launch options` prints this table. `--procfile` and `--max-deaths` are only for "
+        "[`launch all`](commands.md#launch-all).",
         options_table(),
     )
 

@@ -40,6 +40,14 @@ def test_many_requests_at_once(endpoint: str) -> None:
         ]
 
 
+def test_a_closed_client_says_so(endpoint: str) -> None:
+    with gateway(endpoint), Client(endpoint, timeout=5) as client:
+        stream = client.submit("a")
+    for call in (stream.result, client.status):
+        with pytest.raises(ClientError, match="the client is closed; open another one"):
+            call()
+
+
 def test_what_comes_is_taken_in_until_a_moment(endpoint: str) -> None:
     with gateway(endpoint), Client(endpoint, timeout=5) as client:
         answer = client.submit("x")._answer
