@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.protocol.config import Config
+from penstock.protocol.field_errors import explain
 from penstock.protocol.rope import Rope, read_rope
 from penstock.protocol.unserved import (
     architecture_hint,
@@ -135,17 +136,20 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def _convert(path: Path, fields: dict[str, Any]) -> ModelConfig:
-    """Read null as a field that is absent, except for `head_dim`, as transformers does.
+    """Read null as transformers does: a field that is absent, except for two numbers of heads.
 
     Raises ModelError for `hidden_act`, for which transformers has no default then.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     if fields.get("hidden_act", "silu") is None:
         raise ModelError(f'{path}: hidden_act: got null, expected "silu"')
+    if fields.get("num_key_value_heads", 0) is None and "num_attention_heads" in given:
+        given["num_key_value_heads"] = given["num_attention_heads"]
     try:
         config = msgspec.convert(given, ModelConfig)
     except msgspec.ValidationError as error:
-        raise ModelError(f"{path} can't be read: {error}") from error
+        problem = explain(str(error), fields, ModelConfig)[1]
+        raise ModelError(f"{path} can't be read: {problem}") from error
     if "head_dim" in given or ("head_dim" not in fields and not config.expert_count):
         return config
     head_dim = config.hidden_size // config.num_attention_heads

@@ -15,6 +15,8 @@ _NO_VALUE = object()
 _MIN_INT, _MAX_INT = -(2.0**63), 2.0**64
 _WHOLE = r"the request: got `\1`, expected an object of the fields"
 FINITE = "got NaN or a number beyond 64 bits, expected a finite number of up to 64 bits"
+UNICODE = "got an invalid UTF-16 surrogate, expected Unicode text"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def explain(error: str, raw: object, kind: type[Struct]) -> tuple[str | None, str]:
@@ -30,7 +32,8 @@ def explain(error: str, raw: object, kind: type[Struct]) -> tuple[str | None, st
         return name, f"{name}: got an unknown field, expected {known}"
     if missing := re.search(r"missing required field `(.*)`", reason):
         name = _joined(path, missing[1])
-        return name, f"{name}: got nothing, expected a value; the field is required"
+        got = "null" if _value_at(raw, name) is None else "nothing"
+        return name, f"{name}: got {got}, expected a value; the field is required"
     if not path:
         return None, re.sub("^Expected `object`, got `(.*)`$", _WHOLE, error)
     if "out of range" in reason:
@@ -46,12 +49,12 @@ def explain(error: str, raw: object, kind: type[Struct]) -> tuple[str | None, st
     return path, f"{path}: {reason}"
 
 
-def out_of_range_field(body: bytes) -> str:
-    """Return the path of a number that JSON's decoder or MessagePack's encoder refuses, or ""."""
+def undecodable_value(body: bytes) -> tuple[str, str] | None:
+    """Return path and problem of a value that JSON's decoder or MessagePack's encoder refuses."""
     try:
-        return _out_of_range(json.loads(body, parse_int=_decimal), "")
+        return next(_undecodable(json.loads(body, parse_int=_decimal), ""), None)
     except (RecursionError, ValueError):
-        return ""
+        return None
 
 
 def _decimal(digits: str) -> float:
@@ -60,15 +63,18 @@ def _decimal(digits: str) -> float:
     return number if _MIN_INT <= number < _MAX_INT else math.inf
 
 
-def _out_of_range(raw: object, path: str) -> str:
+def _undecodable(raw: object, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(raw, float) and not math.isfinite(raw):
-        return path
-    items: Iterator[tuple[str, Any]] = iter(())
-    if isinstance(raw, dict):
-        items = ((_joined(path, name), value) for name, value in raw.items())
+        yield path, FINITE
+    elif isinstance(raw, str) and _SURROGATE.search(raw):
+        yield path, UNICODE
+    elif isinstance(raw, dict):
+        for name, value in raw.items():
+            yield from _undecodable(name, path)
+            yield from _undecodable(value, _joined(path, name))
     elif isinstance(raw, list):
-        items = ((f"{path}[{number}]", value) for number, value in enumerate(raw))
-    return next(filter(None, (_out_of_range(value, inner) for inner, value in items)), "")
+        for number, value in enumerate(raw):
+            yield from _undecodable(value, f"{path}[{number}]")
 
 
 def _joined(path: str, name: str) -> str:

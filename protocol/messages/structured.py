@@ -43,7 +43,9 @@ class StructuredOutputs(Struct, kw_only=True, omit_defaults=True, forbid_unknown
 
     def __post_init__(self) -> None:
         fields = self.__struct_fields__
-        given = [name for name in fields if getattr(self, name) not in (None, False)]
+        given = [name for name in fields if getattr(self, name) is not None]
+        if not self.json_object:
+            given.remove("json_object")
         if len(given) != 1:
             raise ValueError(
                 f"got {' and '.join(given) or 'none'}, expected one of {', '.join(fields)}"
@@ -63,7 +65,7 @@ class StructuredOutputs(Struct, kw_only=True, omit_defaults=True, forbid_unknown
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise ValueError(f"json: got a text that is not JSON: {error}") from error
         if not isinstance(schema, dict):
-            raise ValueError(f"json: got {str(schema)[:64]!r}, expected a JSON schema, a map")
+            raise ValueError(f"json: got {repr(schema)[:64]}, expected a JSON schema, a map")
         return schema
 
     def to_llguidance(self) -> str:

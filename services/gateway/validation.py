@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.protocol.checkpoint import max_request_bytes, read_model_config
 from penstock.protocol.config import Config
-from penstock.protocol.field_errors import FINITE, explain, out_of_range_field
+from penstock.protocol.field_errors import explain, undecodable_value
 from penstock.protocol.messages.client import (
     DetokenizeRequest,
     ErrorReply,
@@ -72,8 +72,9 @@ def _decode(codec: Codec, frame: bytes) -> Request:
         field, message = explain(str(error), raw, kind)
         raise RefusedError(message, field) from error
     except DECODE_ERRORS as error:
-        if path := out_of_range_field(frame):
-            raise RefusedError(f"{path}: {FINITE}", path) from error
+        if found := undecodable_value(frame):
+            path, problem = found
+            raise RefusedError(f"{path or 'the request'}: {problem}", path or None) from error
         text = f"got an undecodable frame ({error}), expected JSON or MessagePack of an object"
         raise RefusedError(f"the request: {text}") from error
     _check_depth(request)

@@ -14,12 +14,15 @@ import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 
-from penstock.protocol.field_errors import FINITE, explain, out_of_range_field
+from penstock.protocol.field_errors import explain, undecodable_value
 from penstock.protocol.nesting import MAX_DEPTH, is_too_deep
 from penstock.protocol.transport.channel import DECODE_ERRORS
 from penstock.services.http.errors import ApiError, invalid
 
 T = TypeVar("T", bound=Struct)
+
+_JSON_NAMES = {type(None): "null", list: "an array", str: "a string", bool: "a boolean"}
+_JSON_NAMES |= {int: "a number", float: "a number"}
 
 
 class _NeutralFields(Struct, forbid_unknown_fields=True):
@@ -83,12 +86,13 @@ def _decode_object(body: bytes) -> dict[str, Any]:
         body.decode()  # msgspec counts bytes from the start of a string, not of the body
         raw = decode_json(body)
     except DECODE_ERRORS as error:
-        if path := out_of_range_field(body):
-            raise invalid(path, FINITE) from error
+        if found := undecodable_value(body):
+            path, problem = found
+            raise ApiError(400, f"{path or 'the body'}: {problem}", path or None) from error
         raise ApiError(400, f"the body: got invalid JSON ({error}), expected an object") from error
     if not isinstance(raw, dict):
-        kind = type(raw).__name__
-        raise ApiError(400, f"the body: got a JSON {kind}, expected an object of the fields")
+        kind = _JSON_NAMES[type(raw)]
+        raise ApiError(400, f"the body: got {kind}, expected a JSON object of the fields")
     return raw
 
 

@@ -18,11 +18,13 @@ from penstock.protocol.messages.sampling import (
 )
 
 
-class StreamOptions(Struct, kw_only=True, frozen=True):
+class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Token counts in a stream: in the last chunk, or so far in every chunk."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = None
+    """changes nothing"""
 
 
 class JsonSchema(Struct, kw_only=True):

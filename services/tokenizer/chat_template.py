@@ -40,6 +40,12 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 _END_OF_FINAL_MESSAGE = "\ue000end of the final message\ue001"
 """put after the final message if it is to be continued: the text before it is the prompt"""
 
+_OWN_REFUSAL = (
+    "messages: the chat template refused them: ",
+    "chat_template: got one that refuses the messages: ",
+)
+"""how a refusal begins: of the model's template, and of the request's"""
+
 
 class ChatTemplateError(ValueError):
     """A conversation that the template can't make a prompt of: why, and the field to be changed."""
@@ -123,7 +129,10 @@ def _render_in_child(source: str, variables: dict[str, Any]) -> str:
         try:
             return msgspec.json.encode([_render(_compile(source), variables)])
         except ChatTemplateError as error:
-            return msgspec.json.encode([None, str(error), error.field])
+            message = str(error).encode(errors="backslashreplace").decode()
+            if error.field == "messages":
+                message = message.replace(*_OWN_REFUSAL, 1)
+            return msgspec.json.encode([None, message, "chat_template"])
 
     exit_code, result = end_child(*start_child(work, MAX_RENDER_SECONDS, 0, MAX_RENDER_BYTES))
     if exit_code:
@@ -145,7 +154,9 @@ def _log_limits() -> None:
 def _render(template: Template, variables: dict[str, Any]) -> str:
     try:
         with time_limit(MAX_RENDER_SECONDS):
-            return str(template.render(variables))
+            text = str(template.render(variables))
+            text.encode()  # fails where the template makes lone surrogates
+            return text
     except TimeLimitError:
         raise ChatTemplateError(
             f"messages: the chat template took more than {MAX_RENDER_SECONDS:g} s to render them, "
@@ -154,7 +165,7 @@ def _render(template: Template, variables: dict[str, Any]) -> str:
     except ChatTemplateError:
         raise
     except _REFUSALS as error:
-        raise ChatTemplateError(f"messages: the chat template refused them: {error}") from error
+        raise ChatTemplateError(f"{_OWN_REFUSAL[0]}{error}") from error
 
 
 def _cut(text: str) -> str:

@@ -49,6 +49,7 @@ def test_heads_that_do_not_divide(tp_size: int) -> None:
     ("fields", "sentence"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, r"got \['LlamaF.*'\], expected Qwen3ForCausalLM"),
+        ({"hidden_size": None}, "hidden_size: got null, expected a value"),
         ({"hidden_act": None}, 'hidden_act: got null, expected "silu"'),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "got 'dynamic', expected 'default'"),
         (
@@ -153,7 +154,12 @@ def test_rope_in_old_and_new_fields(
 
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
-    [("head_dim", 16, 16), ("head_dim", None, 32), ("rms_norm_eps", None, 1e-6)],
+    [
+        ("head_dim", 16, 16),
+        ("head_dim", None, 32),
+        ("num_key_value_heads", None, 8),
+        ("rms_norm_eps", None, 1e-6),
+    ],
 )
 def test_null_is_the_default(tmp_path: Path, field: str, value: object, expected: float) -> None:
     assert getattr(read_model_config(changed(tmp_path, **{field: value})), field) == expected

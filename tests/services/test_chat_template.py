@@ -187,6 +187,21 @@ def test_a_template_of_the_request(tmp_path: Path) -> None:
         render(made, chat_template="{{ messages.__class__.__mro__ }}")
 
 
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ x.y.z }}", "'x' is undefined"),
+        ("{{ '\\ud800' }}", "surrogates not allowed"),
+        ("{{ raise_exception('\\ud800') }}", r"\\ud800"),
+    ],
+)
+def test_a_template_of_the_request_that_fails(tmp_path: Path, source: str, reason: str) -> None:
+    message = f"chat_template: got one that refuses the messages: .*{reason}"
+    with pytest.raises(ChatTemplateError, match=message) as caught:
+        render(template(tmp_path, None), chat_template=source)
+    assert caught.value.field == "chat_template"
+
+
 def test_a_model_without_a_template(tmp_path: Path) -> None:
     with pytest.raises(ChatTemplateError, match="the model has no chat template"):
         render(ChatTemplate(tmp_path))

@@ -23,9 +23,10 @@ def decode(**fields: Any) -> StructuredOutputs:
         ({"choice": []}, "length >= 1"),
         ({"choice": [""]}, "length >= 1"),
         ({"json": "{"}, "json: got a text that is not JSON"),
-        ({"json": "3"}, "json: got '3', expected a JSON schema, a map"),
+        ({"json": "3"}, "json: got 3, expected a JSON schema, a map"),
         ({"json": [1]}, "expected a JSON schema, a map"),
-        ({"json": True}, "json: got 'True', expected a JSON schema, a map"),
+        ({"json": True}, "json: got True, expected a JSON schema, a map"),
+        ({"json": False}, "json: got False, expected a JSON schema, a map"),
         ({"lark": "a"}, "unknown field `lark`"),
     ],
 )

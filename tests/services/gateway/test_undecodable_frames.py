@@ -48,6 +48,7 @@ def test_depth_has_a_limit(encode, field) -> None:  # type: ignore[no-untyped-de
         (b"[]", None, "the request: got `array`, expected an object of the fields"),
         (b'{"prompt": "x", "temperature": NaN}', "temperature", "temperature: got NaN or a number"),
         (b'{"prompt": "x", "top_p": 1e999}', "top_p", "top_p: got NaN or a number beyond 64 bits"),
+        (b'{"prompt": "\\ud800"}', "prompt", "prompt: got an invalid UTF-16 surrogate"),
         (b"{", None, "the request: got an undecodable frame"),
     ],
 )

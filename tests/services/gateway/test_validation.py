@@ -72,7 +72,7 @@ def refusal(frame: bytes) -> RefusedError:
         (
             {"structured_outputs": {"json": "5"}},
             "structured_outputs.json",
-            "json: got '5'",
+            "json: got 5",
             "a map",
         ),
         ({"type": "steal"}, "type", "'steal'", "'detokenize' or"),

@@ -7,7 +7,7 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from penstock.protocol.client.errors import RequestError
-from penstock.protocol.field_errors import out_of_range_field
+from penstock.protocol.field_errors import FINITE, UNICODE, undecodable_value
 from penstock.protocol.messages.client import ErrorReply
 from penstock.services.http.body import decode_body
 from penstock.services.http.errors import ApiError, as_api_error
@@ -143,11 +143,43 @@ def test_the_path_of_a_field_inside_another(
 
 
 @pytest.mark.parametrize(
-    ("value", "path"), [(b"1e999", "temperature"), (b"-1e999", "temperature"), (b"1.5", "")]
+    ("value", "problem"),
+    [
+        (b"1e999", FINITE),
+        (b"-1e999", FINITE),
+        (b"1.5", None),
+        (b'"\\ud83d\\ude00"', None),
+        (b'"a\\ud800b"', UNICODE),
+        (b'{"\\udfff": 1}', UNICODE),
+    ],
 )
-def test_numbers_out_of_range(value: bytes, path: str) -> None:
-    assert out_of_range_field(b'{"prompt": "x", "temperature": %s}' % value) == path
-    assert out_of_range_field(b"{") == ""
+def test_undecodable_values(value: bytes, problem: str | None) -> None:
+    expected = problem and ("temperature", problem)
+    assert undecodable_value(b'{"prompt": "x", "temperature": %s}' % value) == expected
+    assert undecodable_value(b"{") is None
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"null", "the body: got null, expected a JSON object"),
+        (b"[]", "the body: got an array, expected a JSON object"),
+        (b'"x"', "the body: got a string, expected a JSON object"),
+        (b'"\\ud800"', "the body: got an invalid UTF-16 surrogate"),
+        (b'{"prompt": "\\ud800"}', "prompt: got an invalid UTF-16 surrogate"),
+        (
+            b'{"prompt": "x", "stream_options": {"foo": 1}}',
+            "stream_options.foo: got an unknown field",
+        ),
+    ],
+)
+def test_the_reason_of_a_refusal(body: bytes, message: str) -> None:
+    assert refusal(body).body.error.message.startswith(message)
+
+
+def test_openais_stream_options() -> None:
+    options = b'{"include_usage": true, "include_obfuscation": false}'
+    decode_body(b'{"prompt": "x", "stream_options": %s}' % options, CompletionRequest)
 
 
 def test_the_position_of_invalid_utf8_is_that_in_the_body() -> None:
