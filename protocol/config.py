@@ -93,9 +93,9 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the model runs; auto: on GPUs if there is one for each worker"""
     attention: Literal["auto", "flash-attn", "triton", "torch"] = "auto"
-    """attention back end; auto: what measured best of what is installed"""
+    """attention back end; auto: the fastest that is installed"""
     block_size: Number = 0
-    """tokens per KV block; 0: what the attention back end likes"""
+    """tokens per KV block; 0: the default of the attention back end"""
     num_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
     """KV blocks; 0: as many as --kv-cache-gib holds"""
     kv_cache_gib: Annotated[float, Meta(ge=0)] = 0.0
@@ -135,8 +135,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """seconds after which a process that is at one piece of work is killed, or computes without a
     sign of life"""
     lease_timeout: Seconds = 30.0
-    """seconds after a restart of the gateway in which a client must ask again for a request that
-    runs"""
+    """seconds after a restart of the gateway in which clients must send running requests again"""
     drain_timeout: Annotated[float, Meta(ge=0)] = 30.0
     """seconds that open requests have when a pipeline stops"""
     profile: Number = 0

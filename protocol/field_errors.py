@@ -43,6 +43,7 @@ def explain(error: str, raw: object, kind: type[Struct]) -> tuple[str | None, st
         return f"{path}.{inner[1]}", f"{path}.{reason}"
     if reason.startswith("Invalid") and (allowed := _permitted(kind, path)):
         reason = f"Expected {' or '.join(map(repr, allowed))}"
+    reason = re.sub(r"`str` matching regex '\^\(\?!.*", "no control characters", reason)
     reason = reason[0].lower() + reason[1:]
     if not reason.startswith("got ") and (got := _got(raw, path)):
         reason = got + re.sub(", got `[a-z]+`$", "", reason)

@@ -23,7 +23,9 @@ StopReason = Annotated[
     str | int | None,
     Meta(description="which of `stop` or `stop_token_ids` ended the text; None: EOS, or no stop"),
 ]
-RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
+NO_CONTROL = r"^(?!.*[\x00-\x1f\x7f])"
+"""matches text without control characters"""
+RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern=NO_CONTROL)]
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31, description="lower is handled earlier")]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 

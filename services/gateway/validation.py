@@ -176,7 +176,8 @@ def check_same(request: GenerateRequest, known: GenerateRequest) -> None:
     """Raise RefusedError if the open request of this id differs, except in `output_token_ids`."""
     is_same = msgspec.structs.replace(request, output_token_ids=known.output_token_ids) == known
     text = f"got {request.request_id!r}, which another open request has; choose another id"
-    refuse_if(not is_same, "request_id", text)
+    if not is_same:
+        raise RefusedError(f"request_id: {text}", "request_id", request_id=request.request_id)
 
 
 class Poison:

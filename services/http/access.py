@@ -2,6 +2,7 @@
 
 import contextlib
 import hmac
+import re
 import uuid
 from contextvars import ContextVar
 from ipaddress import ip_address, ip_network
@@ -12,13 +13,14 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.protocol.config import Config
+from penstock.protocol.messages.client import NO_CONTROL
 from penstock.protocol.transport.context import stays_on_host
 from penstock.services.http.errors import ApiError, error_response
 
 IPV6_PREFIX = 64
 """bits of an address that a provider assigns to one customer"""
 _MAX_ID = 128
-"""characters of X-Request-Id that are used"""
+"""characters of X-Request-Id; a longer one is replaced"""
 
 
 class Caller(NamedTuple):
@@ -113,11 +115,15 @@ def _host_of(url: str) -> str:
 
 
 def _request_id(headers: Headers) -> tuple[str, str]:
-    """Return the header X-Request-Id, and its encoding: UTF-8, or Latin-1 as HTTP once had it."""
-    value = headers.get("x-request-id", "")
+    """Return the header X-Request-Id, and its encoding: UTF-8, or Latin-1 as HTTP once had it.
+
+    The id is empty where it is too long or has control characters.
+    """
+    value, encoding = headers.get("x-request-id", ""), "latin-1"
     with contextlib.suppress(UnicodeDecodeError):
-        return value.encode("latin-1").decode()[:_MAX_ID], "utf-8"
-    return value[:_MAX_ID], "latin-1"
+        value, encoding = value.encode("latin-1").decode(), "utf-8"
+    is_valid = len(value) <= _MAX_ID and re.match(NO_CONTROL, value)
+    return value if is_valid else "", encoding
 
 
 def _client_name(scope: Scope) -> str | None:

@@ -170,6 +170,7 @@ def test_another_request_of_the_same_id_is_refused(stage: Start) -> None:
     one.ask(client, request("a", max_tokens=9))
     refused = one.hear(client)
     assert (refused.code, refused.field) == ("invalid", "request_id")
+    assert refused.request_id == "a"
     assert refused.message.startswith("request_id: got 'a', which another open request has")
     assert one.gateway.ledger.get("a")
 

@@ -40,6 +40,7 @@ def refusal(frame: bytes) -> RefusedError:
     [
         ({"max_tokens": 0}, "max_tokens", "0", ">= 1"),
         ({"max_tokens": "many"}, "max_tokens", "'many'", "`int"),
+        ({"request_id": "a\n"}, "request_id", r"'a\n'", "expected no control characters"),
         ({"temperature": 3.5}, "temperature", "3.5", "<= 2"),
         ({"top_p": 0}, "top_p", "0", "> 0"),
         ({"n": 2}, "n", "2", "<= 1"),
