@@ -154,15 +154,11 @@ def test_rope_in_old_and_new_fields(
 
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
-    [
-        ("head_dim", 16, 16),
-        ("head_dim", None, 32),
-        ("num_key_value_heads", None, 8),
-        ("rms_norm_eps", None, 1e-6),
-    ],
+    [("head_dim", 16, 16), ("head_dim", None, 32), ("rms_norm_eps", None, 1e-6)],
 )
 def test_null_is_the_default(tmp_path: Path, field: str, value: object, expected: float) -> None:
     assert getattr(read_model_config(changed(tmp_path, **{field: value})), field) == expected
+    assert read_model_config(changed(tmp_path, num_key_value_heads=None)).num_key_value_heads == 8
 
 
 def test_head_dim_that_is_missing(tmp_path: Path) -> None:
