@@ -22,7 +22,7 @@ FOREIGN = {"Qwen3ForCausalLM", "Qwen3MoeForCausalLM"}
 """classes of transformers"""
 SOURCE = "\n".join(
     path.read_text()
-    for top in ("launch", "protocol", "services")
+    for top in ("kernels", "launch", "models", "protocol", "services")
     for path in ROOT.glob(f"{top}/**/*.py")
 )
 SMALL = ["launch", "launch --version", "launch options"]
