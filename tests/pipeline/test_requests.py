@@ -190,7 +190,7 @@ BAD = [
     (b'{"prompt": "a", "max_tokens": 5000}', "max_tokens", "got 5000, expected up to"),
     (b'{"prompt": "a", "temperature": -1}', "temperature", "temperature: got -1"),
     (b'{"prompt": "a", "top_p": 2}', "top_p", "top_p: got 2"),
-    (b'{"prompt": "a", "colour": 2}', "colour", "not a field"),
+    (b'{"prompt": "a", "colour": 2}', "colour", "got an unknown field"),
     (b'{"prompt": "a", "stream": true}', "stream", "DEALER"),
     (b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', "prompt", "both"),
     (b'{"messages": [{"role": "user"}]}', "messages[0].content", "missing"),
