@@ -193,7 +193,7 @@ BAD = [
     (b'{"prompt": "a", "colour": 2}', "colour", "got an unknown field"),
     (b'{"prompt": "a", "stream": true}', "stream", "DEALER"),
     (b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', "prompt", "both"),
-    (b'{"messages": [{"role": "user"}]}', "messages[0].content", "missing"),
+    (b'{"messages": [{"role": "user"}]}', "messages[0].content", "got nothing"),
     (b'{"type": "dance"}', "type", "dance"),
 ]
 

@@ -64,7 +64,9 @@ def test_bad_words_come_as_the_tokenizer_has_encoded_them() -> None:
 
 def test_an_allowed_token_that_no_model_has_ends_no_worker() -> None:
     sequence = make_sequence((5, 6), allowed_token_ids=[7, 264])
-    with pytest.raises(CannotFitError, match="allowed_token_ids: got token id 264, expected up to 263"):
+    with pytest.raises(
+        CannotFitError, match="allowed_token_ids: got token id 264, expected up to 263"
+    ):
         sequence.check(264)
     make_sequence((5, 6), allowed_token_ids=[7, 263]).check(264)
 
