@@ -22,7 +22,7 @@ class Downloaded(Struct):
 
     folder: str = ""
     error: str = ""
-    """a sentence, where there is no folder"""
+    """error message; empty if the folder was found"""
 
 
 class HubModel(NamedTuple):

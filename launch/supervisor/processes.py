@@ -73,7 +73,7 @@ class ManagedProcess(ABC):
 
     @abstractmethod
     async def vitals(self, pid: int) -> tuple[float, bool]:
-        """As `child_process.vitals`, of the process with this pid."""
+        """Return `child_process.vitals` of the process with this pid."""
 
     def owns(self, pid: int) -> bool:
         """Return whether a pid is of the process that runs."""

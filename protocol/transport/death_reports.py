@@ -32,7 +32,7 @@ class DeathReports:
                 self.suspects.popitem(last=False)
 
     def clear(self, digests: Iterable[bytes]) -> None:
-        """As `SuspectsCleared`; only suspects are reported."""
+        """Report cleared requests as `SuspectsCleared`, if they were suspects."""
         cleared = [one for one in digests if self.suspects.pop(one, one) is None]
         if self._channel and cleared:
             self._channel.send(SuspectsCleared(cleared))

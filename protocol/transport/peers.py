@@ -66,7 +66,7 @@ class Peers(Generic[Work]):
         return [peer.identity for peer in self if peer.num_missed > MAX_MISSED_HEARTBEATS]
 
     def least_loaded(self) -> Peer[Work] | None:
-        """Return the peer with the least work; None if there is no peer."""
+        """Return the peer with the least work, or None without peers."""
         return min(self._peers.values(), key=lambda peer: len(peer.work), default=None)
 
 

@@ -14,6 +14,6 @@ def test_logprobs_have_the_offsets_of_their_text(size: int) -> None:
     offsets = []
     for start in range(0, len(tokens), size):
         some = tokens[start : start + size]
-        told = stream.feed(some, [packed(token) for token in some]).logprobs or []
-        offsets += [one and one.text_offset for one in told]
+        logprobs = stream.feed(some, [packed(token) for token in some]).logprobs or []
+        offsets += [one and one.text_offset for one in logprobs]
     assert offsets == [0, 1, 1, 1, 1, 2, 3, 3, 4]

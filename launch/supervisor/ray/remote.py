@@ -36,7 +36,7 @@ class RemoteProcess(ManagedProcess):
         self._number = 0
 
     async def spawn(self) -> None:
-        """As `ManagedProcess.spawn`, once Ray has the actor somewhere. Raises LaunchError, too."""
+        """Spawn the process once Ray has placed its actor. Raises LaunchError, too."""
         self._actor = self._actor or await self._make_actor(self.name)
         started: Started | str | None = None
         try:

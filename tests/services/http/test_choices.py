@@ -182,7 +182,7 @@ def test_each_token_is_seen_in_a_stream() -> None:
 
 
 def test_the_reason_comes_with_the_last_token() -> None:
-    """As in vLLM: a benchmark counts every chunk as a token's."""
+    """Match vLLM, whose benchmark counts each chunk as a token."""
     (chunk,) = CompletionChoice(0, COMPLETION).chunks(delta("a"), reply("a"))
     assert (chunk.text, chunk.finish_reason) == ("a", "stop")
     for text in ("a", ""):

@@ -98,7 +98,7 @@ def test_tokens_of_which_nothing_is_known() -> None:
 
 
 def test_the_first_token_of_a_prompt() -> None:
-    """Its text is what the other tokens leave; offsets count characters, not tokens."""
+    """Give the first token the text that the other tokens leave; offsets count characters."""
 
     def echoed(prompt: str, *tokens: bytes) -> tuple[list[str], list[int]]:
         given = [logprob("x") for _ in tokens]

@@ -172,7 +172,7 @@ def test_prompt_logprobs(
 
 
 def test_a_row_that_comes_again_goes_on_as_before(folder: Path) -> None:
-    """Its output counts as output, in another slot and place, after another row."""
+    """Count its output as output when the row returns in another slot, after another row."""
     asked = extras(min_tokens=12, end_token_ids=list(range(100, 200)), **PENALTIES)
     whole = generate(folder, asked, **SAMPLING).tokens[3]
     driver = Driver(make_runner(folder))
