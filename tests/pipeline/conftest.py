@@ -28,6 +28,8 @@ from tests.pipeline.ports import free_port
 LAUNCH = (sys.executable, "-P", "-m", "penstock.launch")
 START_TIMEOUT = 60.0
 STOP_TIMEOUT = 15.0
+PATIENT = ("--hang-timeout", "3600", "--step-timeout", "3600")
+"""leaves a suspended process alone"""
 
 
 class Pipeline:
@@ -129,6 +131,21 @@ class Pipeline:
         start = len(self.output)
         psutil.Process(self.processes()[name]).send_signal(how)
         self.wait_for(rf"launch +\| {name} died", start)
+
+    @contextlib.contextmanager
+    def suspended(self, name: str) -> Iterator[None]:
+        """Suspend one process: without a worker no request can end.
+
+        After `--hang-timeout` the process is killed: `PATIENT` is for pipelines of tests that may
+        take longer.
+        """
+        process = psutil.Process(self.processes()[name])
+        process.suspend()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
 
     def children(self) -> list[psutil.Process]:
         """Return the processes below the supervisor."""
