@@ -1,7 +1,8 @@
 """Compiles launches of the kernels for a GPU that need not be there.
 
-Run as a program, without Triton's interpreter: `compile_launches.py ARCHITECTURES whole|largest`
-writes one line of JSON for each launch. Each architecture has a process of its own, forked after
+Run as a program, without Triton's interpreter: `compile_launches.py ARCHITECTURES
+whole|largest|listed` writes one line of JSON for each launch; listed: of all launches, without
+compiling them. Each architecture has a process of its own, forked after
 the slow imports, because the kernels read the GPU's properties when they are imported.
 """
 
@@ -70,28 +71,31 @@ class Launches:
             self.found[key] = Launch(source, {"case": self.case, **parsed.__dict__})
 
 
+def describe(launch: Launch, arch: int) -> dict[str, Any]:
+    """Return the launch's kernel, case, constants and options."""
+    source, options = launch.source, launch.options
+    names, constants = source.fn.arg_names, source.constants.items()
+    return {
+        "constants": {names[at[0]]: value for at, value in constants if isinstance(value, int)},
+        "arch": arch,
+        "kernel": source.fn.fn.__name__,
+        **{name: options[name] for name in ("case", "num_warps", "num_stages")},
+    }
+
+
 def compiled(launch: Launch, target: GPUTarget) -> dict[str, Any]:
     """Return shared memory, registers and the stack's bytes, or the compiler's error."""
-    options, source = dict(launch.options), launch.source
-    names, constants = source.fn.arg_names, source.constants.items()
-    report = {
-        "constants": {names[at[0]]: value for at, value in constants if isinstance(value, int)},
-        "arch": target.arch,
-        "kernel": source.fn.fn.__name__,
-        "case": options.pop("case"),
-        "num_warps": options["num_warps"],
-        "num_stages": options["num_stages"],
-    }
+    options = {name: value for name, value in launch.options.items() if name != "case"}
     try:
-        kernel = triton.compile(source, target=target, options=options)
+        kernel = triton.compile(launch.source, target=target, options=options)
     except Exception as error:  # noqa: BLE001  reported
-        return report | {"error": repr(error)[:1000]}
+        return {"error": repr(error)[:1000]}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
         command = [CUOBJDUMP, "-res-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     usage = dict(word.split(":") for word in text.split() if word.count(":") == 1)
-    return report | {
+    return {
         "shared": kernel.metadata.shared,
         "registers": int(usage["REG"]),
         "stack": int(usage["STACK"]),
@@ -113,7 +117,10 @@ def main() -> None:
         with torch.device("meta"), launches.recorded():
             record(launches, which)
         for launch in launches.found.values():
-            line = json.dumps(compiled(launch, launches.target))
+            report = describe(launch, arch)
+            if which != "listed":
+                report |= compiled(launch, launches.target)
+            line = json.dumps(report)
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
         sys.exit(0)

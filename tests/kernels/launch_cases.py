@@ -39,11 +39,11 @@ def record(launches: Any, which: str) -> None:
 
     for is_fp8 in (False, True)[: 1 + this_device().has_fp8]:
         launches.case = "fp8" if is_fp8 else "bfloat16"
-        if which == "whole":
-            _all(is_fp8)
-        else:
+        if which == "largest":
             _largest(is_fp8)
-    if which == "whole":
+        else:
+            _all(is_fp8)
+    if which != "largest":
         _others()
     else:
         large = ("_decode_kernel", "_prefill_attention_kernel", "multiply", "_block_product")
@@ -191,9 +191,24 @@ def _others() -> None:
         triton_quantize.quantize(numbers(64, 2 * 25600), None, 0.0, True)
     meta = torch.device("meta")
     slots = make_slots(256, 64, meta)
+    _process_logits(meta)
     sample(torch.empty(64, VOCABULARY), longs(64), longs(64), slots.sampling())
     for tile_size in (64, 128):
         shape = BatchShape(64, 2048, 64, 48, tile_size, 2048, 4096)
         apply_plan(ints(4096), slots, make_step_buffers(256, 64, 4096, meta), shape, 16)
     inbox = ints(inbox_size(1 << 20, 2))
     PushAllReduce(inbox, [0, 1 << 24], 0, 1 << 20)(x, x)
+
+
+def _process_logits(meta: torch.device) -> None:
+    """Launch the kernels that change logits, for a whole vocabulary and for a shard of it."""
+    from penstock.kernels.sampling import triton_logits
+    from penstock.kernels.sampling.types import make_logits_state
+
+    for first_token, num_tokens in ((0, VOCABULARY), (VOCABULARY // 2, VOCABULARY // 2)):
+        logits = torch.empty(64, num_tokens)
+        state = make_logits_state(256, VOCABULARY, first_token, num_tokens, meta)
+        for deferred in (False, True):
+            triton_logits.process(logits, longs(64), longs(64), longs(64), state, deferred)
+        triton_logits.mask(logits, state.bitmask, longs(64))
+        triton_logits.top_logprobs(logits, longs(64), 20)
