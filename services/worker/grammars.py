@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.numpy import consume_token_par, fill_next_token_bitmask_par
+from llguidance.numpy import consume_token_par
 
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.messages.structured import GRAMMAR_LIMITS, Reasoning, StructuredOutputs
+from penstock.services.worker.mask_time import MAX_MASK_SECONDS, MaskFiller, TimedMatcher
 from penstock.services.worker.processed_row import Bitmask, TokenBits
 
 TAGS = ("<think>", "</think>")
@@ -18,6 +19,10 @@ TAGS = ("<think>", "</think>")
 DEAD_END = (
     "structured_outputs: the grammar allows no next token; if the text is complete, do not forbid "
     "EOS (ignore_eos, min_tokens, allowed_token_ids)"
+)
+TOO_SLOW = (
+    f"structured_outputs: got a grammar whose masks take more than {MAX_MASK_SECONDS} s of CPU "
+    "time, expected less; it is ambiguous: let each text have one derivation"
 )
 
 
@@ -27,6 +32,7 @@ class _State:
     def __init__(self, matcher: LLMatcher, reasoning: Reasoning, tags: tuple[int, int]) -> None:
         """Keep a compiled grammar; tags: as `Grammars._tags`."""
         self.matcher = matcher
+        self.timed = TimedMatcher(matcher)
         self.reasoning = reasoning if min(tags) >= 0 else "none"
         """"open": the grammar begins after `</think>`; "optional": the next token may be `<think>`,
         see `opening_tags`"""
@@ -86,6 +92,7 @@ class Grammars:
         self._rows: dict[int, _Row] = {}
         self._compiler = ThreadPoolExecutor(1, "grammars")
         self._executor = LLExecutor()
+        self._filler = MaskFiller()
         self._tokenizer = self._compiler.submit(LLTokenizer, str(self._path))
         self._ends = lru_cache(64)(self._make_ends)
 
@@ -184,16 +191,17 @@ class Grammars:
             if row.state.reasoning == "open":
                 masks[slot] = -1
             elif _is_open(row):
-                matchers.append((row.state.matcher, slot))
+                matchers.append((row.state.timed, slot))
             else:
                 masks[slot] = 0
                 may_end.add(slot)
-        if matchers:
-            fill_next_token_bitmask_par(self._executor, matchers, masks)
-        for matcher, slot in matchers:
-            self._rows[slot].failure = _failure(matcher)
-            if matcher.is_accepting():
+        too_slow = self._filler.fill(masks, matchers)
+        for timed, slot in matchers:
+            self._rows[slot].failure = _failure(timed.matcher)
+            if timed.matcher.is_accepting():
                 may_end.add(slot)
+        for slot in too_slow:
+            self._rows[slot].failure = TOO_SLOW
         for ends, some in by_ends.items():
             ends.all.forbid(masks, some)
             ends.own.allow(masks, [slot for slot in some if slot in may_end])
