@@ -50,7 +50,7 @@ class CompiledDecoder:
 
     def forward(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:
         """Compute `Qwen3.forward`."""
-        residual: Tensor = self._embed(batch.input_ids).float()
+        residual = self._embedded(batch.input_ids)
         self._compiled.begin(batch, rope, kv_caches)
         if self._tp.size == 1 and not self._has_experts:
             self._compiled.run(range(2 * len(self._layers)), residual)
@@ -62,6 +62,12 @@ class CompiledDecoder:
             else:
                 residual = self._half(2 * index + 1, residual)
         return residual
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        if self._tp.size == 1:
+            return self._compiled.embed(token_ids, self._embed.weight)
+        embedded: Tensor = self._embed(token_ids)
+        return embedded.float()
 
     def _half(self, half: int, residual: Tensor) -> Tensor:
         """Return the residual stream after half a layer of all ranks."""

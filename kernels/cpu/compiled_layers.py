@@ -61,6 +61,7 @@ class CompiledLayers:
         self._library = load(lambda cpu: str(build_module(cpu, *sizes)), repr(sizes), target)
         self._decoder = self._library.function("decoder", 6)
         self._head = self._library.function("head", 3)
+        self._embed = self._library.function("embed", 5)
         self._num_threads = _num_threads(layers[0])
         self._pool = ThreadPoolExecutor(max(1, self._num_threads - 1), "layers")
         self._addresses = [
@@ -120,6 +121,17 @@ class CompiledLayers:
             kv_heads=shape.kv_heads,
             intermediate=shape.intermediate,
         )
+
+    def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        """Return the weight's rows of token_ids, int64, as float32; the ids are not checked."""
+        check_tensor("token_ids", token_ids, (-1,), torch.int64)
+        check_contiguous("token_ids", token_ids)
+        check_tensor("weight", weight, (-1, self._shape.hidden), self._dtype)
+        check_contiguous("weight", weight)
+        out = torch.empty(len(token_ids), self._shape.hidden)
+        addresses = (tensor.data_ptr() for tensor in (token_ids, weight, out))
+        self._embed(*addresses, *out.shape)
+        return out
 
     def run(self, halves: range, residual: Tensor, target: Tensor | None = None) -> None:
         """Add halves of layers to the residual stream; layer i has the halves 2i and 2i + 1.

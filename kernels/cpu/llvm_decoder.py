@@ -10,7 +10,7 @@ from llvmlite import ir
 from penstock.kernels.cpu.compiler import Target
 from penstock.kernels.cpu.emitter import Kernel
 from penstock.kernels.cpu.llvm_attention import emit_attention
-from penstock.kernels.cpu.llvm_elementwise import emit_norm, emit_rope_store
+from penstock.kernels.cpu.llvm_elementwise import emit_embedding, emit_norm, emit_rope_store
 from penstock.kernels.cpu.llvm_linear import (
     ADD,
     COLUMNS,
@@ -46,7 +46,7 @@ class _Team:
 
 
 def build_module(target: Target, weight: str, head_dim: int, group: int) -> ir.Module:
-    """Return the functions `decoder` and `head`.
+    """Return the functions `embed`, `decoder` and `head`.
 
     weight: "f32" or "bf16". group: query heads of a KV head.
     """
@@ -65,6 +65,9 @@ def build_module(target: Target, weight: str, head_dim: int, group: int) -> ir.M
     emit_attention(attention, target, head_dim, group)
     attention.end()
     barrier = _barrier(module)
+    embed = Kernel(module, "embed", f"i64 {weight} f32 int int", public=True)
+    emit_embedding(embed, target)
+    embed.end()
     head = Kernel(module, "head", "i64 int int", public=True)
     _emit_head(head, weight, norm, product, barrier)
     decoder = Kernel(module, "decoder", "i64 i64 int int int int", public=True)

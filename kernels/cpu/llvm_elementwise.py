@@ -76,6 +76,19 @@ def inverse_rms(k: Kernel, target: Target, x: Pointer, size: Value, eps: Value) 
     return 1.0 / (mean + eps).intrinsic("sqrt").lane(0)
 
 
+def emit_embedding(k: Kernel, target: Target) -> None:
+    """Widen the rows of a weight. Arguments: ids of rows, weight, out, number of ids, size."""
+    token_ids, weight, out, number, size = k.arguments
+    lanes = target.lanes
+    whole = size - size % lanes
+    with k.range(0, number) as index:
+        source, to = weight + token_ids[index] * size, out + index * size
+        with k.range(0, whole, lanes) as at:
+            to[at] = source.vector(at, lanes)
+        with k.range(whole, size) as at:
+            to[at] = source.vector(at, 1).lane(0)
+
+
 def emit_norm(k: Kernel, target: Target) -> None:
     """Write the RMSNorm of rows `begin` to `end`.
 

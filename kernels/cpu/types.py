@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from penstock.kernels.step.types import Slots, StepBuffers
+
 
 class LayerWeights(NamedTuple):
     """Weights of a layer: norms in float32, matrices in float32 or bfloat16."""
@@ -90,3 +92,28 @@ class HeadFields(NamedTuple):
     num_rows: int
     size: int
     columns: int
+
+
+class SampleFields(NamedTuple):
+    """Arguments of the sampling of rows as int64."""
+
+    logits: int
+    stride: int
+    vocab_size: int
+    num_rows: int
+    slots: int
+    positions: int
+    seeds: int
+    temperature: int
+    thresholds: int
+    """of each row's scores; -inf: none is removed"""
+    last_token: int
+    out: int
+
+
+PLAN = (
+    *("record", "block_size", "max_blocks", "num_rows", "num_tokens", "num_tiles", "tile_size"),
+    *(f"slot_{name}" for name in Slots._fields),
+    *StepBuffers._fields,
+)
+"""arguments of the application of a plan as int64: sizes, and addresses"""

@@ -72,6 +72,18 @@ class Value:
         compare = getattr(self._builder, name)
         return Value(self._builder, compare(operator, self.raw, self.lift(other)))
 
+    def __and__(self, other: "Value | int") -> "Value":
+        return self._bitwise("and_", other)
+
+    def __or__(self, other: "Value | int") -> "Value":
+        return self._bitwise("or_", other)
+
+    def __xor__(self, other: "Value | int") -> "Value":
+        return self._bitwise("xor", other)
+
+    def _bitwise(self, name: str, other: "Value | int") -> "Value":
+        return Value(self._builder, getattr(self._builder, name)(self.raw, self.lift(other)))
+
     def __lt__(self, other: "Value | float") -> "Value":
         return self.compare("<", other)
 
@@ -115,15 +127,39 @@ class Value:
 
     def bits(self, element: Any) -> "Value":
         """Return the same bits as another type of element."""
-        kind = self.raw.type
-        to = ir.VectorType(element, kind.count) if isinstance(kind, ir.VectorType) else element
-        return Value(self._builder, self._builder.bitcast(self.raw, to))
+        return Value(self._builder, self._builder.bitcast(self.raw, self._like(element)))
 
     def to_float(self) -> "Value":
-        return Value(self._builder, self._builder.sitofp(self.raw, FLOAT))
+        return Value(self._builder, self._builder.sitofp(self.raw, self._like(FLOAT)))
+
+    def to_unsigned_float(self) -> "Value":
+        return Value(self._builder, self._builder.uitofp(self.raw, self._like(FLOAT)))
 
     def shift_left(self, bits: int) -> "Value":
         return Value(self._builder, self._builder.shl(self.raw, self.lift(bits)))
+
+    def shift_right(self, bits: int) -> "Value":
+        """Return the bits moved, with zeros as the highest."""
+        return Value(self._builder, self._builder.lshr(self.raw, self.lift(bits)))
+
+    def truncate(self) -> "Value":
+        """Return the low 32 bits of int64."""
+        return Value(self._builder, self._builder.trunc(self.raw, self._like(INT32)))
+
+    def multiply_wide(self, factor: int) -> "tuple[Value, Value]":
+        """Return the high and the low words of unsigned products of int32."""
+        wide = Value(self._builder, self._builder.zext(self.raw, self._like(INT64)))
+        product = wide * factor
+        return product.shift_right(32).truncate(), product.truncate()
+
+    def splat(self, scalar: "Value") -> "Value":
+        """Return a vector of this type with the scalar in every lane."""
+        return Value(self._builder, splat(self._builder, scalar.raw, self.raw.type.count))
+
+    def _like(self, element: Any) -> Any:
+        """Return the type with another element."""
+        kind = self.raw.type
+        return ir.VectorType(element, kind.count) if isinstance(kind, ir.VectorType) else element
 
 
 class Pointer:
@@ -146,7 +182,10 @@ class Pointer:
         return Value(self._builder, raw)
 
     def __setitem__(self, index: "Value | int", value: Value) -> None:
-        self._builder.store(value.raw, (self + index).raw, align=BYTES[self.kind])
+        raw = value.raw
+        if self.kind == "i32":
+            raw = self._builder.trunc(raw, INT32)
+        self._builder.store(raw, (self + index).raw, align=BYTES[self.kind])
 
     def vector(self, index: "Value | int", size: int, count: "Value | None" = None) -> Value:
         """Return a vector of `size` lanes, with `count` only that many read, the others 0."""

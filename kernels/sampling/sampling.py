@@ -48,7 +48,9 @@ def sample(
         check_tensor("out", out, slots.shape, torch.int64)
         check_contiguous("out", out)
     if not logits.is_cuda:
-        tokens = reference.sample(logits, slots, positions, by_slot)
+        from penstock.kernels.cpu.compiled_step import compiled_step  # imports this package
+
+        tokens = (compiled_step() or reference).sample(logits, slots, positions, by_slot)
         return tokens if out is None else out.copy_(torch.where(slots < 0, out, tokens))
     from penstock.kernels.sampling import triton_sampling
 

@@ -42,6 +42,11 @@ def apply_plan(
         from penstock.kernels.step import triton_apply_plan
 
         triton_apply_plan.apply_plan(record, slots, buffers, shape, block_size)
+        return
+    from penstock.kernels.cpu.compiled_step import compiled_step  # imports this package
+
+    if compiled := compiled_step():
+        compiled.apply_plan(record, slots, buffers, shape, block_size)
     else:
         reference.apply_changes(record, slots)
         reference.make_rows(record, slots, buffers, shape, block_size)

@@ -26,7 +26,6 @@ from penstock.protocol.messages.plan import BatchPlan, RowAdded, unpack
 from penstock.services.worker.cuda_graphs import Computed
 from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.logits_changes import LogitsChanges
-from penstock.services.worker.persistent_batch import Integers, Rows
 from penstock.services.worker.processed_row import ProcessedRow, TokenBits
 from penstock.services.worker.step_output import (
     PendingLogprobs,
@@ -35,6 +34,7 @@ from penstock.services.worker.step_output import (
     pack_logprobs,
     to_host,
 )
+from penstock.services.worker.step_record import Integers, Rows
 from penstock.services.worker.token_masks import TokenMasks
 
 MAX_ROWS = 64

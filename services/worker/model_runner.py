@@ -16,7 +16,7 @@ from penstock.protocol.messages.plan import BatchPlan
 from penstock.services.worker.cuda_graphs import Computed, CudaGraphs
 from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.logits_processor import LogitsProcessor
-from penstock.services.worker.persistent_batch import NONE, PersistentBatch, Rows
+from penstock.services.worker.persistent_batch import PersistentBatch
 from penstock.services.worker.sampler import Sampler
 from penstock.services.worker.step_output import (
     NOTHING,
@@ -25,6 +25,7 @@ from penstock.services.worker.step_output import (
     to_device,
     to_host,
 )
+from penstock.services.worker.step_record import NONE, Rows
 from penstock.services.worker.timings import IdleTimes
 
 

@@ -11,24 +11,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.step.forward_batch import BatchShape, tile_size
-from penstock.kernels.step.types import HEADER
 from penstock.protocol.messages.plan import BLOCK_BITS, MAX_BLOCKS, BatchPlan, RowAdded
-
-Integers = NDArray[np.int64]
-Record = NDArray[np.int32]
-NONE: Integers = np.empty(0, np.int64)
-
-
-class Rows(NamedTuple):
-    """Rows of a step: rows that decode, then rows that prefill, both in ascending order of slot."""
-
-    record: Record
-    table: Record
-    """the rows of the record, [num_rows, 8]"""
-    shape: BatchShape
-    sampled: Integers
-    """indices of the rows that sample, in ascending order of slot, then position"""
+from penstock.services.worker.step_record import (
+    Changes,
+    Integers,
+    Record,
+    Rows,
+    decoding_rows,
+    make_record,
+    parameters_of,
+    shape_of,
+)
 
 
 class _Decoding(NamedTuple):
@@ -59,16 +52,12 @@ class PersistentBatch:
         """computes nothing until a draft includes the slot"""
         self._given: dict[int, Record] = {}
         """prefill tokens of the rows that have not computed all of them"""
-        self._appended: list[Record] = []
-        """(slot, column, block id), to be sent with the next record"""
-        self._parameters: list[Record] = []
-        """sampling parameters, to be sent with the next record"""
+        self._changes = Changes([], [])
 
     def clear(self) -> None:
         self._active[:] = False
         self._given.clear()
-        self._appended.clear()
-        self._parameters.clear()
+        self._changes.clear()
 
     def apply(self, plan: BatchPlan) -> None:
         """Remove rows, add rows, append blocks. Raises ValueError for an invalid plan."""
@@ -76,7 +65,7 @@ class PersistentBatch:
             removed = _integers(plan.removed)
             self._check_active(removed)
             self._active[removed] = False
-            self._forget(removed)
+            self._changes.forget(removed)
         for row in plan.added:
             self._add(row)
         if plan.appended:
@@ -89,6 +78,8 @@ class PersistentBatch:
         chunks, drafts: as in `BatchPlan`; each token of a draft becomes a row. Raises ValueError
         for an invalid plan.
         """
+        if not chunks and not drafts:
+            return self._advance_decoding()
         prefilling, lengths = _pairs(chunks)
         self._check_chunks(prefilling, lengths)
         decoding = self._decoding(drafts)
@@ -106,8 +97,22 @@ class PersistentBatch:
         self._num_computed[slots] = ends  # the last of equal slots wins
         return rows
 
+    def _advance_decoding(self) -> Rows | None:
+        """Compute `advance` of a step that only decodes, without drafts: fast, for most steps."""
+        slots = np.flatnonzero(self._decodes() & ~self._is_paused)
+        if not slots.size:
+            return None
+        ends = self._num_computed[slots] + 1
+        self._check_room(slots, ends)
+        rows = decoding_rows(slots, ends, self._changes)
+        self._num_computed[slots] = ends
+        return rows
+
+    def _decodes(self) -> NDArray[np.bool_]:
+        return self._active & (self._num_computed >= self._num_prefill_tokens)
+
     def _decoding(self, drafts: bytes) -> _Decoding:
-        decodes = self._active & (self._num_computed >= self._num_prefill_tokens)
+        decodes = self._decodes()
         drafted = []
         for slot, position, token_ids in _split(drafts):
             self._check_draft(slot, position, token_ids, decodes)
@@ -135,11 +140,6 @@ class PersistentBatch:
         explicit = token_ids[1:] if has_token and token_ids[0] == -1 else token_ids
         _check_range(f"drafted token of slot {slot}", explicit, self.vocab_size)
 
-    def _forget(self, slots: Integers) -> None:
-        self._parameters = [entry for entry in self._parameters if entry[0] not in slots]
-        entries = [appended.reshape(-1, 3) for appended in self._appended]
-        self._appended = [entry[~np.isin(entry[:, 0], slots)].ravel() for entry in entries]
-
     def _add(self, row: RowAdded) -> None:
         slot, token_ids, block_ids = row.slot, _integers(row.token_ids), _integers(row.block_ids)
         if not 0 <= slot < len(self._active) or self._active[slot]:
@@ -157,7 +157,7 @@ class PersistentBatch:
         self._num_row_blocks[slot] = 0
         self._given[slot] = token_ids.astype(np.int32)
         self._append(np.full(len(block_ids), slot), block_ids)
-        self._parameters.append(_parameters(row))
+        self._changes.parameters.append(parameters_of(row))
 
     def _append(self, slots: Integers, block_ids: Integers) -> None:
         """Append blocks to their rows' tables, in the given order."""
@@ -169,7 +169,8 @@ class PersistentBatch:
         columns = self._num_row_blocks[slots] + num_before
         _check_range("block of a row", columns, self.max_blocks)
         np.add.at(self._num_row_blocks, slots, 1)
-        self._appended.append(np.stack([slots, columns, block_ids], 1).astype(np.int32).ravel())
+        entries = np.stack([slots, columns, block_ids], 1).astype(np.int32)
+        self._changes.appended.append(entries.ravel())
 
     def _rows(self, slots: Integers, counts: Integers, ends: Integers, decoded: Integers) -> Rows:
         """Return the step as a record.
@@ -181,7 +182,9 @@ class PersistentBatch:
         key_bounds = np.concatenate([[0], np.cumsum(ends)])
         samples = ends >= self._num_prefill_tokens[slots]
         given, offsets = self._take_given(slots[num_decode:], counts[num_decode:])
-        rows = np.zeros((len(slots), 8), np.int32)
+        explicit_ids = decoded[explicit].astype(np.int32)
+        record, rows = make_record(len(slots), self._changes, [explicit_ids, *given])
+        rows[:, 7] = 0
         rows[:, 0] = slots
         rows[:, 1] = ends - counts
         rows[:, 2] = counts
@@ -191,21 +194,9 @@ class PersistentBatch:
         rows[:, 5] = key_bounds[:-1]
         rows[:, 6] = np.where(samples, slots, -1)
         sampled = np.flatnonzero(samples)
-        shape = _shape(counts, num_decode, int(ends.max()))
-        record = self._record(rows, [decoded[explicit].astype(np.int32), *given])
+        shape = shape_of(counts, num_decode, int(ends.max()))
         order = np.argsort(slots[sampled], kind="stable")
         return Rows(record, rows, shape, sampled[order])
-
-    def _record(self, rows: Record, given: list[Record]) -> Record:
-        """Return all updates of the device after a header with their offsets."""
-        appended = np.concatenate(self._appended or [NONE.astype(np.int32)])
-        parameters = np.concatenate(self._parameters or [NONE.astype(np.int32)])
-        self._appended.clear()
-        self._parameters.clear()
-        counts = [len(rows), appended.size // 3, parameters.size // 8]
-        sizes = [HEADER, rows.size, appended.size, parameters.size]
-        header = np.array([*counts, *np.cumsum(sizes), 0], np.int32)
-        return np.concatenate([header, rows.ravel(), appended, parameters, *given])
 
     def _take_given(self, slots: Integers, counts: Integers) -> tuple[list[Record], Integers]:
         """Return the prefill tokens of chunks, and the index of each chunk's first token."""
@@ -218,8 +209,6 @@ class PersistentBatch:
         return taken, np.cumsum(counts) - counts
 
     def _check_chunks(self, slots: Integers, lengths: Integers) -> None:
-        if not slots.size:
-            return  # a step that only decodes
         self._check_active(slots)
         num_left = self._num_prefill_tokens[slots] - self._num_computed[slots]
         wrong = (lengths < 1) | (lengths > num_left)
@@ -243,29 +232,6 @@ class PersistentBatch:
             raise ValueError(
                 f"blocks of slot {slots[row]}: got {room[row]} tokens, expected {ends[row]}"
             )
-
-
-def _shape(counts: Integers, num_decode: int, max_seqlen_k: int) -> BatchShape:
-    """Return the shape of a step; counts: tokens of each row."""
-    longest = int(counts.max())
-    size = tile_size(longest)
-    return BatchShape(
-        num_rows=len(counts),
-        num_tokens=int(counts.sum()),
-        num_decode=num_decode,
-        num_tiles=int((-(-counts[num_decode:] // size)).sum()),
-        tile_size=size,
-        max_seqlen_q=longest,
-        max_seqlen_k=max_seqlen_k,
-    )
-
-
-def _parameters(row: RowAdded) -> Record:
-    entry = np.zeros(8, np.int32)
-    entry[0], entry[2] = row.slot, row.top_k
-    entry[[1, 3, 4]] = np.array([row.temperature, row.top_p, row.min_p], np.float32).view(np.int32)
-    entry[5:7] = np.array([row.seed], "<i8").view(np.int32)
-    return entry
 
 
 def _integers(data: bytes) -> Integers:

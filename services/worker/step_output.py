@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.kernels.sampling.logits import top_logprobs
 from penstock.protocol.messages.logprobs import PackedLogprobs
-from penstock.services.worker.persistent_batch import Integers
+from penstock.services.worker.step_record import Integers
 
 BAD_LOGITS = (
     "the model's logits are NaN or infinite, or every token is forbidden; if no parameter "

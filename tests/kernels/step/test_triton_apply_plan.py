@@ -1,10 +1,13 @@
-"""The plan kernel against its reference, on records of random plans."""
+"""The plan kernels against their reference, on records of random plans."""
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.step.apply_plan import apply_plan
+from penstock.kernels.cpu.compiled_step import CompiledStep
+from penstock.kernels.step import reference
 from penstock.kernels.step.forward_batch import BatchShape
 from penstock.kernels.step.types import Slots, StepBuffers, make_slots, make_step_buffers
 from penstock.services.worker.persistent_batch import PersistentBatch
@@ -28,6 +31,10 @@ def on_gpu(record: torch.Tensor, slots: Slots, buffers: StepBuffers, shape: Batc
     apply_plan(record, slots, buffers, shape, BLOCK_SIZE)
 
 
+def compiled(record: torch.Tensor, slots: Slots, buffers: StepBuffers, shape: BatchShape) -> None:
+    CompiledStep().apply_plan(record, slots, buffers, shape, BLOCK_SIZE)
+
+
 def padded(shape: BatchShape, random: np.random.Generator) -> BatchShape:
     """With room for more, or not; tiles of another size."""
     more_rows, more_tokens, more_tiles = random.integers(0, 20, 3).tolist()
@@ -46,6 +53,15 @@ def padded(shape: BatchShape, random: np.random.Generator) -> BatchShape:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.gpu)])
 def test_makes_what_the_reference_makes(device: str, seed: int) -> None:
+    compare_with_reference(on_gpu, device, seed)
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_compiled_code_makes_what_the_reference_makes(seed: int) -> None:
+    compare_with_reference(compiled, "cpu", seed)
+
+
+def compare_with_reference(apply: Callable[..., None], device: str, seed: int) -> None:
     """Rows come with chunks, decode, get blocks, are drafted and leave; some steps are padded."""
     random = np.random.default_rng(seed)
     batch = PersistentBatch(NUM_SLOTS, MAX_BLOCKS, BLOCK_SIZE, 500, 1000)
@@ -82,20 +98,21 @@ def test_makes_what_the_reference_makes(device: str, seed: int) -> None:
             continue
         shape = padded(rows.shape, random)
         record = torch.from_numpy(rows.record)
-        apply_plan(record, slots, buffers, shape, BLOCK_SIZE)
-        on_gpu(record.to(device), gpu_slots, gpu_buffers, shape)
+        reference.apply_changes(record, slots)
+        reference.make_rows(record, slots, buffers, shape, BLOCK_SIZE)
+        apply(record.to(device), gpu_slots, gpu_buffers, shape)
         tokens = torch.randint(1000, (NUM_SLOTS + 1,))
         slots.last_token.copy_(tokens)
-        for ours, reference in zip(gpu_slots[2:], slots[2:], strict=True):
-            assert torch.equal(ours.cpu(), reference)
+        for ours, expected in zip(gpu_slots[2:], slots[2:], strict=True):
+            assert torch.equal(ours.cpu(), expected)
         assert torch.equal(gpu_slots.block_tables.cpu(), slots.block_tables)
         for index, length in enumerate(buffers.context_lens[: shape.num_rows].tolist()):
             used = -(-length // BLOCK_SIZE)
             table = gpu_buffers.block_tables[index, :used].cpu()
             assert torch.equal(table, buffers.block_tables[index, :used])
             buffers.block_tables[index] = gpu_buffers.block_tables[index].cpu()
-        for ours, reference in zip(gpu_buffers, buffers, strict=True):
-            assert torch.equal(ours.cpu(), reference)
+        for ours, expected in zip(gpu_buffers, buffers, strict=True):
+            assert torch.equal(ours.cpu(), expected)
         gpu_slots.last_token.copy_(tokens)
 
 

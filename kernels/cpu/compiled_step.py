@@ -1,0 +1,124 @@
+"""Compiled functions of a step on a CPU before and after the layers."""
+
+import functools
+import logging
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.kernels.cpu.types import SampleFields
+from penstock.kernels.sampling.types import SamplingTensors
+from penstock.kernels.step.forward_batch import BatchShape
+from penstock.kernels.step.types import Slots, StepBuffers
+
+Floats = NDArray[np.float32]
+log = logging.getLogger(__name__)
+FEW = 1024
+"""likeliest tokens, among which top-p usually ends"""
+
+
+@functools.cache
+def compiled_step() -> "CompiledStep | None":
+    """Return the functions, or None where code can't be compiled."""
+    try:
+        return CompiledStep()
+    except (ImportError, OSError, RuntimeError) as error:
+        log.warning("steps are prepared in numpy, not compiled: %s", error)
+        return None
+
+
+class CompiledStep:
+    """Application of plans, and sampling."""
+
+    def __init__(self) -> None:
+        """Compile for this CPU. Raises ImportError, OSError, RuntimeError."""
+        from penstock.kernels.cpu.compiler import load  # llvmlite
+        from penstock.kernels.cpu.llvm_step import build_step
+
+        self._library = load(lambda cpu: str(build_step(cpu)), "step")
+        self._apply_plan = self._library.function("apply_plan", 1)
+        self._sample = self._library.function("sample", 1)
+
+    def apply_plan(
+        self, record: Tensor, slots: Slots, buffers: StepBuffers, shape: BatchShape, block_size: int
+    ) -> None:
+        """Compute `penstock.kernels.step.apply_plan.apply_plan`."""
+        addresses = [tensor.data_ptr() for tensor in (*slots, *buffers)]
+        sizes = shape.num_rows, shape.num_tokens, shape.num_tiles, shape.tile_size
+        max_blocks = slots.block_tables.shape[1]
+        first = record.data_ptr(), block_size, max_blocks
+        fields = np.array([*first, *sizes, *addresses], np.int64)
+        self._apply_plan(fields.ctypes.data)
+
+    def sample(
+        self, logits: Tensor, slots: Tensor, positions: Tensor, by_slot: SamplingTensors
+    ) -> Tensor:
+        """Compute `penstock.kernels.sampling.sampling.sample`."""
+        num_rows, vocab_size = logits.shape
+        out = torch.zeros(num_rows, dtype=torch.int64)
+        lowest = _thresholds(logits.numpy(), slots.numpy(), by_slot)
+        fields = SampleFields(
+            logits=logits.data_ptr(),
+            stride=logits.stride(0),
+            vocab_size=vocab_size,
+            num_rows=num_rows,
+            slots=slots.data_ptr(),
+            positions=positions.data_ptr(),
+            seeds=by_slot.seeds.data_ptr(),
+            temperature=by_slot.temperature.data_ptr(),
+            thresholds=lowest.ctypes.data,
+            last_token=by_slot.last_token.data_ptr(),
+            out=out.data_ptr(),
+        )
+        packed = np.array(fields, np.int64)
+        self._sample(packed.ctypes.data)
+        return out
+
+
+def _thresholds(logits: Floats, slots: NDArray[np.int64], by_slot: SamplingTensors) -> Floats:
+    """Return the lowest score of each row that top-k, top-p and min-p keep, -inf for all.
+
+    As in `penstock.kernels.sampling.reference.keep_top_k_top_p`.
+    """
+    lowest = np.full(len(slots), -np.inf, np.float32)
+    temperature = by_slot.temperature.numpy()[slots]
+    if not temperature.any():
+        return lowest
+    top_k, top_p, min_p = (tensor.numpy()[slots] for tensor in by_slot[2:5])
+    restricted = ((top_k > 0) | (top_p < 1) | (min_p > 0)) & (temperature > 0) & (slots >= 0)
+    for row in np.flatnonzero(restricted).tolist():
+        largest = logits[row].max()
+        if np.isfinite(largest):  # otherwise the row has no token
+            scores = (logits[row] - largest) / temperature[row]
+            lowest[row] = _threshold(scores, int(top_k[row]), top_p[row], min_p[row])
+    return lowest
+
+
+def _threshold(scores: Floats, top_k: int, top_p: np.float32, min_p: np.float32) -> float:
+    if 0 < top_k < len(scores):
+        scores = scores[scores >= np.partition(scores, -top_k)[-top_k]]
+    if top_p < 1:
+        scores = _nucleus(scores, top_p)
+    likely = np.exp(scores) >= min_p  # the largest score is 0
+    return float(scores[likely | (scores == 0)].min())
+
+
+def _nucleus(scores: Floats, top_p: np.float32) -> Floats:
+    """Return the likeliest scores whose probabilities sum to top_p, with all that equal the last.
+
+    Sorts as few as possible.
+    """
+    total = np.exp(scores).sum()
+    for number in FEW, len(scores):
+        some = scores if number >= len(scores) else np.partition(scores, -number)[-number:]
+        ordered = np.sort(some)[::-1]
+        weights = np.exp(ordered) / total
+        is_first = np.concatenate([[True], ordered[1:] != ordered[:-1]])
+        likelier = np.maximum.accumulate(np.where(is_first, weights.cumsum() - weights, 0))
+        is_kept = (likelier < top_p) | (ordered == 0)
+        if not is_kept[-1]:  # nor is any score that was not sorted
+            break
+    kept: Floats = ordered[is_kept]
+    return kept

@@ -1,0 +1,101 @@
+"""Records of steps: the layout that `penstock.kernels.step.apply_plan` describes."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kernels.step.forward_batch import SMALL_TILE, BatchShape, tile_size
+from penstock.kernels.step.types import APPENDED, HEADER, PARAMETERS, ROW
+from penstock.protocol.messages.plan import RowAdded
+
+Integers = NDArray[np.int64]
+Record = NDArray[np.int32]
+NONE: Integers = np.empty(0, np.int64)
+
+
+class Rows(NamedTuple):
+    """Rows of a step: rows that decode, then rows that prefill, both in ascending order of slot."""
+
+    record: Record
+    table: Record
+    """the rows of the record, [num_rows, 8]"""
+    shape: BatchShape
+    sampled: Integers
+    """indices of the rows that sample, in ascending order of slot, then position"""
+
+
+class Changes(NamedTuple):
+    """Changes of slots, sent with the next record."""
+
+    appended: list[Record]
+    """(slot, column, block id)"""
+    parameters: list[Record]
+    """sampling parameters"""
+
+    def clear(self) -> None:
+        self.appended.clear()
+        self.parameters.clear()
+
+    def forget(self, slots: Integers) -> None:
+        """Drop the changes of slots whose rows leave."""
+        self.parameters[:] = [entry for entry in self.parameters if entry[0] not in slots]
+        entries = [appended.reshape(-1, APPENDED) for appended in self.appended]
+        self.appended[:] = [entry[~np.isin(entry[:, 0], slots)].ravel() for entry in entries]
+
+
+def make_record(num_rows: int, changes: Changes, given: list[Record]) -> tuple[Record, Record]:
+    """Return a record with all parts except the rows, and the rows to be filled, [num_rows, 8]."""
+    parts = *changes.appended, *changes.parameters, *given
+    num_appended = sum(map(len, changes.appended))
+    num_parameters = sum(map(len, changes.parameters))
+    end = HEADER + num_rows * ROW
+    record: Record = np.empty(end + sum(map(len, parts)), np.int32)
+    record[:HEADER] = (
+        *(num_rows, num_appended // APPENDED, num_parameters // PARAMETERS, HEADER),
+        *(end, end + num_appended, end + num_appended + num_parameters, 0),
+    )
+    if parts:
+        np.concatenate(parts, out=record[end:])
+    changes.clear()
+    return record, record[HEADER:end].reshape(num_rows, ROW)
+
+
+def decoding_rows(slots: Integers, ends: Integers, changes: Changes) -> Rows:
+    """Return a step in which each row decodes the token sampled last; ends: lengths after it."""
+    num_rows = len(slots)
+    record, rows = make_record(num_rows, changes, [])
+    order = np.arange(num_rows)
+    rows[:, 0] = rows[:, 6] = slots
+    rows[:, 1] = ends - 1
+    rows[:, 2] = 1
+    rows[:, 3] = order
+    rows[:, 4] = -1
+    rows[0, 5] = rows[:, 7] = 0
+    rows[1:, 5] = ends[:-1].cumsum()
+    shape = BatchShape(num_rows, num_rows, num_rows, 0, SMALL_TILE, 1, int(ends.max()))
+    return Rows(record, rows, shape, order)
+
+
+def shape_of(counts: Integers, num_decode: int, max_seqlen_k: int) -> BatchShape:
+    """Return the shape of a step; counts: tokens of each row."""
+    longest = int(counts.max())
+    size = tile_size(longest)
+    return BatchShape(
+        num_rows=len(counts),
+        num_tokens=int(counts.sum()),
+        num_decode=num_decode,
+        num_tiles=int((-(-counts[num_decode:] // size)).sum()),
+        tile_size=size,
+        max_seqlen_q=longest,
+        max_seqlen_k=max_seqlen_k,
+    )
+
+
+def parameters_of(row: RowAdded) -> Record:
+    """Return the sampling parameters of a row."""
+    entry = np.zeros(PARAMETERS, np.int32)
+    entry[0], entry[2] = row.slot, row.top_k
+    entry[[1, 3, 4]] = np.array([row.temperature, row.top_p, row.min_p], np.float32).view(np.int32)
+    entry[5:7] = np.array([row.seed], "<i8").view(np.int32)
+    return entry
