@@ -221,17 +221,14 @@ class ClientSocket:
     def _connection_of(self, frame: zmq.Frame) -> Connection | None:
         """Return the connection that a message came on; None if the message is to be dropped."""
         try:
-            connection = self.connections.at(int(frame.get(zmq.SRCFD)))
+            connection = self.connections.sender(int(frame.get(zmq.SRCFD)), frame.bytes)
         except zmq.ZMQError:  # libzmq knows it for ZMTP 3 only
             self.channel.num_bad_frames += 1
             traffic.bad_frames += 1
             if self.channel.num_bad_frames == 1:
                 log.warning("dropped a message of ZMTP before version 3 (further ones are counted)")
             return None
-        if connection.is_cut_off:
-            return None
-        self.connections.count_message(connection, frame.bytes)
-        return connection
+        return None if connection.is_cut_off else connection
 
     def _bind(self, context: Context, config: Config, inner: str, monitor: str) -> None:
         if config.curve_keys:

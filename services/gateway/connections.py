@@ -26,6 +26,9 @@ from penstock.services.gateway.validation import refuse_if
 
 log = logging.getLogger("gateway")
 
+MAX_EARLIER = 64
+"""closed connections of one file descriptor whose waiting messages are recognized"""
+
 
 class Share:
     """Open work of one client, which is a connection or, over HTTP, an address."""
@@ -64,7 +67,7 @@ class Connection:
         self.num_status_queries = 0
         self.retry_at = 0.0
         self.identity = b""
-        """ZeroMQ identity that the client has chosen, known from its first message"""
+        """ZeroMQ identity, known from the first message; libzmq's own ones begin with a zero"""
         self.traffic = ConnectionTraffic(fd)
 
     @property
@@ -91,7 +94,8 @@ class Connections:
     """All connections by file descriptor, and the requests that have lost theirs.
 
     A descriptor names a connection from its accept event to its close event; then the system reuses
-    the number. So `handle_events` is called before a connection is looked up.
+    the number. So `handle_events` is called before a connection is looked up. Messages of a closed
+    connection may still arrive with its descriptor: identities distinguish them (`sender`).
     """
 
     def __init__(self, monitor: Channel[Any]) -> None:
@@ -113,6 +117,8 @@ class Connections:
         self._refused: list[tuple[Connection, str]] = []
         self._identities_closed: set[bytes] = set()
         """of connections that were closed since the last heartbeat"""
+        self._earlier: dict[int, deque[bytes]] = {}
+        """identities of closed connections by file descriptor, the last MAX_EARLIER of each"""
 
     def __len__(self) -> int:
         return len(self._by_fd)
@@ -144,6 +150,7 @@ class Connections:
         if connection := self._by_fd.pop(fd, None):
             self._abandon(connection)
             self._identities_closed.add(connection.identity)
+            self._remember(fd, connection.identity)
             self._limits.closed(connection.host, is_silent=not connection.traffic.num_messages)
 
     def cut_off(self, connection: Connection, reason: str) -> None:
@@ -158,25 +165,45 @@ class Connections:
             log.warning("disconnected a client at %s (more are only counted): %s", who, reason)
         with duplicate(connection.fd) as end:  # libzmq may close the descriptor at any time
             self._take_events()
-            if self.at(connection.fd) is connection:
+            if self._by_fd.get(connection.fd) is connection:
                 shut_down(end)
 
-    def count_message(self, connection: Connection, identity: bytes) -> None:
-        """Count a message. The first has the identity; libzmq's own ones begin with a zero."""
-        if not connection.traffic.num_messages and not connection.is_closed:
-            self._limits.spoke(connection.host)
-            connection.identity = b"" if identity.startswith(b"\0") else identity
+    def sender(self, fd: int, identity: bytes) -> Connection:
+        """Return the connection of a message, and count it; a closed one if it is closed by now.
+
+        A ROUTER returns the first message of an earlier connection before that of a later one. So
+        a new identity belongs to the newest connection with this descriptor.
+        """
+        connection = self._by_fd.get(fd, self._nobody)
+        if connection is self._nobody:
+            self._remember(fd, identity)
+        elif connection.identity != identity and not connection.is_closed:
+            connection = self._identify(connection, identity)
         connection.traffic.num_messages += 1
+        return connection
+
+    def _identify(self, connection: Connection, identity: bytes) -> Connection:
+        """Return the connection whose messages have this identity, which is new to `connection`."""
+        fd, is_known = connection.fd, bool(connection.identity)
+        if identity in self._earlier.get(fd, ()) and (is_known or not is_chosen(identity)):
+            return self._nobody
+        if is_known:  # all messages so far were those of a connection that was closed before
+            self.close(fd)
+            connection = self.open(fd, connection.host, connection.is_inner)
+        self._limits.spoke(connection.host)
+        connection.identity = identity
+        return connection
+
+    def _remember(self, fd: int, identity: bytes) -> None:
+        earlier = self._earlier.setdefault(fd, deque(maxlen=MAX_EARLIER))
+        if identity and identity not in earlier:
+            earlier.append(identity)
 
     def take_shortest_identity(self) -> int:
         """Return the length of the shortest identity chosen since the last call; 0 if none is."""
         identities = self._identities_closed | {one.identity for one in self._by_fd.values()}
         self._identities_closed = set()
-        return min((len(one) for one in identities if one), default=0)
-
-    def at(self, fd: int) -> Connection:
-        """Return the connection of a descriptor; a closed one if it is closed by now."""
-        return self._by_fd.get(fd, self._nobody)
+        return min((len(one) for one in identities if is_chosen(one)), default=0)
 
     def named_client(self, client: Client, name: str | None) -> Client:
         """Return the client that a request names. Raises RefusedError where it may name none."""
@@ -222,3 +249,8 @@ class Connections:
         connection.unsent.clear()
         connection.replies.clear()
         self._lost |= connection.request_ids
+
+
+def is_chosen(identity: bytes) -> bool:
+    """Return whether the client has chosen its ZeroMQ identity: libzmq's begin with a zero."""
+    return not identity.startswith(b"\0") and identity != b""

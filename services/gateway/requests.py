@@ -83,6 +83,8 @@ class Requests:
 
     def submit_query(self, client: Client, query: TokenizerRequest, num_bytes: int) -> None:
         """Accept a request that a tokenizer answers alone. Raises RefusedError."""
+        if client.connection.is_closed:
+            return
         self.poison.check(query)
         self._check_drain(query)
         self._admission.check(num_bytes, num_query_tokens(query), client.share)

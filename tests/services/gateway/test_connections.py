@@ -1,18 +1,25 @@
 """Clients that disconnect, come back and resubmit; with real sockets."""
 
 import socket
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import zmq
 
 from penstock.launch.pipeline.keys import make_keys
-from penstock.protocol.messages.client import ErrorReply, GenerateReply, TextDelta
+from penstock.protocol.messages.client import (
+    ErrorReply,
+    GenerateReply,
+    TextDelta,
+)
 from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
 from penstock.protocol.transport.process import first_number
-from penstock.services.gateway.connections import Client, Connections
+from penstock.services.gateway.connections import Client, Connection, Connections
 from tests.services.gateway.conftest import TIMEOUT, Stage, request
 
 Start = Callable[..., Stage]
@@ -100,12 +107,97 @@ def test_a_descriptor_that_is_used_again() -> None:
     clients = []
     for name in "ab":
         connections.open(5)
-        clients.append(Client((b"c",), MSGPACK, connections.at(5)))
+        clients.append(Client((b"c",), MSGPACK, connections.sender(5, name.encode())))
         connections.attach(name, clients[-1])
         if name == "a":
             connections.close(5)
     assert [client.connection.is_closed for client in clients] == [True, False]
     assert [connections.take_lost() for _ in range(3)] == [set(), {"a"}, set()]
+
+
+LEFT, NEXT = b"\0\0\0\0\1", b"\0\0\0\0\2"
+
+
+@pytest.mark.parametrize("num_read", [0, 1])
+@pytest.mark.parametrize("left", [LEFT, b"chosen"])
+def test_waiting_messages_of_a_closed_connection(num_read: int, left: bytes) -> None:
+    """The next connection has the same descriptor, and its messages come between the old ones."""
+    connections = Connections(None)  # type: ignore[arg-type]
+    connections.open(5)
+    for _ in range(num_read):
+        assert not connections.sender(5, left).is_closed
+    connections.close(5)
+    connections.open(5)
+    connections.sender(5, left)  # not known as such, if it is the first
+    client = connections.sender(5, NEXT)
+    assert not client.is_closed
+    for _ in range(2):
+        assert connections.sender(5, left).is_closed
+        assert connections.sender(5, NEXT) is client
+    assert (len(connections), client.is_closed) == (1, False)
+
+
+def test_a_client_comes_back_with_the_identity_that_it_has_chosen() -> None:
+    connections = Connections(None)  # type: ignore[arg-type]
+    for _ in range(3):
+        connections.open(5)
+        assert not connections.sender(5, b"chosen").is_closed
+        connections.close(5)
+    assert connections.sender(5, b"chosen").is_closed
+
+
+CLIENT = """
+import sys, zmq
+from penstock.protocol.messages.client import TokenizePromptRequest
+from penstock.protocol.messages.codec import MSGPACK
+with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+    client.connect(sys.argv[1])
+    for _ in range(int(sys.argv[2])):
+        client.send(MSGPACK.encode(TokenizePromptRequest(prompt=sys.argv[3])))
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def client_process(stage: Stage, num_queries: int, prompt: str) -> Iterator[Connection]:
+    """Send queries from a process of its own, which takes none of this process's descriptors."""
+    command = [sys.executable, "-P", "-c", CLIENT, stage.endpoint, str(num_queries), prompt]
+    connections = stage.gateway.connections
+
+    def wait_for_connections(number: int) -> None:
+        while len(connections) != number:
+            assert connections.monitor.socket.poll(TIMEOUT)
+            connections.handle_events()
+
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        wait_for_connections(1)
+        (connection,) = connections
+        yield connection
+        process.communicate()
+    wait_for_connections(0)
+
+
+@pytest.mark.parametrize("num_read", [0, 1])
+def test_a_client_does_not_pay_for_the_one_before(stage: Start, num_read: int) -> None:
+    """Its connection has the descriptor of a client that closed with many messages unread."""
+    one = stage(endpoint="tcp://127.0.0.1:*", max_waiting_tokens=1000)
+    queries = one.gateway.requests.queries
+    receive = one.gateway.clients.receive()
+    is_reused = False
+    while not is_reused:
+        with client_process(one, 6, "word " * 300) as hostile:
+            for _ in range(num_read):
+                assert one.gateway.clients.channel.socket.poll(TIMEOUT)
+                assert next(receive)[0].connection is hostile
+        with client_process(one, 1, "mine") as connection:
+            one.work_until(lambda: 1 in [query.num_tokens for query in queries._open.values()])
+            one.heartbeats(1)
+            (query,) = queries._open.values()
+            assert not query.client.connection.is_closed
+            assert query.share.num_waiting_tokens == 1
+            is_reused = connection.fd == hostile.fd
+        one.heartbeats(1)
+        assert not len(queries)
 
 
 def test_a_request_that_is_read_when_its_client_has_gone(stage: Start) -> None:
