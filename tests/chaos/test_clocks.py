@@ -12,7 +12,7 @@ from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.chaos
 LAUNCHER = Path(__file__).with_name("late_clock.py")
-PROMPT = count_prompt(1, 30)
+PROMPT = count_prompt(1, 100)
 OTHERS = ("worker", "tokenizer", "detokenizer")
 
 
@@ -41,6 +41,7 @@ def test_a_clock_that_is_set_back_stops_nobody(served: Pipeline, victim: str) ->
         stream = iter(client.stream(PROMPT))
         text = next(stream).text
         served.kill(victim)
+        assert client.status().num_requests == 1
         late = client.submit("17+25=")
         assert text + "".join(delta.text for delta in stream) == answer_to(PROMPT)
         assert late.result().text == "42"

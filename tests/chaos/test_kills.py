@@ -14,7 +14,7 @@ from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.chaos
 NUM_STREAMS = 6
-PROMPT = count_prompt(1, 40)
+PROMPT = count_prompt(1, 100)
 KILLED = ("detokenizer.1", "tokenizer.1", "scheduler.1", "worker.1", "gateway.1")
 """`tests/pipeline/test_launch.py` kills each of them, too, with one rank"""
 STOPPED = ("scheduler.1", "worker.1", "gateway.1")  # each takes the hang time-out
@@ -47,6 +47,7 @@ def test_streams_survive(served: Pipeline, victim: str, how: signal.Signals) -> 
         first = iter(streams[0])
         begin = read(first, 40)
         served.kill(victim, how)
+        assert client.status().num_requests == NUM_STREAMS
         late = client.submit("17+25=")
         texts = ["".join(delta.text for delta in stream) for stream in streams[1:]]
         texts.append(begin + "".join(delta.text for delta in first))

@@ -13,7 +13,7 @@ from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.chaos
 NUM_STREAMS = 8
-PROMPT = count_prompt(1, 30)
+PROMPT = count_prompt(1, 100)
 WORKER = Path(__file__).with_name("poison_worker.py")
 
 
@@ -36,6 +36,7 @@ def test_poison_is_given_up_and_the_others_are_right(
         with pytest.raises(RequestError, match="the workers died 3 times in a row") as failed:
             poison.result()
         assert failed.value.code == "failed"
+        assert client.status().num_requests == NUM_STREAMS
         texts = ["".join(delta.text for delta in stream) for stream in streams]
         assert texts == [answer_to(PROMPT)] * NUM_STREAMS
         assert client.generate("17+25=").text == "42"

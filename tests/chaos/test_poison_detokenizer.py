@@ -12,7 +12,8 @@ from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
 from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.chaos
-PROMPT = count_prompt(1, 60)
+PROMPT = count_prompt(1, 100)
+NUM_STREAMS = 6
 DETOKENIZER = Path(__file__).with_name("poison_detokenizer.py")
 
 
@@ -26,14 +27,15 @@ def test_poison_is_given_up_and_the_others_are_right(
     procfile.write_text(text)
     running = pipeline("--procfile", str(procfile))
     with running.client() as client:
-        streams = [client.stream(PROMPT) for _ in range(6)]
+        streams = [client.stream(PROMPT) for _ in range(NUM_STREAMS)]
         for number in range(2):  # more deaths than end a pipeline
             poison = client.submit(f"repeat: {number}", request_id=f"poison-{number}")
             with pytest.raises(RequestError, match="2 detokenizers died while they made the text"):
                 poison.result()
+            assert client.status().num_requests == NUM_STREAMS
             assert client.generate("17+25=").text == "42"
             with pytest.raises(RequestError, match="it is not tried again"):
                 client.generate(f"repeat: {number}")
         texts = ["".join(delta.text for delta in stream) for stream in streams]
-        assert texts == [answer_to(PROMPT)] * 6
+        assert texts == [answer_to(PROMPT)] * NUM_STREAMS
     assert running.restarts()["detokenizer.1"] in (5, 6)

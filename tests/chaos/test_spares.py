@@ -8,7 +8,7 @@ from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
 from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.chaos
-PROMPT = count_prompt(1, 40)
+PROMPT = count_prompt(1, 100)
 
 
 def test_a_spare_worker_goes_on_and_the_killed_one_comes_back_as_spare(
@@ -24,6 +24,7 @@ def test_a_spare_worker_goes_on_and_the_killed_one_comes_back_as_spare(
             stream = client.stream(PROMPT)
             begin = next(iter(stream)).text
             served.kill(victim)
+            assert client.status().num_requests == 1
             assert begin + "".join(delta.text for delta in stream) == answer_to(PROMPT)
             status = client.status(fresh=True).scheduler
             assert status

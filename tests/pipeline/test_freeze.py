@@ -12,7 +12,7 @@ from tests.pipeline.conftest import Pipeline
 from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.pipeline
-PROMPT = count_prompt(1, 20)
+PROMPT = count_prompt(1, 40)
 
 
 def test_all_stand_still_and_go_on(pipeline: Callable[..., Pipeline]) -> None:
@@ -23,6 +23,8 @@ def test_all_stand_still_and_go_on(pipeline: Callable[..., Pipeline]) -> None:
     with running.client() as client:
         streams = [client.stream(PROMPT) for _ in range(4)]
         begun = [next(iter(stream)).text for stream in streams]
+        psutil.Process(before["worker.1"]).suspend()
+        assert client.status().num_requests == 4  # without a worker they can't end
         for process in everyone:
             process.send_signal(signal.SIGSTOP)
         subprocess.run(["sleep", str((MAX_MISSED_HEARTBEATS + 2) * HEARTBEAT_INTERVAL)], check=True)

@@ -14,7 +14,7 @@ from tests.pipeline.conftest import START_TIMEOUT, Pipeline
 from tests.pipeline.ports import free_port
 
 pytestmark = pytest.mark.pipeline
-LONG = {"prompt": "count from 1 to 100", "max_tokens": 60, "ignore_eos": True, "stream": True}
+LONG = {"prompt": "count from 1 to 100", "max_tokens": 250, "ignore_eos": True, "stream": True}
 
 
 @pytest.fixture(scope="module")
@@ -70,20 +70,23 @@ def test_two_processes_share_the_work(served: tuple[Pipeline, str]) -> None:
 
 def test_sigterm_lets_answers_be_finished(served: tuple[Pipeline, str]) -> None:
     pipeline, url = served
-    short = {"prompt": "count from 3 to 9", "max_tokens": 50}
+    body = {"prompt": "count from 1 to 100", "max_tokens": 1000}
     begin = len(pipeline.output)
     killed = [name for name in ("http.1", "http.2") if name in pipeline.processes()]
     with httpx.Client(timeout=START_TIMEOUT) as client:
-        with client.stream("POST", f"{url}/v1/completions", json=short | {"stream": True}) as one:
+        with client.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as one:
             lines = one.iter_lines()
             next(lines)
-            for name in killed:
-                pipeline.kill(name, signal.SIGTERM)
+            with pipeline.suspended("worker.1"):
+                for name in killed:
+                    os.kill(pipeline.processes()[name], signal.SIGTERM)
+                with pipeline.client() as other:
+                    assert other.status().num_requests == 1
             assert list(lines)[-2:] == ["data: [DONE]", ""]
         for name in killed:
             pipeline.wait_for(rf"{re.escape(name)} +\| I listens", begin)
-        reply = client.post(f"{url}/v1/completions", json=short)
-    assert reply.json()["choices"][0]["text"] == "3 4 5 6 7 8 9"
+        reply = client.post(f"{url}/v1/completions", json=body | {"prompt": "17+25="})
+    assert reply.json()["choices"][0]["text"] == "42"
 
 
 def test_an_answer_goes_on_where_the_gateway_dies(served: tuple[Pipeline, str]) -> None:

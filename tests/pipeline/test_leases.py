@@ -7,8 +7,7 @@ import zmq
 
 from penstock.protocol.messages.client import GenerateReply, GenerateRequest
 from penstock.protocol.messages.codec import JSON
-from tests.pipeline.conftest import Pipeline
-from tests.pipeline.test_restart import PATIENT, halted
+from tests.pipeline.conftest import PATIENT, Pipeline
 from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.pipeline
@@ -52,7 +51,7 @@ def wait_until_all_is_free(served: Pipeline) -> None:
 def test_asked_again(served: Pipeline, req: "zmq.Socket[bytes]", dies: bool) -> None:
     """By a plain REQ socket: one reply, and the right one, though the gateway may die between."""
     frame = JSON.encode(GenerateRequest(prompt=PROMPT, request_id=f"again, {dies}"))
-    with halted(served, "worker.1"):
+    with served.suspended("worker.1"):
         req.send(frame)
         wait_for_requests(served, 1)
         if dies:
@@ -72,7 +71,7 @@ def test_asked_again(served: Pipeline, req: "zmq.Socket[bytes]", dies: bool) -> 
 
 def test_requests_of_a_client_that_is_gone(served: Pipeline) -> None:
     """Without a worker they can't end by themselves."""
-    with zmq.Context() as context, halted(served, "worker.1"):
+    with zmq.Context() as context, served.suspended("worker.1"):
         with context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(served.endpoint)
@@ -85,7 +84,7 @@ def test_requests_of_a_client_that_is_gone(served: Pipeline) -> None:
 
 def test_a_time_limit(served: Pipeline) -> None:
     """Without a worker nothing comes."""
-    with served.client() as client, halted(served, "worker.1"):
+    with served.client() as client, served.suspended("worker.1"):
         reply = client.generate(PROMPT, timeout=0.1)
         assert (reply.finish_reason, reply.text) == ("abort", "")
     wait_until_all_is_free(served)

@@ -3,23 +3,23 @@
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 
 import psutil
 import pytest
 
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.status import StatusReply
-from tests.pipeline.conftest import LAUNCH, Pipeline
+from tests.pipeline.conftest import LAUNCH, PATIENT, Pipeline
+from tests.pipeline.load import Load
 from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.pipeline
 Start = Callable[..., Pipeline]
 PROMPT = count_prompt(1, 30)
-NUM_STREAMS = 8
-PATIENT = ("--hang-timeout", "3600", "--step-timeout", "3600")
-"""leaves a halted worker alone"""
+NUM_STREAMS = 6
+IN_TURN = ["gateway.1", "tokenizer.1", "tokenizer.2", "scheduler.1", "worker.1, worker.2"]
+IN_TURN += ["detokenizer.1", "detokenizer.2"]
 
 
 @pytest.fixture(scope="module")
@@ -28,38 +28,15 @@ def shared(pipeline: Start) -> Pipeline:
     return pipeline("--tp", "2", "--tokenizers", "2", "--detokenizers", "2")
 
 
-@contextmanager
-def halted(running: Pipeline, name: str) -> Iterator[None]:
-    """Without a worker no request can end; without the scheduler nothing becomes ready."""
-    process = psutil.Process(running.processes()[name])
-    process.suspend()
-    try:
-        yield
-    finally:
-        with suppress(psutil.NoSuchProcess):
-            process.resume()
-
-
 @pytest.mark.timeout(600)
 def test_all_are_restarted_under_load(shared: Pipeline) -> None:
     """One group after the other, each back before the next; no client sees any of it."""
     before, restarts = shared.processes(), shared.restarts()
     command = [*LAUNCH, "restart", "--name", shared.name, "all"]
-    with (
-        shared.client() as client,
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as restart,
-    ):
-        assert restart.stdout
-        for names in (
-            *("gateway.1", "tokenizer.1", "tokenizer.2", "scheduler.1", "worker.1, worker.2"),
-            *("detokenizer.1", "detokenizer.2"),
-        ):  # streams begin with the restart of a group
-            streams = [client.stream(PROMPT) for _ in range(NUM_STREAMS)]
-            texts = ["".join(delta.text for delta in stream) for stream in streams]
-            assert texts == [answer_to(PROMPT)] * NUM_STREAMS
-            assert [stream.result().text for stream in streams] == texts
-            assert restart.stdout.readline() == f"{names}: back\n"
-        assert (restart.wait(), restart.stdout.read()) == (0, "")
+    with Load(shared.endpoint, NUM_STREAMS):
+        restart = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    assert restart.stdout == "".join(f"{names}: back\n" for names in IN_TURN)
+    assert restart.returncode == 0
     after = shared.processes()
     assert after.keys() == before.keys()
     assert not set(after.values()) & set(before.values())
@@ -117,7 +94,7 @@ def test_a_restart_ends_with_the_pipeline(pipeline: Start) -> None:
     running = pipeline(*PATIENT)
     command = [*LAUNCH, "restart", "--name", running.name, "gateway"]
     with (
-        halted(running, "scheduler.1"),
+        running.suspended("scheduler.1"),
         subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as restart,
     ):
         running.wait_for(r"launch +\| gateway\.1 restarted on request")
@@ -133,7 +110,7 @@ def test_a_restart_ends_with_the_pipeline(pipeline: Start) -> None:
 def test_what_runs_is_finished_and_nothing_begun(pipeline: Start) -> None:
     running = pipeline(*PATIENT)
     with running.client() as client:
-        with halted(running, "worker.1"):
+        with running.suspended("worker.1"):
             stream = client.stream(PROMPT)
             assert client.status().num_requests == 1
             running.process.terminate()
@@ -156,7 +133,7 @@ def test_a_drain_outlives_the_gateway(pipeline: Start, is_before: bool) -> None:
     prompt = count_prompt(1, 20)
     running = pipeline("--drain-timeout", "3600", *PATIENT)
     with running.client() as client:
-        with halted(running, "worker.1"):
+        with running.suspended("worker.1"):
             streams = [client.stream(prompt) for _ in range(6)]
             while (status := client.status(fresh=True)).num_requests < 6:
                 pass  # reports come from the scheduler, every heartbeat
@@ -186,7 +163,7 @@ def is_heard(status: StatusReply, before: StatusReply) -> bool:
 @pytest.mark.long
 def test_the_second_signal_waits_for_nothing(pipeline: Start) -> None:
     running = pipeline("--drain-timeout", "3600", *PATIENT)
-    with running.client() as client, halted(running, "worker.1"):
+    with running.client() as client, running.suspended("worker.1"):
         client.stream(PROMPT)
         assert client.status().num_requests == 1
         running.process.send_signal(signal.SIGINT)
