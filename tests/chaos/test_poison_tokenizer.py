@@ -9,10 +9,9 @@ import pytest
 from penstock.launch.pipeline.procfile import PROCFILE
 from penstock.protocol.client.errors import RequestError
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
-from tests.tools.demo.tasks import answer_to, count_prompt
+from tests.pipeline.load import Load
 
 pytestmark = pytest.mark.chaos
-PROMPT = count_prompt(1, 300)
 NUM_STREAMS = 4
 TOKENIZER = Path(__file__).with_name("poison_tokenizer.py")
 
@@ -28,16 +27,13 @@ def test_poison_is_given_up_and_slow_prompts_are_not(
     with running.client() as client:
         assert client.generate("🐌", max_tokens=1).usage.output_tokens == 1
         assert running.restarts()["tokenizer.1"] == 0
-        streams = [client.stream(PROMPT) for _ in range(NUM_STREAMS)]
-        for prompt in ("repeat: ☠", "☠", "another ☠"):  # more deaths than end a pipeline
-            poison = client.submit(prompt)
-            innocent = client.submit("17+25=")
-            with pytest.raises(RequestError, match="2 tokenizers died while they worked"):
-                poison.result()
-            assert innocent.result().text == "42"
-            assert client.status().num_requests == NUM_STREAMS
-            with pytest.raises(RequestError, match="it is not tried again"):
-                client.generate(prompt)
-        texts = ["".join(delta.text for delta in stream) for stream in streams]
-        assert texts == [answer_to(PROMPT)] * NUM_STREAMS
+        with Load(running.endpoint, NUM_STREAMS):
+            for prompt in ("repeat: ☠", "☠", "another ☠"):  # more deaths than end a pipeline
+                poison = client.submit(prompt)
+                innocent = client.submit("17+25=")
+                with pytest.raises(RequestError, match="2 tokenizers died while they worked"):
+                    poison.result()
+                assert innocent.result().text == "42"
+                with pytest.raises(RequestError, match="it is not tried again"):
+                    client.generate(prompt)
     assert 6 <= running.restarts()["tokenizer.1"] <= 9
