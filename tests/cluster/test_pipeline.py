@@ -33,7 +33,7 @@ CPUS = (3, 4, 2)
 """one for the gateway and a replica's three on the second machine leave no machine three more, so
 that the other replica's group spans two"""
 TASKS = ["count from 3 to 40", "17+25=", "reverse: penstock", "repeat: abcabd", "so be it"]
-COUNT = "count from 1 to 60"
+COUNT = "count from 1 to 200"
 NUM_STREAMS = 8
 NUM_PROCESSES = 9
 WORDS = "quixotic zephyrs juggling"
@@ -132,6 +132,7 @@ def test_streams_outlive_a_machine(
     received = asyncio.run(ask())
     assert [check(one, alone[-1]) for one in received] == [Verdict()] * NUM_STREAMS
     served.wait_for(r"launch .*died with its Ray actor", START_TIMEOUT, start)
+    served.wait_for(r"gateway\.1.* (resubmitting|migrating) [1-9]", START_TIMEOUT, start)
     served.wait_for(r"scheduler\.2@.* workers ready", START_TIMEOUT, start)
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -57,8 +58,11 @@ def test_another_process() -> None:
 def test_an_unforeseen_exception_of_the_wait_ends_it(request: pytest.FixtureRequest) -> None:
     if "pidfd" in request.node.name:
         pytest.skip("has no thread")
+    others = set(threading.enumerate())
     with contextlib.closing(ProcessExit(os.getpid(), sys.exit)) as process:
         assert process.wait(20)
+    for thread in set(threading.enumerate()) - others:
+        thread.join()  # otherwise it may report its exception during the next test
 
 
 def test_a_process_that_has_exited() -> None:
