@@ -87,7 +87,10 @@ class CompiledLayers:
         self._scratch = torch.empty(self._num_threads, COLUMNS * max(inputs))
 
     def begin(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> None:
-        """Prepare a step; its tokens' keys and values will be stored in kv_caches."""
+        """Prepare a step; its tokens' keys and values will be stored in kv_caches.
+
+        Within a block, each head's keys lie side by side: attention reads memory in one stream.
+        """
         shape, num_tokens = self._shape, batch.shape.num_tokens
         check_tensor("rope", rope, (-1, shape.head_dim), torch.float32)
         if kv_caches is not self._kv_caches:

@@ -18,6 +18,8 @@ from penstock.kernels.cpu.values import Pointer, Value
 KEYS = 16
 """keys of a tile"""
 MAX_ROWS = 4
+LINE = 16
+"""float32 of a cache line"""
 
 
 class _Row(NamedTuple):
@@ -39,9 +41,9 @@ def emit_attention(k: Kernel, target: Target, head_dim: int, group: int) -> None
     """Compute the attention of one KV head for tokens `begin` to `end` of one sequence.
 
     Arguments: q (the sequence's first token in the step, head 0), q_stride, out, out_stride,
-    k_cache, v_cache (the KV head's first element), token_stride (of the caches), table (block ids),
-    block_size, piece (keys of a tile that lie side by side), first_position, begin, end, head (the
-    first of the group).
+    k_cache, v_cache (the KV head of the first block), block_stride (of the caches), table (block
+    ids), block_size, piece (keys of a tile that lie side by side), first_position, begin, end, head
+    (the first of the group).
     """
     begin, end = k.arguments[11:13]
     k.tiles(
@@ -53,7 +55,7 @@ def emit_attention(k: Kernel, target: Target, head_dim: int, group: int) -> None
 
 
 def _tile(k: Kernel, target: Target, head_dim: int, group: int, first: Value, count: int) -> None:
-    (q, q_stride, out, out_stride, k_cache, v_cache, token_stride, table, block_size,
+    (q, q_stride, out, out_stride, k_cache, v_cache, block_stride, table, block_size,
      piece, first_position, begin, _, head) = k.arguments  # fmt: skip
     rows = []
     for index in range(count):
@@ -80,9 +82,13 @@ def _tile(k: Kernel, target: Target, head_dim: int, group: int, first: Value, co
             # masked keys of a later piece are read in the last one
             position = k.smaller(key + at, most - 1)
             position = position - position % piece
-            slot = table[position // block_size] * block_size + position % block_size
+            place = table[position // block_size] * block_stride + position % block_size * head_dim
             with k.range(0, piece) as offset:
-                places[at + offset] = (slot + offset) * token_stride
+                places[at + offset] = place + offset * head_dim
+        # the next tile is usually in the next page of memory, which a CPU does not foresee
+        for line in range(0, KEYS * head_dim, LINE):
+            for cache in (k_cache, v_cache):
+                (cache + places[0]).prefetch(KEYS * head_dim + line)
         scores = _scores(k, target, head_dim, rows, k_cache, places)
         valid = k.smaller(most - key, KEYS)
         for own, row_scores in zip(rows, scores, strict=True):

@@ -57,7 +57,7 @@ def build_module(target: Target, weight: str, head_dim: int, group: int) -> ir.M
     product = Kernel(module, "product", f"int f32 {weight} int int int int int f32 f32")
     emit_product(product, target)
     product.end()
-    rope = Kernel(module, "rope", "f32 int int f32 f32 f32 f32 f32 i64 i64 f32 f32 int int")
+    rope = Kernel(module, "rope", "f32 int int f32 f32 f32 f32 f32 i64 i64 f32 f32 int int int")
     emit_rope_store(rope, target, head_dim)
     rope.end()
     kinds = "f32 int f32 int f32 f32 int i32 int int int int int int"
@@ -193,7 +193,8 @@ class _Decoder:
         self.k.call(
             self.rope, self.qkv, self.heads, self.kv_heads, q_norm, k_norm, self.eps,
             self.at("scale"), self.at("rope"), self.at("positions", "i64"),
-            self.at("slots", "i64"), k_cache, v_cache, *self.team.share(self.num_tokens),
+            self.at("slots", "i64"), k_cache, v_cache, self.size("block_size"),
+            *self.team.share(self.num_tokens),
         )  # fmt: skip
         self.team.wait()
         self._attend(k_cache, v_cache, width)
@@ -207,7 +208,8 @@ class _Decoder:
         k = self.k
         starts, lengths, tables = (self.at(name, "i32") for name in ("starts", "lengths", "tables"))
         item = k.variable(k.integer(0))
-        stride, out_stride = self.kv_heads * self.head_dim, self.heads * self.head_dim
+        of_head = self.size("block_size") * self.head_dim
+        stride, out_stride = self.kv_heads * of_head, self.heads * self.head_dim
         with k.range(0, self.size("num_rows")) as row:
             first, count = starts[row], starts[row + 1] - starts[row]
             table = tables + row * self.size("max_blocks")
@@ -216,7 +218,7 @@ class _Decoder:
                 item.value = item.value + 1
                 with k.when(turn.compare("==", self.thread)):
                     end = k.smaller(begin + QUERY_TOKENS, count)
-                    at = head * self.head_dim
+                    at = head * of_head
                     k.call(
                         self.attention, self.qkv + first * width, width,
                         self.attended + first * out_stride, out_stride, k_cache + at, v_cache + at,

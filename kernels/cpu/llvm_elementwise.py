@@ -110,10 +110,10 @@ def emit_rope_store(k: Kernel, target: Target, head_dim: int) -> None:
     """Norm and rotate the query and key heads of tokens `begin` to `end`; store keys and values.
 
     Queries stay in qkv, multiplied with `scale`. Arguments: qkv, heads, kv_heads, q_norm, k_norm,
-    eps, scale (one float32 each), rope, positions, slots, k_cache, v_cache, begin, end.
+    eps, scale (one float32 each), rope, positions, slots, k_cache, v_cache, block_size, begin, end.
     """
     (qkv, heads, kv_heads, q_norm, k_norm, eps, scale, rope, positions, slots,
-     k_cache, v_cache, begin, end) = k.arguments  # fmt: skip
+     k_cache, v_cache, block_size, begin, end) = k.arguments  # fmt: skip
     one = k.real(1.0)
     with k.range(begin, end) as token:
         row = qkv + token * ((heads + kv_heads * 2) * head_dim)
@@ -123,7 +123,8 @@ def emit_rope_store(k: Kernel, target: Target, head_dim: int) -> None:
             at = row + head * head_dim
             rotate(at, q_norm, scale[0], at)
         with k.when(slots[token] >= 0), k.range(0, kv_heads) as head:
-            place = (slots[token] * kv_heads + head) * head_dim
+            block, offset = slots[token] // block_size, slots[token] % block_size
+            place = ((block * kv_heads + head) * block_size + offset) * head_dim
             key = row + (heads + head) * head_dim
             rotate(key, k_norm, one, k_cache + place)
             value = row + (heads + kv_heads + head) * head_dim

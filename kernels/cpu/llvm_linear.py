@@ -20,14 +20,25 @@ WIDENED_ROWS = 12
 
 
 def dot_tile(
-    k: Kernel, target: Target, xs: list[Pointer], ws: list[Pointer], size: Value
+    k: Kernel,
+    target: Target,
+    xs: list[Pointer],
+    ws: list[Pointer],
+    size: Value,
+    ahead: "Value | None" = None,
 ) -> list[Value]:
-    """Return for each x the vector of its products with the ws, over `size` elements."""
+    """Return for each x the vector of its products with the ws, over `size` elements.
+
+    ahead: distance of elements of the ws that are prefetched meanwhile.
+    """
     lanes = target.lanes
     sums = [[k.variable(k.zeros(lanes)) for _ in ws] for _ in xs]
 
     def accumulate(at: Value, count: Value | None = None) -> None:
         columns = [w.vector(at, lanes, count) for w in ws]
+        if ahead is not None:
+            for w in ws:
+                (w + at).prefetch(ahead)
         for x, row in zip(xs, sums, strict=True):
             values = x.vector(at, lanes, count)
             for column, total in zip(columns, row, strict=True):
@@ -82,7 +93,7 @@ def _columns(
             _widen(place, w, scratch + size * index)
         place.rows([scratch + size * index for index in range(COLUMNS)], column, first, last)
     with k.when(is_long.compare("==", 0)):
-        place.rows(ws, column, first, last)
+        place.rows(ws, column, first, last, is_streamed=True)
 
 
 def _widen(place: "_Place", source: Pointer, to: Pointer) -> None:
@@ -110,18 +121,28 @@ class _Place:
         self.k, self.target, self.mode = k, target, mode
         self.x, self.size, self.columns, self.out = x, size, columns, out
 
-    def rows(self, ws: list[Pointer], column: Value, first: Value, last: Value) -> None:
-        """Multiply rows `first` to `last` with a column of tiles."""
+    def rows(
+        self, ws: list[Pointer], column: Value, first: Value, last: Value, is_streamed: bool = False
+    ) -> None:
+        """Multiply rows `first` to `last` with a column of tiles.
+
+        is_streamed: the ws are read from memory, for few rows.
+        """
 
         def tile(row: Value, number: int) -> None:
-            self.tile([row + index for index in range(number)], ws, column)
+            self.tile([row + index for index in range(number)], ws, column, is_streamed)
 
         self.k.tiles(first, last, self.target.rows, tile)
 
-    def tile(self, rows: list[Value], ws: list[Pointer], column: Value) -> None:
+    def tile(
+        self, rows: list[Value], ws: list[Pointer], column: Value, is_streamed: bool = False
+    ) -> None:
         """Multiply rows with columns and store."""
         k = self.k
-        sums = dot_tile(k, self.target, [self.x + row * self.size for row in rows], ws, self.size)
+        xs = [self.x + row * self.size for row in rows]
+        # the next columns; a CPU foresees neither four streams nor what comes after a page
+        ahead = self.size * COLUMNS if is_streamed else None
+        sums = dot_tile(k, self.target, xs, ws, self.size, ahead)
         places = [self.out + (row * self.columns + column) for row in rows]
         if len(ws) == COLUMNS:
             with k.when(self.mode.compare("==", SWIGLU)):

@@ -9,6 +9,7 @@ INT64, INT32, INT16, INT1 = (ir.IntType(bits) for bits in (64, 32, 16, 1))
 FLOAT = ir.FloatType()
 POINTER = ir.PointerType()
 KINDS = {"f32": FLOAT, "bf16": INT16, "i32": INT32, "i64": INT64}
+PREFETCH = "llvm.prefetch.p0"
 BYTES = {"f32": 4, "bf16": 2, "i32": 4, "i64": 8}
 
 
@@ -201,6 +202,15 @@ class Pointer:
             return Value(self._builder, raw)
         wide = Value(self._builder, self._builder.zext(raw, ir.VectorType(INT32, size)))
         return wide.shift_left(16).bits(FLOAT)
+
+    def prefetch(self, index: "Value | int" = 0) -> None:
+        """Start to read the cache line of an element, which may lie outside of the array."""
+        function = self._builder.module.globals.get(PREFETCH)
+        if function is None:
+            kinds = [POINTER, INT32, INT32, INT32]
+            kind = ir.FunctionType(ir.VoidType(), kinds)
+            function = ir.Function(self._builder.module, kind, PREFETCH)
+        self._builder.call(function, [(self + index).raw, INT32(0), INT32(3), INT32(1)])
 
     def pointer(self, index: "Value | int", kind: str) -> "Pointer":
         """Return the pointer that is stored here as an int64."""
