@@ -17,6 +17,7 @@ from penstock.protocol.unserved import (
 )
 
 T = TypeVar("T")
+DType = Literal["auto", "bfloat16", "float16", "float32"]
 MIN_REQUEST_BYTES = 1 << 20
 REQUEST_BYTES_PER_TOKEN = 16
 """of a prompt in JSON: a token id has 8 at most, text seldom more, even where it is escaped"""
@@ -53,6 +54,9 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
     layer_types: list[str] | None = None
     dual_chunk_attention_config: dict[str, Any] | None = None
     tie_word_embeddings: bool = False
+    torch_dtype: DType = "auto"
+    dtype: DType = "auto"
+    """`torch_dtype` as transformers 5 calls it; weights are converted to the dtype of the device"""
     attention_bias: bool = False
     eos_token_id: int | list[int] | None = None
     quantization_config: dict[str, Any] | None = None
@@ -246,12 +250,33 @@ def check_tp(config: ModelConfig, tp_size: int, expert_parallel: bool = False) -
 
 def read_json(path: Path, type_: type[T]) -> T:
     """Decode a file of a checkpoint. Raises ModelError."""
+    content = read_bytes(path)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=type_)
+        return msgspec.json.decode(content, type=type_)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        problem = str(error)
+        if isinstance(error, msgspec.ValidationError) and issubclass(type_, Struct):
+            field, sentence = explain(problem, msgspec.json.decode(content), type_)
+            problem = sentence if field else problem
+        raise ModelError(f"{path} can't be read: {problem}{hint_of(content)}") from error
+
+
+def read_bytes(path: Path, size: int = -1) -> bytes:
+    """Return the first `size` bytes of a file of a checkpoint, or all. Raises ModelError."""
+    try:
+        with path.open("rb") as file:
+            return file.read(size)
     except FileNotFoundError as error:
         raise ModelError(f"{path.parent} has no {path.name}; a checkpoint needs it") from error
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ModelError(f"{path} can't be read: {error}") from error
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror}") from error
+
+
+def hint_of(content: bytes) -> str:
+    """Return what to do about a file that is not what its name says, by its first bytes."""
+    if content.startswith(b"version https://git-lfs"):
+        return "; this is a pointer of Git LFS to the file: run `git lfs pull`"
+    return "; download it again"
 
 
 def max_request_bytes(config: Config) -> int:

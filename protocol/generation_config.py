@@ -5,7 +5,14 @@ from pathlib import Path
 from msgspec import Struct
 
 from penstock.protocol.checkpoint import read_json
-from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.sampling import (
+    RepetitionPenalty,
+    SamplingParams,
+    Share,
+    Temperature,
+    TopK,
+    TopP,
+)
 
 
 class GenerationConfig(Struct, kw_only=True, frozen=True):
@@ -13,11 +20,11 @@ class GenerationConfig(Struct, kw_only=True, frozen=True):
 
     eos_token_id: int | list[int] | None = None
     do_sample: bool = False
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    min_p: Share | None = None
+    repetition_penalty: RepetitionPenalty | None = None
 
     def fill(self, sampling: SamplingParams) -> None:
         """Put the model's defaults where the request says nothing."""

@@ -6,11 +6,11 @@ import msgspec
 
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.config import Config
-from penstock.protocol.eos import read_eos_token_ids
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.worker import WorkerAssignment
+from penstock.protocol.tokenizer_file import read_eos_token_ids
 from penstock.services.scheduler.block_manager import make_block_manager
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence

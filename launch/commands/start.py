@@ -19,16 +19,24 @@ from penstock.launch.pipeline.options import add_options, flag, given_options
 from penstock.launch.pipeline.procfile import PROCFILE, read_procfile
 from penstock.launch.pipeline.run_folder import claim, control_endpoint
 from penstock.launch.supervisor.supervisor import Supervisor
-from penstock.protocol.checkpoint import ModelError, check_tp, quantized, read_model_config
+from penstock.protocol.checkpoint import (
+    ModelConfig,
+    ModelError,
+    check_tp,
+    quantized,
+    read_model_config,
+)
+from penstock.protocol.checkpoint_files import check_files
 from penstock.protocol.client.errors import ClientError
 from penstock.protocol.client.failover import check_addresses
 from penstock.protocol.config import DEFAULT_CLIENT, Config
 from penstock.protocol.run_folder import write_config
-from penstock.protocol.tensor_shapes import check_shapes
 from penstock.protocol.tracing import check_tracing
 from penstock.protocol.transport.context import check_reach, endpoints, stays_on_host
 from penstock.protocol.transport.curve import secure_client, secure_server
 from penstock.protocol.transport.process import raise_descriptor_limit
+
+WORKER = "penstock.services.worker"
 
 
 def add_arguments(command: ArgumentParser) -> None:
@@ -64,9 +72,7 @@ def start(config: Config, procfile: Path, max_deaths: int, source: HubModel | No
     if config.device == "cuda" and config.backend == "local":
         check_gpus(config)
     try:
-        model = read_model_config(config.model_folder)
-        check_shapes(config.model_folder, model)
-        model = quantized(model, config.quantization)
+        model = quantized(read_model_config(config.model_folder), config.quantization)
     except ModelError as error:
         raise LaunchError(f"--model: {error}") from error
     try:
@@ -81,6 +87,7 @@ def start(config: Config, procfile: Path, max_deaths: int, source: HubModel | No
         _check_length(config)
         _check_security(config)
         check_http_reach(config)
+        _check_files(config, model, commands)
         return run(config, commands, max_deaths)
 
 
@@ -112,6 +119,18 @@ def _run_on_ray(
             return asyncio.run(Supervisor(config, commands, max_deaths, make_processes).run())
         finally:
             remove_socket(config.endpoint)
+
+
+def _check_files(config: Config, model: ModelConfig, commands: dict[str, str]) -> None:
+    """Raise LaunchError for a checkpoint whose files are missing or damaged.
+
+    A stand-in for the worker reads no weights; other machines have their own.
+    """
+    weights = config.backend == "local" and WORKER in commands.get("worker", "")
+    try:
+        check_files(config.model_folder, model, weights=weights)
+    except ModelError as error:
+        raise LaunchError(f"--model: {error}") from error
 
 
 def _check_length(config: Config) -> None:

@@ -63,7 +63,8 @@ class StructuredOutputs(Struct, kw_only=True, omit_defaults=True, forbid_unknown
             try:
                 schema = msgspec.json.decode(schema)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise ValueError(f"json: got a text that is not JSON: {error}") from error
+                got = f"json: got {repr(schema)[:64]}, expected a JSON schema, a map or its text"
+                raise ValueError(f"{got}; the text is not JSON: {error}") from error
         if not isinstance(schema, dict):
             raise ValueError(f"json: got {repr(schema)[:64]}, expected a JSON schema, a map")
         return schema

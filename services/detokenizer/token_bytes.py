@@ -1,32 +1,12 @@
 """The bytes of every token, from a checkpoint's `tokenizer.json`."""
 
 from pathlib import Path
-from typing import Any
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.messages.logprobs import Logprob, PackedLogprobs, TokenLogprobs
-
-
-class _AddedToken(Struct):
-    id: int
-    content: str
-    special: bool
-
-
-class _Bpe(Struct):
-    vocab: dict[str, int]
-
-
-class _TokenizerFile(Struct):
-    """The parts of a `tokenizer.json` that tell the bytes of every token."""
-
-    decoder: dict[str, Any]
-    model: _Bpe
-    added_tokens: list[_AddedToken] = []
+from penstock.protocol.tokenizer_file import read_tokenizer_file
 
 
 class TokenBytes(Struct, frozen=True):
@@ -65,14 +45,7 @@ def token_bytes(folder: Path) -> TokenBytes:
 
     Raises ModelError if the tokenizer is not a byte-level one.
     """
-    path = folder / "tokenizer.json"
-    try:
-        file = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ModelError(f"{path} can't be read: {error}") from error
-    kinds = [part["type"] for part in file.decoder.get("decoders", [file.decoder])]
-    if "ByteLevel" not in kinds:
-        raise ModelError(f"{path} has decoder {kinds}; ByteLevel is served")
+    file = read_tokenizer_file(folder)
     alphabet = _byte_alphabet()
     text = {
         token_id: bytes(alphabet[character] for character in token)

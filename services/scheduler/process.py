@@ -5,7 +5,6 @@ from time import monotonic
 import zmq
 
 from penstock.protocol.checkpoint import read_model_config
-from penstock.protocol.eos import read_eos_token_ids
 from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.detokenizer import Confirmed, FromDetokenizer
 from penstock.protocol.messages.plan import SampledTokens
@@ -21,6 +20,7 @@ from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.messages.tokenizer import RequestFailed
 from penstock.protocol.messages.worker import FromWorker, WorkerExit, WorkerState
 from penstock.protocol.poison import REFUSED
+from penstock.protocol.tokenizer_file import read_eos_token_ids
 from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.event_loop import EventLoop

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from penstock.kernels.quantize.quantize import quantize_blocks
 from penstock.models.weights import SCALES, SINGLE_FILE
 from penstock.protocol.checkpoint import ModelError, read_model_config
-from penstock.protocol.tensor_shapes import check_shapes
+from penstock.protocol.checkpoint_files import check_tensors
 from tests.models.checkpoints import save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
 from tests.models.published import PUBLISHED, Published
@@ -92,7 +92,7 @@ def _set_expert(reference: PreTrainedModel, name: str, weight: torch.Tensor) -> 
 def test_served_and_equal_to_transformers(tmp_path: Path, name: str) -> None:
     """Logits within 1e-4 (fp8: 1e-3) of every token of a greedy continuation, and its tokens."""
     reference = write(tmp_path, PUBLISHED[name])
-    check_shapes(tmp_path, read_model_config(tmp_path))
+    check_tensors(tmp_path, read_model_config(tmp_path))
     model = load_model(tmp_path)
     (prompt,) = random_prompts(264, 30)
     tokens = list(prompt)

@@ -16,7 +16,7 @@ from penstock.launch.commands.cli import main
 from penstock.models.bench import random_checkpoint
 from penstock.models.bench.random_checkpoint import DENSE, VOCAB_SIZE, make_checkpoint, shape_of
 from penstock.protocol.checkpoint import read_model_config
-from penstock.protocol.eos import read_eos_token_ids
+from penstock.protocol.tokenizer_file import read_eos_token_ids
 from tests.models.forward import load_model, prefill_logits
 
 TINY = {

@@ -8,10 +8,9 @@ import pytest
 
 from penstock.protocol.checkpoint import ModelError, check_tp, quantized, read_model_config
 from penstock.protocol.config import Config
-from penstock.protocol.eos import read_eos_token_ids
 from penstock.protocol.generation_config import GenerationConfig
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.protocol.tensor_shapes import check_shapes
+from penstock.protocol.tokenizer_file import read_eos_token_ids
 
 DEMO = Config().model_folder
 
@@ -51,6 +50,8 @@ def test_heads_that_do_not_divide(tp_size: int) -> None:
         ({"architectures": ["LlamaForCausalLM"]}, r"got \['LlamaF.*'\], expected Qwen3ForCausalLM"),
         ({"hidden_size": None}, "hidden_size: got null, expected a value"),
         ({"hidden_act": None}, 'hidden_act: got null, expected "silu"'),
+        ({"torch_dtype": "int3"}, "torch_dtype: got 'int3', expected 'auto' or 'bfloat16' or"),
+        ({"dtype": "int3"}, "dtype: got 'int3', expected 'auto' or 'bfloat16' or 'float16' or"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "got 'dynamic', expected 'default'"),
         (
             {"rope_scaling": {"type": "mrope"}},
@@ -265,36 +266,3 @@ def test_eos_that_no_token_can_be(
     assert read_eos_token_ids(changed(tmp_path, eos_token_id=eos_token_id)) == expected
     assert warning in caplog.text
     assert bool(caplog.text) == bool(warning)
-
-
-@pytest.mark.parametrize("is_sharded", [False, True])
-def test_shapes_of_tensors_are_those_of_the_configuration(tmp_path: Path, is_sharded: bool) -> None:
-    """Read from the file's header, before any weight is loaded."""
-    (name,) = [path.name for path in DEMO.glob("*.safetensors")]
-    (tmp_path / ("a.safetensors" if is_sharded else name)).symlink_to(DEMO / name)
-    if is_sharded:
-        names = ("embed_tokens", "layers.0.self_attn.q_norm")
-        index = {"weight_map": {f"model.{one}.weight": "a.safetensors" for one in names}}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    for fields, sentence in (
-        (
-            {"head_dim": 32},
-            r"head_dim: model.layers.0.self_attn.q_norm.* \[64\], .* \[32\]",
-        ),
-        ({"head_dim": None}, "head_dim: "),
-        (
-            {"vocab_size": 300},
-            "vocab_size and hidden_size: model.embed_tokens",
-        ),
-    ):
-        changed(tmp_path, **fields)
-        with pytest.raises(ModelError, match=sentence):
-            check_shapes(tmp_path, read_model_config(tmp_path))
-    check_shapes(changed(tmp_path), read_model_config(tmp_path))
-
-
-def test_shapes_of_a_file_that_is_not_safetensors(tmp_path: Path) -> None:
-    changed(tmp_path)
-    check_shapes(tmp_path, read_model_config(tmp_path))
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
-    check_shapes(tmp_path, read_model_config(tmp_path))

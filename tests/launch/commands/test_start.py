@@ -1,6 +1,7 @@
 """Errors of `launch all` before anything starts."""
 
 import json
+import shutil
 import socket
 import tempfile
 from collections.abc import Callable
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 import zmq
 
+from penstock.launch.bench.pipeline import STAND_IN
 from penstock.launch.commands import start as module
 from penstock.launch.commands.start import check_endpoint, check_http_port, check_http_reach, start
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.keys import make_keys
-from penstock.launch.pipeline.procfile import PROCFILE
+from penstock.launch.pipeline.procfile import PROCFILE, read_procfile
+from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.config import Config, run_folder
 
 MODEL = {
@@ -69,6 +72,21 @@ def test_a_context_beyond_the_models_positions(refused: Callable[..., str]) -> N
     )
     yarn = {"rope_scaling": {"type": "yarn", "factor": 4.0}}
     assert "got 33, expected at most 32, the positions" in refused(yarn, 1, max_model_len=33)
+
+
+def test_a_checkpoint_without_its_files(refused: Callable[..., str], tmp_path: Path) -> None:
+    """Weights are needed only by the product's own worker."""
+    fields = {"endpoint": f"ipc://{tmp_path}/clients", "http": 0}
+    assert "has no tokenizer.json; a checkpoint needs it" in refused({}, 1, **fields)
+    shutil.copyfile(Config().model_folder / "tokenizer.json", tmp_path / "tokenizer.json")
+    assert refused({}, 1, **fields) == (
+        f"--model: {tmp_path} has no model.safetensors; a checkpoint needs it"
+    )
+    config, commands = Config(model=str(tmp_path)), read_procfile(PROCFILE)
+    model = read_model_config(tmp_path)
+    module._check_files(config, model, commands | {"worker": STAND_IN})
+    with pytest.raises(LaunchError, match=r"has no model\.safetensors"):
+        module._check_files(config, model, commands)
 
 
 def test_a_run_folder_too_deep_for_sockets(

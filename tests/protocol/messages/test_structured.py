@@ -22,7 +22,7 @@ def decode(**fields: Any) -> StructuredOutputs:
         ({"regex": ""}, "length >= 1"),
         ({"choice": []}, "length >= 1"),
         ({"choice": [""]}, "length >= 1"),
-        ({"json": "{"}, "json: got a text that is not JSON"),
+        ({"json": "{"}, "json: got .{., expected a JSON schema, a map or its text"),
         ({"json": "3"}, "json: got 3, expected a JSON schema, a map"),
         ({"json": [1]}, "expected a JSON schema, a map"),
         ({"json": True}, "json: got True, expected a JSON schema, a map"),

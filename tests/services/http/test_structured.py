@@ -45,7 +45,7 @@ def test_structured_outputs(given: dict[str, Any], expected: StructuredOutputs |
     [
         ({"guided_json": 1.5}, "guided_json: got 1.5, expected a JSON schema, a map"),
         ({"guided_json": False}, "guided_json: got False, expected a JSON schema, a map"),
-        ({"guided_json": "{"}, "guided_json: got a text that is not JSON"),
+        ({"guided_json": "{"}, "guided_json: got '{', expected a JSON schema, a map or its text"),
         ({"guided_regex": ""}, "guided_regex: got '', expected `str` of length >= 1"),
         ({"guided_choice": []}, "guided_choice: got [], expected `array` of length >= 1"),
         (

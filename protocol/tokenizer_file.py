@@ -1,32 +1,57 @@
-"""Token ids that end a text: of the checkpoint and of its tokenizer."""
+"""A checkpoint's tokenizer files, read without the tokenizers library: tokens and those of ends."""
 
 import logging
 from pathlib import Path
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from penstock.protocol.checkpoint import read_json, read_model_config
+from penstock.protocol.checkpoint import ModelError, read_json, read_model_config
 from penstock.protocol.generation_config import read_generation_config
 
 log = logging.getLogger("checkpoint")
 
 
+class AddedToken(Struct):
+    """A token besides those of the model's vocabulary, such as `<|im_end|>`."""
+
+    id: int
+    content: str
+    special: bool
+
+
+class Bpe(Struct):
+    """The model that makes tokens of bytes."""
+
+    vocab: Annotated[dict[str, int], Meta(min_length=1)]
+
+
 class _Token(Struct):
     content: str
-    id: int = -1
 
 
-class _TokenizerConfig(Struct):
+class TokenizerConfig(Struct):
+    """The part of `tokenizer_config.json` that is read here; the tokenizer reads its template."""
+
     eos_token: str | _Token | None = None
 
 
-class _Model(Struct):
-    vocab: dict[str, int]
+class TokenizerFile(Struct):
+    """The parts of a `tokenizer.json` from which the bytes of every token follow."""
+
+    decoder: dict[str, Any]
+    model: Bpe
+    added_tokens: list[AddedToken] = []
 
 
-class _Tokenizer(Struct):
-    model: _Model
-    added_tokens: list[_Token] = []
+def read_tokenizer_file(folder: Path) -> TokenizerFile:
+    """Read `tokenizer.json`. Raises ModelError if the tokenizer is not a byte-level one."""
+    path = folder / "tokenizer.json"
+    file = read_json(path, TokenizerFile)
+    kinds = [part.get("type") for part in file.decoder.get("decoders", [file.decoder])]
+    if "ByteLevel" not in kinds:
+        raise ModelError(f"{path}: decoder: got {kinds}, expected ByteLevel")
+    return file
 
 
 def read_eos_token_ids(folder: Path) -> list[int]:
@@ -52,11 +77,11 @@ def read_eos_token_ids(folder: Path) -> list[int]:
 
 def _tokenizer_eos(folder: Path) -> int | None:
     """Return the id of `eos_token` in tokenizer_config.json; None where there is none."""
-    path, vocabulary = folder / "tokenizer_config.json", folder / "tokenizer.json"
-    token = read_json(path, _TokenizerConfig).eos_token if path.exists() else None
+    path = folder / "tokenizer_config.json"
+    token = read_json(path, TokenizerConfig).eos_token if path.exists() else None
     content = token.content if isinstance(token, _Token) else token
-    if content is None or not vocabulary.exists():
+    if content is None or not (folder / "tokenizer.json").exists():
         return None
-    tokenizer = read_json(vocabulary, _Tokenizer)
+    tokenizer = read_tokenizer_file(folder)
     added = {one.content: one.id for one in tokenizer.added_tokens}
     return added.get(content, tokenizer.model.vocab.get(content))

@@ -1,0 +1,118 @@
+"""Files of a checkpoint that can't be served, found before a process starts."""
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+
+from penstock.protocol.checkpoint import ModelError, read_model_config
+from penstock.protocol.checkpoint_files import INDEX_FILE, SINGLE_FILE, check_files
+from tests.protocol.test_checkpoint import DEMO, changed
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    check(tmp_path)
+    return tmp_path
+
+
+def check(folder: Path) -> None:
+    check_files(folder, read_model_config(folder), weights=True)
+
+
+def safetensors(dtype: str = "BF16", num_bytes: int = 2) -> bytes:
+    header = {
+        "__metadata__": {"format": "pt"},
+        "a": {"dtype": dtype, "shape": [1], "data_offsets": [0, 2]},
+    }
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(num_bytes)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 99\n"
+CASES = [
+    ("tokenizer.json", None, "has no tokenizer.json; a checkpoint needs it"),
+    ("tokenizer.json", b"", "tokenizer.json can't be read: Input data was truncated; download"),
+    ("tokenizer.json", b"{}", "tokenizer.json can't be read: decoder: got nothing, expected"),
+    ("tokenizer.json", POINTER, "of Git LFS to the file: run `git lfs pull`"),
+    (
+        "tokenizer.json",
+        b'{"decoder": {"type": "WordPiece"}, "model": {"vocab": {"a": 0}}}',
+        r"tokenizer.json: decoder: got \['WordPiece'\], expected ByteLevel",
+    ),
+    ("tokenizer_config.json", b"[]", "tokenizer_config.json can't be read: Expected `object`"),
+    (
+        "generation_config.json",
+        b'{"top_k": "many"}',
+        "generation_config.json can't be read: top_k: got 'many', expected `int | null`",
+    ),
+    (
+        "generation_config.json",
+        b'{"temperature": 5}',
+        "generation_config.json can't be read: temperature: got 5, expected `float` <= 2.0",
+    ),
+    (SINGLE_FILE, None, "has no model.safetensors; a checkpoint needs it"),
+    (SINGLE_FILE, b"", "model.safetensors: got no header of safetensors"),
+    (SINGLE_FILE, b"\xff" * 99, "model.safetensors: got no header of safetensors .*; download it"),
+    (SINGLE_FILE, POINTER, "model.safetensors: got no header .*: run `git lfs pull`"),
+    (SINGLE_FILE, safetensors(num_bytes=1), "model.safetensors: got 105 bytes, expected 106; down"),
+    (SINGLE_FILE, safetensors("I8"), "model.safetensors: a: got I8, expected BF16, F16, F32"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "sentence"), CASES)
+def test_a_damaged_file(folder: Path, name: str, content: bytes | None, sentence: str) -> None:
+    path = folder / name
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ModelError, match=sentence):
+        check(folder)
+
+
+@pytest.mark.parametrize(
+    ("shards", "sentence"),
+    [
+        ({}, "has no a.safetensors; a checkpoint needs it"),
+        ({"a.safetensors": safetensors()}, "got b in a.safetensors, which has no such tensor"),
+    ],
+)
+def test_shards(folder: Path, shards: dict[str, bytes], sentence: str) -> None:
+    files = {"a": "a.safetensors", "b": "a.safetensors"}
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": files}))
+    for name, content in shards.items():
+        (folder / name).write_bytes(content)
+    with pytest.raises(ModelError, match=sentence):
+        check(folder)
+
+
+def test_a_pipeline_that_needs_no_weights(folder: Path) -> None:
+    (folder / SINGLE_FILE).unlink()
+    check_files(folder, read_model_config(folder), weights=False)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_shapes_of_tensors_are_those_of_the_configuration(folder: Path, is_sharded: bool) -> None:
+    """Read from the file's header, before any weight is loaded."""
+    if is_sharded:
+        (folder / SINGLE_FILE).rename(folder / "a.safetensors")
+        names = ("embed_tokens", "layers.0.self_attn.q_norm")
+        index = {"weight_map": {f"model.{one}.weight": "a.safetensors" for one in names}}
+        (folder / INDEX_FILE).write_text(json.dumps(index))
+    for fields, sentence in (
+        (
+            {"head_dim": 32},
+            r"head_dim: model.layers.0.self_attn.q_norm.* \[64\], .* \[32\]",
+        ),
+        ({"head_dim": None}, "head_dim: "),
+        (
+            {"vocab_size": 300},
+            "vocab_size and hidden_size: model.embed_tokens",
+        ),
+    ):
+        with pytest.raises(ModelError, match=sentence):
+            check(changed(folder, **fields))
+    check(changed(folder))
