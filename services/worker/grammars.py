@@ -1,9 +1,9 @@
 """Bitmasks of the tokens that grammars allow (structured output)."""
 
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -50,25 +50,61 @@ class _State:
         return not opens
 
 
-class _Ends(NamedTuple):
-    """A row's end tokens, and all tokens that are forbidden where its grammar may not end."""
+class _Ends:
+    """The end tokens of some rows."""
 
-    own: TokenBits
-    all: TokenBits
+    def __init__(self, token_ids: frozenset[int], tokenizer: LLTokenizer) -> None:
+        self.token_ids = token_ids
+        own = {one for one in token_ids if one < tokenizer.vocab_size}
+        self.own = TokenBits(own)
+        self.all = TokenBits(own.union(tokenizer.eos_tokens))
+        """tokens that are forbidden where a grammar may not end; llguidance allows its own where
+        the grammar may end, has ended or has failed"""
 
 
 class _Row:
-    def __init__(self, compiled: "Future[_State]", end_token_ids: frozenset[int], ends: _Ends):
+    def __init__(self, compiled: "Future[_State]", ends: _Ends):
         self.compiled = compiled
-        self.end_token_ids = end_token_ids
         self.ends = ends
-        self.ended = False
+        self.matcher: TimedMatcher | None = None
+        """set while it determines the masks: not in reasoning, nor at the end"""
+        self.is_done = False
+        """True if the text has ended or the row has failed"""
         self.failure = ""
 
     @cached_property
     def state(self) -> _State:
         """Waits for it."""
         return self.compiled.result()
+
+    def find_matcher(self) -> TimedMatcher | None:
+        """Return the matcher if it determines the next mask."""
+        if not self.is_done and self.state.reasoning != "open":
+            self.matcher = self.state.timed
+        return self.matcher
+
+    def accept(self, token_id: int) -> bool:
+        """Return True if the matcher must consume the row's new token."""
+        if token_id in self.ends.token_ids:
+            self.end()
+        if self.is_done or self.state.reasoning == "none":
+            return not self.is_done
+        self.matcher = None
+        return self.state.is_for_grammar(token_id)
+
+    def end(self, failure: str = "") -> None:
+        self.is_done, self.matcher, self.failure = True, None, self.failure or failure
+
+    def may_end(self) -> bool:
+        """Return True if the mask must allow the end tokens; detects an end and a failure."""
+        if not self.matcher:
+            return self.is_done
+        matcher = self.matcher.matcher
+        if not matcher.is_stopped():
+            return matcher.is_accepting()
+        reason = matcher.get_error().removesuffix("<non-verbose/>").strip()
+        self.end(f"structured_outputs: the grammar failed: {reason}" if matcher.is_error() else "")
+        return True
 
 
 class Grammars:
@@ -92,9 +128,11 @@ class Grammars:
         self._rows: dict[int, _Row] = {}
         self._compiler = ThreadPoolExecutor(1, "grammars")
         self._executor = LLExecutor()
-        self._filler = MaskFiller()
+        self._filler = MaskFiller(self._executor)
         self._tokenizer = self._compiler.submit(LLTokenizer, str(self._path))
-        self._ends = lru_cache(64)(self._make_ends)
+        self._accepted: dict[int, tuple[LLMatcher, int]] = {}
+        """by slot: tokens that matchers have yet to consume"""
+        self._ends = lru_cache(64)(lambda ids: _Ends(ids, self._tokenizer.result()))
 
     def wait(self) -> None:
         """Wait for the tokenizer. Raises ModelError.
@@ -122,10 +160,10 @@ class Grammars:
     ) -> None:
         """Start to compile the grammar of a row with these output tokens so far."""
         compiled = self._compiler.submit(self._compile, spec, output_token_ids, reasoning)
-        ends = frozenset(end_token_ids)
-        self._rows[slot] = _Row(compiled, ends, self._ends(ends))
+        self._rows[slot] = _Row(compiled, self._ends(frozenset(end_token_ids)))
 
     def remove(self, slot: int) -> None:
+        self._accepted.pop(slot, None)
         if row := self._rows.pop(slot, None):
             row.compiled.cancel()
 
@@ -136,19 +174,13 @@ class Grammars:
     def accept(self, tokens: dict[int, int]) -> None:
         """Advance rows by their new tokens, slot → token id; -1: the row failed.
 
-        The next mask of a row fails if its grammar refused the token.
+        Matchers consume them in the next `fill`, whose threads are then awake: that mask fails if
+        the grammar refuses the token.
         """
-        consumed = []
         for slot, token_id in tokens.items():
             row = self._rows.get(slot)
-            if row is None or row.failure or row.ended or token_id < 0:
-                continue
-            if token_id in row.end_token_ids:
-                row.ended = True
-            elif row.state.is_for_grammar(token_id):
-                consumed.append((row.state.matcher, token_id))
-        if consumed:
-            consume_token_par(self._executor, consumed)
+            if row and token_id >= 0 and row.accept(token_id):
+                self._accepted[slot] = row.state.matcher, token_id
 
     def has(self, slot: int) -> bool:
         """Return True for a row with a grammar."""
@@ -169,47 +201,42 @@ class Grammars:
         Waits for grammars that are being compiled. The mask of a failed row allows all tokens.
         masks: of all slots, `num_words` wide; further tokens of the model have no text.
         """
-        if not slots:
-            return {}
-        self._fill(masks, slots)
+        matchers, with_ends = [], []
+        for slot in slots:
+            row = self._rows[slot]
+            if matcher := row.matcher or row.find_matcher():
+                matchers.append((matcher, slot))
+            else:
+                masks[slot] = 0 if row.is_done else -1
+                with_ends.append(slot)
+        if self._accepted:
+            consume_token_par(self._executor, list(self._accepted.values()))
+            self._accepted.clear()
+        for slot in self._filler.fill(masks, matchers):
+            self._rows[slot].end(TOO_SLOW)
+            with_ends.append(slot)
+        for ends, some in self._by_ends(slot for _, slot in matchers):
+            with_ends += ends.all.found(masks, some)
+        return self._fill_ends(masks, with_ends) if with_ends else {}
+
+    def _fill_ends(self, masks: Bitmask, slots: list[int]) -> dict[int, str]:
+        """Allow end tokens exactly where a text may end; return as `fill`."""
+        for ends, some in self._by_ends(slots):
+            ends.all.forbid(masks, some)
+            ends.own.allow(masks, [slot for slot in some if self._rows[slot].may_end()])
         # most masks have a token among the first
         for index in np.flatnonzero(~masks[slots, :64].any(axis=1)).tolist():
-            row = self._rows[slots[index]]
-            if not row.failure and not masks[slots[index]].any():
-                row.failure = DEAD_END
+            if not masks[slots[index]].any():
+                self._rows[slots[index]].end(DEAD_END)
         failed = {slot: self._rows[slot].failure for slot in slots if self._rows[slot].failure}
         masks[list(failed)] = -1
         return failed
 
-    def _fill(self, masks: Bitmask, slots: list[int]) -> None:
-        matchers = []
-        may_end = set()
-        by_ends: dict[_Ends, list[int]] = {}
+    def _by_ends(self, slots: Iterable[int]) -> Iterable[tuple[_Ends, list[int]]]:
+        groups: dict[_Ends, list[int]] = {}
         for slot in slots:
-            row = self._rows[slot]
-            by_ends.setdefault(row.ends, []).append(slot)
-            if row.state.reasoning == "open":
-                masks[slot] = -1
-            elif _is_open(row):
-                matchers.append((row.state.timed, slot))
-            else:
-                masks[slot] = 0
-                may_end.add(slot)
-        too_slow = self._filler.fill(masks, matchers)
-        for timed, slot in matchers:
-            self._rows[slot].failure = _failure(timed.matcher)
-            if timed.matcher.is_accepting():
-                may_end.add(slot)
-        for slot in too_slow:
-            self._rows[slot].failure = TOO_SLOW
-        for ends, some in by_ends.items():
-            ends.all.forbid(masks, some)
-            ends.own.allow(masks, [slot for slot in some if slot in may_end])
-
-    def _make_ends(self, end_token_ids: frozenset[int]) -> _Ends:
-        tokenizer = self._tokenizer.result()
-        own = {one for one in end_token_ids if one < tokenizer.vocab_size}
-        return _Ends(TokenBits(own), TokenBits(own.union(tokenizer.eos_tokens)))
+            groups.setdefault(self._rows[slot].ends, []).append(slot)
+        return groups.items()
 
     @cached_property
     def _tags(self) -> tuple[int, int]:
@@ -229,19 +256,3 @@ class Grammars:
             if state.is_for_grammar(token_id):
                 matcher.consume_token(token_id)
         return state
-
-
-def _is_open(row: _Row) -> bool:
-    """Return True if the row's text has not ended; waits for its matcher."""
-    if not row.ended and not row.failure:
-        row.failure = _failure(row.state.matcher)
-        row.ended = row.state.matcher.is_stopped()
-    return not row.ended and not row.failure
-
-
-def _failure(matcher: LLMatcher) -> str:
-    """Return the reason of a failure, or an empty string."""
-    if not matcher.is_error():
-        return ""
-    reason = matcher.get_error().removesuffix("<non-verbose/>").strip()
-    return f"structured_outputs: the grammar failed: {reason}"

@@ -66,6 +66,8 @@ class LogitsProcessor:
         """by slot; False without a row"""
         self._awaited: dict[int, int] = {}
         """slot of a row that needs its tokens → index among the tokens sampled last"""
+        self._with_words: set[int] = set()
+        """slots of rows with bad words of several tokens"""
         self._last_tokens: Callable[[], list[int]] = list
         """waits for the tokens sampled last"""
 
@@ -95,6 +97,8 @@ class LogitsProcessor:
         is_deferred = row.flags & DEFERRED > 0
         with_logprobs = extras.num_logprobs >= 0, extras.num_prompt_logprobs >= 0
         self._traits[slot] = is_deferred, row.needs_tokens, *with_logprobs
+        if row.has_bad_words:
+            self._with_words.add(slot)
         grammar = extras.structured_outputs
         if grammar and self.grammars:
             output = row.token_ids[extras.num_prompt_tokens :].tolist()
@@ -107,6 +111,7 @@ class LogitsProcessor:
         for slot in slots:
             row = self.rows.pop(slot)
             self._awaited.pop(slot, None)
+            self._with_words.discard(slot)
             if row.extras.structured_outputs and self.grammars:
                 self.grammars.remove(slot)
         self._traits[slots] = False
@@ -197,8 +202,8 @@ class LogitsProcessor:
             return
         token_ids = self._last_tokens()
         drawn = {slot: token_ids[index] for slot, index in self._awaited.items()}
-        for slot, token_id in drawn.items():
-            self.rows[slot].accept(token_id)
+        for slot in self._with_words & drawn.keys():
+            self.rows[slot].accept(drawn[slot])
         self.grammars.accept(drawn)
         self._awaited.clear()
 
@@ -211,13 +216,11 @@ class LogitsProcessor:
         masks = self._masks.on_host(self.grammars.num_words)
         with_grammar = [slot for slot in slots if self.grammars.has(slot)]
         failed = self.grammars.fill(masks, with_grammar)
-        for slot in slots:
-            row = self.rows[slot]
-            if row.has_bad_words:
-                if not row.extras.structured_outputs:
-                    masks[slot] = -1
-                bad = [token for token in row.bad_tokens() if token < 32 * masks.shape[1]]
-                TokenBits(bad).forbid(masks, [slot])
+        for slot in self._with_words & self._awaited.keys():
+            if not self.grammars.has(slot):
+                masks[slot] = -1
+            bad = self.rows[slot].bad_tokens()
+            TokenBits(one for one in bad if one < 32 * masks.shape[1]).forbid(masks, [slot])
         tags = self.grammars.opening_tags(with_grammar).items()
         self._masks.copy(slots, {slot: tag for slot, tag in tags if self.rows[slot].allows(tag)})
         return [(self._awaited[slot], reason) for slot, reason in failed.items()]

@@ -35,8 +35,8 @@ class TimedMatcher:
 class MaskFiller:
     """Threads that compute masks."""
 
-    def __init__(self) -> None:
-        self._executor = LLExecutor()
+    def __init__(self, executor: LLExecutor) -> None:
+        self._executor = executor
         self._threads = ThreadPoolExecutor(thread_name_prefix="masks")
         """of timed masks"""
         self._num_steps = 0

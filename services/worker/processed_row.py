@@ -127,3 +127,10 @@ class TokenBits:
     def forbid(self, masks: Bitmask, rows: list[int]) -> None:
         """Clear the tokens' bits in some masks."""
         masks[np.array(rows, np.int64)[:, None], self._at] &= ~self._bits
+
+    def found(self, masks: Bitmask, rows: list[int]) -> list[int]:
+        """Return the rows whose masks have one of the tokens."""
+        at = np.array(rows, np.int64)
+        has_one = (masks[at[:, None], self._at] & self._bits).any(axis=1)
+        found: list[int] = at[has_one].tolist()
+        return found

@@ -193,6 +193,15 @@ def test_a_dead_end_fails_the_row(grammars: Grammars) -> None:
     assert "allows no next token" in fill(grammars, 0)[1][0]
 
 
+def test_a_grammar_that_allows_end_tokens_as_text_ends_only_at_its_end(grammars: Grammars) -> None:
+    """llguidance's masks then have EOS where the grammar may not end, too."""
+    add(grammars, grammar='start: <[*]> "a"')
+    assert allowed(grammars) == set(range(262)) - set(ENDS)
+    grammars.accept({0: IM_START})
+    say(grammars, "a")
+    assert allowed(grammars) == set(ENDS)
+
+
 def test_masks_are_as_wide_as_the_tokenizers_vocabulary(grammars: Grammars) -> None:
     assert grammars.num_words == 9
     add(grammars, grammar="start: <[*]>")

@@ -39,6 +39,17 @@ def test_an_ambiguous_grammar_fails_alone(grammars: Grammars) -> None:
     assert masks[1].tolist() == [0, 0, 0, 2, 0, 0, 0, 0, 4]
 
 
+def test_a_slow_row_fails_where_its_text_may_not_end(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mask_time, "SLOW_SECONDS", -1.0)
+    monkeypatch.setattr(mask_time, "MAX_MASK_SECONDS", -1.0)
+    grammars.add(0, StructuredOutputs(regex="ab"), [], [IM_END])
+    masks = np.zeros((1, grammars.num_words), np.int32)
+    assert not grammars.fill(masks, [0])
+    assert "whose masks take more than" in grammars.fill(masks, [0])[0]
+
+
 def test_timed_masks_are_the_same(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a slow step are timed, until a step of theirs is fast."""
     for slot, regex in enumerate(("a+b", "c")):
