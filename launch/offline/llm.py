@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+from msgspec import Struct
 from tqdm import tqdm
 
 from penstock.launch.offline.bounded_concurrency import submit_all
@@ -32,10 +33,10 @@ from penstock.protocol.client.errors import NoAnswer
 from penstock.protocol.client.session import Final
 from penstock.protocol.config import Config
 from penstock.protocol.field_errors import explain
+from penstock.protocol.messages.chat import Conversation, chat_messages
 from penstock.protocol.messages.client import (
     ChatMessage,
     GenerateReply,
-    PromptFields,
     StatusRequest,
     TokenizePromptRequest,
     TokenizeReply,
@@ -48,7 +49,7 @@ OWN_DEFAULTS = {"log_level": "warning"}
 _pipelines = itertools.count()
 
 Prompt = str | list[int] | dict[str, Any]
-Conversation = list[dict[str, Any]]
+Messages = list[dict[str, Any]]
 
 
 class LLM:
@@ -105,7 +106,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Conversation | Sequence[Conversation],
+        messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
@@ -114,6 +115,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or several, put through the model's chat template.
 
+        Messages are those of OpenAI's API; the content is a text or a list of text parts.
         `chat_template_kwargs` is what that takes besides: `{"enable_thinking": False}`.
         """
         several = [messages] if messages and isinstance(messages[0], dict) else messages
@@ -172,6 +174,10 @@ class LLM:
                 assert isinstance(reply, TokenizeReply)  # noqa: S101  for mypy
                 texts[place][0].prompt_token_ids = reply.token_ids
         return outputs
+
+
+class _Chat(Struct):
+    messages: Conversation
 
 
 class _Client(Client):
@@ -259,12 +265,12 @@ def _one_for_each(
     return params
 
 
-def _messages(conversation: Any) -> list[ChatMessage] | None:
+def _messages(conversation: Any) -> list[ChatMessage]:
     raw = {"messages": conversation}
     try:
-        return msgspec.convert(raw, PromptFields).messages
+        return chat_messages(msgspec.convert(raw, _Chat).messages)
     except msgspec.ValidationError as error:
-        raise ValueError(explain(str(error), raw, PromptFields)[1]) from None
+        raise ValueError(explain(str(error), raw, _Chat)[1]) from None
 
 
 def _config_fields(options: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from penstock.protocol.client.errors import RequestError
+from penstock.protocol.messages.chat import MessageError
 from penstock.services.http.replies import json_response
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -58,6 +59,8 @@ def as_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case MessageError():
+            return ApiError(400, str(error), error.field)
         case RequestError(code="invalid"):
             return ApiError(400, error.message, error.field)
         case RequestError(code="overloaded", retry_after=float() as seconds):

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from penstock.protocol.client.errors import RequestError
+from penstock.protocol.messages.chat import chat_messages
 from penstock.protocol.messages.client import PromptFields
 from penstock.protocol.messages.status import StatusReply
 from penstock.services.http.access import caller
@@ -33,7 +34,7 @@ from penstock.services.http.schema import (
     DetokenizeBody,
     TokenizeBody,
 )
-from penstock.services.http.to_generate_request import chat_messages, template_tools
+from penstock.services.http.to_generate_request import template_tools
 
 Texts = dict[str, str]
 

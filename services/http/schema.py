@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from penstock.protocol.messages.chat import Conversation
 from penstock.protocol.messages.client import CacheSalt, Priority, RequestId
 from penstock.protocol.messages.sampling import (
     MAX_N,
@@ -79,41 +80,6 @@ class ApiRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: str | None = None
 
 
-class ContentPart(Struct, kw_only=True):
-    """A part of a message; only text is supported."""
-
-    type: str
-    text: str = ""
-
-
-class FunctionCall(Struct, kw_only=True):
-    """A called function and its arguments: JSON text, or the map itself."""
-
-    name: str
-    arguments: str | dict[str, Any] = ""
-
-
-class ToolCall(Struct, kw_only=True):
-    """A call in an assistant's message."""
-
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class Message(Struct, kw_only=True):
-    """One message. Unknown fields are ignored: clients send back the messages they received."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    """another name of `reasoning_content`"""
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-
-
 class Function(Struct, kw_only=True, omit_defaults=True):
     """A function that the model may call; `parameters`: the JSON schema of its arguments."""
 
@@ -156,7 +122,6 @@ class AllowedTools(Struct, kw_only=True, tag_field="type", tag="allowed_tools"):
 
 
 Tools = Annotated[list[Tool], Meta(max_length=128)]
-Conversation = Annotated[list[Message], Meta(min_length=1)]
 
 
 class ChatRequest(ApiRequest, kw_only=True, forbid_unknown_fields=True):

@@ -4,18 +4,15 @@ from typing import Any
 
 import msgspec
 
-from penstock.protocol.messages.client import ChatMessage, GenerateRequest
+from penstock.protocol.messages.chat import chat_messages
+from penstock.protocol.messages.client import GenerateRequest
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.protocol.transport.channel import DECODE_ERRORS
-from penstock.services.http.body import decode_json
 from penstock.services.http.errors import invalid
 from penstock.services.http.schema import (
     ApiRequest,
     ChatRequest,
     CompletionRequest,
-    Message,
     Tool,
-    ToolCall,
 )
 from penstock.services.http.tool_choice import forced_call, forced_tools, is_forced, offered_tools
 
@@ -35,7 +32,10 @@ _SAME = [name for name in GenerateRequest.__struct_fields__ if name not in _OWN]
 
 
 def chat_fields(request: ChatRequest, tags_are_tokens: bool = False) -> dict[str, Any]:
-    """Return the fields of a chat. tags_are_tokens: as in `forced_call`. Raises ApiError."""
+    """Return the fields of a chat. tags_are_tokens: as in `forced_call`.
+
+    Raises ApiError and MessageError.
+    """
     fields = _fields(request)
     fields["messages"] = chat_messages(request.messages)
     fields["max_tokens"] = request.max_completion_tokens or request.max_tokens
@@ -84,21 +84,6 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
     return prompt  # type: ignore[return-value]
 
 
-def chat_messages(messages: list[Message]) -> list[ChatMessage]:
-    """Return messages for the chat template. Raises ApiError."""
-    return [
-        ChatMessage(
-            role=one.role,
-            content=_text(one, f"messages[{number}].content"),
-            name=one.name,
-            reasoning_content=one.reasoning_content or one.reasoning,
-            tool_calls=[_template_call(call) for call in one.tool_calls or []] or None,
-            tool_call_id=one.tool_call_id,
-        )
-        for number, one in enumerate(messages)
-    ]
-
-
 def template_tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
     """Return tools for the chat template."""
     return msgspec.to_builtins(tools) if tools else None
@@ -135,33 +120,6 @@ def _fields(request: ApiRequest) -> dict[str, Any]:
         raise invalid("stream_options", "got stream: false, expected stream: true")
     fields = {name: getattr(request, name) for name in _SAME if hasattr(request, name)}
     return fields | {"structured_outputs": _structured_outputs(request)}
-
-
-def _text(message: Message, path: str) -> str:
-    """Return the text of a message. path: of its content. Raises ApiError."""
-    content = message.content
-    if content is None and message.role != "assistant":
-        raise invalid(path, "got null, expected a string or a list of text parts")
-    if not isinstance(content, list):
-        return content or ""
-    for number, part in enumerate(content):
-        if part.type != "text":
-            sentence = f"got {part.type!r}, expected 'text': the model reads text only"
-            raise invalid(f"{path}[{number}].type", sentence)
-    return "\n".join(part.text for part in content)
-
-
-def _template_call(call: ToolCall) -> dict[str, Any]:
-    """Return a call with `arguments` as a map; invalid JSON stays text."""
-    arguments = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            decoded = decode_json(arguments or "{}")
-        except DECODE_ERRORS:
-            decoded = None
-        arguments = decoded if isinstance(decoded, dict) else arguments
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id, "type": call.type, "function": function}
 
 
 def _structured_outputs(request: ApiRequest) -> StructuredOutputs | None:

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.launch.offline.llm import _config_fields, _messages, _one_for_each
 from penstock.launch.offline.outputs import SamplingParams, prompts_of
+from penstock.protocol.messages.client import ChatMessage
 
 
 @pytest.mark.parametrize(
@@ -25,18 +26,37 @@ def test_options(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("hi", "messages: got 'hi', expected `array | null`"),
+        ("hi", "messages: got 'hi', expected `array`"),
         (
             [{"role": "user"}],
-            "messages[0].content: got nothing, expected a value; the field is required",
+            "messages[0].content: got null, expected a string or a list of text parts",
         ),
-        ([{"role": "user", "content": 5}], "messages[0].content: got 5, expected `str`"),
+        (
+            [{"role": "user", "content": 5}],
+            "messages[0].content: got 5, expected `str | array | null`",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "messages[0].content[0].type: got 'image_url', expected 'text': the model reads text "
+            "only",
+        ),
     ],
 )
 def test_messages(messages: Any, message: str) -> None:
     with pytest.raises(ValueError, match="messages") as caught:
         _messages(messages)
     assert str(caught.value) == message
+
+
+def test_messages_of_openai() -> None:
+    parts = [{"type": "text", "text": "17+"}, {"type": "text", "text": "25="}]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    asked, called = _messages(
+        [{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [call]}]
+    )
+    assert asked == ChatMessage(role="user", content="17+\n25=")
+    assert called.tool_calls
+    assert called.tool_calls[0]["function"]["arguments"] == {"a": 1}
 
 
 @pytest.mark.parametrize("prompts", [5, None, 1.5])

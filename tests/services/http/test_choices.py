@@ -6,12 +6,13 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
+from penstock.protocol.messages.chat import Message
 from penstock.protocol.messages.client import FinishReason, GenerateReply, TextDelta, Usage
 from penstock.protocol.messages.logprobs import Logprob, TokenLogprobs
 from penstock.services.http.chat import ChatChoice
 from penstock.services.http.completions import CompletionChoice
 from penstock.services.http.replies import ENCODER, ChatChoiceReply
-from penstock.services.http.schema import ChatRequest, CompletionRequest, Function, Message, Tool
+from penstock.services.http.schema import ChatRequest, CompletionRequest, Function, Tool
 
 COMPLETION = CompletionRequest(prompt="a")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

@@ -5,14 +5,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.protocol.messages.chat import MessageError, chat_messages
 from penstock.protocol.messages.client import ChatMessage, GenerateRequest
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.services.http.body import decode_body
-from penstock.services.http.errors import ApiError
+from penstock.services.http.errors import ApiError, as_api_error
 from penstock.services.http.schema import ChatRequest, CompletionRequest
 from penstock.services.http.to_generate_request import (
     chat_fields,
-    chat_messages,
     completion_fields,
     prompts_of,
     truncated,
@@ -30,10 +30,11 @@ def completion(**fields: Any) -> CompletionRequest:
 
 
 def refusal(function: Any, *arguments: Any) -> ApiError:
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises((ApiError, MessageError)) as caught:
         function(*arguments)
-    assert caught.value.status == 400
-    return caught.value
+    error = as_api_error(caught.value)
+    assert error.status == 400
+    return error
 
 
 def test_every_sampling_parameter_is_passed_on() -> None:

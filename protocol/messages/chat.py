@@ -1,0 +1,97 @@
+"""Conversations as OpenAI's clients write them, and as chat templates read them."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from penstock.protocol.messages.client import ChatMessage
+
+
+class MessageError(ValueError):
+    """A message that a model of text can't read: its field, and why."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+
+
+class ContentPart(Struct, kw_only=True):
+    """A part of a message; only text is supported."""
+
+    type: str
+    text: str = ""
+
+
+class FunctionCall(Struct, kw_only=True):
+    """A called function and its arguments: JSON text, or the map itself."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(Struct, kw_only=True):
+    """A call in an assistant's message."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Struct, kw_only=True):
+    """One message. Unknown fields are ignored: clients send back the messages they received."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """another name of `reasoning_content`"""
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+Conversation = Annotated[list[Message], Meta(min_length=1)]
+
+
+def chat_messages(messages: list[Message]) -> list[ChatMessage]:
+    """Return messages for the chat template. Raises MessageError."""
+    return [
+        ChatMessage(
+            role=one.role,
+            content=_text(one, f"messages[{number}].content"),
+            name=one.name,
+            reasoning_content=one.reasoning_content or one.reasoning,
+            tool_calls=[_template_call(call) for call in one.tool_calls or []] or None,
+            tool_call_id=one.tool_call_id,
+        )
+        for number, one in enumerate(messages)
+    ]
+
+
+def _text(message: Message, path: str) -> str:
+    """Return the text of a message. path: of its content. Raises MessageError."""
+    content = message.content
+    if content is None and message.role != "assistant":
+        raise MessageError(path, "got null, expected a string or a list of text parts")
+    if not isinstance(content, list):
+        return content or ""
+    for number, part in enumerate(content):
+        if part.type != "text":
+            sentence = f"got {part.type!r}, expected 'text': the model reads text only"
+            raise MessageError(f"{path}[{number}].type", sentence)
+    return "\n".join(part.text for part in content)
+
+
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    """Return a call with `arguments` as a map; invalid JSON stays text."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            decoded = msgspec.json.decode(arguments or "{}")
+            msgspec.msgpack.encode(decoded)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError):
+            decoded = None
+        arguments = decoded if isinstance(decoded, dict) else arguments
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": call.type, "function": function}
