@@ -50,15 +50,6 @@ class Device(NamedTuple):
             f"shared memory: got {self.shared_bytes} bytes a block, expected more for {launch}"
         )
 
-    def check_fp8(self, field: str) -> None:
-        """Raise ValueError if `field` requests e4m3 numbers, which this GPU can't convert."""
-        if not self.has_fp8:
-            major, minor = self.capability
-            raise ValueError(
-                f"{field}: got fp8 on a GPU of compute capability {major}.{minor}, expected 8.9 or "
-                "newer; serve the checkpoint in bfloat16"
-            )
-
 
 @cache
 def this_device() -> Device:

@@ -11,13 +11,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.device import this_device
 from penstock.kernels.elementwise.elementwise import embedding
 from penstock.kernels.linear.linear import linear, linear_add, norm_linear
 from penstock.kernels.quantize.types import BLOCK, FP8, Matrix, Quantized
 from penstock.kernels.sampling.sampling import shard_size
 from penstock.models.tensor_parallel import TensorParallel
-from penstock.protocol.checkpoint import ModelError
 
 Fp8 = Literal["", "rows", "blocks"]
 """scales of a weight in 8 bits; "": not in 8 bits"""
@@ -211,11 +209,6 @@ def add_weight(layer: Layer, *shape: int, fp8: Fp8) -> None:
     if not fp8:
         layer.weight = parameter(*shape)
         return
-    if torch.get_default_device().type == "cuda":
-        try:
-            this_device().check_fp8("weights")
-        except ValueError as error:
-            raise ModelError(str(error)) from error
     *others, rows, columns = shape
     blocks = -(-rows // BLOCK), -(-columns // BLOCK)
     layer.values = parameter(*shape, dtype=FP8)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from penstock.kernels.attention.reference import AttentionBackend
 from penstock.kernels.attention.types import KVCache
-from penstock.kernels.device import this_device
 from penstock.kernels.step.forward_batch import ForwardBatch
 
 FLASH_BLOCK = 256
@@ -155,8 +154,6 @@ def choose_attention(
         return AttentionBackend(block_size or DEFAULT_BLOCK, scale)
     if device.type != "cuda":
         raise ValueError(f"attention: got {name!r} without a GPU, expected 'torch'")
-    if kv_cache_dtype == "fp8":
-        this_device().check_fp8("kv_cache_dtype")
     if name == "triton":
         from penstock.kernels.attention.triton_decode import DecodeAttention
 

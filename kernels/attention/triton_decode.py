@@ -25,6 +25,7 @@ from penstock.kernels.attention.triton_decode_items import (
 from penstock.kernels.attention.triton_decode_keys import attend_keys, slots_from
 from penstock.kernels.attention.types import KVCache
 from penstock.kernels.device import this_device
+from penstock.kernels.quantize.triton_e4m3 import as_operand
 from penstock.kernels.triton_pdl import LAUNCH, wait
 
 MAX_ROWS = 4096
@@ -126,7 +127,7 @@ class DecodeAttention:
                 f"block_tables: got stride {block_tables.stride(1)} in a row, expected 1"
             )
         _decode_kernel[(self._num_kv_heads, self.max_items(num_rows))](
-            q, kv_cache.k, kv_cache.v, *(kv_cache.scales or (None, None)),
+            q, as_operand(kv_cache.k), as_operand(kv_cache.v), *(kv_cache.scales or (None, None)),
             block_tables, self.items, out,
             self._partials, self._lses, self._arrived,
             scale * math.log2(math.e), q.stride(0), block_tables.stride(0),

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.attention.triton_fp8_cache import halves, scale_places
+from penstock.kernels.quantize.triton_e4m3 import widen
 
 WEIGHT_FACTOR = tl.constexpr(1024.0)
 """factor of a weight times its value's scale, which would be too small for float16; values may
@@ -52,7 +53,7 @@ def attend_keys(
             v = tl.load(v_ptr + offsets, there[:, None], 0.0)
         # One tile ahead; otherwise the compiler spends a pipeline stage on the slots.
         slots = slots_from(block_table_ptr, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(widen(k).to(q.dtype)), input_precision="ieee")
         scores *= (k_scale * scale_log2)[None, :] if FP8 else scale_log2
         scores = tl.where(there[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -60,7 +61,7 @@ def attend_keys(
         fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(weights, 1)
         if FP8:
-            lower, upper = halves(v)
+            lower, upper = halves(v, k.dtype == tl.uint8)
             lower, upper = lower.to(q.dtype), upper.to(q.dtype)
             weights = (weights * (v_scale * WEIGHT_FACTOR)[None, :]).to(q.dtype)
             acc = tl.dot(weights, lower, acc * fade[:, None], input_precision="ieee")

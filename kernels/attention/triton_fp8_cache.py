@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from penstock.kernels.quantize.triton_e4m3 import widen
 from penstock.kernels.quantize.types import LARGEST, SMALLEST
 
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
@@ -37,16 +38,20 @@ def store_scales(
 
 
 @triton.jit
-def halves(pairs):
+def halves(pairs, AS_UINT8: tl.constexpr):
     """Return the lower and the upper numbers of int16 pairs as float16, the hardware's target.
 
-    A tensor core's operand is transposed in pairs; single numbers would be read one by one.
+    AS_UINT8: by integer operations. A tensor core's operand is transposed in pairs; single numbers
+    would be read one by one.
     """
-    if _INTERPRETED:
+    if AS_UINT8:
+        return widen((pairs & 255).to(tl.uint8)), widen(((pairs >> 8) & 255).to(tl.uint8))
+    elif _INTERPRETED:
         return _number(pairs), _number(pairs >> 8)
-    return tl.inline_asm_elementwise(
-        _HALVES, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-    )
+    else:
+        return tl.inline_asm_elementwise(
+            _HALVES, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.kernels.attention.triton_fp8_cache import scale_places
 from penstock.kernels.attention.types import KVCache
 from penstock.kernels.device import Device, this_device
+from penstock.kernels.quantize.triton_e4m3 import as_operand, widen
 from penstock.kernels.step.forward_batch import SMALL_TILE
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
@@ -59,6 +60,8 @@ def default_tuning(
         tunings = [PrefillTuning(32, 4, 3), PrefillTuning(32, 4, 2)]
     elif block_size % 128 == 0 and device.is_measured:  # other tensor cores spill registers
         tunings.insert(0, PrefillTuning(128, 8, 3))
+    elif is_fp8 and not device.has_fp8:
+        tunings.insert(0, PrefillTuning(32, 8, 3))  # widening more keys spills registers
     elif block_size % 64 and is_fp8 and device.capability >= (12, 0):
         tunings.insert(0, PrefillTuning(32, 8, 3))  # the slots of more keys spill registers
     size = partial(prefill_shared_bytes, tile_size=tile_size, head_dim=head_dim, is_fp8=is_fp8)
@@ -95,7 +98,7 @@ def prefill_attention(
     if not tiles.shape[0]:
         return
     _prefill_attention_kernel[(num_heads, tiles.shape[0])](
-        q, kv_cache.k, kv_cache.v, *(kv_cache.scales or (None, None)), out,
+        q, as_operand(kv_cache.k), as_operand(kv_cache.v), *(kv_cache.scales or (None, None)), out,
         tiles, cu_seqlens_q, context_lens, block_tables, block_tables.stride(0),
         scale * math.log2(math.e), num_heads, num_kv_heads, head_dim, block_size, tile_size,
         block_n, num_warps=num_warps, num_stages=num_stages, **LAUNCH,
@@ -179,8 +182,8 @@ def _attend_keys(
         if k_scale_ptr is not None:
             k_scale = tl.load(k_scale_ptr + places, stored)
             v_scale = tl.load(v_scale_ptr + places, stored, 0.0 if MASKED else None)
-            k = (k.to(tl.float32) * k_scale).to(q.dtype)
-            v = (v.to(tl.float32) * v_scale).to(q.dtype)
+            k = (widen(k).to(tl.float32) * k_scale).to(q.dtype)
+            v = (widen(v).to(tl.float32) * v_scale).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             seen = key_positions[None, :] <= positions[:, None]

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from penstock.kernels.attention.triton_fp8_cache import store_scales
 from penstock.kernels.attention.types import KVCache
+from penstock.kernels.quantize.triton_e4m3 import as_operand, narrow
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 HEADS = 8
@@ -35,8 +36,8 @@ def qk_norm_rope_store(
     groups = triton.cdiv(num_heads, HEADS) + 2 * triton.cdiv(num_kv_heads, HEADS)
     if num_tokens:
         _qk_norm_rope_store_kernel[(num_tokens * groups,)](
-            qkv, q, kv_cache.k, kv_cache.v, *(kv_cache.scales or (None, None)),
-            *weights, rope, positions, slot_mapping, eps,
+            qkv, q, as_operand(kv_cache.k), as_operand(kv_cache.v),
+            *(kv_cache.scales or (None, None)), *weights, rope, positions, slot_mapping, eps,
             num_heads, num_kv_heads, head_dim, block_size, HEADS,
             num_warps=max(1, HEADS * head_dim // 512),  # 16 bytes of each half for a thread
             **LAUNCH,
@@ -91,7 +92,8 @@ def _qk_norm_rope_store_kernel(
             v = v.to(tl.float32)
             top = tl.max(tl.abs(v), 1, keep_dims=True)
             v *= store_scales(v_scale_ptr, top, slot, heads, stored, NUM_KV_HEADS, BLOCK_SIZE)
-        tl.store(v_cache_ptr + slot_offset + offsets, v.to(v_cache_ptr.dtype.element_ty), stored)
+        v = narrow(v, v_cache_ptr.dtype.element_ty)
+        tl.store(v_cache_ptr + slot_offset + offsets, v, stored)
 
 
 @triton.jit
@@ -119,8 +121,8 @@ def _store_halves(out_row, first, second, heads, stored, HEAD_DIM: tl.constexpr)
     half: tl.constexpr = HEAD_DIM // 2
     offsets = heads * HEAD_DIM + tl.arange(0, half)[None, :]
     dtype: tl.constexpr = out_row.dtype.element_ty
-    tl.store(out_row + offsets, first.to(dtype), stored)
-    tl.store(out_row + half + offsets, second.to(dtype), stored)
+    tl.store(out_row + offsets, narrow(first, dtype), stored)
+    tl.store(out_row + half + offsets, narrow(second, dtype), stored)
 
 
 @triton.jit

@@ -5,14 +5,16 @@ On a CPU a row's bits do not depend on the other rows: see `batch_invariant.py`.
 On a GPU all tensors must be contiguous. Up to 64 rows of bfloat16 are multiplied by one kernel of
 `penstock.kernels.linear.small_m_gemm` if it is faster than cuBLAS and separate kernels.
 
-A weight may be `Quantized`. On a CPU, and in that kernel, x is multiplied with the dequantized
-weight. For cuBLAS, x is quantized too, each row by itself, and tensor cores multiply 8 bits.
+A weight may be `Quantized`. On a CPU, in that kernel, and on GPUs without instructions for e4m3, x
+is multiplied with the dequantized weight. For cuBLAS, x is quantized too, each row by itself, and
+tensor cores multiply 8 bits.
 """
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
+from penstock.kernels.device import this_device
 from penstock.kernels.elementwise.elementwise import rms_norm, silu_and_mul
 from penstock.kernels.linear.batch_invariant import product
 from penstock.kernels.quantize.quantize import quantize
@@ -104,9 +106,11 @@ def norm_separately(
 ) -> Tensor:
     """Compute `norm_linear` in separate kernels."""
     if x.is_cuda and out_dtype != x.dtype:
-        if isinstance(weight, Quantized):
+        if isinstance(weight, Quantized) and _takes_8_bits(weight):
             return _scaled_logits(x, norm_weight, eps, weight, out)
         normed = rms_norm(x, norm_weight, eps)
+        if isinstance(weight, Quantized):
+            return _weight_only_product(normed, weight, out, out_dtype)
         return torch.mm(normed, weight.t(), out_dtype=out_dtype, out=out)
     return _norm_product(x, norm_weight, eps, weight, out).to(out_dtype)
 
@@ -114,7 +118,7 @@ def norm_separately(
 def swiglu_separately(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix) -> Matrix:
     """Compute `norm_swiglu` in separate kernels."""
     gate_up = _norm_product(x, norm_weight, eps, weight)
-    if isinstance(weight, Quantized) and x.is_cuda and len(x) > MAX_FUSED_ROWS:
+    if _takes_8_bits(weight) and len(x) > MAX_FUSED_ROWS:
         return quantize(gate_up, swiglu=True)
     return silu_and_mul(gate_up)
 
@@ -122,9 +126,14 @@ def swiglu_separately(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix
 def _norm_product(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix, out: Tensor | None = None
 ) -> Tensor:
-    if isinstance(weight, Quantized) and x.is_cuda:
+    if _takes_8_bits(weight):
         return _product(quantize(x, norm_weight, eps), weight, out)
     return _product(rms_norm(x, norm_weight, eps), weight, out)
+
+
+def _takes_8_bits(weight: Matrix) -> bool:
+    """Return True if x is quantized for the product: the GPU's tensor cores multiply 8 bits."""
+    return isinstance(weight, Quantized) and weight.is_cuda and this_device().has_fp8
 
 
 def _check(x: Matrix, weight: Matrix) -> None:
@@ -173,6 +182,8 @@ def _fused(
 
 def _product(x: Matrix, weight: Matrix, out: Tensor | None = None) -> Tensor:
     if isinstance(weight, Quantized) and x.is_cuda:
+        if isinstance(x, Tensor) and not _takes_8_bits(weight):
+            return _weight_only_product(x, weight, out)
         return _scaled_product(x if isinstance(x, Quantized) else quantize(x), weight, out)
     if isinstance(x, Quantized):
         raise ValueError("x: got a Quantized, expected a tensor on a CPU or with such a weight")
@@ -180,6 +191,14 @@ def _product(x: Matrix, weight: Matrix, out: Tensor | None = None) -> Tensor:
         return torch.mm(x, weight.t(), out=out)
     product = _linear_reference(x, weight)
     return product if out is None else out.copy_(product)
+
+
+def _weight_only_product(
+    x: Tensor, weight: Quantized, out: Tensor | None, dtype: torch.dtype | None = None
+) -> Tensor:
+    from penstock.kernels.linear.triton_weight_only import weight_only_product
+
+    return weight_only_product(x, weight, out, dtype)
 
 
 def _scaled_product(x: Quantized, weight: Quantized, out: Tensor | None) -> Tensor:

@@ -17,6 +17,7 @@ from penstock.kernels.device import Device, this_device
 from penstock.kernels.elementwise.triton_elementwise import rms_norm
 from penstock.kernels.linear.triton_gemv import gemv_kernel
 from penstock.kernels.linear.triton_small_m_gemm import MAX_SPLIT_K, small_m_gemm_kernel
+from penstock.kernels.quantize.triton_e4m3 import as_operand
 from penstock.kernels.quantize.types import Matrix, Quantized, parts
 from penstock.kernels.triton_pdl import LAUNCH
 
@@ -224,6 +225,7 @@ def launch(product: Product, config: GemmConfig) -> None:
     num_columns = out.shape[1]
     if norm_weight is not None and not config.norm_inside and config.kernel != "gemv":
         x, norm_weight = rms_norm(x, norm_weight, eps), None
+    values = as_operand(values)
     tiles = triton.cdiv(num_columns, config.bn)
     flags = {
         "NORM": norm_weight is not None,

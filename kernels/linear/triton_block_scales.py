@@ -78,6 +78,16 @@ def block_product(
     return out
 
 
+@triton.jit
+def place_of_tile(num_rows, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """Return the first row and the first column of this program's tile."""
+    row_tiles, column_tiles = tl.cdiv(num_rows, BM), tl.cdiv(N, BN)
+    group = tl.program_id(0) // (GROUP * column_tiles) * GROUP
+    in_group = tl.minimum(row_tiles - group, GROUP)
+    place = tl.program_id(0) % (GROUP * column_tiles)
+    return (group + place % in_group) * BM, place // in_group * BN
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _block_product(
     x, x_scale, weight, scale, out, num_rows, N, K,
@@ -85,12 +95,8 @@ def _block_product(
 ):  # fmt: skip
     """Compute a tile [BM, BN] of out, with columns of one row of blocks, in each program."""
     launch_dependents()
-    row_tiles, column_tiles = tl.cdiv(num_rows, BM), tl.cdiv(N, BN)
-    group = tl.program_id(0) // (GROUP * column_tiles) * GROUP
-    in_group = tl.minimum(row_tiles - group, GROUP)
-    place = tl.program_id(0) % (GROUP * column_tiles)
-    row = (group + place % in_group) * BM + tl.arange(0, BM)
-    first = place // in_group * BN
+    first_row, first = place_of_tile(num_rows, N, BM, BN, GROUP)
+    row = first_row + tl.arange(0, BM)
     column = first + tl.arange(0, BN)
     k = tl.arange(0, _BLOCK)
     x_at = x + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * K + k[None, :]

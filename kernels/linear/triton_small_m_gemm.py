@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.linear.triton_block_scales import scaled_tile
+from penstock.kernels.quantize.triton_e4m3 import widen
 from penstock.kernels.triton_pdl import PDL, launch_dependents, wait
 
 LINE = tl.constexpr(128)
@@ -63,7 +64,7 @@ def weight_tile(
     EVEN: tl.constexpr, BLOCKS: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """Load a tile of a weight's rows; BLOCKS: scaled by its blocks, in float32."""
-    tile = load(at, inside, EVEN)
+    tile = widen(load(at, inside, EVEN))
     if BLOCKS:
         tile = scaled_tile(tile, scale, rows, first, K, BK, SLICES)
     return tile

@@ -22,6 +22,7 @@ from penstock.kernels.linear.small_m_gemm import (
     launch,
 )
 from penstock.kernels.moe.triton_moe_kernels import TILE, combine, multiply, route, sort
+from penstock.kernels.quantize.triton_e4m3 import as_operand
 from penstock.kernels.quantize.types import Matrix, Quantized, parts
 from penstock.kernels.triton_pdl import LAUNCH
 
@@ -176,8 +177,9 @@ def grouped(
     columns = weight.shape[1] // (2 if swiglu else 1)
     out = x.new_empty(len(routing.sources), columns)
     grid = ((len(routing.tiles) - 1) * triton.cdiv(columns, cut.bn),)
+    values, scale = parts(weight)
     multiply[grid](
-        x, routing.sources, routing.tiles, *parts(weight), out, columns, inner,
+        x, routing.sources, routing.tiles, as_operand(values), scale, out, columns, inner,
         SWIGLU=swiglu, BM=bm, BN=cut.bn, BK=cut.bk, EVEN=inner % cut.bk == 0,
         BLOCKS=isinstance(weight, Quantized) and weight.in_blocks,
         num_warps=cut.num_warps, num_stages=cut.num_stages, **LAUNCH,

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.quantize.triton_e4m3 import as_operand, narrow
 from penstock.kernels.quantize.types import FP8, LARGEST, SMALLEST
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
@@ -31,8 +32,9 @@ def quantize(
         block = triton.next_power_of_2(size)
         num_warps = min(32, max(1, block // ELEMENTS_PER_WARP))
         _quantize_kernel[(num_rows,)](
-            x, norm_weight, values, scale, eps, size, block, swiglu, num_warps=num_warps, **LAUNCH
-        )
+            x, norm_weight, as_operand(values), scale, eps, size, block, swiglu,
+            num_warps=num_warps, **LAUNCH,
+        )  # fmt: skip
     return values, scale
 
 
@@ -59,5 +61,6 @@ def _quantize_kernel(
         # rounded before the weight, as Qwen3's own implementation does
         result = result.to(x.dtype.element_ty).to(tl.float32) * factor
     row_scale = tl.maximum(tl.max(tl.abs(result)), _SMALLEST) / _LARGEST
-    tl.store(values + row * SIZE + columns, (result / row_scale).to(tl.float8e4nv), inside)
+    stored = narrow(result / row_scale, values.dtype.element_ty)
+    tl.store(values + row * SIZE + columns, stored, inside)
     tl.store(scale + row, row_scale)

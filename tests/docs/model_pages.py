@@ -10,16 +10,16 @@ from tests.docs.markdown import page, table
 from tests.models.published import PUBLISHED
 
 GPUS = {
-    # MiB that nvidia-smi reports, whether there are units for fp8
-    "A10, RTX 3090": (23_028, False),
-    "L4, RTX 4090": (23_034, True),
-    "RTX 5090": (32_607, True),
-    "A100 40 GB": (40_960, False),
-    "L40S": (46_068, True),
-    "A100 80 GB": (81_920, False),
-    "H100": (81_559, True),
-    "H200": (143_771, True),
-    "B200": (183_359, True),
+    # MiB that nvidia-smi reports
+    "A10, RTX 3090": 23_028,
+    "L4, RTX 4090": 23_034,
+    "RTX 5090": 32_607,
+    "A100 40 GB": 40_960,
+    "L40S": 46_068,
+    "A100 80 GB": 81_920,
+    "H100": 81_559,
+    "H200": 143_771,
+    "B200": 183_359,
 }
 MODELS = (
     *("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B"),
@@ -67,7 +67,7 @@ def memory() -> str:
             cells.append(_gib(need.kv_per_token * CONTEXT))
         sizes.append(" | ".join(cells))
     fits = [
-        " | ".join([name, *(_options(config_of(name), *gpu) for gpu in GPUS.values())])
+        " | ".join([name, *(_options(config_of(name), gpu) for gpu in GPUS.values())])
         for name in MODELS
     ]
     return page(
@@ -89,10 +89,10 @@ def memory() -> str:
     )
 
 
-def _options(model: ModelConfig, mebibytes: int, has_fp8: bool) -> str:
+def _options(model: ModelConfig, mebibytes: int) -> str:
     available = mebibytes * 2**20 * Config().gpu_memory_utilization
     for tp in (1, 2, 4, 8):
-        for quantization in ("none", *(["fp8"] if has_fp8 else [])):
+        for quantization in ("none", "fp8"):
             config = quantized(model, quantization)
             try:
                 check_tp(config, tp)

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from penstock.kernels.attention.types import KVCache
+from penstock.kernels.device import Device
+from penstock.kernels.quantize import triton_e4m3
 from penstock.kernels.quantize.types import FP8
 
 
@@ -29,6 +31,15 @@ def device() -> str:
 def dtype(device: str) -> torch.dtype:
     """Return the type of activations: the interpreter can't compute in bfloat16."""
     return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+@pytest.fixture(params=["native", "by integers"])
+def e4m3(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return how kernels convert e4m3; by integers: as on GPUs without instructions for it."""
+    if request.param == "by integers":
+        ampere = Device((8, 0), 163 << 10, 108)
+        monkeypatch.setattr(triton_e4m3, "this_device", lambda: ampere)
+    return str(request.param)
 
 
 def in_8_bits(kv_cache: KVCache) -> KVCache:

@@ -35,9 +35,7 @@ numbers = partial(torch.empty, dtype=torch.bfloat16)
 
 def record(launches: Any, which: str) -> None:
     """Launch all kernels, or those with the largest tiles of each."""
-    from penstock.kernels.device import this_device
-
-    for is_fp8 in (False, True)[: 1 + this_device().has_fp8]:
+    for is_fp8 in (False, True):
         launches.case = "fp8" if is_fp8 else "bfloat16"
         if which == "largest":
             _largest(is_fp8)
@@ -46,7 +44,13 @@ def record(launches: Any, which: str) -> None:
     if which != "largest":
         _others()
     else:
-        large = ("_decode_kernel", "_prefill_attention_kernel", "multiply", "_block_product")
+        large = (
+            "_decode_kernel",
+            "_prefill_attention_kernel",
+            "multiply",
+            "_block_product",
+            "_weight_only_kernel",
+        )
         first: dict[Any, Any] = {}
         for (kernel, _), launch in launches.found.items():
             if kernel in large:
@@ -59,7 +63,7 @@ def _largest(is_fp8: bool) -> None:
     _prefill(128, 128, is_fp8)
     _experts(MOE_TOKENS[-1], is_fp8)
     if is_fp8:
-        _block_product(512)
+        _many_rows(512)
 
 
 def _all(is_fp8: bool) -> None:
@@ -70,7 +74,7 @@ def _all(is_fp8: bool) -> None:
     for tokens in MOE_TOKENS:
         _experts(tokens, is_fp8)
     for rows in (16, 64, 512) if is_fp8 else ():
-        _block_product(rows)
+        _many_rows(rows)
     _products(is_fp8)
     _rope(is_fp8)
 
@@ -147,13 +151,21 @@ def _experts(tokens: int, is_fp8: bool) -> None:
     experts(x, torch.empty(tokens, EXPERTS), gate_up, down, TOP_K, True, residual=x)
 
 
-def _block_product(rows: int) -> None:
+def _many_rows(rows: int) -> None:
+    """Multiply by weights of 8 bits on tensor cores for 8 bits, otherwise widened to 16."""
+    from penstock.kernels.device import this_device
     from penstock.kernels.linear.triton_block_scales import block_product
+    from penstock.kernels.linear.triton_weight_only import weight_only_product
 
-    x = Quantized(torch.empty(rows, HIDDEN, dtype=FP8), torch.empty(rows))
     weight = _weight(True, 2560, HIDDEN)
     assert isinstance(weight, Quantized)
-    block_product(x, weight)
+    if this_device().has_fp8:
+        block_product(Quantized(torch.empty(rows, HIDDEN, dtype=FP8), torch.empty(rows)), weight)
+        return
+    for scale in (weight.scale, torch.empty(len(weight))):
+        for out_dtype in (None, torch.float32):
+            product = Quantized(weight.values, scale)
+            weight_only_product(numbers(rows, HIDDEN), product, out_dtype=out_dtype)
 
 
 def _products(is_fp8: bool) -> None:
@@ -174,7 +186,6 @@ def _products(is_fp8: bool) -> None:
 def _others() -> None:
     """Launch the kernels that have one size of tile."""
     from penstock.kernels.collectives.triton_all_reduce import PushAllReduce, inbox_size
-    from penstock.kernels.device import this_device
     from penstock.kernels.elementwise import triton_elementwise
     from penstock.kernels.quantize import triton_quantize
     from penstock.kernels.sampling.triton_sampling import sample
@@ -186,9 +197,8 @@ def _others() -> None:
     triton_elementwise.rms_norm(x, numbers(HIDDEN), 1e-6)
     triton_elementwise.silu_and_mul(x)
     triton_elementwise.embedding(longs(64), numbers(VOCABULARY, HIDDEN))
-    if this_device().has_fp8:
-        triton_quantize.quantize(x, numbers(HIDDEN), 1e-6, False)
-        triton_quantize.quantize(numbers(64, 2 * 25600), None, 0.0, True)
+    triton_quantize.quantize(x, numbers(HIDDEN), 1e-6, False)
+    triton_quantize.quantize(numbers(64, 2 * 25600), None, 0.0, True)
     meta = torch.device("meta")
     slots = make_slots(256, 64, meta)
     _process_logits(meta)

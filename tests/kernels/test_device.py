@@ -13,11 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from penstock.kernels import device as device_module
 from penstock.kernels.attention import triton_decode_items, triton_prefill
-from penstock.kernels.attention.backends import choose_attention
 from penstock.kernels.attention.triton_decode_items import (
     DecodeTuning,
     decode_shared_bytes,
@@ -34,16 +31,14 @@ from penstock.kernels.moe.triton_moe import (
     choose_tuning,
     gemm_shared_bytes,
 )
-from penstock.models import parallel
-from penstock.protocol.checkpoint import ModelError
 from tests.kernels.compile_launches import GPUS
 
 H200 = Device((9, 0), 232448, 132)
 DEVICES = {arch: simulated(text) for arch, text in GPUS.items()}
 MAX_STACK = 256
 """bytes of registers that a thread of these launches may spill"""
-NATIVE_FP8 = {"_quantize_kernel", "_block_product"}
-"""kernels that need a GPU with instructions for e4m3"""
+ELSEWHERE = {True: {"_weight_only_kernel"}, False: {"_block_product"}}
+"""kernels that GPUs with, or without, instructions for e4m3 don't launch"""
 
 
 @pytest.mark.parametrize(
@@ -71,8 +66,10 @@ def test_prefill_on_an_h200(is_fp8: bool) -> None:
     assert chosen == [(32, 4, 3), (32, 4, 3), (64, 8, 3), (128, 8, 3), (128, 8, 3)]
 
 
-def test_prefill_in_fp8_with_short_blocks_spills_no_registers_on_sm_120() -> None:
-    for arch, tuning in ((89, (64, 8, 3)), (100, (64, 8, 3)), (120, (32, 8, 3))):
+def test_prefill_in_fp8_spills_no_registers() -> None:
+    """With short blocks on sm_120, or without instructions for e4m3."""
+    for arch, keys in ((80, 32), (86, 32), (89, 64), (100, 64), (120, 32)):
+        tuning = keys, 8, 3
         chosen = triton_prefill.default_tuning(128, 16, is_fp8=True, device=DEVICES[arch])
         assert chosen == tuning
 
@@ -155,23 +152,6 @@ def test_a_simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             simulated(text)
 
 
-@pytest.mark.parametrize("arch", [80, 86])
-def test_refuses_fp8_without_its_instructions(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_module, "this_device", lambda: DEVICES[arch])
-    sentence = rf"got fp8 on a GPU of compute capability 8.{arch - 80}, expected 8.9 or newer; "
-    sizes = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "max_rows": 4}
-    from penstock.kernels.attention import backends
-
-    for module in (backends, parallel):
-        monkeypatch.setattr(module, "this_device", lambda: DEVICES[arch])
-    with pytest.raises(ValueError, match=f"kv_cache_dtype: {sentence}"):
-        choose_attention("auto", 0, device=torch.device("cuda"), kv_cache_dtype="fp8", **sizes)
-    monkeypatch.setattr(torch, "get_default_device", lambda: torch.device("cuda"))
-    for fp8 in ("rows", "blocks"):
-        with pytest.raises(ModelError, match=f"weights: {sentence}"):
-            parallel.add_weight(torch.nn.Module(), 128, 128, fp8=fp8)  # type: ignore[arg-type]
-
-
 def compile_launches(which: str, folder: Path) -> list[dict[str, Any]]:
     """Return what the compiler reports for the launches on all architectures."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(folder)}
@@ -241,7 +221,7 @@ def test_every_kernel_is_among_the_launches_that_are_compiled(tmp_path: Path) ->
     for arch in GPUS:
         names = {report["kernel"] for report in listed if report["arch"] == arch}
         missing = launched_kernels() - names
-        missing -= NATIVE_FP8 if arch in (80, 86) else set()
+        missing -= ELSEWHERE[DEVICES[arch].has_fp8]
         assert missing == set(), f"sm_{arch}: add a launch to tests/kernels/launch_cases.py"
 
 
@@ -251,7 +231,7 @@ def test_the_largest_launches_compile_for_all_architectures(tmp_path: Path) -> N
     reports = compile_launches("largest", tmp_path)
     assert [report for report in reports if wrong(report)] == []
     kernels = {(report["arch"], report["kernel"]) for report in reports}
-    assert len(kernels) == 3 * len(GPUS) + 4  # with scales of blocks: not on sm_80 and sm_86
+    assert len(kernels) == 4 * len(GPUS)
 
 
 @pytest.mark.long

@@ -156,6 +156,7 @@ def test_block_sizes_and_lengths(
         on_gpu(Layout(16, 8, 128, 128), MANY_SPLITS),
     ],
 )
+@pytest.mark.usefixtures("e4m3")
 def test_8_bits(
     layout: Layout, tuning: DecodeTuning | None, device: str, dtype: torch.dtype
 ) -> None:

@@ -149,6 +149,7 @@ def test_equals_the_reference(
         on_gpu(MIXED, (16, 8), 128, 48, 128),
     ],
 )
+@pytest.mark.usefixtures("e4m3")
 def test_8_bits(
     parts: list[tuple[int, int]],
     heads: tuple[int, int],

@@ -137,6 +137,7 @@ def test_8_bits_are_stored(
     block_size: int,
     device: str,
     dtype: torch.dtype,
+    e4m3: str,
 ) -> None:
     kv_cache = KVCache(*torch.full((2, 7, block_size, num_kv_heads, 64), torch.nan).to(dtype))
     expected = in_8_bits(kv_cache)
@@ -147,9 +148,9 @@ def test_8_bits_are_stored(
     for numbers, expected_numbers in zip(stored[:2], expected[:2], strict=True):
         assert torch.equal(numbers.isnan(), expected_numbers.isnan())
         known = numbers.float()[~numbers.isnan()]
-        # the interpreter forgets to carry when it rounds up to a power of two
         equal = known == expected_numbers.float()[~numbers.isnan()]
-        assert equal.float().mean() > 0.9
+        # the interpreter's own conversion forgets to carry when it rounds up to a power of two
+        assert equal.float().mean() > (0.9 if e4m3 == "native" else 0.98)
 
 
 def test_rope_refuses_an_odd_head_dim(device: str, dtype: torch.dtype) -> None:

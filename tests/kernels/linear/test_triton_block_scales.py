@@ -32,6 +32,7 @@ SLICED = GemmConfig("slices", 16, 1024, 1, 4, 1, 0)
         on_gpu("add", 33, 3072, 1024, GemmConfig("slices", 32, 512, 2, 4, 3, 0)),
     ],
 )
+@pytest.mark.usefixtures("e4m3")
 def test_blocks_with_scales(
     kind: str,
     rows: int,

@@ -139,6 +139,7 @@ def in_blocks(weight: Tensor) -> Quantized:
         *(on_gpu(70, SMALL, (400, 256), in_blocks), on_gpu(70, UNEVEN, (400, 256), in_blocks)),
     ],
 )
+@pytest.mark.usefixtures("e4m3")
 def test_small_experts_in_8_bits(
     tokens: int,
     tuning: MoeTuning,

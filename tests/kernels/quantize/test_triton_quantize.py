@@ -40,7 +40,7 @@ def test_a_row_is_as_exact_as_8_bits_can_be() -> None:
 
 @pytest.mark.parametrize("form", ["plain", "norm", "swiglu"])
 @pytest.mark.parametrize("size", [48, 333])
-def test_the_kernel(form: str, size: int, device: str, dtype: torch.dtype) -> None:
+def test_the_kernel(form: str, size: int, device: str, dtype: torch.dtype, e4m3: str) -> None:
     swiglu = form == "swiglu"
     x = (torch.randn(3, 2 * size if swiglu else size) * torch.tensor([[1e-3], [1], [20]])).to(dtype)
     x[1] *= 0 if form == "plain" else 1
@@ -51,10 +51,11 @@ def test_the_kernel(form: str, size: int, device: str, dtype: torch.dtype) -> No
     wanted = silu_and_mul(x.float()) if swiglu else x.float()
     if norm_weight is not None:
         wanted = rms_norm(wanted, norm_weight.float(), EPS)
-    if dtype == torch.float32:  # the interpreter loses what rounding carries into the exponent
+    if dtype == torch.float32 and e4m3 == "native":
+        # the interpreter loses what rounding carries into the exponent
         assert share_exact(found, wanted) > 0.95
     else:
-        assert share_exact(found, wanted, 0.6) == 1
+        assert share_exact(found, wanted, 0.501 if dtype == torch.float32 else 0.6) == 1
     assert torch.equal(found.values[0].float().abs().amax(), torch.tensor(LARGEST))
 
 
