@@ -2,11 +2,13 @@
 
 import ctypes
 import functools
+import gc
 import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,21 +73,37 @@ def load(build: Callable[[Target], str], key: str, cpu: Target | None = None) ->
     path = folder / hashlib.sha256(full.encode()).hexdigest() if folder else None
     code = _read(path) if path else None
     if code is None:
-        code = compile_object(build(cpu), machine)
+        with _without_garbage_collection():
+            source = build(cpu)
+        code = compile_object(source, machine)
         if path:
             _write(path, code)
     return Library(code, machine)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Emit code twice as fast: it makes many objects, and torch has many to look at."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def compile_object(source: str, machine: Any) -> bytes:
     """Return the object file of LLVM IR."""
     module = llvm.parse_assembly(source)
     module.verify()
-    # vectors are in the source: what LLVM would add is compile time
-    options = llvm.create_pipeline_tuning_options(speed_level=1)
-    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
-    builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(module, builder)
+    # vectors are in the source: what other passes would add is compile time
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_sroa_pass()
+    passes.add_instruction_combine_pass()
+    passes.add_simplify_cfg_pass()
+    options = llvm.create_pipeline_tuning_options()
+    passes.run(module, llvm.create_pass_builder(machine, options))
     return machine.emit_object(module)  # type: ignore[no-any-return]
 
 

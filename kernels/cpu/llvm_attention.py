@@ -86,10 +86,8 @@ def _tile(k: Kernel, target: Target, head_dim: int, group: int, first: Value, co
             with k.range(0, piece) as offset:
                 places[at + offset] = place + offset * head_dim
         # the next tile is usually in the next page of memory, which a CPU does not foresee
-        for line in range(0, KEYS * head_dim, LINE):
-            for cache in (k_cache, v_cache):
-                (cache + places[0]).prefetch(KEYS * head_dim + line)
-        scores = _scores(k, target, head_dim, rows, k_cache, places)
+        nexts = [cache + (places[0] + KEYS * head_dim) for cache in (k_cache, v_cache)]
+        scores = _scores(k, target, head_dim, rows, k_cache, places, nexts)
         valid = k.smaller(most - key, KEYS)
         for own, row_scores in zip(rows, scores, strict=True):
             _add_values(k, head_dim, own, row_scores, key, valid, v_cache, places)
@@ -100,13 +98,22 @@ def _tile(k: Kernel, target: Target, head_dim: int, group: int, first: Value, co
 
 
 def _scores(
-    k: Kernel, target: Target, head_dim: int, rows: list[_Row], cache: Pointer, places: Pointer
+    k: Kernel,
+    target: Target,
+    head_dim: int,
+    rows: list[_Row],
+    cache: Pointer,
+    places: Pointer,
+    nexts: list[Pointer],
 ) -> list[Value]:
-    """Return the scores of each row with the keys of a tile."""
-    size = k.integer(head_dim)
+    """Return the scores of each row with a tile's keys; prefetch keys and values at `nexts`."""
     with k.range(0, KEYS, COLUMNS) as key:
+        for tile in nexts:
+            place = tile + key * head_dim
+            for line in range(0, COLUMNS * head_dim, LINE):
+                place.prefetch(line)
         ws = [cache + places[key + index] for index in range(COLUMNS)]
-        sums = dot_tile(k, target, [row.query for row in rows], ws, size)
+        sums = dot_tile(k, target, [row.query for row in rows], ws, head_dim)
         for row, total in zip(rows, sums, strict=True):
             row.weights[key] = total
     return [row.weights.vector(0, KEYS) for row in rows]

@@ -24,12 +24,13 @@ def dot_tile(
     target: Target,
     xs: list[Pointer],
     ws: list[Pointer],
-    size: Value,
-    ahead: "Value | None" = None,
+    size: "Value | int",
+    ahead: Value | None = None,
 ) -> list[Value]:
     """Return for each x the vector of its products with the ws, over `size` elements.
 
-    ahead: distance of elements of the ws that are prefetched meanwhile.
+    size: a number is a multiple of the vector's lanes. ahead: distance of elements of the ws that
+    are prefetched meanwhile.
     """
     lanes = target.lanes
     sums = [[k.variable(k.zeros(lanes)) for _ in ws] for _ in xs]
@@ -44,11 +45,12 @@ def dot_tile(
             for column, total in zip(columns, row, strict=True):
                 total.value = values.fma(column, total.value)
 
-    whole = size - size % lanes
-    with k.range(0, whole, lanes) as at:
+    with k.range(0, size - size % lanes, lanes) as at:
         accumulate(at)
-    with k.when(whole < size):
-        accumulate(whole, size - whole)
+    if isinstance(size, Value):
+        whole = size - size % lanes
+        with k.when(whole < size):
+            accumulate(whole, size - whole)
     return [add_lanes([total.value for total in row], lanes) for row in sums]
 
 

@@ -11,6 +11,7 @@ import torch
 
 from penstock.kernels.attention.backends import choose_attention
 from penstock.kernels.attention.reference import AttentionBackend
+from penstock.kernels.cpu.compiled_step import compiled_step
 from penstock.kernels.quantize.types import FP8
 from penstock.kernels.step.forward_batch import BatchShape
 from penstock.models.moe import MoE
@@ -179,7 +180,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _compile(config: Config, model_config: ModelConfig, model: Qwen3) -> None:
-    """Use compiled layers if this machine and the model allow it."""
+    """Use compiled code if this machine and the model allow it, and layers of it if wanted."""
+    compiled_step()
     if config.attention != "auto" or config.kv_cache_dtype == "fp8":
         return
     try:
