@@ -1,4 +1,4 @@
-"""The real gateway between a client, a tokenizer and a scheduler that the test plays."""
+"""The real gateway, with a client, a tokenizer and a scheduler that the test plays."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -37,8 +37,8 @@ class Timer:
         self._timers.remove(self)
 
 
-class Stage:
-    """A gateway that works while the test waits for something."""
+class GatewayHarness:
+    """A gateway that runs while the test waits for a message."""
 
     def __init__(self, context: Context, folder: Path, config: Config) -> None:
         self.context = context
@@ -65,14 +65,14 @@ class Stage:
         for channel, _ in self.gateway.handlers:
             self._poller.register(channel.socket, zmq.POLLIN)
 
-    def work_until(self, is_so: Callable[[], Any]) -> None:
-        """Lets the gateway handle what comes."""
-        while not is_so():
-            assert self._poller.poll(TIMEOUT), "nothing comes any more"
-            self.work()
+    def run_until(self, condition: Callable[[], Any]) -> None:
+        """Let the gateway handle messages until a condition is true."""
+        while not condition():
+            assert self._poller.poll(TIMEOUT), "no message has arrived"
+            self.run_once()
 
-    def work(self) -> None:
-        """Lets the gateway handle what waits."""
+    def run_once(self) -> None:
+        """Let the gateway handle the messages that wait."""
         drain(self.gateway.handlers)
         self.gateway.after_turn()
 
@@ -87,27 +87,27 @@ class Stage:
         socket.connect(self.endpoint)
         return socket
 
-    def ask(self, socket: "zmq.Socket[bytes]", *questions: Request) -> None:
-        for question in questions:
-            socket.send(MSGPACK.encode(question))
+    def send(self, socket: "zmq.Socket[bytes]", *requests: Request) -> None:
+        for one in requests:
+            socket.send(MSGPACK.encode(one))
 
-    def open(self, socket: "zmq.Socket[bytes]", *request_ids: str, **fields: Any) -> None:
-        """Asks, and lets the gateway accept."""
-        self.ask(socket, *(request(one, **fields) for one in request_ids))
-        self.work_until(lambda: all(map(self.gateway.ledger.get, request_ids)))
+    def submit(self, socket: "zmq.Socket[bytes]", *request_ids: str, **fields: Any) -> None:
+        """Send requests, and let the gateway accept them."""
+        self.send(socket, *(request(one, **fields) for one in request_ids))
+        self.run_until(lambda: all(map(self.gateway.ledger.get, request_ids)))
 
-    def hear(self, socket: "zmq.Socket[bytes]", codec: Codec = MSGPACK) -> Any:
+    def receive_reply(self, socket: "zmq.Socket[bytes]", codec: Codec = MSGPACK) -> Any:
         """Return the next reply to a client."""
-        return codec.decode_reply(self.hear_frames(socket)[-1])
+        return codec.decode_reply(self.receive_frames(socket)[-1])
 
-    def hear_frames(self, socket: "zmq.Socket[bytes]") -> list[bytes]:
-        """As `hear`, not decoded."""
+    def receive_frames(self, socket: "zmq.Socket[bytes]") -> list[bytes]:
+        """As `receive_reply`, not decoded."""
         self._poller.register(socket, zmq.POLLIN)
-        self.work_until(lambda: socket.poll(0))
+        self.run_until(lambda: socket.poll(0))
         self._poller.unregister(socket)
         return socket.recv_multipart()
 
-    def generate(self, request_id: str, begin: int, end: int, **fields: Any) -> None:
+    def send_tokens(self, request_id: str, begin: int, end: int, **fields: Any) -> None:
         """Send tokens `begin` to `end` from a detokenizer, of one character each."""
         entry = self.gateway.ledger.get(request_id)
         assert entry
@@ -123,35 +123,35 @@ class Stage:
         )
         self.detokenizer.send(TextDeltas([delta]))
         is_last = "finish_reason" in fields
-        self.work_until(lambda: entry.answer or (len(entry.token_ids) >= end and not is_last))
+        self.run_until(lambda: entry.answer or (len(entry.token_ids) >= end and not is_last))
 
-    def ask_tokenizer(self) -> Any:
+    def next_tokenizer_task(self) -> Any:
         """Return the tokenizer's next request."""
         if not len(self.gateway.tokenizers.peers):
             self.tokenizer.send(Heartbeat("tokenizer.1"))
-            self.work_until(lambda: len(self.gateway.tokenizers.peers))
+            self.run_until(lambda: len(self.gateway.tokenizers.peers))
         assert self.tokenizer.socket.poll(TIMEOUT)
         return self.tokenizer.decode([self.tokenizer.socket.recv()])
 
     def tokenize(self) -> Any:
         """Return the tokenizer's next request, which it passes on."""
-        task = self.ask_tokenizer()
+        task = self.next_tokenizer_task()
         self.tokenizer.send(TokenizeDone(task.request_id, task.attempt, 7))
         peer = self.gateway.tokenizers.peers.get(b"t")
         assert peer
-        self.work_until(lambda: (task.request_id, task.attempt) not in peer.work)
+        self.run_until(lambda: (task.request_id, task.attempt) not in peer.work)
         return task
 
-    def told_scheduler(self, replica: int = 0) -> list[Any]:
+    def scheduler_messages(self, replica: int = 0) -> list[Any]:
         """Return the gateway's messages to a scheduler up to now."""
         self.gateway.router.release_everywhere("end", self.gateway.ledger.first_attempt)
-        heard: list[Any] = []
-        while not heard or getattr(heard[-1], "request_id", "") != "end":
+        received: list[Any] = []
+        while not received or getattr(received[-1], "request_id", "") != "end":
             assert self.schedulers[replica].socket.poll(TIMEOUT)
-            heard += [message for _, message in self.schedulers[replica].receive()]
-        return [one for one in heard if getattr(one, "request_id", "") != "end"]
+            received += [message for _, message in self.schedulers[replica].receive()]
+        return [one for one in received if getattr(one, "request_id", "") != "end"]
 
-    def heartbeats(self, number: int) -> None:
+    def run_heartbeats(self, number: int) -> None:
         """Run heartbeats; after two a client that has left is given up."""
         for _ in range(number):
             self.gateway.on_heartbeat()
@@ -178,12 +178,14 @@ def request(request_id: str, **fields: Any) -> GenerateRequest:
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
+def start_gateway(tmp_path: Path) -> Iterator[Callable[..., GatewayHarness]]:
     """Start a gateway with options."""
     context: Context = Context()
 
-    def start(**options: Any) -> Stage:
-        return Stage(context, tmp_path, Config(**{"endpoint": f"ipc://{tmp_path}/c"} | options))
+    def start(**options: Any) -> GatewayHarness:
+        return GatewayHarness(
+            context, tmp_path, Config(**{"endpoint": f"ipc://{tmp_path}/c"} | options)
+        )
 
     yield start
     context.destroy(linger=0)

@@ -20,86 +20,88 @@ from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
 from penstock.protocol.transport.process import first_number
 from penstock.services.gateway.connections import Client, Connection, Connections
-from tests.services.gateway.conftest import TIMEOUT, Stage, request
+from tests.services.gateway.conftest import TIMEOUT, GatewayHarness, request
 
-Start = Callable[..., Stage]
+Start = Callable[..., GatewayHarness]
 
 
-def leave(stage: Stage, client: "zmq.Socket[bytes]") -> None:
+def leave(harness: GatewayHarness, client: "zmq.Socket[bytes]") -> None:
     """Run the gateway until it hears that a connection is closed."""
-    before = len(stage.gateway.connections)
+    before = len(harness.gateway.connections)
     client.close()
-    stage.work_until(lambda: len(stage.gateway.connections) < before)
+    harness.run_until(lambda: len(harness.gateway.connections) < before)
 
 
 @pytest.mark.parametrize("where", ["tcp", "ipc", "curve"])
-def test_requests_of_a_client_that_is_gone_end(stage: Start, tmp_path: Path, where: str) -> None:
+def test_requests_of_a_client_that_is_gone_end(
+    start_gateway: Start, tmp_path: Path, where: str
+) -> None:
     keys = tmp_path / "keys" if where == "curve" else None
     if keys:
         make_keys(keys, None)
     endpoint = f"ipc://{tmp_path}/c" if where == "ipc" else "tcp://127.0.0.1:*"
-    one = stage(endpoint=endpoint, curve_keys=str(keys or ""))
-    gone, stays = one.connect(keys), one.connect(keys)
-    one.open(gone, "a")
-    one.open(gone, "b", stream=True)
-    one.open(stays, "c")
-    leave(one, gone)
-    one.heartbeats(1)
-    assert len(one.gateway.ledger) == 3
-    one.heartbeats(1)
-    assert [one.gateway.ledger.get(name) is None for name in "abc"] == [True, True, False]
-    released = [m.request_id for m in one.told_scheduler() if isinstance(m, ReleaseRequest)]
+    harness = start_gateway(endpoint=endpoint, curve_keys=str(keys or ""))
+    gone, stays = harness.connect(keys), harness.connect(keys)
+    harness.submit(gone, "a")
+    harness.submit(gone, "b", stream=True)
+    harness.submit(stays, "c")
+    leave(harness, gone)
+    harness.run_heartbeats(1)
+    assert len(harness.gateway.ledger) == 3
+    harness.run_heartbeats(1)
+    assert [harness.gateway.ledger.get(name) is None for name in "abc"] == [True, True, False]
+    released = [m.request_id for m in harness.scheduler_messages() if isinstance(m, ReleaseRequest)]
     assert sorted(released) == ["a", "b"]
 
 
-def test_a_client_that_comes_back_goes_on(stage: Start) -> None:
-    one = stage()
-    first = one.connect()
-    one.open(first, "a", stream=True)
-    one.tokenize()
-    one.generate("a", 0, 3)
-    leave(one, first)
-    one.heartbeats(1)
-    second = one.connect()
-    one.ask(second, request("a", stream=True))
-    assert one.hear(second).token_ids == [0, 1, 2]
-    one.heartbeats(3)
-    one.generate("a", 3, 5, finish_reason="stop")
-    assert one.hear(second).token_offset == 3
-    assert one.hear(second).token_ids == [0, 1, 2, 3, 4]
-    assert one.is_empty()
+def test_a_client_that_comes_back_goes_on(start_gateway: Start) -> None:
+    harness = start_gateway()
+    first = harness.connect()
+    harness.submit(first, "a", stream=True)
+    harness.tokenize()
+    harness.send_tokens("a", 0, 3)
+    leave(harness, first)
+    harness.run_heartbeats(1)
+    second = harness.connect()
+    harness.send(second, request("a", stream=True))
+    assert harness.receive_reply(second).token_ids == [0, 1, 2]
+    harness.run_heartbeats(3)
+    harness.send_tokens("a", 3, 5, finish_reason="stop")
+    assert harness.receive_reply(second).token_offset == 3
+    assert harness.receive_reply(second).token_ids == [0, 1, 2, 3, 4]
+    assert harness.is_empty()
 
 
-def test_an_answer_waits_for_a_client_that_comes_back(stage: Start) -> None:
-    one = stage()
-    first = one.connect()
-    one.open(first, "a")
-    one.tokenize()
-    leave(one, first)
-    one.generate("a", 0, 3, finish_reason="stop")
-    second = one.connect()
-    one.ask(second, request("a"))
-    assert one.hear(second).token_ids == [0, 1, 2]
-    assert one.is_empty()
-    assert not one.tokenizer.socket.poll(0)
+def test_an_answer_waits_for_a_client_that_comes_back(start_gateway: Start) -> None:
+    harness = start_gateway()
+    first = harness.connect()
+    harness.submit(first, "a")
+    harness.tokenize()
+    leave(harness, first)
+    harness.send_tokens("a", 0, 3, finish_reason="stop")
+    second = harness.connect()
+    harness.send(second, request("a"))
+    assert harness.receive_reply(second).token_ids == [0, 1, 2]
+    assert harness.is_empty()
+    assert not harness.tokenizer.socket.poll(0)
 
 
-def test_events_count_before_the_request_that_is_read_behind_them(stage: Start) -> None:
+def test_events_count_before_the_request_that_is_read_behind_them(start_gateway: Start) -> None:
     """The gateway has the request of a new connection in hand.
 
     It has heard of the end of neither the connection before nor of this one.
     """
-    one = stage()
-    first = one.connect()
-    one.open(first, "a")
+    harness = start_gateway()
+    first = harness.connect()
+    harness.submit(first, "a")
     first.close()
-    assert one.gateway.connections.monitor.socket.poll(TIMEOUT)
-    second = one.connect()
-    one.ask(second, request("b"))
-    assert one.gateway.clients.channel.socket.poll(TIMEOUT)
-    one.gateway.on_clients()
-    one.heartbeats(2)
-    assert [one.gateway.ledger.get(name) is None for name in "ab"] == [True, False]
+    assert harness.gateway.connections.monitor.socket.poll(TIMEOUT)
+    second = harness.connect()
+    harness.send(second, request("b"))
+    assert harness.gateway.clients.channel.socket.poll(TIMEOUT)
+    harness.gateway.on_clients()
+    harness.run_heartbeats(2)
+    assert [harness.gateway.ledger.get(name) is None for name in "ab"] == [True, False]
 
 
 def test_a_descriptor_that_is_used_again() -> None:
@@ -159,10 +161,10 @@ with zmq.Context() as context, context.socket(zmq.DEALER) as client:
 
 
 @contextmanager
-def client_process(stage: Stage, num_queries: int, prompt: str) -> Iterator[Connection]:
+def client_process(harness: GatewayHarness, num_queries: int, prompt: str) -> Iterator[Connection]:
     """Send queries from a process of its own, which takes none of this process's descriptors."""
-    command = [sys.executable, "-P", "-c", CLIENT, stage.endpoint, str(num_queries), prompt]
-    connections = stage.gateway.connections
+    command = [sys.executable, "-P", "-c", CLIENT, harness.endpoint, str(num_queries), prompt]
+    connections = harness.gateway.connections
 
     def wait_for_connections(number: int) -> None:
         while len(connections) != number:
@@ -178,112 +180,112 @@ def client_process(stage: Stage, num_queries: int, prompt: str) -> Iterator[Conn
 
 
 @pytest.mark.parametrize("num_read", [0, 1])
-def test_a_client_does_not_pay_for_the_one_before(stage: Start, num_read: int) -> None:
+def test_a_client_does_not_pay_for_the_one_before(start_gateway: Start, num_read: int) -> None:
     """Its connection has the descriptor of a client that closed with many messages unread."""
-    one = stage(endpoint="tcp://127.0.0.1:*", max_waiting_tokens=1000)
-    queries = one.gateway.requests.queries
-    receive = one.gateway.clients.receive()
+    harness = start_gateway(endpoint="tcp://127.0.0.1:*", max_waiting_tokens=1000)
+    queries = harness.gateway.requests.queries
+    receive = harness.gateway.clients.receive()
     is_reused = False
     while not is_reused:
-        with client_process(one, 6, "word " * 300) as hostile:
+        with client_process(harness, 6, "word " * 300) as hostile:
             for _ in range(num_read):
-                assert one.gateway.clients.channel.socket.poll(TIMEOUT)
+                assert harness.gateway.clients.channel.socket.poll(TIMEOUT)
                 assert next(receive)[0].connection is hostile
-        with client_process(one, 1, "mine") as connection:
-            one.work_until(lambda: 1 in [query.num_tokens for query in queries._open.values()])
-            one.heartbeats(1)
+        with client_process(harness, 1, "mine") as connection:
+            harness.run_until(lambda: 1 in [query.num_tokens for query in queries._open.values()])
+            harness.run_heartbeats(1)
             (query,) = queries._open.values()
             assert not query.client.connection.is_closed
             assert query.share.num_waiting_tokens == 1
             is_reused = connection.fd == hostile.fd
-        one.heartbeats(1)
+        harness.run_heartbeats(1)
         assert not len(queries)
 
 
-def test_a_request_that_is_read_when_its_client_has_gone(stage: Start) -> None:
-    one = stage()
-    gone = one.connect()
-    one.ask(gone, request("a"))
-    assert one.gateway.clients.channel.socket.poll(TIMEOUT)
-    one.gateway.connections.handle_events()
-    assert len(one.gateway.connections) == 1
+def test_a_request_that_is_read_when_its_client_has_gone(start_gateway: Start) -> None:
+    harness = start_gateway()
+    gone = harness.connect()
+    harness.send(gone, request("a"))
+    assert harness.gateway.clients.channel.socket.poll(TIMEOUT)
+    harness.gateway.connections.handle_events()
+    assert len(harness.gateway.connections) == 1
     gone.close()
-    assert one.gateway.connections.monitor.socket.poll(TIMEOUT)
-    one.work_until(lambda: one.gateway.ledger.get("a"))
-    one.heartbeats(2)
-    assert one.is_empty()
+    assert harness.gateway.connections.monitor.socket.poll(TIMEOUT)
+    harness.run_until(lambda: harness.gateway.ledger.get("a"))
+    harness.run_heartbeats(2)
+    assert harness.is_empty()
 
 
-def test_asked_again_on_another_connection(stage: Start) -> None:
+def test_asked_again_on_another_connection(start_gateway: Start) -> None:
     """The last client that asks gets all of it; the client before is notified."""
-    one = stage()
-    first, second = one.connect(), one.connect()
-    one.open(first, "a", stream=True)
-    one.tokenize()
-    one.generate("a", 0, 2)
-    assert isinstance(one.hear(first), TextDelta)
-    one.ask(second, request("a", stream=True))
-    so_far = one.hear(second)
+    harness = start_gateway()
+    first, second = harness.connect(), harness.connect()
+    harness.submit(first, "a", stream=True)
+    harness.tokenize()
+    harness.send_tokens("a", 0, 2)
+    assert isinstance(harness.receive_reply(first), TextDelta)
+    harness.send(second, request("a", stream=True))
+    so_far = harness.receive_reply(second)
     assert (so_far.token_offset, so_far.char_offset, so_far.text) == (0, 0, "xx")
-    moved = one.hear(first)
+    moved = harness.receive_reply(first)
     assert isinstance(moved, ErrorReply)
     assert (moved.code, moved.request_id) == ("failed", "a")
     assert moved.message == "request 'a' is answered on another connection now"
-    leave(one, first)
-    one.heartbeats(3)
-    one.generate("a", 2, 3, finish_reason="stop")
-    assert one.hear(second).token_offset == 2
-    assert isinstance(one.hear(second), GenerateReply)
-    assert one.is_empty()
+    leave(harness, first)
+    harness.run_heartbeats(3)
+    harness.send_tokens("a", 2, 3, finish_reason="stop")
+    assert harness.receive_reply(second).token_offset == 2
+    assert isinstance(harness.receive_reply(second), GenerateReply)
+    assert harness.is_empty()
 
 
-def test_asked_again_on_the_same_connection(stage: Start) -> None:
+def test_asked_again_on_the_same_connection(start_gateway: Start) -> None:
     """As a REQ socket does that has waited long enough: what is before the message counts."""
-    one = stage()
-    client = one.connect()
+    harness = start_gateway()
+    client = harness.connect()
     for number in (b"1", b"2"):
         client.send_multipart([number, b"", MSGPACK.encode(request("a"))])
-    ledger = one.gateway.ledger
-    one.work_until(lambda: (entry := ledger.get("a")) and b"2" in entry.client.envelope)
-    one.tokenize()
-    one.generate("a", 0, 2, finish_reason="stop")
+    ledger = harness.gateway.ledger
+    harness.run_until(lambda: (entry := ledger.get("a")) and b"2" in entry.client.envelope)
+    harness.tokenize()
+    harness.send_tokens("a", 0, 2, finish_reason="stop")
     assert client.recv_multipart()[:-1] == [b"2", b""]
-    one.open(client, "b")
-    one.tokenize()
-    one.generate("b", 0, 2, finish_reason="stop")
-    assert one.hear(client).request_id == "b"  # and nothing else for the first
-    assert one.is_empty()
+    harness.submit(client, "b")
+    harness.tokenize()
+    harness.send_tokens("b", 0, 2, finish_reason="stop")
+    assert harness.receive_reply(client).request_id == "b"  # and nothing else for the first
+    assert harness.is_empty()
 
 
-def test_another_request_of_the_same_id_is_refused(stage: Start) -> None:
-    one = stage()
-    client = one.connect()
-    one.open(client, "a")
-    one.ask(client, request("a", max_tokens=9))
-    refused = one.hear(client)
+def test_another_request_of_the_same_id_is_refused(start_gateway: Start) -> None:
+    harness = start_gateway()
+    client = harness.connect()
+    harness.submit(client, "a")
+    harness.send(client, request("a", max_tokens=9))
+    refused = harness.receive_reply(client)
     assert (refused.code, refused.field) == ("invalid", "request_id")
     assert refused.request_id == "a"
     assert refused.message.startswith("request_id: got 'a', which another open request has")
-    assert one.gateway.ledger.get("a")
+    assert harness.gateway.ledger.get("a")
 
 
-def test_attempts_begin_where_the_gateway_does(stage: Start) -> None:
-    one = stage()
-    (started,) = one.told_scheduler()
+def test_attempts_begin_where_the_gateway_does(start_gateway: Start) -> None:
+    harness = start_gateway()
+    (started,) = harness.scheduler_messages()
     assert isinstance(started, GatewayStarted)
     assert started.first_attempt == first_number(3)
-    one.open(one.connect(), "a")
-    assert one.tokenize().attempt == started.first_attempt
+    harness.submit(harness.connect(), "a")
+    assert harness.tokenize().attempt == started.first_attempt
 
 
-def test_the_monitor_has_no_limit(stage: Start) -> None:
+def test_the_monitor_has_no_limit(start_gateway: Start) -> None:
     """libzmq would wait, and with it all clients, if nobody read its events."""
-    one = stage(endpoint="tcp://127.0.0.1:*")
-    host, _, port = one.endpoint.removeprefix("tcp://").partition(":")
+    harness = start_gateway(endpoint="tcp://127.0.0.1:*")
+    host, _, port = harness.endpoint.removeprefix("tcp://").partition(":")
     for _ in range(1500):
         socket.create_connection((host, int(port))).close()
-    client = one.connect()
-    one.ask(client, request("a"))
-    assert one.gateway.clients.channel.socket.poll(TIMEOUT)
-    one.work_until(lambda: one.gateway.ledger.get("a"))
-    assert len(one.gateway.connections) == 1
+    client = harness.connect()
+    harness.send(client, request("a"))
+    assert harness.gateway.clients.channel.socket.poll(TIMEOUT)
+    harness.run_until(lambda: harness.gateway.ledger.get("a"))
+    assert len(harness.gateway.connections) == 1

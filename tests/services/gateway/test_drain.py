@@ -9,9 +9,9 @@ from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
 from penstock.services.gateway.process import LAST_WORDS
-from tests.services.gateway.conftest import Stage, request
+from tests.services.gateway.conftest import GatewayHarness, request
 
-Start = Callable[..., Stage]
+Start = Callable[..., GatewayHarness]
 
 
 @pytest.fixture
@@ -22,81 +22,81 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return signals
 
 
-def restarted(stage: Start) -> Stage:
+def restarted(start_gateway: Start) -> GatewayHarness:
     """Return a gateway that has heard of the drain and nothing else yet."""
-    one = stage()
-    one.detokenizer.send(SupervisorReport([], draining=True))
-    one.gateway.router.take_running = lambda _: None  # type: ignore[method-assign]  # none is lost
-    one.work_until(lambda: one.gateway.requests.is_draining)
-    return one
+    harness = start_gateway()
+    harness.detokenizer.send(SupervisorReport([], draining=True))
+    harness.gateway.router.take_running = lambda _: None  # type: ignore[method-assign]  # none is lost
+    harness.run_until(lambda: harness.gateway.requests.is_draining)
+    return harness
 
 
-def report(one: Stage, first_attempt: int, *unclaimed: str) -> None:
+def report(harness: GatewayHarness, first_attempt: int, *unclaimed: str) -> None:
     """Send the scheduler's report of its requests."""
     status = SchedulerStatus(
         epoch=1, ready=True, first_attempt=first_attempt, unclaimed=list(unclaimed)
     )
-    one.detokenizer.send(status)
-    one.work_until(lambda: one.gateway.router._all[0].status == status)
+    harness.detokenizer.send(status)
+    harness.run_until(lambda: harness.gateway.router._all[0].status == status)
 
 
-def code(one: Stage, client: Any) -> str:
-    return str(one.hear(client).code)
+def code(harness: GatewayHarness, client: Any) -> str:
+    return str(harness.receive_reply(client).code)
 
 
 def test_what_is_asked_for_again_is_finished_and_nothing_begun(
-    stage: Start, ended: list[int]
+    start_gateway: Start, ended: list[int]
 ) -> None:
-    one = restarted(stage)
-    client, attempt = one.connect(), one.gateway.ledger.first_attempt
-    report(one, attempt - 1)  # to the gateway before: it says nothing about leases
+    harness = restarted(start_gateway)
+    client, attempt = harness.connect(), harness.gateway.ledger.first_attempt
+    report(harness, attempt - 1)  # to the gateway before: it says nothing about leases
     assert not ended
-    report(one, attempt, "a", "b")
-    one.open(client, "a")
-    one.ask(client, request("new"))
-    assert code(one, client) == "overloaded"
-    one.open(client, "rest", output_token_ids=[1])
-    assert one.gateway.requests.abort("rest")
-    one.hear(client)
-    report(one, attempt, "b")
-    one.generate("a", 0, 5, finish_reason="stop")
-    one.hear(client)
+    report(harness, attempt, "a", "b")
+    harness.submit(client, "a")
+    harness.send(client, request("new"))
+    assert code(harness, client) == "overloaded"
+    harness.submit(client, "rest", output_token_ids=[1])
+    assert harness.gateway.requests.abort("rest")
+    harness.receive_reply(client)
+    report(harness, attempt, "b")
+    harness.send_tokens("a", 0, 5, finish_reason="stop")
+    harness.receive_reply(client)
     assert not ended
-    report(one, attempt)
+    report(harness, attempt)
     assert not ended  # the client may not have read its answer
-    (timer,) = one.timers
+    (timer,) = harness.timers
     assert timer.seconds == LAST_WORDS
     timer.fire()
     assert ended
-    assert one.gateway.status().draining
+    assert harness.gateway.status().draining
 
 
 def test_until_the_scheduler_is_heard_anyone_may_ask_by_an_id(
-    stage: Start, ended: list[int]
+    start_gateway: Start, ended: list[int]
 ) -> None:
-    one = restarted(stage)
-    client = one.connect()
-    one.open(client, "a")
-    one.generate("a", 0, 5, finish_reason="stop")
-    one.hear(client)
+    harness = restarted(start_gateway)
+    client = harness.connect()
+    harness.submit(client, "a")
+    harness.send_tokens("a", 0, 5, finish_reason="stop")
+    harness.receive_reply(client)
     assert not ended
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
 def test_a_scheduler_that_is_not_there_has_nothing_to_wait_for(
-    stage: Start, ended: list[int], is_gone: bool
+    start_gateway: Start, ended: list[int], is_gone: bool
 ) -> None:
-    one = restarted(stage)
+    harness = restarted(start_gateway)
     if is_gone:
-        type(one.gateway.router).take_running(one.gateway.router, ())
+        type(harness.gateway.router).take_running(harness.gateway.router, ())
     else:
         for _ in range(MAX_MISSED_HEARTBEATS + 1):
-            one.gateway.on_heartbeat()
-    one.work()
+            harness.gateway.on_heartbeat()
+    harness.run_once()
     assert ended
 
 
-def test_other_clients_do_not_see_the_ids(stage: Start) -> None:
-    one = stage()
-    report(one, one.gateway.ledger.first_attempt, "secret")
-    assert one.gateway.status().schedulers[0].unclaimed == []
+def test_other_clients_do_not_see_the_ids(start_gateway: Start) -> None:
+    harness = start_gateway()
+    report(harness, harness.gateway.ledger.first_attempt, "secret")
+    assert harness.gateway.status().schedulers[0].unclaimed == []

@@ -23,7 +23,7 @@ from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.services.gateway.connections import Client, Connection
 from penstock.services.gateway.entry import Entry
-from tests.services.gateway.conftest import PROMPT, Stage, request
+from tests.services.gateway.conftest import PROMPT, GatewayHarness, request
 
 
 def entry(accepted_at: float) -> Entry:
@@ -40,13 +40,13 @@ def counted(histogram: Histogram) -> dict[float, int]:
 
 
 def test_a_request_from_its_acceptance_to_its_answer() -> None:
-    metrics, one = Metrics.empty(4096), entry(accepted_at=100.0)
-    one.phase_seconds = (0.02, 0.9)
-    one.sampling.max_tokens = 5
+    metrics, its = Metrics.empty(4096), entry(accepted_at=100.0)
+    its.phase_seconds = (0.02, 0.9)
+    its.sampling.max_tokens = 5
     for num_tokens, now in ((1, 100.2), (3, 100.26), (1, 100.5)):
-        one.token_ids += [7] * num_tokens
-        one.record_tokens(metrics, num_tokens, now)
-    one.record_end(metrics, one.reply("length"), 100.6)
+        its.token_ids += [7] * num_tokens
+        its.record_tokens(metrics, num_tokens, now)
+    its.record_end(metrics, its.reply("length"), 100.6)
     assert counted(metrics.time_to_first_token_seconds) == {0.25: 1}
     assert metrics.time_to_first_token_seconds.sum == pytest.approx(0.2)
     assert counted(metrics.inter_token_latency_seconds) == {0.075: 1, 0.3: 1}
@@ -101,23 +101,23 @@ def test_bounds_ascend() -> None:
         assert bounds == sorted(set(bounds))
 
 
-def test_the_gateway_counts(stage: Callable[..., Stage]) -> None:
-    one = stage()
-    client = one.connect()
-    one.open(client, "a", "b", "gone", stream=True)
-    one.generate("a", 0, 2)
-    one.generate("a", 1, 4, cached_tokens=3)  # repeats a token
-    one.generate("a", 4, 4, finish_reason="stop")
-    one.ask(client, AbortRequest(request_id="b"), request("c", max_tokens=9999))
-    replies = [one.hear(client) for _ in range(6)]
+def test_the_gateway_counts(start_gateway: Callable[..., GatewayHarness]) -> None:
+    harness = start_gateway()
+    client = harness.connect()
+    harness.submit(client, "a", "b", "gone", stream=True)
+    harness.send_tokens("a", 0, 2)
+    harness.send_tokens("a", 1, 4, cached_tokens=3)  # repeats a token
+    harness.send_tokens("a", 4, 4, finish_reason="stop")
+    harness.send(client, AbortRequest(request_id="b"), request("c", max_tokens=9999))
+    replies = [harness.receive_reply(client) for _ in range(6)]
     assert replies[-1].code == "invalid"
     client.close()
-    one.work_until(lambda: len(one.gateway.connections) == 0)
-    one.heartbeats(2)
-    other = one.connect()
-    one.ask(other, StatusRequest(), StatusRequest(metrics=True))
-    assert one.hear(other).metrics is None
-    metrics = one.hear(other).metrics
+    harness.run_until(lambda: len(harness.gateway.connections) == 0)
+    harness.run_heartbeats(2)
+    other = harness.connect()
+    harness.send(other, StatusRequest(), StatusRequest(metrics=True))
+    assert harness.receive_reply(other).metrics is None
+    metrics = harness.receive_reply(other).metrics
     assert metrics.request_success == {"stop": 1, "abort": 2}
     assert metrics.request_failed == {"invalid": 1}
     assert (metrics.prompt_tokens, metrics.generation_tokens) == (len(PROMPT), 4)
@@ -127,24 +127,28 @@ def test_the_gateway_counts(stage: Callable[..., Stage]) -> None:
     assert metrics.e2e_request_latency_seconds.sum < 100
 
 
-def test_who_waits_for_the_scheduler_gets_metrics_too(stage: Callable[..., Stage]) -> None:
-    one = stage()
-    client = one.connect()
-    one.ask(client, StatusRequest(fresh=True, metrics=True), StatusRequest(fresh=True))
-    one.work_until(lambda: len(one.gateway.status_queries.for_report) == 2)
-    one.detokenizer.send(SchedulerStatus(epoch=1, ready=False))
-    assert one.hear(client).metrics is not None
-    assert one.hear(client).metrics is None
+def test_who_waits_for_the_scheduler_gets_metrics_too(
+    start_gateway: Callable[..., GatewayHarness],
+) -> None:
+    harness = start_gateway()
+    client = harness.connect()
+    harness.send(client, StatusRequest(fresh=True, metrics=True), StatusRequest(fresh=True))
+    harness.run_until(lambda: len(harness.gateway.status_queries.for_report) == 2)
+    harness.detokenizer.send(SchedulerStatus(epoch=1, ready=False))
+    assert harness.receive_reply(client).metrics is not None
+    assert harness.receive_reply(client).metrics is None
 
 
-def test_the_newest_report_of_the_supervisor(stage: Callable[..., Stage]) -> None:
-    one = stage()
+def test_the_newest_report_of_the_supervisor(start_gateway: Callable[..., GatewayHarness]) -> None:
+    harness = start_gateway()
     for uptime in (1.0, 2.0):
         process = ProcessStatus(
             name="worker.1", pid=5, uptime=uptime, restarts=0, counters={"bad_frames": 1}
         )
-        one.detokenizer.send(SupervisorReport([process]))
-    one.work_until(lambda: one.gateway.processes and one.gateway.processes[0].uptime == 2.0)
-    client = one.connect()
-    one.ask(client, StatusRequest())
-    assert one.hear(client).processes == [process]
+        harness.detokenizer.send(SupervisorReport([process]))
+    harness.run_until(
+        lambda: harness.gateway.processes and harness.gateway.processes[0].uptime == 2.0
+    )
+    client = harness.connect()
+    harness.send(client, StatusRequest())
+    assert harness.receive_reply(client).processes == [process]

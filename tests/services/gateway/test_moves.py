@@ -9,65 +9,70 @@ from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
 from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.protocol.messages.tokenizer import TokenizeDone
-from tests.services.gateway.conftest import Stage
+from tests.services.gateway.conftest import GatewayHarness
 
-Start = Callable[..., Stage]
+Start = Callable[..., GatewayHarness]
 
 
-def report(one: Stage, replica: int, runs: bool = True, **fields: Any) -> None:
+def report(harness: GatewayHarness, replica: int, runs: bool = True, **fields: Any) -> None:
     """Send a scheduler's report."""
     status = SchedulerStatus(
-        epoch=1, ready=runs, workers_ready=runs, replica=replica, num_steps=one.reports, **fields
+        epoch=1,
+        ready=runs,
+        workers_ready=runs,
+        replica=replica,
+        num_steps=harness.reports,
+        **fields,
     )
-    one.reports += 1
-    one.detokenizer.send(status)
-    one.work_until(lambda: status in one.gateway.router.statuses)
+    harness.reports += 1
+    harness.detokenizer.send(status)
+    harness.run_until(lambda: status in harness.gateway.router.statuses)
 
 
-def supervise(one: Stage, *names: str) -> None:
+def supervise(harness: GatewayHarness, *names: str) -> None:
     """Send the supervisor's report of the processes that run."""
     processes = [ProcessStatus(name=name, pid=5, uptime=1.0, restarts=0) for name in names]
-    one.detokenizer.send(SupervisorReport(processes))
-    one.work_until(lambda: one.gateway.processes == processes)
+    harness.detokenizer.send(SupervisorReport(processes))
+    harness.run_until(lambda: harness.gateway.processes == processes)
 
 
-def releases(one: Stage, replica: int) -> list[tuple[str, int]]:
-    heard = one.told_scheduler(replica)
-    return [(its.request_id, its.attempt) for its in heard if isinstance(its, ReleaseRequest)]
+def releases(harness: GatewayHarness, replica: int) -> list[tuple[str, int]]:
+    messages = harness.scheduler_messages(replica)
+    return [(its.request_id, its.attempt) for its in messages if isinstance(its, ReleaseRequest)]
 
 
-def test_what_a_replica_without_a_scheduler_has_goes_on_at_once(stage: Start) -> None:
-    one = stage(dp=2)
+def test_what_a_replica_without_a_scheduler_has_goes_on_at_once(start_gateway: Start) -> None:
+    harness = start_gateway(dp=2)
     for replica in (0, 1):
-        report(one, replica)
-    one.open(one.connect(), "a")
-    assert one.tokenize().replica == 0
-    supervise(one, "gateway.1", "scheduler.1", "scheduler.2")
-    supervise(one, "gateway.1", "scheduler.2")
-    assert one.tokenize().replica == 1
-    assert not one.gateway.is_ready
-    supervise(one, "gateway.1", "scheduler.1", "scheduler.2")
-    assert not one.gateway.is_ready, "the new scheduler has said nothing"
-    report(one, 0)
-    assert one.gateway.is_ready
+        report(harness, replica)
+    harness.submit(harness.connect(), "a")
+    assert harness.tokenize().replica == 0
+    supervise(harness, "gateway.1", "scheduler.1", "scheduler.2")
+    supervise(harness, "gateway.1", "scheduler.2")
+    assert harness.tokenize().replica == 1
+    assert not harness.gateway.is_ready
+    supervise(harness, "gateway.1", "scheduler.1", "scheduler.2")
+    assert not harness.gateway.is_ready, "the new scheduler has said nothing"
+    report(harness, 0)
+    assert harness.gateway.is_ready
 
 
-def test_what_a_lost_replica_has_is_released_there_and_goes_on(stage: Start) -> None:
+def test_what_a_lost_replica_has_is_released_there_and_goes_on(start_gateway: Start) -> None:
     """The old attempt is released again for every sign that it still runs."""
-    one = stage(dp=2)
-    assert [type(one.told_scheduler(n)[0]) for n in (0, 1)] == [GatewayStarted] * 2
+    harness = start_gateway(dp=2)
+    assert [type(harness.scheduler_messages(n)[0]) for n in (0, 1)] == [GatewayStarted] * 2
     for replica in (0, 1):
-        report(one, replica)
-    client = one.connect()
-    one.open(client, "a", stream=True)
-    first = one.tokenize()
+        report(harness, replica)
+    client = harness.connect()
+    harness.submit(client, "a", stream=True)
+    first = harness.tokenize()
     assert first.replica == 0
-    one.generate("a", 0, 3)
-    assert one.hear(client).token_ids == [0, 1, 2]
-    report(one, 0, runs=False, num_deaths={"a": 1})
-    again = one.tokenize()
+    harness.send_tokens("a", 0, 3)
+    assert harness.receive_reply(client).token_ids == [0, 1, 2]
+    report(harness, 0, runs=False, num_deaths={"a": 1})
+    again = harness.tokenize()
     assert (again.replica, again.output_token_ids, again.num_deaths) == (1, [0, 1, 2], 1)
-    assert releases(one, 0) == [("a", first.attempt)]
+    assert releases(harness, 0) == [("a", first.attempt)]
     late = TextDelta(
         request_id="a",
         token_offset=3,
@@ -76,36 +81,36 @@ def test_what_a_lost_replica_has_is_released_there_and_goes_on(stage: Start) -> 
         text="y",
         attempt=first.attempt,
     )
-    one.detokenizer.send(TextDeltas([late]))
-    one.tokenizer.send(TokenizeDone("a", first.attempt, 8))
-    one.work_until(lambda: one.gateway.ledger.get("a").num_prompt_tokens == 8)  # type: ignore
-    one.generate("a", 3, 4)
-    assert one.gateway.ledger.get("a").num_deaths == 0  # type: ignore[union-attr]
-    assert one.hear(client).token_ids == [3]
-    one.generate("a", 4, 5, finish_reason="stop")
-    assert releases(one, 0) == [("a", first.attempt)] * 2
-    assert releases(one, 1) == [("a", again.attempt)], "it is answered"
-    assert one.hear(client).token_ids == [4]
-    assert one.hear(client).token_ids == [0, 1, 2, 3, 4]
-    assert one.is_empty()
-    assert not any(its.entries for its in one.gateway.router._all)
+    harness.detokenizer.send(TextDeltas([late]))
+    harness.tokenizer.send(TokenizeDone("a", first.attempt, 8))
+    harness.run_until(lambda: harness.gateway.ledger.get("a").num_prompt_tokens == 8)  # type: ignore
+    harness.send_tokens("a", 3, 4)
+    assert harness.gateway.ledger.get("a").num_deaths == 0  # type: ignore[union-attr]
+    assert harness.receive_reply(client).token_ids == [3]
+    harness.send_tokens("a", 4, 5, finish_reason="stop")
+    assert releases(harness, 0) == [("a", first.attempt)] * 2
+    assert releases(harness, 1) == [("a", again.attempt)], "it is answered"
+    assert harness.receive_reply(client).token_ids == [4]
+    assert harness.receive_reply(client).token_ids == [0, 1, 2, 3, 4]
+    assert harness.is_empty()
+    assert not any(its.entries for its in harness.gateway.router._all)
 
 
-def test_a_fresh_status_is_of_every_replica_that_reports(stage: Start) -> None:
-    one = stage(dp=2)
+def test_a_fresh_status_is_of_every_replica_that_reports(start_gateway: Start) -> None:
+    harness = start_gateway(dp=2)
     for replica in (0, 1):
-        report(one, replica)
-    client = one.connect()
-    one.ask(client, StatusRequest(fresh=True))
-    one.work_until(lambda: one.gateway.status_queries.for_report)
-    report(one, 0)
-    report(one, 0)
-    assert one.gateway.status_queries.for_report
-    report(one, 1)
-    assert [its.num_steps for its in one.hear(client).schedulers] == [3, 4]
-    one.ask(client, StatusRequest(fresh=True))
-    one.work_until(lambda: one.gateway.status_queries.for_report)
+        report(harness, replica)
+    client = harness.connect()
+    harness.send(client, StatusRequest(fresh=True))
+    harness.run_until(lambda: harness.gateway.status_queries.for_report)
+    report(harness, 0)
+    report(harness, 0)
+    assert harness.gateway.status_queries.for_report
+    report(harness, 1)
+    assert [its.num_steps for its in harness.receive_reply(client).schedulers] == [3, 4]
+    harness.send(client, StatusRequest(fresh=True))
+    harness.run_until(lambda: harness.gateway.status_queries.for_report)
     for _ in range(11):
-        one.gateway.router.on_heartbeat()
-    report(one, 0)
-    assert len(one.hear(client).schedulers) == 2, "of the silent one what it said last"
+        harness.gateway.router.on_heartbeat()
+    report(harness, 0)
+    assert len(harness.receive_reply(client).schedulers) == 2, "of the silent one what it said last"

@@ -11,7 +11,7 @@ from penstock.protocol.messages.codec import JSON
 from penstock.services.gateway.connections import Client, Connections
 from penstock.services.gateway.ledger import RESERVED, exceeds
 from penstock.services.gateway.tokenizers import MAX_BYTES
-from tests.services.gateway.conftest import Stage, request
+from tests.services.gateway.conftest import GatewayHarness, request
 
 
 @given(st.lists(st.sampled_from("abcd"), max_size=200), st.integers(1, 40))
@@ -50,38 +50,38 @@ def test_shares_are_forgotten_with_their_requests() -> None:
 
 
 def test_one_client_that_fills_all_places_leaves_one(
-    stage: Callable[..., Stage],
+    start_gateway: Callable[..., GatewayHarness],
 ) -> None:
-    one = stage(max_num_seqs=2, max_waiting_requests=2)
-    greedy, other = one.connect(), one.connect()
-    one.open(greedy, "a", "b", "c", "d")
-    one.ask(greedy, request("e"))
-    refused = one.hear(greedy)
+    harness = start_gateway(max_num_seqs=2, max_waiting_requests=2)
+    greedy, other = harness.connect(), harness.connect()
+    harness.submit(greedy, "a", "b", "c", "d")
+    harness.send(greedy, request("e"))
+    refused = harness.receive_reply(greedy)
     assert isinstance(refused, ErrorReply)
     assert refused.code == "overloaded"
-    one.open(other, "mine")
-    one.ask(other, request("more"))
-    assert one.hear(other).code == "overloaded"
+    harness.submit(other, "mine")
+    harness.send(other, request("more"))
+    assert harness.receive_reply(other).code == "overloaded"
     for request_id in ("a", "mine"):
-        one.generate(request_id, 0, 1, finish_reason="stop")
-    one.open(greedy, "e")
-    assert [share.num_open for share in map(share_of(one), ("b", "e"))] == [4, 4]
+        harness.send_tokens(request_id, 0, 1, finish_reason="stop")
+    harness.submit(greedy, "e")
+    assert [share.num_open for share in map(share_of(harness), ("b", "e"))] == [4, 4]
 
 
-def share_of(stage: Stage) -> Callable[[str], object]:
-    return lambda request_id: stage.gateway.ledger.get(request_id).share  # type: ignore[union-attr]
+def share_of(harness: GatewayHarness) -> Callable[[str], object]:
+    return lambda request_id: harness.gateway.ledger.get(request_id).share  # type: ignore[union-attr]
 
 
-def test_shares_end_at_nothing(stage: Callable[..., Stage]) -> None:
-    one = stage()
-    socket = one.connect()
-    one.open(socket, "a", "b", "c")
-    share = share_of(one)("a")
-    one.tokenize()
-    one.generate("a", 0, 3)
+def test_shares_end_at_nothing(start_gateway: Callable[..., GatewayHarness]) -> None:
+    harness = start_gateway()
+    socket = harness.connect()
+    harness.submit(socket, "a", "b", "c")
+    share = share_of(harness)("a")
+    harness.tokenize()
+    harness.send_tokens("a", 0, 3)
     assert share.num_open == 3  # type: ignore[attr-defined]
     for request_id in "abc":
-        one.generate(request_id, 0, 4, finish_reason="stop")
+        harness.send_tokens(request_id, 0, 4, finish_reason="stop")
     assert vars(share) == {
         "name": "connection 1",
         "num_open": 0,
@@ -90,30 +90,32 @@ def test_shares_end_at_nothing(stage: Callable[..., Stage]) -> None:
     }
 
 
-def test_only_our_own_processes_name_clients(stage: Callable[..., Stage]) -> None:
-    one = stage()
-    outside = one.connect()
-    one.ask(outside, request("a", client="10.0.0.1"))
-    refused = one.hear(outside)
+def test_only_our_own_processes_name_clients(start_gateway: Callable[..., GatewayHarness]) -> None:
+    harness = start_gateway()
+    outside = harness.connect()
+    harness.send(outside, request("a", client="10.0.0.1"))
+    refused = harness.receive_reply(outside)
     assert (refused.code, refused.field) == ("invalid", "client")
-    inside: zmq.Socket[bytes] = one.context.socket(zmq.DEALER)
+    inside: zmq.Socket[bytes] = harness.context.socket(zmq.DEALER)
     inside.setsockopt(zmq.LINGER, 0)
-    inside.connect(one.gateway.connections.inner.decode())
-    one.open(inside, "b", client="10.0.0.1")
-    one.open(inside, "c", client="10.0.0.1", priority=-3)
-    one.open(inside, "d", client="10.0.0.2")
-    tasks = [one.tokenize() for _ in range(3)]
+    inside.connect(harness.gateway.connections.inner.decode())
+    harness.submit(inside, "b", client="10.0.0.1")
+    harness.submit(inside, "c", client="10.0.0.1", priority=-3)
+    harness.submit(inside, "d", client="10.0.0.2")
+    tasks = [harness.tokenize() for _ in range(3)]
     found = [(task.request_id, task.client, task.priority) for task in tasks]
     assert found == [("c", "10.0.0.1", -3), ("d", "10.0.0.2", 0), ("b", "10.0.0.1", 0)]
 
 
-def test_one_client_does_not_block_the_tokenizers_for_another(stage: Callable[..., Stage]) -> None:
-    one = stage()
-    greedy, other = one.connect(), one.connect()
-    first = one.connect()
-    one.open(first, "first")
-    assert one.tokenize().request_id == "first"
+def test_one_client_does_not_block_the_tokenizers_for_another(
+    start_gateway: Callable[..., GatewayHarness],
+) -> None:
+    harness = start_gateway()
+    greedy, other = harness.connect(), harness.connect()
+    first = harness.connect()
+    harness.submit(first, "first")
+    assert harness.tokenize().request_id == "first"
     long = "word " * (MAX_BYTES // 8)
-    one.open(greedy, *(f"long {n}" for n in range(20)), prompt=long)
-    one.open(other, "short")
-    assert "short" in [one.tokenize().request_id for _ in range(3)]
+    harness.submit(greedy, *(f"long {n}" for n in range(20)), prompt=long)
+    harness.submit(other, "short")
+    assert "short" in [harness.tokenize().request_id for _ in range(3)]

@@ -18,9 +18,9 @@ from penstock.protocol.transport.process import Identity
 from penstock.services.gateway.connections import Share
 from penstock.services.gateway.tokenizers import MAX_SILENT, Tokenizers
 from penstock.services.gateway.validation import MAX_DEATHS, Poison
-from tests.services.gateway.conftest import Stage
+from tests.services.gateway.conftest import GatewayHarness
 
-Start = Callable[..., Stage]
+Start = Callable[..., GatewayHarness]
 
 
 class Reports:
@@ -47,62 +47,62 @@ class Reports:
 class Successors:
     """Incarnations of one tokenizer; the one before is dead when the next one is heard."""
 
-    def __init__(self, one: Stage) -> None:
-        self.one = one
-        self.reports = one.gateway.requests.poison._reports = Reports()  # type: ignore[assignment]
+    def __init__(self, harness: GatewayHarness) -> None:
+        self.harness = harness
+        self.reports = harness.gateway.requests.poison._reports = Reports()  # type: ignore[assignment]
         self.number = 0
         self.channel: Channel[Any]
 
     def start(self, name: str = "tokenizer.1") -> bytes:
         self.number += 1
         identity = Identity(name, 100 + self.number, self.number).encode()
-        where = self.one.gateway.to_tokenizers.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.channel = self.one.context.connect(zmq.DEALER, where, ToTokenizer, identity)
+        where = self.harness.gateway.to_tokenizers.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.channel = self.harness.context.connect(zmq.DEALER, where, ToTokenizer, identity)
         self.channel.send(Heartbeat(name))
-        peers = self.one.gateway.tokenizers.peers
-        self.one.work_until(lambda: peers.get(identity) and len(peers) == 1)
+        peers = self.harness.gateway.tokenizers.peers
+        self.harness.run_until(lambda: peers.get(identity) and len(peers) == 1)
         return identity
 
     def given(self) -> list[str]:
         """Return the work that the tokenizer has now."""
-        [peer] = self.one.gateway.tokenizers.peers
+        [peer] = self.harness.gateway.tokenizers.peers
         return [work.request.prompt for work in peer.work.values()]  # type: ignore[misc, union-attr]
 
     def tokenize(self) -> None:
         """Do the first of it."""
-        [peer] = self.one.gateway.tokenizers.peers
+        [peer] = self.harness.gateway.tokenizers.peers
         key = request_id, attempt = next(iter(peer.work))  # type: ignore[misc]
         self.channel.send(TokenizeDone(request_id, attempt, 3))
-        self.one.work_until(lambda: key not in peer.work)
+        self.harness.run_until(lambda: key not in peer.work)
 
 
 @pytest.fixture
-def successors(stage: Start) -> Successors:
-    return Successors(stage())
+def successors(start_gateway: Start) -> Successors:
+    return Successors(start_gateway())
 
 
 def test_what_is_alone_at_two_deaths_is_given_up(successors: Successors) -> None:
-    one = successors.one
-    client = one.connect()
+    harness = successors.harness
+    client = harness.connect()
     successors.start()
     for name in ("before", "poison", "after"):
-        one.open(client, name, prompt=name)
+        harness.submit(client, name, prompt=name)
     successors.tokenize()
-    one.generate("before", 0, 1)
+    harness.send_tokens("before", 0, 1)
     assert successors.given() == ["poison", "after"]
     for _ in range(MAX_DEATHS):
         successors.start()
         assert successors.given() == ["poison"], "alone"
-    one.open(client, "late", prompt="late")
+    harness.submit(client, "late", prompt="late")
     successors.start()
-    failed = one.hear(client)
+    failed = harness.receive_reply(client)
     assert (failed.request_id, failed.code) == ("poison", "failed")
     assert "2 tokenizers died while they worked at the request" in failed.message
     assert successors.given() == ["after"], "a suspect, too"
     successors.tokenize()
     assert successors.given() == ["late"]
     successors.tokenize()
-    assert set(one.gateway.ledger._open) == {"before", "after", "late"}
+    assert set(harness.gateway.ledger._open) == {"before", "after", "late"}
     assert successors.reports.num_found == 1
     assert successors.reports.num_cleared == 1, "what was tokenized after the deaths"
     assert successors.reports.died_with == [
@@ -110,55 +110,57 @@ def test_what_is_alone_at_two_deaths_is_given_up(successors: Successors) -> None
         ([("tokenizer.1", 102)], 1),
         ([("tokenizer.1", 103)], 1),
     ]
-    one.ask(client, GenerateRequest(prompt="poison", seed=1))
-    assert "it is not tried again" in one.hear(client).message
+    harness.send(client, GenerateRequest(prompt="poison", seed=1))
+    assert "it is not tried again" in harness.receive_reply(client).message
 
 
 def test_a_question_is_given_up_likewise(successors: Successors) -> None:
-    one = successors.one
-    client = one.connect()
+    harness = successors.harness
+    client = harness.connect()
     successors.start()
-    one.ask(client, TokenizePromptRequest(prompt="poison"))
-    one.work_until(lambda: successors.given())
+    harness.send(client, TokenizePromptRequest(prompt="poison"))
+    harness.run_until(lambda: successors.given())
     for _ in range(MAX_DEATHS):
         successors.start()
-    assert one.hear(client).code == "failed"
-    assert one.is_empty()
-    one.ask(client, TokenizePromptRequest(prompt="poison"))
-    assert "it is not tried again" in one.hear(client).message
+    assert harness.receive_reply(client).code == "failed"
+    assert harness.is_empty()
+    harness.send(client, TokenizePromptRequest(prompt="poison"))
+    assert "it is not tried again" in harness.receive_reply(client).message
 
 
 def test_who_was_alone_once_and_is_done_begins_at_none(successors: Successors) -> None:
-    one = successors.one
-    client = one.connect()
+    harness = successors.harness
+    client = harness.connect()
     successors.start()
     for number in range(3):
-        one.open(client, f"r{number}", prompt="same")
+        harness.submit(client, f"r{number}", prompt="same")
         successors.start()
         assert (
-            one.gateway.requests.poison.num_deaths(one.gateway.ledger._open[f"r{number}"].request)
+            harness.gateway.requests.poison.num_deaths(
+                harness.gateway.ledger._open[f"r{number}"].request
+            )
             == 1
         )
         successors.tokenize()
-        one.generate(f"r{number}", 0, 1)
-    assert set(one.gateway.ledger._open) == {"r0", "r1", "r2"}
+        harness.send_tokens(f"r{number}", 0, 1)
+    assert set(harness.gateway.ledger._open) == {"r0", "r1", "r2"}
 
 
 def test_who_leaves_and_asks_again_is_as_suspect_as_before(successors: Successors) -> None:
-    one = successors.one
+    harness = successors.harness
     successors.start()
     for number in range(MAX_DEATHS):
-        client = one.connect()
-        one.open(client, f"r{number}", prompt="poison")
+        client = harness.connect()
+        harness.submit(client, f"r{number}", prompt="poison")
         if number < MAX_DEATHS - 1:
-            assert one.gateway.requests.abort(f"r{number}")
-            one.hear(client)
+            assert harness.gateway.requests.abort(f"r{number}")
+            harness.receive_reply(client)
         successors.start()
-    assert one.hear(client).code == "failed"
+    assert harness.receive_reply(client).code == "failed"
 
 
 def fall_silent(successors: Successors) -> None:
-    tokenizers = successors.one.gateway.tokenizers
+    tokenizers = successors.harness.gateway.tokenizers
     for _ in range(MAX_MISSED_HEARTBEATS + 1):
         tokenizers.lose_silent()
     assert not len(tokenizers.peers)
@@ -166,14 +168,14 @@ def fall_silent(successors: Successors) -> None:
 
 def test_silence_of_a_busy_tokenizer_is_no_death(successors: Successors) -> None:
     """The tokenizer sends again after a call that held the interpreter's lock."""
-    one = successors.one
-    client = one.connect()
+    harness = successors.harness
+    client = harness.connect()
     identity = successors.start()
-    one.open(client, "a", prompt="a")
+    harness.submit(client, "a", prompt="a")
     for _ in range(2 * MAX_DEATHS):
         fall_silent(successors)
         successors.channel.send(Heartbeat("tokenizer.1"))
-        one.work_until(lambda: one.gateway.tokenizers.peers.get(identity))
+        harness.run_until(lambda: harness.gateway.tokenizers.peers.get(identity))
         assert successors.given() == ["a"]
     assert successors.reports.died_with == []
     successors.tokenize()
@@ -182,22 +184,22 @@ def test_silence_of_a_busy_tokenizer_is_no_death(successors: Successors) -> None
 def test_a_tokenizer_that_fell_silent_has_died_when_its_successor_registers(
     successors: Successors,
 ) -> None:
-    one = successors.one
-    client = one.connect()
+    harness = successors.harness
+    client = harness.connect()
     successors.start()
-    one.open(client, "a", prompt="poison")
+    harness.submit(client, "a", prompt="poison")
     for _ in range(MAX_DEATHS):
         fall_silent(successors)
         successors.start()
-    assert one.hear(client).code == "failed"
+    assert harness.receive_reply(client).code == "failed"
     assert [digests for _, digests in successors.reports.died_with] == [1] * MAX_DEATHS
 
 
-def test_few_tokenizers_without_a_successor_are_remembered(stage: Start) -> None:
+def test_few_tokenizers_without_a_successor_are_remembered(start_gateway: Start) -> None:
     """Each was killed and scaled down while it had work; the last one passes the work on."""
-    successors = Successors(one := stage())
-    tokenizers = one.gateway.tokenizers
-    one.open(one.connect(), "a", prompt="a")
+    successors = Successors(harness := start_gateway())
+    tokenizers = harness.gateway.tokenizers
+    harness.submit(harness.connect(), "a", prompt="a")
     for number in range(2 * MAX_SILENT):
         successors.start(f"tokenizer.{number}")
         fall_silent(successors)
@@ -208,12 +210,12 @@ def test_few_tokenizers_without_a_successor_are_remembered(stage: Start) -> None
 
 
 def test_a_goodbye_is_no_death(successors: Successors) -> None:
-    one = successors.one
-    one.open(one.connect(), "a", prompt="a")
+    harness = successors.harness
+    harness.submit(harness.connect(), "a", prompt="a")
     for _ in range(2 * MAX_DEATHS):
         successors.start()
         successors.channel.send(Goodbye())
-        one.work_until(lambda: not len(one.gateway.tokenizers.peers))
+        harness.run_until(lambda: not len(harness.gateway.tokenizers.peers))
     successors.start()
     assert successors.given() == ["a"]
     assert successors.reports.died_with == []

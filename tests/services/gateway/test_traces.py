@@ -7,22 +7,22 @@ from penstock.protocol.messages.client import AbortRequest
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.tracing import trace_ids
 from tests.collector import Collector
-from tests.services.gateway.conftest import PROMPT, Stage
+from tests.services.gateway.conftest import PROMPT, GatewayHarness
 
 
-def test_each_request_is_a_root(stage: Callable[..., Stage]) -> None:
+def test_each_request_is_a_root(start_gateway: Callable[..., GatewayHarness]) -> None:
     collector = Collector()
-    one = stage(otlp_endpoint=collector.address)
-    client = one.connect()
-    one.open(client, "a", "b")
-    one.generate("a", 0, 2)
-    one.detokenizer.send(SchedulerStatus(epoch=1, ready=True))  # a second attempt begins
-    one.work_until(lambda: one.gateway.router.statuses)
-    one.generate("a", 2, 3, cached_tokens=4, finish_reason="length")
-    one.ask(client, AbortRequest(request_id="b"))
+    harness = start_gateway(otlp_endpoint=collector.address)
+    client = harness.connect()
+    harness.submit(client, "a", "b")
+    harness.send_tokens("a", 0, 2)
+    harness.detokenizer.send(SchedulerStatus(epoch=1, ready=True))  # a second attempt begins
+    harness.run_until(lambda: harness.gateway.router.statuses)
+    harness.send_tokens("a", 2, 3, cached_tokens=4, finish_reason="length")
+    harness.send(client, AbortRequest(request_id="b"))
     for _ in range(3):
-        one.hear(client)
-    one.gateway.requests.tracer._processor.shutdown()
+        harness.receive_reply(client)
+    harness.gateway.requests.tracer._processor.shutdown()
     spans = {span.span_id: span for span in collector.receive()[1]}
     collector.close()
     first, second = (spans[trace_ids(name)[1].to_bytes(8)] for name in "ab")
