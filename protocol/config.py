@@ -64,6 +64,8 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """name of the model over HTTP; empty: its name on the hub, or its folder's"""
     trust_request_chat_template: bool = False
     """let requests bring a `chat_template`: a program that a tokenizer runs"""
+    tool_call_parser: Literal["auto", "hermes", "qwen3_coder", "json"] = "auto"
+    """how the model writes tool calls; auto: as its chat template does"""
     tp: Count = 1
     """tensor-parallel size: number of workers"""
     dp: Count = 1

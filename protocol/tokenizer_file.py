@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from penstock.protocol.checkpoint import ModelError, read_json, read_model_config
+from penstock.protocol.checkpoint import ModelError, read_bytes, read_json, read_model_config
 from penstock.protocol.generation_config import read_generation_config
 
 log = logging.getLogger("checkpoint")
@@ -31,9 +31,10 @@ class _Token(Struct):
 
 
 class TokenizerConfig(Struct):
-    """The part of `tokenizer_config.json` that is read here; the tokenizer reads its template."""
+    """The parts of `tokenizer_config.json` that are read here."""
 
     eos_token: str | _Token | None = None
+    chat_template: str | None = None
 
 
 class TokenizerFile(Struct):
@@ -73,6 +74,17 @@ def read_eos_token_ids(folder: Path) -> list[int]:
         reason = "answers end at max_tokens or a stop string only"
         log.warning("%s: no eos_token_id in the vocabulary: %s", folder, reason)
     return known
+
+
+def read_chat_template(folder: Path) -> str:
+    """Return the Jinja source; empty if the checkpoint has none. Raises ModelError."""
+    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    try:
+        if file.exists():
+            return read_bytes(file).decode()
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{file} is not text in UTF-8: {error}") from error
+    return (read_json(config, TokenizerConfig).chat_template or "") if config.exists() else ""
 
 
 def _tokenizer_eos(folder: Path) -> int | None:

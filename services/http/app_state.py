@@ -6,7 +6,10 @@ import time
 from penstock.protocol.checkpoint import max_request_bytes, read_model_config
 from penstock.protocol.client.client import AsyncClient
 from penstock.protocol.config import Config
+from penstock.protocol.tokenizer_file import read_chat_template
 from penstock.services.http.errors import ApiError
+from penstock.services.http.tool_call_parser import format_of
+from penstock.services.http.tool_grammar import ToolFormat
 
 START_TIMEOUT = 5.0
 """seconds that a request waits for a pipeline that is starting"""
@@ -25,15 +28,16 @@ class AppState:
         self.max_request_bytes = max_request_bytes(config)
         self.max_answers = config.max_running + config.max_waiting_requests
         """answers to one HTTP request: the gateway would refuse more"""
-        self.tags_are_tokens = False
-        """the vocabulary has `<tool_call>`"""
+        given = config.tool_call_parser
+        name = format_of(read_chat_template(folder)) if given == "auto" else given
+        self.tool_format = ToolFormat(name)
         self._was_ready = asyncio.Event()
 
     async def start(self) -> None:
         """Wait for the pipeline, and examine its vocabulary."""
         await self.client.status(wait=True)
         tag = await self.client.tokenize("<tool_call>")
-        self.tags_are_tokens = len(tag.token_ids) == 1
+        self.tool_format = self.tool_format._replace(tags_are_tokens=len(tag.token_ids) == 1)
         self._was_ready.set()
 
     def check_name(self, model: str | None) -> None:

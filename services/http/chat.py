@@ -10,7 +10,7 @@ from penstock.protocol.messages.client import GenerateReply, TextDelta
 from penstock.services.http.app_state import AppState
 from penstock.services.http.generation import Generation
 from penstock.services.http.logprobs import chat_logprobs, prompt_logprobs
-from penstock.services.http.output_parser import Piece, ReasoningSplitter, ToolCallParser
+from penstock.services.http.reasoning_splitter import ReasoningSplitter
 from penstock.services.http.replies import (
     CalledFunction,
     CalledTool,
@@ -22,15 +22,17 @@ from penstock.services.http.replies import (
     json_response,
 )
 from penstock.services.http.schema import ChatRequest
-from penstock.services.http.to_generate_request import chat_fields, truncated
+from penstock.services.http.to_generate_request import HERMES, chat_fields, truncated
+from penstock.services.http.tool_call_parser import Piece, make_parser
 from penstock.services.http.tool_choice import is_forced
+from penstock.services.http.tool_grammar import ToolFormat
 
 
 async def chat(state: AppState, request: ChatRequest, receive: Receive) -> Response:
     """Answer a conversation. Raises ApiError, RequestError, ClientDisconnect."""
-    prompt = truncated(chat_fields(request, state.tags_are_tokens), state.max_model_len)
+    prompt = truncated(chat_fields(request, state.tool_format), state.max_model_len)
     generation = Generation(state, "chatcmpl", request, [prompt])
-    choices = [ChatChoice(index, request) for index in range(request.n)]
+    choices = [ChatChoice(index, request, state.tool_format) for index in range(request.n)]
     if request.stream:
         return generation.stream("chat.completion.chunk", choices)
     replies = await generation.replies(receive)
@@ -51,12 +53,14 @@ async def chat(state: AppState, request: ChatRequest, receive: Receive) -> Respo
 class ChatChoice:
     """One answer: reasoning, content and tool calls, parsed from its text."""
 
-    def __init__(self, index: int, request: ChatRequest) -> None:
+    def __init__(self, index: int, request: ChatRequest, form: ToolFormat = HERMES) -> None:
         self._index = index
         self._request = request
         self._splitter: ReasoningSplitter | None = None
         has_tools = bool(request.tools) and request.tool_choice != "none"
-        self._parser = ToolCallParser(is_forced(request)) if has_tools else None
+        schemas = {one.function.name: one.function.parameters or {} for one in request.tools}
+        forced = is_forced(request)
+        self._parser = make_parser(form.name, schemas, forced) if has_tools else None
         self._has_calls = False
         self.prompt_token_ids: list[int] | None = None
 

@@ -15,7 +15,9 @@ from penstock.services.http.schema import (
     Tool,
 )
 from penstock.services.http.tool_choice import forced_call, forced_tools, is_forced, offered_tools
+from penstock.services.http.tool_grammar import ToolFormat
 
+HERMES = ToolFormat()
 _KINDS = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -31,11 +33,8 @@ _OWN = ("n", "prompt", "messages", "tools", "request_id", "stream")
 _SAME = [name for name in GenerateRequest.__struct_fields__ if name not in _OWN]
 
 
-def chat_fields(request: ChatRequest, tags_are_tokens: bool = False) -> dict[str, Any]:
-    """Return the fields of a chat. tags_are_tokens: as in `forced_call`.
-
-    Raises ApiError and MessageError.
-    """
+def chat_fields(request: ChatRequest, form: ToolFormat = HERMES) -> dict[str, Any]:
+    """Return the fields of a chat; form: of calls. Raises ApiError and MessageError."""
     fields = _fields(request)
     fields["messages"] = chat_messages(request.messages)
     fields["max_tokens"] = request.max_completion_tokens or request.max_tokens
@@ -46,7 +45,7 @@ def chat_fields(request: ChatRequest, tags_are_tokens: bool = False) -> dict[str
         fields["chat_template_kwargs"] = {"enable_thinking": False, **request.chat_template_kwargs}
     if request.tool_choice != "none":
         fields["tools"] = template_tools(offered_tools(request))
-    if grammar := forced_call(request, tags_are_tokens):
+    if grammar := forced_call(request, form):
         if fields["structured_outputs"]:
             raise invalid("tool_choice", "got a forced call and a structured output; send one")
         fields["structured_outputs"] = _structured(_tools_path(request), "grammar", grammar)

@@ -1,20 +1,14 @@
 """Tool choice: the tools that a model sees, and the grammar of a call that it must make."""
 
-import msgspec
-
 from penstock.services.http.errors import invalid
-from penstock.services.http.schema import AllowedTools, ChatRequest, Function, NamedTool, Tool
-
-_SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""as Qwen3 was trained to write: with free white space, models write a lot of it"""
+from penstock.services.http.schema import AllowedTools, ChatRequest, NamedTool, Tool
+from penstock.services.http.tool_grammar import ToolFormat, call_grammar
 
 
-def forced_call(request: ChatRequest, tags_are_tokens: bool) -> str | None:
-    """Return a Lark grammar in llguidance's dialect; None if the model need not call a function.
+def forced_call(request: ChatRequest, form: ToolFormat) -> str | None:
+    """Return a grammar; None if the model need not call a function. Raises ApiError.
 
-    The grammar is Hermes's form of one call, or of several where any function may be called and
-    calls may be parallel. tags_are_tokens: the vocabulary has `<tool_call>`, which llguidance does
-    not treat as text. Raises ApiError.
+    The grammar is one call, or several where any function may be called and calls may be parallel.
     """
     choice = request.tool_choice
     if not is_forced(request):
@@ -25,17 +19,7 @@ def forced_call(request: ChatRequest, tags_are_tokens: bool) -> str | None:
     if not functions:
         raise invalid("tool_choice", f"got {choice!r} without tools; send tools, too")
     is_one = isinstance(choice, NamedTool) or not request.parallel_tool_calls
-    calls = {"x-guidance": _SPACES, "anyOf": [_call_schema(one) for one in functions]}
-    schema = msgspec.json.encode(calls).decode()
-    quote = "" if tags_are_tokens else '"'
-    opening, closing = (f"{quote}{tag}{quote}" for tag in ("<tool_call>", "</tool_call>"))
-    return "\n".join(
-        (
-            "start: tool_call" if is_one else 'start: tool_call ("\\n" tool_call)*',
-            f'tool_call: {opening} "\\n" call "\\n" {closing}',
-            f"call: %json {schema}",
-        )
-    )
+    return call_grammar(form, functions, is_one)
 
 
 def is_forced(request: ChatRequest) -> bool:
@@ -66,15 +50,3 @@ def forced_tools(request: ChatRequest) -> list[Tool]:
     if isinstance(choice, NamedTool):
         return [one for one in tools if one.function.name == choice.function.name]
     return tools
-
-
-def _call_schema(function: Function) -> dict[str, object]:
-    return {
-        "type": "object",
-        "properties": {
-            "name": {"const": function.name},
-            "arguments": function.parameters or {"type": "object"},
-        },
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }

@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.messages.client import ChatMessage, PromptFields
+from penstock.protocol.tokenizer_file import read_chat_template
 from penstock.services.tokenizer.child import end_child, start_child
 from penstock.services.tokenizer.reasoning import SWITCH
 
@@ -84,10 +85,9 @@ class ChatTemplate:
     def __init__(self, folder: Path) -> None:
         try:
             config = _tokenizer_config(folder / "tokenizer_config.json")
-            file = folder / "chat_template.jinja"
-            source = file.read_text() if file.exists() else config.get("chat_template")
+            source = read_chat_template(folder)
             self._template: Any = source and _environment().from_string(source)
-            self.opens_reasoning = SWITCH in (source or "")
+            self.opens_reasoning = SWITCH in source
             """the model itself, where the prompt leaves it to it"""
         except (OSError, msgspec.MsgspecError, TemplateError, TypeError) as error:
             raise ModelError(f"the chat template of {folder} can't be read: {error}") from error

@@ -56,6 +56,7 @@ def test_forced_tools(api: Api, choice: Any) -> None:
     deltas = [chunk.choices[0].delta for chunk in api.chat(**fields, stream=True)]
     pieces = [piece for delta in deltas for piece in delta.tool_calls or []]
     assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments
+    assert len(pieces) > 2
 
 
 def test_a_schema_that_is_refused_is_named_as_it_was_sent(api: Api) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.services.http.output_parser import ReasoningSplitter
+from penstock.services.http.reasoning_splitter import ReasoningSplitter
 
 TEXTS = st.lists(
     st.sampled_from(["<think>", "</think>", "<", "</thi", "think>", "\n", "\n\n", " ", "a", "7 é"])

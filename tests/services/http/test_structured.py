@@ -9,6 +9,7 @@ from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.http.errors import rename_field
 from penstock.services.http.to_generate_request import chat_fields, completion_fields, name_as_sent
+from penstock.services.http.tool_grammar import ToolFormat
 from tests.services.http.test_to_generate_request import chat, completion, refusal
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -83,10 +84,11 @@ def test_tools() -> None:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_forced_tools_are_a_grammar(choice: Any) -> None:
     grammar = chat_fields(chat(tools=[TOOL], tool_choice=choice))["structured_outputs"].grammar
-    assert '"name":{"const":"f"}' in grammar
+    assert r'"{\"name\": \"f\"' in grammar
     assert "*" in grammar if choice == "required" else "*" not in grammar
     assert 'tool_call: "<tool_call>" "' in grammar
-    grammar = chat_fields(chat(tools=[TOOL], tool_choice=choice), tags_are_tokens=True)
+    form = ToolFormat(tags_are_tokens=True)
+    grammar = chat_fields(chat(tools=[TOOL], tool_choice=choice), form)
     assert 'tool_call: <tool_call> "' in grammar["structured_outputs"].grammar
 
 
@@ -104,8 +106,8 @@ def test_the_model_sees_only_allowed_tools() -> None:
     assert fields["structured_outputs"] is None
     fields = chat_fields(chat(tools=[TOOL, ADD], tool_choice=allowed("required", "add")))
     assert fields["tools"] == [ADD]
-    assert '"name":{"const":"add"}' in fields["structured_outputs"].grammar
-    assert '"name":{"const":"f"}' not in fields["structured_outputs"].grammar
+    assert r"\"name\": \"add\"" in fields["structured_outputs"].grammar
+    assert r"\"name\": \"f\"" not in fields["structured_outputs"].grammar
     both = chat_fields(chat(tools=[TOOL, ADD], tool_choice=allowed("required", "add", "f")))
     assert both["tools"] == [TOOL, ADD]
 

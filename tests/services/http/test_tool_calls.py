@@ -5,16 +5,16 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.services.http.output_parser import Piece, ToolCallParser
+from penstock.services.http.tool_call_parser import Piece, ToolCallParser
 
 WEATHER = (
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": [1,  2]}}\n</tool_call>'
 )
 TIME = '<tool_call>{"arguments": {} , "name": "time"}</tool_call>'
-BROKEN = '<tool_call>\n{"name": "weather", "arguments": {"city": }}\n</tool_call>'
+BROKEN = '<tool_call>\n{"name": "weather", "arguments": ["city"]}\n</tool_call>'
 
 JSON_VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(st.characters(codec="utf-8")),
@@ -79,19 +79,50 @@ def test_parses(answer: str, text: str, names: list[str]) -> None:
     [
         "",
         "[]",
+        "text",
         '{"arguments": {}}',
         '{"name": 3, "arguments": {}}',
         '{"name": "f", "arguments": []}',
         '{"name": "f", "arguments": "{}"}',
-        '{"name": "f", "arguments": {}} {}',
-        '{"name": "f", "arguments": {"a": NaN}}',
-        '{"name": "f", "arguments": {"a": ' + "[" * 9999 + "]" * 9999 + "}}",
+        '{"name": "f", "args": {"a": 1}}',
+        '{"name": "f", "arguments" {}}',
     ],
 )
 def test_what_is_no_call_is_text(body: str) -> None:
-    parsed = parse(f"<tool_call>{body}</tool_call>")
-    assert parsed.text == f"<tool_call>{body}</tool_call>"
-    assert not parsed.calls
+    for pieces in ([f"<tool_call>{body}</tool_call>"], list(f"<tool_call>{body}</tool_call>")):
+        parsed = parse(*pieces)
+        assert parsed.text == f"<tool_call>{body}</tool_call>"
+        assert not parsed.calls
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments", "text"),
+    [
+        ('{"name": "f", "arguments": {}} {}', "{}", "} {}"),
+        ('{"name": "f", "arguments": {"a": NaN}}', '{"a": NaN}', ""),
+        ('{"name": "f", "arguments": {"a": 1}, "id": 7}', '{"a": 1}', ""),
+        ('{"name": "f", "parameters": {"a": 1}}', '{"a": 1}', ""),
+        ('{"name": "f", "arguments": {"a": [1}]}}\n', '{"a": [1}]}}', ""),
+        ('{"name": "f", "arguments": {"a": "x}}\n', '{"a": "x}}', ""),
+        ('{"name": "f", "arguments": {"a": "</tool_call>"}}', '{"a": "</tool_call>"}', ""),
+    ],
+)
+def test_a_call_that_has_begun_is_a_call(body: str, arguments: str, text: str) -> None:
+    """Its arguments are sent as they are written; what else is in the tags, is text."""
+    answer = f"<tool_call>{body}</tool_call>"
+    for pieces in ([answer], list(answer)):
+        parsed = parse(*pieces)
+        assert (parsed.calls, parsed.text) == ([("f", arguments)], text)
+
+
+def test_arguments_are_sent_as_they_come() -> None:
+    parser = ToolCallParser()
+    sent = [[p for p in parser.feed(one) if not isinstance(p, str)] for one in WEATHER]
+    begin, end = WEATHER.index("{", 20), WEATHER.rindex("}}") + 1
+    assert [bool(pieces) for pieces in sent] == [
+        begin <= number < end for number in range(len(WEATHER))
+    ]
+    assert sent[begin][0].name == "weather"
 
 
 def test_arguments_are_as_written() -> None:
@@ -126,7 +157,6 @@ def test_any_arguments_come_through(
     arguments: dict[str, Any], ascii_only: bool, cuts: set[int]
 ) -> None:
     written = json.dumps(arguments, ensure_ascii=ascii_only, indent=1)
-    assume("</tool_call>" not in written)  # Hermes's form has no way to say it
     body = f'<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>'
     assert parse(*cut(body, cuts)).calls == [("f", written)]
 
@@ -136,7 +166,7 @@ def test_any_arguments_come_through(
 def test_a_call_that_is_cut_off_is_a_call(length: int, is_forced: bool) -> None:
     """As soon as its name is there; before that it is text, or, in a forced call, nothing."""
     written = WEATHER[:length]
-    parser = ToolCallParser(is_forced)
+    parser = ToolCallParser(is_forced=is_forced)
     answer = Answer(parser.feed(written) + parser.finish(is_cut=True))
     if 'weather"' not in written:
         assert not answer.calls
@@ -155,8 +185,13 @@ def test_text_before_a_call_that_is_cut_off_stays() -> None:
     assert answer.calls[1] == ("weather", '{"city": "Köln"')
 
 
-def test_a_call_that_the_model_did_not_end_is_text() -> None:
-    assert parse(WEATHER[:-3]).text == WEATHER[:-3]
+def test_a_call_that_the_model_did_not_end() -> None:
+    """Before its arguments begin it is text; then it is a call without a tag at its end."""
+    assert parse(WEATHER[:25]).text == WEATHER[:25]
+    for end in (3, 12, 14, 15):
+        parsed = parse(WEATHER[:-end])
+        assert parsed.text == ""
+        assert parsed.calls[0][0] == "weather"
 
 
 @given(answer=st.lists(st.sampled_from(["<", "<tool", "_call", "\n", "a", " "])).map("".join))

@@ -1,0 +1,80 @@
+"""Grammars of tool calls, in llguidance's dialect of Lark: a forced call, in each format."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock.services.http.schema import Function
+from penstock.services.http.tool_call_parser import FormatName
+from penstock.services.http.xml_tool_call import permitted_types
+
+_SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""as Qwen3 was trained to write: with free white space, models write a lot of it"""
+_END_VALUE = '"\\n</parameter>\\n"'
+
+
+class ToolFormat(NamedTuple):
+    """Form in which the model writes calls."""
+
+    name: FormatName = "hermes"
+    tags_are_tokens: bool = False
+    """the vocabulary has `<tool_call>`, which llguidance does not treat as text"""
+
+
+def call_grammar(form: ToolFormat, functions: list[Function], is_one: bool) -> str:
+    """Return the grammar of one call, or of one or more, of any of the functions."""
+    is_xml = form.name == "qwen3_coder"
+    rules = [
+        r for n, one in enumerate(functions) for r in (_xml if is_xml else _json)(f"f{n}", one)
+    ]
+    call = "call: " + " | ".join(f"f{number}" for number in range(len(functions)))
+    if is_xml:
+        rules.append(f"text[suffix={_END_VALUE}]: /(?s:.*)/")
+    tagged = "tool_call: call"
+    if form.name != "json":
+        quote = "" if form.tags_are_tokens else '"'
+        opening, closing = (f"{quote}{tag}{quote}" for tag in ("<tool_call>", "</tool_call>"))
+        tagged = f'tool_call: {opening} "\\n" call "\\n" {closing}'
+    start = "start: tool_call" if is_one else 'start: tool_call ("\\n" tool_call)*'
+    return "\n".join([start, tagged, call, *rules])
+
+
+def _json(rule: str, function: Function) -> list[str]:
+    """Return the rules of one function. Its schema stays a root, to which references point."""
+    begin = _encoded(f'{{"name": {_encoded(function.name)}, "arguments": ')
+    schema = {"type": "object", **(function.parameters or {}), "x-guidance": _SPACES}
+    return [f'{rule}: {begin} {rule}_arguments "}}"', f"{rule}_arguments: %json {_encoded(schema)}"]
+
+
+def _xml(rule: str, function: Function) -> list[str]:
+    """Return the rules of one function: its parameters in the schema's order."""
+    schema = function.parameters or {}
+    properties: Mapping[str, Any] = schema.get("properties", {})
+    defs = {key: one for key, one in schema.items() if key in ("$defs", "definitions")}
+    required = schema.get("required", ())
+    parts, rules = [], []
+    for number, (key, value) in enumerate(properties.items()):
+        name = f"{rule}_p{number}"
+        rules += _xml_parameter(name, key, value, defs)
+        parts.append(name if key in required else f"{name}?")
+    if not properties:
+        parts.append('("<parameter=" /[^<>\\n]{1,64}/ ">\\n" text)*')
+    head = _encoded(f"<function={function.name}>\n")
+    return [f'{rule}: {head} {" ".join(parts)} "</function>"', *rules]
+
+
+def _xml_parameter(rule: str, key: str, schema: Any, defs: Mapping[str, Any]) -> list[str]:
+    begin = f"{rule}: {_encoded(f'<parameter={key}>' + chr(10))}"
+    if "string" not in permitted_types(schema):
+        shaped = {"x-guidance": _SPACES, **defs, "allOf": [schema]}
+        return [f"{begin} {rule}_value {_END_VALUE}", f"{rule}_value: %json {_encoded(shaped)}"]
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if not choices:
+        return [f"{begin} text"]
+    texts = " | ".join(_encoded(one if isinstance(one, str) else _encoded(one)) for one in choices)
+    return [f"{begin} ({texts}) {_END_VALUE}"]
+
+
+def _encoded(value: object) -> str:
+    return msgspec.json.encode(value).decode()
