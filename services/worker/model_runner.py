@@ -107,22 +107,27 @@ class ModelRunner:
         computed = self._graphs.replay(rows.record, rows.shape) if self._graphs else None
         if computed is None:
             computed = self._compute(to_device(rows.record, self._device), rows.shape)
-        step = self._last_step = LaunchedStep(rows.sampled, partial(self._complete, rows, computed))
-        if not self.logits_processor.handles(rows):
+        is_processed = bool(self.logits_processor.rows) and self.logits_processor.handles(rows)
+        complete = partial(self._complete, rows, computed, is_processed)
+        step = self._last_step = LaunchedStep(rows.sampled, complete)
+        if not is_processed:
             step.complete()
         return step
 
     def _complete_last(self) -> None:
         if self._last_step:
             self._last_step.complete()
-            self.logits_processor.follow(self._last_step.token_ids)
+            if self.logits_processor.rows:
+                self.logits_processor.follow(self._last_step.token_ids)
             self._last_step = None
 
     @torch.inference_mode()
-    def _complete(self, rows: Rows, computed: Computed) -> tuple[Tensor, Any, PendingOutput]:
+    def _complete(
+        self, rows: Rows, computed: Computed, is_processed: bool
+    ) -> tuple[Tensor, Any, PendingOutput]:
         """Launch the rest of a step; return what `LaunchedStep` expects."""
         pending = NOTHING
-        if self.logits_processor.handles(rows):
+        if is_processed:
             pending = self.logits_processor.run(rows, computed)
             self._sampler.share(computed.tokens, self._buffers.slots[: len(computed.tokens)])
         tokens = to_host(computed.tokens)

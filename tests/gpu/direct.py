@@ -1,8 +1,9 @@
 """The worker driven directly, scheduler and model in one process: what the pipeline adds to it.
 
-`python -m tests.gpu.direct --model FOLDER offline`, or `latency --batches 1 16 64`; other options
-are those of `launch all`. The workloads are those of `launch bench`; the prefix cache is off, or
-a second run would find the first one's prompts.
+`python -m tests.gpu.direct --model FOLDER offline`, or `latency --batches 1 16 64`, or `json`: rows
+with a JSON grammar decode in turns with plain rows. Other options are those of `launch all`. The
+workloads are those of `launch bench`; the prefix cache is off, or a second run would find the first
+one's prompts.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -20,11 +22,14 @@ from penstock.launch.pipeline.options import add_options, given_options
 from penstock.protocol.config import Config
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack
 from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.structured import StructuredOutputs
 from tests.engine import Engine
 
 PLANS = msgspec.msgpack.Decoder(BatchPlan)
 Request = tuple[list[int], int]
 """prompt, number of output tokens"""
+SCHEMA = {"type": "array", "minItems": 1000, "items": {"type": "object"}}
+"""does not end within a run; most tokens are allowed in most places"""
 
 
 def offline_requests(seed: int = 0) -> list[Request]:
@@ -39,16 +44,26 @@ def fixed_requests(batch: int, num_in: int, num_out: int) -> list[Request]:
     return [([random.randint(0, 10000) for _ in range(num_in)], num_out) for _ in range(batch)]
 
 
-def run(engine: Engine, name: str, requests: list[Request]) -> float:
-    """Output tokens a second."""
+def run(
+    engine: Engine, name: str, requests: list[Request], decodes: bool = False, **fields: Any
+) -> float:
+    """Output tokens a second; decodes: only of the steps after the first of all rows."""
     start = time.perf_counter()
     for number, (prompt, num_out) in enumerate(requests):
         sampling = SamplingParams(
-            temperature=0.6, top_k=-1, top_p=1.0, min_p=0.0, max_tokens=num_out, ignore_eos=True
+            temperature=0.6,
+            top_k=-1,
+            top_p=1.0,
+            min_p=0.0,
+            max_tokens=num_out,
+            ignore_eos=True,
+            **fields,
         )
         prompt = [token_id % engine.model.vocab_size for token_id in prompt]
         engine.add(f"{name}-{number}", prompt, sampling)
     steps = deque()  # type: ignore[var-annotated]
+    num_tokens = sum(num_out for _, num_out in requests)
+    num_left = num_tokens
     while True:
         while plan := engine.scheduler.schedule():
             decoded = PLANS.decode(msgspec.msgpack.encode(plan))
@@ -56,15 +71,31 @@ def run(engine: Engine, name: str, requests: list[Request]) -> float:
         if not steps:
             break
         number, launched = steps.popleft()
-        tokens = pack(launched.token_ids())
-        engine.scheduler.update(SampledTokens(0, number, tokens, *launched.output()))
-    seconds = time.perf_counter() - start
-    return sum(num_out for _, num_out in requests) / seconds
+        token_ids = launched.token_ids()
+        engine.scheduler.update(SampledTokens(0, number, pack(token_ids), *launched.output()))
+        num_left -= len(token_ids)
+        if decodes and len(token_ids) == len(requests):
+            decodes, num_tokens, start = False, num_left, time.perf_counter()
+    return num_tokens / (time.perf_counter() - start)
+
+
+def compare_json(engine: Engine, batch: int, num_runs: int) -> dict[str, Any]:
+    """Decode `batch` rows with and without a JSON grammar, in turns."""
+    kinds = {"plain": {}, "json": {"structured_outputs": StructuredOutputs(json=SCHEMA)}}
+    speeds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for number in range(num_runs):
+        for kind, fields in kinds.items():
+            requests = fixed_requests(batch, 64, 224)
+            name = f"{kind} {batch} {number}"
+            speeds[kind].append(run(engine, name, requests, decodes=True, **fields))
+    plain, with_json = (statistics.median(some) for some in speeds.values())
+    row = {"rows": batch, "plain": round(plain), "json": round(with_json)}
+    return row | {"share": round(with_json / plain, 3), "runs": speeds}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("workload", choices=["offline", "latency"], nargs="+")
+    parser.add_argument("workload", choices=["offline", "latency", "json"], nargs="+")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--runs", type=int, default=3)
     add_options(parser, Config)
@@ -87,6 +118,8 @@ def main() -> None:
         row |= {"runs": [round(speed) for speed in speeds], "idle_us": idle}
         row["preemptions"] = engine.scheduler.num_preemptions
         print(json.dumps(row), flush=True)
+    for batch in arguments.batches if "json" in arguments.workload else ():
+        print(json.dumps(compare_json(engine, batch, arguments.runs)), flush=True)
 
 
 if __name__ == "__main__":
