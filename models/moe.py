@@ -10,18 +10,10 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from penstock.kernels.moe.moe import norm_moe
-from penstock.kernels.quantize.types import parts
-from penstock.models.parallel import (
-    Fp8,
-    Layer,
-    RMSNorm,
-    Slice,
-    add_weight,
-    parameter,
-    scales_after_cut,
-)
+from penstock.models.parallel import Layer, RMSNorm, Slice, add_weight, parameter
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.checkpoint import ModelConfig
+from penstock.protocol.quantization import WeightFormat
 
 
 class Router(Layer):
@@ -50,7 +42,7 @@ class Experts(Layer):
         part: int,
         experts: range,
         num_experts: int,
-        fp8: Fp8,
+        weight_format: WeightFormat | None,
     ) -> None:
         """Allocate the weights.
 
@@ -64,9 +56,11 @@ class Experts(Layer):
         sizes[dim] //= num_parts
         self.size = sizes[dim]
         self.num_rows = sizes[0]
-        if num_parts > 1 or len(names) > 1:
-            fp8 = scales_after_cut(fp8, sizes[dim])
-        add_weight(self, len(experts), len(names) * sizes[0], sizes[1], fp8=fp8)
+        if weight_format and (num_parts > 1 or len(names) > 1):
+            rows, columns = ((), sizes[1]) if dim else (sizes[:1], 0)
+            weight_format = weight_format.after_cut(rows, columns)
+        all_shapes = len(experts), len(names) * sizes[0], sizes[1]
+        add_weight(self, *all_shapes, weight_format=weight_format)
 
     def slices(self, name: str) -> Iterator[Slice]:
         """Yield slices of every expert, empty for experts of other ranks."""
@@ -87,8 +81,13 @@ class Experts(Layer):
 class MoE(nn.Module):
     """A mixture of experts: a router chooses the experts of each token."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, expert_parallel: bool) -> None:
-        """Make the layers; expert_parallel: each rank has whole experts, not parts of all."""
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallel, expert_parallel: bool, name: str
+    ) -> None:
+        """Make the layers.
+
+        expert_parallel: each rank has whole experts, not parts of all. name: in the checkpoint.
+        """
         super().__init__()
         self.tp = tp
         self.top_k = config.num_experts_per_tok
@@ -98,7 +97,8 @@ class MoE(nn.Module):
         self.first = tp.rank * num_here if expert_parallel else 0
         cut = (1, 0) if expert_parallel else (tp.size, tp.rank)
         experts = range(self.first, self.first + num_here)
-        here = (*cut, experts, num_experts, config.fp8)
+        weight_format = config.format_of(f"{name}.experts.0", "gate_proj", "up_proj", "down_proj")
+        here = (*cut, experts, num_experts, weight_format)
         hidden, inner = config.hidden_size, config.moe_intermediate_size
         self.gate = Router(hidden, num_experts)
         self.gate_up_proj = Experts(("gate_proj", "up_proj"), (inner, hidden), 0, *here)
@@ -126,5 +126,5 @@ class MoE(nn.Module):
     def num_idle_weights(self) -> int:
         """Number of this rank's weights that are not multiplied with a token, on average."""
         weights = self.gate_up_proj.weight, self.down_proj.weight
-        num_weights = sum(parts(weight)[0].numel() for weight in weights)
+        num_weights = sum(weight.shape.numel() for weight in weights)
         return num_weights - num_weights * self.top_k // len(self.gate.weight)

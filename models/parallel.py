@@ -6,19 +6,19 @@ built on torch's default device, in its default dtype, for inference only.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from penstock.kernels.elementwise.elementwise import embedding
 from penstock.kernels.linear.linear import linear, linear_add, norm_linear
-from penstock.kernels.quantize.types import BLOCK, FP8, Matrix, Quantized
+from penstock.kernels.quantize.packed import BLOCK as PACKED_BLOCK
+from penstock.kernels.quantize.packed import Packed, num_groups
+from penstock.kernels.quantize.types import BLOCK, FP8, Matrix, Quantized, Rows
 from penstock.kernels.sampling.sampling import shard_size
 from penstock.models.tensor_parallel import TensorParallel
-
-Fp8 = Literal["", "rows", "blocks"]
-"""scales of a weight in 8 bits; "": not in 8 bits"""
+from penstock.protocol.quantization import FP8_ROWS, WeightFormat
 
 
 class Slice(NamedTuple):
@@ -54,7 +54,7 @@ class ColumnParallelLinear(Layer):
         in_features: int,
         outputs: dict[str, int],
         num_parts: dict[str, int] | None = None,
-        fp8: Fp8 = "",
+        weight_format: WeightFormat | None = None,
     ) -> None:
         """Allocate the weight.
 
@@ -67,7 +67,8 @@ class ColumnParallelLinear(Layer):
         self.num_parts = dict.fromkeys(outputs, tp.size) | (num_parts or {})
         self.sizes = [size // self.num_parts[layer] for layer, size in outputs.items()]
         """this rank's output features of each layer"""
-        add_weight(self, sum(self.sizes), in_features, fp8=scales_after_cut(fp8, *self.sizes))
+        after = weight_format and weight_format.after_cut(self.sizes)
+        add_weight(self, sum(self.sizes), in_features, weight_format=after)
 
     def forward(self, x: Tensor, norm: "RMSNorm") -> Tensor:
         """Return the layers of norm(x), x [num_tokens, in_features]: [num_tokens, sum(sizes)]."""
@@ -89,17 +90,21 @@ class RowParallelLinear(Layer):
     """A linear layer whose inputs are divided among the ranks; every rank has the whole output."""
 
     def __init__(
-        self, tp: TensorParallel, in_features: int, out_features: int, fp8: Fp8 = ""
+        self,
+        tp: TensorParallel,
+        in_features: int,
+        out_features: int,
+        weight_format: WeightFormat | None = None,
     ) -> None:
         super().__init__()
         self.tp = tp
         self.in_features = in_features
         size = in_features // tp.size
-        add_weight(
-            self, out_features, size, fp8=fp8 if tp.size == 1 else scales_after_cut(fp8, size)
-        )
+        if weight_format and tp.size > 1:
+            weight_format = weight_format.after_cut(columns=size)
+        add_weight(self, out_features, size, weight_format=weight_format)
 
-    def forward(self, x: Matrix, residual: Tensor) -> Tensor:
+    def forward(self, x: Rows, residual: Tensor) -> Tensor:
         """Return residual plus the layer of x [num_tokens, in_features / tp size]."""
         if self.tp.size == 1:
             return linear_add(x, self.weight, residual)
@@ -140,7 +145,8 @@ class ParallelLMHead(Layer):
             num_rows = shard_size(vocab_size, tp.size)
         self.start = min(tp.rank * num_rows, vocab_size)
         self.stop = min(self.start + num_rows, vocab_size)
-        add_weight(self, num_rows, hidden_size, fp8="rows" if is_fp8 else "")
+        weight_format = FP8_ROWS if is_fp8 else None
+        add_weight(self, num_rows, hidden_size, weight_format=weight_format)
 
     def logits(self, hidden_states: Tensor, norm: "RMSNorm", out: Tensor | None = None) -> Tensor:
         """Return this rank's logits for the norm of hidden_states [num_rows, hidden_size].
@@ -196,24 +202,45 @@ class RMSNorm(Layer):
         yield Slice(f"{name}.weight", (size,), 0, 0, size, self.weight)
 
 
-def scales_after_cut(fp8: Fp8, *sizes: int) -> Fp8:
-    """Return the kind of scales of a weight that is cut into, or joined from, these sizes.
+def add_weight(layer: Layer, *shape: int, weight_format: WeightFormat | None) -> None:
+    """Make `layer.weight`, [..., out_features, in_features], in 16 bits without a format.
 
-    Blocks keep their scales if each part has whole blocks. Otherwise rows get scales.
+    On a CPU, a weight of integers is in 16 bits.
     """
-    return "rows" if fp8 == "blocks" and any(size % BLOCK for size in sizes) else fp8
-
-
-def add_weight(layer: Layer, *shape: int, fp8: Fp8) -> None:
-    """Make `layer.weight`, [..., out_features, in_features]; fp8: kind of scales."""
-    if not fp8:
+    if weight_format is None or not (weight_format.is_fp8 or stays_packed()):
         layer.weight = parameter(*shape)
-        return
+    elif weight_format.is_fp8:
+        _add_fp8_weight(layer, *shape, in_blocks=weight_format.scales == "blocks")
+    else:
+        _add_packed_weight(layer, *shape, weight_format=weight_format)
+
+
+def stays_packed() -> bool:
+    """Return True if the products of torch's default device take packed integers."""
+    return torch.get_default_device().type != "cpu"
+
+
+def _add_fp8_weight(layer: Layer, *shape: int, in_blocks: bool) -> None:
     *others, rows, columns = shape
     blocks = -(-rows // BLOCK), -(-columns // BLOCK)
     layer.values = parameter(*shape, dtype=FP8)
-    layer.scale = parameter(*others, *((rows,) if fp8 == "rows" else blocks), dtype=torch.float32)
+    layer.scale = parameter(*others, *(blocks if in_blocks else (rows,)), dtype=torch.float32)
     layer.weight = Quantized(layer.values, layer.scale)
+
+
+def _add_packed_weight(layer: Layer, *shape: int, weight_format: WeightFormat) -> None:
+    *others, rows, columns = shape
+    group_size = weight_format.group_size or columns
+    blocks, groups = num_groups(columns, PACKED_BLOCK), num_groups(columns, group_size)
+    words = *others, blocks, rows, 4 * weight_format.bits
+    layer.words = parameter(*words, dtype=torch.int32)
+    layer.scale = parameter(*others, groups, rows, dtype=torch.float16)
+    zeros = order = None
+    if not weight_format.symmetric:
+        zeros = layer.zeros = parameter(*others, groups, rows, dtype=torch.uint8)
+    if weight_format.act_order:
+        order = layer.order = parameter(*others, columns, dtype=torch.int32)
+    layer.weight = Packed(layer.words, layer.scale, zeros, order, columns, group_size)
 
 
 def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:

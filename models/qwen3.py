@@ -31,7 +31,10 @@ from penstock.protocol.checkpoint import ModelConfig
 class Attention(nn.Module):
     """Grouped-query attention; each rank has a share of the heads."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, attend: AttentionBackend) -> None:
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallel, attend: AttentionBackend, name: str
+    ) -> None:
+        """Make the layers; name: in the checkpoint."""
         super().__init__()
         self.num_heads = config.num_attention_heads // tp.size
         num_parts = min(tp.size, config.num_key_value_heads)
@@ -41,10 +44,12 @@ class Attention(nn.Module):
         kv_size = config.num_key_value_heads * config.head_dim
         outputs = {"q_proj": size, "k_proj": kv_size, "v_proj": kv_size}
         shared = {"k_proj": num_parts, "v_proj": num_parts}
-        self.qkv_proj = ColumnParallelLinear(tp, config.hidden_size, outputs, shared, config.fp8)
+        qkv_format = config.format_of(name, *outputs)
+        self.qkv_proj = ColumnParallelLinear(tp, config.hidden_size, outputs, shared, qkv_format)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.o_proj = RowParallelLinear(tp, size, config.hidden_size, config.fp8)
+        o_format = config.format_of(name, "o_proj")
+        self.o_proj = RowParallelLinear(tp, size, config.hidden_size, o_format)
 
     def forward(
         self, residual: Tensor, norm: RMSNorm, batch: ForwardBatch, rope: Tensor, kv_cache: KVCache
@@ -69,13 +74,15 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU; each rank has a share of the intermediate features."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, name: str) -> None:
+        """Make the layers; name: in the checkpoint."""
         super().__init__()
-        outputs = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-        self.gate_up_proj = ColumnParallelLinear(tp, config.hidden_size, outputs, fp8=config.fp8)
-        self.down_proj = RowParallelLinear(
-            tp, config.intermediate_size, config.hidden_size, config.fp8
-        )
+        hidden, inner = config.hidden_size, config.intermediate_size
+        outputs = {"gate_proj": inner, "up_proj": inner}
+        gate_up_format = config.format_of(name, *outputs)
+        self.gate_up_proj = ColumnParallelLinear(tp, hidden, outputs, None, gate_up_format)
+        down_format = config.format_of(name, "down_proj")
+        self.down_proj = RowParallelLinear(tp, inner, hidden, down_format)
 
     def forward(self, residual: Tensor, norm: RMSNorm) -> Tensor:
         """Return residual [num_tokens, hidden_size] plus the MLP of its norm."""
@@ -96,10 +103,12 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, tp, attend)
+        name = f"model.layers.{index}"
+        self.self_attn = Attention(config, tp, attend, f"{name}.self_attn")
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        mlp = f"{name}.mlp"
         is_sparse = config.is_sparse(index)
-        self.mlp = MoE(config, tp, expert_parallel) if is_sparse else MLP(config, tp)
+        self.mlp = MoE(config, tp, expert_parallel, mlp) if is_sparse else MLP(config, tp, mlp)
 
     def forward(
         self, residual: Tensor, batch: ForwardBatch, rope: Tensor, kv_cache: KVCache

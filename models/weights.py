@@ -1,26 +1,27 @@
 """Loading a Hugging Face checkpoint: safetensors, in one file or sharded.
 
-Only this rank's slice of every tensor is read. A weight in 8 bits keeps the scales of its blocks of
-128 by 128 (Qwen3-*-FP8). If the rank's part does not consist of whole blocks, or for a weight of 16
-bits that is served in 8, each row of the part gets a scale.
+Only this rank's slice of every tensor is read. A weight in e4m3 keeps the scales of its rows, or of
+its blocks of 128 by 128 (Qwen3-*-FP8). If the rank's part does not consist of whole blocks, or for
+a weight of 16 bits that is served in 8, each row of the part gets a scale. Weights of integers are
+packed in one way, or where that is not possible, and on CPUs, dequantized.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from penstock.kernels.quantize.packed import Packed
 from penstock.kernels.quantize.quantize import copy_into
-from penstock.kernels.quantize.types import BLOCK, FP8, Quantized
+from penstock.kernels.quantize.types import BLOCK, FP8, Quantized, Rows
+from penstock.models.checkpoint_tensors import CheckpointTensors
+from penstock.models.packed_weights import copy_codes, read_codes
 from penstock.models.parallel import Layer, Slice
 from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.quantization import WeightFormat
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 TIED = "lm_head.weight"
 """tensor that some checkpoints have although the embedding is used"""
 COMPUTED = "rotary_emb.inv_freq"
@@ -28,31 +29,30 @@ COMPUTED = "rotary_emb.inv_freq"
 BARE = "embed_tokens.weight"
 SCORES = ("score.", "classifier.")
 SCALES = "_scale_inv"
-"""suffix of a weight's name for its blocks' scales"""
+"""suffix of a weight's name for the scales of e4m3, of its blocks"""
+OTHER_SCALES = "_scale"
+"""as compressed-tensors and modelopt call them, of blocks, of rows, or of the whole weight"""
 
 
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
-    """tensor → file name"""
-
-
-def load_weights(model: nn.Module, folder: Path, on_progress: Callable[[], None]) -> None:
+def load_weights(
+    model: nn.Module,
+    folder: Path,
+    on_progress: Callable[[], None],
+    weight_format: WeightFormat | None = None,
+) -> None:
     """Fill the weight of every `Layer` in `model`, converting to its dtype.
 
-    Calls `on_progress` after each tensor. Raises ModelError for a tensor that is missing, unknown
-    or of another shape, and for a file that can't be read.
+    Calls `on_progress` after each tensor. weight_format: of weights of integers. Raises ModelError
+    for a tensor that is missing, unknown or of another shape, and for a file that can't be read.
     """
+    tensors = CheckpointTensors(folder)
+    _set_scale_types(model, tensors)
     slices = list(_slices(model))
-    files = _tensor_files(folder)
-    scale_files = {name: files.pop(name) for name in list(files) if name.endswith(SCALES)}
-    _check_names(folder, {part.name for part in slices}, set(files))
-    scales = _read_scales(scale_files)
-    by_file = defaultdict(list)
-    for part in slices:
-        by_file[files[part.name]].append(part)
-    for path, parts in by_file.items():
-        for _ in _read(path, parts, scales):
-            on_progress()
+    _check_names(folder, {part.name for part in slices}, tensors.weights())
+    for part in sorted(slices, key=lambda part: tensors.file(tensors.matrix(part.name))):
+        if part.start < part.stop:
+            _load(tensors, part, weight_format)
+        on_progress()
 
 
 def _slices(model: nn.Module) -> Iterator[Slice]:
@@ -61,16 +61,15 @@ def _slices(model: nn.Module) -> Iterator[Slice]:
             yield from module.slices(name)
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    index, single = folder / INDEX_FILE, folder / SINGLE_FILE
-    try:
-        if index.exists():
-            weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-            return {name: folder / file for name, file in weight_map.items()}
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    except (OSError, SafetensorError, msgspec.MsgspecError) as error:
-        raise ModelError(f"{folder}: could not read the weights: {error}") from error
+def _set_scale_types(model: nn.Module, tensors: CheckpointTensors) -> None:
+    """Give the scales of packed weights the type that they have in the checkpoint."""
+    for name, module in model.named_modules():
+        if isinstance(module, Layer) and isinstance(module.weight, Packed):
+            part = next(iter(module.slices(name)))
+            module_name = part.name.removesuffix(".weight")
+            for scales in (f"{module_name}.scales", f"{module_name}.weight_scale"):
+                if scales in tensors:
+                    module.scale.data = module.weight.scale.to(tensors.dtype(scales))
 
 
 def _check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
@@ -92,57 +91,77 @@ def _check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
         raise ModelError(f"{folder} has {len(unknown)} unknown tensors, such as {min(unknown)}")
 
 
-def _read_scales(files: dict[str, Path]) -> dict[str, Tensor]:
-    """Return all scales by name: one for 16,384 numbers of a weight, in any file."""
-    scales = {}
-    try:
-        for path in set(files.values()):
-            with safe_open(path, framework="pt") as file:
-                for name in (name for name, its in files.items() if its == path):
-                    scales[name] = file.get_tensor(name).float()
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path}: could not read the file: {error}") from error
-    return scales
-
-
-def _read(path: Path, parts: list[Slice], scales: dict[str, Tensor]) -> Iterator[str]:
-    """Read slices of one file into their targets and yields the names of the tensors."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            for part in parts:
-                source = file.get_slice(part.name)
-                shape = tuple(source.get_shape())
-                if shape != part.shape:
-                    raise ModelError(
-                        f"{part.name} in {path}: got shape {list(shape)}, "
-                        f"expected {list(part.shape)} from config.json"
-                    )
-                cut = slice(part.start, part.stop)
-                tensor = source[cut] if part.dim == 0 else source[:, cut]
-                if tensor.dtype == FP8:
-                    _copy_in_blocks(tensor, part, scales, path)
-                else:
-                    copy_into(part.target, tensor)
-                yield part.name
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path}: could not read the file: {error}") from error
-
-
-def _copy_in_blocks(tensor: Tensor, part: Slice, scales: dict[str, Tensor], path: Path) -> None:
-    """Copy the slice of a weight with its scales into whole blocks, otherwise by float32."""
-    scale = scales.get(f"{part.name}{SCALES}")
-    num_blocks = [-(-size // BLOCK) for size in part.shape]
-    if scale is None or list(scale.shape) != num_blocks:
-        found = "no scales" if scale is None else f"scales of shape {list(scale.shape)}"
-        raise ModelError(f"{part.name} in {path}: got {found}, expected shape {num_blocks}")
+def _load(tensors: CheckpointTensors, part: Slice, weight_format: WeightFormat | None) -> None:
+    """Read a slice into its target."""
+    matrix = tensors.matrix(part.name)
+    cut = slice(part.start, part.stop)
+    cuts = (cut, slice(0, part.shape[-1])) if part.dim == 0 else (slice(0, part.shape[0]), cut)
+    if matrix == part.name:
+        shape = tensors.shape(matrix)
+        if shape != part.shape:
+            raise ModelError(
+                f"{part.name} in {tensors.file(matrix)}: got shape {list(shape)}, "
+                f"expected {list(part.shape)} from config.json"
+            )
+        tensor = tensors.read(matrix, *cuts[: len(shape)])
+        if tensor.dtype != torch.int8:
+            _copy(tensor, part, tensors)
+            return
+    if weight_format is None or weight_format.is_fp8:
+        raise ModelError(
+            f"{matrix}: got packed integers, expected their format in quantization_config"
+        )
     device = part.target.device
+    codes = read_codes(tensors, part.name, part.shape, cuts, weight_format, device)
+    if isinstance(part.target, Packed):
+        copy_codes(part.target, codes, part.name)
+    else:
+        copy_into(part.target, codes.dequantized())
+
+
+def _copy(tensor: Tensor, part: Slice, tensors: CheckpointTensors) -> None:
+    """Copy the slice of a weight that is not of integers."""
+    target = part.target
+    if isinstance(target, Packed) or not tensor.is_floating_point():
+        raise ModelError(
+            f"{part.name}: got {tensor.dtype}, expected packed integers, or the layer's name among "
+            "the layers that quantization_config excludes"
+        )
+    if tensor.dtype == FP8:
+        _copy_fp8(target, tensor, part, tensors)
+    else:
+        copy_into(target, tensor)
+
+
+def _copy_fp8(target: Rows, tensor: Tensor, part: Slice, tensors: CheckpointTensors) -> None:
+    """Copy the slice of a weight in e4m3 with its scales."""
+    ends = SCALES, OTHER_SCALES
+    name = next((part.name + end for end in ends if part.name + end in tensors), "")
+    scale = tensors.read(name).float() if name else None
+    num_rows, num_blocks = part.shape[0], [-(-size // BLOCK) for size in part.shape]
+    if scale is not None and list(scale.shape) == num_blocks:
+        _copy_in_blocks(target, tensor, part, scale)
+        return
+    if scale is None or name.endswith(SCALES) or scale.numel() not in (1, num_rows):
+        found = "no scales" if scale is None else f"scales of shape {list(scale.shape)}"
+        path = tensors.file(part.name)
+        raise ModelError(f"{part.name} in {path}: got {found}, expected shape {num_blocks}")
+    device = target.device
+    rows = slice(part.start, part.stop) if part.dim == 0 else slice(None)
+    of_rows = scale.reshape(-1).expand(num_rows)[rows]
+    copy_into(target, Quantized(tensor.to(device), of_rows.to(device)))
+
+
+def _copy_in_blocks(target: Rows, tensor: Tensor, part: Slice, scale: Tensor) -> None:
+    """Copy the slice into whole blocks, otherwise by float32; scale: of all blocks."""
+    device = target.device
     first, rest = part.start // BLOCK, part.start % BLOCK
     blocks = slice(first, -(-part.stop // BLOCK))
     scale = (scale[blocks] if part.dim == 0 else scale[:, blocks]).to(device)
-    if isinstance(part.target, Quantized) and part.target.in_blocks:
-        copy_into(part.target, Quantized(tensor, scale))
+    if isinstance(target, Quantized) and target.in_blocks:
+        copy_into(target, Quantized(tensor, scale))
         return
     padding = (rest, 0, 0, 0) if part.dim else (0, 0, rest, 0)
     values = functional.pad(tensor.to(device).float(), padding)  # padded to the start of a block
     wide = Quantized(values, scale).dequantized()
-    copy_into(part.target, wide[:, rest:] if part.dim else wide[rest:])
+    copy_into(target, wide[:, rest:] if part.dim else wide[rest:])

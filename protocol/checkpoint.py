@@ -8,13 +8,9 @@ from msgspec import Meta, Struct
 
 from penstock.protocol.config import Config
 from penstock.protocol.field_errors import explain
+from penstock.protocol.quantization import FIELD, WeightFormat, read_format
 from penstock.protocol.rope import Rope, read_rope
-from penstock.protocol.unserved import (
-    architecture_hint,
-    format_of,
-    served_instead,
-    without_config,
-)
+from penstock.protocol.unserved import architecture_hint, served_instead, without_config
 
 T = TypeVar("T")
 DType = Literal["auto", "bfloat16", "float16", "float32"]
@@ -23,8 +19,6 @@ REQUEST_BYTES_PER_TOKEN = 16
 """of a prompt in JSON: a token id has 8 at most, text seldom more, even where it is escaped"""
 ARCHITECTURE = "Qwen3ForCausalLM"
 MOE_ARCHITECTURE = "Qwen3MoeForCausalLM"
-FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-"""what `quantization_config` must say: a scale for each such block of a weight"""
 
 
 class ModelError(Exception):
@@ -60,7 +54,7 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
     attention_bias: bool = False
     eos_token_id: int | list[int] | None = None
     quantization_config: dict[str, Any] | None = None
-    """of weights in 8 bits"""
+    """of weights in 8 or 4 bits"""
     # of Qwen3MoeForCausalLM
     num_experts: int = 128
     num_local_experts: int | None = None
@@ -84,16 +78,24 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
         return self.expert_count > 0 and not is_dense
 
     @property
-    def is_fp8(self) -> bool:
-        """Return True if the layers' weights are served in 8 bits."""
-        return self.quantization_config is not None
+    def weight_format(self) -> WeightFormat | None:
+        """Return the format of the layers' weights; None: 16 bits. Raises ValueError."""
+        return None if self.quantization_config is None else read_format(self.quantization_config)
+
+    def format_of(self, parent: str, *layers: str) -> WeightFormat | None:
+        """Return the format of a weight joined from layers of a module; None: 16 bits."""
+        weight_format = self.weight_format
+        return weight_format and weight_format.of(f"{parent}.{layer}" for layer in layers)
 
     @property
-    def fp8(self) -> Literal["", "rows", "blocks"]:
-        """Return the unit that has a scale in weights of 8 bits: rows, or blocks."""
-        if self.quantization_config is None:
-            return ""
-        return "blocks" if self.quantization_config.get("weight_block_size") else "rows"
+    def format_name(self) -> str:
+        """Return the name of the layers' format, for people; empty: 16 bits."""
+        return self.weight_format.name if self.weight_format else ""
+
+    @property
+    def fp8(self) -> bool:
+        """Return True if the layers' weights are in e4m3."""
+        return self.weight_format is not None and self.weight_format.is_fp8
 
     @property
     def rope(self) -> Rope:
@@ -130,7 +132,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise ModelError(f"model folder {folder} does not exist")
     fields = read_json(path, dict[str, Any])
     _check_architecture(folder, fields.get("architectures"))
-    _check_format(folder, fields.get("quantization_config"))
+    _check_format(folder, fields.get(FIELD))
     config = _convert(path, fields)
     try:
         _check_fields(config)
@@ -178,15 +180,11 @@ def _check_architecture(folder: Path, architectures: object) -> None:
 
 def _check_format(folder: Path, quantization: object) -> None:
     """Refuse weights in a format that can't be read. Raises ModelError."""
-    if quantization is None or (
-        isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"
-    ):
-        return
-    found = format_of(quantization) if isinstance(quantization, dict) else str(quantization)
-    raise ModelError(
-        f"{folder / 'config.json'}: quantization_config: got {found} weights, expected 16 bits or "
-        f"fp8 in blocks of 128 by 128; {served_instead(folder)}"
-    )
+    try:
+        _ = None if quantization is None else read_format(quantization)
+    except ValueError as error:
+        instead = served_instead(folder)
+        raise ModelError(f"{folder / 'config.json'}: {error}; {instead}") from error
 
 
 def _embeds(folder: Path) -> bool:
@@ -208,10 +206,6 @@ def _check_fields(config: ModelConfig) -> None:
         if found != expected:
             shown = [msgspec.json.encode(value).decode() for value in (found, expected)]
             raise ValueError("{}: got {}, expected {}".format(field, *shown))
-    quantization = config.quantization_config or FP8_BLOCKS
-    found = {name: quantization.get(name) for name in FP8_BLOCKS}
-    if found != FP8_BLOCKS:
-        raise ValueError(f"quantization_config: got {found}, expected {FP8_BLOCKS}")
     if config.expert_count and not 1 <= config.num_experts_per_tok <= config.expert_count:
         raise ValueError(
             f"num_experts_per_tok: got {config.num_experts_per_tok}, expected 1 to "
@@ -220,9 +214,13 @@ def _check_fields(config: ModelConfig) -> None:
 
 
 def quantized(config: ModelConfig, quantization: str) -> ModelConfig:
-    """Return the model as `--quantization` requests it."""
-    if quantization == "fp8" and not config.is_fp8:
+    """Return the model as `--quantization` requests it. Raises ModelError."""
+    if quantization == "fp8" and config.quantization_config is None:
         return msgspec.structs.replace(config, quantization_config={"quant_method": "fp8"})
+    if quantization == "fp8" and not config.fp8:
+        raise ModelError(
+            f"quantization: got fp8, expected none for weights in {config.format_name}"
+        )
     return config
 
 

@@ -17,6 +17,8 @@ SINGLE_FILE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000
 """by the format of safetensors"""
 _DTYPES = ("BF16", "F16", "F32", "F64", "F8_E4M3")
+_INTEGERS = ("I8", "I32", "I64")
+"""of packed weights, their zero points, groups and shapes"""
 
 
 class _Index(Struct):
@@ -48,7 +50,8 @@ def check_tensors(folder: Path, config: ModelConfig) -> None:
 
     Tensors that are missing are reported when the weights are loaded.
     """
-    tensors = _read_tensors(folder)
+    is_packed = config.weight_format is not None and not config.fp8
+    tensors = _read_tensors(folder, _DTYPES + _INTEGERS if is_packed else _DTYPES)
     hidden, head = config.hidden_size, config.head_dim
     attention = "model.layers.0.self_attn"
     for name, shape, fields in (
@@ -72,20 +75,20 @@ def check_tensors(folder: Path, config: ModelConfig) -> None:
             )
 
 
-def _read_tensors(folder: Path) -> dict[str, _Tensor]:
-    """Return all tensors by name. Raises ModelError."""
+def _read_tensors(folder: Path, dtypes: tuple[str, ...]) -> dict[str, _Tensor]:
+    """Return all tensors by name. Raises ModelError, also for other dtypes."""
     index = folder / INDEX_FILE
     if not index.exists():
-        return _read_header(folder / SINGLE_FILE)
+        return _read_header(folder / SINGLE_FILE, dtypes)
     files = read_json(index, _Index).weight_map
-    headers = {file: _read_header(folder / file) for file in sorted(set(files.values()))}
+    headers = {file: _read_header(folder / file, dtypes) for file in sorted(set(files.values()))}
     for name, file in files.items():
         if name not in headers[file]:
             raise ModelError(f"{index}: got {name} in {file}, which has no such tensor")
     return {name: headers[file][name] for name, file in files.items()}
 
 
-def _read_header(path: Path) -> dict[str, _Tensor]:
+def _read_header(path: Path, dtypes: tuple[str, ...]) -> dict[str, _Tensor]:
     start = read_bytes(path, 64)
     size, found = int.from_bytes(start[:8], "little"), path.stat().st_size
     content = read_bytes(path, 8 + min(size, _MAX_HEADER_BYTES))[8:] if size < found else b""
@@ -100,7 +103,7 @@ def _read_header(path: Path) -> dict[str, _Tensor]:
     if found != expected:
         raise ModelError(f"{path}: got {found} bytes, expected {expected}; download it again")
     for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES:
-            expected_types = ", ".join(_DTYPES)
+        if tensor.dtype not in dtypes:
+            expected_types = ", ".join(dtypes)
             raise ModelError(f"{path}: {name}: got {tensor.dtype}, expected {expected_types}")
     return tensors

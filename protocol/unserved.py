@@ -1,11 +1,9 @@
 """Names of architectures and formats of weights that are not served, and what to use instead."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-METHODS = {"awq": "AWQ", "gptq": "GPTQ"}
 _QUANTIZED_NAME = re.compile(
     r"(Qwen3-[\w.-]*?)-(?:AWQ|GPTQ|GGUF|MLX|Int[48]|W\dA\d|[48]-?bit)", re.I
 )
@@ -26,17 +24,6 @@ def architecture_hint(architectures: Iterable[str]) -> str:
             "; a model of images or audio is not supported: give one of text, such as Qwen/Qwen3-8B"
         )
     return ""
-
-
-def format_of(quantization: Mapping[str, Any]) -> str:
-    """Return the format of weights that `quantization_config` describes: `4-bit AWQ`."""
-    method = str(quantization.get("quant_method") or "")
-    bits = f"{quantization['bits']}-bit " if "bits" in quantization else ""
-    if not method and "group_size" in quantization:
-        return f"{bits}MLX"
-    if method == "compressed-tensors":
-        return f"{method} ({quantization.get('format', 'no format')})"
-    return bits + METHODS.get(method, method or "unknown")
 
 
 def served_instead(folder: Path) -> str:

@@ -14,7 +14,7 @@ from penstock.kernels.bench.gemm_candidates import HEAD_DIM, SIZES, GemmShape, s
 from penstock.kernels.bench.timing import L2_BYTES, graph_us
 from penstock.kernels.linear import linear
 from penstock.kernels.linear.small_m_gemm import GemmConfig, Product, empty_product, launch
-from penstock.kernels.quantize.types import FP8, Matrix, Quantized, parts
+from penstock.kernels.quantize.types import FP8, Quantized, Rows, parts
 
 CONTEXT = 384
 """tokens: the middle of 256 in, 256 out"""
@@ -23,7 +23,7 @@ EPS = 1e-6
 Configs = dict[GemmShape, GemmConfig | None]
 
 
-def separately(product: Product, dtype: torch.dtype = torch.bfloat16) -> Matrix:
+def separately(product: Product, dtype: torch.dtype = torch.bfloat16) -> Rows:
     """Multiplies by cuBLAS, with separate kernels for norm, activation and sum."""
     if product.norm_weight is None:
         if product.residual is None:
@@ -34,7 +34,7 @@ def separately(product: Product, dtype: torch.dtype = torch.bfloat16) -> Matrix:
     return linear.norm_separately(product.x, product.norm_weight, EPS, product.weight, dtype)
 
 
-def cut(pool: Tensor, shape: GemmShape, begin: int = 0) -> Matrix:
+def cut(pool: Tensor, shape: GemmShape, begin: int = 0) -> Rows:
     """Return a weight of the pool's elements from `begin` on, Quantized if in 8 bits."""
     values = pool[begin : begin + shape.num_weights * shape.inner].view(-1, shape.inner)
     if pool.dtype != FP8:
@@ -89,7 +89,7 @@ class Layers:
         config: GemmConfig | None,
         kind: str,
         x: Tensor,
-        weight: Matrix,
+        weight: Rows,
         residual: Tensor | None = None,
     ) -> Tensor:
         norm_weight = self.norm_weight if residual is None else None
@@ -119,7 +119,7 @@ class Layers:
         return out.flatten(1)
 
 
-def _cut_all(pool: Tensor, wanted: list[GemmShape]) -> list[Matrix]:
+def _cut_all(pool: Tensor, wanted: list[GemmShape]) -> list[Rows]:
     """Return adjacent weights, starting over at the end of the pool."""
     begin, weights = 0, []
     for shape in wanted:

@@ -37,7 +37,7 @@ from penstock.kernels.linear.small_m_gemm import (
     tuning_tables,
     workspace,
 )
-from penstock.kernels.quantize.types import FP8, Matrix, parts
+from penstock.kernels.quantize.types import FP8, Rows, parts
 
 ROWS = (1, 16, 32, 64)
 MAX_ERROR = 1e-2
@@ -48,7 +48,7 @@ POOL = 1 << 30
 """random weights from which all shapes are cut, more than the largest needs"""
 
 
-def operands(shape: GemmShape, rows: int, weight: Matrix) -> Product:
+def operands(shape: GemmShape, rows: int, weight: Rows) -> Product:
     """Return random x, norm weight and residual for this weight."""
     x, norm_weight, residual = (
         numbers.to("cuda", torch.bfloat16)

@@ -26,7 +26,7 @@ from penstock.kernels.moe.triton_moe import (
     router_logits,
     sort_by_expert,
 )
-from penstock.kernels.quantize.types import FP8, Matrix, Quantized, parts
+from penstock.kernels.quantize.types import FP8, Quantized, Rows, parts
 
 SIZES = {"30B": (2048, 768), "235B": (4096, 1536)}
 """hidden size, size of an expert in the published Qwen3 with 128 experts"""
@@ -43,8 +43,8 @@ class MoeLayer(NamedTuple):
 
     norm_weight: Tensor
     router: Tensor
-    gate_up: Matrix
-    down: Matrix
+    gate_up: Rows
+    down: Rows
 
 
 def random_layer(hidden: int, size: int, is_fp8: bool) -> MoeLayer:
@@ -53,7 +53,7 @@ def random_layer(hidden: int, size: int, is_fp8: bool) -> MoeLayer:
     def random(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
 
-    def experts(*shape: int) -> Matrix:
+    def experts(*shape: int) -> Rows:
         numbers = random(NUM_EXPERTS, *shape)
         if not is_fp8:
             return numbers

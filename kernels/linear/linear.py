@@ -8,6 +8,9 @@ On a GPU all tensors must be contiguous. Up to 64 rows of bfloat16 are multiplie
 A weight may be `Quantized`. On a CPU, in that kernel, and on GPUs without instructions for e4m3, x
 is multiplied with the dequantized weight. For cuBLAS, x is quantized too, each row by itself, and
 tensor cores multiply 8 bits.
+
+A weight may be `Packed`, integers of 4 or 8 bits. It is dequantized: in a kernel of
+`penstock.kernels.linear.packed_gemm` for few rows, otherwise before the product.
 """
 
 import torch
@@ -17,14 +20,15 @@ from penstock.kernels.argument_checks import check_contiguous, check_tensor
 from penstock.kernels.device import this_device
 from penstock.kernels.elementwise.elementwise import rms_norm, silu_and_mul
 from penstock.kernels.linear.batch_invariant import product
+from penstock.kernels.quantize.packed import Packed, check_packed
 from penstock.kernels.quantize.quantize import quantize
-from penstock.kernels.quantize.types import FP8, Matrix, Quantized, parts, scale_shape
+from penstock.kernels.quantize.types import FP8, Matrix, Quantized, Rows, parts, scale_shape
 
 MAX_FUSED_ROWS = 64
 """rows of a product by one kernel"""
 
 
-def linear(x: Matrix, weight: Matrix, out: Tensor | None = None) -> Tensor:
+def linear(x: Rows, weight: Matrix, out: Tensor | None = None) -> Tensor:
     """Compute `x @ weight.T`; x [num_rows, in_features], weight [out_features, in_features].
 
     out: contiguous memory of the result.
@@ -35,7 +39,7 @@ def linear(x: Matrix, weight: Matrix, out: Tensor | None = None) -> Tensor:
     return _product(x, weight, out) if fused is None else fused
 
 
-def linear_add(x: Matrix, weight: Matrix, residual: Tensor, out: Tensor | None = None) -> Tensor:
+def linear_add(x: Rows, weight: Matrix, residual: Tensor, out: Tensor | None = None) -> Tensor:
     """Compute `residual + x @ weight.T`; residual [num_rows, out_features].
 
     out: contiguous memory of the result; without it, `residual` may be overwritten.
@@ -71,7 +75,7 @@ def norm_linear(
     return norm_separately(x, norm_weight, eps, weight, out_dtype, out) if fused is None else fused
 
 
-def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix) -> Matrix:
+def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix) -> Rows:
     """Compute `silu_and_mul(rms_norm(x) @ weight.T)`, [num_rows, intermediate_size].
 
     weight: [2 * intermediate_size, in_features], the gate's rows, then up's. The result is
@@ -85,9 +89,7 @@ def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix) -> M
     return swiglu_separately(x, norm_weight, eps, weight) if fused is None else fused
 
 
-def add_separately(
-    x: Matrix, weight: Matrix, residual: Tensor, out: Tensor | None = None
-) -> Tensor:
+def add_separately(x: Rows, weight: Matrix, residual: Tensor, out: Tensor | None = None) -> Tensor:
     """Compute `linear_add` in separate kernels; on a GPU in place, to save a copy."""
     if x.is_cuda and out is None:
         out = residual
@@ -108,6 +110,8 @@ def norm_separately(
     if x.is_cuda and out_dtype != x.dtype:
         if isinstance(weight, Quantized) and _takes_8_bits(weight):
             return _scaled_logits(x, norm_weight, eps, weight, out)
+        if isinstance(weight, Packed):
+            weight = weight.dequantized().to(x.dtype)
         normed = rms_norm(x, norm_weight, eps)
         if isinstance(weight, Quantized):
             return _weight_only_product(normed, weight, out, out_dtype)
@@ -115,7 +119,7 @@ def norm_separately(
     return _norm_product(x, norm_weight, eps, weight, out).to(out_dtype)
 
 
-def swiglu_separately(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix) -> Matrix:
+def swiglu_separately(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix) -> Rows:
     """Compute `norm_swiglu` in separate kernels."""
     gate_up = _norm_product(x, norm_weight, eps, weight)
     if _takes_8_bits(weight) and len(x) > MAX_FUSED_ROWS:
@@ -136,30 +140,33 @@ def _takes_8_bits(weight: Matrix) -> bool:
     return isinstance(weight, Quantized) and weight.is_cuda and this_device().has_fp8
 
 
-def _check(x: Matrix, weight: Matrix) -> None:
-    values, scale = parts(weight)
+def _check(x: Rows, weight: Matrix) -> None:
     check_tensor("x", parts(x)[0], (-1, -1))
+    if isinstance(weight, Packed):
+        check_packed("weight", weight, (-1, x.shape[1]))
+        return
+    values, scale = parts(weight)
     check_tensor("weight", values, (-1, x.shape[1]), FP8 if scale is not None else _dtype(x))
     if isinstance(weight, Quantized):
         check_tensor("weight's scale", weight.scale, scale_shape(weight), torch.float32)
 
 
 def _check_out(
-    x: Matrix, weight: Matrix, out: Tensor | None, dtype: torch.dtype | None = None
+    x: Rows, weight: Matrix, out: Tensor | None, dtype: torch.dtype | None = None
 ) -> None:
     if out is not None:
         check_tensor("out", out, (x.shape[0], weight.shape[0]), dtype or _dtype(x))
         check_contiguous("out", out)
 
 
-def _dtype(x: Matrix) -> torch.dtype:
+def _dtype(x: Rows) -> torch.dtype:
     """Return the dtype of a product with x."""
     return torch.bfloat16 if isinstance(x, Quantized) else x.dtype
 
 
 def _fused(
     kind: str,
-    x: Matrix,
+    x: Rows,
     weight: Matrix,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
@@ -167,7 +174,7 @@ def _fused(
     out: Tensor | None = None,
 ) -> Tensor | None:
     """Compute a product in one kernel if that is faster, otherwise returns None."""
-    if isinstance(x, Quantized) or not x.is_cuda:
+    if isinstance(x, Quantized) or isinstance(weight, Packed) or not x.is_cuda:
         return None
     from penstock.kernels.linear.small_m_gemm import multiply
 
@@ -180,7 +187,9 @@ def _fused(
     return multiply(kind, x, weight, norm_weight, eps, residual, out)
 
 
-def _product(x: Matrix, weight: Matrix, out: Tensor | None = None) -> Tensor:
+def _product(x: Rows, weight: Matrix, out: Tensor | None = None) -> Tensor:
+    if isinstance(weight, Packed):
+        weight = weight.dequantized().to(_dtype(x))
     if isinstance(weight, Quantized) and x.is_cuda:
         if isinstance(x, Tensor) and not _takes_8_bits(weight):
             return _weight_only_product(x, weight, out)
@@ -245,7 +254,7 @@ def _scaled_logits(
     return product.mul_(quantized.scale[:, None]).mul_(weight.scale)
 
 
-def _linear_reference(x: Tensor, weight: Matrix) -> Tensor:
+def _linear_reference(x: Tensor, weight: Rows) -> Tensor:
     if isinstance(weight, Quantized) and weight.in_blocks:
         return product(x, weight.dequantized().to(x.dtype))
     values, scale = parts(weight)

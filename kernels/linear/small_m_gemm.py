@@ -1,4 +1,4 @@
-"""Matrix products of up to 64 rows, fused with the norm, activation or sum around them.
+"""Rows products of up to 64 rows, fused with the norm, activation or sum around them.
 
 Reading the weights, once, takes nearly all of the time. `tuning.json` has the tile sizes, which
 `penstock.kernels.bench.linear` measures and writes.
@@ -18,7 +18,7 @@ from penstock.kernels.elementwise.triton_elementwise import rms_norm
 from penstock.kernels.linear.triton_gemv import gemv_kernel
 from penstock.kernels.linear.triton_small_m_gemm import MAX_SPLIT_K, small_m_gemm_kernel
 from penstock.kernels.quantize.triton_e4m3 import as_operand
-from penstock.kernels.quantize.types import Matrix, Quantized, parts
+from penstock.kernels.quantize.types import Quantized, Rows, parts
 from penstock.kernels.triton_pdl import LAUNCH
 
 MAX_ROWS = 64
@@ -56,7 +56,7 @@ class Product(NamedTuple):
 
     x: Tensor
     """[num_rows, K], num_rows <= MAX_ROWS"""
-    weight: Matrix
+    weight: Rows
     """[N, K], with swiglu [2 * N, K]: gate, then up"""
     out: Tensor
     """[num_rows, N]"""
@@ -165,7 +165,7 @@ def _floor_power(number: int) -> int:
 def multiply(
     kind: str,
     x: Tensor,
-    weight: Matrix,
+    weight: Rows,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
@@ -189,7 +189,7 @@ def multiply(
 def empty_product(
     kind: str,
     x: Tensor,
-    weight: Matrix,
+    weight: Rows,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,

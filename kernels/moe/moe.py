@@ -10,6 +10,7 @@ from penstock.kernels.argument_checks import check_contiguous, check_tensor
 from penstock.kernels.elementwise.elementwise import rms_norm
 from penstock.kernels.linear.linear import linear
 from penstock.kernels.moe.reference import experts_outputs, route
+from penstock.kernels.quantize.packed import Packed, check_packed
 from penstock.kernels.quantize.types import FP8, Matrix, Quantized, parts, scale_shape
 
 
@@ -79,6 +80,9 @@ def _check(
 
 
 def _check_experts(name: str, weight: Matrix, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if isinstance(weight, Packed):
+        check_packed(name, weight, shape)
+        return
     values, scale = parts(weight)
     check_tensor(name, values, shape, dtype if scale is None else FP8)
     check_contiguous(name, values)

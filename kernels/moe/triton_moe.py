@@ -22,6 +22,7 @@ from penstock.kernels.linear.small_m_gemm import (
     launch,
 )
 from penstock.kernels.moe.triton_moe_kernels import TILE, combine, multiply, route, sort
+from penstock.kernels.quantize.packed import Packed
 from penstock.kernels.quantize.triton_e4m3 import as_operand
 from penstock.kernels.quantize.types import Matrix, Quantized, parts
 from penstock.kernels.triton_pdl import LAUNCH
@@ -173,6 +174,8 @@ def grouped(
     swiglu: x has a row for each token, weight has the gate's rows and up's; otherwise x has a row
     for each pair.
     """
+    if isinstance(weight, Packed):
+        weight = weight.dequantized().to(x.dtype)
     inner = x.shape[1]
     columns = weight.shape[1] // (2 if swiglu else 1)
     out = x.new_empty(len(routing.sources), columns)

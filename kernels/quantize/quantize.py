@@ -5,7 +5,7 @@ from torch.nn import functional
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
 from penstock.kernels.elementwise.elementwise import rms_norm, silu_and_mul
-from penstock.kernels.quantize.types import BLOCK, FP8, LARGEST, SMALLEST, Matrix, Quantized
+from penstock.kernels.quantize.types import BLOCK, FP8, LARGEST, SMALLEST, Quantized, Rows
 
 
 def quantize(
@@ -41,7 +41,7 @@ def quantize_blocks(x: Tensor) -> Quantized:
     return Quantized((x / unit).to(FP8), scale)
 
 
-def copy_into(target: Matrix, source: Matrix) -> None:
+def copy_into(target: Rows, source: Rows) -> None:
     """Copy `source` into `target`, quantizing a tensor if `target` is a `Quantized`."""
     if isinstance(target, Tensor):
         target.copy_(source if isinstance(source, Tensor) else source.dequantized())

@@ -11,6 +11,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from penstock.kernels.quantize.packed import Packed
+
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 """448"""
@@ -68,10 +70,12 @@ class Quantized:
         return [self[begin:end] for begin, end in pairwise([0, *accumulate(sizes)])]
 
 
-Matrix = Tensor | Quantized
+Rows = Tensor | Quantized
+"""activations, or a weight that is not packed"""
+Matrix = Rows | Packed
 
 
-def parts(matrix: Matrix) -> tuple[Tensor, Tensor | None]:
+def parts(matrix: Rows) -> tuple[Tensor, Tensor | None]:
     """Return the values, and the scales of a `Quantized`."""
     return (matrix.values, matrix.scale) if isinstance(matrix, Quantized) else (matrix, None)
 

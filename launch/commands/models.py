@@ -115,7 +115,7 @@ def describe(name: str, folder: Path, config: Config, machine: Machine) -> Liste
         listed = _filled(listed, need, tp, memory)
         if listed.fits:
             break
-    weights = "fp8" if model.is_fp8 else ("bfloat16" if machine.gpus else "float32")
+    weights = model.format_name or ("bfloat16" if machine.gpus else "float32")
     return msgspec.structs.replace(listed, dtype=weights)
 
 

@@ -6,10 +6,10 @@ Weights and KV cache are exact; what a step takes in addition is an estimate fro
 from typing import NamedTuple
 
 from penstock.protocol.checkpoint import ModelConfig
+from penstock.protocol.quantization import BLOCK, LINEAR, WeightFormat
 
 RUN = 4096
 """token ids between which the vocabulary is cut on GPUs"""
-FP8_BLOCK = 128
 SCALE_BYTES = 4
 GPU_CONTEXT_BYTES = 700 << 20
 """of the driver, and of compiled kernels, in each worker"""
@@ -74,9 +74,11 @@ def weight_bytes(model: ModelConfig, layout: Layout) -> int:
         total += vocabulary + _vocabulary(model, layout) * SCALE_BYTES
     elif not model.tie_word_embeddings:
         total += vocabulary * size
-    dense = _attention(model, layout) + (2 * hidden + 2 * model.head_dim) * size
+    norms = (2 * hidden + 2 * model.head_dim) * size
     for layer in range(model.num_hidden_layers):
-        total += dense + (_experts if model.is_sparse(layer) else _mlp)(model, layout)
+        name = f"model.layers.{layer}"
+        mlp = (_experts if model.is_sparse(layer) else _mlp)(model, layout, f"{name}.mlp")
+        total += norms + _attention(model, layout, f"{name}.self_attn") + mlp
     return total
 
 
@@ -85,41 +87,60 @@ def _vocabulary(model: ModelConfig, layout: Layout) -> int:
     return -(-model.vocab_size // (run * layout.tp)) * run
 
 
-def _attention(model: ModelConfig, layout: Layout) -> int:
+def _attention(model: ModelConfig, layout: Layout, name: str) -> int:
     heads = model.num_attention_heads // layout.tp * model.head_dim
     kv = max(1, model.num_key_value_heads // layout.tp) * model.head_dim
-    qkv = _matrix(model, layout, [heads, kv, kv], model.hidden_size, cut=[heads, kv])
-    cut = [heads] if layout.tp > 1 else []
-    return qkv + _matrix(model, layout, [model.hidden_size], heads, cut)
+    hidden = model.hidden_size
+    qkv = model.format_of(name, *LINEAR[:3])
+    bytes_of_qkv = _joined(qkv, layout, [heads, kv, kv], hidden)
+    return bytes_of_qkv + _cut(model.format_of(name, LINEAR[3]), layout, hidden, heads, layout.tp)
 
 
-def _mlp(model: ModelConfig, layout: Layout) -> int:
-    inner = model.intermediate_size // layout.tp
-    gate_up = _matrix(model, layout, [inner, inner], model.hidden_size, cut=[inner])
-    cut = [inner] if layout.tp > 1 else []
-    return gate_up + _matrix(model, layout, [model.hidden_size], inner, cut)
+def _mlp(model: ModelConfig, layout: Layout, name: str) -> int:
+    inner, hidden = model.intermediate_size // layout.tp, model.hidden_size
+    gate_up = _joined(model.format_of(name, *LINEAR[4:6]), layout, [inner, inner], hidden)
+    return gate_up + _cut(model.format_of(name, LINEAR[6]), layout, hidden, inner, layout.tp)
 
 
-def _experts(model: ModelConfig, layout: Layout) -> int:
+def _experts(model: ModelConfig, layout: Layout, name: str) -> int:
     cut_by = 1 if layout.expert_parallel else layout.tp
     inner, hidden = model.moe_intermediate_size // cut_by, model.hidden_size
     number = model.expert_count // (layout.tp // cut_by)
-    gate_up = _matrix(model, layout, [inner, inner], hidden, cut=[inner])
-    down = _matrix(model, layout, [hidden], inner, cut=[inner] if cut_by > 1 else [])
+    weight_format = model.format_of(f"{name}.experts.0", *LINEAR[4:])
+    gate_up = _joined(weight_format, layout, [inner, inner], hidden)
+    down = _cut(weight_format, layout, hidden, inner, cut_by)
     return number * (gate_up + down) + model.expert_count * hidden * layout.element_bytes
 
 
-def _matrix(
-    model: ModelConfig, layout: Layout, rows: list[int], columns: int, cut: list[int]
+def _joined(
+    weight_format: WeightFormat | None, layout: Layout, rows: list[int], columns: int
 ) -> int:
-    """Return the bytes of adjacent weights; cut: sizes that must be whole blocks to keep scales."""
-    num_rows = sum(rows)
-    if not model.fp8:
-        return num_rows * columns * layout.element_bytes
-    if model.fp8 == "rows" or any(size % FP8_BLOCK for size in cut):
-        return num_rows * columns + num_rows * SCALE_BYTES
-    blocks = -(-num_rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
-    return num_rows * columns + blocks * SCALE_BYTES
+    """Return the bytes of adjacent weights."""
+    after = weight_format and weight_format.after_cut(rows)
+    return _matrix(after, layout, sum(rows), columns)
+
+
+def _cut(
+    weight_format: WeightFormat | None, layout: Layout, rows: int, columns: int, num_parts: int
+) -> int:
+    """Return the bytes of a weight with this rank's columns."""
+    if weight_format and num_parts > 1:
+        weight_format = weight_format.after_cut(columns=columns)
+    return _matrix(weight_format, layout, rows, columns)
+
+
+def _matrix(weight_format: WeightFormat | None, layout: Layout, rows: int, columns: int) -> int:
+    if weight_format is None or not (weight_format.is_fp8 or layout.on_gpus):
+        return rows * columns * layout.element_bytes
+    if weight_format.scales == "rows":
+        return rows * (columns + SCALE_BYTES)
+    blocks = -(-columns // BLOCK)
+    if weight_format.scales == "blocks":
+        return rows * columns + -(-rows // BLOCK) * blocks * SCALE_BYTES
+    groups = -(-columns // (weight_format.group_size or columns))
+    of_group = 2 if weight_format.symmetric else 3
+    order = 4 * columns if weight_format.act_order else 0
+    return rows * (blocks * BLOCK * weight_format.bits // 8 + groups * of_group) + order
 
 
 def _step_bytes(model: ModelConfig, layout: Layout, num_rows: int, num_tokens: int) -> int:

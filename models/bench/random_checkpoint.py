@@ -19,17 +19,18 @@ from torch import Tensor
 
 from penstock.kernels.attention.reference import AttentionBackend
 from penstock.kernels.quantize.quantize import quantize_blocks
+from penstock.models.checkpoint_tensors import INDEX_FILE
 from penstock.models.parallel import Layer
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
-from penstock.models.weights import INDEX_FILE, SCALES
+from penstock.models.weights import SCALES
 from penstock.protocol.checkpoint import (
     ARCHITECTURE,
-    FP8_BLOCKS,
     MOE_ARCHITECTURE,
     ModelConfig,
     read_model_config,
 )
+from penstock.protocol.quantization import FP8_BLOCKS
 
 DEMO_TOKENIZER = Path(__file__).parents[1] / "demo" / "checkpoint" / "tokenizer_config.json"
 """configuration whose chat template is copied"""

@@ -86,7 +86,7 @@ def load(
         num_positions = max_blocks * attention.block_size
         choices = config.enable_expert_parallel, config.quantize_lm_head
         model = Qwen3(model_config, tp, attention, num_positions, *choices)
-    load_weights(model, config.model_folder, on_progress)
+    load_weights(model, config.model_folder, on_progress, model_config.weight_format)
     times.end("weights")
     if device.type == "cpu":
         _compile(config, model_config, model)

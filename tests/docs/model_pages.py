@@ -36,7 +36,7 @@ def config_of(name: str) -> ModelConfig:
 def models() -> str:
     """Return the page of published checkpoints."""
     served = [
-        f"[{name}](https://huggingface.co/Qwen/{name}) | {_format(one.config)} | {one.note}"
+        f"{_link(name)} | {config_of(name).format_name or 'bfloat16'} | {one.note}"
         for name, one in PUBLISHED.items()
         if not one.refusal
     ]
@@ -45,8 +45,8 @@ def models() -> str:
         "Models",
         "Published checkpoints of the Qwen3 family. A test writes each of them with its published "
         "`config.json`, shrunken sizes and random weights. What is served gives the greedy tokens "
-        "of `transformers` on a CPU, and its logits within 1e-4 (fp8: 1e-3, against dequantized "
-        "weights). What is not served is refused at the start, before its weights are downloaded.",
+        "of `transformers` on a CPU, and its logits within 1e-4 (fp8: 1e-3), against dequantized "
+        "weights. What is not served is refused at the start, before its weights are downloaded.",
         "## Served",
         table("checkpoint | weights | note", served),
         "## Refused",
@@ -103,13 +103,13 @@ def _options(model: ModelConfig, mebibytes: int) -> str:
     return "no"
 
 
-def _format(config: dict[str, object]) -> str:
-    return "fp8" if config.get("quantization_config") else "bfloat16"
+def _link(name: str) -> str:
+    return name if name.startswith("(") else f"[{name}](https://huggingface.co/Qwen/{name})"
 
 
 def _why(refusal: str) -> str:
     """Return the reason in words, from the pattern of the sentence."""
-    for word in ("AWQ", "GPTQ", "MLX", "GGUF", "compressed-tensors"):
+    for word in ("MLX", "GGUF"):
         if word in refusal:
             return f"weights in {word}: use the FP8 checkpoint of the same model"
     for word, reason in (

@@ -45,11 +45,11 @@ GPTQ = {
     "sym": True,
 }
 COMPRESSED = {
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}},
-    "format": "pack-quantized",
-    "ignore": ["lm_head"],
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
+    # format and activations → weights
+    "pack-quantized W4A16": {"num_bits": 4, "strategy": "group", "group_size": 128},
+    "pack-quantized W8A16": {"num_bits": 8, "strategy": "channel"},
+    "int-quantized W8A8": {"num_bits": 8, "strategy": "channel"},
+    "float-quantized W8A8": {"num_bits": 8, "type": "float", "strategy": "channel"},
 }
 POOLING = {"modules.json": '[{"type": "sentence_transformers.models.Pooling"}]'}
 NEXT = {
@@ -153,13 +153,9 @@ def _dense_models() -> dict[str, Published]:
         base = {"eos_token_id": 151_643, "max_position_embeddings": 32_768}
         models[f"Qwen3-{size}-Base"] = Published(dense(size, **base))
     for size in ("4B", "8B", "14B", "32B"):
-        models[f"Qwen3-{size}-AWQ"] = Published(
-            quantized(dense(size), AWQ), refusal=f"4-bit AWQ.*Qwen3-{size}-FP8"
-        )
+        models[f"Qwen3-{size}-AWQ"] = Published(quantized(dense(size), AWQ))
     for size in ("0.6B", "1.7B"):
-        models[f"Qwen3-{size}-GPTQ-Int8"] = Published(
-            quantized(dense(size), GPTQ | {"bits": 8}), refusal="8-bit GPTQ"
-        )
+        models[f"Qwen3-{size}-GPTQ-Int8"] = Published(quantized(dense(size), GPTQ | {"bits": 8}))
     for kind in ("Instruct", "Thinking"):
         models[f"Qwen3-4B-{kind}-2507"] = Published(dense("4B", **LONG))
         models[f"Qwen3-4B-{kind}-2507-FP8"] = Published(quantized(dense("4B", **LONG), FP8))
@@ -171,9 +167,7 @@ def _sparse_models() -> dict[str, Published]:
     for size, long in (("30B-A3B", LONG_SPARSE), ("235B-A22B", LONG)):
         models[f"Qwen3-{size}"] = Published(sparse(size))
         models[f"Qwen3-{size}-FP8"] = Published(quantized(sparse(size), FP8))
-        models[f"Qwen3-{size}-GPTQ-Int4"] = Published(
-            quantized(sparse(size), GPTQ), refusal=f"4-bit GPTQ.*Qwen3-{size}-FP8"
-        )
+        models[f"Qwen3-{size}-GPTQ-Int4"] = Published(quantized(sparse(size), GPTQ))
         for kind in ("Instruct", "Thinking"):
             models[f"Qwen3-{size}-{kind}-2507"] = Published(sparse(size, **long))
             fp8 = quantized(sparse(size, **long), FP8)
@@ -226,9 +220,16 @@ def _others() -> dict[str, Published]:
         quantized(dense("8B"), {"bits": 4, "group_size": 128}), refusal="4-bit MLX"
     )
     models["Qwen3-8B-GGUF"] = Published({}, {"Qwen3-8B-Q4_K_M.gguf": "GGUF"}, "GGUF.*Qwen3-8B-FP8")
-    models["(compressed-tensors)"] = Published(
-        quantized(dense("8B"), COMPRESSED), refusal="compressed-tensors .pack-quantized"
-    )
+    for name, weights in COMPRESSED.items():
+        config = {
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+            "format": name.partition(" ")[0],
+            "ignore": ["lm_head"],
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+        }
+        served = Published(quantized(dense("8B"), config), note="as llm-compressor writes it")
+        models[f"(compressed-tensors, {name})"] = served
     return models
 
 

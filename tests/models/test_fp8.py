@@ -10,12 +10,14 @@ from torch import Tensor
 
 from penstock.kernels.quantize.quantize import quantize, quantize_blocks
 from penstock.kernels.quantize.types import BLOCK, FP8, Quantized
+from penstock.models.checkpoint_tensors import INDEX_FILE, SINGLE_FILE
 from penstock.models.parallel import Layer
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
-from penstock.models.weights import INDEX_FILE, SCALES, SINGLE_FILE
-from penstock.protocol.checkpoint import FP8_BLOCKS, ModelError
+from penstock.models.weights import SCALES
+from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
+from penstock.protocol.quantization import FP8_BLOCKS
 from tests.gpu.accuracy import measure, num_right, tasks
 from tests.models.checkpoints import EXPERTS, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts

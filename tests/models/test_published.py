@@ -10,12 +10,14 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from penstock.kernels.quantize.quantize import quantize_blocks
-from penstock.models.weights import SCALES, SINGLE_FILE
+from penstock.models.checkpoint_tensors import SINGLE_FILE
+from penstock.models.weights import SCALES
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.checkpoint_files import check_tensors
 from tests.models.checkpoints import save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
 from tests.models.published import PUBLISHED, Published
+from tests.models.stored_formats import quantize_checkpoint
 
 KEPT = (
     "rope_theta",
@@ -55,23 +57,33 @@ def write(folder: Path, model: Published) -> PreTrainedModel:
     kept = {name: model.config[name] for name in KEPT if name in model.config}
     reference = save_checkpoint(folder, **kept, head_dim=model.config["head_dim"], **sizes)
     if "quantization_config" in model.config:
-        _quantize(folder, reference)
+        _quantize(folder, reference, model.config["quantization_config"])
     (folder / "config.json").write_text(json.dumps(model.config | sizes))
     return reference
 
 
-def _quantize(folder: Path, reference: PreTrainedModel) -> None:
-    """Write products of the layers in fp8 blocks, and set `reference` to what they stand for."""
-    tensors = load_file(folder / SINGLE_FILE)
+def _quantize(folder: Path, reference: PreTrainedModel, quantization: dict[str, Any]) -> None:
+    """Write products of the layers in a format, and set `reference` to what they stand for."""
+    if quantization["quant_method"] == "fp8":
+        dense = _write_blocks(folder)
+    else:
+        dense = quantize_checkpoint(folder, quantization)
+    for name, numbers in dense.items():
+        module, _, _ = name.rpartition(".")
+        if ".experts." in module:
+            _set_expert(reference, module, numbers)
+        else:
+            reference.get_submodule(module).weight.data.copy_(numbers)
+
+
+def _write_blocks(folder: Path) -> dict[str, torch.Tensor]:
+    tensors, dense = load_file(folder / SINGLE_FILE), {}
     for name in [name for name in tensors if "_proj.weight" in name]:
         blocks = quantize_blocks(tensors[name])
         tensors[name], tensors[name + SCALES] = blocks.values, blocks.scale
-        module, _, _ = name.rpartition(".")
-        if ".experts." in module:
-            _set_expert(reference, module, blocks.dequantized())
-        else:
-            reference.get_submodule(module).weight.data.copy_(blocks.dequantized())
+        dense[name] = blocks.dequantized()
     save_file(tensors, folder / SINGLE_FILE)
+    return dense
 
 
 def _set_expert(reference: PreTrainedModel, name: str, weight: torch.Tensor) -> None:
@@ -90,7 +102,7 @@ def _set_expert(reference: PreTrainedModel, name: str, weight: torch.Tensor) -> 
 @pytest.mark.parametrize("name", [name for name, one in PUBLISHED.items() if not one.refusal])
 @torch.inference_mode()
 def test_served_and_equal_to_transformers(tmp_path: Path, name: str) -> None:
-    """Logits within 1e-4 (fp8: 1e-3) of every token of a greedy continuation, and its tokens."""
+    """Logits within 1e-4 (e4m3: 1e-3) of every token of a greedy continuation, and its tokens."""
     reference = write(tmp_path, PUBLISHED[name])
     check_tensors(tmp_path, read_model_config(tmp_path))
     model = load_model(tmp_path)
@@ -101,7 +113,7 @@ def test_served_and_equal_to_transformers(tmp_path: Path, name: str) -> None:
     expected = reference(torch.tensor([tokens])).logits[0]
     found = prefill_logits(model, [tokens])
     assert found is not None
-    is_fp8 = "quantization_config" in PUBLISHED[name].config
+    is_fp8 = read_model_config(tmp_path).fp8
     torch.testing.assert_close(found, expected, atol=1e-3 if is_fp8 else 1e-4, rtol=0.0)
     assert found[len(prompt) - 1 : -1].argmax(1).tolist() == tokens[len(prompt) :]
 

@@ -103,7 +103,7 @@ def test_fp8_has_a_scale_for_each_block(checkpoint: Path, tmp_path: Path) -> Non
     assert narrow[name].dtype == torch.float8_e4m3fn
     assert narrow[f"{name}_scale_inv"].shape == (2, 3)
     assert narrow["model.embed_tokens.weight"].dtype == torch.float32
-    assert read_model_config(tmp_path).is_fp8
+    assert read_model_config(tmp_path).fp8
     logits = prefill_logits(load_model(tmp_path), [PROMPT])
     expected = prefill_logits(load_model(checkpoint), [PROMPT])
     assert logits is not None

@@ -1,7 +1,5 @@
 """Checkpoints of every form are loaded, wrong ones refused by name, and no rank reads too much."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from penstock.models import weights
+from penstock.models import checkpoint_tensors, weights
+from penstock.models.checkpoint_tensors import INDEX_FILE, SINGLE_FILE
 from penstock.models.tensor_parallel import TensorParallel
-from penstock.models.weights import INDEX_FILE, SINGLE_FILE
 from penstock.protocol.checkpoint import ModelError
 from tests.models.checkpoints import save_checkpoint
 from tests.models.forward import load_model
@@ -134,12 +132,10 @@ def test_a_rank_reads_its_part_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             self.keys = file.keys
             self.get_slice = lambda name: CountingSlice(file.get_slice(name), counts)
 
-    @contextmanager
-    def counting_open(path: Path, framework: str) -> Iterator[CountingFile]:
-        with safe_open(path, framework) as file:
-            yield CountingFile(file)
+    def counting_open(path: Path, framework: str) -> CountingFile:
+        return CountingFile(safe_open(path, framework))
 
-    monkeypatch.setattr(weights, "safe_open", counting_open)
+    monkeypatch.setattr(checkpoint_tensors, "safe_open", counting_open)
     model: nn.Module = load_model(tmp_path, TensorParallel(1, 4))
     assert sum(counts) == sum(parameter.numel() for parameter in model.parameters())
 

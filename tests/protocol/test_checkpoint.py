@@ -98,8 +98,8 @@ def test_heads_that_do_not_divide(tp_size: int) -> None:
         ({**MOE, "num_experts_per_tok": 61}, "per_tok: got 61, expected 1 to 60, the number of"),
         ({**MOE, "decoder_sparse_step": 0}, "decoder_sparse_step"),
         (
-            {"quantization_config": {"quant_method": "awq"}},
-            "quantization_config: got AWQ weights, expected 16 bits or fp8 in blocks of 128 by 128",
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quantization_config: got bitsandbytes weights, expected 16 bits, FP8, AWQ, GPTQ, comp",
         ),
     ],
 )
@@ -193,17 +193,17 @@ def test_eos_of_the_tokenizer_is_added(tmp_path: Path, token: object) -> None:
 
 def test_what_is_quantised(tmp_path: Path) -> None:
     plain = read_model_config(DEMO)
-    assert not quantized(plain, "none").is_fp8
-    assert quantized(plain, "fp8").is_fp8
+    assert not quantized(plain, "none").fp8
+    assert quantized(plain, "fp8").fp8
     blocks = {
         "quant_method": "fp8",
         "weight_block_size": [128, 128],
         "activation_scheme": "dynamic",
     }
     model = read_model_config(changed(tmp_path, quantization_config=blocks))
-    assert quantized(model, "none").is_fp8
+    assert quantized(model, "none").fp8
     experts = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}
-    assert quantized(read_model_config(changed(tmp_path, **experts)), "fp8").is_fp8
+    assert quantized(read_model_config(changed(tmp_path, **experts)), "fp8").fp8
 
 
 def test_experts_are_cut_or_spread(tmp_path: Path) -> None:

@@ -43,20 +43,22 @@ def test_the_cache_and_what_is_wrong_with_it(
         "no model in the cache: `launch all --model Qwen/Qwen3-0.6B` d" in capsys.readouterr().out
     )
     shutil.copytree(DEMO, tmp_path / "models--me--demo" / "snapshots" / "1")
-    write(tmp_path / "models--Qwen--Qwen3-8B-AWQ" / "snapshots" / "1", "Qwen3-8B-AWQ")
+    write(tmp_path / "models--Qwen--Qwen3-8B-MLX-4bit" / "snapshots" / "1", "Qwen3-8B-MLX-4bit")
     half = write(tmp_path / "models--Qwen--Qwen3-4B" / "snapshots" / "1", "Qwen3-4B")
     (half / "model.safetensors").unlink()
     run(monkeypatch, "--json")
     listed = {one["model"]: one for one in json.loads(capsys.readouterr().out)["models"]}
-    assert list(listed) == ["Qwen/Qwen3-4B", "Qwen/Qwen3-8B-AWQ", "me/demo"]
+    assert list(listed) == ["Qwen/Qwen3-4B", "Qwen/Qwen3-8B-MLX-4bit", "me/demo"]
     assert "model.safetensors is not downloaded" in listed["Qwen/Qwen3-4B"]["refusal"]
-    assert "4-bit AWQ" in listed["Qwen/Qwen3-8B-AWQ"]["refusal"]
+    assert "4-bit MLX" in listed["Qwen/Qwen3-8B-MLX-4bit"]["refusal"]
     assert (listed["me/demo"]["fits"], listed["me/demo"]["dtype"]) == (True, "float32")
     run(monkeypatch)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("no GPU, RAM of ")
     assert any(line.startswith("me/demo  15.3 MiB") for line in lines)
-    assert any(line.startswith("Qwen/Qwen3-8B-AWQ: quantization_config: got 4") for line in lines)
+    assert any(
+        line.startswith("Qwen/Qwen3-8B-MLX-4bit: quantization_config: got 4") for line in lines
+    )
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     quantized = tmp_path / "quantized"
     shutil.copytree(DEMO, quantized)
     facts = json.loads((DEMO / "config.json").read_text())
-    facts["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    facts["quantization_config"] = {"group_size": 64, "bits": 4}
     (quantized / "config.json").write_text(json.dumps(facts))
     shutil.rmtree(published / "original")
     monkeypatch.chdir(tmp_path)
@@ -52,7 +52,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     folders = {
         "Qwen/Qwen3-8B-GGUF": gguf,
         NAME: published,
-        "Qwen/Qwen3-demo-AWQ": quantized,
+        "Qwen/Qwen3-demo-4bit": quantized,
         "Qwen/gated": published,
     }
     with FakeHub(folders) as server:
@@ -157,8 +157,8 @@ def test_gated_names_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_not_served_is_refused_before_its_weights_are_downloaded(hub: FakeHub) -> None:
-    sentence = "got 4-bit AWQ weights, expected 16 bits or fp8 in blocks of 128 by 128; give Qwen/Q"
-    assert sentence in refusal("Qwen/Qwen3-demo-AWQ")
+    sentence = "got 4-bit MLX weights, expected 16 bits, FP8, AWQ, GPTQ, compressed-tensors or mod"
+    assert sentence in refusal("Qwen/Qwen3-demo-4bit")
     assert refusal("Qwen/Qwen3-8B-GGUF").startswith("Qwen/Qwen3-8B-GGUF: got GGUF, expected safet")
     assert not [line for line in hub.asked if ".safetensors" in line]
 

@@ -7,17 +7,20 @@ import torch
 from penstock.kernels.attention.backends import AttentionBackend
 from penstock.kernels.quantize.types import FP8
 from penstock.launch.pipeline.model_memory import Layout, needs, weight_bytes
+from penstock.models import parallel
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
-from penstock.protocol.checkpoint import ModelConfig, quantized
+from penstock.protocol.checkpoint import ModelConfig, ModelError, quantized
 from penstock.services.worker.kv_cache import num_fitting_blocks
 from tests.models.published import PUBLISHED
 
 SERVED = [
     *("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B-FP8", "Qwen3-14B", "Qwen3-32B-FP8"),
+    *("Qwen3-4B-AWQ", "Qwen3-1.7B-GPTQ-Int8", "(compressed-tensors, pack-quantized W4A16)"),
     *(
         "Qwen3-30B-A3B",
         "Qwen3-30B-A3B-FP8",
+        "Qwen3-30B-A3B-GPTQ-Int4",
         "Qwen3-235B-A22B-FP8",
         "Qwen3-Coder-480B-A35B-Instruct",
     ),
@@ -44,8 +47,16 @@ def published(name: str) -> ModelConfig:
     ids=str,
 )
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
-def test_weights_are_the_parameters(name: str, layout: Layout, quantization: str) -> None:
-    config = quantized(published(name), quantization)
+def test_weights_are_the_parameters(
+    name: str, layout: Layout, quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "stays_packed", lambda: layout.on_gpus)
+    config = published(name)
+    if quantization == "fp8" and not (config.fp8 or config.weight_format is None):
+        with pytest.raises(ModelError, match="quantization: got fp8, expected none for weights in"):
+            quantized(config, quantization)
+        return
+    config = quantized(config, quantization)
     config = msgspec.structs.replace(config, num_hidden_layers=2)
     sparse = [False, True] if config.expert_count and layout.tp > 1 else [False]
     for expert_parallel in sparse:

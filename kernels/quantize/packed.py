@@ -1,0 +1,149 @@
+"""Matrices of integers of 4 or 8 bits, in groups of columns that share a scale and a zero point.
+
+Number k of row n stands for `(code - zero) * scale`, rounded to the type of the scales, as AutoAWQ,
+GPTQModel and compressed-tensors define it. All checkpoints' orders of bits become one: 128 columns
+of a row are 4 * bits adjacent words of 32 bits, and such blocks of all rows follow each other, so
+that a tile of rows is contiguous.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.kernels.argument_checks import check_contiguous, check_tensor
+
+BLOCK = 128
+"""columns of a row whose words are adjacent"""
+
+SCALE_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Packed matrices [..., num_rows, num_columns]."""
+
+    words: Tensor
+    """int32 [..., blocks, num_rows, 4 * bits]; the last block is padded"""
+    scale: Tensor
+    """float16, bfloat16 or float32 [..., groups, num_rows]"""
+    zeros: Tensor | None
+    """uint8 as `scale`; None: half of the codes are below zero"""
+    order: Tensor | None
+    """int32 [..., num_columns]: the matrix's column of each packed one, sorted by groups; None:
+    packed in the matrix's order"""
+    num_columns: int
+    group_size: int
+    """packed columns with one scale"""
+
+    @property
+    def bits(self) -> int:
+        """4 or 8."""
+        return self.words.shape[-1] // 4
+
+    @property
+    def shape(self) -> torch.Size:
+        """[..., num_rows, num_columns]."""
+        return torch.Size((*self.words.shape[:-3], self.words.shape[-2], self.num_columns))
+
+    @property
+    def device(self) -> torch.device:
+        return self.words.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.words.is_cuda
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: int | slice) -> "Packed":
+        """Return a view of one matrix, or of a range of rows of a matrix."""
+        rows = (slice(None), index) if self.words.ndim == 3 else index
+        zeros = None if self.zeros is None else self.zeros[rows]
+        order = self.order if self.order is None or self.words.ndim == 3 else self.order[index]
+        return Packed(
+            self.words[rows], self.scale[rows], zeros, order, self.num_columns, self.group_size
+        )
+
+    def split(self, sizes: list[int]) -> "list[Packed]":
+        """Return views of N rows each, of a matrix."""
+        return [self[begin:end] for begin, end in pairwise([0, *accumulate(sizes)])]
+
+    def dequantized(self) -> Tensor:
+        """Return the numbers, in the type of the scales: [..., num_rows, num_columns]."""
+        codes = unpack_codes(self.words)[..., : self.num_columns]
+        zero = 1 << (self.bits - 1)
+        dtype = self.scale.dtype
+        wide = self._by_column(self.scale)
+        zeros = zero if self.zeros is None else self._by_column(self.zeros).to(dtype)
+        numbers = (codes.to(dtype) - zeros) * wide
+        if self.order is None:
+            return numbers
+        places = self.order.long().argsort(-1)[..., None, :].expand(numbers.shape)
+        return numbers.gather(-1, places)
+
+    def _by_column(self, of_groups: Tensor) -> Tensor:
+        """Return numbers of groups [..., groups, num_rows] as [..., num_rows, num_columns]."""
+        wide = of_groups.repeat_interleave(self.group_size, -2)
+        return wide[..., : self.num_columns, :].transpose(-1, -2)
+
+
+def check_packed(name: str, weight: Packed, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a weight has this shape (-1: any size) and contiguous parts."""
+    words, columns = weight.words, weight.num_columns
+    *others, rows, _ = weight.shape
+    if columns != shape[-1] or len(weight.shape) != len(shape):
+        raise ValueError(f"{name}: got shape {list(weight.shape)}, expected {list(shape)}")
+    check_tensor(name, words, (*others, num_groups(columns, BLOCK), rows, -1), torch.int32)
+    groups = *others, num_groups(columns, weight.group_size), rows
+    check_tensor(f"{name}'s scale", weight.scale, groups, *SCALE_TYPES)
+    parts = {"": words, "'s scale": weight.scale}
+    if weight.zeros is not None:
+        check_tensor(f"{name}'s zeros", weight.zeros, groups, torch.uint8)
+        parts["'s zeros"] = weight.zeros
+    if weight.order is not None:
+        check_tensor(f"{name}'s order", weight.order, (*others, columns), torch.int32)
+        parts["'s order"] = weight.order
+    for part, tensor in parts.items():
+        if weight.is_cuda:
+            check_contiguous(f"{name}{part}", tensor)
+
+
+def num_groups(num_columns: int, group_size: int) -> int:
+    """Return the groups of a row."""
+    return -(-num_columns // group_size)
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Return the words of codes, uint8 [num_rows, num_columns]: [blocks, num_rows, 4 * bits].
+
+    Column 32 * p + 2 * j + h of a block of 4 bits is in word j, at bit 4 * p + 16 * h. That of 8
+    bits is in word 16 * (p // 2) + j, at bit 8 * (p % 2) + 16 * h.
+    """
+    num_rows, num_columns = codes.shape
+    padded = functional.pad(codes, (0, -num_columns % BLOCK))
+    blocks = (
+        padded.view(num_rows, -1, 4, 16, 2).transpose(0, 1).contiguous()
+    )  # [block, row, p, j, h]
+    if bits == 4:
+        low, high = blocks[:, :, 0::2], blocks[:, :, 1::2] << 4
+        octets = (low | high).permute(0, 1, 3, 4, 2)  # [block, row, j, h, p // 2]
+    else:
+        octets = blocks.view(*blocks.shape[:2], 2, 2, 16, 2).permute(0, 1, 2, 4, 5, 3)
+    return octets.flatten(2).contiguous().view(torch.int32)
+
+
+def unpack_codes(words: Tensor) -> Tensor:
+    """Return the codes of words, uint8 [..., num_rows, columns with the padding]."""
+    octets = words.contiguous().view(torch.uint8)
+    if words.shape[-1] == 4 * 4:
+        octets = octets.view(*octets.shape[:-1], 16, 2, 2)
+        both = torch.stack((octets & 15, octets >> 4), -1)  # [.., block, row, j, h, p // 2, p % 2]
+        blocks = both.flatten(-2).movedim(-1, -3)
+    else:
+        halves = octets.view(*octets.shape[:-1], 2, 16, 2, 2)  # p // 2, j, h, p % 2
+        blocks = halves.movedim(-1, -3).flatten(-4, -3)
+    return blocks.flatten(-3).transpose(-3, -2).flatten(-2)

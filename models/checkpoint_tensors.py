@@ -1,0 +1,97 @@
+"""Tensors of a checkpoint by name: safetensors, in one file or sharded."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.protocol.checkpoint import ModelError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+MATRICES = (".qweight", ".weight_packed")
+"""ends of the names of packed matrices; others end in `.weight`"""
+_PARTS = (
+    *(".scales", ".qzeros", ".g_idx"),
+    *(".weight_scale", ".weight_scale_inv", ".weight_zero_point", ".weight_shape", ".weight_g_idx"),
+    *(".input_scale", ".k_scale", ".v_scale"),
+)
+"""ends of the names of what belongs to a quantized matrix, or to activations in e4m3"""
+_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+    """tensor → file name"""
+
+
+class CheckpointTensors:
+    """The tensors of a folder. Files are opened once. All methods raise ModelError."""
+
+    def __init__(self, folder: Path) -> None:
+        index, single = folder / INDEX_FILE, folder / SINGLE_FILE
+        self._open: dict[Path, Any] = {}
+        try:
+            if index.exists():
+                weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+                self.files = {name: folder / file for name, file in weight_map.items()}
+            else:
+                self._open[single] = safe_open(single, framework="pt")
+                self.files = dict.fromkeys(self._open[single].keys(), single)
+        except (OSError, SafetensorError, msgspec.MsgspecError) as error:
+            raise ModelError(f"{folder}: could not read the weights: {error}") from error
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def weights(self) -> set[str]:
+        """Return the names of all weights: of a packed one, what it stands for."""
+        names = (name for name in self.files if not name.endswith(_PARTS))
+        ends = ((name, next((end for end in MATRICES if name.endswith(end)), "")) for name in names)
+        return {f"{name.removesuffix(end)}.weight" if end else name for name, end in ends}
+
+    def matrix(self, weight: str) -> str:
+        """Return the name of the tensor with the numbers of a weight."""
+        module = weight.removesuffix(".weight")
+        return next((module + end for end in MATRICES if module + end in self.files), weight)
+
+    def file(self, name: str) -> Path:
+        """Return the file of a tensor."""
+        if name not in self.files:
+            raise ModelError(f"the checkpoint lacks {name}")
+        return self.files[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the type of scales."""
+        found = self._slice(name).get_dtype()
+        if found not in _DTYPES:
+            raise ModelError(f"{name}: got {found}, expected one of {', '.join(_DTYPES)}")
+        return _DTYPES[found]
+
+    def read(self, name: str, *cuts: slice) -> Tensor:
+        """Return a part of a tensor of one or two dimensions, or all of it."""
+        source = self._slice(name)
+        try:
+            if cuts:
+                tensor: Tensor = source[cuts]
+            else:
+                tensor = self._open[self.files[name]].get_tensor(name)
+            return tensor
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{self.files[name]}: could not read the file: {error}") from error
+
+    def _slice(self, name: str) -> Any:
+        path = self.file(name)
+        try:
+            if path not in self._open:
+                self._open[path] = safe_open(path, framework="pt")
+            return self._open[path].get_slice(name)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{path}: could not read the file: {error}") from error

@@ -1,0 +1,270 @@
+"""Formats of quantized weights: `quantization_config` of a checkpoint's `config.json`.
+
+Formats of FP8, AWQ, GPTQ, compressed-tensors and modelopt are read into a `WeightFormat`.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from penstock.protocol.field_errors import explain
+
+BLOCK = 128
+"""rows, and columns, of a block of e4m3 with one scale"""
+FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+"""`quantization_config` of e4m3 with a scale for each block of a weight"""
+MIN_GROUP = 32
+"""columns with one scale that the products of packed weights need"""
+FIELD = "quantization_config"
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+GroupSize = Literal[-1, 32, 64, 128, 256, 512, 1024]
+
+
+class WeightFormat(Struct, frozen=True, kw_only=True):
+    """Storage of the matrices of the layers: e4m3 with scales, or packed integers."""
+
+    name: str
+    """for people: `4-bit AWQ`"""
+    scales: Literal["rows", "blocks", "groups"] = "rows"
+    """unit that has a scale: of e4m3 rows or blocks, of integers groups of columns"""
+    bits: Literal[4, 8] = 8
+    group_size: int = 0
+    """columns of a row with one scale, of integers; 0: the whole row"""
+    symmetric: bool = True
+    """True if integers have no zero points"""
+    act_order: bool = False
+    """True if the columns of a group need not be adjacent"""
+    awq_order: bool = False
+    """True if the nibbles of a number of 32 bits are in AWQ's order"""
+    zero_offset: int = 0
+    """number to be added to stored zero points"""
+    ignored: tuple[str, ...] = ()
+    """regular expressions, searched for in the names of layers with 16 bits"""
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.scales != "groups"
+
+    def of(self, layers: Iterable[str]) -> "WeightFormat | None":
+        """Return the format of a weight joined from `layers`; None: 16 bits, as one of them has."""
+        names = list(layers)
+        is_plain = any(re.search(pattern, name) for pattern in self.ignored for name in names)
+        return None if is_plain else self
+
+    def after_cut(self, rows: Iterable[int] = (), columns: int = 0) -> "WeightFormat | None":
+        """Return the format of a part of the weight; None: 16 bits, where no format fits.
+
+        Blocks keep their scales if each part has whole blocks; otherwise rows get scales. Groups
+        become smaller. rows: of the parts. columns: of the part, 0 if they are not cut.
+        """
+        if self.scales == "blocks" and any(size % BLOCK for size in (*rows, columns)):
+            return msgspec.structs.replace(self, scales="rows")
+        if self.scales != "groups" or not columns:
+            return self
+        group = math.gcd(self.group_size, columns) if self.group_size else 0
+        if self.act_order or 0 < group < MIN_GROUP:
+            return None
+        return msgspec.structs.replace(self, group_size=group)
+
+
+FP8_ROWS = WeightFormat(name="fp8")
+"""what `--quantization fp8` makes of 16 bits"""
+
+
+class _Fp8(Struct):
+    weight_block_size: list[int] | None = None
+
+
+class _Awq(Struct):
+    bits: Literal[4]
+    group_size: GroupSize
+    zero_point: bool = True
+    version: Literal["gemm", "GEMM"] = "gemm"
+    modules_to_not_convert: list[str] | None = None
+
+
+class _Gptq(Struct):
+    bits: Literal[4, 8]
+    group_size: GroupSize
+    desc_act: bool = False
+    sym: bool = True
+    checkpoint_format: Literal["gptq", "gptq_v2"] = "gptq"
+    pack_dtype: Literal["int32"] = "int32"
+    dynamic: dict[str, dict[str, Any]] | None = None
+    modules_in_block_to_quantize: list[list[str]] | None = None
+
+
+class _Weights(Struct):
+    num_bits: Literal[4, 8]
+    type: Literal["int", "float"] = "int"
+    strategy: Literal["group", "channel", "tensor", "block"] = "group"
+    group_size: GroupSize | None = None
+    block_structure: list[int] | None = None
+    symmetric: bool = True
+    actorder: Literal["group", "weight", "static", True, False] | None = None
+
+
+class _Scheme(Struct):
+    weights: _Weights
+    targets: list[str]
+    format: str | None = None
+
+
+class _Compressed(Struct):
+    config_groups: dict[str, _Scheme]
+    format: Literal["pack-quantized", "int-quantized", "float-quantized", "naive-quantized"]
+    ignore: list[str] = []
+    quantization_status: Literal["compressed"] = "compressed"
+
+
+class _Modelopt(Struct):
+    quant_algo: Literal["FP8"]
+    ignore: list[str] = []
+    exclude_modules: list[str] = []
+
+
+def read_format(fields: Any) -> WeightFormat:
+    """Return the format that `quantization_config` describes. Raises ValueError."""
+    if not isinstance(fields, dict):
+        raise ValueError(f"{FIELD}: got {fields}, expected an object")
+    given = {name: value for name, value in fields.items() if value is not None}
+    match given.get("quant_method"):
+        case "fp8":
+            return _read_fp8(given)
+        case "awq":
+            return _read_awq(_converted(given, _Awq))
+        case "gptq":
+            return _read_gptq(_converted(given, _Gptq))
+        case "compressed-tensors":
+            return _read_compressed(given)
+        case "modelopt":
+            read = _converted(given, _Modelopt)
+            ignored = [_glob(name) for name in (*read.ignore, *read.exclude_modules)]
+            return WeightFormat(name="modelopt fp8", ignored=tuple(ignored))
+    raise ValueError(
+        f"{FIELD}: got {_described(given)} weights, expected 16 bits, FP8, AWQ, GPTQ, "
+        "compressed-tensors or modelopt FP8"
+    )
+
+
+def _converted(fields: dict[str, Any], kind: type[Any]) -> Any:
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{FIELD}.{explain(str(error), fields, kind)[1]}") from error
+
+
+def _read_fp8(fields: dict[str, Any]) -> WeightFormat:
+    found = {name: fields.get(name) for name in FP8_BLOCKS}
+    if _converted(fields, _Fp8).weight_block_size is None:
+        return FP8_ROWS
+    if found != FP8_BLOCKS:
+        raise ValueError(f"{FIELD}: got {found}, expected {FP8_BLOCKS}")
+    return WeightFormat(name="fp8", scales="blocks")
+
+
+def _read_awq(read: _Awq) -> WeightFormat:
+    return WeightFormat(
+        name="4-bit AWQ",
+        scales="groups",
+        bits=read.bits,
+        group_size=max(read.group_size, 0),
+        symmetric=not read.zero_point,
+        awq_order=True,
+        ignored=tuple(
+            rf"(^|\.){re.escape(name)}(\.|$)" for name in read.modules_to_not_convert or ()
+        ),
+    )
+
+
+def _read_gptq(read: _Gptq) -> WeightFormat:
+    ignored = []
+    for pattern, overrides in (read.dynamic or {}).items():
+        if not pattern.startswith("-:"):
+            raise ValueError(
+                f"{FIELD}.dynamic: got {overrides} for {pattern!r}, expected '-:' before the names "
+                "of layers that are not quantized, and one format for all others"
+            )
+        ignored.append(f"^(?:{pattern[2:]})")
+    if read.modules_in_block_to_quantize is not None:
+        quantized = {name for names in read.modules_in_block_to_quantize for name in names}
+        last = {name.rpartition(".")[2] for name in quantized}
+        ignored += [rf"\.{name}$" for name in LINEAR if name not in last]
+    return WeightFormat(
+        name=f"{read.bits}-bit GPTQ",
+        scales="groups",
+        bits=read.bits,
+        group_size=max(read.group_size, 0),
+        symmetric=False,  # the files have zero points in any case
+        act_order=read.desc_act and read.group_size > 0,
+        zero_offset=1 if read.checkpoint_format == "gptq" else 0,
+        ignored=tuple(ignored),
+    )
+
+
+def _read_compressed(fields: dict[str, Any]) -> WeightFormat:
+    for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        if fields.get(name) and fields[name].get("format") != "dense":
+            raise ValueError(f"{FIELD}.{name}: got {fields[name]}, expected null")
+    read = _converted(fields, _Compressed)
+    if len(read.config_groups) != 1:
+        raise ValueError(
+            f"{FIELD}.config_groups: got {len(read.config_groups)} groups, expected one; layers of "
+            "several formats are not served"
+        )
+    ((name, scheme),) = read.config_groups.items()
+    weights, path = scheme.weights, f"{FIELD}.config_groups.{name}"
+    if "Linear" not in scheme.targets:
+        raise ValueError(f"{path}.targets: got {scheme.targets}, expected ['Linear']")
+    ignored = tuple(
+        f"^(?:{one[3:]})" if one.startswith("re:") else f"^{re.escape(one)}$" for one in read.ignore
+    )
+    described = f"compressed-tensors W{weights.num_bits}"
+    if weights.type == "float":
+        scales = _float_scales(weights, f"{path}.weights")
+        return WeightFormat(name=f"{described} fp8", scales=scales, ignored=ignored)
+    if weights.strategy == "block":
+        raise ValueError(f"{path}.weights.strategy: got 'block', expected 'group' or 'channel'")
+    if weights.strategy == "group" and weights.group_size is None:
+        raise ValueError(f"{path}.weights.group_size: got null, expected a number of columns")
+    grouped = weights.strategy == "group"
+    return WeightFormat(
+        name=described,
+        scales="groups",
+        bits=weights.num_bits,
+        group_size=max(weights.group_size or 0, 0) if grouped else 0,
+        symmetric=weights.symmetric,
+        act_order=grouped and weights.actorder in ("group", True),
+        ignored=ignored,
+    )
+
+
+def _float_scales(weights: _Weights, path: str) -> Literal["rows", "blocks"]:
+    if weights.num_bits != 8:
+        raise ValueError(f"{path}.num_bits: got {weights.num_bits}, expected 8 for a float")
+    if not weights.symmetric:
+        raise ValueError(f"{path}.symmetric: got false, expected true for a float")
+    if weights.strategy == "group":
+        raise ValueError(f"{path}.strategy: got 'group', expected 'tensor', 'channel' or 'block'")
+    if weights.strategy != "block":
+        return "rows"
+    if weights.block_structure != [BLOCK, BLOCK]:
+        found = weights.block_structure
+        raise ValueError(f"{path}.block_structure: got {found}, expected {[BLOCK, BLOCK]}")
+    return "blocks"
+
+
+def _glob(pattern: str) -> str:
+    """Return the regular expression of a name of modelopt, where `*` is any text."""
+    return "^" + re.escape(pattern).replace(r"\*", ".*") + "$"
+
+
+def _described(fields: dict[str, Any]) -> str:
+    """Return the name of a format that is not served: `4-bit MLX`."""
+    bits = f"{fields['bits']}-bit " if "bits" in fields else ""
+    method = str(fields.get("quant_method") or "")
+    return bits + (method or ("MLX" if "group_size" in fields else "unknown"))
