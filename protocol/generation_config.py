@@ -5,14 +5,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from penstock.protocol.checkpoint import read_json
-from penstock.protocol.messages.sampling import (
-    RepetitionPenalty,
-    SamplingParams,
-    Share,
-    Temperature,
-    TopK,
-    TopP,
-)
+from penstock.protocol.messages import sampling as limits
+from penstock.protocol.messages.sampling import SamplingParams
 
 
 class GenerationConfig(Struct, kw_only=True, frozen=True):
@@ -20,11 +14,11 @@ class GenerationConfig(Struct, kw_only=True, frozen=True):
 
     eos_token_id: int | list[int] | None = None
     do_sample: bool = False
-    temperature: Temperature | None = None
-    top_k: TopK | None = None
-    top_p: TopP | None = None
-    min_p: Share | None = None
-    repetition_penalty: RepetitionPenalty | None = None
+    temperature: limits.Temperature | None = None
+    top_k: limits.TopK | None = None
+    top_p: limits.TopP | None = None
+    min_p: limits.Share | None = None
+    repetition_penalty: limits.RepetitionPenalty | None = None
 
     def fill(self, sampling: SamplingParams) -> None:
         """Put the model's defaults where the request says nothing."""

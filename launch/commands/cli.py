@@ -52,9 +52,14 @@ Penstock serves Qwen3 models from a pipeline of small processes.
 
 
 def main() -> NoReturn:
-    """Run the command line and exit: 2 for refused commands, 1 for failures, 130 for Ctrl-C."""
+    """Run the command line and exit.
+
+    Exit codes: 2 for refused commands, 1 for failures, 130 for Ctrl-C, 143 for SIGTERM. A pipeline
+    is stopped by these signals, so that `launch all` then exits with 0, however far it has come.
+    """
+    is_server = next((word for word in sys.argv[1:] if word in COMMANDS), "") == "all"
     # by an exception, so that blocks end what they have started
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(0 if is_server else 128 + number))
     try:
         code = _run(sys.argv[1:])
     except LaunchError as error:
@@ -64,7 +69,7 @@ def main() -> NoReturn:
         print(f"launch: {error}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
-        code = 130
+        code = 0 if is_server else 128 + signal.SIGINT
     except BrokenPipeError:  # `launch ask … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1

@@ -46,10 +46,11 @@ STATUSES = {
     503: "the pipeline is not ready, or is stopping; with the header `Retry-After`",
 }
 EXIT_CODES = {
-    0: "success",
+    0: "success; `launch all`: also stopped by Ctrl-C or SIGTERM, ready or not",
     1: "a request, a check or the pipeline failed",
     2: "the command was refused: unknown option, invalid value, missing file",
-    130: "interrupted by Ctrl-C",
+    130: "another command: interrupted by Ctrl-C",
+    143: "another command: ended by SIGTERM",
 }
 PROCESS_COUNTERS = {
     "all": ["messages_sent_total", "messages_received_total", "bad_frames_total"],

@@ -1,12 +1,13 @@
 """The command line."""
 
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
 
 import pytest
 
-from penstock.launch.commands import gpus
+from penstock.launch.commands import cli, gpus
 from penstock.launch.commands.cli import main
 from penstock.launch.commands.start import start
 from penstock.launch.pipeline.errors import LaunchError
@@ -99,6 +100,26 @@ def test_what_is_refused_is_one_sentence(
     assert printed.err.startswith("launch: ")
     assert sentence in printed.err
     assert (printed.out, printed.err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "codes"),
+    [
+        (["all"], (0, 0)),
+        (["--name", "x", "all", "--tp", "2"], (0, 0)),
+        (["ask", "all"], (130, 143)),
+        (["bench", "latency"], (130, 143)),
+    ],
+)
+def test_signals(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], codes: tuple[int, int]
+) -> None:
+    """A pipeline that does not run yet is stopped as one that runs; other commands fail."""
+    before = signal.getsignal(signal.SIGTERM)
+    for number, code in zip((signal.SIGINT, signal.SIGTERM), codes, strict=True):
+        monkeypatch.setattr(cli, "_run", lambda _, number=number: signal.raise_signal(number))
+        assert launch(monkeypatch, *arguments) == code
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_alone_it_says_what_to_do_first(
