@@ -20,6 +20,8 @@ class Device(NamedTuple):
     shared_bytes: int = 227 << 10
     """maximum shared memory of a block"""
     num_sms: int = 132
+    name: str = ""
+    """as the driver reports it; "": simulated, or no GPU"""
 
     @property
     def has_pdl(self) -> bool:
@@ -64,7 +66,7 @@ def this_device() -> Device:
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
     capability = found.major, found.minor
     shared_bytes: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Device(capability, shared_bytes, found.multi_processor_count)
+    return Device(capability, shared_bytes, found.multi_processor_count, found.name)
 
 
 def simulated(text: str) -> Device:

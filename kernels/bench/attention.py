@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.kernels.attention.triton_decode import DecodeAttention
 from penstock.kernels.attention.types import KVCache
-from penstock.kernels.bench.timing import L2_BYTES, graph_us
+from penstock.kernels.bench.timing import graph_us, l2_bytes
 from penstock.kernels.quantize.quantize import quantize
 
 HEAD_DIM = 128
@@ -55,7 +55,7 @@ class DecodeLayers:
 
     def __init__(self, point: DecodePoint) -> None:
         self.point = point
-        num_layers = max(1, -(-4 * L2_BYTES // point.kv_bytes))
+        num_layers = max(1, -(-4 * l2_bytes() // point.kv_bytes))
         max_blocks = -(-point.context // point.block_size)
         num_blocks = point.batch * max_blocks
         cache_shape = (num_blocks, point.block_size, point.num_kv_heads, HEAD_DIM)

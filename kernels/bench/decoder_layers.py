@@ -10,17 +10,18 @@ from torch import Tensor
 from penstock.kernels.attention.rope import qk_norm_rope_store
 from penstock.kernels.attention.triton_decode import DecodeAttention
 from penstock.kernels.attention.types import KVCache
-from penstock.kernels.bench.gemm_candidates import HEAD_DIM, SIZES, GemmShape, shapes
-from penstock.kernels.bench.timing import L2_BYTES, graph_us
+from penstock.kernels.bench.fastest import Configs
+from penstock.kernels.bench.timing import graph_us, l2_bytes
 from penstock.kernels.linear import linear
-from penstock.kernels.linear.small_m_gemm import GemmConfig, Product, empty_product, launch
+from penstock.kernels.linear.gemm_candidates import HEAD_DIM, SIZES, GemmShape, shapes
+from penstock.kernels.linear.gemm_config import GemmConfig
+from penstock.kernels.linear.small_m_gemm import Product, empty_product, launch
 from penstock.kernels.quantize.types import FP8, Quantized, Rows, parts
 
 CONTEXT = 384
 """tokens: the middle of 256 in, 256 out"""
 BLOCK_SIZE = 128
 EPS = 1e-6
-Configs = dict[GemmShape, GemmConfig | None]
 
 
 def separately(product: Product, dtype: torch.dtype = torch.bfloat16) -> Rows:
@@ -50,7 +51,7 @@ class Layers:
         hidden, _, self.heads, self.kv_heads = SIZES[size]
         self.shapes = shapes(size)[:4]
         num_weights = sum(shape.num_weights * shape.inner for shape in self.shapes)
-        self.num_layers = max(2, -(-4 * L2_BYTES // (num_weights * pool.itemsize)))
+        self.num_layers = max(2, -(-4 * l2_bytes() // (num_weights * pool.itemsize)))
         self.weights = _cut_all(pool, self.shapes * self.num_layers)
         self.x = torch.randn(rows, hidden, dtype=torch.bfloat16, device="cuda")
         self.norm_weight = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")

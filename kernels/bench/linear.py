@@ -1,48 +1,56 @@
 """Products of few rows against cuBLAS with separate kernels; writes the fastest tile sizes.
 
-    python -m penstock.kernels.bench.linear [--sizes 0.6B 8B] [--rows 1 16] [--write FILE]
-        [--dtype fp8] [--head]
+    python -m penstock.kernels.bench.linear [--sizes 0.6B 8B] [--rows 1 16] [--write FILE | --cache]
+        [--layer HIDDEN INTERMEDIATE HEADS KV_HEADS] [--tp N] [--dtype fp8] [--head]
 
 The four products of a layer are tuned in turn, timed within a layer; the figures are of the whole
-layer. FILE is `kernels/linear/tuning.json`; other sizes and rows keep their entries. With fp8 the
-weights have 8 bits, and cuBLAS multiplies 8 bits.
+layer. FILE is a table of `kernels/linear/tuning`; other sizes and rows keep their entries. --cache
+writes the table of the user's cache (`launch tune`). With fp8 the weights have 8 bits, and cuBLAS
+multiplies 8 bits.
 """
 
 import argparse
 import itertools
-import json
 import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from triton.errors import TritonError
 
-from penstock.kernels.bench.decoder_layers import EPS, Configs, Layers, cut, separately
-from penstock.kernels.bench.gemm_candidates import PUBLISHED, SIZES, GemmShape, candidates, shapes
+from penstock.kernels.bench.decoder_layers import EPS, Layers, cut, separately
+from penstock.kernels.bench.fastest import Configs, fastest_in_turn
 from penstock.kernels.bench.timing import graph_us
+from penstock.kernels.device import this_device
+from penstock.kernels.linear.gemm_candidates import PUBLISHED, SIZES, GemmShape, candidates, shapes
+from penstock.kernels.linear.gemm_config import GemmConfig, row_block
 from penstock.kernels.linear.small_m_gemm import (
     EARLY,
-    GemmConfig,
     Product,
-    Table,
     empty_product,
     launch,
-    row_block,
-    tuning_tables,
     workspace,
+)
+from penstock.kernels.linear.tuning_tables import (
+    Origin,
+    Tables,
+    cached_table,
+    decode,
+    origin_of,
+    packaged_tables,
+    write,
 )
 from penstock.kernels.quantize.types import FP8, Rows, parts
 
 ROWS = (1, 16, 32, 64)
 MAX_ERROR = 1e-2
-FINALISTS = 3
-"""candidates that are measured again, for longer"""
 NUM_PROCESSES = min(16, os.cpu_count() or 1)
 POOL = 1 << 30
 """random weights from which all shapes are cut, more than the largest needs"""
@@ -147,18 +155,10 @@ def right_candidates(shape: GemmShape, rows: int, pool: Tensor) -> list[GemmConf
 
 
 def tune_layers(size: str, rows: int, pool: Tensor) -> Configs:
-    """Tunes the products in turn, each among the best so far, in two rounds."""
+    """Tunes the products of a layer in turn."""
     layers = Layers(size, rows, pool)
-    configs: Configs = dict.fromkeys(layers.shapes)
-    right: dict[GemmShape, list[GemmConfig]] = {}
-    separate = best = layers.us(configs)
-    for shape in layers.shapes * 2:
-        right[shape] = right.get(shape) or right_candidates(shape, rows, pool)
-        times = {config: layers.us(configs | {shape: config}) for config in right[shape]}
-        for config in sorted(times, key=lambda config: times[config])[:FINALISTS]:
-            again = min(layers.us(configs | {shape: config}) for _ in range(2))
-            if again < best:
-                best, configs[shape] = again, config
+    right = partial(right_candidates, rows=rows, pool=pool)
+    configs, separate, best = fastest_in_turn(layers.shapes, right, layers.us)
     print(f"| {size} layer | {rows} | {separate:.1f} | {best:.1f} | |", flush=True)
     for shape, chosen in configs.items():
         print(f"| {_name(shape)} | {rows} | | | {_readable(chosen)} |", flush=True)
@@ -190,37 +190,62 @@ def _readable(config: GemmConfig | None) -> str:
     return "cuBLAS" if config is None else " ".join(map(str, config))
 
 
-def write(path: Path, tables: dict[str, Table]) -> None:
-    """Write `kernels/linear/tuning.json` with these tables, a line for each entry."""
-    sections = []
-    for dtype, table in tables.items():
-        entries = ((" ".join(map(str, key)), table[key]) for key in sorted(table))
-        lines = [f"    {json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries]
-        sections.append(f"  {json.dumps(dtype)}: {{\n" + ",\n".join(lines) + "\n  }")
-    path.write_text("{\n" + ",\n".join(sections) + "\n}\n")
+class Output(NamedTuple):
+    """Where tables are written, and those that are there."""
+
+    path: Path | None
+    origin: Origin | None
+    tables: Tables
+
+    def write(self) -> None:
+        if self.path:
+            write(self.path, self.tables, self.origin)
+
+
+def output_of(path: Path | None, in_cache: bool) -> Output:
+    """Return the output; entries of an earlier run are kept if they still hold."""
+    tables: Tables = {"bfloat16": {}, "fp8": {}}
+    if not in_cache:
+        return Output(
+            path, None, tables | (packaged_tables(path) if path and path.exists() else {})
+        )
+    device = this_device()
+    path, origin = cached_table(device.name), origin_of(device)
+    with suppress(OSError, ValueError):
+        tables |= decode(path.read_bytes(), origin)
+    return Output(path, origin, tables)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(PUBLISHED))
+    parser.add_argument("--layer", nargs=4, type=int, metavar="N", help="a rank's sizes of a layer")
+    parser.add_argument("--tp", type=int, default=1, help="parts of the vocabulary with --layer")
+    parser.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=list(ROWS))
+    parser.add_argument("--write", type=Path, metavar="FILE", help="a table of this package")
+    parser.add_argument("--cache", action="store_true", help="write the user's table of this GPU")
+    parser.add_argument("--dtype", choices=["bfloat16", "fp8"], default="bfloat16")
+    parser.add_argument("--head", action="store_true", help="only the logits, not the layers")
+    return parser.parse_args()
 
 
 def main() -> None:
     """Tune the products of the given sizes."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(PUBLISHED))
-    parser.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=list(ROWS))
-    parser.add_argument("--write", type=Path, metavar="FILE", help="tuning.json")
-    parser.add_argument("--dtype", choices=["bfloat16", "fp8"], default="bfloat16")
-    parser.add_argument("--head", action="store_true", help="only the logits, not the layers")
-    arguments = parser.parse_args()
-    is_fp8 = arguments.dtype == "fp8"
+    arguments = _arguments()
+    if arguments.layer:
+        hidden, intermediate, heads, kv_heads = arguments.layer
+        arguments.sizes = [f"model/{arguments.tp}"]
+        SIZES[arguments.sizes[0]] = hidden, intermediate, heads, kv_heads
     pool = torch.empty(POOL, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
-    if is_fp8:
+    if arguments.dtype == "fp8":
         pool = pool.mul_(50).to(FP8)
     unique = dict.fromkeys(
         shape for size in arguments.sizes for shape in shapes(size)[4 * arguments.head :]
     )
-    measured = list(itertools.product(unique, arguments.rows))
-    compile_all(measured, pool.dtype)
+    compile_all(list(itertools.product(unique, arguments.rows)), pool.dtype)
     workspace(torch.device("cuda", torch.cuda.current_device()))
-    tables = {dtype: dict(table) for dtype, table in tuning_tables().items()}
-    table = tables[arguments.dtype]
+    output = output_of(arguments.write, arguments.cache)
+    table = output.tables[arguments.dtype]
     print("| product | rows | cuBLAS µs | ours µs | config |")
     print("| --- | --: | --: | --: | --- |", flush=True)
     for size, rows in itertools.product(arguments.sizes, arguments.rows):
@@ -229,8 +254,9 @@ def main() -> None:
         found[logits] = tune_logits(logits, rows, pool)
         for shape, config in found.items():
             table[(*shape, rows)] = config
-        if arguments.write:
-            write(arguments.write, tables)
+        output.write()
+    if output.path:
+        print(f"{len(table)} tile sizes in {output.path}; workers read them when they start")
 
 
 if __name__ == "__main__":

@@ -6,14 +6,17 @@ from typing import Any
 
 import torch
 
-L2_BYTES = 64 << 20
-"""more than the L2 of any supported GPU; rotate over more data than this"""
+
+def l2_bytes() -> int:
+    """Return more than the L2 of the GPU; rotate over more data than this."""
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return max(64 << 20, int(found.L2_cache_size) * 5 // 4)
 
 
 def graph_us(work: Sequence[Callable[[], object]], repeats: int = 5, min_us: float = 2000) -> float:
     """Return microseconds of one call, the median of `repeats` measurements.
 
-    work: calls with different data, more than L2_BYTES in all, so that caches are not measured.
+    work: calls with different data, more than `l2_bytes` in all, so that caches are not measured.
     """
     for call in work:
         call()

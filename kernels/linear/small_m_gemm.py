@@ -1,12 +1,10 @@
 """Rows products of up to 64 rows, fused with the norm, activation or sum around them.
 
-Reading the weights, once, takes nearly all of the time. `tuning.json` has the tile sizes, which
-`penstock.kernels.bench.linear` measures and writes.
+Reading the weights, once, takes nearly all of the time. Tables have the tile sizes that were
+measured on a GPU; for other GPUs they are estimated.
 """
 
-import json
 from functools import cache, partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,40 +13,20 @@ from torch import Tensor
 
 from penstock.kernels.device import Device, this_device
 from penstock.kernels.elementwise.triton_elementwise import rms_norm
+from penstock.kernels.linear.gemm_candidates import GemmShape
+from penstock.kernels.linear.gemm_config import MAX_PARTIALS, MAX_ROWS, GemmConfig, row_block
+from penstock.kernels.linear.gemm_cost import cheapest
 from penstock.kernels.linear.triton_gemv import gemv_kernel
 from penstock.kernels.linear.triton_small_m_gemm import MAX_SPLIT_K, small_m_gemm_kernel
+from penstock.kernels.linear.tuning_tables import tuning_tables
 from penstock.kernels.quantize.triton_e4m3 import as_operand
 from penstock.kernels.quantize.types import Quantized, Rows, parts
 from penstock.kernels.triton_pdl import LAUNCH
 
-MAX_ROWS = 64
-MAX_PARTIALS = 8 << 20
-"""float32 sums of all splits of a product (32 MB)"""
 MAX_TILES = 8192
 """tiles of a product with split-K"""
 EARLY = 24 << 20
 """bytes of weights up to which the next kernel may overlap a product of several rows"""
-
-
-class GemmConfig(NamedTuple):
-    """Tile sizes of a product: an entry of `tuning.json`."""
-
-    kernel: str
-    """mma: tensor cores, warps divide the columns; slices: tensor cores, warps divide the inner
-    dimension; gemv: for one row"""
-    bn: int
-    """columns of the result per program"""
-    bk: int
-    """elements of the inner dimension per iteration of all warps"""
-    split_k: int
-    """ranges of the inner dimension, up to MAX_SPLIT_K"""
-    num_warps: int
-    num_stages: int
-    prefetch: int
-    """elements of each weight row fetched into the L2 before the previous kernels have ended, a
-    power of two of 64 or more, or 0; unused for a program with one tile, which is read early"""
-    norm_inside: bool = False
-    """the product computes the norm, which gemv always does; otherwise a separate kernel does"""
 
 
 class Product(NamedTuple):
@@ -81,29 +59,6 @@ def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
     return partials, torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
-def row_block(num_rows: int) -> int:
-    """Return the rows of a tensor core tile: 16, 32 or 64."""
-    return max(16, 1 << (num_rows - 1).bit_length())
-
-
-Table = dict[tuple[str, int, int, int], GemmConfig | None]
-"""(kind, rows of the weight, inner dimension, rows of x up to) → None: cuBLAS is faster"""
-TUNING = Path(__file__).with_name("tuning.json")
-
-
-@cache
-def tuning_tables() -> dict[str, Table]:
-    """Return the tables of weights in "bfloat16" and "fp8" from `tuning.json`."""
-    tables: dict[str, Table] = {}
-    for dtype, entries in json.loads(TUNING.read_bytes()).items():
-        tables[dtype] = {}
-        for key, entry in entries.items():
-            kind, num_weights, inner, rows = key.split()
-            config = None if entry is None else GemmConfig(*entry)
-            tables[dtype][kind, int(num_weights), int(inner), int(rows)] = config
-    return tables
-
-
 def choose(
     kind: str,
     num_rows: int,
@@ -114,27 +69,30 @@ def choose(
 ) -> GemmConfig | None:
     """Return the tile sizes for a weight [num_weights, inner], or None if cuBLAS is faster.
 
-    Sizes that were not measured go to cuBLAS, except one row, where the guess is safe. Weights of
-    8 bits that were not measured have the tile sizes of 16 bits, with the norm in a kernel of its
-    own: Triton does not read x ahead if it multiplies numbers of 8 and of 16 bits.
+    Sizes missing from the tables of an H200 go to cuBLAS, except one row, where the guess is safe;
+    on other GPUs the cost is estimated. Weights of 8 bits that were not measured have the tile
+    sizes of 16 bits, with the norm in a kernel of its own: Triton does not read x ahead if it
+    multiplies numbers of 8 and of 16 bits.
 
     kind: add (also without a residual), norm, swiglu or logits (a norm, float32 out). device:
-    default `this_device`; the table holds for the GPUs on which it was measured.
+    default `this_device`.
     """
     if not 1 <= num_rows <= MAX_ROWS or inner % 16:
         return None
     rows = 1 if num_rows == 1 else row_block(num_rows)
     key = (kind, num_weights, inner, rows)
-    tables = tuning_tables()
-    table = tables["fp8"] if is_fp8 and key in tables["fp8"] else tables["bfloat16"]
     device = device or this_device()
-    if not device.is_measured:
-        table = {}
-    if key not in table and rows == 1:
+    tables = tuning_tables(device)
+    table = tables["fp8"] if is_fp8 and key in tables["fp8"] else tables["bfloat16"]
+    if key in table:
+        config = table[key]
+        return config._replace(norm_inside=False) if config and is_fp8 else config
+    if rows == 1:
         weights_per_column = 2 if kind == "swiglu" else 1
         return _guess_gemv(num_weights // weights_per_column, inner, weights_per_column, device)
-    config = table.get(key)
-    return config._replace(norm_inside=False) if config and is_fp8 else config
+    if device.is_measured:
+        return None
+    return cheapest(GemmShape(kind, num_weights, inner), rows, 1 if is_fp8 else 2, device)
 
 
 def _guess_gemv(
@@ -171,16 +129,18 @@ def multiply(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | None:
-    """Return the result, bfloat16 or for logits float32; None if cuBLAS is faster.
+    """Return the result, of x's dtype or for logits float32; None if cuBLAS is faster.
 
     out: memory of the result.
     """
-    if x.dtype != torch.bfloat16:
+    if x.dtype not in (torch.bfloat16, torch.float16):
         return None
     num_weights, inner = weight.shape
     config = choose(kind, x.shape[0], num_weights, inner, isinstance(weight, Quantized))
     if config is None:
         return None
+    if x.dtype == torch.float16:
+        config = config._replace(norm_inside=False)  # squares of x may exceed float16
     product = empty_product(kind, x, weight, norm_weight, eps, residual, out)
     launch(product, config)
     return product.out

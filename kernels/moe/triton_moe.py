@@ -14,13 +14,8 @@ import triton
 from torch import Tensor
 
 from penstock.kernels.device import Device, this_device
-from penstock.kernels.linear.small_m_gemm import (
-    MAX_ROWS,
-    GemmConfig,
-    Product,
-    choose,
-    launch,
-)
+from penstock.kernels.linear.gemm_config import MAX_ROWS, GemmConfig
+from penstock.kernels.linear.small_m_gemm import Product, choose, launch
 from penstock.kernels.moe.triton_moe_kernels import TILE, combine, multiply, route, sort
 from penstock.kernels.quantize.packed import Packed
 from penstock.kernels.quantize.triton_e4m3 import as_operand

@@ -26,6 +26,7 @@ COMMANDS = {
     "keys": "make the keys of a gateway and of its clients",
     "batch": "run a file of requests in OpenAI's batch format; run again, it continues",
     "models": "list the models in the cache of the Hugging Face Hub, and the memory they need",
+    "tune": "measure a model's products on this GPU; from then on the fastest are used",
     "bench": "measure: the pipeline without a model, or a model's throughput and latency",
     "chaos": "kill processes at random moments of a load, and check every answer",
     "options": "print the options of `launch all` as a markdown table",

@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.bench.gemm_candidates import PUBLISHED, SIZES, shapes
-from penstock.kernels.bench.timing import L2_BYTES, graph_us
+from penstock.kernels.bench.timing import graph_us, l2_bytes
+from penstock.kernels.linear.gemm_candidates import PUBLISHED, SIZES, shapes
 from penstock.kernels.linear.small_m_gemm import MAX_ROWS, choose, empty_product, launch
 from penstock.kernels.linear.triton_block_scales import block_product
 from penstock.kernels.quantize.quantize import quantize, quantize_blocks
@@ -73,7 +73,7 @@ WAYS: dict[str, Way] = {
 def measure(rows: int, num_columns: int, inner: int) -> None:
     """Print a line for each way."""
     x = torch.randn(rows, inner, dtype=torch.bfloat16, device="cuda")
-    copies = 1 + 2 * L2_BYTES // (num_columns * inner)
+    copies = 1 + 2 * l2_bytes() // (num_columns * inner)
     originals = [torch.randn(num_columns, inner, device="cuda") for _ in range(copies)]
     blocks = [quantize_blocks(one) for one in originals]
     by_rows = [quantize(one.dequantized()) for one in blocks]  # what FP8 checkpoints became before

@@ -169,13 +169,14 @@ def _many_rows(rows: int) -> None:
 
 
 def _products(is_fp8: bool) -> None:
-    """Multiply by each distinct entry of the table that holds, and one row of Qwen3's sizes."""
+    """Multiply by each distinct entry of the table that holds, and by Qwen3's sizes."""
     from penstock.kernels.device import this_device
-    from penstock.kernels.linear.small_m_gemm import multiply, tuning_tables
+    from penstock.kernels.linear.small_m_gemm import multiply
+    from penstock.kernels.linear.tuning_tables import tuning_tables
 
-    chosen = {(kind, weights, inner, 1): None for kind, weights, inner in PRODUCTS}
-    if this_device().is_measured:
-        chosen |= dict.fromkeys(tuning_tables()["fp8" if is_fp8 else "bfloat16"])
+    all_rows = product(PRODUCTS, (1, 16, 32, 64))
+    chosen = {(*one, rows): None for one, rows in all_rows}
+    chosen |= dict.fromkeys(tuning_tables(this_device())["fp8" if is_fp8 else "bfloat16"])
     for kind, num_weights, inner, rows in chosen:
         residual = numbers(rows, num_weights) if kind == "add" else None
         norm = None if kind == "add" else numbers(inner)

@@ -21,8 +21,10 @@ from penstock.kernels.attention.triton_decode_items import (
 )
 from penstock.kernels.attention.triton_prefill import PrefillTuning, prefill_shared_bytes
 from penstock.kernels.device import SIMULATED_GPU, Device, simulated, this_device
-from penstock.kernels.linear.small_m_gemm import GemmConfig, choose, tuning_tables
+from penstock.kernels.linear.gemm_candidates import GemmShape, candidates
+from penstock.kernels.linear.small_m_gemm import GemmConfig, choose
 from penstock.kernels.linear.triton_block_scales import tile_of, tile_shared_bytes
+from penstock.kernels.linear.tuning_tables import packaged_tables
 from penstock.kernels.moe.triton_moe import (
     FP8_TUNINGS,
     NARROW,
@@ -75,7 +77,7 @@ def test_prefill_in_fp8_spills_no_registers() -> None:
 
 
 def test_products_on_an_h200() -> None:
-    for dtype, table in tuning_tables().items():
+    for dtype, table in packaged_tables().items():
         for (kind, weights, inner, rows), config in table.items():
             is_fp8 = dtype == "fp8"
             expected = config._replace(norm_inside=False) if config and is_fp8 else config
@@ -87,7 +89,7 @@ def test_products_on_an_h200() -> None:
         ("swiglu", 6144, 17408): (8, 1024, 1, 4, 4, 1024),
     }
     for (kind, weights, inner), guess in guesses.items():
-        if (kind, weights, inner, 1) not in tuning_tables()["bfloat16"]:
+        if (kind, weights, inner, 1) not in packaged_tables()["bfloat16"]:
             assert choose(kind, 1, weights, inner, device=H200) == GemmConfig("gemv", *guess)
     tiles = [tile_of(rows, H200) for rows in (1, 40, 256, 257, 4096)]
     assert tiles == [(16, 64, 4, 6), *[(64, 64, 4, 6)] * 2, *[(128, 128, 8, 4)] * 2]
@@ -124,9 +126,11 @@ def test_every_choice_fits(device: Device, is_fp8: bool) -> None:
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 100, 120])
 def test_the_table_of_an_h200_holds_for_no_other_gpu(arch: int) -> None:
-    measured = ("add", 16, 1024, 2048)
-    assert choose(*measured, device=H200)
-    assert choose(*measured, device=DEVICES[arch]) is None
+    measured = ("add", 16, 4096, 12288)
+    assert choose(*measured, device=H200) == packaged_tables()["bfloat16"]["add", 4096, 12288, 16]
+    shape = GemmShape("add", 4096, 12288)
+    assert choose(*measured, device=DEVICES[arch]) in candidates(shape, 16, 2, DEVICES[arch])
+    assert choose("add", 64, 4096, 12288, device=DEVICES[arch]) is None
     assert choose("swiglu", 1, 6144, 17408, device=DEVICES[arch]) is not None
 
 

@@ -5,15 +5,15 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.linear import small_m_gemm
+from penstock.kernels.linear.gemm_config import Table
 from penstock.kernels.linear.small_m_gemm import (
     GemmConfig,
     Product,
-    Table,
     choose,
     launch,
     multiply,
-    tuning_tables,
 )
+from penstock.kernels.linear.tuning_tables import packaged_tables
 from penstock.kernels.quantize.quantize import quantize
 from penstock.kernels.quantize.types import Quantized
 from tests.kernels.conftest import on_gpu
@@ -57,9 +57,9 @@ def product(kind: str, rows: int, inner: int, columns: int, dtype: torch.dtype) 
 
 
 def use_tables(monkeypatch: pytest.MonkeyPatch, bfloat16: Table, fp8: Table | None = None) -> None:
-    """Replace the tables of `tuning.json`."""
+    """Replace the tables of an H200."""
     tables = {"bfloat16": bfloat16, "fp8": fp8 or {}}
-    monkeypatch.setattr(small_m_gemm, "tuning_tables", lambda: tables)
+    monkeypatch.setattr(small_m_gemm, "tuning_tables", lambda _device: tables)
 
 
 def to(operands: Product, device: str) -> Product:
@@ -238,12 +238,12 @@ def test_chooses_nothing_for_what_no_kernel_takes(
     assert choose("add", rows, 48, inner) is None
 
 
-def test_only_bfloat16_is_multiplied_here() -> None:
+def test_only_16_bits_are_multiplied_here() -> None:
     assert multiply("add", torch.zeros(1, 64), torch.zeros(48, 64)) is None
 
 
 def test_what_was_measured_fits_the_workspace() -> None:
-    bfloat16, fp8 = tuning_tables()["bfloat16"], tuning_tables()["fp8"]
+    bfloat16, fp8 = packaged_tables()["bfloat16"], packaged_tables()["fp8"]
     assert len(bfloat16) > 100
     assert len(fp8) > 40
     for (kind, num_weights, _, rows), config in (*bfloat16.items(), *fp8.items()):

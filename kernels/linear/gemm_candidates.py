@@ -3,8 +3,8 @@
 import itertools
 from typing import NamedTuple
 
-from penstock.kernels.device import this_device
-from penstock.kernels.linear.small_m_gemm import MAX_PARTIALS, GemmConfig, row_block
+from penstock.kernels.device import Device, this_device
+from penstock.kernels.linear.gemm_config import MAX_PARTIALS, GemmConfig, row_block
 from penstock.kernels.sampling.sampling import shard_size
 
 PUBLISHED = {
@@ -59,9 +59,17 @@ def shapes(size: str) -> list[GemmShape]:
     ]
 
 
-def candidates(shape: GemmShape, rows: int, weight_bytes: int = 2) -> list[GemmConfig]:
-    """Return tile sizes with enough programs for all SMs and enough bytes in flight that fit."""
-    ways = [one for one in _tensor_cores(shape, rows) if _fits(shape, rows, one, weight_bytes)]
+def candidates(
+    shape: GemmShape, rows: int, weight_bytes: int = 2, device: Device | None = None
+) -> list[GemmConfig]:
+    """Return tile sizes with enough programs for all SMs and enough bytes in flight that fit.
+
+    device: default `this_device`.
+    """
+    device = device or this_device()
+    ways = [
+        one for one in _tensor_cores(shape, rows) if _fits(shape, rows, one, weight_bytes, device)
+    ]
     outside = [one for one in ways if one.num_warps > 2]
     if weight_bytes == 1:  # a norm is outside: see `penstock.kernels.linear.small_m_gemm.choose`
         return (_gemvs(shape, 256) if rows == 1 else []) + outside
@@ -110,7 +118,9 @@ def _whole(shape: GemmShape, rows: int) -> list[GemmConfig]:
     return configs
 
 
-def _fits(shape: GemmShape, rows: int, config: GemmConfig, weight_bytes: int) -> bool:
+def _fits(
+    shape: GemmShape, rows: int, config: GemmConfig, weight_bytes: int, device: Device
+) -> bool:
     programs = -(-shape.num_columns // config.bn) * config.split_k
     if shape.inner % config.bk or config.bk * config.split_k > shape.inner:
         return False
@@ -126,7 +136,6 @@ def _fits(shape: GemmShape, rows: int, config: GemmConfig, weight_bytes: int) ->
         return False
     weights = config.bn * shape.weights_per_column * weight_bytes
     tile = config.bk * (2 * row_block(rows) + weights)
-    device = this_device()
     shared_bytes = device.shared_bytes - RESERVED_BYTES
     # At most this many programs have their tiles on one SM at once.
     resident = min(-(-programs // device.num_sms), shared_bytes // (tile * config.num_stages))

@@ -1,0 +1,57 @@
+"""`launch tune`: measures the products of a model on this machine's GPU, and keeps the fastest."""
+
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+
+from penstock.launch.commands.gpus import num_gpus
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.hub import resolve
+from penstock.launch.pipeline.options import add_options, given_options
+from penstock.protocol.checkpoint import (
+    ModelConfig,
+    ModelError,
+    check_tp,
+    quantized,
+    read_model_config,
+)
+from penstock.protocol.config import Config
+
+HEAD_DIM = 128
+"""of every published Qwen3"""
+
+
+def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
+    command.set_defaults(run=_run)
+    add_options(command, Config, ["model", "revision", "tp", "quantization"])
+
+
+def _run(arguments: Namespace) -> int:
+    if num_gpus() == 0:
+        raise LaunchError("tune: got a machine without an NVIDIA GPU, expected one to measure")
+    given = given_options(arguments, Config)
+    options = [f"--dtype={'fp8' if given.get('quantization') == 'fp8' else 'bfloat16'}"]
+    if given.get("model"):
+        config = Config(**resolve(given, weights=False))
+        try:
+            model = quantized(read_model_config(config.model_folder), config.quantization)
+            check_tp(model, config.tp)
+        except ModelError as error:
+            raise LaunchError(str(error)) from error
+        options = layer_options(model, config.tp)
+    command = [sys.executable, "-m", "penstock.kernels.bench.linear", "--cache", *options]
+    return subprocess.run(command, check=False).returncode
+
+
+def layer_options(model: ModelConfig, tp: int) -> list[str]:
+    """Return options of the measuring program for a rank's products. Raises LaunchError."""
+    if model.head_dim != HEAD_DIM:
+        raise LaunchError(
+            f"tune: got a model with heads of {model.head_dim}, expected {HEAD_DIM}, as Qwen3 has; "
+            "products of others run without tuning"
+        )
+    heads, kv_heads = model.num_attention_heads // tp, max(1, model.num_key_value_heads // tp)
+    sizes = model.hidden_size, model.intermediate_size // tp, heads, kv_heads
+    dtype = "fp8" if model.fp8 else "bfloat16"
+    return ["--layer", *map(str, sizes), f"--tp={tp}", f"--dtype={dtype}"]
