@@ -95,7 +95,8 @@ def _check_encoding(request: Request) -> None:
     """Raise RefusedError for a request that can't be sent on, or recognized as poison."""
     try:
         for field in UNTYPED:
-            msgspec.msgpack.encode(comparable(getattr(request, field, None)))
+            if value := getattr(request, field, None):
+                msgspec.msgpack.encode(comparable(value))
     except (*DECODE_ERRORS, TypeError) as error:
         text = "expected strings as keys, and integers of up to 64 bits"
         raise RefusedError(
