@@ -82,6 +82,7 @@ class LaunchedStep:
         """
         self._sampled = sampled
         self._complete: Callable[[], tuple[Tensor, Any, PendingOutput]] | None = complete
+        self._token_ids: list[int] | None = None
 
     def complete(self) -> None:
         """Launch the rest of the step; waits for earlier tokens if rows depend on these."""
@@ -95,11 +96,13 @@ class LaunchedStep:
 
     def token_ids(self) -> list[int]:
         """Wait for the sampled tokens; -1 for a failed row."""
-        self.complete()
-        if self._event is not None:
-            self._event.synchronize()
-        ids: list[int] = self._tokens.numpy()[self._sampled].tolist()
-        return ids
+        if self._token_ids is None:
+            self.complete()
+            if self._event is not None:
+                self._event.synchronize()
+            ids: list[int] = self._tokens.numpy()[self._sampled].tolist()
+            self._token_ids = ids
+        return self._token_ids
 
     def output(self) -> StepOutput:
         """Wait for the other outputs of the step."""

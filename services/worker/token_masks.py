@@ -46,7 +46,8 @@ class TokenMasks:
             is_pinned = self._stream is not None
             self._host = torch.full(shape, -1, dtype=torch.int32, pin_memory=is_pinned)
         masks: Bitmask = self._host.numpy()
-        masks[list(self._new)] = -1
+        if self._new:
+            masks[list(self._new)] = -1
         return masks
 
     def copy(self, slots: list[int], tags: dict[int, int]) -> None:
