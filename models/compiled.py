@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from penstock.kernels.attention.types import KVCache
 from penstock.kernels.cpu.compiled_layers import CompiledLayers
-from penstock.kernels.cpu.types import LayerShape, LayerWeights
+from penstock.kernels.cpu.integers import quantize
+from penstock.kernels.cpu.types import MATRICES, LayerShape, LayerWeights, Matrix
 from penstock.kernels.step.forward_batch import ForwardBatch
 from penstock.models.moe import MoE
 from penstock.models.parallel import RMSNorm
@@ -19,13 +20,17 @@ from penstock.protocol.checkpoint import ModelConfig
 class CompiledDecoder:
     """A replacement of a model's layers and output layer; experts stay in torch."""
 
-    def __init__(self, model: Qwen3, config: ModelConfig) -> None:
+    def __init__(
+        self, model: Qwen3, config: ModelConfig, bits: int = 16, quantize_lm_head: bool = False
+    ) -> None:
         """Compile a loaded model, whose matrices become bfloat16 if that changes none.
 
-        Raises ValueError for a model that can't be compiled, OSError.
+        bits: 8 or 4 make integers of the layers' matrices, which are freed. quantize_lm_head: the
+        output layer likewise, with 8 bits. Raises ValueError for a model that can't be compiled,
+        OSError.
         """
-        if config.fp8:
-            raise ValueError("weights in 8 bits")
+        if config.weight_format:
+            raise ValueError(f"weights in {config.format_name}")
         self._tp = model.tp
         self._embed = model.model.embed_tokens
         self._layers: list[DecoderLayer] = list(model.model.layers)  # type: ignore[arg-type]
@@ -38,10 +43,21 @@ class CompiledDecoder:
             config.intermediate_size // model.tp.size,
             config.rms_norm_eps,
         )
-        narrowed = _narrow(self._layers, [self._embed.weight, model.head.weight])
+        weight = model.head.weight
+        narrowed = _narrow(self._layers, [self._embed.weight, weight])
+        head: Matrix | None = weight if isinstance(weight, Tensor) else None  # e4m3: in torch
+        self._integer_head = None
+        if quantize_lm_head and isinstance(head, Tensor):
+            self._integer_head = head = quantize(head, 8)
         try:
-            weights = [_weights(layer) for layer in self._layers]
-            self._compiled = CompiledLayers(weights, shape, model.attention.block_size)
+            weights = [_quantized(_weights(layer), bits) for layer in self._layers]
+            self._compiled = CompiledLayers(
+                weights,
+                shape,
+                model.attention.block_size,
+                head=head,
+                embedding=self._embed.weight,
+            )
         except Exception:
             for matrix in narrowed:  # torch needs one type
                 matrix.data = matrix.data.float()
@@ -83,7 +99,8 @@ class CompiledDecoder:
         self, hidden_states: Tensor, norm: RMSNorm, weight: Tensor, out: Tensor | None
     ) -> Tensor:
         """Compute `ParallelLMHead.logits`."""
-        return self._compiled.logits(hidden_states, norm.weight, norm.eps, weight, out)
+        matrix = self._integer_head or weight
+        return self._compiled.logits(hidden_states, norm.weight, norm.eps, matrix, out)
 
 
 def _weights(layer: DecoderLayer) -> LayerWeights:
@@ -100,6 +117,19 @@ def _weights(layer: DecoderLayer) -> LayerWeights:
         gate_up=None if is_sparse else mlp.gate_up_proj.weight,
         down=None if is_sparse else mlp.down_proj.weight,
     )
+
+
+def _quantized(layer: LayerWeights, bits: int) -> LayerWeights:
+    """Return the layer with integers of fewer than 16 bits, and free its matrices."""
+    if bits == 16:
+        return layer
+    changed: dict[str, Any] = {}
+    for name in MATRICES:
+        matrix = getattr(layer, name)
+        if isinstance(matrix, nn.Parameter):
+            changed[name] = quantize(matrix, bits)
+            matrix.data = matrix.data.new_empty(0)
+    return layer._replace(**changed)
 
 
 def _narrow(layers: list[DecoderLayer], others: list[object]) -> list[nn.Parameter]:

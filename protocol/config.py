@@ -75,10 +75,11 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     have much less to do; load: the one with the fewest"""
     enable_expert_parallel: bool = False
     """each worker has whole experts instead of a part of every expert (MoE)"""
-    quantization: Literal["none", "fp8"] = "none"
-    """weights of the layers in 8 bits; a checkpoint in fp8 is known as such"""
+    quantization: Literal["none", "fp8", "int8", "int4"] = "none"
+    """weights of the layers in 8 bits, on CPUs also as integers of 8 or 4 bits; a checkpoint in fp8
+    is known as such"""
     quantize_lm_head: bool = False
-    """the head in 8 bits (e4m3), too, whatever the layers are in"""
+    """the head in 8 bits (e4m3, with int8 and int4: integers), too"""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """keys and values as the model computes them, or in 8 bits (e4m3)"""
     speculative_method: Literal["none", "ngram"] = "none"

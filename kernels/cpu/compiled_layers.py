@@ -16,15 +16,24 @@ from torch import Tensor
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
 from penstock.kernels.attention.types import KVCache
 from penstock.kernels.cpu.compiler import Target, load
+from penstock.kernels.cpu.integers import GROUP, Integers
 from penstock.kernels.cpu.llvm_attention import KEYS
-from penstock.kernels.cpu.llvm_decoder import build_module
+from penstock.kernels.cpu.llvm_decoder import Kinds, build_module
 from penstock.kernels.cpu.llvm_linear import COLUMNS
-from penstock.kernels.cpu.types import HeadFields, LayerShape, LayerWeights, StepFields
+from penstock.kernels.cpu.types import (
+    MATRICES,
+    HeadFields,
+    LayerShape,
+    LayerWeights,
+    Matrix,
+    StepFields,
+)
 from penstock.kernels.step.forward_batch import ForwardBatch
 
 MIN_THREAD_BYTES = 256 << 10
 """of a layer's weights, below which another thread costs more than it computes"""
-WEIGHTS = {torch.float32: "f32", torch.bfloat16: "bf16"}
+KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "q8", torch.uint8: "q4"}
+"""of matrices by the type of their elements"""
 
 
 def unsupported(shape: LayerShape) -> str:
@@ -45,28 +54,35 @@ class CompiledLayers:
         shape: LayerShape,
         block_size: int,
         target: Target | None = None,
+        *,
+        head: Matrix | None = None,
+        embedding: Tensor | None = None,
     ) -> None:
         """Compile for `target`, by default this CPU.
+
+        head, embedding: weights of `logits` and `embed`; by default of the layers' kind,
+        and float32.
 
         Raises ValueError for layers that can't be compiled, OSError if compiled code can't be run.
         """
         if reason := unsupported(shape):
             raise ValueError(reason)
-        self._dtype = layers[0].qkv.dtype
+        dtype = _elements(layers[0].qkv).dtype
         for layer in layers:
-            _check_layer(layer, shape, self._dtype)
+            _check_layer(layer, shape, dtype)
+        self._head_dtype = dtype if head is None else _elements(head).dtype
+        self._embedding_dtype = torch.float32 if embedding is None else embedding.dtype
         self._layers = layers  # keeps the memory
         self._shape, self._block_size = shape, block_size
-        sizes = WEIGHTS[self._dtype], shape.head_dim, shape.heads // shape.kv_heads
+        kinds = Kinds(KINDS[dtype], KINDS[self._head_dtype], KINDS[self._embedding_dtype])
+        sizes = kinds, shape.head_dim, shape.heads // shape.kv_heads
         self._library = load(lambda cpu: str(build_module(cpu, *sizes)), repr(sizes), target)
         self._decoder = self._library.function("decoder", 6)
         self._head = self._library.function("head", 3)
         self._embed = self._library.function("embed", 5)
         self._num_threads = _num_threads(layers[0])
         self._pool = ThreadPoolExecutor(max(1, self._num_threads - 1), "layers")
-        self._addresses = [
-            [0 if tensor is None else tensor.data_ptr() for tensor in layer] for layer in layers
-        ]
+        self._addresses = [_addresses(layer) for layer in layers]
         self._kv_caches: Sequence[KVCache] | None = None
         self._scale, self._eps = (
             torch.tensor(number, dtype=torch.float32)
@@ -129,7 +145,7 @@ class CompiledLayers:
         """Return the weight's rows of token_ids, int64, as float32; the ids are not checked."""
         check_tensor("token_ids", token_ids, (-1,), torch.int64)
         check_contiguous("token_ids", token_ids)
-        check_tensor("weight", weight, (-1, self._shape.hidden), self._dtype)
+        check_tensor("weight", weight, (-1, self._shape.hidden), self._embedding_dtype)
         check_contiguous("weight", weight)
         out = torch.empty(len(token_ids), self._shape.hidden)
         addresses = (tensor.data_ptr() for tensor in (token_ids, weight, out))
@@ -151,13 +167,12 @@ class CompiledLayers:
         self._on_all_threads(self._decoder, *arguments)
 
     def logits(
-        self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, out: Tensor | None = None
+        self, x: Tensor, norm: Tensor, eps: float, weight: Matrix, out: Tensor | None = None
     ) -> Tensor:
         """Compute `rms_norm(x) @ weight.T`, float32 [num_rows, columns]."""
         num_rows, size = x.shape
         check_tensor("x", x, (-1, self._shape.hidden), torch.float32)
-        check_tensor("weight", weight, (-1, size), self._dtype)
-        check_contiguous("weight", weight)
+        _check_matrix("weight", weight, (-1, size), self._head_dtype)
         check_tensor("norm", norm, (size,), torch.float32)
         x = x.contiguous()
         self._reserve(num_rows)
@@ -169,7 +184,8 @@ class CompiledLayers:
             x=x.data_ptr(),
             norm=norm.data_ptr(),
             eps=epsilon.data_ptr(),
-            weight=weight.data_ptr(),
+            weight=_elements(weight).data_ptr(),
+            scale=weight.scale.data_ptr() if isinstance(weight, Integers) else 0,
             out=out.data_ptr(),
             normed=self._normed.data_ptr(),
             scratch=self._scratch.data_ptr(),
@@ -204,9 +220,21 @@ class CompiledLayers:
         self._kv_caches = kv_caches
 
 
+def _elements(matrix: Matrix) -> Tensor:
+    """Return the tensor of a matrix's elements."""
+    return matrix.codes if isinstance(matrix, Integers) else matrix
+
+
+def _addresses(layer: LayerWeights) -> list[int]:
+    tensors = [None if matrix is None else _elements(matrix) for matrix in layer]
+    matrices = [getattr(layer, name) for name in MATRICES]
+    scales = [matrix.scale if isinstance(matrix, Integers) else None for matrix in matrices]
+    return [0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, *scales)]
+
+
 def _num_threads(layer: LayerWeights) -> int:
     """Return the number of threads that pays for layers of this size."""
-    num_bytes = sum(tensor.nbytes for tensor in layer if tensor is not None)
+    num_bytes = sum(_elements(matrix).nbytes for matrix in layer if matrix is not None)
     return max(1, min(torch.get_num_threads(), num_bytes // MIN_THREAD_BYTES))
 
 
@@ -223,8 +251,20 @@ def _check_layer(layer: LayerWeights, shape: LayerShape, dtype: torch.dtype) -> 
         "gate_up": (2 * shape.intermediate, shape.hidden),
         "down": (shape.hidden, shape.intermediate),
     }
-    for name, tensor in layer._asdict().items():
-        if tensor is not None:
-            is_matrix = len(expected[name]) == 2
-            check_tensor(name, tensor, expected[name], dtype if is_matrix else torch.float32)
-            check_contiguous(name, tensor)
+    for name, matrix in layer._asdict().items():
+        if matrix is not None:
+            is_matrix = name in MATRICES
+            _check_matrix(name, matrix, expected[name], dtype if is_matrix else torch.float32)
+
+
+def _check_matrix(name: str, matrix: Matrix, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise ValueError unless a weight has this shape, and elements of this type."""
+    elements = _elements(matrix)
+    if isinstance(matrix, Integers):
+        *others, columns = shape
+        check_tensor(name, elements, (*others, columns * matrix.bits // 8), dtype)
+        check_tensor(f"{name}'s scale", matrix.scale, (len(elements), columns // GROUP))
+        check_contiguous(f"{name}'s scale", matrix.scale)
+    else:
+        check_tensor(name, elements, shape, dtype)
+    check_contiguous(name, elements)

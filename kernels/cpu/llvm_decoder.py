@@ -5,6 +5,8 @@ residual stream itself, or zeros for a rank of a group, whose results are added 
 Threads share the rows or the columns of each operation and wait for one another in between.
 """
 
+from typing import NamedTuple
+
 from llvmlite import ir
 
 from penstock.kernels.cpu.compiler import Target
@@ -45,34 +47,52 @@ class _Team:
         self._k.call(self._barrier, self._count, self.size)
 
 
-def build_module(target: Target, weight: str, head_dim: int, group: int) -> ir.Module:
-    """Return the functions `embed`, `decoder` and `head`.
+class Kinds(NamedTuple):
+    """Kinds of matrices: "f32", "bf16", "q8" or "q4"."""
 
-    weight: "f32" or "bf16". group: query heads of a KV head.
-    """
+    layers: str
+    head: str
+    embedding: str
+
+
+def build_module(target: Target, kinds: Kinds, head_dim: int, group: int) -> ir.Module:
+    """Return the functions `embed`, `decoder` and `head`; group: query heads of a KV head."""
     module = ir.Module("penstock")
     norm = Kernel(module, "norm", "f32 f32 f32 f32 int int int")
     emit_norm(norm, target)
     norm.end()
-    product = Kernel(module, "product", f"int f32 {weight} int int int int int f32 f32")
-    emit_product(product, target)
-    product.end()
+    products = {kind: _product(module, target, kind) for kind in {kinds.layers, kinds.head}}
     rope = Kernel(module, "rope", "f32 int int f32 f32 f32 f32 f32 i64 i64 f32 f32 int int int")
     emit_rope_store(rope, target, head_dim)
     rope.end()
-    kinds = "f32 int f32 int f32 f32 int i32 int int int int int int"
-    attention = Kernel(module, "attention", kinds)
+    arguments = "f32 int f32 int f32 f32 int i32 int int int int int int"
+    attention = Kernel(module, "attention", arguments)
     emit_attention(attention, target, head_dim, group)
     attention.end()
     barrier = _barrier(module)
-    embed = Kernel(module, "embed", f"i64 {weight} f32 int int", public=True)
+    embed = Kernel(module, "embed", f"i64 {kinds.embedding} f32 int int", public=True)
     emit_embedding(embed, target)
     embed.end()
     head = Kernel(module, "head", "i64 int int", public=True)
-    _emit_head(head, weight, norm, product, barrier)
+    _emit_head(head, element(kinds.head), norm, products[kinds.head], barrier)
     decoder = Kernel(module, "decoder", "i64 i64 int int int int", public=True)
-    _Decoder(decoder, weight, head_dim, group, norm, product, rope, attention, barrier).emit()
+    layers = element(kinds.layers), head_dim, group
+    product = products[kinds.layers]
+    _Decoder(decoder, *layers, norm, product, rope, attention, barrier).emit()
     return module
+
+
+def element(kind: str) -> str:
+    """Return the elements in memory of a kind of matrix."""
+    return "i8" if kind in ("q8", "q4") else kind
+
+
+def _product(module: ir.Module, target: Target, kind: str) -> Kernel:
+    arguments = f"int f32 {element(kind)} f32 int int int int int f32 f32"
+    product = Kernel(module, f"product_{kind}", arguments)
+    emit_product(product, target, kind)
+    product.end()
+    return product
 
 
 def _barrier(module: ir.Module) -> Kernel:
@@ -109,9 +129,9 @@ def _emit_head(k: Kernel, weight: str, norm: Kernel, product: Kernel, barrier: K
     scratch = at["scratch"].pointer(0, "f32") + at["scratch_size"][0] * thread
     k.call(norm, x, gain, eps, normed, size, *team.share(num_rows))
     team.wait()
-    matrix = at["weight"].pointer(0, weight)
+    matrix = at["weight"].pointer(0, weight), at["scale"].pointer(0, "f32")
     bounds = team.share(columns, COLUMNS)
-    k.call(product, STORE, normed, matrix, size, columns, *bounds, num_rows, out, scratch)
+    k.call(product, STORE, normed, *matrix, size, columns, *bounds, num_rows, out, scratch)
     k.end()
 
 
@@ -177,9 +197,10 @@ class _Decoder:
     ) -> None:
         """Multiply x with a weight of the layer, and wait."""
         matrix = layer.pointer(LAYER.index(name), self.weight)
+        scales = layer.pointer(LAYER.index(f"{name}_scale"), "f32")
         bounds = self.team.share(columns, COLUMNS)
         rest = self.num_tokens, out, self.scratch
-        self.k.call(self.product, mode, x, matrix, size, columns, *bounds, *rest)
+        self.k.call(self.product, mode, x, matrix, scales, size, columns, *bounds, *rest)
         self.team.wait()
 
     def _attention_half(self, layer: Pointer) -> None:

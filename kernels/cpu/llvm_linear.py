@@ -5,8 +5,11 @@ its lanes, added in one fixed order. A result thus has the same bits in every ti
 bits do not depend on the number of rows or of threads.
 """
 
+from collections.abc import Sequence
+
 from penstock.kernels.cpu.compiler import Target
 from penstock.kernels.cpu.emitter import Kernel
+from penstock.kernels.cpu.integers import GROUP, IntegerPointer, weight_pointer
 from penstock.kernels.cpu.llvm_elementwise import add_lanes, silu
 from penstock.kernels.cpu.values import Pointer, Value
 
@@ -16,14 +19,15 @@ COLUMNS = 4
 BLOCK_BYTES = 256 << 10
 """of input rows that are multiplied with all columns before the next rows"""
 WIDENED_ROWS = 12
-"""rows from which columns of 16 bits are widened in memory, once for all rows"""
+"""rows from which columns of fewer bits are widened in memory, once for all rows"""
+Weight = Pointer | IntegerPointer
 
 
 def dot_tile(
     k: Kernel,
     target: Target,
     xs: list[Pointer],
-    ws: list[Pointer],
+    ws: Sequence[Weight],
     size: "Value | int",
     ahead: Value | None = None,
 ) -> list[Value]:
@@ -35,32 +39,45 @@ def dot_tile(
     lanes = target.lanes
     sums = [[k.variable(k.zeros(lanes)) for _ in ws] for _ in xs]
 
-    def accumulate(at: Value, count: Value | None = None) -> None:
-        columns = [w.vector(at, lanes, count) for w in ws]
-        if ahead is not None:
-            for w in ws:
-                (w + at).prefetch(ahead)
+    def accumulate(at: Value, columns: list[Value], count: Value | None = None) -> None:
         for x, row in zip(xs, sums, strict=True):
             values = x.vector(at, lanes, count)
             for column, total in zip(columns, row, strict=True):
                 total.value = values.fma(column, total.value)
 
-    with k.range(0, size - size % lanes, lanes) as at:
-        accumulate(at)
-    if isinstance(size, Value):
-        whole = size - size % lanes
-        with k.when(whole < size):
-            accumulate(whole, size - whole)
+    def prefetch(at: Value) -> None:
+        if ahead is not None:
+            for w in ws:
+                (w + at).prefetch(ahead)
+
+    plain = [w for w in ws if isinstance(w, Pointer)]
+    if not plain:
+        with k.range(0, size, GROUP) as at:
+            groups = [w.group(at) for w in ws if isinstance(w, IntegerPointer)]
+            prefetch(at)
+            for first in range(0, GROUP, lanes):
+                accumulate(at + first, [group.vector(first, lanes) for group in groups])
+    else:
+        with k.range(0, size - size % lanes, lanes) as at:
+            prefetch(at)
+            accumulate(at, [w.vector(at, lanes) for w in plain])
+        if isinstance(size, Value):
+            whole = size - size % lanes
+            count = size - whole
+            with k.when(whole < size):
+                accumulate(whole, [w.vector(whole, lanes, count) for w in plain], count)
     return [add_lanes([total.value for total in row], lanes) for row in sums]
 
 
-def emit_product(k: Kernel, target: Target) -> None:
-    """Multiply rows with columns `begin` to `end` of a weight.
+def emit_product(k: Kernel, target: Target, kind: str) -> None:
+    """Multiply rows with columns `begin` to `end` of a weight of a kind.
 
-    Arguments: mode (STORE, ADD to `out`, SWIGLU), x, weight, size (in_features), columns (all of
-    the result), begin, end, num_rows, out, scratch (COLUMNS * size float32). `begin` divides by 4.
+    Arguments: mode (STORE, ADD to `out`, SWIGLU), x, weight, its scales, size (in_features),
+    columns (all of the result), begin, end, num_rows, out, scratch (COLUMNS * size float32).
+    `begin` divides by 4.
     """
-    mode, x, weight, size, columns, begin, end, num_rows, out, scratch = k.arguments
+    mode, x, codes, scales, size, columns, begin, end, num_rows, out, scratch = k.arguments
+    weight = weight_pointer(kind, codes, scales)
     step = (mode.compare("==", SWIGLU)).choose(k.integer(COLUMNS // 2), COLUMNS)
     rows_of_block = k.integer(BLOCK_BYTES // 4) // size
     rows_of_block = rows_of_block - rows_of_block % target.rows + target.rows
@@ -69,6 +86,8 @@ def emit_product(k: Kernel, target: Target) -> None:
         last = k.smaller(first + rows_of_block, num_rows)
         # a CPU foresees one stream of memory better than four
         is_alone = (num_rows.compare("==", 1)) * (mode.compare("!=", SWIGLU))
+        if isinstance(weight, IntegerPointer):
+            is_alone = num_rows < 0  # never: one sum at a time would take longer than memory
         rest = is_alone.choose(end - begin, (end - begin) % step)
         with k.range(begin, end - rest, step) as column:
             _columns(place, weight, scratch, column, first, last)
@@ -77,11 +96,11 @@ def emit_product(k: Kernel, target: Target) -> None:
 
 
 def _columns(
-    place: "_Place", weight: Pointer, scratch: Pointer, column: Value, first: Value, last: Value
+    place: "_Place", weight: Weight, scratch: Pointer, column: Value, first: Value, last: Value
 ) -> None:
     k, size = place.k, place.size
     is_swiglu = place.mode.compare("==", SWIGLU)
-    ws = []
+    ws: list[Weight] = []
     for index in range(COLUMNS):
         own = column + index
         of_pair = column + index % 2 + (place.columns if index > 1 else 0)
@@ -98,8 +117,14 @@ def _columns(
         place.rows(ws, column, first, last, is_streamed=True)
 
 
-def _widen(place: "_Place", source: Pointer, to: Pointer) -> None:
+def _widen(place: "_Place", source: Weight, to: Pointer) -> None:
     lanes = place.target.lanes
+    if isinstance(source, IntegerPointer):
+        with place.k.range(0, place.size, GROUP) as at:
+            group = source.group(at)
+            for first in range(0, GROUP, lanes):
+                to[at + first] = group.vector(first, lanes)
+        return
     whole = place.size - place.size % lanes
     with place.k.range(0, whole, lanes) as at:
         to[at] = source.vector(at, lanes)
@@ -124,7 +149,12 @@ class _Place:
         self.x, self.size, self.columns, self.out = x, size, columns, out
 
     def rows(
-        self, ws: list[Pointer], column: Value, first: Value, last: Value, is_streamed: bool = False
+        self,
+        ws: Sequence[Weight],
+        column: Value,
+        first: Value,
+        last: Value,
+        is_streamed: bool = False,
     ) -> None:
         """Multiply rows `first` to `last` with a column of tiles.
 
@@ -137,7 +167,7 @@ class _Place:
         self.k.tiles(first, last, self.target.rows, tile)
 
     def tile(
-        self, rows: list[Value], ws: list[Pointer], column: Value, is_streamed: bool = False
+        self, rows: list[Value], ws: Sequence[Weight], column: Value, is_streamed: bool = False
     ) -> None:
         """Multiply rows with columns and store."""
         k = self.k

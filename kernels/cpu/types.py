@@ -4,21 +4,25 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from penstock.kernels.cpu.integers import Integers
 from penstock.kernels.step.types import Slots, StepBuffers
+
+Matrix = Tensor | Integers
+MATRICES = "qkv", "o", "gate_up", "down"
 
 
 class LayerWeights(NamedTuple):
-    """Weights of a layer: norms in float32, matrices in float32 or bfloat16."""
+    """Weights of a layer: norms in float32; matrices in float32, bfloat16 or integers."""
 
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Matrix
     q_norm: Tensor
     k_norm: Tensor
-    o: Tensor
+    o: Matrix
     post_norm: Tensor
-    gate_up: Tensor | None
+    gate_up: Matrix | None
     """gate, then up; None: the layer has another second half"""
-    down: Tensor | None
+    down: Matrix | None
 
 
 class LayerShape(NamedTuple):
@@ -37,7 +41,7 @@ class LayerShape(NamedTuple):
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
-LAYER = (*LayerWeights._fields, "k_cache", "v_cache")
+LAYER = (*LayerWeights._fields, *(f"{name}_scale" for name in MATRICES), "k_cache", "v_cache")
 """int64 of a layer: addresses"""
 
 
@@ -84,6 +88,8 @@ class HeadFields(NamedTuple):
     norm: int
     eps: int
     weight: int
+    scale: int
+    """of a weight of integers, otherwise 0"""
     out: int
     normed: int
     scratch: int

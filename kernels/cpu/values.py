@@ -5,12 +5,12 @@ from typing import Any
 
 from llvmlite import ir
 
-INT64, INT32, INT16, INT1 = (ir.IntType(bits) for bits in (64, 32, 16, 1))
+INT64, INT32, INT16, INT8, INT1 = (ir.IntType(bits) for bits in (64, 32, 16, 8, 1))
 FLOAT = ir.FloatType()
 POINTER = ir.PointerType()
-KINDS = {"f32": FLOAT, "bf16": INT16, "i32": INT32, "i64": INT64}
+KINDS = {"f32": FLOAT, "bf16": INT16, "i8": INT8, "i32": INT32, "i64": INT64}
 PREFETCH = "llvm.prefetch.p0"
-BYTES = {"f32": 4, "bf16": 2, "i32": 4, "i64": 8}
+BYTES = {"f32": 4, "bf16": 2, "i8": 1, "i32": 4, "i64": 8}
 
 
 class Value:
@@ -164,7 +164,7 @@ class Value:
 
 
 class Pointer:
-    """A place in an array of "f32", "bf16" (read as float32), "i32" or "i64" (read as int64)."""
+    """A place in an array of "f32", "bf16" (read as float32), "i8", "i32" or "i64" (as int64)."""
 
     def __init__(self, builder: Any, raw: Any, kind: str) -> None:
         self._builder = builder
@@ -202,6 +202,19 @@ class Pointer:
             return Value(self._builder, raw)
         wide = Value(self._builder, self._builder.zext(raw, ir.VectorType(INT32, size)))
         return wide.shift_left(16).bits(FLOAT)
+
+    def integers(self, index: "Value | int", size: int) -> Value:
+        """Return a vector of int8 as int32."""
+        return self._widened(index, size, self._builder.sext)
+
+    def octets(self, index: "Value | int", size: int) -> Value:
+        """Return a vector of uint8 as int32."""
+        return self._widened(index, size, self._builder.zext)
+
+    def _widened(self, index: "Value | int", size: int, widen: Any) -> Value:
+        kind = ir.VectorType(INT8, size)
+        raw = self._builder.load((self + index).raw, typ=kind, align=1)
+        return Value(self._builder, widen(raw, ir.VectorType(INT32, size)))
 
     def prefetch(self, index: "Value | int" = 0) -> None:
         """Start to read the cache line of an element, which may lie outside of the array."""

@@ -48,6 +48,8 @@ GPU_VARIABLE = "PENSTOCK_GPU"
 """index of the worker's GPU among the GPUs that torch sees: all GPUs of the node, because the ranks
 need peer access"""
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+INTEGER_BITS = {"int8": 8, "int4": 4}
+"""`--quantization` → bits of weights that only compiled layers have"""
 CPU_KV_BYTES = 1 << 30
 """size of the KV cache on a CPU by default"""
 
@@ -75,6 +77,7 @@ def load(
     tp = TensorParallel.join(*place, device, assignment.spans_nodes)
     if tp.on_gpus and tp.spans_nodes and not assignment.spans_nodes:
         log.warning("GPUs of the group lack peer access (`nvidia-smi topo -p2p rw`): NCCL is used")
+    _check_integers(config, device)
     attention = _attention(config, model_config, assignment.tp_size, device)
     log.info("%s, attention: %s, blocks of %d", device, attention.name, attention.block_size)
     times.end("group")
@@ -84,7 +87,8 @@ def load(
     tp.reserve(num_tokens * model_config.hidden_size, DTYPES[device.type])
     with torch.device(device), default_dtype(DTYPES[device.type]):
         num_positions = max_blocks * attention.block_size
-        choices = config.enable_expert_parallel, config.quantize_lm_head
+        in_fp8 = config.quantize_lm_head and config.quantization not in INTEGER_BITS
+        choices = config.enable_expert_parallel, in_fp8
         model = Qwen3(model_config, tp, attention, num_positions, *choices)
     load_weights(model, config.model_folder, on_progress, model_config.weight_format)
     times.end("weights")
@@ -150,6 +154,19 @@ def _given_device(wanted: str, given: str | None) -> torch.device:
     return torch.device("cuda", int(given))
 
 
+def _check_integers(config: Config, device: torch.device) -> None:
+    """Raise ModelError for weights of integers where layers are not compiled."""
+    if config.quantization not in INTEGER_BITS:
+        return
+    if device.type != "cpu":
+        raise ModelError(f"--quantization: got {config.quantization} on a GPU, expected fp8")
+    if config.attention != "auto" or config.kv_cache_dtype == "fp8":
+        raise ModelError(
+            f"--quantization: got {config.quantization} with --attention {config.attention} "
+            f"and --kv-cache-dtype {config.kv_cache_dtype}, expected auto for both"
+        )
+
+
 def _attention(
     config: Config, model: ModelConfig, tp_size: int, device: torch.device
 ) -> AttentionBackend:
@@ -182,13 +199,17 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def _compile(config: Config, model_config: ModelConfig, model: Qwen3) -> None:
     """Use compiled code if this machine and the model allow it, and layers of it if wanted."""
     compiled_step()
+    bits = INTEGER_BITS.get(config.quantization)
     if config.attention != "auto" or config.kv_cache_dtype == "fp8":
         return
     try:
         from penstock.models.compiled import CompiledDecoder  # llvmlite
 
-        model.compiled = CompiledDecoder(model, model_config)
+        head = bool(bits) and config.quantize_lm_head
+        model.compiled = CompiledDecoder(model, model_config, bits or 16, head)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
+        if bits:
+            raise ModelError(f"--quantization {config.quantization}: {error}") from error
         log.warning("layers run in torch, not compiled: %s", error)
 
 

@@ -34,7 +34,7 @@ def load_model(
     choices = expert_parallel, quantize_lm_head
     model = Qwen3(config, tp or TensorParallel(), attention, num_positions, *choices)
     load_weights(model, folder, lambda: None, config.weight_format)
-    if is_compiled and not config.fp8 and config.head_dim % KEYS == 0:
+    if is_compiled and not config.weight_format and config.head_dim % KEYS == 0:
         model.compiled = CompiledDecoder(model, config)
     return model
 

@@ -60,6 +60,27 @@ def test_layers_that_are_not_compiled_run_in_torch(options: dict[str, object]) -
     assert loaded_model(Config(device="cpu", **options)).compiled is None
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_integers_replace_the_weights_of_the_layers(quantization: str) -> None:
+    model = loaded_model(Config(device="cpu", quantization=quantization))  # type: ignore[arg-type]
+    assert model.compiled is not None
+    matrices = [one for one in model.model.layers.parameters() if one.ndim == 2]
+    assert not matrices
+    assert model.model.embed_tokens.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("options", [{"attention": "torch"}, {"kv_cache_dtype": "fp8"}], ids=str)
+def test_integers_without_compiled_layers_are_refused(options: dict[str, str]) -> None:
+    with pytest.raises(ModelError, match="--quantization: got int8 with --attention"):
+        loaded_model(Config(device="cpu", quantization="int8", **options))  # type: ignore[arg-type]
+
+
+def test_without_a_compiler_integers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "penstock.models.compiled", None)
+    with pytest.raises(ModelError, match="--quantization int4: "):
+        loaded_model(Config(device="cpu", quantization="int4"))
+
+
 def test_without_a_compiler_layers_run_in_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,107 @@
+"""Weights as integers of 8 or 4 bits with a scale for each group of columns, in the CPU's layout.
+
+A group is 64 columns of a row. With 4 bits a byte has two columns of a group, 32 apart, so that
+vectors of bytes become vectors of adjacent columns.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu.values import Pointer, Value
+
+GROUP = 64
+KINDS = {8: "q8", 4: "q4"}
+
+
+class Integers(NamedTuple):
+    """A matrix [num_rows, num_columns]: `codes * scale`."""
+
+    codes: Tensor
+    """int8 [num_rows, num_columns], or uint8 [num_rows, num_columns / 2]: codes plus 8"""
+    scale: Tensor
+    """float32 [num_rows, num_columns / GROUP]"""
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.codes.dtype == torch.int8 else 4
+
+    @property
+    def shape(self) -> torch.Size:
+        """[num_rows, num_columns]."""
+        return torch.Size((len(self.scale), self.scale.shape[1] * GROUP))
+
+    def __len__(self) -> int:
+        return len(self.scale)
+
+    def dequantized(self) -> Tensor:
+        """Return the numbers, float32."""
+        codes = self.codes.view(*self.scale.shape, -1)
+        if self.bits == 4:
+            codes = torch.cat([codes & 15, codes >> 4], -1).to(torch.int8) - 8
+        return (codes.float() * self.scale[..., None]).flatten(1)
+
+
+def quantize(weight: Tensor, bits: int) -> Integers:
+    """Return the nearest integers of a matrix, whose columns are whole groups. Raises ValueError.
+
+    The scale makes the number of the largest magnitude an end of the range: with 4 bits, -8.
+    """
+    if weight.shape[1] % GROUP:
+        raise ValueError(f"columns: got {weight.shape[1]}, expected a multiple of {GROUP}")
+    groups = weight.float().view(len(weight), -1, GROUP)
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    scale = largest.abs() / 127 if bits == 8 else largest / -8
+    codes = torch.where(scale == 0, 0, groups / scale).round()
+    if bits == 8:
+        return Integers(codes.to(torch.int8).flatten(1), scale[..., 0])
+    nibbles = (codes.clamp(-8, 7) + 8).to(torch.uint8)
+    low, high = nibbles[..., : GROUP // 2], nibbles[..., GROUP // 2 :]
+    return Integers((low | high << 4).flatten(1), scale[..., 0])
+
+
+class IntegerPointer:
+    """A place in a matrix of `Integers`, in code that is being emitted."""
+
+    def __init__(self, codes: Pointer, scales: Pointer, bits: int, at: "Value | int" = 0) -> None:
+        """Point to element `at`; codes, scales: of the matrix, whose rows are whole groups."""
+        self.kind = KINDS[bits]
+        self._codes, self._scales, self._bits, self._at = codes, scales, bits, at
+
+    def __add__(self, index: "Value | int") -> "IntegerPointer":
+        moved = index + self._at if isinstance(index, Value) else self._at + index
+        return IntegerPointer(self._codes, self._scales, self._bits, moved)
+
+    def group(self, index: Value) -> "IntegerGroup":
+        """Return the group that begins at an element."""
+        element = index + self._at
+        scale = self._scales[element // GROUP]
+        return IntegerGroup(self._codes + element // (8 // self._bits), scale, self._bits)
+
+    def prefetch(self, index: Value) -> None:
+        """Start to read the cache line of an element's code."""
+        self._codes.prefetch((index + self._at) // (8 // self._bits))
+
+
+class IntegerGroup(NamedTuple):
+    """A group, whose numbers vectors take."""
+
+    codes: Pointer
+    scale: Value
+    bits: int
+
+    def vector(self, first: int, lanes: int) -> Value:
+        """Return numbers `first` to `first + lanes` as float32."""
+        if self.bits == 8:
+            return self.codes.integers(first, lanes).to_float() * self.scale
+        place, is_high = first % (GROUP // 2), first >= GROUP // 2
+        both = self.codes.octets(place, lanes)
+        nibbles = both.shift_right(4) if is_high else both & 15
+        return (nibbles - 8).to_float() * self.scale
+
+
+def weight_pointer(weight: str, codes: Pointer, scales: Pointer) -> Any:
+    """Return the pointer to a matrix of a kind: "f32", "bf16", "q8" or "q4"."""
+    bits = {kind: number for number, kind in KINDS.items()}.get(weight)
+    return IntegerPointer(codes, scales, bits) if bits else codes
