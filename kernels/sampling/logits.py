@@ -78,7 +78,9 @@ def apply_bitmask(logits: Tensor, bitmask: Tensor, slots: Tensor) -> None:
         logits[rows] = penalties.apply_bitmask(logits[rows], bitmask[slots[rows]])
 
 
-def top_logprobs(logits: Tensor, token_ids: Tensor, num_likeliest: int) -> tuple[Tensor, Tensor]:
+def top_logprobs(
+    logits: Tensor, token_ids: Tensor, num_likeliest: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `penstock.kernels.sampling.penalties.top_logprobs`; logits with any row stride."""
     if not logits.is_cuda:
         return penalties.top_logprobs(logits, token_ids, num_likeliest)

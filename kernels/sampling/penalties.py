@@ -5,6 +5,7 @@ The host does not wait for the device. Logits are float32 [num_rows, vocab_size]
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,13 +49,19 @@ def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
     return logits.masked_fill(bits.flatten(1)[:, :vocab_size] == 0, -math.inf)
 
 
-def top_logprobs(logits: Tensor, token_ids: Tensor, num_likeliest: int) -> tuple[Tensor, Tensor]:
+def top_logprobs(
+    logits: Tensor, token_ids: Tensor, num_likeliest: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids and logprobs of a given token of each row, then of the row's likeliest tokens.
 
     token_ids: int64 [num_rows]. Returns int64 and float32 [num_rows, 1 + num_likeliest], with up to
-    vocab_size likeliest tokens.
+    vocab_size likeliest tokens, and the given token's rank, int64 [num_rows]: the number of tokens
+    that are as likely, including itself, or likelier.
     """
     check_tensor("token_ids", token_ids, (logits.shape[0],), torch.int64)
     likeliest = logits.topk(min(num_likeliest, logits.shape[1]))
     ids = torch.cat([token_ids[:, None], likeliest.indices], 1)
-    return ids, logits.gather(1, ids) - logits.logsumexp(-1, keepdim=True)
+    found = logits.gather(1, ids)
+    as_likely = logits.numpy() >= found[:, :1].numpy()
+    ranks = torch.tensor([np.count_nonzero(row) for row in as_likely])  # fast, unlike torch's sum
+    return ids, found - logits.logsumexp(-1, keepdim=True), ranks

@@ -55,7 +55,9 @@ def mask(logits: Tensor, bitmask: Tensor, slots: Tensor) -> None:
         )  # fmt: skip
 
 
-def top_logprobs(logits: Tensor, token_ids: Tensor, num_likeliest: int) -> tuple[Tensor, Tensor]:
+def top_logprobs(
+    logits: Tensor, token_ids: Tensor, num_likeliest: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `penstock.kernels.sampling.penalties.top_logprobs`, reading all logits once.
 
     The likeliest tokens are in the groups of 32 tokens with the largest maxima.
@@ -64,9 +66,10 @@ def top_logprobs(logits: Tensor, token_ids: Tensor, num_likeliest: int) -> tuple
     num_runs = triton.cdiv(vocab_size, RUN.value)
     run_max, run_sum = logits.new_empty(2, num_rows, num_runs)
     group_max = logits.new_empty(num_rows, num_runs * GROUPS_PER_RUN.value)
+    run_rank = token_ids.new_empty(num_rows, num_runs)
     _summarise[(num_runs, num_rows)](
-        logits, logits.stride(0), run_max, run_sum, group_max, vocab_size=vocab_size, num_warps=4,
-        **LAUNCH,
+        logits, logits.stride(0), token_ids, run_max, run_sum, group_max, run_rank,
+        vocab_size=vocab_size, num_warps=4, **LAUNCH,
     )  # fmt: skip
     total = torch.logsumexp(run_max + run_sum.log(), 1, keepdim=True)
     groups = group_max.topk(min(num_likeliest, -(-vocab_size // GROUP.value))).indices
@@ -77,7 +80,8 @@ def top_logprobs(logits: Tensor, token_ids: Tensor, num_likeliest: int) -> tuple
     likeliest = found.topk(min(num_likeliest, vocab_size))
     given = token_ids[:, None]
     all_ids = torch.cat([given, ids.gather(1, likeliest.indices)], 1)
-    return all_ids, torch.cat([logits.gather(1, given), likeliest.values], 1) - total
+    logprobs = torch.cat([logits.gather(1, given), likeliest.values], 1) - total
+    return all_ids, logprobs, run_rank.sum(1)
 
 
 @triton.jit
@@ -194,9 +198,10 @@ def _mask(
 
 @triton.jit
 def _summarise(
-    logits_ptr, row_stride, run_max_ptr, run_sum_ptr, group_max_ptr, vocab_size: tl.constexpr
-):
-    """Store largest logits and sums of relative weights; grid (runs, num_rows)."""
+    logits_ptr, row_stride, token_ids_ptr, run_max_ptr, run_sum_ptr, group_max_ptr, run_rank_ptr,
+    vocab_size: tl.constexpr,
+):  # fmt: skip
+    """Store largest logits, sums of relative weights and ranks; grid (runs, num_rows)."""
     launch_dependents()
     wait()
     run, row = tl.program_id(0), tl.program_id(1)
@@ -207,3 +212,8 @@ def _summarise(
     )
     tl.store(run_max_ptr + at, largest)
     tl.store(run_sum_ptr + at, total)
+    ids = run * RUN + tl.arange(0, RUN)
+    exists = ids < vocab_size
+    logits = tl.load(logits_ptr + ids, exists, 0.0)  # from the L1 cache
+    given = tl.load(logits_ptr + tl.load(token_ids_ptr + row))
+    tl.store(run_rank_ptr + at, tl.sum((exists & (logits >= given)).to(tl.int32)))

@@ -12,6 +12,8 @@ class Logprob(Struct, kw_only=True):
     logprob: float
     """natural logarithm of its probability under the model's own logits: before temperature,
     penalties, bias and restrictions"""
+    rank: int
+    """place among all tokens in the order of their logprobs; 1: the likeliest"""
     token: str
     """its text; bytes that are not UTF-8 are shown as U+FFFD"""
     bytes: list[int]
@@ -33,6 +35,8 @@ class PackedLogprobs(Struct, array_like=True):
     """int32 [1 + k]"""
     logprobs: bytes
     """float32 [1 + k]"""
+    rank: int = 1
+    """of the token itself"""
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs) or not self.token_ids:

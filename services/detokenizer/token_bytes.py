@@ -23,13 +23,15 @@ class TokenBytes(Struct, frozen=True):
         """Return the logprobs of one position as a client sees them."""
         if packed is None:
             return None
-        first, *top = [self._logprob(*pair) for pair in packed.pairs()]
+        ranks = [packed.rank, *range(1, len(packed.token_ids) // 4)]
+        pairs = zip(packed.pairs(), ranks, strict=True)
+        first, *top = [self._logprob(*pair, rank) for pair, rank in pairs]
         return TokenLogprobs(**asdict(first), top=top, text_offset=text_offset)
 
-    def _logprob(self, token_id: int, logprob: float) -> Logprob:
+    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
         data = self.text.get(token_id) or self.special.get(token_id, b"")
         text = data.decode(errors="replace")
-        return Logprob(token_id=token_id, logprob=logprob, token=text, bytes=list(data))
+        return Logprob(token_id=token_id, logprob=logprob, token=text, bytes=list(data), rank=rank)
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -81,10 +81,9 @@ def prompt_logprobs(tokens: list[TokenLogprobs | None]) -> PromptLogprobs:
 
 
 def _by_id(one: TokenLogprobs) -> dict[str, PromptLogprob]:
-    ranks: dict[int, int] = {other.token_id: rank for rank, other in enumerate(one.top, 1)}
     return {
         str(other.token_id): PromptLogprob(
-            logprob=other.logprob, rank=ranks.get(other.token_id), decoded_token=other.token
+            logprob=other.logprob, rank=other.rank, decoded_token=other.token
         )
         for other in (one, *one.top)
     }

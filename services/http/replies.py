@@ -56,10 +56,10 @@ class CompletionLogprobs(Struct, kw_only=True):
 
 
 class PromptLogprob(Struct, kw_only=True):
-    """vLLM's logprob of one prompt token; `rank` is known among the requested ones only."""
+    """vLLM's logprob of one prompt token; the rank of the likeliest one is 1."""
 
     logprob: float
-    rank: int | None
+    rank: int
     decoded_token: str
 
 

@@ -114,16 +114,19 @@ class LaunchedStep:
 
 
 def pack_logprobs(logits: Tensor, token_ids: Tensor, num_likeliest: int) -> Tensor:
-    """Return `top_logprobs` as int32 [num_rows, 2 (1 + num_likeliest)]: ids, bits of floats."""
-    ids, logprobs = top_logprobs(logits, token_ids, num_likeliest)
-    return torch.cat([ids.int(), logprobs.view(torch.int32)], 1)
+    """Return `top_logprobs` as int32: ids, bits of floats, the rank of the given token.
+
+    Shape: [num_rows, 2 (1 + num_likeliest) + 1].
+    """
+    ids, logprobs, ranks = top_logprobs(logits, token_ids, num_likeliest)
+    return torch.cat([ids.int(), logprobs.view(torch.int32), ranks[:, None].int()], 1)
 
 
 def _unpack(row: Any, num_likeliest: int) -> PackedLogprobs:
     """Return the given token and up to `num_likeliest` likeliest tokens."""
-    token_ids, logprobs = np.split(row, 2)
+    token_ids, logprobs = np.split(row[:-1], 2)
     end = 1 + num_likeliest
-    return PackedLogprobs(token_ids[:end].tobytes(), logprobs[:end].tobytes())
+    return PackedLogprobs(token_ids[:end].tobytes(), logprobs[:end].tobytes(), int(row[-1]))
 
 
 def to_device(array: Any, device: torch.device) -> Tensor:

@@ -77,7 +77,8 @@ LOGPROBS = TokenLogprobs(
     logprob=-0.5,
     token="4",  # noqa: S106
     bytes=[52],
-    top=[Logprob(token_id=50, logprob=-1.0, token="2", bytes=[50])],  # noqa: S106
+    rank=1,
+    top=[Logprob(token_id=50, logprob=-1.0, token="2", bytes=[50], rank=1)],  # noqa: S106
 )
 PACKED = PackedLogprobs(pack([52, 50]), bytes(8))
 PROCESS = ProcessStatus(

@@ -220,19 +220,19 @@ def test_logprobs_have_text_and_bytes_of_each_token() -> None:
     """Special tokens have their names, whether the text has them or not."""
     (first, *_), unknown = ids("🙂"), 10_000
     stream = TextStream(opened(logprobs=[]), TABLE)
-    (told,) = stream.feed([65], [packed(65, first, END, unknown)]).logprobs or []
-    assert msgspec.to_builtins(told) == {
-        "token_id": 65,
-        "logprob": 0.0,
-        "token": "A",
-        "bytes": [65],
-        "top": [
-            {"token_id": first, "logprob": -0.5, "token": "\ufffd", "bytes": [first]},
-            {"token_id": END, "logprob": -1.0, "token": "<|im_end|>", "bytes": [*b"<|im_end|>"]},
-            {"token_id": unknown, "logprob": -1.5, "token": "", "bytes": []},
-        ],
-        "text_offset": 0,
+    position = packed(65, first, END, unknown)
+    position.rank = 7
+    (told,) = stream.feed([65], [position]).logprobs or []
+    shown = msgspec.to_builtins(told)
+    top = [list(one.values()) for one in shown.pop("top")]
+    assert shown == {"token_id": 65, "logprob": 0.0, "token": "A", "bytes": [65], "rank": 7} | {
+        "text_offset": 0
     }
+    assert top == [
+        [first, -0.5, "\ufffd", [first], 1],
+        [END, -1.0, "<|im_end|>", [*b"<|im_end|>"], 2],
+        [unknown, -1.5, "", [], 3],
+    ]
 
 
 def token_ids_of(logprobs: list[TokenLogprobs | None] | None) -> list[int | None]:

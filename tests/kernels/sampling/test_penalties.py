@@ -91,7 +91,9 @@ def test_a_bitmask_leaves_what_it_allows(vocab_size: int) -> None:
 @pytest.mark.parametrize("num_likeliest", [0, 1, 5, 20])
 def test_logprobs_are_those_of_the_softmax(logits: Tensor, num_likeliest: int) -> None:
     token_ids = torch.randint(0, VOCAB_SIZE, (NUM_ROWS,))
-    told, logprobs = top_logprobs(logits, token_ids, num_likeliest)
+    told, logprobs, ranks = top_logprobs(logits, token_ids, num_likeliest)
+    order = logits.argsort(descending=True).tolist()
+    assert ranks.tolist() == [1 + row.index(one) for row, one in zip(order, token_ids, strict=True)]
     exact = logits.double().log_softmax(-1)
     assert torch.equal(told[:, 0], token_ids)
     assert torch.equal(told[:, 1:], exact.topk(num_likeliest).indices)
@@ -99,7 +101,8 @@ def test_logprobs_are_those_of_the_softmax(logits: Tensor, num_likeliest: int) -
 
 
 def test_there_are_no_more_likeliest_tokens_than_tokens() -> None:
-    told, logprobs = top_logprobs(torch.tensor([[0.0, 1.0]]), torch.tensor([0]), 20)
+    told, logprobs, ranks = top_logprobs(torch.tensor([[0.0, 1.0]]), torch.tensor([0]), 20)
+    assert ranks.tolist() == [2]
     assert told.tolist() == [[0, 1, 0]]
     assert logprobs[0].exp()[1:].sum().item() == pytest.approx(1)
 

@@ -126,13 +126,18 @@ def test_logprobs_like_the_reference(device: str, vocab_size: int, num_likeliest
     wide[4, : vocab_size // 2] = -torch.inf
     logits = wide[:, :vocab_size]
     token_ids = torch.randint(vocab_size // 2, vocab_size, (5,))
-    ids, logprobs = penalties.top_logprobs(logits, token_ids, num_likeliest)
+    ids, logprobs, ranks = penalties.top_logprobs(logits, token_ids, num_likeliest)
     on_device = wide.to(device)[:, :vocab_size], token_ids.to(device)
-    some_ids, some_logprobs = triton_logits.top_logprobs(*on_device, num_likeliest)
+    some_ids, some_logprobs, some_ranks = triton_logits.top_logprobs(*on_device, num_likeliest)
+    assert torch.equal(some_ranks.cpu(), ranks)
     assert torch.equal(some_logprobs.cpu().isinf(), logprobs.isinf())
     finite = logprobs.isfinite()
     assert torch.equal(some_ids.cpu()[finite], ids[finite])
     torch.testing.assert_close(some_logprobs.cpu()[finite], logprobs[finite], rtol=1e-5, atol=1e-5)
+    logits[torch.arange(5), token_ids] = logits[:, 1]  # as likely as another token
+    _, _, ranks = penalties.top_logprobs(logits, token_ids, 0)
+    on_device = wide.to(device)[:, :vocab_size], token_ids.to(device)
+    assert torch.equal(triton_logits.top_logprobs(*on_device, 0)[2].cpu(), ranks)
 
 
 def test_refuses_what_does_not_fit() -> None:

@@ -54,7 +54,7 @@ def test_prompts_that_can_not_be(prompts: Any, error: type[Exception], message: 
 def test_an_output_has_what_vllm_has() -> None:
     output = RequestOutput(request_id="0", prompt="p", prompt_token_ids=[1])
     logprobs = [
-        TokenLogprobs(token_id=one, logprob=-0.5 * one, token="", bytes=[], top=[])
+        TokenLogprobs(token_id=one, logprob=-0.5 * one, token="", bytes=[], rank=1, top=[])
         for one in (1, 2)
     ]
     times = RequestTimes(queue=1.0, prefill=2.0, decode=3.0, first_token=4.0)

@@ -53,7 +53,7 @@ def reply(**fields: Any) -> GenerateReply:
 
 def logprobs(*token_ids: int) -> list[TokenLogprobs | None]:
     return [
-        TokenLogprobs(token_id=token_id, logprob=-1.0, token="", bytes=[], top=[])
+        TokenLogprobs(token_id=token_id, logprob=-1.0, token="", bytes=[], rank=1, top=[])
         for token_id in token_ids
     ]
 

@@ -25,7 +25,7 @@ def entry(request_id: str = "a", num_bytes: int = 0, **fields: Any) -> Entry:
 def logprobs(begin: int, end: int) -> list[TokenLogprobs | None]:
     """Return the logprobs of tokens `begin` to `end`, without alternatives."""
     return [
-        TokenLogprobs(token_id=token_id, logprob=-1.0, token="", bytes=[], top=[])
+        TokenLogprobs(token_id=token_id, logprob=-1.0, token="", bytes=[], rank=1, top=[])
         for token_id in range(begin, end)
     ]
 

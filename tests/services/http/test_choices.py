@@ -36,9 +36,14 @@ def delta(text: str, **fields: Any) -> TextDelta:
     )
 
 
-def logprob(token: str, value: float = -1.0, *top: Logprob) -> TokenLogprobs:
+def logprob(token: str, value: float = -1.0, *top: Logprob, rank: int = 1) -> TokenLogprobs:
     return TokenLogprobs(
-        token_id=ord(token), token=token, logprob=value, bytes=list(token.encode()), top=list(top)
+        token_id=ord(token),
+        token=token,
+        logprob=value,
+        bytes=list(token.encode()),
+        rank=rank,
+        top=list(top),
     )
 
 

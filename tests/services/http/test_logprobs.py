@@ -16,7 +16,7 @@ from tests.services.http.test_choices import COMPLETION, delta, logprob, reply, 
 
 
 def test_logprobs_of_a_chat() -> None:
-    other = Logprob(token_id=1, token="b", logprob=-2.0, bytes=[98])  # noqa: S106
+    other = Logprob(token_id=1, token="b", logprob=-2.0, bytes=[98], rank=1)  # noqa: S106
     choice = ChatChoice(0, request())
     _, chunk = choice.chunks(delta("a", logprobs=[logprob("a", -1.0, other)]), None)
     content = msgspec.json.decode(ENCODER.encode(chunk))["logprobs"]["content"]
@@ -38,7 +38,7 @@ def test_logprobs_are_told_where_the_text_is_held_back() -> None:
 
 
 def test_tokens_named_by_their_ids() -> None:
-    other = Logprob(token_id=1, token="b", logprob=-2.0, bytes=[98])  # noqa: S106
+    other = Logprob(token_id=1, token="b", logprob=-2.0, bytes=[98], rank=1)  # noqa: S106
     tokens = [logprob("a", -1.0, other), None]
     of_chat = chat_logprobs(tokens, names_ids=True)
     assert of_chat
@@ -80,7 +80,7 @@ def test_parts_of_characters_have_names_of_their_own() -> None:
 
     def part(data: bytes, value: float) -> Logprob:
         text = data.decode(errors="replace")
-        return Logprob(token_id=1, token=text, logprob=value, bytes=list(data))
+        return Logprob(token_id=1, token=text, logprob=value, bytes=list(data), rank=1)
 
     parts = part(b"\xe2\x82", -2.0), part(b"\xe2", -3.0), part(b"\xef\xbf\xbd", -4.0)
     token = logprob("a", -1.0, *parts)
@@ -114,10 +114,10 @@ def test_the_first_token_of_a_prompt() -> None:
 
 
 def test_prompt_logprobs_have_ranks() -> None:
-    other = Logprob(token_id=1, token="x", logprob=-0.1, bytes=[120])  # noqa: S106
-    first, second = prompt_logprobs([None, logprob("b", -3.0, other)])
+    other = Logprob(token_id=1, token="x", logprob=-0.1, bytes=[120], rank=1)  # noqa: S106
+    first, second = prompt_logprobs([None, logprob("b", -3.0, other, rank=7)])
     assert first is None
     assert second
     assert second["1"].rank == 1
-    assert second["98"].rank is None
+    assert second["98"].rank == 7
     assert second["98"].decoded_token == "b"  # noqa: S105

@@ -163,6 +163,8 @@ def test_prompt_logprobs(
     with torch.inference_mode():
         exact = reference(torch.tensor([PROMPT])).logits[0].double().log_softmax(-1)
     for row_logprobs, token_id, packed in zip(exact, PROMPT[1:], found, strict=False):
+        order = row_logprobs.argsort(descending=True).tolist()
+        assert packed.rank == 1 + order.index(token_id)
         ids, logprobs = zip(*packed.pairs(), strict=True)
         assert ids == (token_id, *row_logprobs.topk(2).indices.tolist())
         torch.testing.assert_close(
