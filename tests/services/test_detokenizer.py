@@ -229,9 +229,9 @@ def test_logprobs_have_text_and_bytes_of_each_token() -> None:
         "text_offset": 0
     }
     assert top == [
-        [first, -0.5, "\ufffd", [first], 1],
-        [END, -1.0, "<|im_end|>", [*b"<|im_end|>"], 2],
-        [unknown, -1.5, "", [], 3],
+        [first, -0.5, 1, "\ufffd", [first]],
+        [END, -1.0, 2, "<|im_end|>", [*b"<|im_end|>"]],
+        [unknown, -1.5, 3, "", []],
     ]
 
 
