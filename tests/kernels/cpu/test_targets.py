@@ -1,0 +1,36 @@
+"""Compilation for CPUs that are not here: code is emitted, which only such a CPU can run."""
+
+import llvmlite.binding as llvm
+import pytest
+
+from penstock.kernels.cpu import compiler
+from penstock.kernels.cpu.llvm_decoder import Kinds, build_module
+from penstock.kernels.cpu.llvm_step import build_step
+
+CPUS = {
+    "apple-m1": ("arm64-apple-darwin23", "", False),
+    "neoverse-n1": ("aarch64-unknown-linux-gnu", "", False),
+    "haswell": ("x86_64-unknown-linux-gnu", "", False),
+    "skylake-avx512": ("x86_64-unknown-linux-gnu", "", True),
+    "znver4": ("x86_64-unknown-linux-gnu", "", True),
+}
+"""name → triple, features, whether vectors have 16 float32"""
+
+
+@pytest.mark.parametrize("kinds", [Kinds("bf16", "bf16", "bf16"), Kinds("q4", "q8", "f32")])
+@pytest.mark.parametrize("name", CPUS)
+def test_code_is_emitted_for(name: str, kinds: Kinds) -> None:
+    triple, features, has_wide_registers = CPUS[name]
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    cpu = compiler.target(name, features, has_wide_registers)
+    machine = llvm.Target.from_triple(triple).create_target_machine(
+        cpu=name, features=cpu.features.strip(","), opt=2
+    )
+    sources = str(build_module(cpu, kinds, 128, 2)), str(build_step(cpu))
+    for source, functions in zip(
+        sources, ({"embed", "head", "decoder"}, {"apply_plan", "sample"}), strict=True
+    ):
+        code = compiler.compile_object(source, machine)
+        missing = {name for name in functions if name.encode() not in code}
+        assert not missing
