@@ -31,8 +31,11 @@ class WorkerGroup:
         node: str = "",
         first_epoch: int = 1,
     ) -> None:
-        """node: the scheduler's own, as `WorkerState.node`; first_epoch: above all epochs of
-        earlier schedulers, and positive."""
+        """Expect `tp_size` workers and the spare ones.
+
+        node: the scheduler's own, as `WorkerState.node`. first_epoch: positive, above all epochs of
+        earlier schedulers.
+        """
         self._epochs = count(first_epoch)
         self.tp_size = tp_size
         self._node = node
