@@ -62,7 +62,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files with processes first, so that short files are left to balance both workers."""
-    items.sort(
-        key=lambda item: not {"pipeline", "chaos"} & {one.name for one in item.iter_markers()}
-    )
+    """Run files with processes first, then those with slow tests: short files are left for the
+    end, when one worker may have nothing more to do."""
+    slowest: dict[Path, int] = {}
+    for item in items:
+        marks = {one.name for one in item.iter_markers()}
+        place = 0 if marks & {"pipeline", "chaos"} else 1 if marks & {"slow", "search"} else 2
+        slowest[item.path] = min(place, slowest.get(item.path, 2))
+    items.sort(key=lambda item: slowest[item.path])

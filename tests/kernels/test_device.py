@@ -229,10 +229,16 @@ def test_every_kernel_is_among_the_launches_that_are_compiled(tmp_path: Path) ->
         assert missing == set(), f"sm_{arch}: add a launch to tests/kernels/launch_cases.py"
 
 
+@pytest.fixture
+def compiled(request: pytest.FixtureRequest) -> Path:
+    """Return a folder that stays: kernels are compiled again only when their source changes."""
+    return request.config.cache.mkdir("triton")  # type: ignore[union-attr]
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # a minute of computing
-def test_the_largest_launches_compile_for_all_architectures(tmp_path: Path) -> None:
-    reports = compile_launches("largest", tmp_path)
+@pytest.mark.timeout(1200)  # a minute of computing, the first time
+def test_the_largest_launches_compile_for_all_architectures(compiled: Path) -> None:
+    reports = compile_launches("largest", compiled)
     assert [report for report in reports if wrong(report)] == []
     kernels = {(report["arch"], report["kernel"]) for report in reports}
     assert len(kernels) == 4 * len(GPUS)
@@ -240,7 +246,7 @@ def test_the_largest_launches_compile_for_all_architectures(tmp_path: Path) -> N
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_all_launches_compile_for_all_architectures(tmp_path: Path) -> None:
-    reports = compile_launches("whole", tmp_path)
+def test_all_launches_compile_for_all_architectures(compiled: Path) -> None:
+    reports = compile_launches("whole", compiled)
     assert [report for report in reports if wrong(report)] == []
     assert {report["arch"] for report in reports} == set(GPUS)

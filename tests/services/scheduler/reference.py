@@ -89,6 +89,8 @@ class Row:
         self.num_drafted = 0
         """tokens of its draft, if the last plan that it is part of has one"""
         self.has_grammar = extras is not None and extras.structured_outputs is not None
+        self.is_hidden = False
+        """others may compute its blocks again"""
         self.prefixes: list[int] = []
         """for each token, the number of the prefix that ends with it"""
 
@@ -217,12 +219,20 @@ class ReferenceWorker:
 
     def _check_once(self, row: Row, position: int) -> None:
         """At the end of a block; the last given token is computed in any case."""
-        if (position + 1) % self.config.block_size or position >= row.num_given:
+        is_end = (position + 1) % self.config.block_size == 0
+        if not is_end or position >= row.num_given or row.is_hidden:
             return
         prefix = row.prefixes[position]
         if self.computes_once and position + 1 < row.num_given and not row.num_prompt_logprobs:
             assert prefix not in self.known_blocks, "a block is computed again"
         self.known_blocks.add(prefix)
+
+    def hide_blocks(self) -> None:
+        """Forget all known blocks, and those that rows of now may add: without the hidden blocks
+        before them, nobody finds them."""
+        self.known_blocks.clear()
+        for row in self.rows.values():
+            row.is_hidden = True
 
     def _read(self) -> None:
         """Every computed token of every row is where its block table says."""

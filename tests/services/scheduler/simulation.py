@@ -133,7 +133,7 @@ class Simulation:
             assert (sequence.finish_reason, reason) == ("abort", "no way out")
             assert sequence not in self.failed
             self.failed.add(sequence)
-            self.worker.known_blocks.clear()  # its blocks are hidden from others
+            self.worker.hide_blocks()
         for sequence, token_id in zip(output.sequences, output.token_ids, strict=True):
             self.received[sequence].append(token_id)
             self.num_deaths[sequence] = 0
