@@ -62,8 +62,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files with processes first, then those with slow tests: short files are left for the
-    end, when one worker may have nothing more to do."""
+    """Run files with processes first, then files with slow tests.
+
+    Short files are left for the end, when one worker may have nothing more to do.
+    """
     slowest: dict[Path, int] = {}
     for item in items:
         marks = {one.name for one in item.iter_markers()}

@@ -228,8 +228,10 @@ class ReferenceWorker:
         self.known_blocks.add(prefix)
 
     def hide_blocks(self) -> None:
-        """Forget all known blocks, and those that rows of now may add: without the hidden blocks
-        before them, nobody finds them."""
+        """Forget all known blocks, and those that the present rows add later.
+
+        A block can't be found without the blocks before it, which are hidden.
+        """
         self.known_blocks.clear()
         for row in self.rows.values():
             row.is_hidden = True
