@@ -48,6 +48,8 @@ class TensorParallel:
         """True if ranks can't read each other's memory: on several nodes, or without peer access"""
         self._turns: Iterator[Tensor] = iter(())
         self._push: Any = None
+        self._pushes_all = False
+        """True if no tensor is too large to be pushed, in pieces"""
 
     @classmethod
     def join(
@@ -110,7 +112,8 @@ class TensorParallel:
             inbox_size,
         )
 
-        if self.size > 2:
+        self._pushes_all = self.size == 2 or dtype == torch.float16  # two-shot takes no float16
+        if not self._pushes_all:
             self._turns = cycle([self.symmetric(num_elements, dtype)[0] for _ in range(2)])
         most = PUSHED_BYTES.get(self.size, 64 << 10) // dtype.itemsize
         inbox, addresses = self.symmetric(inbox_size(most, self.size), torch.int32)
@@ -187,7 +190,7 @@ class TensorParallel:
         return parts
 
     def _is_pushed(self, num_elements: int) -> bool:
-        return self.size == 2 or num_elements <= int(self._push.max_elements)
+        return self._pushes_all or num_elements <= int(self._push.max_elements)
 
     def _push_pieces(self, x: Tensor, residual: Tensor | None) -> None:
         pieces = torch.split(x.view(-1), self._push.max_elements)

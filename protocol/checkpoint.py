@@ -50,7 +50,7 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
     tie_word_embeddings: bool = False
     torch_dtype: DType = "auto"
     dtype: DType = "auto"
-    """`torch_dtype` as transformers 5 calls it; weights are converted to the dtype of the device"""
+    """`torch_dtype` as transformers 5 calls it; weights are converted to `--dtype`"""
     attention_bias: bool = False
     eos_token_id: int | list[int] | None = None
     quantization_config: dict[str, Any] | None = None
@@ -91,6 +91,11 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
     def format_name(self) -> str:
         """Return the name of the layers' format, for people; empty: 16 bits."""
         return self.weight_format.name if self.weight_format else ""
+
+    @property
+    def own_dtype(self) -> str:
+        """Return the type of the checkpoint's numbers; auto: not given."""
+        return self.torch_dtype if self.dtype == "auto" else self.dtype
 
     @property
     def fp8(self) -> bool:

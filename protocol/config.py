@@ -75,6 +75,9 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     have much less to do; load: the one with the fewest"""
     enable_expert_parallel: bool = False
     """each worker has whole experts instead of a part of every expert (MoE)"""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """type in which the model computes; auto: on GPUs the checkpoint's if it is float16, otherwise
+    bfloat16; on CPUs float32, which is the only one there"""
     quantization: Literal["none", "fp8", "int8", "int4"] = "none"
     """weights of the layers in 8 bits, on CPUs also as integers of 8 or 4 bits; a checkpoint in fp8
     is known as such"""

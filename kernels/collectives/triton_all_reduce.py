@@ -23,7 +23,7 @@ _BLOCK = tl.constexpr(512)
 """words of a program: four per thread, so that a store has 16 bytes"""
 _TURNS = tl.constexpr(3)
 _MISSING = tl.constexpr(-(2**31) + 2**15)
-"""two bfloat16 -0.0; a -0.0 is sent as 0.0"""
+"""two -0.0 of bfloat16 or float16; a -0.0 is sent as 0.0"""
 
 
 def inbox_size(max_elements: int, num_ranks: int) -> int:
@@ -54,15 +54,15 @@ class PushAllReduce:
         """number of calls of each program"""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Overwrite x, contiguous bfloat16 of an even size, with the sum over the ranks.
+        """Overwrite x, contiguous, of 16 bits and an even size, with the sum over the ranks.
 
         residual: of x's shape, the same on all ranks, is added to the sum. The sum is computed in
         float32, in the same order on all ranks, and rounded once. Raises ValueError.
         """
-        check_tensor("x", x, tuple(x.shape), torch.bfloat16)
+        check_tensor("x", x, tuple(x.shape), torch.bfloat16, torch.float16)
         check_contiguous("x", x)
         if residual is not None:
-            check_tensor("residual", residual, tuple(x.shape), torch.bfloat16)
+            check_tensor("residual", residual, tuple(x.shape), x.dtype)
             check_contiguous("residual", residual)
             residual = residual.view(-1).view(torch.int32)
         if x.numel() > self.max_elements or x.numel() % 2:
@@ -79,6 +79,7 @@ class PushAllReduce:
             self._capacity,
             self._rank,
             num_ranks=self._num_ranks,
+            dtype=tl.float16 if x.dtype == torch.float16 else tl.bfloat16,
             num_warps=4,
             **LAUNCH,
         )
@@ -88,7 +89,7 @@ class PushAllReduce:
 @triton.jit(do_not_specialize=["rank"])
 def _push_and_sum(
     x_ptr, residual_ptr, inbox_ptr, distances_ptr, calls_ptr, num_words, capacity, rank,
-    num_ranks: tl.constexpr,
+    num_ranks: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Exchanges _BLOCK words with the same program of every rank; grid (num_words / _BLOCK,)."""
     launch_dependents()
@@ -113,24 +114,30 @@ def _push_and_sum(
     words = tl.load(inbox_ptrs, there[None, :], other=0, volatile=True)
     while tl.max((words == _MISSING).to(tl.int32)) > 0:
         words = tl.load(inbox_ptrs, there[None, :], other=0, volatile=True)
-    low = tl.sum(_low(words), 0) + _low(more)
-    high = tl.sum(_high(words), 0) + _high(more)
-    tl.store(x_ptr + lane, _bits(low) | (_bits(high) << 16), there)
+    low = tl.sum(_low(words, dtype), 0) + _low(more, dtype)
+    high = tl.sum(_high(words, dtype), 0) + _high(more, dtype)
+    tl.store(x_ptr + lane, _bits(low, dtype) | (_bits(high, dtype) << 16), there)
     tl.store(calls_ptr + program, call + 1)
 
 
 @triton.jit
-def _low(words):
-    """Return the first bfloat16 of each word as float32."""
-    return (words << 16).to(tl.float32, bitcast=True)
+def _low(words, dtype: tl.constexpr):
+    """Return the first number of each word as float32."""
+    if dtype == tl.bfloat16:
+        return (words << 16).to(tl.float32, bitcast=True)
+    else:
+        return words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _high(words):
-    return (words & -(2**16)).to(tl.float32, bitcast=True)
+def _high(words, dtype: tl.constexpr):
+    if dtype == tl.bfloat16:
+        return (words & -(2**16)).to(tl.float32, bitcast=True)
+    else:
+        return (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _bits(value):
-    """Return the bits of the nearest bfloat16 as int32."""
-    return value.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
+def _bits(value, dtype: tl.constexpr):
+    """Return the bits of the nearest number of this type as int32."""
+    return value.to(dtype).to(tl.uint16, bitcast=True).to(tl.int32)

@@ -2,7 +2,7 @@
 
 On a CPU a row's bits do not depend on the other rows: see `batch_invariant.py`.
 
-On a GPU all tensors must be contiguous. Up to 64 rows of bfloat16 are multiplied by one kernel of
+On a GPU all tensors must be contiguous. Up to 64 rows of 16 bits are multiplied by one kernel of
 `penstock.kernels.linear.small_m_gemm` if it is faster than cuBLAS and separate kernels.
 
 A weight may be `Quantized`. On a CPU, in that kernel, and on GPUs without instructions for e4m3, x
@@ -161,7 +161,7 @@ def _check_out(
 
 def _dtype(x: Rows) -> torch.dtype:
     """Return the dtype of a product with x."""
-    return torch.bfloat16 if isinstance(x, Quantized) else x.dtype
+    return x.dtype
 
 
 def _fused(
@@ -211,7 +211,7 @@ def _weight_only_product(
 
 
 def _scaled_product(x: Quantized, weight: Quantized, out: Tensor | None) -> Tensor:
-    """Multiply in bfloat16, by Triton with scales of blocks, otherwise by cuBLAS.
+    """Multiply to 16 bits, by Triton with scales of blocks, otherwise by cuBLAS.
 
     cuBLAS needs multiples of 16 as in_features and out_features.
     """
@@ -224,7 +224,7 @@ def _scaled_product(x: Quantized, weight: Quantized, out: Tensor | None) -> Tens
         weight.values.t(),
         x.scale[:, None],
         weight.scale[None],
-        out_dtype=torch.bfloat16,
+        out_dtype=x.dtype,
         use_fast_accum=True,
         out=out,
     )

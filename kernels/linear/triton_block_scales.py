@@ -60,13 +60,13 @@ def tile_of(num_rows: int, device: Device | None = None) -> Tile:
 def block_product(
     x: Quantized, weight: Quantized, out: Tensor | None = None, tile: Tile | None = None
 ) -> Tensor:
-    """Compute bfloat16 `x @ weight.T`; x [num_rows, K] has row scales, weight [N, K] block scales.
+    """Compute `x @ weight.T` in `x.dtype`; x [num_rows, K] has row scales, weight [N, K] blocks'.
 
     out: memory of the result. tile: default `tile_of` the rows. All tensors are contiguous.
     """
     (num_rows, inner), num_columns = x.shape, len(weight)
     if out is None:
-        out = torch.empty(num_rows, num_columns, dtype=torch.bfloat16, device=x.device)
+        out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
     bm, bn, num_warps, num_stages = tile or tile_of(num_rows)
     tiles = triton.cdiv(num_rows, bm) * triton.cdiv(num_columns, bn)
     if tiles:

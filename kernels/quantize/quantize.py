@@ -22,13 +22,14 @@ def quantize(
         check_contiguous("x", x)
         if norm_weight is not None:
             check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype)
-        return Quantized(*triton_quantize.quantize(x, norm_weight, eps, swiglu))
+        values, scale = triton_quantize.quantize(x, norm_weight, eps, swiglu)
+        return Quantized(values, scale, x.dtype)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
     if swiglu:
         x = silu_and_mul(x)
     scale = x.abs().amax(1).float().clamp(min=SMALLEST) / LARGEST
-    return Quantized((x / scale[:, None]).to(FP8), scale)
+    return Quantized((x / scale[:, None]).to(FP8), scale, x.dtype)
 
 
 def quantize_blocks(x: Tensor) -> Quantized:

@@ -30,6 +30,8 @@ class Quantized:
     """float8_e4m3fn [..., num_rows, num_columns]"""
     scale: Tensor
     """float32 [..., num_rows], or for blocks of 128 by 128 [..., row blocks, column blocks]"""
+    dtype: torch.dtype = torch.bfloat16
+    """of the numbers before, if they are activations, and of products with them"""
 
     @property
     def shape(self) -> torch.Size:

@@ -31,6 +31,7 @@ from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.protocol.run_folder import make_run_folder
 from penstock.protocol.transport.discovery import NODE_VARIABLE
+from penstock.services.worker.compute_dtype import compute_dtype
 from penstock.services.worker.cuda_graphs import decode_shapes, prefill_shapes
 from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.kv_cache import (
@@ -47,7 +48,6 @@ log = logging.getLogger(__name__)
 GPU_VARIABLE = "PENSTOCK_GPU"
 """index of the worker's GPU among the GPUs that torch sees: all GPUs of the node, because the ranks
 need peer access"""
-DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 INTEGER_BITS = {"int8": 8, "int4": 4}
 """`--quantization` → bits of weights that only compiled layers have"""
 CPU_KV_BYTES = 1 << 30
@@ -71,6 +71,7 @@ def load(
     torch.set_num_threads(config.num_threads or max(1, num_cores))
     model_config = quantized(read_model_config(config.model_folder), config.quantization)
     check_tp(model_config, assignment.tp_size, config.enable_expert_parallel)
+    dtype = compute_dtype(model_config, config.dtype, device)
     # Its thread loads while this thread waits for the group, the device and the disk.
     grammars = None if assignment.rank else Grammars(config.model_folder)
     place = assignment.rendezvous, assignment.rank, assignment.tp_size
@@ -79,13 +80,14 @@ def load(
         log.warning("GPUs of the group lack peer access (`nvidia-smi topo -p2p rw`): NCCL is used")
     _check_integers(config, device)
     attention = _attention(config, model_config, assignment.tp_size, device)
-    log.info("%s, attention: %s, blocks of %d", device, attention.name, attention.block_size)
+    described = device, dtype, attention.name, attention.block_size
+    log.info("%s, %s, attention: %s, blocks of %d", *described)
     times.end("group")
     max_model_len = model_config.context(config.max_model_len)
     max_blocks = -(-max_model_len // attention.block_size)
     num_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
-    tp.reserve(num_tokens * model_config.hidden_size, DTYPES[device.type])
-    with torch.device(device), default_dtype(DTYPES[device.type]):
+    tp.reserve(num_tokens * model_config.hidden_size, dtype)
+    with torch.device(device), default_dtype(dtype):
         num_positions = max_blocks * attention.block_size
         in_fp8 = config.quantize_lm_head and config.quantization not in INTEGER_BITS
         choices = config.enable_expert_parallel, in_fp8
@@ -95,7 +97,9 @@ def load(
     if device.type == "cpu":
         _compile(config, model_config, model)
         times.end("compilation")
-    runner = _make_runner(config, model_config, model, max_blocks, assignment.num_blocks, grammars)
+    kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else dtype
+    sizes = kv_dtype, max_blocks, assignment.num_blocks
+    runner = _make_runner(config, model_config, model, *sizes, grammars)
     times.end("KV cache")
     on_progress()
     if device.type == "cuda" and config.enable_cuda_graphs and attention.can_be_captured:
@@ -217,6 +221,7 @@ def _make_runner(
     config: Config,
     model_config: ModelConfig,
     model: Qwen3,
+    kv_dtype: torch.dtype,
     max_blocks: int,
     num_blocks: int,
     grammars: Grammars | None,
@@ -225,7 +230,6 @@ def _make_runner(
     weight, block_size = model.model.embed_tokens.weight, model.attention.block_size
     vocab_size = model_config.vocab_size
     shape = (model_config, model.tp.size, block_size)
-    kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else DTYPES[weight.device.type]
 
     def make(num_blocks: int) -> ModelRunner:
         num_slots = config.max_num_seqs

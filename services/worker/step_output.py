@@ -17,7 +17,8 @@ from penstock.services.worker.step_record import Integers
 
 BAD_LOGITS = (
     "the model's logits are NaN or infinite, or every token is forbidden; if no parameter "
-    "forbids tokens, check the checkpoint, and --quantization and --kv-cache-dtype"
+    "forbids tokens, check the checkpoint, and --quantization, --kv-cache-dtype and "
+    "--dtype (float16 ends at 65504)"
 )
 """failure of a row without a token"""
 

@@ -30,17 +30,27 @@ PRODUCTS = (
 """(kind, rows of the weight, inner dimension)"""
 ints = partial(torch.empty, dtype=torch.int32)
 longs = partial(torch.empty, dtype=torch.int64)
-numbers = partial(torch.empty, dtype=torch.bfloat16)
+activations = torch.bfloat16
+"""their type, which `record` changes"""
+
+
+def numbers(*shape: int) -> Tensor:
+    """Return activations, or weights of 16 bits."""
+    return torch.empty(shape, dtype=activations)
 
 
 def record(launches: Any, which: str) -> None:
     """Launch all kernels, or those with the largest tiles of each."""
-    for is_fp8 in (False, True):
-        launches.case = "fp8" if is_fp8 else "bfloat16"
+    global activations
+    for activations, is_fp8 in product((torch.bfloat16, torch.float16), (False, True)):
+        launches.case = "fp8" if is_fp8 else str(activations).removeprefix("torch.")
         if which == "largest":
             _largest(is_fp8)
+        elif is_fp8 and activations == torch.float16:
+            _few_in_fp8()
         else:
             _all(is_fp8)
+            _elementwise()
     if which != "largest":
         _others()
     else:
@@ -66,6 +76,16 @@ def _largest(is_fp8: bool) -> None:
         _many_rows(512)
 
 
+def _few_in_fp8() -> None:
+    """Launch one of each kernel that reads 8 bits."""
+    _decode(*ATTENTION[0], 16, True)
+    _prefill(128, 128, True)
+    _experts(256, True)
+    _many_rows(512)
+    _products(True, [("add", HIDDEN, 25600, 16), ("swiglu", 2 * 25600, HIDDEN, 1)])
+    _rope(True)
+
+
 def _all(is_fp8: bool) -> None:
     for heads, rows in product(ATTENTION, (16, 64, 256)):
         _decode(*heads, rows, is_fp8)
@@ -83,7 +103,7 @@ def _cache(block_size: int, kv_heads: int, is_fp8: bool) -> Any:
     from penstock.kernels.attention.types import KVCache
 
     shape = 64, block_size, kv_heads, HEAD_DIM
-    k, v = (torch.empty(shape, dtype=FP8 if is_fp8 else torch.bfloat16) for _ in range(2))
+    k, v = (torch.empty(shape, dtype=FP8 if is_fp8 else activations) for _ in range(2))
     scales = torch.empty(64, kv_heads, block_size), torch.empty(64, kv_heads, block_size)
     return KVCache(k, v, scales if is_fp8 else None)
 
@@ -160,7 +180,9 @@ def _many_rows(rows: int) -> None:
     weight = _weight(True, 2560, HIDDEN)
     assert isinstance(weight, Quantized)
     if this_device().has_fp8:
-        block_product(Quantized(torch.empty(rows, HIDDEN, dtype=FP8), torch.empty(rows)), weight)
+        block_product(
+            Quantized(torch.empty(rows, HIDDEN, dtype=FP8), torch.empty(rows), activations), weight
+        )
         return
     for scale in (weight.scale, torch.empty(len(weight))):
         for out_dtype in (None, torch.float32):
@@ -168,8 +190,8 @@ def _many_rows(rows: int) -> None:
             weight_only_product(numbers(rows, HIDDEN), product, out_dtype=out_dtype)
 
 
-def _products(is_fp8: bool) -> None:
-    """Multiply by each distinct entry of the table that holds, and by Qwen3's sizes."""
+def _products(is_fp8: bool, some: list[tuple[str, int, int, int]] | None = None) -> None:
+    """Multiply by some weights, otherwise by all in the table that holds, and of Qwen3's sizes."""
     from penstock.kernels.device import this_device
     from penstock.kernels.linear.small_m_gemm import multiply
     from penstock.kernels.linear.tuning_tables import tuning_tables
@@ -177,22 +199,18 @@ def _products(is_fp8: bool) -> None:
     all_rows = product(PRODUCTS, (1, 16, 32, 64))
     chosen = {(*one, rows): None for one, rows in all_rows}
     chosen |= dict.fromkeys(tuning_tables(this_device())["fp8" if is_fp8 else "bfloat16"])
-    for kind, num_weights, inner, rows in chosen:
+    for kind, num_weights, inner, rows in some or chosen:
         residual = numbers(rows, num_weights) if kind == "add" else None
         norm = None if kind == "add" else numbers(inner)
         weight = _weight(is_fp8, num_weights, inner)
         multiply(kind, numbers(rows, inner), weight, norm, 1e-6, residual)
 
 
-def _others() -> None:
-    """Launch the kernels that have one size of tile."""
+def _elementwise() -> None:
+    """Launch the kernels of activations that have one size of tile."""
     from penstock.kernels.collectives.triton_all_reduce import PushAllReduce, inbox_size
     from penstock.kernels.elementwise import triton_elementwise
     from penstock.kernels.quantize import triton_quantize
-    from penstock.kernels.sampling.triton_sampling import sample
-    from penstock.kernels.step.forward_batch import BatchShape
-    from penstock.kernels.step.triton_apply_plan import apply_plan
-    from penstock.kernels.step.types import make_slots, make_step_buffers
 
     x = numbers(64, HIDDEN)
     triton_elementwise.rms_norm(x, numbers(HIDDEN), 1e-6)
@@ -200,6 +218,17 @@ def _others() -> None:
     triton_elementwise.embedding(longs(64), numbers(VOCABULARY, HIDDEN))
     triton_quantize.quantize(x, numbers(HIDDEN), 1e-6, False)
     triton_quantize.quantize(numbers(64, 2 * 25600), None, 0.0, True)
+    inbox = ints(inbox_size(1 << 20, 2))
+    PushAllReduce(inbox, [0, 1 << 24], 0, 1 << 20)(x, x)
+
+
+def _others() -> None:
+    """Launch the kernels that read no activations."""
+    from penstock.kernels.sampling.triton_sampling import sample
+    from penstock.kernels.step.forward_batch import BatchShape
+    from penstock.kernels.step.triton_apply_plan import apply_plan
+    from penstock.kernels.step.types import make_slots, make_step_buffers
+
     meta = torch.device("meta")
     slots = make_slots(256, 64, meta)
     _process_logits(meta)
@@ -207,8 +236,6 @@ def _others() -> None:
     for tile_size in (64, 128):
         shape = BatchShape(64, 2048, 64, 48, tile_size, 2048, 4096)
         apply_plan(ints(4096), slots, make_step_buffers(256, 64, 4096, meta), shape, 16)
-    inbox = ints(inbox_size(1 << 20, 2))
-    PushAllReduce(inbox, [0, 1 << 24], 0, 1 << 20)(x, x)
 
 
 def _process_logits(meta: torch.device) -> None:

@@ -26,21 +26,27 @@ def ranks_of(device: str, num_ranks: int) -> tuple[list[PushAllReduce], list[Ten
     return ranks, [inbox.view(3, num_ranks, -1) for inbox in inboxes]
 
 
-def messages_of(num_ranks: int, sizes: list[int]) -> list[Tensor]:
+def messages_of(
+    num_ranks: int, sizes: list[int], dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
     """Return the messages of each call, [num_ranks, size], whose sums are exact."""
-    messages = [torch.randint(-50, 50, (num_ranks, size)).bfloat16() for size in sizes]
+    messages = [torch.randint(-50, 50, (num_ranks, size)).to(dtype) for size in sizes]
     for message in messages:
         message[:, :2] = -0.0
     return messages
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_sends_to_all_adds_what_has_come_and_empties_what_was_read(num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype"), [(2, torch.bfloat16), (4, torch.bfloat16), (2, torch.float16)]
+)
+def test_sends_to_all_adds_what_has_come_and_empties_what_was_read(
+    num_ranks: int, dtype: torch.dtype
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("needs Triton's interpreter")
     # The interpreter runs one rank at a time: here, rank 1. The others are a call ahead.
     ranks, inboxes = ranks_of("cpu", num_ranks)
-    messages = messages_of(num_ranks, SIZES)
+    messages = messages_of(num_ranks, SIZES, dtype)
     calls = [
         [sum(size > n * BLOCK for size in SIZES[:call]) for n in range(3)] for call in range(9)
     ]
@@ -65,9 +71,9 @@ def test_sends_to_all_adds_what_has_come_and_empties_what_was_read(num_ranks: in
         if call + 1 < len(messages):
             send(call + 1)
         x = message[1].clone()
-        residual = torch.randint(-50, 50, x.shape).bfloat16() if call % 2 else None
+        residual = torch.randint(-50, 50, x.shape).to(dtype) if call % 2 else None
         total = message.float().sum(0) + (0 if residual is None else residual.float())
-        assert torch.equal(ranks[1](x, residual), total.bfloat16())
+        assert torch.equal(ranks[1](x, residual), total.to(dtype))
         sent = message[1].view(torch.int32).clone()
         sent[0] = 0
         for program in range(3):
