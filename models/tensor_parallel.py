@@ -1,6 +1,7 @@
 """Ranks of a tensor-parallel group and their collectives."""
 
 import atexit
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+log = logging.getLogger(__name__)
 TIMEOUT = timedelta(seconds=120)
 """maximum wait for another rank"""
 _HUNG_UP = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
@@ -70,6 +72,8 @@ class TensorParallel:
                 )
             if group.on_gpus and not spans_nodes:
                 group.spans_nodes = not group.have_peer_access()
+                if group.spans_nodes:
+                    log.warning("GPUs lack peer access (`nvidia-smi topo -p2p rw`): NCCL is used")
             # gloo's threads abort the interpreter unless they end before it
             atexit.register(dist.destroy_process_group)
         return group

@@ -30,9 +30,8 @@ from penstock.protocol.messages.plan import BatchPlan, RowAdded, RowExtras, pack
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.protocol.run_folder import make_run_folder
-from penstock.protocol.transport.discovery import NODE_VARIABLE
-from penstock.services.worker.compute_dtype import compute_dtype
 from penstock.services.worker.cuda_graphs import decode_shapes, prefill_shapes
+from penstock.services.worker.device import check_capability, choose_device, compute_dtype
 from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.kv_cache import (
     allocate_kv_cache,
@@ -45,9 +44,6 @@ from penstock.services.worker.timings import StartTimes, step_profiler
 
 IMPORTED = time.time()
 log = logging.getLogger(__name__)
-GPU_VARIABLE = "PENSTOCK_GPU"
-"""index of the worker's GPU among the GPUs that torch sees: all GPUs of the node, because the ranks
-need peer access"""
 INTEGER_BITS = {"int8": 8, "int4": 4}
 """`--quantization` → bits of weights that only compiled layers have"""
 CPU_KV_BYTES = 1 << 30
@@ -66,6 +62,7 @@ def load(
     times.end("place")
     index = assignment.replica * config.tp + assignment.rank
     device = choose_device(config.device, index, config.tp, config.dp)
+    check_capability(device)
     # One core is for the other processes: waiting for a thread without a core is slow.
     num_cores = ((os.cpu_count() or 1) - 1) // (config.tp * config.dp)
     torch.set_num_threads(config.num_threads or max(1, num_cores))
@@ -76,12 +73,9 @@ def load(
     grammars = None if assignment.rank else Grammars(config.model_folder)
     place = assignment.rendezvous, assignment.rank, assignment.tp_size
     tp = TensorParallel.join(*place, device, assignment.spans_nodes)
-    if tp.on_gpus and tp.spans_nodes and not assignment.spans_nodes:
-        log.warning("GPUs of the group lack peer access (`nvidia-smi topo -p2p rw`): NCCL is used")
     _check_integers(config, device)
     attention = _attention(config, model_config, assignment.tp_size, device)
-    described = device, dtype, attention.name, attention.block_size
-    log.info("%s, %s, attention: %s, blocks of %d", *described)
+    log.info("%s, %s, attention: %s", device, dtype, attention.name)
     times.end("group")
     max_model_len = model_config.context(config.max_model_len)
     max_blocks = -(-max_model_len // attention.block_size)
@@ -97,8 +91,7 @@ def load(
     if device.type == "cpu":
         _compile(config, model_config, model)
         times.end("compilation")
-    kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else dtype
-    sizes = kv_dtype, max_blocks, assignment.num_blocks
+    sizes = dtype, max_blocks, assignment.num_blocks
     runner = _make_runner(config, model_config, model, *sizes, grammars)
     times.end("KV cache")
     on_progress()
@@ -117,45 +110,6 @@ def load(
         runner.profile(step_profiler(config.profile, path))
     log.info("ready after %s", times)
     return runner
-
-
-def choose_device(wanted: str, index: int, tp_size: int, num_replicas: int = 1) -> torch.device:
-    """Return the GPU of the worker `index` among all replicas' workers, or the CPU.
-
-    On a cluster GPU_VARIABLE has the GPU's index. Raises ModelError if GPUs are requested and the
-    machine has too few.
-    """
-    given = os.environ.get(GPU_VARIABLE)
-    if given is not None or NODE_VARIABLE in os.environ:
-        return _given_device(wanted, given)
-    num_gpus = torch.cuda.device_count()
-    if wanted == "cpu" or (wanted == "auto" and not num_gpus):
-        return torch.device("cpu")
-    if num_gpus < tp_size * num_replicas:
-        of_replicas = f" with --dp {num_replicas}" if num_replicas > 1 else ""
-        too_few = (
-            f"--tp {tp_size}{of_replicas} needs {tp_size * num_replicas} GPUs; "
-            f"this machine has {num_gpus}"
-        )
-        if wanted == "cuda":
-            raise ModelError(too_few)
-        log.warning("%s: the model runs on the CPU", too_few)
-        return torch.device("cpu")
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-def _given_device(wanted: str, given: str | None) -> torch.device:
-    """Return the given device, without falling back to the CPU: other ranks may have GPUs."""
-    if wanted == "cpu" or (wanted == "auto" and given is None):
-        return torch.device("cpu")
-    if given is None:
-        raise ModelError(f"--device: got {wanted}, but the cluster assigned no GPU to this worker")
-    num_gpus = torch.cuda.device_count()
-    if int(given) >= num_gpus:
-        raise ModelError(f"{GPU_VARIABLE}: got {given}, expected an index of {num_gpus} GPUs")
-    torch.cuda.set_device(int(given))
-    return torch.device("cuda", int(given))
 
 
 def _check_integers(config: Config, device: torch.device) -> None:
@@ -221,7 +175,7 @@ def _make_runner(
     config: Config,
     model_config: ModelConfig,
     model: Qwen3,
-    kv_dtype: torch.dtype,
+    dtype: torch.dtype,
     max_blocks: int,
     num_blocks: int,
     grammars: Grammars | None,
@@ -230,6 +184,7 @@ def _make_runner(
     weight, block_size = model.model.embed_tokens.weight, model.attention.block_size
     vocab_size = model_config.vocab_size
     shape = (model_config, model.tp.size, block_size)
+    kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else dtype
 
     def make(num_blocks: int) -> ModelRunner:
         num_slots = config.max_num_seqs

@@ -1,12 +1,14 @@
 """The type in which a model computes, by option, checkpoint and device."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 import torch
 
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.config import Config
-from penstock.services.worker.compute_dtype import compute_dtype
+from penstock.services.worker.device import check_capability, compute_dtype
 
 MODEL = read_model_config(Config().model_folder)
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -40,3 +42,22 @@ def test_a_gpu_computes_in_16_bits_only() -> None:
     sentence = "--dtype: got float32 on a GPU, expected auto, bfloat16 or float16"
     with pytest.raises(ModelError, match=sentence):
         compute_dtype(MODEL, "float32", GPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "is_served"),
+    [("Tesla V100", (7, 0), False), ("Tesla T4", (7, 5), False), ("NVIDIA A100", (8, 0), True)],
+)
+def test_old_gpus_are_refused_by_name(
+    name: str, capability: tuple[int, int], is_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = SimpleNamespace(name=name, major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: found)
+    check_capability(CPU)
+    if is_served:
+        check_capability(GPU)
+        return
+    version = "{}.{}".format(*capability)
+    sentence = f"--device: got {name} of compute capability {version}, expected 8.0 or newer; --d"
+    with pytest.raises(ModelError, match=sentence):
+        check_capability(GPU)
