@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.protocol.client.errors import RequestError
+from penstock.protocol.messages.chat import MessageError
 from penstock.services.http.access import Gate, caller, check_key
 from penstock.services.http.app_state import AppState
 from penstock.services.http.body import decode_body, read_body
@@ -25,7 +26,7 @@ from penstock.services.http.openapi import describe
 from penstock.services.http.routes import Operation, Routes
 from penstock.services.http.schema import ApiRequest
 
-_HANDLED = (ApiError, RequestError, HTTPException, ClientDisconnect, Exception)
+_HANDLED = (ApiError, MessageError, RequestError, HTTPException, ClientDisconnect, Exception)
 _PAGE_HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": (

@@ -25,6 +25,19 @@ def test_bad_fields(api: Api, stream: bool) -> None:
         assert caught.value.type == "invalid_request_error"
 
 
+def test_the_connection_survives_a_refused_message(url: str) -> None:
+    """A traceback in the server's log would close it."""
+    image = {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}
+    with httpx.Client(base_url=url, headers={"authorization": f"Bearer {KEY}"}) as client:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            reply = client.post(path, json=image)
+            assert reply.status_code == 400
+            assert reply.json()["error"]["param"] == "messages[0].content[0].type"
+            before = client._transport._pool.connections  # type: ignore[attr-defined]
+            assert client.get("/version").status_code == 200
+            assert client._transport._pool.connections == before  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_that_fails_within_the_text(api: Api, stream: bool) -> None:
     """Only where its last item begins, it has too many states."""
