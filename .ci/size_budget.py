@@ -7,7 +7,7 @@ from pathlib import Path
 
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 60
-MAX_TOTAL_LINES = 37082
+MAX_TOTAL_LINES = 37407
 """of the product, without tests"""
 
 

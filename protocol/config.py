@@ -37,7 +37,8 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     address: str = "auto"
     """of the Ray cluster, HOST:PORT; auto: the one this machine is in"""
     model: str = ""
-    """folder of a Qwen3 checkpoint, or its name on the Hugging Face Hub; empty: the demo model"""
+    """folder of a Qwen3 checkpoint, its name on the Hugging Face Hub, or a GGUF file; empty: the
+    demo model"""
     revision: str = ""
     """branch, tag or commit of --model on the hub; empty: its main branch"""
     endpoint: str = "tcp://127.0.0.1:5555"

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.gguf_cache import folder_of, is_gguf
 from penstock.protocol.checkpoint import read_json
 
 DOWNLOADER = "penstock.launch.pipeline.hub_download"
@@ -75,8 +76,8 @@ def hub_model(options: dict[str, Any]) -> HubModel | None:
         )
     if model and not Path(model).exists():
         raise LaunchError(
-            f"--model: got {model!r}, expected an existing folder, or a name on the Hugging Face "
-            f"Hub such as Qwen/Qwen3-8B{near_folder(model)}"
+            f"--model: got {model!r}, expected an existing folder or GGUF file, or a name on the "
+            f"Hugging Face Hub such as Qwen/Qwen3-8B{near_folder(model)}"
         )
     return None
 
@@ -90,6 +91,9 @@ def resolve(options: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
     source = hub_model(options)
     if source is None:
         model = options.get("model")
+        if model and is_gguf(model):
+            folder = folder_of(Path(model))
+            return {"served_model_name": Path(model).stem} | options | {"model": str(folder)}
         return options | ({"model": str(Path(model).absolute())} if model else {})
     if options.get("backend") == "ray" and weights:
         return options
