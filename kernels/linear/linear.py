@@ -213,21 +213,26 @@ def _weight_only_product(
 def _scaled_product(x: Quantized, weight: Quantized, out: Tensor | None) -> Tensor:
     """Multiply to 16 bits, by Triton with scales of blocks, otherwise by cuBLAS.
 
-    cuBLAS needs multiples of 16 as in_features and out_features.
+    cuBLAS needs multiples of 16 as in_features and out_features, and with scales of rows it writes
+    bfloat16, from which float16 is converted.
     """
     if weight.in_blocks:
         from penstock.kernels.linear.triton_block_scales import block_product
 
         return block_product(x, weight, out)
-    return torch._scaled_mm(
+    converts = x.dtype == torch.float16
+    product = torch._scaled_mm(
         x.values,
         weight.values.t(),
         x.scale[:, None],
         weight.scale[None],
-        out_dtype=x.dtype,
+        out_dtype=torch.bfloat16,
         use_fast_accum=True,
-        out=out,
+        out=None if converts else out,
     )
+    if not converts:
+        return product
+    return product.to(x.dtype) if out is None else out.copy_(product)
 
 
 def _scaled_logits(

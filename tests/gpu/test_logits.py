@@ -77,9 +77,12 @@ def reference_logits(folder: Path, texts: list[list[int]], dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("batch", [1, 7, 30, 60, 90])
-@pytest.mark.parametrize("attention", ["triton", "flash-attn"])
+@pytest.mark.parametrize(
+    ("attention", "dtype"),
+    [("triton", "bfloat16"), ("triton", "float16"), ("flash-attn", "bfloat16")],
+)
 def test_logits_are_as_near_as_those_of_transformers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, batch: int, attention: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, batch: int, attention: str, dtype: str
 ) -> None:
     """Prefill and decode, in each kind of matrix product."""
     if attention == "flash-attn":
@@ -87,6 +90,7 @@ def test_logits_are_as_near_as_those_of_transformers(
     recorded = Logits(monkeypatch)
     rng = Random(batch)
     options = {"attention": attention, "enable_cuda_graphs": False, "kv_cache_gib": 4.0}
+    options["dtype"] = dtype
     engine = Engine(
         Config(model=str(folder), device="cuda", max_num_batched_tokens=32768, **options)  # type: ignore[arg-type]
     )
@@ -104,7 +108,7 @@ def test_logits_are_as_near_as_those_of_transformers(
     ours = torch.stack([step[:batch] for step in recorded.steps[: NUM_DECODED + 1]], 1)
     texts = [sequence.token_ids[:-1] for sequence in sequences]
     exact = torch.stack(reference_logits(folder, texts, torch.float32))
-    theirs = torch.stack(reference_logits(folder, texts, torch.bfloat16))
+    theirs = torch.stack(reference_logits(folder, texts, getattr(torch, dtype)))
     error, their_error = relative_error(ours, exact), relative_error(theirs, exact)
     print(f"{folder.name} {attention} batch {batch}: {error:.2e}, transformers {their_error:.2e}")
     assert error < 2e-2

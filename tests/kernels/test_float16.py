@@ -121,7 +121,11 @@ def test_activations_in_8_bits_keep_the_type_of_their_product() -> None:
         x = quantize(torch.randn(3, 32).to(dtype))
         assert x.dtype == dtype
         weight = quantize(torch.randn(16, 32))
-        assert linear._scaled_product(x, weight, None).dtype == dtype
+        found = linear._scaled_product(x, weight, None)
+        assert found.dtype == dtype
+        out = torch.full((3, 16), torch.nan, dtype=dtype)
+        assert linear._scaled_product(x, weight, out) is out
+        assert torch.equal(out, found)
 
 
 @pytest.mark.gpu

@@ -85,19 +85,20 @@ def test_sends_to_all_adds_what_has_come_and_empties_what_was_read(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_all_ranks_get_the_sum(num_ranks: int) -> None:
+def test_all_ranks_get_the_sum(num_ranks: int, dtype: torch.dtype) -> None:
     if not torch.cuda.is_available():
         pytest.skip("ranks must run at the same time")
     ranks, _ = ranks_of("cuda", num_ranks)
     sizes = SIZES * 20
-    messages = [torch.randn(num_ranks, size).bfloat16() for size in sizes]
+    messages = [torch.randn(num_ranks, size).to(dtype) for size in sizes]
     # Each part is aligned alike, so that no rank's kernel is loaded while another one waits for it.
     on_gpu = [[part.cuda() for part in message] for message in messages]
     streams = [torch.cuda.Stream() for _ in ranks]
     torch.cuda.synchronize()
     residuals = [
-        torch.randn(size).bfloat16().cuda() if n % 2 else None for n, size in enumerate(sizes)
+        torch.randn(size).to(dtype).cuda() if n % 2 else None for n, size in enumerate(sizes)
     ]
     for parts, residual in zip(on_gpu, residuals, strict=True):
         for rank, part, stream in zip(ranks, parts, streams, strict=True):
@@ -110,7 +111,7 @@ def test_all_ranks_get_the_sum(num_ranks: int) -> None:
             total += part.float()
         if residual is not None:
             total += residual.cpu().float()
-        assert all(torch.equal(part.cpu(), total.bfloat16()) for part in parts)
+        assert all(torch.equal(part.cpu(), total.to(dtype)) for part in parts)
 
 
 def test_refuses_what_does_not_fit() -> None:
