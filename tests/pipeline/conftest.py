@@ -184,6 +184,13 @@ def pipeline() -> Iterator[Callable[..., Pipeline]]:
 
 
 @pytest.fixture(scope="session")
+def disturbed() -> Iterator[Pipeline]:
+    """Start a pipeline for all tests that kill, suspend or scale, and leave it whole."""
+    with Pipeline(*PATIENT, "--max-deaths", "1000") as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
 def shared() -> Iterator[Pipeline]:
     """Start a pipeline with HTTP for all tests that only send requests."""
     port = str(free_port())

@@ -1,13 +1,13 @@
 """Clients that resubmit, clients that disconnect, time limits: with real processes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import zmq
 
 from penstock.protocol.messages.client import GenerateReply, GenerateRequest
 from penstock.protocol.messages.codec import JSON
-from tests.pipeline.conftest import PATIENT, Pipeline
+from tests.pipeline.conftest import Pipeline
 from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.pipeline
@@ -16,8 +16,8 @@ PROMPT = count_prompt(1, 20)
 
 
 @pytest.fixture(scope="module")
-def served(pipeline: Callable[..., Pipeline]) -> Pipeline:
-    return pipeline(*PATIENT)
+def served(disturbed: Pipeline) -> Pipeline:
+    return disturbed
 
 
 @pytest.fixture

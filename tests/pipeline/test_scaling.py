@@ -1,7 +1,5 @@
 """Detokenizers and tokenizers come and go in the middle of streams."""
 
-from collections.abc import Callable
-
 import pytest
 
 from penstock.protocol.client.client import Client
@@ -12,24 +10,19 @@ pytestmark = pytest.mark.pipeline
 NUM_STREAMS = 16
 
 
-@pytest.fixture(scope="module")
-def served(pipeline: Callable[..., Pipeline]) -> Pipeline:
-    return pipeline("--tp", "1")
-
-
-def test_streams_survive_scaling(served: Pipeline) -> None:
+def test_streams_survive_scaling(disturbed: Pipeline) -> None:
     """From 1 to 4 and back to 1 while streams run; a lost or doubled token would show."""
-    with Load(served.endpoint, NUM_STREAMS):
+    with Load(disturbed.endpoint, NUM_STREAMS):
         for kind, *numbers in (("detokenizer", 4, 2, 3, 1), ("tokenizer", 3, 1)):
             for number in numbers:
-                scaled = served.run("scale", kind, str(number))
+                scaled = disturbed.run("scale", kind, str(number))
                 assert (scaled.returncode, scaled.stdout) == (0, f"{kind}: {number}\n")
                 names = {f"{kind}.{index + 1}" for index in range(number)}
-                assert {one for one in served.processes() if one.startswith(f"{kind}.")} == names
-    assert set(served.status()["gateway"]["schedulers"][0]["detokenizers"]) == {"detokenizer.1"}
+                assert {one for one in disturbed.processes() if one.startswith(f"{kind}.")} == names
+    assert set(disturbed.status()["gateway"]["schedulers"][0]["detokenizers"]) == {"detokenizer.1"}
 
 
-def test_one_text_for_any_number_of_detokenizers(served: Pipeline) -> None:
+def test_one_text_for_any_number_of_detokenizers(disturbed: Pipeline) -> None:
     """Random bytes, so that characters break in every way."""
 
     def texts(client: Client) -> list[tuple[str, list[int]]]:
@@ -39,9 +32,9 @@ def test_one_text_for_any_number_of_detokenizers(served: Pipeline) -> None:
         ]
         return [(reply.text, reply.token_ids) for reply in (s.result() for s in streams)]
 
-    with served.client() as client:
+    with disturbed.client() as client:
         expected = texts(client)
         assert len({text for text, _ in expected}) > 1
         for number in ("2", "3", "4", "1"):
-            served.run("scale", "detokenizer", number)
+            disturbed.run("scale", "detokenizer", number)
             assert texts(client) == expected

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,11 +17,6 @@ pytestmark = pytest.mark.pipeline
 ANSWER_TIMEOUT_MS = 30_000
 
 
-@pytest.fixture(scope="module")
-def running(pipeline: Callable[..., Pipeline]) -> Pipeline:
-    return pipeline()
-
-
 def answer(socket: "zmq.Socket[bytes]") -> bytes:
     """Return the next answer; the first byte of JSON is a brace."""
     assert socket.poll(ANSWER_TIMEOUT_MS)
@@ -30,15 +24,15 @@ def answer(socket: "zmq.Socket[bytes]") -> bytes:
     return frame
 
 
-def test_a_fresh_status_waits_for_the_scheduler(running: Pipeline) -> None:
+def test_a_fresh_status_waits_for_the_scheduler(disturbed: Pipeline) -> None:
     """A stopped scheduler reports nothing, so a plain query after the fresh one overtakes it.
 
     The fresh query is in JSON, the plain one in MessagePack, so that the answers differ.
     """
-    scheduler = psutil.Process(running.processes()["scheduler.1"])
+    scheduler = psutil.Process(disturbed.processes()["scheduler.1"])
     plain = msgspec.msgpack.encode(StatusRequest())
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.connect(running.endpoint)
+        socket.connect(disturbed.endpoint)
         scheduler.send_signal(signal.SIGSTOP)
         try:
             socket.send_multipart([b"", plain])
@@ -51,10 +45,10 @@ def test_a_fresh_status_waits_for_the_scheduler(running: Pipeline) -> None:
         assert answer(socket).startswith(b"{")
 
 
-def test_the_gateway_answers_for_every_process(running: Pipeline) -> None:
+def test_the_gateway_answers_for_every_process(disturbed: Pipeline) -> None:
     """The supervisor reports every heartbeat, so the next reports come with the scheduler's."""
     names = ["gateway.1", "tokenizer.1", "scheduler.1", "worker.1", "detokenizer.1"]
-    with running.client() as client:
+    with disturbed.client() as client:
         client.generate("17+25=")
         processes = client.status().processes
         while not processes or not all(
@@ -69,17 +63,19 @@ def test_the_gateway_answers_for_every_process(running: Pipeline) -> None:
         assert one.rss_bytes > 1 << 20
         assert one.cpu_seconds > 0
     assert "open_requests" in processes[0].counters
-    shown = running.status()
+    shown = disturbed.status()
     assert shown["processes"][0]["rss_bytes"] > 1 << 20
     assert [one["name"] for one in shown["gateway"]["processes"]] == names
 
 
-def test_batch_refuses_a_pipeline_without_http(running: Pipeline, tmp_path: Path) -> None:
+def test_batch_refuses_a_pipeline_without_http(disturbed: Pipeline, tmp_path: Path) -> None:
     (tmp_path / "in").touch()
-    refused = running.run("batch", str(tmp_path / "in"), str(tmp_path / "out"))
+    refused = disturbed.run("batch", str(tmp_path / "in"), str(tmp_path / "out"))
     assert refused.returncode == 2
-    refusal = f"launch: pipeline {running.name!r} has no HTTP process; `launch scale http 1 --name"
-    assert refused.stderr.splitlines()[-1] == f"{refusal} {running.name}` starts one"
+    refusal = (
+        f"launch: pipeline {disturbed.name!r} has no HTTP process; `launch scale http 1 --name"
+    )
+    assert refused.stderr.splitlines()[-1] == f"{refusal} {disturbed.name}` starts one"
 
 
 def test_every_line_is_json() -> None:
