@@ -89,7 +89,7 @@ class ChatTemplate:
             self._template: Any = source and _environment().from_string(source)
             self.opens_reasoning = SWITCH in source
             """the model itself, where the prompt leaves it to it"""
-        except (OSError, UnicodeError, msgspec.MsgspecError, TemplateError, TypeError) as error:
+        except (OSError, msgspec.MsgspecError, TemplateError, TypeError) as error:
             raise ModelError(f"the chat template of {folder} can't be read: {error}") from error
         self._special_tokens = {
             name: token["content"] if isinstance(token, dict) else token

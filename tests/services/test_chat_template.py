@@ -216,12 +216,6 @@ def test_files_that_are_none(tmp_path: Path, config: object) -> None:
         ChatTemplate(tmp_path)
 
 
-def test_a_template_that_is_not_unicode(tmp_path: Path) -> None:
-    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(ModelError, match=r"the chat template of .* can't be read: 'utf-8' codec"):
-        ChatTemplate(tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
 def test_the_template_and_vocabulary_of_qwen3(qwen3_folder: Path, kwargs: dict[str, Any]) -> None:
