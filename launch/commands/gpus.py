@@ -27,6 +27,15 @@ def check_gpus(config: Config) -> None:
         )
 
 
+def check_dtype(config: Config) -> None:
+    """Raise LaunchError where the model can't compute in `--dtype`, if the device is known."""
+    here = config.backend == "local" and config.device == "auto" and num_gpus() == 0
+    if config.dtype in ("bfloat16", "float16") and (config.device == "cpu" or here):
+        raise LaunchError(f"--dtype: got {config.dtype} on a CPU, expected auto or float32")
+    if config.dtype == "float32" and config.device == "cuda":
+        raise LaunchError("--dtype: got float32 on a GPU, expected auto, bfloat16 or float16")
+
+
 def num_gpus() -> int | None:
     """GPUs that a process here may see, at most; None: not known."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

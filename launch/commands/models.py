@@ -115,7 +115,8 @@ def describe(name: str, folder: Path, config: Config, machine: Machine) -> Liste
         listed = _filled(listed, need, tp, memory)
         if listed.fits:
             break
-    weights = model.format_name or ("bfloat16" if machine.gpus else "float32")
+    on_gpus = "float16" if model.own_dtype == "float16" else "bfloat16"
+    weights = model.format_name or (on_gpus if machine.gpus else "float32")
     return msgspec.structs.replace(listed, dtype=weights)
 
 

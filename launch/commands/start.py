@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from penstock.launch.commands.api_key import read_api_key
-from penstock.launch.commands.gpus import check_gpus
+from penstock.launch.commands.gpus import check_dtype, check_gpus
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import HubModel, hub_model, resolve
 from penstock.launch.pipeline.options import add_options, flag, given_options
@@ -71,6 +71,7 @@ def start(config: Config, procfile: Path, max_deaths: int, source: HubModel | No
         raise LaunchError(str(error)) from None
     if config.device == "cuda" and config.backend == "local":
         check_gpus(config)
+    check_dtype(config)
     try:
         model = quantized(read_model_config(config.model_folder), config.quantization)
     except ModelError as error:
