@@ -68,9 +68,7 @@ def decoding_rows(slots: Integers, ends: Integers, changes: Changes) -> Rows:
     order = np.arange(num_rows)
     rows[:, 0] = rows[:, 6] = slots
     rows[:, 1] = ends - 1
-    rows[:, 2] = 1
-    rows[:, 3] = order
-    rows[:, 4] = -1
+    rows[:, 2], rows[:, 3], rows[:, 4] = 1, order, -1
     rows[0, 5] = rows[:, 7] = 0
     rows[1:, 5] = ends[:-1].cumsum()
     shape = BatchShape(num_rows, num_rows, num_rows, 0, SMALL_TILE, 1, int(ends.max()))
