@@ -111,7 +111,7 @@ def norm_separately(
         if isinstance(weight, Quantized) and _takes_8_bits(weight):
             return _scaled_logits(x, norm_weight, eps, weight, out)
         if isinstance(weight, Packed):
-            weight = weight.dequantized().to(x.dtype)
+            weight = _dequantized(weight, x.dtype)
         normed = rms_norm(x, norm_weight, eps)
         if isinstance(weight, Quantized):
             return _weight_only_product(normed, weight, out, out_dtype)
@@ -174,22 +174,26 @@ def _fused(
     out: Tensor | None = None,
 ) -> Tensor | None:
     """Compute a product in one kernel if that is faster, otherwise returns None."""
-    if isinstance(x, Quantized) or isinstance(weight, Packed) or not x.is_cuda:
+    if isinstance(x, Quantized) or not x.is_cuda:
         return None
+    from penstock.kernels.linear import packed_gemm
     from penstock.kernels.linear.small_m_gemm import multiply
 
     check_contiguous("x", x)
-    check_contiguous("weight", parts(weight)[0])
+    if isinstance(weight, Tensor | Quantized):
+        check_contiguous("weight", parts(weight)[0])
     if norm_weight is not None:
         check_contiguous("norm_weight", norm_weight)
     if residual is not None:
         check_contiguous("residual", residual)
+    if isinstance(weight, Packed):
+        return packed_gemm.multiply(kind, x, weight, norm_weight, eps, residual, out)
     return multiply(kind, x, weight, norm_weight, eps, residual, out)
 
 
 def _product(x: Rows, weight: Matrix, out: Tensor | None = None) -> Tensor:
     if isinstance(weight, Packed):
-        weight = weight.dequantized().to(_dtype(x))
+        weight = _dequantized(weight, _dtype(x))
     if isinstance(weight, Quantized) and x.is_cuda:
         if isinstance(x, Tensor) and not _takes_8_bits(weight):
             return _weight_only_product(x, weight, out)
@@ -208,6 +212,14 @@ def _weight_only_product(
     from penstock.kernels.linear.triton_weight_only import weight_only_product
 
     return weight_only_product(x, weight, out, dtype)
+
+
+def _dequantized(weight: Packed, dtype: torch.dtype) -> Tensor:
+    if not weight.is_cuda:
+        return weight.dequantized().to(dtype)
+    from penstock.kernels.linear import packed_gemm
+
+    return packed_gemm.dequantized(weight, dtype)
 
 
 def _scaled_product(x: Quantized, weight: Quantized, out: Tensor | None) -> Tensor:

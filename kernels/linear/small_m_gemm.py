@@ -1,4 +1,4 @@
-"""Rows products of up to 64 rows, fused with the norm, activation or sum around them.
+"""Matrix products of up to 64 rows, fused with the norm, activation or sum around them.
 
 Reading the weights, once, takes nearly all of the time. Tables have the tile sizes that were
 measured on a GPU; for other GPUs they are estimated.

@@ -17,6 +17,7 @@ from penstock.kernels.device import Device, this_device
 from penstock.kernels.linear.gemm_config import MAX_ROWS, GemmConfig
 from penstock.kernels.linear.small_m_gemm import Product, choose, launch
 from penstock.kernels.moe.triton_moe_kernels import TILE, combine, multiply, route, sort
+from penstock.kernels.moe.triton_packed_experts import packed_grouped, pairs_of_tile
 from penstock.kernels.quantize.packed import Packed
 from penstock.kernels.quantize.triton_e4m3 import as_operand
 from penstock.kernels.quantize.types import Matrix, Quantized, parts
@@ -170,7 +171,7 @@ def grouped(
     for each pair.
     """
     if isinstance(weight, Packed):
-        weight = weight.dequantized().to(x.dtype)
+        return packed_grouped(x, routing.sources, routing.tiles, weight, swiglu, bm)
     inner = x.shape[1]
     columns = weight.shape[1] // (2 if swiglu else 1)
     out = x.new_empty(len(routing.sources), columns)
@@ -202,6 +203,9 @@ def experts(
     out = torch.empty_like(x) if out is None else out
     if not num_tokens:
         return out
+    if isinstance(gate_up, Packed) and isinstance(down, Packed) and tuning is None:
+        bm = pairs_of_tile(num_tokens * top_k, logits.shape[1])
+        tuning = NARROW._replace(bm=bm)  # of which only bm is used
     if tuning is None:
         is_fp8 = isinstance(down, Quantized)
         tuning = choose_tuning(num_tokens * top_k, logits.shape[1], down.shape[2], is_fp8)

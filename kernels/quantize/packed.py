@@ -120,30 +120,24 @@ def num_groups(num_columns: int, group_size: int) -> int:
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Return the words of codes, uint8 [num_rows, num_columns]: [blocks, num_rows, 4 * bits].
 
-    Column 32 * p + 2 * j + h of a block of 4 bits is in word j, at bit 4 * p + 16 * h. That of 8
-    bits is in word 16 * (p // 2) + j, at bit 8 * (p % 2) + 16 * h.
+    Of 4 bits, column 32 * r + 8 * p + 2 * c + h of a block is in word 4 * r + c, at bit
+    4 * p + 16 * h; of 8 bits, column 16 * r + 8 * p + 2 * c + h likewise, at bit 8 * p + 16 * h. A
+    thread's words are then the numbers that tensor cores expect in its registers, in pairs.
     """
     num_rows, num_columns = codes.shape
     padded = functional.pad(codes, (0, -num_columns % BLOCK))
-    blocks = (
-        padded.view(num_rows, -1, 4, 16, 2).transpose(0, 1).contiguous()
-    )  # [block, row, p, j, h]
+    by_row = padded.view(num_rows, -1, bits, 16 // bits, 4, 2)
+    octets = by_row.permute(1, 0, 2, 4, 5, 3)  # [block, row, r, c, h, p]
     if bits == 4:
-        low, high = blocks[:, :, 0::2], blocks[:, :, 1::2] << 4
-        octets = (low | high).permute(0, 1, 3, 4, 2)  # [block, row, j, h, p // 2]
-    else:
-        octets = blocks.view(*blocks.shape[:2], 2, 2, 16, 2).permute(0, 1, 2, 4, 5, 3)
+        octets = octets[..., 0::2] | octets[..., 1::2] << 4
     return octets.flatten(2).contiguous().view(torch.int32)
 
 
 def unpack_codes(words: Tensor) -> Tensor:
     """Return the codes of words, uint8 [..., num_rows, columns with the padding]."""
     octets = words.contiguous().view(torch.uint8)
+    octets = octets.view(*octets.shape[:-1], -1, 4, 2, 2)
     if words.shape[-1] == 4 * 4:
-        octets = octets.view(*octets.shape[:-1], 16, 2, 2)
-        both = torch.stack((octets & 15, octets >> 4), -1)  # [.., block, row, j, h, p // 2, p % 2]
-        blocks = both.flatten(-2).movedim(-1, -3)
-    else:
-        halves = octets.view(*octets.shape[:-1], 2, 16, 2, 2)  # p // 2, j, h, p % 2
-        blocks = halves.movedim(-1, -3).flatten(-4, -3)
-    return blocks.flatten(-3).transpose(-3, -2).flatten(-2)
+        octets = torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
+    blocks = octets.movedim(-1, -3).flatten(-4)  # [..., block, row, column of the block]
+    return blocks.transpose(-3, -2).flatten(-2)

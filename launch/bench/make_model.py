@@ -8,6 +8,7 @@ from pathlib import Path
 from penstock.launch.pipeline.errors import LaunchError
 
 SIZES = ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B")
+FORMATS = ("fp8", "awq", "gptq")
 MODULE = "penstock.models.bench.random_checkpoint"
 """has the shapes; it needs torch, which `launch` does not import"""
 
@@ -20,8 +21,9 @@ def add_make_model(command: ArgumentParser) -> None:
     text = "of the weights: bfloat16, float16 or float32 (default: %(default)s)"
     dtypes = ("bfloat16", "float16", "float32")
     command.add_argument("--dtype", choices=dtypes, default=dtypes[0], metavar="DTYPE", help=text)
-    text = "products of the layers in 8 bits (e4m3), scaled by blocks of 128, as Qwen3-…-FP8"
-    command.add_argument("--fp8", action="store_true", help=text)
+    text = "format of the layers' products: fp8 (as Qwen3-…-FP8), awq, or gptq (default: 16 bits)"
+    command.add_argument("--quantization", choices=FORMATS, metavar="FORMAT", help=text)
+    command.add_argument("--fp8", action="store_true", help="short for --quantization fp8")
     text = "layers, where not as many as published"
     command.add_argument("--layers", type=int, metavar="N", help=text)
 
@@ -32,7 +34,8 @@ def _make_model(arguments: Namespace) -> int:
         raise LaunchError(f"{folder} exists and is not an empty folder; give another name")
     if arguments.layers is not None and arguments.layers < 1:
         raise LaunchError(f"--layers: got {arguments.layers}, expected 1 or more")
-    flags = ["--fp8"] * arguments.fp8
+    quantization = "fp8" if arguments.fp8 else arguments.quantization
+    flags = ["--quantization", quantization] if quantization else []
     if arguments.layers:
         flags += ["--layers", str(arguments.layers)]
     words = [arguments.size, str(folder), "--dtype", arguments.dtype, *flags]

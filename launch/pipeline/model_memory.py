@@ -157,4 +157,6 @@ def _step_bytes(model: ModelConfig, layout: Layout, num_rows: int, num_tokens: i
     logits = 2 * num_rows * _vocabulary(model, layout) * 4
     rope = model.rope.num_positions * model.head_dim * 4
     step = activations + logits
+    if model.weight_format and not model.fp8:  # the largest matrix, dequantized for many rows
+        step += 4 * model.hidden_size * model.intermediate_size // layout.tp
     return rope + (2 * step + GPU_CONTEXT_BYTES if layout.on_gpus else step)

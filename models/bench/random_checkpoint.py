@@ -72,6 +72,22 @@ EXPERTS = {
 MAX_SHARD_BYTES = 4 << 30
 DEVIATION = 0.02
 """standard deviation of the weights"""
+GROUP = 128
+CODE_DEVIATION = 4.6
+"""standard deviation of 0 to 15"""
+FORMATS: dict[str, dict[str, Any]] = {
+    "fp8": FP8_BLOCKS,
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
+    "gptq": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": GROUP,
+        "checkpoint_format": "gptq",
+        "desc_act": False,
+        "sym": True,
+    },
+}
+"""`quantization_config` of each format"""
 
 
 def shape_of(size: str) -> dict[str, Any]:
@@ -101,24 +117,26 @@ def shape_of(size: str) -> dict[str, Any]:
 
 
 def make_checkpoint(
-    folder: Path, shape: dict[str, Any], dtype: str = "bfloat16", is_fp8: bool = False
+    folder: Path, shape: dict[str, Any], dtype: str = "bfloat16", quantization: str | None = None
 ) -> int:
     """Write a checkpoint into `folder` and return the bytes of its weights.
 
-    is_fp8: the products of the layers in e4m3, with a scale for each block of 128 by 128.
+    quantization: of the products of the layers, one of FORMATS.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    quantization = {"quantization_config": FP8_BLOCKS} if is_fp8 else {}
-    _write_json(folder / "config.json", {**shape, "torch_dtype": dtype, **quantization})
+    described = {"quantization_config": FORMATS[quantization]} if quantization else {}
+    _write_json(folder / "config.json", {**shape, "torch_dtype": dtype, **described})
     end_ids = [SPECIAL_IDS["<|im_end|>"], SPECIAL_IDS["<|endoftext|>"]]
     sampling = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
     _write_json(folder / "generation_config.json", {"eos_token_id": end_ids, **sampling})
     _save_tokenizer(folder)
-    tensors = _tensors(read_model_config(folder), DTYPES[dtype], is_fp8)
+    tensors = _tensors(read_model_config(folder), DTYPES[dtype], quantization)
     return _save(folder, tensors)
 
 
-def _tensors(config: ModelConfig, dtype: torch.dtype, is_fp8: bool) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    config: ModelConfig, dtype: torch.dtype, quantization: str | None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor that the model loads, in the layers' order."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     noise = torch.Generator(device).manual_seed(0)
@@ -128,12 +146,35 @@ def _tensors(config: ModelConfig, dtype: torch.dtype, is_fp8: bool) -> Iterator[
             continue
         weight = torch.empty(shape, dtype=dtype, device=device)
         weight.normal_(0, DEVIATION, generator=noise)
-        if is_fp8 and ".layers." in name and not name.endswith("mlp.gate.weight"):  # the router
+        if not quantization or ".layers." not in name or name.endswith("mlp.gate.weight"):  # router
+            yield name, weight.cpu()
+        elif quantization == "fp8":
             quantized = quantize_blocks(weight)
             yield name, quantized.values.cpu()
             yield f"{name}{SCALES}", quantized.scale.cpu()
         else:
-            yield name, weight.cpu()
+            module = name.removesuffix(".weight")
+            for end, tensor in _integers(shape[0], shape[1], quantization, noise).items():
+                yield f"{module}.{end}", tensor.cpu()
+
+
+def _integers(
+    rows: int, columns: int, quantization: str, noise: torch.Generator
+) -> dict[str, Tensor]:
+    """Return random tensors of AWQ or GPTQ in 4 bits, whose numbers have the usual deviation."""
+    groups = -(-columns // GROUP)
+
+    def words(*shape: int) -> Tensor:
+        octets = torch.empty(*shape, 4, dtype=torch.uint8, device=noise.device)
+        return octets.random_(0, 256, generator=noise).view(torch.int32).squeeze(-1)
+
+    scales = torch.full((groups, rows), DEVIATION / CODE_DEVIATION, dtype=torch.float16)
+    zeros = torch.full((groups, rows // 8), 0x77777777, dtype=torch.int32)
+    if quantization == "awq":
+        return {"qweight": words(columns, rows // 8), "qzeros": zeros, "scales": scales}
+    index = torch.arange(columns, dtype=torch.int32) // GROUP
+    packed = {"qweight": words(columns // 8, rows), "qzeros": zeros, "scales": scales}
+    return packed | {"g_idx": index}
 
 
 def _shapes(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
@@ -213,13 +254,13 @@ def main() -> None:
     parser.add_argument("size", choices=DENSE)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--quantization", choices=FORMATS)
     parser.add_argument("--layers", type=int)
     arguments = parser.parse_args()
     shape = shape_of(arguments.size)
     if arguments.layers:
         shape["num_hidden_layers"] = arguments.layers
-    num_bytes = make_checkpoint(arguments.folder, shape, arguments.dtype, arguments.fp8)
+    num_bytes = make_checkpoint(arguments.folder, shape, arguments.dtype, arguments.quantization)
     print(f"{arguments.folder}: {num_bytes / (1 << 30):.2f} GiB of random weights")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.kernels.quantize.packed import Packed
 from penstock.kernels.quantize.types import FP8, Quantized
 
 HEAD_DIM = 128
@@ -51,6 +52,10 @@ def record(launches: Any, which: str) -> None:
         else:
             _all(is_fp8)
             _elementwise()
+        launches.case = "packed"
+        sizes = product((4, 8), (32, 128), (1, 64, 128)) if which != "largest" else [(4, 128, 64)]
+        for one in sizes if not is_fp8 else ():
+            _packed(*one)
     if which != "largest":
         _others()
     else:
@@ -60,6 +65,8 @@ def record(launches: Any, which: str) -> None:
             "multiply",
             "_block_product",
             "_weight_only_kernel",
+            "packed_gemm_kernel",
+            "multiply_packed",
         )
         first: dict[Any, Any] = {}
         for (kernel, _), launch in launches.found.items():
@@ -97,6 +104,28 @@ def _all(is_fp8: bool) -> None:
         _many_rows(rows)
     _products(is_fp8)
     _rope(is_fp8)
+
+
+def _packed(bits: int, group: int, rows: int) -> None:
+    """Multiply with packed integers, dense and in experts."""
+    from penstock.kernels.linear.packed_gemm import dequantized, multiply
+    from penstock.kernels.moe.triton_moe import experts
+
+    def weight(*shape: int, order: bool = False) -> Packed:
+        *others, num_rows, columns = shape
+        groups = *others, columns // group, num_rows
+        words = ints(*others, columns // 128, num_rows, 4 * bits)
+        scale, zeros = torch.empty(groups, dtype=torch.float16), ints(groups).byte()
+        parts = zeros, ints(*others, columns) if order else None
+        return Packed(words, scale, *parts, columns, group)
+
+    x = numbers(rows, HIDDEN)
+    multiply("swiglu", x, weight(2 * 25600, HIDDEN), numbers(HIDDEN), 1e-6)
+    multiply("add", x, weight(1024, HIDDEN, order=True), None, 0.0, numbers(rows, 1024))
+    dequantized(weight(1024, HIDDEN), activations)
+    x = numbers(16 * rows, 2048)
+    gate_up, down = weight(EXPERTS, 2 * 768, 2048), weight(EXPERTS, 2048, 768)
+    experts(x, torch.empty(len(x), EXPERTS), gate_up, down, TOP_K, True, residual=x)
 
 
 def _cache(block_size: int, kv_heads: int, is_fp8: bool) -> Any:

@@ -23,6 +23,7 @@ from penstock.kernels.attention.triton_decode_items import (
 from penstock.kernels.attention.triton_prefill import PrefillTuning, prefill_shared_bytes
 from penstock.kernels.device import SIMULATED_GPU, Device, simulated, this_device
 from penstock.kernels.linear.gemm_candidates import GemmShape, candidates
+from penstock.kernels.linear.packed_gemm import PackedTile, packed_shared_bytes
 from penstock.kernels.linear.small_m_gemm import GemmConfig, choose
 from penstock.kernels.linear.triton_block_scales import tile_of, tile_shared_bytes
 from penstock.kernels.linear.tuning_tables import packaged_tables
@@ -189,6 +190,10 @@ def estimate(report: dict[str, Any]) -> int | None:
         case "multiply":
             tile = GemmTile(constants["BN"], constants["BK"], warps, stages)
             return gemm_shared_bytes(tile, constants["BM"], 1 + constants["SWIGLU"], fp8)
+        case "packed_gemm_kernel" | "multiply_packed":
+            packed = PackedTile(constants["BM"], constants["BK"], 1, stages, warps)
+            number = 1 + constants["SWIGLU"]
+            return packed_shared_bytes(constants["BITS"], number, packed)
         case "_block_product":
             return tile_shared_bytes((constants["BM"], constants["BN"], warps, stages))
     return None
@@ -245,7 +250,7 @@ def test_the_largest_launches_compile_for_all_architectures(compiled: Path) -> N
     reports = compile_launches("largest", compiled)
     assert [report for report in reports if wrong(report)] == []
     kernels = {(report["arch"], report["kernel"]) for report in reports}
-    assert len(kernels) == 4 * len(GPUS)
+    assert len(kernels) == 6 * len(GPUS)
 
 
 @pytest.mark.long

@@ -97,7 +97,7 @@ def test_its_tokenizer_has_qwen3s_ids(checkpoint: Path) -> None:
 
 @pytest.mark.slow
 def test_fp8_has_a_scale_for_each_block(checkpoint: Path, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, shape_of("0.6B") | TINY, "float32", is_fp8=True)
+    make_checkpoint(tmp_path, shape_of("0.6B") | TINY, "float32", quantization="fp8")
     wide, narrow = tensors(checkpoint), tensors(tmp_path)
     name = "model.layers.1.mlp.down_proj.weight"  # [192, 320]
     assert narrow[name].dtype == torch.float8_e4m3fn
@@ -112,6 +112,24 @@ def test_fp8_has_a_scale_for_each_block(checkpoint: Path, tmp_path: Path) -> Non
     assert 0.001 < error < 0.1
     block = narrow[name][128:, 256:].float() * narrow[f"{name}_scale_inv"][1, 2]
     torch.testing.assert_close(block, wide[name][128:, 256:], rtol=1 / 16, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["awq", "gptq"])
+@pytest.mark.parametrize("experts", [{}, {"num_experts": 4, "num_experts_per_tok": 2}])
+def test_integers_of_the_usual_deviation(
+    tmp_path: Path, quantization: str, experts: dict[str, Any]
+) -> None:
+    size = "30B-A3B" if experts else "0.6B"
+    shape = shape_of(size) | TINY | experts | ({"moe_intermediate_size": 64} if experts else {})
+    make_checkpoint(tmp_path, shape, "float32", quantization)
+    found = read_model_config(tmp_path)
+    assert found.format_name == f"4-bit {quantization.upper()}"
+    model = load_model(tmp_path)
+    weight = model.model.layers[0].self_attn.qkv_proj.weight
+    assert isinstance(weight, torch.Tensor)
+    assert 0.019 < float(weight.std()) < 0.021
+    assert prefill_logits(model, [PROMPT]) is not None
 
 
 @pytest.mark.slow
@@ -140,7 +158,7 @@ def test_files_have_the_mode_of_the_umask(tmp_path: Path) -> None:
 def test_a_mixture_of_experts(tmp_path: Path) -> None:
     experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
     shape = shape_of("30B-A3B") | TINY | experts | {"moe_intermediate_size": 64}
-    make_checkpoint(tmp_path, shape, "float32", is_fp8=True)
+    make_checkpoint(tmp_path, shape, "float32", quantization="fp8")
     found = tensors(tmp_path)
     assert found["model.layers.0.mlp.gate.weight"].dtype == torch.float32
     assert found["model.layers.1.mlp.experts.3.up_proj.weight"].dtype == torch.float8_e4m3fn

@@ -1,0 +1,147 @@
+"""Products with packed integers: one kernel for few rows, otherwise dequantization and cuBLAS.
+
+Reading the weights takes nearly all of the time of few rows. The inner dimension is split so that
+all SMs have several programs.
+"""
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from penstock.kernels.device import Device, this_device
+from penstock.kernels.elementwise.triton_elementwise import rms_norm
+from penstock.kernels.linear.gemm_config import MAX_PARTIALS
+from penstock.kernels.linear.small_m_gemm import EARLY, MAX_TILES, workspace
+from penstock.kernels.linear.triton_packed import dequantize_kernel, packed_gemm_kernel
+from penstock.kernels.linear.triton_small_m_gemm import MAX_SPLIT_K
+from penstock.kernels.quantize.packed import BLOCK, Packed
+from penstock.kernels.triton_pdl import LAUNCH
+
+MAX_ROWS = 128
+"""rows up to which reading the weights once for 64 rows is faster than dequantizing them"""
+MAX_BM = 64
+BN = 64
+"""rows of a tile of the weight: those of an asynchronous product of compute capability 9.0"""
+PROGRAMS_PER_SM = 4
+MIN_STEPS = 4
+"""steps of a program, at least, where the inner dimension is split"""
+
+
+class PackedTile(NamedTuple):
+    """Tile sizes of a product."""
+
+    bm: int
+    """rows of x"""
+    bk: int
+    """columns of a step, all of one group"""
+    split_k: int
+    num_stages: int
+    num_warps: int
+
+
+def step_columns(weight: Packed) -> tuple[int, int]:
+    """Return the columns of a step, and of a group in kernels: a multiple of them."""
+    if weight.group_size >= weight.num_columns:
+        return BLOCK, -(-weight.num_columns // BLOCK) * BLOCK
+    return math.gcd(weight.group_size, BLOCK), weight.group_size
+
+
+def packed_shared_bytes(bits: int, num_weights: int, tile: PackedTile) -> int:
+    """Return the shared memory of a product with num_weights weights: tiles in flight.
+
+    Synchronous tensor cores get a tile of weights through shared memory, too.
+    """
+    of_stage = 2 * tile.bm * tile.bk + num_weights * BN * tile.bk * bits // 8
+    return (tile.num_stages - 1) * of_stage + 2 * BN * tile.bk
+
+
+def fitting(
+    device: Device, weight: Packed, num_weights: int, bm: int, split_k: int = 1
+) -> PackedTile:
+    """Return the tile of bm rows with the most stages that fit the device."""
+    bk, _ = step_columns(weight)
+    num_warps = 8 if num_weights * bm > MAX_BM else 4  # otherwise registers are spilled
+    stages = (PackedTile(bm, bk, split_k, number, num_warps) for number in (4, 3, 2))
+    return device.fitting(stages, partial(packed_shared_bytes, weight.bits, num_weights))
+
+
+def choose(
+    kind: str, num_rows: int, weight: Packed, device: Device | None = None
+) -> PackedTile | None:
+    """Return tile sizes that fit the device, or None if cuBLAS is faster.
+
+    kind: add, norm or swiglu. device: default `this_device`.
+    """
+    if not 1 <= num_rows <= MAX_ROWS:
+        return None
+    device = device or this_device()
+    num_weights = 2 if kind == "swiglu" else 1
+    num_columns = len(weight) // num_weights
+    bm = min(MAX_BM, max(8, triton.next_power_of_2(num_rows)))
+    bk, _ = step_columns(weight)
+    tiles = triton.cdiv(num_columns, BN)
+    split_k = 1
+    if num_rows <= bm and tiles <= MAX_TILES:
+        steps = triton.cdiv(weight.num_columns, bk)
+        wanted = triton.cdiv(PROGRAMS_PER_SM * device.num_sms, tiles)
+        sums = num_rows * num_columns * num_weights + num_rows
+        most = min(MAX_SPLIT_K.value, steps // MIN_STEPS, MAX_PARTIALS // sums)
+        split_k = max(1, min(wanted, most))
+    return fitting(device, weight, num_weights, bm, split_k)
+
+
+def multiply(
+    kind: str,
+    x: Tensor,
+    weight: Packed,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    tile: PackedTile | None = None,
+) -> Tensor | None:
+    """Return the result; None if cuBLAS is faster. Parameters: see `small_m_gemm.multiply`.
+
+    x is in bfloat16 or float16. tile: default `choose`.
+    """
+    if kind == "logits" or x.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    tile = tile or choose(kind, len(x), weight)
+    if tile is None:
+        return None
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
+    num_rows, inner = x.shape
+    swiglu = kind == "swiglu"
+    num_columns = len(weight) // (2 if swiglu else 1)
+    out = x.new_empty(num_rows, num_columns) if out is None else out
+    is_split = tile.split_k > 1
+    partials, counters = workspace(x.device) if is_split else (None, None)
+    _, group = step_columns(weight)
+    grid = triton.cdiv(num_columns, BN), tile.split_k, triton.cdiv(num_rows, tile.bm)
+    packed_gemm_kernel[grid](
+        x, weight.words, weight.scale, weight.zeros, weight.order, residual, out,
+        partials, counters, num_rows, num_columns, inner,
+        SWIGLU=swiglu, ADD=residual is not None, SPLIT=is_split, GROUP=group,
+        BITS=weight.bits, BM=tile.bm, BN=BN, BK=tile.bk, EVEN=inner % tile.bk == 0,
+        EARLY=weight.words.nbytes <= EARLY, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        **LAUNCH,
+    )  # fmt: skip
+    return out
+
+
+def dequantized(weight: Packed, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of a matrix on a GPU, rounded once: [num_rows, num_columns]."""
+    num_rows, num_columns = weight.shape
+    out = torch.empty(num_rows, num_columns, dtype=dtype, device=weight.device)
+    bk, group = step_columns(weight)
+    grid = triton.cdiv(num_rows, BN), triton.cdiv(num_columns, bk)
+    dequantize_kernel[grid](
+        weight.words, weight.scale, weight.zeros, weight.order, out, num_rows, num_columns,
+        GROUP=group, BITS=weight.bits, BN=BN, BK=bk, num_warps=4, **LAUNCH,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,197 @@
+"""Products with packed integers of 4 or 8 bits (`penstock.kernels.quantize.packed`) in Triton.
+
+The weights are the rows of a tile and the rows of x its columns, so that a product of one row
+wastes no more than 7 columns of the tensor cores. Codes become 16 bits in registers: of 4 bits by
+writing them into the mantissa of 1.0, two at a time. A sum over the columns of a group is exact in
+the integers, and multiplied by the scale in float32.
+"""
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.linear.triton_small_m_gemm import _merge, load_residual, store_result
+from penstock.kernels.quantize import packed
+from penstock.kernels.triton_pdl import launch_dependents, wait
+
+BLOCK = tl.constexpr(packed.BLOCK)
+ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
+"""Triton's interpreter has no assembly"""
+
+
+@triton.jit
+def _pairs(words, dtype: tl.constexpr, BITS: tl.constexpr):
+    """Return the codes of words [BN, W] as two numbers of 16 bits: int32 [BN, W, 16 / BITS].
+
+    Of 4 bits, a number is 1 + code / 16; of 8 bits, it is the code as an integer.
+    """
+    if BITS == 8:
+        return tl.join(words & 0x00FF00FF, (words >> 8) & 0x00FF00FF)
+    else:
+        if dtype == tl.bfloat16:
+            a, b = (words << 3) & 0x00780078 | 0x3F803F80, (words >> 1) & 0x00780078 | 0x3F803F80
+            c, d = (words >> 5) & 0x00780078 | 0x3F803F80, (words >> 9) & 0x00780078 | 0x3F803F80
+        else:
+            a, b = (words << 6) & 0x03C003C0 | 0x3C003C00, (words << 2) & 0x03C003C0 | 0x3C003C00
+            c, d = (words >> 2) & 0x03C003C0 | 0x3C003C00, (words >> 6) & 0x03C003C0 | 0x3C003C00
+        both = tl.join(tl.join(a, c), tl.join(b, d))
+        return tl.reshape(both, (words.shape[0], words.shape[1], 4))
+
+
+@triton.jit
+def _minus(pairs, shift, dtype: tl.constexpr):
+    """Subtract shift [BN] from both numbers of 16 bits in pairs [BN, W, P]."""
+    if ASSEMBLY:
+        bits = (-shift).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        both = (bits | bits << 16)[:, None, None]
+        KIND: tl.constexpr = "bf16x2" if dtype == tl.bfloat16 else "f16x2"
+        ONE: tl.constexpr = "0x3F803F80" if dtype == tl.bfloat16 else "0x3C003C00"
+        pairs = tl.inline_asm_elementwise(
+            "{ .reg .b32 one; mov.b32 one, " + ONE + "; fma.rn." + KIND + " $0, $1, one, $2; }",
+            "=r,r,r", [pairs, both], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    low = pairs.to(tl.int16).to(dtype, bitcast=True)
+    high = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
+    if not ASSEMBLY:
+        low, high = low - shift[:, None, None], high - shift[:, None, None]
+    return low, high
+
+
+@triton.jit
+def integers(words, zero, dtype: tl.constexpr, BITS: tl.constexpr):
+    """Return code - zero of words [BN, W], in dtype, divided by 16 if BITS is 4: [BN, columns].
+
+    zero: float32 [BN].
+    """
+    BN: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    pairs = _pairs(words, dtype, BITS)
+    if BITS == 4:
+        low, high = _minus(pairs, (1 + zero / 16).to(dtype), dtype)
+    else:
+        low = ((pairs & 0xFF).to(tl.float32) - zero[:, None, None]).to(dtype)
+        high = ((pairs >> 16).to(tl.float32) - zero[:, None, None]).to(dtype)
+    numbers = tl.reshape(tl.join(low, high), (BN, W // 4, 4, 16 // BITS, 2))  # r, c, p, h
+    return tl.reshape(tl.permute(numbers, (0, 1, 3, 2, 4)), (BN, W * 32 // BITS))
+
+
+@triton.jit
+def _group(scale, zeros, at, BITS: tl.constexpr):
+    """Return scale and zero point of the rows `at` of a group, in float32."""
+    factor = tl.load(scale + at).to(tl.float32)
+    if zeros is None:
+        zero = tl.full(at.shape, 1 << (BITS - 1), tl.float32)
+    else:
+        zero = tl.load(zeros + at).to(tl.float32)
+    return factor * 16 if BITS == 4 else factor, zero
+
+
+@triton.jit
+def _scaled(
+    x_tile, acc, words, scale, zeros, rows, first, R,
+    GROUP: tl.constexpr, BITS: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Return acc plus the product of BK columns from `first` on, of one group."""
+    word = tl.arange(0, BK * BITS // 32)
+    block = first // BLOCK
+    at = (rows + block * R) * (4 * BITS) + (first - block * BLOCK) * BITS // 32
+    tile = tl.load(words + at[:, None] + word[None, :])
+    factor, zero = _group(scale, zeros, rows + first // GROUP * R, BITS)
+    weight = integers(tile, zero, x_tile.dtype, BITS)
+    return acc + tl.dot(weight, x_tile, input_precision="ieee") * factor[:, None]
+
+
+@triton.jit
+def packed_sums(
+    x_at, x_exists, words, scale, zeros, order, rows, begin, end, N, R, K,
+    SWIGLU: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Return sums over columns [begin, end), [BN, BM]: of gate (or the only product), and of up.
+
+    x_at: addresses of x's rows, [1, BM]. rows: of the weight, [BN], of R; up's are N further on.
+    GROUP: columns with one scale, a multiple of BK. EVEN: BK divides K.
+    """
+    k = tl.arange(0, BK)[:, None]
+    acc = tl.zeros((rows.shape[0], BM), tl.float32)
+    acc_up = acc
+    for first in tl.range(begin, end, BK):
+        column = first + k
+        exists = x_exists
+        if not EVEN:
+            exists = x_exists & (column < K)
+        if order is not None:
+            column = tl.load(order + column, column < K, 0)
+        x_tile = tl.load(x_at + column, exists, 0.0)
+        acc = _scaled(x_tile, acc, words, scale, zeros, rows, first, R, GROUP, BITS, BK)
+        if SWIGLU:
+            acc_up = _scaled(
+                x_tile, acc_up, words, scale, zeros, rows + N, first, R, GROUP, BITS, BK
+            )
+    return acc, acc_up
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def packed_gemm_kernel(
+    x, words, scale, zeros, order, residual, out, partials, counters, num_rows, N, K,
+    SWIGLU: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
+    BITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    EVEN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Compute BN columns of BM rows of out over one range of the inner dimension.
+
+    SPLIT: programs on axis 1 are ranges. Programs on axis 2 have other rows of x. EARLY: the next
+    kernel may overlap this kernel.
+    """
+    if EARLY:
+        launch_dependents()
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    rows = tl.minimum(column, N - 1)
+    share = tl.cdiv(tl.cdiv(K, BK), tl.num_programs(1)) * BK
+    begin = tl.program_id(1) * share
+    end = tl.minimum(begin + share, K)
+    row = tl.program_id(2) * BM + tl.arange(0, BM)[None, :]
+    R = 2 * N if SWIGLU else N
+    wait()
+    acc, acc_up = packed_sums(
+        x + row.to(tl.int64) * K, row < num_rows, words, scale, zeros, order, rows,
+        begin, end, N, R, K, SWIGLU, GROUP, BITS, BM, BK, EVEN,
+    )  # fmt: skip
+    exists = (row < num_rows) & (column < N)[:, None]
+    at = row.to(tl.int64) * N + column[:, None]
+    if SPLIT:
+        _merge(
+            acc, acc_up, 0.0, 1.0, 1.0, partials, counters, residual, out,
+            at, row, exists, num_rows.to(tl.int64) * N, num_rows, K, 0.0, False, SWIGLU, ADD,
+        )  # fmt: skip
+    else:
+        more = load_residual(residual, at, exists, ADD)
+        store_result(acc, acc_up, 1.0, 1.0, 1.0, more, out, at, exists, SWIGLU)
+
+
+@triton.jit
+def dequantize_kernel(
+    words, scale, zeros, order, out, R, K,
+    GROUP: tl.constexpr, BITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Store the numbers of BN rows and BK columns, of one group, in each program."""
+    launch_dependents()
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    rows = tl.minimum(row, R - 1)
+    first = tl.program_id(1) * BK
+    word = tl.arange(0, BK * BITS // 32)
+    block = first // BLOCK
+    at = (rows + block * R) * (4 * BITS) + (first - block * BLOCK) * BITS // 32
+    tile = tl.load(words + at[:, None] + word[None, :])
+    factor, zero = _group(scale, zeros, rows + first // GROUP * R, BITS)
+    column = first + tl.arange(0, BK)
+    exists = (row < R)[:, None] & (column < K)[None, :]
+    if order is not None:
+        column = tl.load(order + column, column < K, 0)
+    if out.dtype.element_ty == tl.bfloat16:
+        weight = integers(tile, zero, tl.bfloat16, BITS)
+    else:
+        weight = integers(tile, zero, tl.float16, BITS)
+    numbers = weight.to(tl.float32) * factor[:, None]
+    wait()
+    place = row.to(tl.int64)[:, None] * K + column[None, :]
+    tl.store(out + place, numbers.to(out.dtype.element_ty), exists)
