@@ -1,0 +1,70 @@
+"""Formats of weights that are refused: by field, value and what is expected there."""
+
+from typing import Any
+
+import pytest
+
+from penstock.protocol.quantization import FP8_BLOCKS, read_format
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
+def compressed(weights: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return a configuration of compressed-tensors."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8} | weights}}
+    fields = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    return fields | {"config_groups": groups} | more
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (AWQ | {"bits": 3}, "quantization_config.bits: got 3, expected "),
+        (AWQ | {"version": "gemv"}, "quantization_config.version: got 'gemv', expected 'GEMM'"),
+        (GPTQ | {"group_size": 48}, "quantization_config.group_size: got 48, expected "),
+        (
+            GPTQ | {"checkpoint_format": "marlin"},
+            "checkpoint_format: got 'marlin', expected 'gptq",
+        ),
+        (GPTQ | {"dynamic": {".*down_proj": {"bits": 8}}}, "dynamic: got .* expected '-:' before"),
+        (FP8_BLOCKS | {"weight_block_size": [64, 64]}, r"got .*64, 64.*, expected .*128, 128"),
+        (compressed({"type": "float", "num_bits": 4}), "num_bits: got 4, expected 8 for a float"),
+        (compressed({"strategy": "group"}), "group_size: got null, expected a number of columns"),
+        (compressed({"strategy": "block"}), "strategy: got 'block', expected 'group' or 'channel'"),
+        (
+            compressed({}, format="nvfp4-pack-quantized"),
+            "format: got 'nvfp4-pack-q.* expected 'float",
+        ),
+        (compressed({}, kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme: got .* expected null"),
+        (compressed({}, config_groups={}), "config_groups: got 0 groups, expected one"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+            "quant_algo: got 'NVFP4', expected ",
+        ),
+        ({"quant_method": "gguf"}, "got gguf weights, expected 16 bits, FP8, AWQ, GPTQ, compress"),
+        ("awq", "quantization_config: got awq, expected an object"),
+    ],
+)
+def test_refuses_by_field(fields: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        read_format(fields)
+
+
+def test_parts_of_a_weight() -> None:
+    groups = read_format(AWQ)
+    assert [part and part.group_size for part in map(cut, [groups] * 4, (512, 192, 96, 72))] == [
+        *(128, 64, 32),
+        None,
+    ]
+    by_order = read_format(GPTQ | {"desc_act": True})
+    assert cut(by_order, 512) is None
+    assert by_order.after_cut(rows=[96]) == by_order
+    blocks = read_format(FP8_BLOCKS)
+    assert blocks.after_cut(rows=[256, 128]) == blocks
+    assert cut(blocks, 192).scales == "rows"
+
+
+def cut(weight_format: Any, columns: int) -> Any:
+    """Return the format of a part with these columns."""
+    return weight_format.after_cut(columns=columns)
