@@ -152,7 +152,10 @@ class ClientSocket:
             self.connections.cut_off(connection, UNFINISHED)
 
     def retry_full(self) -> list[Connection]:
-        """Try full queues again. Return connections that have left too much unread."""
+        """Try full queues again. Return connections that have left too much unread.
+
+        Our HTTP servers are not among them: they drop their own clients.
+        """
         full = [one for one in self.connections if one.is_full]
         for connection in full:
             connection.traffic.update_num_read()
@@ -161,7 +164,8 @@ class ClientSocket:
         return [
             one
             for one in full
-            if one.traffic.take_progress()
+            if not one.is_inner
+            and one.traffic.take_progress()
             < limit
             < self.num_unread_bytes(one) - one.traffic.largest
         ]

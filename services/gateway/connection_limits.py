@@ -13,7 +13,7 @@ TOO_MANY_SILENT = "too many connections that have not sent a request, or shown a
 
 
 class ConnectionLimits:
-    """Numbers of connections by host. Beyond a limit the newest connection is refused.
+    """Numbers of connections by host.
 
     One machine may have half of all connections. An eighth of all, of one machine, and half, of all
     machines, may be silent: they have not sent a request yet.
@@ -24,7 +24,7 @@ class ConnectionLimits:
         self._silent: Counter[str] = Counter()
 
     def opened(self, host: str) -> str | None:
-        """Count a new connection. Return why it is to be closed; None if it may stay."""
+        """Count a new connection. Return why one is to be closed; None if all may stay."""
         self._hosts[host] += 1
         self._silent[host] += 1
         limit = max_connections()

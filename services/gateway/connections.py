@@ -58,6 +58,8 @@ class Connection:
         self.is_closed = False
         """by the client or the gateway: nothing is sent on it any more"""
         self.is_cut_off = False
+        self.is_refused = False
+        """it is beyond a limit, and not counted any more"""
         self.request_ids: set[str] = set()
         """of requests that are answered on this connection"""
         self.unsent: dict[str, None] = {}
@@ -142,7 +144,7 @@ class Connections:
         connection = self._by_fd[fd] = Connection(fd, share, is_inner)
         connection.host = host
         if reason := self._limits.opened(host):
-            self._refused.append((connection, reason))
+            self._refuse(self._oldest_silent(host) or connection, reason)
         return connection
 
     def close(self, fd: int) -> None:
@@ -151,7 +153,8 @@ class Connections:
             self._abandon(connection)
             self._identities_closed.add(connection.identity)
             self._remember(fd, connection.identity)
-            self._limits.closed(connection.host, is_silent=not connection.traffic.num_messages)
+            if not connection.is_refused:
+                self._limits.closed(connection.host, is_silent=not connection.traffic.num_messages)
 
     def cut_off(self, connection: Connection, reason: str) -> None:
         """Disconnect a client. Each reason is logged once, and counted."""
@@ -236,6 +239,17 @@ class Connections:
         """Return requests that lost their connection before the last call and got no other one."""
         lost, self._lost_before, self._lost = self._lost_before, self._lost, set()
         return lost
+
+    def _oldest_silent(self, host: str) -> Connection | None:
+        """Return the connection of this machine that has been silent longest."""
+        same = (one for one in self._by_fd.values() if one.host == host and not one.is_inner)
+        return next((one for one in same if not (one.identity or one.is_refused)), None)
+
+    def _refuse(self, connection: Connection, reason: str) -> None:
+        """Count a connection as closed; the next call of `handle_events` disconnects it."""
+        connection.is_refused = True
+        self._limits.closed(connection.host, is_silent=not connection.identity)
+        self._refused.append((connection, reason))
 
     def _take_events(self) -> None:
         for fd, endpoint in take_events(self.monitor):

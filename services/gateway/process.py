@@ -114,7 +114,7 @@ class Gateway:
             case TokenizePromptRequest() | DetokenizeRequest():
                 self.requests.submit_query(client, request, num_bytes)
             case AbortRequest():
-                found = self.requests.abort(request.request_id)
+                found = self.requests.abort(client, request.request_id)
                 self.clients.reply(client, AbortReply(request_id=request.request_id, found=found))
             case StatusRequest():
                 self.status_queries.submit(client, request, self.is_ready)

@@ -91,11 +91,17 @@ class Requests:
         self.validation.check_query(query)
         self.queries.submit(client, query, num_bytes)
 
-    def abort(self, request_id: str) -> bool:
-        """End a request with the output that it has; False if it is not open."""
-        if entry := self._ledger.get(request_id):
-            self._answer(entry, entry.reply("abort"))
-        return entry is not None
+    def abort(self, client: Client, request_id: str) -> bool:
+        """End a request with the output that it has; False if it is not open.
+
+        A request that is answered on another open connection is not open for this client.
+        """
+        entry = self._ledger.get(request_id)
+        owner = entry and entry.client.connection
+        if not entry or not owner or not (owner.is_closed or owner is client.connection):
+            return False
+        self._answer(entry, entry.reply("abort"))
+        return True
 
     def _accept(self, client: Client, request: GenerateRequest, num_bytes: int) -> None:
         self._check_drain(request)

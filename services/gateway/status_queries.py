@@ -25,7 +25,10 @@ class StatusQuery(NamedTuple):
 
 
 class StatusQueries:
-    """Status requests that wait for readiness, or for a fresh report. Their number is limited."""
+    """Status requests that wait for readiness, or for a fresh report.
+
+    Their number is limited, in all except for our HTTP servers, whose clients ask for `/health`.
+    """
 
     def __init__(self, clients: ClientSocket, status: Callable[[bool], StatusReply]) -> None:
         self.for_ready: list[StatusQuery] = []
@@ -36,7 +39,7 @@ class StatusQueries:
     def submit(self, client: Client, request: StatusRequest, is_ready: bool) -> None:
         """Answer a status request now, or later. Raises RefusedError where too many wait."""
         query = StatusQuery(client, request, set())
-        if request.wait and (request.fresh or not is_ready):
+        if request.wait and not is_ready:
             self._wait(query, self.for_ready)
         elif request.fresh:
             self._wait(query, self.for_report)
@@ -64,7 +67,8 @@ class StatusQueries:
     def _wait(self, query: StatusQuery, waiting: list[StatusQuery]) -> None:
         connection = query.client.connection
         num_own, number = connection.num_status_queries, len(self.for_ready) + len(self.for_report)
-        if num_own >= MAX_WAITING_PER_CONNECTION or number >= MAX_WAITING:
+        is_full = number >= MAX_WAITING and not connection.is_inner
+        if num_own >= MAX_WAITING_PER_CONNECTION or is_full:
             where = " on this connection" * (num_own >= MAX_WAITING_PER_CONNECTION)
             text = f"overloaded: {num_own if where else number} status requests wait{where}"
             raise RefusedError(f"{text}, which is the limit", code="overloaded", retry_after=1.0)

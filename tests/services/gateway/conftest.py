@@ -76,7 +76,13 @@ class GatewayHarness:
         drain(self.gateway.handlers)
         self.gateway.after_turn()
 
-    def connect(self, keys: Path | None = None, **options: int) -> "zmq.Socket[bytes]":
+    def connect_inside(self, **options: int) -> "zmq.Socket[bytes]":
+        """Return a client where our HTTP servers connect."""
+        return self.connect(None, self.gateway.connections.inner.decode(), **options)
+
+    def connect(
+        self, keys: Path | None = None, endpoint: str = "", **options: int
+    ) -> "zmq.Socket[bytes]":
         """Return a client."""
         socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
@@ -84,7 +90,7 @@ class GatewayHarness:
             secure_client(socket, keys, "client")
         for option, value in options.items():
             socket.setsockopt(getattr(zmq, option), value)
-        socket.connect(self.endpoint)
+        socket.connect(endpoint or self.endpoint)
         return socket
 
     def send(self, socket: "zmq.Socket[bytes]", *requests: Request) -> None:

@@ -227,7 +227,11 @@ def test_idle_connections_are_limited(
     harness.run_until(lambda: len(harness.gateway.connections) == 1 + 32 // 8)
     harness.run_until(lambda: sum(one.is_closed for one in idle) == 36)
     assert harness.gateway.connections.num_cut_off == 36
+    assert [one.is_closed for one in idle] == [True] * 36 + [False] * 4
     assert is_served(harness, client)
+    newest = harness.connect(RECONNECT_IVL=-1)
+    assert is_served(harness, newest)
+    newest.close()
     for each in idle:
         each.socket.close()
     harness.run_until(lambda: len(harness.gateway.connections) == 1)

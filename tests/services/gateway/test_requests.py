@@ -82,6 +82,20 @@ def test_the_tokenizer_tells_how_long_a_prompt_is(start_gateway: Start) -> None:
     assert harness.receive_reply(client).usage.prompt_tokens == 7
 
 
+def test_only_its_client_aborts_a_request(start_gateway: Start) -> None:
+    """Until its connection is closed: then whoever knows the id may."""
+    harness = start_gateway()
+    client, other = harness.connect(), harness.connect()
+    harness.submit(client, "a")
+    harness.send(other, AbortRequest(request_id="a"))
+    assert not harness.receive_reply(other).found
+    assert harness.gateway.ledger.get("a")
+    client.close()
+    harness.run_until(lambda: len(harness.gateway.connections) == 1)
+    harness.send(other, AbortRequest(request_id="a"))
+    assert harness.receive_reply(other).found
+
+
 def test_what_is_recovered_is_never_refused(start_gateway: Start) -> None:
     harness = start_gateway(max_num_seqs=2, max_waiting_requests=0, max_waiting_tokens=1)
     client = harness.connect()

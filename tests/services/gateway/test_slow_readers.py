@@ -117,6 +117,22 @@ def test_who_leaves_too_much_unread_is_cut_off(
     assert harness.receive_reply(slow).request_id == "again"
 
 
+def test_our_http_servers_are_not_cut_off(harness: GatewayHarness) -> None:
+    """One that stands still for seconds has many clients, and drops those that do not read."""
+    slow = harness.connect_inside(**SLOW)
+    harness.submit(slow, "a", stream=True)
+    harness.tokenize()
+    fill(harness, "a")
+    entry = harness.gateway.ledger.get("a")
+    assert entry
+    for number in range(2 * harness.gateway.config.max_unread_bytes // PIECE):
+        harness.send_tokens("a", len(entry.token_ids), len(entry.token_ids) + PIECE)
+        if number % 20 == 0:
+            harness.run_heartbeats(1)
+    assert harness.gateway.ledger.get("a") is entry
+    assert not harness.gateway.connections.num_cut_off
+
+
 @pytest.mark.parametrize("where", ["tcp", "ipc"])
 def test_what_libzmq_has_queued_counts(
     start_gateway: Callable[..., GatewayHarness], tmp_path: Path, where: str

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from penstock.protocol.messages.client import StatusRequest
 from penstock.protocol.messages.codec import JSON
 from penstock.protocol.messages.status import SchedulerStatus, StatusReply
 from penstock.services.gateway import status_queries
+from penstock.services.gateway.process import Gateway
 from tests.services.gateway.conftest import GatewayHarness
 
 Start = Callable[..., GatewayHarness]
@@ -32,6 +35,19 @@ def test_a_connection_has_a_limit(start_gateway: Start) -> None:
     harness.run_until(lambda: harness.gateway.status_queries.for_report)
 
 
+def test_a_fresh_status_of_a_pipeline_that_is_ready(
+    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `wait`, too, it is answered by the next report."""
+    harness = start_gateway()
+    client = harness.connect()
+    monkeypatch.setattr(Gateway, "is_ready", True)
+    harness.send(client, StatusRequest(wait=True, fresh=True))
+    harness.run_until(lambda: harness.gateway.status_queries.for_report)
+    harness.detokenizer.send(SchedulerStatus(epoch=1, ready=True))
+    assert isinstance(harness.receive_reply(client), StatusReply)
+
+
 def test_all_of_them_have_a_limit(start_gateway: Start) -> None:
     harness = start_gateway()
     clients = [harness.connect() for _ in range(status_queries.MAX_WAITING // LIMIT)]
@@ -45,6 +61,10 @@ def test_all_of_them_have_a_limit(start_gateway: Start) -> None:
         harness.receive_reply(late).message
         == "overloaded: 1024 status requests wait, which is the limit"
     )
+    inner = harness.connect_inside()
+    harness.send(inner, FRESH)
+    harness.run_until(lambda: len(waiting.for_report) == status_queries.MAX_WAITING + 1)
+    inner.close()
     clients[0].close()
     harness.run_until(lambda: len(harness.gateway.connections) == len(clients))
     harness.run_heartbeats(1)
