@@ -19,6 +19,7 @@ REQUEST_BYTES_PER_TOKEN = 16
 """of a prompt in JSON: a token id has 8 at most, text seldom more, even where it is escaped"""
 ARCHITECTURE = "Qwen3ForCausalLM"
 MOE_ARCHITECTURE = "Qwen3MoeForCausalLM"
+Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 
 
 class ModelError(Exception):
@@ -29,14 +30,14 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
     """The fields of `config.json` that the pipeline uses; named as there."""
 
     architectures: list[str]
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    max_position_embeddings: int
-    head_dim: int = 128
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    max_position_embeddings: Size
+    head_dim: Size = 128
     rms_norm_eps: float = 1e-6
     rope_theta: float | None = None
     rope_parameters: dict[str, Any] | None = None

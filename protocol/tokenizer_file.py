@@ -52,6 +52,13 @@ def read_tokenizer_file(folder: Path) -> TokenizerFile:
     kinds = [part.get("type") for part in file.decoder.get("decoders", [file.decoder])]
     if "ByteLevel" not in kinds:
         raise ModelError(f"{path}: decoder: got {kinds}, expected ByteLevel")
+    number = len(file.model.vocab)
+    for token in file.added_tokens:
+        expected = file.model.vocab.get(token.content, number)
+        if token.id != expected:  # the tokenizers library would count on
+            found = f"added_tokens: got id {token.id} of {token.content!r}, expected {expected}"
+            raise ModelError(f"{path}: {found}: ids follow those of the vocabulary")
+        number += token.id == number
     return file
 
 

@@ -165,7 +165,7 @@ class JsonReader:
         if not self.is_done:
             return [], text
         body = text[: self._num_scanned]
-        return [] if _ends_object(body) else [body], text[self._num_scanned :]
+        return _after_object(body), text[self._num_scanned :]
 
 
 class HermesReader(JsonReader):
@@ -185,7 +185,7 @@ class HermesReader(JsonReader):
         if not tag:
             return [], text
         self.is_done = True
-        return [] if _ends_object(body) else [body], rest
+        return _after_object(body), rest
 
 
 def tag_start(text: str, tag: str) -> int:
@@ -211,12 +211,14 @@ def _whole_call(text: str) -> list[Event] | None:
     return [Name(name), Arguments(given[0] if given else "{}")]
 
 
-def _ends_object(text: str) -> bool:
+def _after_object(text: str) -> list[Event]:
+    """Return what comes after the end of an object, and after its other members."""
     try:
         msgspec.json.decode('{"a":0' + text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return False
-    return True
+        rest = text.lstrip().removeprefix("}").lstrip()
+        return [rest] if rest else []
+    return []
 
 
 def _decoded(name: str) -> str | None:

@@ -2,7 +2,7 @@
 
 from penstock.services.http.errors import invalid
 from penstock.services.http.schema import AllowedTools, ChatRequest, NamedTool, Tool
-from penstock.services.http.tool_grammar import ToolFormat, call_grammar
+from penstock.services.http.tool_grammar import ToolFormat, call_grammar, unsuitable
 
 
 def forced_call(request: ChatRequest, form: ToolFormat) -> str | None:
@@ -18,6 +18,9 @@ def forced_call(request: ChatRequest, form: ToolFormat) -> str | None:
         raise invalid("tool_choice", f"got {choice.function.name!r}, expected a function of tools")
     if not functions:
         raise invalid("tool_choice", f"got {choice!r} without tools; send tools, too")
+    for number, tool in enumerate(request.tools):
+        if tool.function in functions and (problem := unsuitable(form, tool.function)):
+            raise invalid(f"tools[{number}].function.{problem[0]}", problem[1])
     is_one = isinstance(choice, NamedTool) or not request.parallel_tool_calls
     return call_grammar(form, functions, is_one)
 

@@ -1,5 +1,6 @@
 """Grammars of tool calls, in llguidance's dialect of Lark: a forced call, in each format."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -40,6 +41,24 @@ def call_grammar(form: ToolFormat, functions: list[Function], is_one: bool) -> s
     return "\n".join([start, tagged, call, *rules])
 
 
+def unsuitable(form: ToolFormat, function: Function) -> tuple[str, str] | None:
+    """Return the field for which a forced call can't be written in this format, and why."""
+    schema = function.parameters or {}
+    if schema.get("type", "object") != "object":
+        return "parameters.type", f"got {schema['type']!r}, expected 'object'"
+    if form.name != "qwen3_coder":
+        return None
+    if re.search(r"[<>\n]", function.name):
+        return "name", f"got {function.name!r}, expected a name without <, > and line breaks"
+    combined = [key for key in ("$ref", "anyOf", "oneOf", "allOf") if key in schema]
+    if combined:
+        return "parameters", f"got {combined[0]}, expected properties: each becomes a <parameter>"
+    for key, value in schema.get("properties", {}).items():
+        if "pattern" in value and "string" in permitted_types(value):
+            return f"parameters.properties.{key}.pattern", "got a pattern, expected none"
+    return None
+
+
 def _json(rule: str, function: Function) -> list[str]:
     """Return the rules of one function. Its schema stays a root, to which references point."""
     begin = _encoded(f'{{"name": {_encoded(function.name)}, "arguments": ')
@@ -70,6 +89,9 @@ def _xml_parameter(rule: str, key: str, schema: Any, defs: Mapping[str, Any]) ->
         shaped = {"x-guidance": _SPACES, **defs, "allOf": [schema]}
         return [f"{begin} {rule}_value {_END_VALUE}", f"{rule}_value: %json {_encoded(shaped)}"]
     choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if not choices and ("maxLength" in schema or "minLength" in schema):
+        size = f"{schema.get('minLength', 0)},{schema.get('maxLength', '')}"
+        return [f"{begin} {rule}_text", f"{rule}_text[suffix={_END_VALUE}]: /(?s:.{{{size}}})/"]
     if not choices:
         return [f"{begin} text"]
     texts = " | ".join(_encoded(one if isinstance(one, str) else _encoded(one)) for one in choices)

@@ -79,7 +79,7 @@ def test_a_command_parses(command: str) -> None:
     try:
         parse(command)
     except LaunchError as error:
-        is_mention = command in in_text() and not re.search(r"[^a-zA-Z ]", command)
+        is_mention = command in in_text() and not re.search(r"(^| )-|[^a-zA-Z -]", command)
         assert is_mention, error
         assert re.search("got nothing, expected a value|unknown command 'COMMAND'", str(error))
 

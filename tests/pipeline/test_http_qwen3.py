@@ -61,7 +61,8 @@ def test_forced_tools(api: Api, choice: Any) -> None:
 
 def test_a_schema_that_is_refused_is_named_as_it_was_sent(api: Api) -> None:
     schema = {"type": "array", "uniqueItems": True}
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    parameters = {"type": "object", "properties": {"a": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     given = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
     for fields, path in (
         ({"response_format": given}, "response_format.json_schema.schema"),

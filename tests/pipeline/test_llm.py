@@ -141,8 +141,10 @@ def test_what_is_refused(llm: LLM) -> None:
 
 
 def test_options_that_can_not_be() -> None:
-    with pytest.raises(TypeError, match="LLM has no option 'dtype'"):
-        LLM(dtype="float16")
+    with pytest.raises(TypeError, match="LLM has no option 'swap_space'"):
+        LLM(swap_space=4)
+    with pytest.raises(LaunchError, match="--dtype: got float16 on a CPU"):
+        LLM(dtype="float16", device="cpu")
     with pytest.raises(ValueError, match="max_num_seqs: got 0, expected `int` >= 1"):
         LLM(max_num_seqs=0)
     with pytest.raises(LaunchError, match="model: got '/none', expected an existing folder"):

@@ -1,6 +1,7 @@
 """Files of a checkpoint that can't be served, found before a process starts."""
 
 import json
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -99,7 +100,7 @@ def test_shapes_of_tensors_are_those_of_the_configuration(folder: Path, is_shard
     """Read from the file's header, before any weight is loaded."""
     if is_sharded:
         (folder / SINGLE_FILE).rename(folder / "a.safetensors")
-        names = ("embed_tokens", "layers.0.self_attn.q_norm")
+        names = ("embed_tokens", "layers.0.self_attn.q_norm", "layers.3.input_layernorm")
         index = {"weight_map": {f"model.{one}.weight": "a.safetensors" for one in names}}
         (folder / INDEX_FILE).write_text(json.dumps(index))
     for fields, sentence in (
@@ -116,3 +117,34 @@ def test_shapes_of_tensors_are_those_of_the_configuration(folder: Path, is_shard
         with pytest.raises(ModelError, match=sentence):
             check(changed(folder, **fields))
     check(changed(folder))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("num_hidden_layers", 3, "num_hidden_layers: got 3, but there is a layer 3"),
+        ("num_hidden_layers", 5, "num_hidden_layers: got 5, but there is no layer 4"),
+        ("tie_word_embeddings", False, "but there is no lm_head.weight"),
+        ("intermediate_size", -1, "intermediate_size: got -1, expected `int` >= 1"),
+        ("max_position_embeddings", 10**12, "max_position_embeddings: got 1000000000000, expected"),
+    ],
+)
+def test_a_config_that_the_tensors_contradict(
+    folder: Path, field: str, value: object, sentence: str
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(ModelError, match=re.escape(sentence)):
+        check(folder)
+
+
+@pytest.mark.parametrize("entry", [{"zzzz": 5000}, {"zzzz": 65}])
+def test_ids_of_added_tokens_follow_those_of_the_vocabulary(
+    folder: Path, entry: dict[str, int]
+) -> None:
+    """The tokenizers library counts on, and would give them other ids than the model knows."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] |= entry
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match=r"added_tokens: got id \d+ of '.*', expected \d+"):
+        check(folder)

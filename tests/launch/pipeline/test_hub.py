@@ -243,7 +243,9 @@ def test_a_folder_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(LaunchError, match="--revision: got 'v1', expected none for the folder"):
         hub_model({"model": NAME, "revision": "v1"})
     for model in ("Qwen3-demo", f"./{NAME}x", "/no/folder", "a/b/c"):
-        with pytest.raises(LaunchError, match=r"expected an existing folder, or a name on the Hu"):
+        with pytest.raises(
+            LaunchError, match=r"expected an existing folder or GGUF file, or a name on the Hu"
+        ):
             hub_model({"model": model})
     assert resolve({}) == {}
     with pytest.raises(LaunchError, match="expected none for the folder of the demo"):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -98,7 +98,7 @@ def test_what_is_no_call_is_text(body: str) -> None:
 @pytest.mark.parametrize(
     ("body", "arguments", "text"),
     [
-        ('{"name": "f", "arguments": {}} {}', "{}", "} {}"),
+        ('{"name": "f", "arguments": {}} {}', "{}", "{}"),
         ('{"name": "f", "arguments": {"a": NaN}}', '{"a": NaN}', ""),
         ('{"name": "f", "arguments": {"a": 1}, "id": 7}', '{"a": 1}', ""),
         ('{"name": "f", "parameters": {"a": 1}}', '{"a": 1}', ""),

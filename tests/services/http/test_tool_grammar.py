@@ -4,13 +4,16 @@ import json
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from penstock.protocol.config import Config
-from penstock.services.http.schema import Function
+from penstock.services.http.errors import ApiError
+from penstock.services.http.schema import ChatRequest, Function
 from penstock.services.http.tool_call_parser import make_parser
-from penstock.services.http.tool_grammar import ToolFormat, call_grammar
+from penstock.services.http.tool_choice import forced_call
+from penstock.services.http.tool_grammar import ToolFormat, call_grammar, unsuitable
 from tests.services.http.test_tool_call_formats import parameter
 from tests.services.http.test_tool_calls import Answer
 from tests.services.http.tool_call_texts import FORMATS
@@ -101,3 +104,43 @@ def test_other_calls_are_not(tokenizer: LLTokenizer, form: str, arguments: dict[
     grammar = call_grammar(NAMES[form], [ANY, DRAW], is_one=True)
     text = written(form, DRAW, arguments)
     assert num_accepted(tokenizer, grammar, text) < len(text)
+
+
+@pytest.mark.parametrize("length", [0, 5])
+def test_lengths_in_xml(tokenizer: LLTokenizer, length: int) -> None:
+    schema = {"type": "object", "properties": {"s": {"type": "string", "maxLength": 5}}}
+    function = Function(name="f", parameters=schema | {"required": ["s"]})
+    grammar = call_grammar(NAMES["qwen3_coder"], [function], is_one=True)
+    text = written("qwen3_coder", function, {"s": "x" * length})
+    assert num_accepted(tokenizer, grammar, text) == len(text) + 1
+    text = written("qwen3_coder", function, {"s": "x" * 6})
+    assert num_accepted(tokenizer, grammar, text) < len(text)
+
+
+@pytest.mark.parametrize(
+    ("form", "function", "field"),
+    [
+        ("hermes", Function(name="f", parameters={"type": "array"}), "parameters.type"),
+        ("json", Function(name="f", parameters={"type": "string"}), "parameters.type"),
+        ("qwen3_coder", Function(name="a>b"), "name"),
+        ("qwen3_coder", Function(name="f", parameters={"$ref": "#/$defs/x"}), "parameters"),
+        (
+            "qwen3_coder",
+            Function(
+                name="f", parameters={"properties": {"s": {"type": "string", "pattern": "a"}}}
+            ),
+            "parameters.properties.s.pattern",
+        ),
+        ("hermes", Function(name="a>b", parameters=SCHEMA), None),
+    ],
+)
+def test_functions_that_the_form_can_not_write(form: str, function: Function, field: Any) -> None:
+    problem = unsuitable(NAMES[form], function)
+    assert (problem and problem[0]) == field
+    fields = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    request = msgspec.convert(
+        msgspec.to_builtins(fields) | {"messages": [{"role": "user", "content": "a"}]}, ChatRequest
+    )
+    if field:
+        with pytest.raises(ApiError, match=rf"tools\[0\]\.function\.{field}: got"):
+            forced_call(request, NAMES[form])
