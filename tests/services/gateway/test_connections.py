@@ -184,9 +184,9 @@ def test_a_client_does_not_pay_for_the_one_before(start_gateway: Start, num_read
     """Its connection has the descriptor of a client that closed with many messages unread."""
     harness = start_gateway(endpoint="tcp://127.0.0.1:*", max_waiting_tokens=1000)
     queries = harness.gateway.requests.queries
-    receive = harness.gateway.clients.receive()
     is_reused = False
     while not is_reused:
+        receive = harness.gateway.clients.receive()
         with client_process(harness, 6, "word " * 300) as hostile:
             for _ in range(num_read):
                 assert harness.gateway.clients.channel.socket.poll(TIMEOUT)

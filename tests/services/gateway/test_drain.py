@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from penstock.protocol.messages.client import AbortRequest
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
@@ -56,8 +57,9 @@ def test_what_is_asked_for_again_is_finished_and_nothing_begun(
     harness.send(client, request("new"))
     assert code(harness, client) == "overloaded"
     harness.submit(client, "rest", output_token_ids=[1])
-    assert harness.gateway.requests.abort("rest")
-    harness.receive_reply(client)
+    harness.send(client, AbortRequest(request_id="rest"))
+    assert harness.receive_reply(client).finish_reason == "abort"
+    assert harness.receive_reply(client).found
     report(harness, attempt, "b")
     harness.send_tokens("a", 0, 5, finish_reason="stop")
     harness.receive_reply(client)

@@ -10,7 +10,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.protocol.messages.client import GenerateRequest, TokenizePromptRequest
+from penstock.protocol.messages.client import AbortRequest, GenerateRequest, TokenizePromptRequest
 from penstock.protocol.messages.registration import Goodbye, Heartbeat
 from penstock.protocol.messages.tokenizer import TokenizeDone, ToTokenizer
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
@@ -153,8 +153,9 @@ def test_who_leaves_and_asks_again_is_as_suspect_as_before(successors: Successor
         client = harness.connect()
         harness.submit(client, f"r{number}", prompt="poison")
         if number < MAX_DEATHS - 1:
-            assert harness.gateway.requests.abort(f"r{number}")
+            harness.send(client, AbortRequest(request_id=f"r{number}"))
             harness.receive_reply(client)
+            assert harness.receive_reply(client).found
         successors.start()
     assert harness.receive_reply(client).code == "failed"
 
