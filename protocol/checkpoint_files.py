@@ -50,7 +50,6 @@ def check_tensors(folder: Path, config: ModelConfig) -> None:
 
     Tensors that are missing are reported when the weights are loaded.
     """
-    last = config.num_hidden_layers
     is_packed = config.weight_format is not None and not config.fp8
     tensors = _read_tensors(folder, _DTYPES + _INTEGERS if is_packed else _DTYPES)
     path, hidden, head = folder / "config.json", config.hidden_size, config.head_dim
@@ -72,12 +71,13 @@ def check_tensors(folder: Path, config: ModelConfig) -> None:
         if name in tensors and tensors[name].shape != shape:
             found = f"{name} has the shape {tensors[name].shape}, expected {shape}"
             raise ModelError(f"{path}: {fields}: {found}")
-    for layer, is_there in ((last - 1, True), (last, False)):
-        if (f"model.layers.{layer}.input_layernorm.weight" in tensors) != is_there:
-            found = "a layer" if not is_there else "no layer"
-            raise ModelError(f"{path}: num_hidden_layers: got {last}, but there is {found} {layer}")
+    num_layers = sum(name.endswith(".input_layernorm.weight") for name in tensors)
+    if num_layers != config.num_hidden_layers:
+        found = f"got {config.num_hidden_layers}, expected {num_layers}, as the weights have"
+        raise ModelError(f"{path}: num_hidden_layers: {found}")
     if not config.tie_word_embeddings and "lm_head.weight" not in tensors:
-        raise ModelError(f"{path}: tie_word_embeddings: got false, but there is no lm_head.weight")
+        found = "got false, expected true, as lm_head.weight is missing"
+        raise ModelError(f"{path}: tie_word_embeddings: {found}")
 
 
 def _read_tensors(folder: Path, dtypes: tuple[str, ...]) -> dict[str, _Tensor]:

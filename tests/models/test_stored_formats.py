@@ -155,7 +155,7 @@ def test_e4m3_of_compressed_tensors(
 
 
 def test_modelopt_has_a_scale_for_each_weight(tmp_path: Path) -> None:
-    """As NVIDIA's checkpoints, whose static scales of activations and KV cache are not used."""
+    """Return modelopt's format; static scales of activations and of the KV cache are not used."""
     narrow, wide = write(tmp_path, floats("tensor"), SHAPE)
     config = json.loads((narrow / "config.json").read_text())
     modelopt = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}

@@ -100,7 +100,8 @@ def test_shapes_of_tensors_are_those_of_the_configuration(folder: Path, is_shard
     """Read from the file's header, before any weight is loaded."""
     if is_sharded:
         (folder / SINGLE_FILE).rename(folder / "a.safetensors")
-        names = ("embed_tokens", "layers.0.self_attn.q_norm", "layers.3.input_layernorm")
+        names = ["embed_tokens", "layers.0.self_attn.q_norm"]
+        names += [f"layers.{number}.input_layernorm" for number in range(4)]
         index = {"weight_map": {f"model.{one}.weight": "a.safetensors" for one in names}}
         (folder / INDEX_FILE).write_text(json.dumps(index))
     for fields, sentence in (
@@ -122,9 +123,9 @@ def test_shapes_of_tensors_are_those_of_the_configuration(folder: Path, is_shard
 @pytest.mark.parametrize(
     ("field", "value", "sentence"),
     [
-        ("num_hidden_layers", 3, "num_hidden_layers: got 3, but there is a layer 3"),
-        ("num_hidden_layers", 5, "num_hidden_layers: got 5, but there is no layer 4"),
-        ("tie_word_embeddings", False, "but there is no lm_head.weight"),
+        ("num_hidden_layers", 3, "num_hidden_layers: got 3, expected 4, as"),
+        ("num_hidden_layers", 5, "num_hidden_layers: got 5, expected 4, as"),
+        ("tie_word_embeddings", False, "got false, expected true, as lm_head.weight is missing"),
         ("intermediate_size", -1, "intermediate_size: got -1, expected `int` >= 1"),
         ("max_position_embeddings", 10**12, "max_position_embeddings: got 1000000000000, expected"),
     ],

@@ -108,7 +108,7 @@ def test_what_is_no_call_is_text(body: str) -> None:
     ],
 )
 def test_a_call_that_has_begun_is_a_call(body: str, arguments: str, text: str) -> None:
-    """Its arguments are sent as they are written; what else is in the tags, is text."""
+    """The arguments are sent as they are written. Other text within the tags is content."""
     answer = f"<tool_call>{body}</tool_call>"
     for pieces in ([answer], list(answer)):
         parsed = parse(*pieces)
