@@ -3,7 +3,8 @@
 Run as a program, without Triton's interpreter: `compile_launches.py ARCHITECTURES
 whole|largest|listed` writes one line of JSON for each launch; listed: of all launches, without
 compiling them. Each architecture has a process of its own, forked after
-the slow imports, because the kernels read the GPU's properties when they are imported.
+the slow imports, because the kernels read the GPU's properties when they are imported. As many run
+at once as there are cores.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,24 +107,28 @@ def main() -> None:
     from tests.kernels.launch_cases import record
 
     architectures, which = sys.argv[1].split(","), sys.argv[2]
-    for arch in map(int, architectures):
-        if child := os.fork():
-            _, status = os.waitpid(child, 0)
-            if status:
-                sys.exit(1)
-            continue
-        os.environ["PENSTOCK_SIMULATED_GPU"] = GPUS[arch]
-        launches = Launches(arch)
-        with torch.device("meta"), launches.recorded():
-            record(launches, which)
-        for launch in launches.found.values():
-            report = describe(launch, arch)
-            if which != "listed":
-                report |= compiled(launch, launches.target)
-            line = json.dumps(report)
-            sys.stdout.write(line + "\n")
-            sys.stdout.flush()
-        sys.exit(0)
+    statuses = []
+    for number, arch in enumerate(map(int, architectures)):
+        if number >= (os.cpu_count() or 1):
+            statuses.append(os.wait()[1])
+        if not os.fork():
+            _compile(arch, which, record)
+            sys.exit(0)
+    statuses += [os.wait()[1] for _ in range(len(architectures) - len(statuses))]
+    sys.exit(any(statuses))
+
+
+def _compile(arch: int, which: str, record: Callable[[Launches, str], None]) -> None:
+    """Write the reports of one architecture, each in one piece: others write beside this one."""
+    os.environ["PENSTOCK_SIMULATED_GPU"] = GPUS[arch]
+    launches = Launches(arch)
+    with torch.device("meta"), launches.recorded():
+        record(launches, which)
+    for launch in launches.found.values():
+        report = describe(launch, arch)
+        if which != "listed":
+            report |= compiled(launch, launches.target)
+        os.write(sys.stdout.fileno(), json.dumps(report).encode() + b"\n")
 
 
 if __name__ == "__main__":
