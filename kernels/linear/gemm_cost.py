@@ -41,10 +41,13 @@ def cheapest(shape: GemmShape, rows: int, weight_bytes: int, device: Device) -> 
     widened = weight_bytes == 1 and not device.has_fp8
     if rows > 16 and total > SMALL_BYTES * device.num_sms and not is_fused and not widened:
         return None
+    max_sums = MAX_SUMS[weight_bytes]
+    if device.capability[0] == 10:  # spills registers with as many sums as others hold
+        max_sums = min(max_sums, 64)
     ways = [
         one
         for one in candidates(shape, rows, weight_bytes, device)
-        if not one.norm_inside and _sums(shape, rows, one) <= MAX_SUMS[weight_bytes]
+        if not one.norm_inside and _sums(shape, rows, one) <= max_sums
     ]
     return min(ways, key=lambda one: cost(shape, rows, weight_bytes, one, device), default=None)
 
