@@ -66,7 +66,8 @@ def read_eos_token_ids(folder: Path) -> list[int]:
     """Read every id that ends a text.
 
     They are in `generation_config.json` or, where that has none, in `config.json`; the tokenizer's
-    own is added. Ids that the vocabulary lacks are left out. Warns of them, and if there is no id.
+    own is added. Ids that the vocabulary lacks are left out. Logs a warning for these, and where
+    no id is left.
     """
     model = read_model_config(folder)
     ids = read_generation_config(folder).eos_token_id

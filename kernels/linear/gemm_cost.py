@@ -22,8 +22,6 @@ SPLIT_BYTES = 24 << 10
 """bytes that an SM could read while the last program adds up the splits"""
 SMALL_BYTES = 128 << 10
 """bytes of weights for each SM up to which one fused launch beats cuBLAS with 17 to 64 rows"""
-
-
 MAX_SUMS = {2: 128, 1: 64}
 """sums of a thread, by the bytes of a weight; widened weights need registers too"""
 

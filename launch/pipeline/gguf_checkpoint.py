@@ -2,7 +2,7 @@
 
 Matrices of Q8_0 keep their integers and scales. Those of other quantized types are dequantized, as
 the `gguf` package defines it, and rounded to 8 bits in groups of 32 columns: the largest error is
-1/254 of a group's largest number. Everything else becomes bfloat16. The file format:
+about 1/254 of a group's largest number. Everything else becomes bfloat16. The file format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 

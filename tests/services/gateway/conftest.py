@@ -107,7 +107,7 @@ class GatewayHarness:
         return codec.decode_reply(self.receive_frames(socket)[-1])
 
     def receive_frames(self, socket: "zmq.Socket[bytes]") -> list[bytes]:
-        """As `receive_reply`, not decoded."""
+        """Return the frames of the next reply to a client, without decoding them."""
         self._poller.register(socket, zmq.POLLIN)
         self.run_until(lambda: socket.poll(0))
         self._poller.unregister(socket)
