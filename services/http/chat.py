@@ -8,6 +8,7 @@ from starlette.types import Receive
 
 from penstock.protocol.messages.client import GenerateReply, TextDelta
 from penstock.services.http.app_state import AppState
+from penstock.services.http.errors import FieldAsSent, fields_as_sent
 from penstock.services.http.generation import Generation
 from penstock.services.http.logprobs import chat_logprobs, prompt_logprobs
 from penstock.services.http.reasoning_splitter import ReasoningSplitter
@@ -30,8 +31,7 @@ from penstock.services.http.tool_grammar import ToolFormat
 
 async def chat(state: AppState, request: ChatRequest, receive: Receive) -> Response:
     """Answer a conversation. Raises ApiError, RequestError, ClientDisconnect."""
-    prompt = truncated(chat_fields(request, state.tool_format), state.max_model_len)
-    generation = Generation(state, "chatcmpl", request, [prompt])
+    generation = submit_chat(state, "chatcmpl", request)
     choices = [ChatChoice(index, request, state.tool_format) for index in range(request.n)]
     if request.stream:
         return generation.stream("chat.completion.chunk", choices)
@@ -50,8 +50,23 @@ async def chat(state: AppState, request: ChatRequest, receive: Receive) -> Respo
     )
 
 
+def submit_chat(
+    state: AppState, kind: str, request: ChatRequest, field_as_sent: FieldAsSent = str
+) -> Generation:
+    """Submit a conversation; the parameters are those of Generation.
+
+    Raises ApiError and MessageError.
+    """
+    with fields_as_sent(field_as_sent):
+        prompt = truncated(chat_fields(request, state.tool_format), state.max_model_len)
+        return Generation(state, kind, request, [prompt], field_as_sent)
+
+
 class ChatChoice:
-    """One answer: reasoning, content and tool calls, parsed from its text."""
+    """One answer: reasoning, content and tool calls, parsed from its text.
+
+    Other APIs convert the pieces that `deltas` yields, instead of `chunks` and `whole`.
+    """
 
     def __init__(self, index: int, request: ChatRequest, form: ToolFormat = HERMES) -> None:
         self._index = index
@@ -72,7 +87,7 @@ class ChatChoice:
         """
         if self._splitter is None:
             yield ChatChunk(index=self._index, delta=Delta(role="assistant", content=""))
-        deltas = list(self._deltas(delta, reply))
+        deltas = list(self.deltas(delta, reply))
         if not deltas and delta and delta.token_ids:
             deltas = [Delta(content="")]
         elif not deltas and reply:
@@ -83,12 +98,12 @@ class ChatChoice:
             chunks[0].logprobs = chat_logprobs(delta.logprobs, names_ids)
             chunks[0].token_ids = delta.token_ids if self._request.return_token_ids else UNSET
         if reply:
-            chunks[-1].finish_reason = self._finish_reason(reply)
+            chunks[-1].finish_reason = self.finish_reason(reply)
             chunks[-1].stop_reason = reply.stop_reason
         yield from chunks
 
     def whole(self, reply: GenerateReply) -> ChatChoiceReply:
-        deltas = list(self._deltas(reply, reply))
+        deltas = list(self.deltas(reply, reply))
         content = "".join(one.content or "" for one in deltas)
         reasoning = "".join(one.reasoning_content or "" for one in deltas)
         calls = _join_calls([call for one in deltas for call in one.tool_calls or []])
@@ -102,15 +117,19 @@ class ChatChoice:
                 tool_calls=calls or UNSET,
             ),
             logprobs=chat_logprobs(reply.logprobs, self._request.return_tokens_as_token_ids),
-            finish_reason=self._finish_reason(reply),
+            finish_reason=self.finish_reason(reply),
             stop_reason=reply.stop_reason,
             token_ids=reply.token_ids if self._request.return_token_ids else UNSET,
         )
 
-    def _deltas(
+    def deltas(
         self, new: TextDelta | GenerateReply | None, reply: GenerateReply | None
     ) -> Iterator[Delta]:
-        """Yield the pieces of `new` text, and with the reply those that were held back."""
+        """Yield the pieces of `new` text, and with the reply those that were held back.
+
+        A piece is reasoning, content or one piece of a tool call. A whole answer is `new` and
+        `reply` at once.
+        """
         self._splitter = self._splitter or ReasoningSplitter(bool(new and new.starts_reasoning))
         if new:
             yield from self._parsed(*self._splitter.feed(new.text))
@@ -145,7 +164,8 @@ class ChatChoice:
                     ]
                 )
 
-    def _finish_reason(self, reply: GenerateReply) -> str:
+    def finish_reason(self, reply: GenerateReply) -> str:
+        """Return OpenAI's reason, after `deltas` was exhausted with the reply."""
         is_call = self._has_calls and reply.finish_reason == "stop"
         return "tool_calls" if is_call else reply.finish_reason
 

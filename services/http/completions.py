@@ -9,7 +9,8 @@ from starlette.types import Receive
 from penstock.protocol.messages.client import GenerateReply, TextDelta
 from penstock.services.http.access import caller
 from penstock.services.http.app_state import AppState
-from penstock.services.http.generation import Generation, gather
+from penstock.services.http.event_stream import gather
+from penstock.services.http.generation import Generation
 from penstock.services.http.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
 from penstock.services.http.replies import (
     CompletionChoiceReply,

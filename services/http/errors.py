@@ -1,7 +1,8 @@
 """Errors in OpenAI's shape."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from msgspec import Struct
 from starlette.exceptions import HTTPException
@@ -14,6 +15,7 @@ from penstock.services.http.replies import json_response
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _RETRY = {"Retry-After": "1"}
+FieldAsSent = Callable[[str], str | None]
 
 
 class ErrorDetail(Struct, kw_only=True):
@@ -93,8 +95,16 @@ def error_response(error: ApiError) -> Response:
     return response
 
 
-def rename_field(error: RequestError, name: str | None) -> None:
-    """Replace the field of a pipeline's error with the client's name for it."""
-    if error.field and name and name != error.field:
-        error.message = error.message.replace(error.field, name, 1)
-        error.field = name
+@contextmanager
+def fields_as_sent(field_as_sent: FieldAsSent) -> Iterator[None]:
+    """Rename the fields of errors. field_as_sent: returns the client's name for a field of ours."""
+    try:
+        yield
+    except (ApiError, MessageError, RequestError) as error:
+        old = as_api_error(error)
+        detail = old.body.error
+        name = detail.param and field_as_sent(detail.param)
+        if not detail.param or not name or name == detail.param:
+            raise
+        message = detail.message.replace(detail.param, name, 1)
+        raise ApiError(old.status, message, name, detail.code, old.headers) from error

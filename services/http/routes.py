@@ -9,7 +9,6 @@ from msgspec import UNSET, Struct
 from starlette.responses import Response
 from starlette.types import Receive
 
-from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.chat import chat_messages
 from penstock.protocol.messages.client import PromptFields
 from penstock.protocol.messages.status import StatusReply
@@ -17,7 +16,7 @@ from penstock.services.http.access import caller
 from penstock.services.http.app_state import AppState
 from penstock.services.http.chat import chat
 from penstock.services.http.completions import complete
-from penstock.services.http.errors import ApiError, rename_field
+from penstock.services.http.errors import ApiError, fields_as_sent
 from penstock.services.http.health import STATUS_TIMEOUT, HealthCheck
 from penstock.services.http.metrics import render
 from penstock.services.http.replies import (
@@ -122,11 +121,8 @@ class Routes:
     async def detokenize(self, body: DetokenizeBody, _: Receive) -> Response:
         """Return the text of token ids."""
         await self._state.check(body.model)
-        try:
+        with fields_as_sent({"token_ids": "tokens"}.get):
             text = await self._state.client.detokenize(body.tokens, client=caller.get().client)
-        except RequestError as error:
-            rename_field(error, "tokens" if error.field == "token_ids" else error.field)
-            raise
         return json_response({"prompt": text})
 
     async def status(self, *_: object) -> Response:

@@ -95,7 +95,7 @@ def truncated(fields: dict[str, Any], max_model_len: int) -> dict[str, Any]:
     return fields
 
 
-def name_as_sent(field: str | None, request: ApiRequest) -> str | None:
+def name_as_sent(field: str, request: ApiRequest) -> str:
     """Return the client's name for a field of `GenerateRequest`."""
     if field == "structured_outputs":
         if isinstance(request, ChatRequest) and is_forced(request):

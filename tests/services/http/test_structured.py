@@ -7,7 +7,8 @@ import pytest
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.services.http.errors import rename_field
+from penstock.services.http.errors import ApiError, as_api_error, fields_as_sent
+from penstock.services.http.schema import ChatRequest
 from penstock.services.http.to_generate_request import chat_fields, completion_fields, name_as_sent
 from penstock.services.http.tool_grammar import ToolFormat
 from tests.services.http.test_to_generate_request import chat, completion, refusal
@@ -132,24 +133,18 @@ def test_errors_name_the_field_that_was_sent() -> None:
         error = RequestError(
             ErrorReply(code="invalid", message=message, field="structured_outputs")
         )
-        rename_field(error, name_as_sent(error.field, chat(**given)))
-        assert error.field == path
-        assert error.message == f"{path}: got one (structured)"
+        assert sent(error, chat(**given)) == (path, f"{path}: got one (structured)")
     error = RequestError(ErrorReply(code="invalid", message="max_tokens is 9", field="max_tokens"))
-    rename_field(error, name_as_sent(error.field, chat(max_completion_tokens=9)))
-    assert (error.field, error.message) == ("max_completion_tokens", "max_completion_tokens is 9")
+    name = "max_completion_tokens"
+    assert sent(error, chat(max_completion_tokens=9)) == (name, f"{name} is 9")
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"tools": [TOOL], "tool_choice": allowed("auto", "add")},
-        {"tool_choice": "required"},
-        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
-        {"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"},
-    ],
-)
-def test_calls_that_can_not_be_forced(given: dict[str, Any]) -> None:
-    param = refusal(chat_fields, chat(**given)).body.error.param
-    assert param
-    assert param.partition(".")[0] == "tool_choice"
+def sent(error: RequestError, asked: ChatRequest) -> tuple[str | None, str]:
+    """Return the field and the message of an error as the client sees them."""
+    with (
+        pytest.raises((ApiError, RequestError)) as raised,
+        fields_as_sent(lambda name: name_as_sent(name, asked)),
+    ):
+        raise error
+    detail = as_api_error(raised.value).body.error
+    return detail.param, detail.message

@@ -1,0 +1,135 @@
+"""Server-sent events, and work that ends when its client disconnects."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Protocol, TypeVar
+
+from msgspec import Struct
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock.protocol.client.errors import RequestError
+from penstock.services.http.errors import ApiError, as_api_error
+from penstock.services.http.replies import ENCODER
+
+T = TypeVar("T")
+_EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+]
+DONE = b"data: [DONE]\n\n"
+
+
+class EventForm(Protocol):
+    """Form of an API's events; subclasses of `Chunks` and `NamedEvents` differ in their errors."""
+
+    end: bytes
+    """after the last event"""
+
+    def encode(self, bodies: Iterable[Struct]) -> bytes:
+        """Return events with these bodies."""
+
+    def failed(self, error: ApiError) -> Iterable[Struct]:
+        """Return the bodies of an error after the first event."""
+
+
+class Chunks:
+    """OpenAI's chunks of chats and completions: events without a name."""
+
+    end = DONE
+
+    def encode(self, bodies: Iterable[Struct]) -> bytes:
+        return b"".join([b"data: %b\n\n" % ENCODER.encode(one) for one in bodies])
+
+    def failed(self, error: ApiError) -> Iterable[Struct]:
+        return [error.body]
+
+
+class NamedEvents:
+    """Events whose name is the tag of their Struct."""
+
+    end = b""
+
+    def encode(self, bodies: Iterable[Struct]) -> bytes:
+        return b"".join(
+            [
+                b"event: %b\ndata: %b\n\n"
+                % (str(one.__struct_config__.tag).encode(), ENCODER.encode(one))
+                for one in bodies
+            ]
+        )
+
+
+class EventStream(Response):
+    """Server-sent events.
+
+    The response starts with the first event. An error before it has a status of its own; a later
+    error is an event.
+    """
+
+    def __init__(
+        self, form: EventForm, produce: Callable[["EventStream"], Coroutine[Any, Any, None]]
+    ) -> None:
+        """produce: sends all events with `send`."""
+        self.background = None
+        self._form = form
+        self._produce = produce
+        self._is_started = False
+
+    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+        self._send = send
+        try:
+            await while_connected(receive, self._produce(self))
+        except ClientDisconnect:
+            return
+        except (RequestError, ApiError) as error:
+            if not self._is_started:
+                raise
+            await self.send(self._form.failed(as_api_error(error)), is_last=True)
+
+    async def send(self, bodies: Iterable[Struct], is_last: bool = False) -> None:
+        """Send each body as an event; after the last one, the end of the stream."""
+        data = self._form.encode(bodies)
+        if is_last:
+            data += self._form.end
+        elif not data:
+            return
+        if not self._is_started:
+            self._is_started = True
+            head = {"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM}
+            await self._send(head)
+        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+
+async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return all results; the first failure cancels the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, which is cancelled when the HTTP client disconnects.
+
+    Raises ClientDisconnect then; ApiError when the server stops.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(receive))
+    watch.add_done_callback(lambda _: task.cancel())
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if watch.done():
+            raise ClientDisconnect from None
+        raise ApiError(503, "the server is stopping") from None
+    finally:
+        watch.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

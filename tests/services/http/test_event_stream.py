@@ -1,0 +1,84 @@
+"""Events of streams: their form, and errors before and after the first one."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+import pytest
+from msgspec import Struct
+from starlette.types import Message
+
+from penstock.services.http.errors import ApiError
+from penstock.services.http.event_stream import Chunks, EventForm, EventStream, NamedEvents
+
+
+class Added(Struct, tag_field="type", tag="text.added"):
+    text: str
+
+
+class Failed(Struct, tag_field="type", tag="failed"):
+    message: str
+
+
+class Named(NamedEvents):
+    def failed(self, error: ApiError) -> Iterable[Struct]:
+        return [Failed(error.body.error.message)]
+
+
+def streamed(
+    form: EventForm, produce: Callable[[EventStream], Coroutine[Any, Any, None]]
+) -> tuple[bytes, bool]:
+    """Return the body, and whether the response has ended."""
+    messages: list[Message] = []
+
+    async def send(message: Message) -> None:
+        messages.append(message)
+
+    async def receive() -> Message:
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    asyncio.run(EventStream(form, produce)({}, receive, send))
+    head, *bodies = messages
+    assert (head["status"], dict(head["headers"])[b"cache-control"]) == (200, b"no-cache")
+    return b"".join(one["body"] for one in bodies), not bodies[-1]["more_body"]
+
+
+async def two(events: EventStream) -> None:
+    await events.send([Added("a\n"), Added("b")])
+    await events.send([])
+    await events.send([], is_last=True)
+
+
+async def failing(events: EventStream) -> None:
+    await events.send([Added("a")])
+    raise ApiError(500, "broken")
+
+
+def test_named_events() -> None:
+    body, has_ended = streamed(Named(), two)
+    assert has_ended
+    first, second, rest = body.decode().split("\n\n")
+    assert first == 'event: text.added\ndata: {"type":"text.added","text":"a\\n"}'
+    assert second == 'event: text.added\ndata: {"type":"text.added","text":"b"}'
+    assert not rest
+
+
+def test_chunks_end_with_done() -> None:
+    body, has_ended = streamed(Chunks(), two)
+    assert has_ended
+    assert body.decode().split("\n\n")[2:] == ["data: [DONE]", ""]
+
+
+def test_an_error_after_the_first_event_is_an_event() -> None:
+    body, has_ended = streamed(Named(), failing)
+    assert has_ended
+    expected = 'event: failed\ndata: {"type":"failed","message":"broken"}'
+    assert body.decode().split("\n\n")[1:] == [expected, ""]
+
+
+def test_an_error_before_the_first_event_is_raised() -> None:
+    async def refuse(_: EventStream) -> None:
+        raise ApiError(400, "no")
+
+    with pytest.raises(ApiError, match="no"):
+        streamed(Named(), refuse)
