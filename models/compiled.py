@@ -8,9 +8,12 @@ from torch import Tensor, nn
 
 from penstock.kernels.attention.types import KVCache
 from penstock.kernels.cpu.compiled_layers import CompiledLayers
+from penstock.kernels.cpu.compiled_step import compiled_step
+from penstock.kernels.cpu.decode_step import DecodeStep
 from penstock.kernels.cpu.integers import quantize
 from penstock.kernels.cpu.types import MATRICES, LayerShape, LayerWeights, Matrix
 from penstock.kernels.step.forward_batch import ForwardBatch
+from penstock.kernels.step.types import Slots, StepBuffers
 from penstock.models.moe import MoE
 from penstock.models.parallel import RMSNorm
 from penstock.models.qwen3 import DecoderLayer, Qwen3
@@ -31,7 +34,7 @@ class CompiledDecoder:
         """
         if config.weight_format:
             raise ValueError(f"weights in {config.format_name}")
-        self._tp = model.tp
+        self._tp, self._rope, self._norm = model.tp, model.rope, model.model.norm
         self._embed = model.model.embed_tokens
         self._layers: list[DecoderLayer] = list(model.model.layers)  # type: ignore[arg-type]
         attention = self._layers[0].self_attn
@@ -46,9 +49,9 @@ class CompiledDecoder:
         weight = model.head.weight
         narrowed = _narrow(self._layers, [self._embed.weight, weight])
         head: Matrix | None = weight if isinstance(weight, Tensor) else None  # e4m3: in torch
-        self._integer_head = None
         if quantize_lm_head and isinstance(head, Tensor):
-            self._integer_head = head = quantize(head, 8)
+            head = quantize(head, 8)
+        self._head = head
         try:
             weights = [_quantized(_weights(layer), bits) for layer in self._layers]
             self._compiled = CompiledLayers(
@@ -79,6 +82,27 @@ class CompiledDecoder:
                 residual = self._half(2 * index + 1, residual)
         return residual
 
+    def decode_step(
+        self, slots: Slots, buffers: StepBuffers, kv_caches: Sequence[KVCache]
+    ) -> DecodeStep | None:
+        """Return the function of steps that only decode, or None if a part runs in torch."""
+        step = compiled_step()
+        if self._tp.size > 1 or self._has_experts or self._head is None or step is None:
+            return None
+        return DecodeStep(
+            self._compiled,
+            step,
+            num_layers=len(self._layers),
+            embedding=self._embed.weight,
+            norm=self._norm.weight,
+            eps=self._norm.eps,
+            head=self._head,
+            rope=self._rope,
+            kv_caches=kv_caches,
+            slots=slots,
+            buffers=buffers,
+        )
+
     def _embedded(self, token_ids: Tensor) -> Tensor:
         if self._tp.size == 1:
             return self._compiled.embed(token_ids, self._embed.weight)
@@ -99,7 +123,7 @@ class CompiledDecoder:
         self, hidden_states: Tensor, norm: RMSNorm, weight: Tensor, out: Tensor | None
     ) -> Tensor:
         """Compute `ParallelLMHead.logits`."""
-        matrix = self._integer_head or weight
+        matrix = weight if self._head is None else self._head
         return self._compiled.logits(hidden_states, norm.weight, norm.eps, matrix, out)
 
 

@@ -5,9 +5,11 @@ SwiGLU, or in Qwen3-MoE a mixture of SwiGLU experts. Qwen3 adds an RMSNorm of ea
 head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from penstock.kernels.attention.reference import AttentionBackend
@@ -15,6 +17,7 @@ from penstock.kernels.attention.rope import qk_norm_rope_store
 from penstock.kernels.attention.types import KVCache
 from penstock.kernels.linear.linear import norm_swiglu
 from penstock.kernels.step.forward_batch import ForwardBatch
+from penstock.kernels.step.types import Slots, StepBuffers
 from penstock.models.moe import MoE
 from penstock.models.parallel import (
     ColumnParallelLinear,
@@ -144,6 +147,10 @@ class Decoder(nn.Module):
         return residual  # type: ignore[no-any-return]
 
 
+HostStep = Callable[[NDArray[np.int32], int], NDArray[np.int64]]
+"""(record, number of rows) → the rows' tokens, without logits processing"""
+
+
 class Compiled(Protocol):
     """A faster replacement of the layers, and of the output layer unless that is `Quantized`."""
 
@@ -154,6 +161,11 @@ class Compiled(Protocol):
         self, hidden_states: Tensor, norm: RMSNorm, weight: Tensor, out: Tensor | None
     ) -> Tensor:
         """Compute `ParallelLMHead.logits`."""
+
+    def decode_step(
+        self, slots: Slots, buffers: StepBuffers, kv_caches: Sequence[KVCache]
+    ) -> HostStep | None:
+        """Return the function of steps that only decode, or None if there is none."""
 
 
 class Qwen3(nn.Module):

@@ -90,29 +90,32 @@ class CompiledLayers:
         )
         self._barrier = torch.zeros(1, dtype=torch.int64)
         self._num_rows = 0
-        self._reserve(1)
+        self.version = 0
+        """changes with the addresses of memory in StepFields and HeadFields"""
+        self.reserve(1)
 
-    def _reserve(self, num_rows: int) -> None:
+    def reserve(self, num_rows: int) -> None:
         """Make memory for the intermediate results of a step with `num_rows` tokens."""
         if num_rows <= self._num_rows:
             return
         self._num_rows, shape = num_rows, self._shape
+        self.version += 1
         inputs = shape.hidden, shape.heads * shape.head_dim, shape.intermediate
         self._normed, self._attended, self._inner = (torch.empty(num_rows, n) for n in inputs)
         self._qkv = torch.empty(num_rows, shape.qkv)
         self._scratch = torch.empty(self._num_threads, COLUMNS * max(inputs))
 
-    def begin(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> None:
+    def begin(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> StepFields:
         """Prepare a step; its tokens' keys and values will be stored in kv_caches.
 
         Within a block, each head's keys lie side by side: attention reads memory in one stream.
         """
-        shape, num_tokens = self._shape, batch.shape.num_tokens
-        check_tensor("rope", rope, (-1, shape.head_dim), torch.float32)
+        num_tokens = batch.shape.num_tokens
+        check_tensor("rope", rope, (-1, self._shape.head_dim), torch.float32)
         if kv_caches is not self._kv_caches:
             self._use(kv_caches)
-        self._num_tokens = num_tokens
-        self._reserve(num_tokens)
+        self._num_tokens, shape = num_tokens, self._shape
+        self.reserve(num_tokens)
         self._inputs = batch, rope  # keeps the memory
         self._fields = StepFields(
             num_tokens=num_tokens,
@@ -140,6 +143,7 @@ class CompiledLayers:
             kv_heads=shape.kv_heads,
             intermediate=shape.intermediate,
         )
+        return self._fields
 
     def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         """Return the weight's rows of token_ids, int64, as float32; the ids are not checked."""
@@ -148,9 +152,13 @@ class CompiledLayers:
         check_tensor("weight", weight, (-1, self._shape.hidden), self._embedding_dtype)
         check_contiguous("weight", weight)
         out = torch.empty(len(token_ids), self._shape.hidden)
-        addresses = (tensor.data_ptr() for tensor in (token_ids, weight, out))
-        self._embed(*addresses, *out.shape)
+        addresses = [tensor.data_ptr() for tensor in (token_ids, weight, out)]
+        self.call_embed(addresses, len(token_ids))
         return out
+
+    def call_embed(self, addresses: Sequence[int], number: int) -> None:
+        """Compute `embed`; addresses: of token_ids, weight and result, which are not checked."""
+        self._embed(*addresses, number, self._shape.hidden)
 
     def run(self, halves: range, residual: Tensor, target: Tensor | None = None) -> None:
         """Add halves of layers to the residual stream; layer i has the halves 2i and 2i + 1.
@@ -162,9 +170,13 @@ class CompiledLayers:
             check_tensor(name, tensor, (self._num_tokens, self._shape.hidden), torch.float32)
             check_contiguous(name, tensor)
         fields = self._fields._replace(residual=residual.data_ptr(), target=target.data_ptr())
-        packed = np.array(fields, np.int64)
-        arguments = packed.ctypes.data, self._table.data_ptr(), halves.start, halves.stop
-        self._on_all_threads(self._decoder, *arguments)
+        self.call_decoder(np.array(fields, np.int64).ctypes.data, halves)
+
+    def call_decoder(self, fields: int, halves: range) -> None:
+        """Compute `run`; fields: address of StepFields, which are not checked."""
+        self._on_all_threads(
+            self._decoder, fields, self._table.data_ptr(), halves.start, halves.stop
+        )
 
     def logits(
         self, x: Tensor, norm: Tensor, eps: float, weight: Matrix, out: Tensor | None = None
@@ -175,15 +187,23 @@ class CompiledLayers:
         _check_matrix("weight", weight, (-1, size), self._head_dtype)
         check_tensor("norm", norm, (size,), torch.float32)
         x = x.contiguous()
-        self._reserve(num_rows)
         out = x.new_empty(num_rows, len(weight)) if out is None else out
         check_tensor("out", out, (num_rows, len(weight)), torch.float32)
         check_contiguous("out", out)
         epsilon = torch.tensor(eps, dtype=torch.float32)
-        fields = HeadFields(
+        fields = self.head_fields(x, norm, epsilon, weight, out)
+        self.call_head(np.array(fields, np.int64).ctypes.data)
+        return out
+
+    def head_fields(
+        self, x: Tensor, norm: Tensor, eps: Tensor, weight: Matrix, out: Tensor
+    ) -> HeadFields:
+        """Return the arguments of the compiled `logits`; the tensors must outlive them."""
+        self.reserve(len(x))
+        return HeadFields(
             x=x.data_ptr(),
             norm=norm.data_ptr(),
-            eps=epsilon.data_ptr(),
+            eps=eps.data_ptr(),
             weight=_elements(weight).data_ptr(),
             scale=weight.scale.data_ptr() if isinstance(weight, Integers) else 0,
             out=out.data_ptr(),
@@ -191,13 +211,14 @@ class CompiledLayers:
             scratch=self._scratch.data_ptr(),
             scratch_size=self._scratch.shape[1],
             barrier=self._barrier.data_ptr(),
-            num_rows=num_rows,
-            size=size,
+            num_rows=len(x),
+            size=x.shape[1],
             columns=len(weight),
         )
-        packed = np.array(fields, np.int64)
-        self._on_all_threads(self._head, packed.ctypes.data)
-        return out
+
+    def call_head(self, fields: int) -> None:
+        """Compute `logits`; fields: address of HeadFields, which are not checked."""
+        self._on_all_threads(self._head, fields)
 
     def _on_all_threads(self, function: Callable[..., None], *arguments: int) -> None:
         others = [
@@ -218,6 +239,7 @@ class CompiledLayers:
             table.append([*addresses, cache.k.data_ptr(), cache.v.data_ptr()])
         self._table = torch.tensor(table)
         self._kv_caches = kv_caches
+        self.version += 1
 
 
 def _elements(matrix: Matrix) -> Tensor:

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from penstock.kernels.step.forward_batch import BatchShape
 from penstock.kernels.step.types import Slots, StepBuffers
 
 Floats = NDArray[np.float32]
+Fields = NDArray[np.int64]
 log = logging.getLogger(__name__)
 FEW = 1024
 """likeliest tokens, among which top-p usually ends"""
@@ -38,62 +40,88 @@ class CompiledStep:
         from penstock.kernels.cpu.llvm_step import build_step
 
         self._library = load(lambda cpu: str(build_step(cpu)), "step")
-        self._apply_plan = self._library.function("apply_plan", 1)
-        self._sample = self._library.function("sample", 1)
+        self.call_apply_plan = self._library.function("apply_plan", 1)
+        """of the address of fields as PLAN names them"""
+        self.call_sample = self._library.function("sample", 1)
+        """of the address of SampleFields"""
 
     def apply_plan(
         self, record: Tensor, slots: Slots, buffers: StepBuffers, shape: BatchShape, block_size: int
     ) -> None:
         """Compute `penstock.kernels.step.apply_plan.apply_plan`."""
-        addresses = [tensor.data_ptr() for tensor in (*slots, *buffers)]
+        fields = self.plan_fields(record.data_ptr(), slots, buffers, shape, block_size)
+        self.call_apply_plan(fields.ctypes.data)
+
+    def plan_fields(
+        self, record: int, slots: Slots, buffers: StepBuffers, shape: BatchShape, block_size: int
+    ) -> Fields:
+        """Return the arguments of `apply_plan`, as PLAN names them; record: its address."""
         sizes = shape.num_rows, shape.num_tokens, shape.num_tiles, shape.tile_size
+        addresses = [tensor.data_ptr() for tensor in (*slots, *buffers)]
         max_blocks = slots.block_tables.shape[1]
-        first = record.data_ptr(), block_size, max_blocks
-        fields = np.array([*first, *sizes, *addresses], np.int64)
-        self._apply_plan(fields.ctypes.data)
+        return np.array([record, block_size, max_blocks, *sizes, *addresses], np.int64)
 
     def sample(
         self, logits: Tensor, slots: Tensor, positions: Tensor, by_slot: SamplingTensors
     ) -> Tensor:
         """Compute `penstock.kernels.sampling.sampling.sample`."""
-        num_rows, vocab_size = logits.shape
-        out = torch.zeros(num_rows, dtype=torch.int64)
-        lowest = _thresholds(logits.numpy(), slots.numpy(), by_slot)
-        fields = SampleFields(
-            logits=logits.data_ptr(),
-            stride=logits.stride(0),
-            vocab_size=vocab_size,
-            num_rows=num_rows,
-            slots=slots.data_ptr(),
-            positions=positions.data_ptr(),
-            seeds=by_slot.seeds.data_ptr(),
-            temperature=by_slot.temperature.data_ptr(),
-            thresholds=lowest.ctypes.data,
-            last_token=by_slot.last_token.data_ptr(),
-            out=out.data_ptr(),
+        out = torch.zeros(len(logits), dtype=torch.int64)
+        restrictions = Restrictions.of(by_slot)
+        lowest = restrictions.thresholds(logits.numpy(), slots.numpy())
+        fields = sample_fields(logits, slots, positions, by_slot)._replace(
+            thresholds=lowest.ctypes.data, out=out.data_ptr()
         )
-        packed = np.array(fields, np.int64)
-        self._sample(packed.ctypes.data)
+        self.call_sample(np.array(fields, np.int64).ctypes.data)
         return out
 
 
-def _thresholds(logits: Floats, slots: NDArray[np.int64], by_slot: SamplingTensors) -> Floats:
-    """Return the lowest score of each row that top-k, top-p and min-p keep, -inf for all.
+def sample_fields(
+    logits: Tensor, slots: Tensor, positions: Tensor, by_slot: SamplingTensors
+) -> SampleFields:
+    """Return the arguments of the compiled `sample`, without thresholds and result."""
+    return SampleFields(
+        logits=logits.data_ptr(),
+        stride=logits.stride(0),
+        vocab_size=logits.shape[1],
+        num_rows=len(logits),
+        slots=slots.data_ptr(),
+        positions=positions.data_ptr(),
+        seeds=by_slot.seeds.data_ptr(),
+        temperature=by_slot.temperature.data_ptr(),
+        last_token=by_slot.last_token.data_ptr(),
+    )
 
-    As in `penstock.kernels.sampling.reference.keep_top_k_top_p`.
-    """
-    lowest = np.full(len(slots), -np.inf, np.float32)
-    temperature = by_slot.temperature.numpy()[slots]
-    if not temperature.any():
+
+class Restrictions(NamedTuple):
+    """Parameters by slot that remove tokens."""
+
+    temperature: Floats
+    top_k: NDArray[np.int32]
+    top_p: Floats
+    min_p: Floats
+
+    @classmethod
+    def of(cls, by_slot: SamplingTensors) -> "Restrictions":
+        """Return arrays in the tensors' memory."""
+        return cls(*(tensor.numpy() for tensor in by_slot[1:5]))
+
+    def thresholds(self, logits: Floats, slots: NDArray[np.int64]) -> Floats:
+        """Return the lowest score of each row that top-k, top-p and min-p keep, -inf for all.
+
+        As in `penstock.kernels.sampling.reference.keep_top_k_top_p`.
+        """
+        lowest = np.full(len(slots), -np.inf, np.float32)
+        temperature = self.temperature[slots]
+        if not temperature.any():
+            return lowest
+        top_k, top_p, min_p = self.top_k[slots], self.top_p[slots], self.min_p[slots]
+        restricted = ((top_k > 0) | (top_p < 1) | (min_p > 0)) & (temperature > 0) & (slots >= 0)
+        for row in np.flatnonzero(restricted).tolist():
+            largest = logits[row].max()
+            if np.isfinite(largest):  # otherwise the row has no token
+                scores = (logits[row] - largest) / temperature[row]
+                lowest[row] = _threshold(scores, int(top_k[row]), top_p[row], min_p[row])
         return lowest
-    top_k, top_p, min_p = (tensor.numpy()[slots] for tensor in by_slot[2:5])
-    restricted = ((top_k > 0) | (top_p < 1) | (min_p > 0)) & (temperature > 0) & (slots >= 0)
-    for row in np.flatnonzero(restricted).tolist():
-        largest = logits[row].max()
-        if np.isfinite(largest):  # otherwise the row has no token
-            scores = (logits[row] - largest) / temperature[row]
-            lowest[row] = _threshold(scores, int(top_k[row]), top_p[row], min_p[row])
-    return lowest
 
 
 def _threshold(scores: Floats, top_k: int, top_p: np.float32, min_p: np.float32) -> float:

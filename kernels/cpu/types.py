@@ -111,10 +111,10 @@ class SampleFields(NamedTuple):
     positions: int
     seeds: int
     temperature: int
-    thresholds: int
-    """of each row's scores; -inf: none is removed"""
     last_token: int
-    out: int
+    thresholds: int = 0
+    """of each row's scores; -inf: none is removed"""
+    out: int = 0
 
 
 PLAN = (

@@ -28,6 +28,8 @@ from penstock.services.worker.step_output import (
 from penstock.services.worker.step_record import NONE, Rows
 from penstock.services.worker.timings import IdleTimes
 
+NO_TOKENS = torch.empty(0, dtype=torch.int64)
+
 
 class ModelRunner:
     """Execution of plans, in order, on the device of the KV cache."""
@@ -62,6 +64,8 @@ class ModelRunner:
         self._graphs: CudaGraphs | None = None
         self._profiler: Any = None
         self._idle_times = IdleTimes() if self._is_cuda else None
+        compiled = model.compiled
+        self._decode = compiled and compiled.decode_step(self._slots, self._buffers, kv_caches)
 
     def idle_us(self) -> tuple[float, float]:
         """Return median and 99th percentile of the GPU's wait between two steps; 0 on a CPU."""
@@ -86,7 +90,6 @@ class ModelRunner:
     def profile(self, profiler: Any) -> None:
         self._profiler = profiler
 
-    @torch.inference_mode()
     def launch(self, plan: BatchPlan) -> LaunchedStep:
         """Start a step; the rest of the step before is launched first.
 
@@ -96,12 +99,22 @@ class ModelRunner:
         self._batch.apply(plan)
         may_process = any(row.extras for row in plan.added) or self._model.tp.spans_nodes
         if may_process or self.logits_processor.rows:
-            self.logits_processor.apply(plan)
+            with torch.inference_mode():
+                self.logits_processor.apply(plan)
         rows = self._batch.advance(plan.chunks, plan.drafts)
         if rows is None:
-            return LaunchedStep(NONE, lambda: (torch.empty(0, dtype=torch.int64), None, NOTHING))
+            return LaunchedStep(NONE, lambda: (NO_TOKENS, None, NOTHING))
         if self._profiler:
             self._profiler.step()
+        if self._decode and not rows.shape.num_tiles and not self.logits_processor.rows:
+            tokens = torch.from_numpy(self._decode(rows.record, rows.shape.num_rows))
+            step = LaunchedStep(rows.sampled, lambda: (tokens, None, NOTHING))
+            step.complete()
+            return step
+        return self._launch(rows)
+
+    @torch.inference_mode()
+    def _launch(self, rows: Rows) -> LaunchedStep:
         if self._idle_times:
             self._idle_times.begin(follows=rows.shape.num_decode > 0)
         computed = self._graphs.replay(rows.record, rows.shape) if self._graphs else None

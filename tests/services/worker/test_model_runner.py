@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
+from penstock.kernels.cpu.decode_step import DecodeStep
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.config import Config
 from penstock.protocol.messages.plan import BatchPlan, RowExtras
@@ -194,7 +197,17 @@ class Logits:
             self.rows += logits.unbind(0)
             return logits
 
+        decode = DecodeStep.__call__
+
+        def record_decoding(
+            step: DecodeStep, record: NDArray[np.int32], num_rows: int
+        ) -> NDArray[np.int64]:
+            tokens = decode(step, record, num_rows)
+            self.rows += step.logits[:num_rows].clone().unbind(0)
+            return tokens
+
         monkeypatch.setattr(Qwen3, "compute_logits", record)
+        monkeypatch.setattr(DecodeStep, "__call__", record_decoding)
 
     def take(self) -> Tensor:
         """Return the logits since the last call, [num_rows, vocab_size]."""
@@ -285,3 +298,28 @@ def test_a_row_whose_logits_are_nan_fails_alone(
         assert launched.token_ids() == [-1, alone.tokens[2][number]]
         assert launched.output().failed == [(0, BAD_LOGITS)]
         step = plan()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_decoding_has_the_tokens_of_steps_in_torch(folder: Path, temperature: float) -> None:
+    """Other memory, as a long prompt needs, takes the place of the memory of earlier steps."""
+    runners = make_runner(folder), make_runner(folder)
+    runners[1]._decode = None
+    tokens = []
+    for runner in runners:
+        torch.manual_seed(0)
+        driver = Driver(runner)
+        blocks = tables(16, 64, [90, 70, 300])
+        rows = [
+            row(slot, PROMPTS[slot], blocks[slot], temperature=temperature, top_k=30, seed=slot)
+            for slot in range(2)
+        ]
+        chunks = [(slot, len(PROMPTS[slot])) for slot in range(2)]
+        driver.step(plan(added=rows, chunks=chunks), 0, 1)
+        driver.decode(10, 0, 1)
+        prompt = [5] * 250
+        driver.step(plan(added=[row(2, prompt, blocks[2])], chunks=[(2, 250)]), 0, 1, 2)
+        driver.decode(10, 0, 1, 2)
+        tokens.append(driver.tokens)
+    assert runners[0]._decode is not None
+    assert tokens[0] == tokens[1]
