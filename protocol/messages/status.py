@@ -49,6 +49,8 @@ class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):
     num_free_blocks: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    """whose KV was computed again, after a preemption or a death"""
     block_size: int = 0
     """tokens per KV block; 0: not known yet"""
     step_tokens: Histogram | None = None

@@ -28,6 +28,8 @@ class WorkerState(Struct, array_like=True, tag=True):
     """`tcp://host:port` at which it could listen as rank 0, of a worker without a group"""
     incarnation: int = 0
     """a larger one was started later"""
+    memory: int = 0
+    """id of its KV memory, which may be an earlier worker's; 0: the memory ends with the worker"""
 
 
 class WorkerAssignment(Struct, array_like=True, tag=True):

@@ -47,6 +47,11 @@ _OF_SCHEDULER = {
     "num_requests_waiting": (GaugeMetricFamily, "num_waiting", "Requests in the queue."),
     "kv_cache_usage_perc": (GaugeMetricFamily, "kv_usage", "Share of KV blocks in use; 1 is all."),
     "num_preemptions": (CounterMetricFamily, "num_preemptions", "Preempted sequences."),
+    "num_recomputed_tokens": (
+        CounterMetricFamily,
+        "num_recomputed_tokens",
+        "Tokens whose KV was computed again, after a preemption or the death of a worker.",
+    ),
     "num_steps": (CounterMetricFamily, "num_steps", "Steps of the model."),
 }
 _BY_REPLICA = ["model_name", "replica"]

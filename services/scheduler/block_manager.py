@@ -54,7 +54,23 @@ class BlockManager:
         sequence.block_table = matched + [self.pool.take() for _ in range(num_new)]
         sequence.num_prefill_tokens = num_tokens
         sequence.num_planned_tokens = len(matched) * self.block_size
+        sequence.num_computed_tokens = 0
         return True
+
+    def roll_back(self, sequence: Sequence) -> None:
+        """Continue after the confirmed positions; the table stays, and all else is prefilled.
+
+        What plans in flight published is hidden already.
+        """
+        confirmed = sequence.num_confirmed_tokens
+        sequence.num_planned_tokens = sequence.num_computed_tokens = confirmed
+        sequence.num_prefill_tokens = len(sequence.token_ids)
+        sequence.num_published_blocks = sequence.published_content = 0
+        self.publish(sequence, confirmed)
+
+    def has_place(self, sequence: Sequence) -> bool:
+        """Return whether the table has room for every known token."""
+        return len(sequence.token_ids) <= len(sequence.block_table) * self.block_size
 
     def append(self, sequence: Sequence) -> int:
         """Append a block to the table. Raises KeyError if none is free."""
@@ -75,19 +91,21 @@ class BlockManager:
         """Empty the cache: the KV memory was lost. No sequence may have blocks."""
         self.pool = BlockPool(self.pool.num_blocks, self.pool.hash_block)
 
-    def publish(self, sequence: Sequence, num_computed: int) -> None:
-        """Publish every block whose tokens are known and computed by the plans so far.
+    def publish(self, sequence: Sequence, num_computed: int) -> list[int]:
+        """Publish every block whose tokens are known and computed by the plans so far; return them.
 
         The plan that is being built counts: plans run in order. A sequence that was preempted
         meanwhile has no blocks, and nothing is published.
         """
         num_full = min(num_computed // self.block_size, len(sequence.block_table))
         full_blocks = self._full_blocks(sequence, num_full)
-        for index in range(sequence.num_published_blocks, len(full_blocks)):
+        first = sequence.num_published_blocks
+        for index in range(first, len(full_blocks)):
             sequence.published_content = self.pool.publish(
                 sequence.block_table[index], sequence.published_content, *full_blocks[index]
             )
-        sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
+        sequence.num_published_blocks = max(first, num_full)
+        return sequence.block_table[first : len(full_blocks)]
 
     def unpublish(self, sequence: Sequence) -> None:
         """Hide every block of the sequence, its prompt included, from others."""

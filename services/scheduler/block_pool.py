@@ -124,7 +124,11 @@ class BlockPool:
 
     def unpublish(self, hashes: Iterable[bytes]) -> None:
         """Hide the blocks of these hashes; sequences that have them keep them."""
-        for hash_ in hashes:
-            block = self._cached.pop(hash_, None)
-            if block is not None:
+        self.hide(self._cached[hash_] for hash_ in list(hashes) if hash_ in self._cached)
+
+    def hide(self, blocks: Iterable[int]) -> None:
+        """Hide blocks, some of which may not be published; sequences that have them keep them."""
+        for block in blocks:
+            if content := self._contents[block]:
+                del self._cached[content.hash]
                 self._contents[block] = None

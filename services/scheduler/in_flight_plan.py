@@ -25,6 +25,10 @@ class InFlightPlan(NamedTuple):
     """rows that get a token, in ascending order of slot; a sequence with guesses has several"""
     chunks: dict[int, Sequence]
     """sequences with a chunk of prefill, by their slot in this plan"""
+    chunk_ends: list[int]
+    """the position after each of `chunks`"""
+    published: list[int]
+    """blocks of these chunks that others may share, uncertain until the plan is confirmed"""
 
     @property
     def computes(self) -> bool:
@@ -62,7 +66,7 @@ class PlanBuilder:
     """A `BatchPlan` while it is made, and its `InFlightPlan`."""
 
     def __init__(self, number: int) -> None:
-        self.plan = InFlightPlan(number, [], {})
+        self.plan = InFlightPlan(number, [], {}, [], [])
         self.added: list[RowAdded] = []
         self.drafts: list[int] = []
         self._appended: list[int] = []
@@ -72,9 +76,10 @@ class PlanBuilder:
         self._appended.append(slot << BLOCK_BITS | block)
 
     def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
-        """Let a row compute the next `num_tokens` of its prefill."""
+        """Let a row compute the `num_tokens` before `num_planned_tokens`, of its prefill."""
         self._chunks.extend((sequence.slot, num_tokens))
         self.plan.chunks[sequence.slot] = sequence
+        self.plan.chunk_ends.append(sequence.num_planned_tokens)
 
     def build(self, epoch: int, removed: list[int]) -> BatchPlan:
         appended, chunks, drafts = pack(self._appended), pack(self._chunks), pack(self.drafts)

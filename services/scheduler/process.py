@@ -194,8 +194,9 @@ class SchedulerProcess:
                 self.send_to_workers(self.group.lost(identity))
 
     def start_group(self) -> None:
-        """Begin an epoch with a group of workers that is ready; their KV is empty."""
-        self.log.info("workers ready: %s", ", ".join(self.group.names))
+        """Begin an epoch with a group of workers that is ready."""
+        memory = ", with the KV of the last ones" if self.group.has_memory else ""
+        self.log.info("workers ready: %s%s", ", ".join(self.group.names), memory)
         if self.scheduler is None:
             blocks = make_block_manager(self.config, self.group.num_blocks, self.group.block_size)
             max_model_len = self.model.context(self.config.max_model_len)
@@ -208,14 +209,14 @@ class SchedulerProcess:
             raise SystemExit(f"num_blocks: the restarted workers have {number}, fewer than before")
         else:
             self.end_group()
-            self.scheduler.epoch = self.group.epoch
+            self.scheduler.begin(self.group.epoch, self.group.has_memory)
 
     def end_group(self) -> None:
-        """Requeue every sequence if the workers died: for other workers, or another replica."""
+        """Forget the plans in flight if the workers died."""
         if self.scheduler and self.scheduler.epoch not in (NO_GROUP, self.group.epoch):
             self.has_deaths = True
             self.poison.report_workers(self.group.members_before, self.scheduler.in_flight)
-            for sequence in self.scheduler.restart(NO_GROUP):
+            for sequence in self.scheduler.lose_plans():
                 self.give_up(sequence, poison.WORKERS_DIED, is_poison=True)
 
     def give_up(self, sequence: Sequence, reason: str, is_poison: bool = False) -> None:

@@ -23,14 +23,15 @@ def fill_status(
         return
     status.gpu_idle_us = group.idle_us
     if not group.ready:
-        waiting = scheduler.waiting
-        status.num_deaths = {one.request_id: one.num_deaths for one in waiting if one.num_deaths}
+        open_ones = [*scheduler.waiting, *scheduler.running]
+        status.num_deaths = {one.request_id: one.num_deaths for one in open_ones if one.num_deaths}
     status.num_waiting = len(scheduler.waiting)
     status.num_running = len(scheduler.running)
     status.num_blocks = scheduler.block_manager.pool.num_blocks
     status.num_free_blocks = scheduler.block_manager.num_free_blocks
     status.num_steps = scheduler.num_steps
     status.num_preemptions = scheduler.num_preemptions
+    status.num_recomputed_tokens = scheduler.num_recomputed_tokens
     status.block_size = scheduler.block_manager.block_size
     status.step_tokens = scheduler.step_tokens
 

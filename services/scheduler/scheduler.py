@@ -7,52 +7,41 @@ blocks of the prefill as soon as a plan computes them.
 """
 
 from bisect import insort
-from collections import deque
 from functools import partial
-from heapq import heappop, heappush
+from heapq import heappop
 from operator import attrgetter
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.metrics import ITERATION_TOKENS, Histogram
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens, unpack
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.in_flight_plan import InFlightPlan, PlanBuilder, StepOutput
 from penstock.services.scheduler.ngram_proposer import NgramProposer
-from penstock.services.scheduler.poison import WorkerTrial, count_death
+from penstock.services.scheduler.poison import WorkerTrial
+from penstock.services.scheduler.running_batch import RunningBatch
 from penstock.services.scheduler.sequence import Sequence, Status
-from penstock.services.scheduler.waiting_queue import WaitingQueue
 
-WAITING, RUNNING, DRAINING, FINISHED = Status
+_, RUNNING, DRAINING, _ = Status
 
 
-class Scheduler:
+class Scheduler(RunningBatch):
     """Continuous batching over a pool of KV blocks: decode first, then chunks of prefill."""
 
     def __init__(
         self, config: Config, max_model_len: int, block_manager: BlockManager, epoch: int = 0
     ) -> None:
-        self.epoch = epoch
-        """of the plans; each group of workers has its own"""
-        self.block_manager = block_manager
-        self.waiting = WaitingQueue()
-        self.running: list[Sequence] = []
-        """by `Sequence.rank`: the last one is the first to be preempted"""
-        self.in_flight: deque[InFlightPlan] = deque()
+        super().__init__(config, block_manager, epoch)
         self.max_plans = config.num_plans_in_flight
         """limit of plans in flight; may change at any time"""
-        self.num_steps = self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
+        """after preemptions and deaths"""
         self.step_tokens = Histogram.of(ITERATION_TOKENS)
         self._block_size = block_manager.block_size
         self._max_tokens_per_step = config.max_num_batched_tokens
         self._max_length = min(max_model_len, block_manager.num_tokens)
-        self._max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self._free_slots = list(range(self._max_rows))
         self.proposer = NgramProposer(config, block_manager)
         self._speculates = config.speculative_method == "ngram"
         self._trial = WorkerTrial(self.running, self.in_flight)
-        self._removed: list[int] = []
-        """slots that leave the persistent batch with the next plan"""
 
     # ---- requests come and go ----------------------------------------------------------------
 
@@ -65,61 +54,6 @@ class Scheduler:
         self.waiting.add(sequence)
         if len(sequence.token_ids) > sequence.num_prompt_tokens:
             self._end_if_due(sequence)
-
-    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence in any state. Its tokens in flight are discarded."""
-        if sequence.status is FINISHED:
-            return
-        if sequence.status is WAITING:
-            self.waiting.remove(sequence)
-        elif sequence.status is RUNNING:
-            self.running.remove(sequence)
-            self._leave_slot(sequence)
-        self.block_manager.free(sequence)
-        sequence.status = FINISHED
-        sequence.finish_reason = reason
-
-    def preempt(self, sequence: Sequence) -> None:
-        """Take slot and blocks from a running sequence; the KV of its tokens is recomputed."""
-        self.running.remove(sequence)
-        self._leave_slot(sequence)
-        self._requeue(sequence)
-
-    def _requeue(self, sequence: Sequence) -> None:
-        self.block_manager.free(sequence)
-        sequence.status = WAITING
-        sequence.num_preemptions += 1
-        self.num_preemptions += 1
-        self.waiting.put_back(sequence)
-
-    def _leave_slot(self, sequence: Sequence) -> None:
-        self._removed.append(sequence.slot)
-        heappush(self._free_slots, sequence.slot)
-        sequence.slot = -1
-
-    def restart(self, epoch: int) -> list[Sequence]:
-        """Requeue every sequence: the workers were restarted, and their KV is empty.
-
-        Return the sequences that are given up, and ended, as poison requests.
-        """
-        in_flight = {sequence for plan in self.in_flight for sequence in plan.sequences}
-        given_up = count_death(in_flight)
-        draining = [sequence for sequence in in_flight if sequence.status is DRAINING]
-        for sequence in reversed(self.running):
-            self.preempt(sequence)
-        for sequence in sorted(draining, key=attrgetter("last_step"), reverse=True):
-            self._requeue(sequence)
-        self.in_flight.clear()
-        for sequence in self.waiting:
-            sequence.last_step = -1
-        self.waiting.find_suspects()
-        self._removed.clear()
-        self.num_steps = 0
-        self.epoch = epoch
-        self.block_manager.forget()
-        for sequence in given_up:
-            self.finish(sequence, "abort")
-        return given_up
 
     # ---- the next step -----------------------------------------------------------------------
 
@@ -136,6 +70,8 @@ class Scheduler:
         if self.waiting.has_suspects and not self._trial.is_on:
             for sequence in reversed(self.running):
                 self.preempt(sequence)
+        if self._returning:
+            self._return_rows(builder)
         prefilling = self._schedule_decode(builder)
         num_decoding = len(plan.sampled)
         budget = self._max_tokens_per_step - num_decoding
@@ -153,6 +89,20 @@ class Scheduler:
         self._retire_rows(plan)
         plan.sampled.sort(key=attrgetter("slot"))
         return self._launch(builder)
+
+    def _return_rows(self, builder: PlanBuilder) -> None:
+        """Add the rows of sequences that continue after a death; each has room for its tokens."""
+        for sequence in [one for one in self.running if one in self._returning]:
+            while sequence.status is RUNNING and not self.block_manager.has_place(sequence):
+                self._take_block(sequence)
+        for sequence in [one for one in self.running if one in self._returning]:
+            self._add_row(sequence, builder)
+        self._returning.clear()
+
+    def _add_row(self, sequence: Sequence, builder: PlanBuilder) -> None:
+        builder.added.append(sequence.as_row())
+        if self._speculates:
+            self.proposer.begin(sequence, builder.added[-1])
 
     def _schedule_decode(self, builder: PlanBuilder) -> list[Sequence]:
         """Plan a token for every row whose prefill is computed. Return the other rows."""
@@ -179,24 +129,24 @@ class Scheduler:
         return prefilling
 
     def _append_block(self, sequence: Sequence, builder: PlanBuilder) -> bool:
-        """Give a sequence a block, preempting newer ones. Return False if it was the newest."""
-        while not self.block_manager.num_free_blocks:
-            victim = self.running[-1]
-            self.preempt(victim)
-            if victim is sequence:
-                return False
-        builder.append_block(sequence.slot, self.block_manager.append(sequence))
-        return True
+        """Give a row a block. Return False if it was preempted instead."""
+        block = self._take_block(sequence)
+        if block is not None:
+            builder.append_block(sequence.slot, block)
+        return block is not None
 
     def _add_chunk(self, sequence: Sequence, builder: PlanBuilder, budget: int) -> int:
-        num_tokens = min(budget, sequence.num_prefill_tokens - sequence.num_planned_tokens)
-        sequence.num_planned_tokens += num_tokens
+        begin = sequence.num_planned_tokens
+        num_tokens = min(budget, sequence.num_prefill_tokens - begin)
+        sequence.num_planned_tokens = end = begin + num_tokens
+        if begin < sequence.num_lost_tokens:
+            self.num_recomputed_tokens += min(end, sequence.num_lost_tokens) - begin
         sequence.last_step = builder.plan.number
         builder.add_chunk(sequence, num_tokens)
         # A layer stores the keys and values of a whole step before it reads any: rows that are
         # admitted after this one, even to this plan, find its blocks.
-        self.block_manager.publish(sequence, sequence.num_planned_tokens)
-        if sequence.num_planned_tokens == sequence.num_prefill_tokens:
+        builder.plan.published.extend(self.block_manager.publish(sequence, end))
+        if end == sequence.num_prefill_tokens:
             builder.plan.sampled.append(sequence)
         return num_tokens
 
@@ -213,9 +163,7 @@ class Scheduler:
             sequence.admit(heappop(self._free_slots))
             if sequence.is_suspect:
                 self._trial.suspect = sequence
-            builder.added.append(sequence.as_row())
-            if self._speculates:
-                self.proposer.begin(sequence, builder.added[-1])
+            self._add_row(sequence, builder)
             budget -= self._add_chunk(sequence, builder, budget)
             if not budget or not self._free_slots:
                 break
@@ -260,6 +208,8 @@ class Scheduler:
         plan = self.in_flight.popleft()
         output = StepOutput([], [], [], [])
         plan.take_logprobs(tokens)
+        for sequence, end in zip(plan.chunks.values(), plan.chunk_ends, strict=True):
+            sequence.num_computed_tokens = end
         for sequence, token_id in plan.rows(token_ids, tokens.failed, partial(self._fail, output)):
             if sequence.finish_reason is not None:
                 continue  # it ended while the plan was in flight

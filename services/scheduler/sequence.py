@@ -48,10 +48,11 @@ class Sequence:
 
     Besides its own methods, these classes write its fields (a test compares):
 
-    - `Scheduler`: status, finish_reason, slot, token_ids, last_step, num_deaths,
-      num_planned_tokens, num_preemptions
-    - `BlockManager`: block_table, num_prefill_tokens, num_planned_tokens, num_published_blocks,
-      published_content
+    - `RunningBatch`: status, finish_reason, slot, last_step, num_lost_tokens, num_preemptions
+    - `Scheduler`: status, token_ids, last_step, num_deaths, num_planned_tokens,
+      num_computed_tokens
+    - `BlockManager`: block_table, num_prefill_tokens, num_planned_tokens, num_computed_tokens,
+      num_published_blocks, published_content
     - `NgramProposer`: speculation, num_planned_tokens, last_step
     - `WaitingQueue`: admission
     - `Streams`: detokenizer, stream_id
@@ -98,6 +99,10 @@ class Sequence:
     num_planned_tokens: int = 0
     """positions whose KV is computed by the plans sent so far, or was found in the cache; some
     may be those of guesses"""
+    num_computed_tokens: int = 0
+    """positions of the prefill whose KV a result has confirmed since its admission"""
+    num_lost_tokens: int = 0
+    """positions that were planned before a preemption or a death: their KV is computed again"""
     speculation: Speculation | None = None
     """made at its admission, if it speculates"""
     num_cached_tokens: int = 0
@@ -137,6 +142,13 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_confirmed_tokens(self) -> int:
+        """Positions whose KV no plan in flight writes; 0 while its first plan is in flight."""
+        if self.num_computed_tokens < self.num_prefill_tokens:
+            return self.num_computed_tokens
+        return len(self.token_ids) - 1
 
     @property
     def rank(self) -> tuple[bool, int, int]:

@@ -57,6 +57,8 @@ class WorkerGroup:
         """of the last group that was ready"""
         self.members_before: list[tuple[str, int]] = []
         """names and pids of the last group's members"""
+        self._memory_before: list[int] = []
+        """of the last group that was ready, as `WorkerState.memory`"""
         self._pids_before: list[tuple[str, int]] = []
         """nodes and pids of the last group's members: they may hold its memory still"""
 
@@ -69,6 +71,15 @@ class WorkerGroup:
     def block_size(self) -> int:
         """Tokens per block, the same on every rank."""
         return self._hellos[self.members[0]].block_size
+
+    @property
+    def has_memory(self) -> bool:
+        """True if every rank has the KV memory of the last group that was ready."""
+        return 0 not in self._memory and self._memory == self._memory_before
+
+    @property
+    def _memory(self) -> list[int]:
+        return [self._hellos[member].memory for member in self.members]
 
     @property
     def idle_us(self) -> tuple[float, float]:
@@ -103,7 +114,7 @@ class WorkerGroup:
             self._forget(identity)
             return []
         if self.ready:
-            self._num_blocks_before = self.num_blocks
+            self._num_blocks_before, self._memory_before = self.num_blocks, self._memory
         hellos = [self._hellos[member] for member in self.members]
         self._pids_before = [(hello.node, hello.pid) for hello in hellos if hello.pid > 0]
         self.members_before = [(hello.name, hello.pid) for hello in hellos]

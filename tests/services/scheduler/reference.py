@@ -27,6 +27,8 @@ LATE_POISON = POISON + 1
 DEAD_END = 3
 """the token id that a row with a grammar fails at"""
 VOID = -1
+GARBAGE = -1
+"""in a cell: the number of no prefix"""
 LOOP = -1
 
 
@@ -116,12 +118,27 @@ class ReferenceWorker:
         self.rows: dict[int, Row] = {}
         self.memory: list[int | None] = [None] * (num_blocks * config.block_size)
         self._numbers: dict[tuple[int, int], int] = {}
+        self._writes: list[tuple[set[int], set[int]]] = []
+        """cells and known blocks that each plan has written"""
+
+    def inherit(self, dead: "ReferenceWorker", num_confirmed: int) -> None:
+        """Take the memory of a worker that died; only `num_confirmed` plans were confirmed.
+
+        What later plans wrote is wrong: they may have run in part.
+        """
+        self.memory, self._numbers = dead.memory, dead._numbers
+        self.known_blocks = dead.known_blocks
+        for cells, known_blocks in dead._writes[num_confirmed:]:
+            self.known_blocks -= known_blocks
+            for cell in cells:
+                self.memory[cell] = GARBAGE
 
     def run(self, frame: bytes) -> bytes:
         """One step: an encoded `BatchPlan` in, encoded `SampledTokens` out."""
         plan = msgspec.msgpack.decode(frame, type=BatchPlan)
         assert (plan.epoch, plan.step) == (self.epoch, self.num_steps), "a plan is missing"
         self.num_steps += 1
+        self._writes.append((set(), set()))
         self._read()
         self._change_rows(plan)
         tokens = SampledTokens(plan.epoch, plan.step, b"", [], self._prompt_logprobs(plan), [])
@@ -205,7 +222,7 @@ class ReferenceWorker:
         return len(token_ids)
 
     def _compute(self, work: list[tuple[Row, int]]) -> None:
-        written: set[int] = set()
+        written, _ = self._writes[-1]
         for row, num_tokens in work:
             cells = self._cells(row)
             for position in range(row.num_computed, row.num_computed + num_tokens):
@@ -225,7 +242,9 @@ class ReferenceWorker:
         prefix = row.prefixes[position]
         if self.computes_once and position + 1 < row.num_given and not row.num_prompt_logprobs:
             assert prefix not in self.known_blocks, "a block is computed again"
-        self.known_blocks.add(prefix)
+        if prefix not in self.known_blocks:
+            self.known_blocks.add(prefix)
+            self._writes[-1][1].add(prefix)
 
     def hide_blocks(self) -> None:
         """Forget all known blocks, and those that the present rows add later.

@@ -41,6 +41,7 @@ class Simulation:
         hash_block: Callable[[bytes, bytes], bytes] = hash_block,
         num_ahead: int = 0,
         computes_once: bool = False,
+        keeps_memory: bool = False,
         **options: object,
     ) -> None:
         defaults = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
@@ -53,6 +54,8 @@ class Simulation:
         self.num_blocks = num_blocks
         self.num_ahead = num_ahead
         self.computes_once = computes_once
+        self.keeps_memory = keeps_memory
+        """the memory of workers that die of poison is kept"""
         self.scheduler = Scheduler(self.config, max_model_len, blocks, epoch=1)
         self.worker = self._new_worker(epoch=1)
         self.plans: list[BatchPlan] = []
@@ -113,7 +116,7 @@ class Simulation:
             try:
                 self.results.append(self.worker.run(msgspec.msgpack.encode(plan)))
             except WorkerDiedError:
-                self.restart()
+                self.restart(keeps_memory=self.keeps_memory)
             self.check()
         return plan
 
@@ -166,19 +169,25 @@ class Simulation:
         self.scheduler.preempt(sequence)
         self.check()
 
-    def restart(self) -> None:
+    def restart(self, *, keeps_memory: bool = False) -> None:
         """Lose the worker, and with it what was in flight; another one comes.
 
         Whoever was alone in flight at its third death in a row is given up.
         """
+        in_flight = self.scheduler.in_flight
+        num_confirmed = in_flight[0].number if in_flight else self.scheduler.num_steps
         at_risk = self.in_flight
         may_be_guilty = {one for one in at_risk if self.num_deaths[one] == 2 and len(at_risk) == 1}
         for sequence in at_risk - may_be_guilty:
             self.num_deaths[sequence] = min(2, self.num_deaths[sequence] + 1)
         epoch = self.scheduler.epoch + 1
-        self.worker = self._new_worker(epoch)
+        dead, self.worker = self.worker, self._new_worker(epoch)
         self.results.clear()
-        given_up = self.scheduler.restart(epoch)
+        given_up = self.scheduler.lose_plans()
+        self.check()
+        if keeps_memory:
+            self.worker.inherit(dead, num_confirmed)
+        self.scheduler.begin(epoch, keeps_memory)
         assert set(given_up) == {one for one in may_be_guilty if one.finish_reason == "abort"}
         self.cut.update(given_up)
         self.check()

@@ -54,6 +54,7 @@ def simulations(draw: st.DrawFn, num_plans: int) -> Simulation:
         speculative_method=draw(st.sampled_from(["none", "ngram"])),
         num_speculative_tokens=draw(st.integers(1, 6)),
         enable_prefix_caching=draw(st.integers(0, 7)) > 0,
+        keeps_memory=draw(st.booleans()),
     )
 
 
@@ -165,10 +166,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def change_depth(self, num_plans: int) -> None:
         self.sim.scheduler.max_plans = min(num_plans, self.num_plans)
 
-    @rule(chance=st.integers(0, 7))
-    def restart(self, chance: int) -> None:
-        if chance == 7:
-            self.sim.restart()
+    @rule(chance=st.integers(0, 7), keeps_memory=st.sampled_from([True, True, False]))
+    def restart(self, chance: int, keeps_memory: bool) -> None:
+        if chance >= 6:
+            self.sim.restart(keeps_memory=keeps_memory)
 
     def teardown(self) -> None:
         if hasattr(self, "sim"):
@@ -189,6 +190,7 @@ class AmpleMachine(SchedulerMachine):
             max_num_seqs=data.draw(st.integers(1, 6)),
             max_num_batched_tokens=data.draw(st.integers(1, 32)),
             num_plans_in_flight=num_plans,
+            keeps_memory=data.draw(st.booleans()),
         )
 
 

@@ -227,3 +227,28 @@ def test_no_epoch_comes_twice_and_later_ones_are_larger() -> None:
         site.kill(member)
     assert epochs == sorted(set(epochs))
     assert 0 < epochs[0] < 100, "of no clock"
+
+
+def test_a_group_has_the_memory_of_the_last_one_if_every_rank_has() -> None:
+    for memory_after, is_kept in ((7, 8), True), ((7, 9), False), ((0, 8), False):
+        site = Site()
+        first = site.start("w1", "w2")
+        for identity, memory in zip(first, (7, 8), strict=True):
+            site.hellos[identity].memory = memory
+            site.load(identity, 5)
+        assert not site.group.has_memory  # there was no group before
+        site.kill(first[0])
+        for identity, memory in zip(site.start("w3", "w4"), memory_after, strict=True):
+            site.hellos[identity].memory = memory
+            site.load(identity, 5)
+        assert site.group.ready
+        assert site.group.has_memory == is_kept
+
+
+def test_workers_without_lasting_memory_have_none_of_the_last_group() -> None:
+    site = Site(tp_size=1)
+    [first] = site.start("w1", num_blocks=5)
+    site.kill(first)
+    site.start("w2", num_blocks=5)
+    assert site.group.ready
+    assert not site.group.has_memory
