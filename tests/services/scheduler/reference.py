@@ -27,8 +27,7 @@ LATE_POISON = POISON + 1
 DEAD_END = 3
 """the token id that a row with a grammar fails at"""
 VOID = -1
-GARBAGE = -1
-"""in a cell: the number of no prefix"""
+GARBAGE = -1  # in a cell: no prefix has this number
 LOOP = -1
 
 
@@ -122,10 +121,7 @@ class ReferenceWorker:
         """cells and known blocks that each plan has written"""
 
     def inherit(self, dead: "ReferenceWorker", num_confirmed: int) -> None:
-        """Take the memory of a worker that died; only `num_confirmed` plans were confirmed.
-
-        What later plans wrote is wrong: they may have run in part.
-        """
+        """Take the memory of a dead worker; plans after `num_confirmed` may have run in part."""
         self.memory, self._numbers = dead.memory, dead._numbers
         self.known_blocks = dead.known_blocks
         for cells, known_blocks in dead._writes[num_confirmed:]:
@@ -242,9 +238,8 @@ class ReferenceWorker:
         prefix = row.prefixes[position]
         if self.computes_once and position + 1 < row.num_given and not row.num_prompt_logprobs:
             assert prefix not in self.known_blocks, "a block is computed again"
-        if prefix not in self.known_blocks:
-            self.known_blocks.add(prefix)
-            self._writes[-1][1].add(prefix)
+        self._writes[-1][1].update({prefix} - self.known_blocks)
+        self.known_blocks.add(prefix)
 
     def hide_blocks(self) -> None:
         """Forget all known blocks, and those that the present rows add later.
