@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -20,7 +19,7 @@ _PARTS = (
     *(".input_scale", ".k_scale", ".v_scale"),
 )
 """ends of the names of what belongs to a quantized matrix, or to activations in e4m3"""
-_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_FLOATS = ("F16", "BF16", "F32")
 
 
 class _Index(msgspec.Struct):
@@ -68,12 +67,11 @@ class CheckpointTensors:
         """Return the shape of a tensor."""
         return tuple(self._slice(name).get_shape())
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the type of scales."""
+    def check_scale(self, name: str) -> None:
+        """Raise ModelError unless a tensor has a type of scales."""
         found = self._slice(name).get_dtype()
-        if found not in _DTYPES:
-            raise ModelError(f"{name}: got {found}, expected one of {', '.join(_DTYPES)}")
-        return _DTYPES[found]
+        if found not in _FLOATS:
+            raise ModelError(f"{name}: got {found}, expected one of {', '.join(_FLOATS)}")
 
     def read(self, name: str, *cuts: slice) -> Tensor:
         """Return a part of a tensor of one or two dimensions, or all of it."""

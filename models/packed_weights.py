@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.kernels.quantize.packed import Packed, pack_codes
+from penstock.kernels.quantize.packed import Packed, pack_codes, pack_groups
 from penstock.models.checkpoint_tensors import CheckpointTensors
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.quantization import WeightFormat
@@ -71,13 +71,13 @@ def read_codes(
         by_group = (num_groups, shape[0]), (slice(0, num_groups), rows)
         zeros = source.codes(f"{module}.qzeros", 1, *by_group).t()
         zeros = zeros + weight_format.zero_offset & (1 << bits) - 1
-        scale = source.whole(f"{module}.scales", by_group[0], (_ALL, rows)).t()
+        scale = source.scale(f"{module}.scales", by_group[0], (_ALL, rows)).t()
         index = f"{module}.g_idx"
     else:
         by_group = (shape[0], num_groups), (rows, slice(0, num_groups))
         half = 1 << (bits - 1)
         zero_name = f"{module}.weight_zero_point"
-        scale = source.whole(f"{module}.weight_scale", by_group[0], (rows, _ALL))
+        scale = source.scale(f"{module}.weight_scale", by_group[0], (rows, _ALL))
         zeros = torch.full_like(scale, half, dtype=torch.uint8)
         if matrix.endswith(".weight_packed"):
             codes = source.codes(matrix, 1, (shape[0], shape[1]), cuts)
@@ -109,6 +109,11 @@ class _Source:
         """Return a part of a tensor that is not packed."""
         self._check(name, shape)
         return self.tensors.read(name, *cuts).to(self.device)
+
+    def scale(self, name: str, shape: tuple[int, ...], cuts: tuple[slice, ...]) -> Tensor:
+        """Return a part of a tensor of scales."""
+        self.tensors.check_scale(name)
+        return self.whole(name, shape, cuts)
 
     def codes(
         self, name: str, packed: int, shape: tuple[int, int], cuts: tuple[slice, slice]
@@ -161,11 +166,5 @@ def copy_codes(target: Packed, source: Codes, name: str) -> None:
             f"{name}: got g_idx with columns of a group that are not adjacent, expected "
             f"groups of {size}, or desc_act: true in quantization_config"
         )
-    zeros = source.zeros[:, firsts].t()
-    half = 1 << (target.bits - 1)
-    if target.zeros is not None:
-        target.zeros.copy_(zeros)
-    elif not bool((zeros == half).all()):
-        raise ModelError(f"{name}: got zero points, expected none from quantization_config")
     target.words.copy_(pack_codes(codes.contiguous(), target.bits))
-    target.scale.copy_(source.scale[:, firsts].t())
+    target.groups.copy_(pack_groups(source.scale[:, firsts], source.zeros[:, firsts]).t())

@@ -234,13 +234,11 @@ def _add_packed_weight(layer: Layer, *shape: int, weight_format: WeightFormat) -
     blocks, groups = num_groups(columns, PACKED_BLOCK), num_groups(columns, group_size)
     words = *others, blocks, rows, 4 * weight_format.bits
     layer.words = parameter(*words, dtype=torch.int32)
-    layer.scale = parameter(*others, groups, rows, dtype=torch.float16)
-    zeros = order = None
-    if not weight_format.symmetric:
-        zeros = layer.zeros = parameter(*others, groups, rows, dtype=torch.uint8)
+    layer.groups = parameter(*others, groups, rows, dtype=torch.int32)
+    order = None
     if weight_format.act_order:
         order = layer.order = parameter(*others, columns, dtype=torch.int32)
-    layer.weight = Packed(layer.words, layer.scale, zeros, order, columns, group_size)
+    layer.weight = Packed(layer.words, layer.groups, order, columns, group_size)
 
 
 def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:

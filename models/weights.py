@@ -46,7 +46,6 @@ def load_weights(
     for a tensor that is missing, unknown or of another shape, and for a file that can't be read.
     """
     tensors = CheckpointTensors(folder)
-    _set_scale_types(model, tensors)
     slices = list(_slices(model))
     _check_names(folder, {part.name for part in slices}, tensors.weights())
     for part in sorted(slices, key=lambda part: tensors.file(tensors.matrix(part.name))):
@@ -59,17 +58,6 @@ def _slices(model: nn.Module) -> Iterator[Slice]:
     for name, module in model.named_modules():
         if isinstance(module, Layer):
             yield from module.slices(name)
-
-
-def _set_scale_types(model: nn.Module, tensors: CheckpointTensors) -> None:
-    """Give the scales of packed weights the type that they have in the checkpoint."""
-    for name, module in model.named_modules():
-        if isinstance(module, Layer) and isinstance(module.weight, Packed):
-            part = next(iter(module.slices(name)))
-            module_name = part.name.removesuffix(".weight")
-            for scales in (f"{module_name}.scales", f"{module_name}.weight_scale"):
-                if scales in tensors:
-                    module.scale.data = module.weight.scale.to(tensors.dtype(scales))
 
 
 def _check_names(folder: Path, wanted: set[str], found: set[str]) -> None:

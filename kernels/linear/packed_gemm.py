@@ -23,6 +23,7 @@ from penstock.kernels.triton_pdl import LAUNCH
 
 MAX_ROWS = 128
 """rows up to which reading the weights once for 64 rows is faster than dequantizing them"""
+MIN_BM = 16  # Triton 3.6 computes 8 rows without the asynchronous tensor cores
 MAX_BM = 64
 BN = 64
 """rows of a tile of the weight: those of an asynchronous product of compute capability 9.0"""
@@ -81,7 +82,7 @@ def choose(
     device = device or this_device()
     num_weights = 2 if kind == "swiglu" else 1
     num_columns = len(weight) // num_weights
-    bm = min(MAX_BM, max(8, triton.next_power_of_2(num_rows)))
+    bm = min(MAX_BM, max(MIN_BM, triton.next_power_of_2(num_rows)))
     bk, _ = step_columns(weight)
     tiles = triton.cdiv(num_columns, BN)
     split_k = 1
@@ -124,7 +125,7 @@ def multiply(
     _, group = step_columns(weight)
     grid = triton.cdiv(num_columns, BN), tile.split_k, triton.cdiv(num_rows, tile.bm)
     packed_gemm_kernel[grid](
-        x, weight.words, weight.scale, weight.zeros, weight.order, residual, out,
+        x, weight.words, weight.groups, weight.order, residual, out,
         partials, counters, num_rows, num_columns, inner,
         SWIGLU=swiglu, ADD=residual is not None, SPLIT=is_split, GROUP=group,
         BITS=weight.bits, BM=tile.bm, BN=BN, BK=tile.bk, EVEN=inner % tile.bk == 0,
@@ -141,7 +142,7 @@ def dequantized(weight: Packed, dtype: torch.dtype) -> Tensor:
     bk, group = step_columns(weight)
     grid = triton.cdiv(num_rows, BN), triton.cdiv(num_columns, bk)
     dequantize_kernel[grid](
-        weight.words, weight.scale, weight.zeros, weight.order, out, num_rows, num_columns,
+        weight.words, weight.groups, weight.order, out, num_rows, num_columns,
         GROUP=group, BITS=weight.bits, BN=BN, BK=bk, num_warps=4, **LAUNCH,
     )  # fmt: skip
     return out

@@ -14,6 +14,7 @@ from penstock.kernels.quantize import packed
 from penstock.kernels.triton_pdl import launch_dependents, wait
 
 BLOCK = tl.constexpr(packed.BLOCK)
+ZERO_BITS = tl.constexpr(packed.ZERO_BITS)
 ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 """Triton's interpreter has no assembly"""
 
@@ -75,19 +76,15 @@ def integers(words, zero, dtype: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _group(scale, zeros, at, BITS: tl.constexpr):
-    """Return scale and zero point of the rows `at` of a group, in float32."""
-    factor = tl.load(scale + at).to(tl.float32)
-    if zeros is None:
-        zero = tl.full(at.shape, 1 << (BITS - 1), tl.float32)
-    else:
-        zero = tl.load(zeros + at).to(tl.float32)
-    return factor * 16 if BITS == 4 else factor, zero
+def _group(words, BITS: tl.constexpr):
+    """Return scale and zero point of groups' words, in float32."""
+    factor = (words & ~ZERO_BITS).to(tl.float32, bitcast=True)
+    return factor * 16 if BITS == 4 else factor, (words & ZERO_BITS).to(tl.float32)
 
 
 @triton.jit
 def _scaled(
-    x_tile, acc, words, scale, zeros, rows, first, R,
+    x_tile, acc, words, groups, rows, first, R,
     GROUP: tl.constexpr, BITS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Return acc plus the product of BK columns from `first` on, of one group."""
@@ -95,14 +92,14 @@ def _scaled(
     block = first // BLOCK
     at = (rows + block * R) * (4 * BITS) + (first - block * BLOCK) * BITS // 32
     tile = tl.load(words + at[:, None] + word[None, :])
-    factor, zero = _group(scale, zeros, rows + first // GROUP * R, BITS)
+    factor, zero = _group(tl.load(groups + rows + first // GROUP * R), BITS)
     weight = integers(tile, zero, x_tile.dtype, BITS)
     return acc + tl.dot(weight, x_tile, input_precision="ieee") * factor[:, None]
 
 
 @triton.jit
 def packed_sums(
-    x_at, x_exists, words, scale, zeros, order, rows, begin, end, N, R, K,
+    x_at, x_exists, words, groups, order, rows, begin, end, N, R, K,
     SWIGLU: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -122,17 +119,15 @@ def packed_sums(
         if order is not None:
             column = tl.load(order + column, column < K, 0)
         x_tile = tl.load(x_at + column, exists, 0.0)
-        acc = _scaled(x_tile, acc, words, scale, zeros, rows, first, R, GROUP, BITS, BK)
+        acc = _scaled(x_tile, acc, words, groups, rows, first, R, GROUP, BITS, BK)
         if SWIGLU:
-            acc_up = _scaled(
-                x_tile, acc_up, words, scale, zeros, rows + N, first, R, GROUP, BITS, BK
-            )
+            acc_up = _scaled(x_tile, acc_up, words, groups, rows + N, first, R, GROUP, BITS, BK)
     return acc, acc_up
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def packed_gemm_kernel(
-    x, words, scale, zeros, order, residual, out, partials, counters, num_rows, N, K,
+    x, words, groups, order, residual, out, partials, counters, num_rows, N, K,
     SWIGLU: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
     BITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, EARLY: tl.constexpr,
@@ -153,7 +148,7 @@ def packed_gemm_kernel(
     R = 2 * N if SWIGLU else N
     wait()
     acc, acc_up = packed_sums(
-        x + row.to(tl.int64) * K, row < num_rows, words, scale, zeros, order, rows,
+        x + row.to(tl.int64) * K, row < num_rows, words, groups, order, rows,
         begin, end, N, R, K, SWIGLU, GROUP, BITS, BM, BK, EVEN,
     )  # fmt: skip
     exists = (row < num_rows) & (column < N)[:, None]
@@ -170,7 +165,7 @@ def packed_gemm_kernel(
 
 @triton.jit
 def dequantize_kernel(
-    words, scale, zeros, order, out, R, K,
+    words, groups, order, out, R, K,
     GROUP: tl.constexpr, BITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Store the numbers of BN rows and BK columns, of one group, in each program."""
@@ -182,7 +177,7 @@ def dequantize_kernel(
     block = first // BLOCK
     at = (rows + block * R) * (4 * BITS) + (first - block * BLOCK) * BITS // 32
     tile = tl.load(words + at[:, None] + word[None, :])
-    factor, zero = _group(scale, zeros, rows + first // GROUP * R, BITS)
+    factor, zero = _group(tl.load(groups + rows + first // GROUP * R), BITS)
     column = first + tl.arange(0, BK)
     exists = (row < R)[:, None] & (column < K)[None, :]
     if order is not None:

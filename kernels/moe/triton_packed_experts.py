@@ -15,7 +15,7 @@ from penstock.kernels.triton_pdl import LAUNCH, wait
 def pairs_of_tile(num_pairs: int, num_experts: int) -> int:
     """Return the pairs of a token and an expert in a tile; most experts then have one."""
     per_expert = num_pairs / num_experts
-    return next((bm for most, bm in ((2, 8), (8, 16), (24, 32)) if per_expert <= most), 64)
+    return next((bm for most, bm in ((8, 16), (24, 32)) if per_expert <= most), 64)
 
 
 def packed_grouped(
@@ -29,7 +29,7 @@ def packed_grouped(
     tile = fitting(this_device(), weight, 2 if swiglu else 1, bm)
     grid = ((len(tiles) - 1) * triton.cdiv(columns, BN),)
     multiply_packed[grid](
-        x, sources, tiles, weight.words, weight.scale, weight.zeros, weight.order, out,
+        x, sources, tiles, weight.words, weight.groups, weight.order, out,
         columns, inner, SWIGLU=swiglu, GROUP=group, BITS=weight.bits, BM=bm, BN=BN, BK=bk,
         EVEN=inner % bk == 0, num_warps=tile.num_warps, num_stages=tile.num_stages, **LAUNCH,
     )  # fmt: skip
@@ -38,7 +38,7 @@ def packed_grouped(
 
 @triton.jit
 def multiply_packed(
-    x, sources, tiles, words, scale, zeros, order, out, N, K,
+    x, sources, tiles, words, groups, order, out, N, K,
     SWIGLU: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -60,13 +60,11 @@ def multiply_packed(
             row = tl.load(sources + pair, exists, 0)
         R = 2 * N if SWIGLU else N
         words += expert * tl.cdiv(K, BLOCK) * R * (4 * BITS)
-        scale += expert * tl.cdiv(K, GROUP) * R
-        if zeros is not None:
-            zeros += expert * tl.cdiv(K, GROUP) * R
+        groups += expert * tl.cdiv(K, GROUP) * R
         if order is not None:
             order += expert * K
         acc, acc_up = packed_sums(
-            x + row.to(tl.int64) * K, exists, words, scale, zeros, order,
+            x + row.to(tl.int64) * K, exists, words, groups, order,
             tl.minimum(column, N - 1), 0, K, N, R, K, SWIGLU, GROUP, BITS, BM, BK, EVEN,
         )  # fmt: skip
         if SWIGLU:

@@ -1,7 +1,7 @@
 """Matrices of integers of 4 or 8 bits, in groups of columns that share a scale and a zero point.
 
-Number k of row n stands for `(code - zero) * scale`, rounded to the type of the scales, as AutoAWQ,
-GPTQModel and compressed-tensors define it. All checkpoints' orders of bits become one: 128 columns
+Number k of row n stands for `(code - zero) * scale`, as AutoAWQ, GPTQModel and compressed-tensors
+define it. All checkpoints' orders of bits become one: 128 columns
 of a row are 4 * bits adjacent words of 32 bits, and such blocks of all rows follow each other, so
 that a tile of rows is contiguous.
 """
@@ -18,7 +18,8 @@ from penstock.kernels.argument_checks import check_contiguous, check_tensor
 BLOCK = 128
 """columns of a row whose words are adjacent"""
 
-SCALE_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+ZERO_BITS = 255
+"""the lowest bits of a scale in float32, 0 in every number of float16 and bfloat16"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,8 @@ class Packed:
 
     words: Tensor
     """int32 [..., blocks, num_rows, 4 * bits]; the last block is padded"""
-    scale: Tensor
-    """float16, bfloat16 or float32 [..., groups, num_rows]"""
-    zeros: Tensor | None
-    """uint8 as `scale`; None: half of the codes are below zero"""
+    groups: Tensor
+    """int32 [..., groups, num_rows], of `pack_groups`: a scale and a zero point"""
     order: Tensor | None
     """int32 [..., num_columns]: the matrix's column of each packed one, sorted by groups; None:
     packed in the matrix's order"""
@@ -62,24 +61,19 @@ class Packed:
     def __getitem__(self, index: int | slice) -> "Packed":
         """Return a view of one matrix, or of a range of rows of a matrix."""
         rows = (slice(None), index) if self.words.ndim == 3 else index
-        zeros = None if self.zeros is None else self.zeros[rows]
         order = self.order if self.order is None or self.words.ndim == 3 else self.order[index]
-        return Packed(
-            self.words[rows], self.scale[rows], zeros, order, self.num_columns, self.group_size
-        )
+        sizes = self.num_columns, self.group_size
+        return Packed(self.words[rows], self.groups[rows], order, *sizes)
 
     def split(self, sizes: list[int]) -> "list[Packed]":
         """Return views of N rows each, of a matrix."""
         return [self[begin:end] for begin, end in pairwise([0, *accumulate(sizes)])]
 
     def dequantized(self) -> Tensor:
-        """Return the numbers, in the type of the scales: [..., num_rows, num_columns]."""
+        """Return the numbers, in float32: [..., num_rows, num_columns]."""
         codes = unpack_codes(self.words)[..., : self.num_columns]
-        zero = 1 << (self.bits - 1)
-        dtype = self.scale.dtype
-        wide = self._by_column(self.scale)
-        zeros = zero if self.zeros is None else self._by_column(self.zeros).to(dtype)
-        numbers = (codes.to(dtype) - zeros) * wide
+        scale, zeros = map(self._by_column, unpack_groups(self.groups))
+        numbers = (codes.float() - zeros) * scale
         if self.order is None:
             return numbers
         places = self.order.long().argsort(-1)[..., None, :].expand(numbers.shape)
@@ -99,11 +93,8 @@ def check_packed(name: str, weight: Packed, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: got shape {list(weight.shape)}, expected {list(shape)}")
     check_tensor(name, words, (*others, num_groups(columns, BLOCK), rows, -1), torch.int32)
     groups = *others, num_groups(columns, weight.group_size), rows
-    check_tensor(f"{name}'s scale", weight.scale, groups, *SCALE_TYPES)
-    parts = {"": words, "'s scale": weight.scale}
-    if weight.zeros is not None:
-        check_tensor(f"{name}'s zeros", weight.zeros, groups, torch.uint8)
-        parts["'s zeros"] = weight.zeros
+    check_tensor(f"{name}'s groups", weight.groups, groups, torch.int32)
+    parts = {"": words, "'s groups": weight.groups}
     if weight.order is not None:
         check_tensor(f"{name}'s order", weight.order, (*others, columns), torch.int32)
         parts["'s order"] = weight.order
@@ -115,6 +106,22 @@ def check_packed(name: str, weight: Packed, shape: tuple[int, ...]) -> None:
 def num_groups(num_columns: int, group_size: int) -> int:
     """Return the groups of a row."""
     return -(-num_columns // group_size)
+
+
+def pack_groups(scale: Tensor, zeros: Tensor) -> Tensor:
+    """Return one word for each scale and zero point (uint8): int32, of the same shape.
+
+    A word is the scale in float32 with the zero point in its lowest 8 bits, so that one
+    asynchronous copy brings both. Scales of float16 and bfloat16 are exact; scales of float32 are
+    rounded to 16 bits of mantissa.
+    """
+    bits = scale.float().contiguous().view(torch.int32)
+    return (bits + (ZERO_BITS + 1) // 2 & ~ZERO_BITS) | zeros.int()
+
+
+def unpack_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scale, in float32, and the zero point (uint8) of words."""
+    return (groups & ~ZERO_BITS).view(torch.float32), (groups & ZERO_BITS).byte()
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:

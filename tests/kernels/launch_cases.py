@@ -115,9 +115,8 @@ def _packed(bits: int, group: int, rows: int) -> None:
         *others, num_rows, columns = shape
         groups = *others, columns // group, num_rows
         words = ints(*others, columns // 128, num_rows, 4 * bits)
-        scale, zeros = torch.empty(groups, dtype=torch.float16), ints(groups).byte()
-        parts = zeros, ints(*others, columns) if order else None
-        return Packed(words, scale, *parts, columns, group)
+        places = ints(*others, columns) if order else None
+        return Packed(words, ints(*groups), places, columns, group)
 
     x = numbers(rows, HIDDEN)
     multiply("swiglu", x, weight(2 * 25600, HIDDEN), numbers(HIDDEN), 1e-6)

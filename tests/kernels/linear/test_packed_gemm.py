@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.device import Device
@@ -17,7 +16,13 @@ from penstock.kernels.linear.packed_gemm import (
     packed_shared_bytes,
     step_columns,
 )
-from penstock.kernels.quantize.packed import Packed, num_groups, pack_codes, unpack_codes
+from penstock.kernels.quantize.packed import (
+    Packed,
+    num_groups,
+    pack_codes,
+    pack_groups,
+    unpack_codes,
+)
 from tests.kernels.conftest import on_gpu
 
 
@@ -29,29 +34,18 @@ def pack(
     group = group or columns
     groups = num_groups(columns, group)
     scale = (torch.rand(groups, rows) / 10 + 0.01).half() / (1 << bits - 3)
-    points = torch.randint(1 << bits, (groups, rows), dtype=torch.uint8) if zeros else None
+    points = torch.full((groups, rows), 1 << bits - 1, dtype=torch.uint8)
+    if zeros:
+        points = torch.randint(1 << bits, (groups, rows), dtype=torch.uint8)
     places = torch.randperm(columns).int() if order else None
-    return Packed(pack_codes(codes, bits), scale, points, places, columns, group)
+    return Packed(pack_codes(codes, bits), pack_groups(scale, points), places, columns, group)
 
 
 def on(device: str, weight: Packed) -> Packed:
     """Return the same matrix there."""
-    parts = (weight.words, weight.scale, weight.zeros, weight.order)
+    parts = (weight.words, weight.groups, weight.order)
     moved = [None if part is None else part.to(device) for part in parts]
     return Packed(*moved, weight.num_columns, weight.group_size)  # type: ignore[arg-type]
-
-
-def numbers(weight: Packed) -> Tensor:
-    """Return the numbers in float32, without the rounding to the type of the scales."""
-    wide = Packed(
-        weight.words, weight.scale.float(), weight.zeros, weight.order, *weight_sizes(weight)
-    )
-    return wide.dequantized()
-
-
-def weight_sizes(weight: Packed) -> tuple[int, int]:
-    """Return the last two fields."""
-    return weight.num_columns, weight.group_size
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -95,7 +89,7 @@ def test_equals_the_product_with_what_it_stands_for(
         normed = x.float()
         if norm is not None:
             normed = functional.rms_norm(normed, (columns,), eps=1e-6).to(dtype) * norm
-        exact = normed.float() @ numbers(weight).t()
+        exact = normed.float() @ weight.dequantized().t()
         if kind == "swiglu":
             gate, up = exact.chunk(2, 1)
             exact = functional.silu(gate) * up
@@ -113,7 +107,7 @@ def test_a_split_of_the_inner_dimension_adds_up(split_k: int, device: str) -> No
     weight = pack(128, 640, 4, 128)
     x = torch.randn(3, 640).half()
     residual = torch.randn(3, 128).half()
-    exact = x.float() @ numbers(weight).t() + residual.float()
+    exact = x.float() @ weight.dequantized().t() + residual.float()
     tile = PackedTile(8, 128, split_k, 3, 4)
     on_device = x.to(device), on(device, weight), None, 0.0, residual.to(device), None
     found = multiply("add", *on_device, tile)
@@ -132,7 +126,7 @@ def test_dequantized_rounds_once(
 ) -> None:
     weight = pack(70, 320, bits, group, zeros=zeros, order=order)
     found = dequantized(on(device, weight), torch.float16)
-    assert torch.equal(found.cpu(), numbers(weight).half())
+    assert torch.equal(found.cpu(), weight.dequantized().half())
 
 
 def test_many_rows_and_float32_go_to_cublas() -> None:

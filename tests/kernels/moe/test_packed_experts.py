@@ -8,7 +8,7 @@ from penstock.kernels.moe.triton_moe import experts
 from penstock.kernels.moe.triton_packed_experts import pairs_of_tile
 from penstock.kernels.quantize.packed import Packed
 from tests.kernels.conftest import on_gpu
-from tests.kernels.linear.test_packed_gemm import numbers, on, pack
+from tests.kernels.linear.test_packed_gemm import on, pack
 from tests.kernels.moe.test_triton_moe import expected
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def stacked(weights: list[Packed]) -> Packed:
     """Return one weight of all experts."""
     first = weights[0]
-    each = zip(*((w.words, w.scale, w.zeros, w.order) for w in weights), strict=True)
+    each = zip(*((w.words, w.groups, w.order) for w in weights), strict=True)
     parts = [None if one[0] is None else torch.stack(one) for one in each]  # type: ignore[arg-type]
     return Packed(*parts, first.num_columns, first.group_size)  # type: ignore[arg-type]
 
@@ -52,7 +52,7 @@ def test_experts_of_integers(
     gate_up = stacked([pack(2 * size, hidden, bits, group, **choice) for _ in range(6)])
     down: Packed | Tensor = stacked([pack(hidden, size, bits, group, **choice) for _ in range(6)])
     assert isinstance(down, Packed)
-    stand_for = numbers(gate_up), numbers(down)
+    stand_for = gate_up.dequantized(), down.dequantized()
     x, logits = torch.randn(tokens, hidden) / hidden**0.5, torch.randn(tokens, 6) * 2
     for dtype in (torch.float16, torch.bfloat16)[: 1 + (device == "cuda")]:
         rows = x.to(dtype)
@@ -65,4 +65,4 @@ def test_experts_of_integers(
 
 def test_tiles_of_pairs() -> None:
     chosen = [pairs_of_tile(pairs, 128) for pairs in (8, 256, 512, 2048, 4096, 1 << 20)]
-    assert chosen == [8, 8, 16, 32, 64, 64]
+    assert chosen == [16, 16, 16, 32, 64, 64]
