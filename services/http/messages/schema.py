@@ -1,0 +1,149 @@
+"""Requests of Anthropic's Messages API.
+
+Unknown fields of the request are refused; those of blocks and tools (`cache_control`,
+`citations`, `defer_loading`) are ignored.
+"""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+
+from penstock.protocol.messages.sampling import Stop, Temperature, TopK, TopP
+
+
+class TextBlock(Struct, kw_only=True, tag_field="type", tag="text"):
+    """Text."""
+
+    text: str
+
+
+class ThinkingBlock(Struct, kw_only=True, tag_field="type", tag="thinking"):
+    """Reasoning of the assistant."""
+
+    thinking: str
+    signature: str = ""
+
+
+class RedactedThinkingBlock(Struct, kw_only=True, tag_field="type", tag="redacted_thinking"):
+    """Encrypted reasoning, which only Anthropic can read; it is ignored."""
+
+
+class ToolUseBlock(Struct, kw_only=True, tag_field="type", tag="tool_use"):
+    """A call of a tool."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Struct, kw_only=True, tag_field="type", tag="tool_result"):
+    """The result of a call."""
+
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+class UserTurn(Struct, kw_only=True, tag_field="role", tag="user"):
+    """A message of the user, or results of calls."""
+
+    content: str | list[TextBlock | ToolResultBlock]
+
+
+AssistantBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock
+
+
+class AssistantTurn(Struct, kw_only=True, tag_field="role", tag="assistant"):
+    """An answer; as the last message, the beginning of an answer that is to be continued."""
+
+    content: str | list[AssistantBlock]
+
+
+class SystemTurn(Struct, kw_only=True, tag_field="role", tag="system"):
+    """Instructions within a conversation."""
+
+    content: str | list[TextBlock]
+
+
+class CustomTool(Struct, kw_only=True):
+    """A tool that the client executes. `input_schema`: the JSON schema of its input."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    type: str | None = None
+    """values other than `custom` are refused"""
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    """required"""
+    strict: bool | None = None
+
+
+class ToolUseChoice(Struct, kw_only=True):
+    """Calls that the model may make (`auto`), or must make (`any`, `tool`)."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    """of the tool, with `tool`"""
+    disable_parallel_tool_use: bool = False
+
+
+class ThinkingConfig(Struct, kw_only=True):
+    """Reasoning before the answer, where the chat template has a switch for it."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = None
+    """changes nothing: `max_tokens` limits reasoning and answer together"""
+
+
+class JsonOutputFormat(Struct, kw_only=True):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Struct, kw_only=True):
+    """Form of the answer."""
+
+    format: JsonOutputFormat | None = None
+    effort: str | None = None
+    """changes nothing"""
+
+
+class CountTokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/messages/count_tokens`."""
+
+    model: str | None = None
+    messages: Annotated[list[UserTurn | AssistantTurn | SystemTurn], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    system: str | list[TextBlock] = ""
+    tools: list[CustomTool] = field(default_factory=list)
+    tool_choice: ToolUseChoice | None = None
+    thinking: ThinkingConfig | None = None
+    """default: disabled"""
+    stop_sequences: Annotated[list[Stop], Meta(max_length=16)] = field(default_factory=list)
+    stream: bool = False
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonOutputFormat | None = None
+    """the older name of `output_config.format`"""
+    mcp_servers: Annotated[list[Any], Meta(max_length=0)] = field(default_factory=list)
+    metadata: Any = None
+    """this field and the following ones change nothing"""
+    anthropic_beta: Any = None
+    anthropic_version: Any = None
+    betas: Any = None
+    cache_control: Any = None
+    context_management: Any = None
+    diagnostics: Any = None
+    inference_geo: Any = None
+    service_tier: Any = None
+    speed: Any = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/messages`."""
+
+    max_tokens: Annotated[int, Meta(ge=0)]
+    """most tokens of reasoning and answer; 0 only fills the prefix cache"""

@@ -1,0 +1,168 @@
+"""Anthropic's requests as OpenAI's."""
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from penstock.protocol.messages.chat import FunctionCall, Message, ToolCall
+from penstock.services.http.access import caller
+from penstock.services.http.errors import invalid
+from penstock.services.http.messages.schema import (
+    AssistantBlock,
+    AssistantTurn,
+    CountTokensRequest,
+    CustomTool,
+    SystemTurn,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from penstock.services.http.schema import (
+    ChatRequest,
+    Function,
+    FunctionName,
+    JsonSchema,
+    NamedTool,
+    ResponseFormat,
+    Tool,
+)
+
+INVALID_JSON = "INVALID_JSON"
+"""the only key of a call's input whose text is not a JSON object, as Anthropic recommends"""
+_BILLING = "x-anthropic-billing-header:"
+"""begins a block that Claude's tools add to `system`: it is no instruction and always differs,
+so nothing after it could be found in the prefix cache"""
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "chat_template_kwargs": "thinking",
+    "continue_final_message": "messages",
+}
+
+
+def chat_request(request: CountTokensRequest, max_model_len: int) -> ChatRequest:
+    """Return the same request in OpenAI's form. Raises ApiError."""
+    thinks = request.thinking is not None and request.thinking.type != "disabled"
+    max_tokens = max_model_len if request.max_tokens is None else request.max_tokens
+    output_format = request.output_format
+    if request.output_config and request.output_config.format:
+        output_format = request.output_config.format
+    return ChatRequest(
+        model=request.model,
+        messages=_messages(request),
+        max_tokens=min(max_tokens, max_model_len),
+        max_completion_tokens=None if max_tokens else 1,  # not part of the reply
+        stream=request.stream,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        stop=request.stop_sequences or None,
+        tools=[_tool(number, one) for number, one in enumerate(request.tools)],
+        **_tool_choice(request),
+        chat_template_kwargs={"enable_thinking": thinks},
+        include_reasoning=thinks,
+        continue_final_message=isinstance(request.messages[-1], AssistantTurn),
+        response_format=output_format and _json_format(output_format.schema),
+        request_id=caller.get().request_id or None,
+    )
+
+
+def name_in_messages(name: str) -> str:
+    """Return Anthropic's name for a field of ChatRequest."""
+    name = re.sub(r"^(tools\[\d+\])\.function", r"\1", name)
+    return _NAMES.get(name, re.sub(r"^(tools\[\d+\])\.parameters", r"\1.input_schema", name))
+
+
+def _messages(request: CountTokensRequest) -> list[Message]:
+    """Return the conversation; successive messages of one role become one."""
+    system = [one for one in _blocks(request.system) if not one.text.startswith(_BILLING)]
+    messages = [Message(role="system", content=_text(system))] if system else []
+    for kind, turns in groupby(request.messages, type):
+        blocks: list[Any] = [block for turn in turns for block in _blocks(turn.content)]
+        if kind is AssistantTurn:
+            messages.append(_assistant(blocks))
+        else:
+            messages += _inputs("system" if kind is SystemTurn else "user", blocks)
+    if messages and messages[-1].tool_calls:
+        raise invalid("messages", "got tool_use at the end, expected its tool_result after it")
+    return messages
+
+
+def _blocks(content: str | Sequence[Any]) -> Sequence[Any]:
+    if isinstance(content, str):
+        return [TextBlock(text=content)] if content else []
+    return content
+
+
+def _text(blocks: Iterable[TextBlock]) -> str:
+    return "\n".join(one.text for one in blocks)
+
+
+def _assistant(blocks: list[AssistantBlock]) -> Message:
+    calls = [one for one in blocks if isinstance(one, ToolUseBlock)]
+    thoughts = [one.thinking for one in blocks if isinstance(one, ThinkingBlock)]
+    return Message(
+        role="assistant",
+        content=_text(one for one in blocks if isinstance(one, TextBlock)),
+        reasoning_content="\n".join(thoughts) or None,
+        tool_calls=[_call(one) for one in calls] or None,
+    )
+
+
+def _call(block: ToolUseBlock) -> ToolCall:
+    given = block.input
+    text = given.get(INVALID_JSON) if len(given) == 1 else None
+    arguments = text if isinstance(text, str) else given
+    return ToolCall(id=block.id, function=FunctionCall(name=block.name, arguments=arguments))
+
+
+def _inputs(role: Any, blocks: list[TextBlock | ToolResultBlock]) -> list[Message]:
+    """Return messages for text and results of calls, in their order."""
+    messages = []
+    for kind, group in groupby(blocks, type):
+        if kind is TextBlock:
+            messages.append(Message(role=role, content=_text(group)))  # type: ignore[arg-type]
+        else:
+            messages += map(_result, group)
+    return messages or [Message(role=role, content="")]
+
+
+def _result(block: ToolResultBlock) -> Message:
+    text = _text(_blocks(block.content or ""))
+    if block.is_error:
+        text = f"Error: {text}"
+    return Message(role="tool", content=text, tool_call_id=block.tool_use_id)
+
+
+def _tool(number: int, tool: CustomTool) -> Tool:
+    if tool.type not in (None, "custom"):
+        sentence = f"got {tool.type!r}, expected 'custom': only tools with an own input_schema"
+        raise invalid(f"tools[{number}].type", f"{sentence} are served, and the client runs them")
+    if tool.input_schema is None:
+        raise invalid(f"tools[{number}].input_schema", "got nothing, expected a JSON schema")
+    function = Function(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.input_schema,
+        strict=tool.strict,
+    )
+    return Tool(type="function", function=function)
+
+
+def _tool_choice(request: CountTokensRequest) -> dict[str, Any]:
+    choice = request.tool_choice
+    if choice is None:
+        return {}
+    if choice.type == "tool" and choice.name is None:
+        raise invalid("tool_choice.name", "got nothing, expected the name of a tool")
+    kinds = {"any": "required", "tool": NamedTool(function=FunctionName(name=choice.name or ""))}
+    return {
+        "tool_choice": kinds.get(choice.type, choice.type),
+        "parallel_tool_calls": not choice.disable_parallel_tool_use,
+    }
+
+
+def _json_format(schema: dict[str, Any]) -> ResponseFormat:
+    return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=schema))
