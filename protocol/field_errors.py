@@ -41,7 +41,7 @@ def explain(error: str, raw: object, kind: type[Struct]) -> tuple[str | None, st
     path, reason = _entry(path, reason, raw, kind)
     if inner := re.match(r"(\w+): got ", reason):
         return f"{path}.{inner[1]}", f"{path}.{reason}"
-    if reason.startswith("Invalid") and (allowed := _permitted(kind, path)):
+    if reason.startswith("Invalid") and (allowed := _permitted(kind, path, raw)):
         reason = f"Expected {' or '.join(map(repr, allowed))}"
     reason = re.sub(r"`str` matching regex '\^\(\?!.*", "no control characters", reason)
     reason = reason[0].lower() + reason[1:]
@@ -134,22 +134,33 @@ def _value_at(raw: Any, path: str) -> Any:
     return raw
 
 
-def _permitted(kind: type[Struct], path: str) -> list[object]:
+def _permitted(kind: type[Struct], path: str, raw: object) -> list[object]:
     """Return the values that are permitted at a path, where it is an enumeration."""
     (schema,), definitions = msgspec.json.schema_components([kind])
-    options = [schema]
-    for part in ["", *_parts(path)]:
-        options = [inner for one in options for inner in _at(one, part, definitions)]
-    return [value for one in options for value in one.get("enum", ())]
+    options, parts = [schema], [*_parts(path), ""]
+    for number, part in enumerate(parts):
+        value = _value_at(raw, ".".join(parts[:number]))
+        options = [inner for one in options for inner in _at(one, part, definitions, value)]
+    return list(dict.fromkeys(value for one in options for value in one.get("enum", ())))
 
 
-def _at(schema: dict[str, Any], part: str, definitions: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the alternatives of a JSON schema, or of its property or item `part`."""
+def _at(
+    schema: dict[str, Any], part: str, definitions: dict[str, Any], value: object
+) -> list[dict[str, Any]]:
+    """Return the alternatives of a JSON schema, or of its property or item `part`.
+
+    value: what the schema describes. Its tag chooses one of the alternatives, if it is valid.
+    """
     name = schema.get("$ref", "").rpartition("/")[2]
     schema = definitions.get(name, schema)
+    if part and "discriminator" in schema and isinstance(value, dict):
+        tags = schema["discriminator"]
+        chosen = tags["mapping"].get(str(value.get(tags["propertyName"])))
+        if chosen:
+            schema = definitions[chosen.rpartition("/")[2]]
     if "anyOf" in schema:
-        return [inner for one in schema["anyOf"] for inner in _at(one, part, definitions)]
+        return [inner for one in schema["anyOf"] for inner in _at(one, part, definitions, value)]
     if not part:
         return [schema]
     inner = schema.get("properties", {}).get(part) or schema.get("items")
-    return _at(inner, "", definitions) if inner else []
+    return [inner] if inner else []

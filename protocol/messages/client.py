@@ -195,10 +195,11 @@ class TextDelta(Struct, kw_only=True, tag="delta", omit_defaults=True):
     """in the first one only; the client gets them with the reply"""
     starts_reasoning: bool = False
     """as in `GenerateReply`"""
-    attempt: int = 0
-    """which submission of the request this answers; the client does not see it, nor these:"""
     prompt_tokens: int = 0
+    """as in `Usage`; the client gets it and the next field in a stream's first delta only"""
     cached_tokens: int = 0
+    attempt: int = 0
+    """which submission of the request this answers; the client does not see it, nor this:"""
     phase_seconds: tuple[float, float] = (0.0, 0.0)
     """as in `StreamOpened`, in a stream's first delta only"""
 

@@ -157,8 +157,11 @@ class Entry:
         text = self._text[-1] if num_pieces == 1 else "".join(self._text[self._delivered_pieces :])
         if not token_ids and not text:
             return None
+        is_first = not self._delivered_pieces
         return TextDelta(
             request_id=self.request_id,
+            prompt_tokens=self.num_prompt_tokens if is_first else 0,
+            cached_tokens=self.num_cached_tokens if is_first else 0,
             token_offset=self._delivered_tokens,
             char_offset=self._delivered_chars,
             token_ids=token_ids,

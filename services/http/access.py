@@ -16,6 +16,7 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.client import NO_CONTROL
 from penstock.protocol.transport.context import stays_on_host
 from penstock.services.http.errors import ApiError, error_response
+from penstock.services.http.messages.errors import PREFIX
 
 IPV6_PREFIX = 64
 """bits of an address that a provider assigns to one customer"""
@@ -40,7 +41,8 @@ class Gate:
     """ASGI middleware that sets `caller` and refuses web pages that are not allowed.
 
     A slash at the end of a path is ignored, because not all clients follow redirections. Each
-    response has the header X-Request-Id, the client's or a new one.
+    response has the header X-Request-Id, the client's or a new one; Anthropic's clients read it as
+    Request-Id.
     """
 
     def __init__(self, app: ASGIApp, config: Config) -> None:
@@ -53,15 +55,18 @@ class Gate:
         request_id, encoding = _request_id(headers)
         sender = Caller(_client_name(scope), request_id, uuid.uuid4().hex)
         caller.set(sender)
-        header = (b"x-request-id", (request_id or sender.unique_id).encode(encoding))
+        name = (request_id or sender.unique_id).encode(encoding)
+        ids = [(b"x-request-id", name)]
+        if scope["path"].startswith(PREFIX):
+            ids.append((b"request-id", name))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], header]
+                message["headers"] = [*message["headers"], *ids]
             await send(message)
 
         refusal = self._pages.refusal(headers)
-        app = error_response(refusal) if refusal else self._app
+        app = error_response(refusal, scope["path"]) if refusal else self._app
         await app(scope, receive, send_with_id)
 
 
@@ -154,4 +159,5 @@ def check_key(headers: Headers, key: str) -> None:
     matches = [hmac.compare_digest(given.encode("latin-1"), form) for form in forms]
     if not any(matches):
         sentence = "API key: got a wrong one or none; send `Authorization: Bearer KEY`"
+        sentence += " or `X-API-Key: KEY`"
         raise ApiError(401, sentence, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})

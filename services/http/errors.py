@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape."""
+"""Errors in OpenAI's shape, or in Anthropic's."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.chat import MessageError
+from penstock.services.http.messages.errors import PREFIX, STATUSES, messages_error
 from penstock.services.http.replies import json_response
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -85,12 +86,17 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         where = f"{request.method} {request.url.path}"
         error.detail = f"got {where}, which is not a route; /openapi.json lists the routes"
-    return error_response(as_api_error(error))
+    return error_response(as_api_error(error), request.url.path)
 
 
-def error_response(error: ApiError) -> Response:
-    """Return the response of an error."""
-    response = json_response(error.body, error.status)
+def error_response(error: ApiError, path: str) -> Response:
+    """Return the response of an error, in the shape of the path's API."""
+    if path.startswith(PREFIX):
+        status = STATUSES.get(error.status, error.status)
+        body = messages_error(error.status, str(error), error.body.error.code)
+        response = json_response(body, status)
+    else:
+        response = json_response(error.body, error.status)
     response.headers.update(error.headers)
     return response
 

@@ -19,6 +19,10 @@ _EVENT_STREAM = [
     (b"cache-control", b"no-cache"),
 ]
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": keep-alive\n\n"
+SILENCE = 15.0
+"""seconds; `EventForm.keep_alive` is sent after one to two times as long without an event, because
+proxies close silent connections"""
 
 
 class EventForm(Protocol):
@@ -26,6 +30,8 @@ class EventForm(Protocol):
 
     end: bytes
     """after the last event"""
+    keep_alive: bytes
+    """in silence; it starts the response, too"""
 
     def encode(self, bodies: Iterable[Struct]) -> bytes:
         """Return events with these bodies."""
@@ -38,6 +44,7 @@ class Chunks:
     """OpenAI's chunks of chats and completions: events without a name."""
 
     end = DONE
+    keep_alive = COMMENT
 
     def encode(self, bodies: Iterable[Struct]) -> bytes:
         return b"".join([b"data: %b\n\n" % ENCODER.encode(one) for one in bodies])
@@ -50,6 +57,7 @@ class NamedEvents:
     """Events whose name is the tag of their Struct."""
 
     end = b""
+    keep_alive = COMMENT
 
     def encode(self, bodies: Iterable[Struct]) -> bytes:
         return b"".join(
@@ -76,9 +84,14 @@ class EventStream(Response):
         self._form = form
         self._produce = produce
         self._is_started = False
+        self._num_sending = 0
+        self._is_silent = True
+        """since the timer was started"""
+        self._keeper: asyncio.Task[None] | None = None
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         self._send = send
+        self._start_timer()
         try:
             await while_connected(receive, self._produce(self))
         except ClientDisconnect:
@@ -87,6 +100,10 @@ class EventStream(Response):
             if not self._is_started:
                 raise
             await self.send(self._form.failed(as_api_error(error)), is_last=True)
+        finally:
+            self._timer.cancel()
+            if self._keeper:
+                self._keeper.cancel()
 
     async def send(self, bodies: Iterable[Struct], is_last: bool = False) -> None:
         """Send each body as an event; after the last one, the end of the stream."""
@@ -95,11 +112,30 @@ class EventStream(Response):
             data += self._form.end
         elif not data:
             return
+        await self._send_bytes(data, is_last)
+
+    async def _send_bytes(self, data: bytes, is_last: bool = False) -> None:
+        self._is_silent = False
+        self._num_sending += 1  # a slow client may make it wait
         if not self._is_started:
             self._is_started = True
             head = {"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM}
             await self._send(head)
         await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        self._num_sending -= 1
+
+    def _start_timer(self) -> None:
+        self._is_silent = True
+        self._timer = asyncio.get_running_loop().call_later(SILENCE, self._end_timer)
+
+    def _end_timer(self) -> None:
+        if self._is_silent:
+            self._keeper = asyncio.ensure_future(self._keep_alive())
+        self._start_timer()
+
+    async def _keep_alive(self) -> None:
+        if self._is_silent and not self._num_sending:
+            await self._send_bytes(self._form.keep_alive)
 
 
 async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -18,6 +18,9 @@ from penstock.services.http.chat import chat
 from penstock.services.http.completions import complete
 from penstock.services.http.errors import ApiError, fields_as_sent
 from penstock.services.http.health import STATUS_TIMEOUT, HealthCheck
+from penstock.services.http.messages.replies import MessageReply, TokenCount
+from penstock.services.http.messages.routes import answer_messages, count_tokens
+from penstock.services.http.messages.schema import CountTokensRequest, MessagesRequest
 from penstock.services.http.metrics import render
 from penstock.services.http.replies import (
     ChatReply,
@@ -68,6 +71,11 @@ class Routes:
             Operation(
                 "POST", "/v1/completions", self.complete, CompletionReply, CompletionRequest, stream
             ),
+            Operation("POST", "/v1/messages", self.messages, MessageReply, MessagesRequest, stream),
+            Operation(
+                *("POST", "/v1/messages/count_tokens", self.count_tokens),
+                *(TokenCount, CountTokensRequest),
+            ),
             Operation("GET", "/v1/models", self.models, ModelList),
             Operation("GET", "/v1/models/{model}", self.model, Model),
             Operation("POST", "/tokenize", self.tokenize, TokenizeResult, TokenizeBody),
@@ -90,6 +98,16 @@ class Routes:
         """Continue prompts."""
         await self._state.check(body.model)
         return await complete(self._state, body, receive)
+
+    async def messages(self, body: MessagesRequest, receive: Receive) -> Response:
+        """Answer a conversation in Anthropic's form."""
+        await self._state.check(body.model)
+        return await answer_messages(self._state, body, receive)
+
+    async def count_tokens(self, body: CountTokensRequest, _: Receive) -> Response:
+        """Return the length of the prompt of such a conversation."""
+        await self._state.check(body.model)
+        return await count_tokens(self._state, body)
 
     async def models(self, *_: object) -> Response:
         """List the served model."""

@@ -51,7 +51,7 @@ Piece = str | ToolCallDelta
 
 
 class ToolCallParser:
-    """Reads calls in tags. Newlines around a call are dropped.
+    """Reads calls in tags. Newlines around a call are dropped; text within it comes after it.
 
     What may be the beginning of a tag, or newlines before it, is held back.
     """
@@ -72,6 +72,8 @@ class ToolCallParser:
         self._opening = ""
         """of the call that is being read, with the newlines before it"""
         self._held = ""
+        self._within = ""
+        """text within the call"""
         self._num_calls = 0
         self._is_after_call = False
 
@@ -98,6 +100,7 @@ class ToolCallParser:
         if self._reader is None:
             return [] if is_cut and self._is_forced else self._text(rest)
         pieces = self._pieces(self._reader.finish(rest, is_cut))
+        pieces += self._text(self._within)
         if self._reader.is_refused and not (is_cut and self._is_forced):
             pieces += self._text(self._opening + rest)
         return pieces
@@ -126,7 +129,8 @@ class ToolCallParser:
             return False
         if self._reader.is_refused:
             pieces += self._refused()
-        self._reader = None
+        pieces += self._text(self._within)
+        self._reader, self._within = None, ""
         return True
 
     def _refused(self) -> list[Piece]:
@@ -146,7 +150,7 @@ class ToolCallParser:
             elif isinstance(event, Arguments):
                 pieces.append(ToolCallDelta(self._num_calls - 1, arguments=event.text))
             else:
-                pieces += self._text(event)
+                self._within += event
         return pieces
 
     def _text(self, text: str) -> list[Piece]:

@@ -129,6 +129,8 @@ class CountTokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     output_format: JsonOutputFormat | None = None
     """the older name of `output_config.format`"""
     mcp_servers: Annotated[list[Any], Meta(max_length=0)] = field(default_factory=list)
+    thread: Any = None
+    """conversations that the server keeps: refused, so the client sends the whole conversation"""
     metadata: Any = None
     """this field and the following ones change nothing"""
     anthropic_beta: Any = None

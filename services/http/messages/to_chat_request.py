@@ -6,13 +6,13 @@ from itertools import groupby
 from typing import Any
 
 from penstock.protocol.messages.chat import FunctionCall, Message, ToolCall
-from penstock.services.http.access import caller
-from penstock.services.http.errors import invalid
+from penstock.services.http.errors import ApiError, invalid
 from penstock.services.http.messages.schema import (
     AssistantBlock,
     AssistantTurn,
     CountTokensRequest,
     CustomTool,
+    JsonOutputFormat,
     SystemTurn,
     TextBlock,
     ThinkingBlock,
@@ -44,6 +44,9 @@ _NAMES = {
 
 def chat_request(request: CountTokensRequest, max_model_len: int) -> ChatRequest:
     """Return the same request in OpenAI's form. Raises ApiError."""
+    if request.thread is not None:
+        sentence = "thread: got one, expected null: send the whole conversation"
+        raise ApiError(400, sentence, "thread", "thread_unsupported_request")
     thinks = request.thinking is not None and request.thinking.type != "disabled"
     max_tokens = max_model_len if request.max_tokens is None else request.max_tokens
     output_format = request.output_format
@@ -64,8 +67,7 @@ def chat_request(request: CountTokensRequest, max_model_len: int) -> ChatRequest
         chat_template_kwargs={"enable_thinking": thinks},
         include_reasoning=thinks,
         continue_final_message=isinstance(request.messages[-1], AssistantTurn),
-        response_format=output_format and _json_format(output_format.schema),
-        request_id=caller.get().request_id or None,
+        response_format=_response_format(output_format) if output_format else None,
     )
 
 
@@ -121,11 +123,11 @@ def _call(block: ToolUseBlock) -> ToolCall:
 def _inputs(role: Any, blocks: list[TextBlock | ToolResultBlock]) -> list[Message]:
     """Return messages for text and results of calls, in their order."""
     messages = []
-    for kind, group in groupby(blocks, type):
-        if kind is TextBlock:
-            messages.append(Message(role=role, content=_text(group)))  # type: ignore[arg-type]
-        else:
-            messages += map(_result, group)
+    for _, group in groupby(blocks, type):
+        same = list(group)
+        messages += [_result(one) for one in same if isinstance(one, ToolResultBlock)]
+        if texts := [one for one in same if isinstance(one, TextBlock)]:
+            messages.append(Message(role=role, content=_text(texts)))
     return messages or [Message(role=role, content="")]
 
 
@@ -164,5 +166,5 @@ def _tool_choice(request: CountTokensRequest) -> dict[str, Any]:
     }
 
 
-def _json_format(schema: dict[str, Any]) -> ResponseFormat:
-    return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=schema))
+def _response_format(given: JsonOutputFormat) -> ResponseFormat:
+    return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=given.schema))

@@ -8,6 +8,7 @@ import pytest
 from msgspec import Struct
 from starlette.types import Message
 
+from penstock.services.http import event_stream
 from penstock.services.http.errors import ApiError
 from penstock.services.http.event_stream import Chunks, EventForm, EventStream, NamedEvents
 
@@ -41,6 +42,42 @@ def streamed(
     head, *bodies = messages
     assert (head["status"], dict(head["headers"])[b"cache-control"]) == (200, b"no-cache")
     return b"".join(one["body"] for one in bodies), not bodies[-1]["more_body"]
+
+
+@pytest.mark.parametrize("form", [Chunks(), Named()])
+def test_silence_is_filled(form: EventForm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first event and after it; then an error is an event."""
+    monkeypatch.setattr(event_stream, "SILENCE", 0.001)
+    data = b""
+
+    async def run() -> None:
+        nonlocal data
+        kept = asyncio.Event()
+
+        async def send(message: Message) -> None:
+            nonlocal data
+            data += message.get("body", b"")
+            if message.get("body") == form.keep_alive:
+                kept.set()
+
+        async def slow(events: EventStream) -> None:
+            await kept.wait()
+            kept.clear()
+            await events.send([Added("a")])
+            await kept.wait()
+            raise ApiError(500, "broken")
+
+        async def receive() -> Message:
+            return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+        await EventStream(form, slow)({}, receive, send)
+
+    asyncio.run(run())
+    before, found, after = data.partition(form.encode([Added("a")]))
+    assert found
+    assert before.replace(form.keep_alive, b"") == b""
+    error = form.encode(form.failed(ApiError(500, "broken"))) + form.end
+    assert after.replace(form.keep_alive, b"") == error
 
 
 async def two(events: EventStream) -> None:

@@ -1,0 +1,39 @@
+"""Errors in Anthropic's shape."""
+
+from msgspec import UNSET, Struct, UnsetType
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+STATUSES = {503: 529}
+"""status → Anthropic's for the same error"""
+PREFIX = "/v1/messages"
+"""of the routes whose errors have this shape"""
+
+
+class MessagesErrorDetail(Struct):
+    """Type and message of an error; `details` may have an `error_code`."""
+
+    type: str
+    message: str
+    details: dict[str, str] | UnsetType = UNSET
+
+
+class MessagesError(Struct, tag_field="type", tag="error"):
+    """Body of every response with an error, and the event of an error in a stream."""
+
+    error: MessagesErrorDetail
+
+
+def messages_error(status: int, message: str, code: str | None) -> MessagesError:
+    """Return the error of an HTTP status. code: clients act on `thread_unsupported_request`."""
+    kind = _TYPES.get(status, "invalid_request_error")
+    details = {"error_code": code} if code else UNSET
+    return MessagesError(MessagesErrorDetail(kind, message, details))

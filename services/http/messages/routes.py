@@ -1,0 +1,38 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`."""
+
+from starlette.responses import Response
+from starlette.types import Receive
+
+from penstock.protocol.messages.client import PromptFields
+from penstock.services.http.access import caller
+from penstock.services.http.app_state import AppState
+from penstock.services.http.chat import submit_chat
+from penstock.services.http.errors import fields_as_sent
+from penstock.services.http.messages.events import MessageEvents
+from penstock.services.http.messages.replies import TokenCount
+from penstock.services.http.messages.schema import CountTokensRequest, MessagesRequest
+from penstock.services.http.messages.to_chat_request import chat_request, name_in_messages
+from penstock.services.http.replies import json_response
+from penstock.services.http.to_generate_request import chat_fields
+
+
+async def answer_messages(state: AppState, request: MessagesRequest, receive: Receive) -> Response:
+    """Answer a conversation. Raises ApiError, RequestError, ClientDisconnect."""
+    chat = chat_request(request, state.max_model_len)
+    chat.request_id = caller.get().request_id or None
+    generation = submit_chat(state, "msg", chat, name_in_messages)
+    head = generation.head
+    events = MessageEvents(head["id"], head["model"], chat, state.tool_format)
+    if request.stream:
+        return generation.stream_events(events)
+    (reply,) = await generation.replies(receive)
+    return json_response(events.whole(reply))
+
+
+async def count_tokens(state: AppState, request: CountTokensRequest) -> Response:
+    """Return the length of the prompt that `/v1/messages` would make. Raises ApiError."""
+    with fields_as_sent(name_in_messages):
+        fields = chat_fields(chat_request(request, state.max_model_len), state.tool_format)
+        prompt = {name: fields[name] for name in PromptFields.__struct_fields__ if name in fields}
+        reply = await state.client.tokenize(**prompt, client=caller.get().client)
+    return json_response(TokenCount(input_tokens=len(reply.token_ids)))
