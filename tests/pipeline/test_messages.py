@@ -141,7 +141,7 @@ def test_the_tool_runner(client: anthropic.Anthropic) -> None:
 
 
 class Sum(pydantic.BaseModel):
-    """What the answer must be."""
+    """The form of the answer."""
 
     a: Literal[1, 2]
     is_long: bool

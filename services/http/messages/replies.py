@@ -94,7 +94,7 @@ class BlockEnded(Struct, tag_field="type", tag="content_block_stop"):
 
 
 class MessageEnd(Struct):
-    """What a reply gets at its end."""
+    """Fields that a reply gets at its end."""
 
     stop_reason: MessageStop
     stop_sequence: str | None

@@ -32,7 +32,7 @@ from penstock.services.http.schema import (
 INVALID_JSON = "INVALID_JSON"
 """the only key of a call's input whose text is not a JSON object, as Anthropic recommends"""
 _BILLING = "x-anthropic-billing-header:"
-"""begins a block that Claude's tools add to `system`: it is no instruction and always differs,
+"""begins a block that Claude's tools add to `system`. It differs in every request,
 so nothing after it could be found in the prefix cache"""
 _NAMES = {
     "stop": "stop_sequences",

@@ -147,7 +147,7 @@ def test_an_answer_of_the_client_is_continued() -> None:
 
 
 def test_the_billing_block_is_left_out() -> None:
-    """It differs in every request, so its prompt would never be in the prefix cache."""
+    """The block differs in every request: no prompt would be found in the prefix cache."""
     billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=0f3a;"}
     system = [billing, {"type": "text", "text": "be kind"}, {"type": "text", "text": "always"}]
     assert templated(system=system)[0] == {"role": "system", "content": "be kind\nalways"}
