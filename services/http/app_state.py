@@ -6,6 +6,7 @@ import time
 from penstock.protocol.checkpoint import max_request_bytes, read_model_config
 from penstock.protocol.client.client import AsyncClient
 from penstock.protocol.config import Config
+from penstock.protocol.generation_config import read_generation_config
 from penstock.protocol.tokenizer_file import read_chat_template
 from penstock.services.http.errors import ApiError
 from penstock.services.http.tool_call_parser import format_of
@@ -31,6 +32,9 @@ class AppState:
         given = config.tool_call_parser
         name = format_of(read_chat_template(folder)) if given == "auto" else given
         self.tool_format = ToolFormat(name)
+        self.generation_config = read_generation_config(folder)
+        self.end_of_thought: list[int] = []
+        """token ids of `</think>`"""
         self._was_ready = asyncio.Event()
 
     async def start(self) -> None:
@@ -38,6 +42,7 @@ class AppState:
         await self.client.status(wait=True)
         tag = await self.client.tokenize("<tool_call>")
         self.tool_format = self.tool_format._replace(tags_are_tokens=len(tag.token_ids) == 1)
+        self.end_of_thought = (await self.client.tokenize("</think>")).token_ids
         self._was_ready.set()
 
     def check_name(self, model: str | None) -> None:

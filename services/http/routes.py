@@ -30,6 +30,9 @@ from penstock.services.http.replies import (
     TokenizeResult,
     json_response,
 )
+from penstock.services.http.responses.replies import ResponseReply
+from penstock.services.http.responses.routes import respond
+from penstock.services.http.responses.schema import ResponsesRequest
 from penstock.services.http.schema import (
     ChatRequest,
     CompletionRequest,
@@ -76,6 +79,9 @@ class Routes:
                 *("POST", "/v1/messages/count_tokens", self.count_tokens),
                 *(TokenCount, CountTokensRequest),
             ),
+            Operation(
+                "POST", "/v1/responses", self.respond, ResponseReply, ResponsesRequest, stream
+            ),
             Operation("GET", "/v1/models", self.models, ModelList),
             Operation("GET", "/v1/models/{model}", self.model, Model),
             Operation("POST", "/tokenize", self.tokenize, TokenizeResult, TokenizeBody),
@@ -108,6 +114,11 @@ class Routes:
         """Return the length of the prompt of such a conversation."""
         await self._state.check(body.model)
         return await count_tokens(self._state, body)
+
+    async def respond(self, body: ResponsesRequest, receive: Receive) -> Response:
+        """Answer the items of a conversation."""
+        await self._state.check(body.model)
+        return await respond(self._state, body, receive)
 
     async def models(self, *_: object) -> Response:
         """List the served model."""

@@ -1,0 +1,220 @@
+"""An answer as the events of the Responses API, and as a whole response."""
+
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from penstock.protocol.messages.client import GenerateReply, TextDelta
+from penstock.services.http.chat import ChatChoice
+from penstock.services.http.errors import ApiError
+from penstock.services.http.event_stream import DONE, NamedEvents
+from penstock.services.http.replies import CalledTool, ChatLogprob, Delta
+from penstock.services.http.responses.replies import (
+    ArgumentsDone,
+    ArgumentsPiece,
+    FunctionCallItem,
+    ItemAdded,
+    ItemDone,
+    ItemStatus,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    PartAdded,
+    PartDone,
+    ReasoningDone,
+    ReasoningItem,
+    ReasoningPiece,
+    ReasoningText,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseError,
+    ResponseFailed,
+    ResponseIncomplete,
+    ResponseInProgress,
+    ResponseReply,
+    ResponseUsage,
+    TextDone,
+    TextPiece,
+)
+from penstock.services.http.responses.text_logprobs import TextLogprobs
+
+_CODES = {429: "rate_limit_exceeded"}
+
+
+class ResponseEvents(NamedEvents):
+    """Converter of one answer, which fills a response; a whole answer takes the same way.
+
+    A stream ends with `[DONE]`, as the Open Responses specification demands.
+    """
+
+    end = DONE
+
+    def __init__(
+        self, response: ResponseReply, choice: ChatChoice, end_of_thought: list[int]
+    ) -> None:
+        """end_of_thought: the token ids of `</think>`."""
+        self.response = response
+        self._choice = choice
+        self._end_of_thought = end_of_thought
+        self._num_events = 0
+        self._item: OutputItem | None = None
+        """the last one of the response, while it is open"""
+        self._pieces: list[str] = []
+        """of the open item's text"""
+        self._part_logprobs: list[ChatLogprob] = []
+        """likewise"""
+        self._logprobs = TextLogprobs()
+
+    def events(
+        self, new: TextDelta | GenerateReply | None, reply: GenerateReply | None
+    ) -> Iterator[Struct]:
+        """Yield the events of new tokens, and, with the reply, the last ones."""
+        if not self._num_events:
+            yield ResponseCreated(**self._next(), response=self.response)
+            yield ResponseInProgress(**self._next(), response=self.response)
+        if new and new.logprobs is not None:
+            for text in self._logprobs.split(new):
+                for delta in self._choice.deltas(replace(new, text=text), None):
+                    yield from self._piece(delta)
+        elif new:
+            for delta in self._choice.deltas(new, None):
+                yield from self._piece(delta)
+        if reply:
+            for delta in self._choice.deltas(None, reply):
+                yield from self._piece(delta)
+            yield from self._end(reply)
+
+    def whole(self, reply: GenerateReply) -> ResponseReply:
+        """Return the response that the events of a whole answer add up to."""
+        for _ in self.events(reply, reply):
+            pass
+        return self.response
+
+    def failed(self, error: ApiError) -> Iterator[Struct]:
+        """Yield the event of an error after the first event."""
+        detail = error.body.error
+        yield from self._close("incomplete")
+        self.response.status = "failed"
+        code = _CODES.get(error.status, "server_error")
+        self.response.error = ResponseError(code=code, message=detail.message)
+        yield ResponseFailed(**self._next(), response=self.response)
+
+    def _next(self) -> dict[str, Any]:
+        self._num_events += 1
+        return {"sequence_number": self._num_events - 1}
+
+    def _here(self) -> dict[str, Any]:
+        """Return the fields of an event about the last item."""
+        place = {"output_index": len(self.response.output) - 1}
+        return {"item_id": self.response.output[-1].id} | place | self._next()
+
+    def _piece(self, delta: Delta) -> Iterator[Struct]:
+        """Yield the events of one piece, which may end an item and begin another one."""
+        if delta.reasoning:
+            yield from self._continue(ReasoningItem, "rs")
+            self._pieces.append(delta.reasoning)
+            yield ReasoningPiece(**self._here(), delta=delta.reasoning)
+        elif delta.content:
+            yield from self._continue(OutputMessage, "msg")
+            self._pieces.append(delta.content)
+            logprobs = self._logprobs.take(delta.content)
+            self._part_logprobs += logprobs
+            yield TextPiece(**self._here(), delta=delta.content, logprobs=logprobs)
+        for call in delta.tool_calls or ():
+            yield from self._call(call)
+        if not delta.content:
+            self._logprobs.drop()
+
+    def _call(self, call: CalledTool) -> Iterator[Struct]:
+        name, arguments = call.function.name, call.function.arguments
+        if call.id:
+            item = FunctionCallItem(id=_new_id("fc"), call_id=call.id, name=name or "")
+            yield from self._begin(item)
+        if arguments:
+            self._pieces.append(arguments)
+            yield ArgumentsPiece(**self._here(), delta=arguments)
+
+    def _continue(self, kind: type[OutputMessage | ReasoningItem], prefix: str) -> Iterator[Struct]:
+        """Begin an item unless one of this kind is open."""
+        if not isinstance(self._item, kind):
+            yield from self._begin(kind(id=_new_id(prefix)))
+
+    def _begin(self, item: OutputItem) -> Iterator[Struct]:
+        yield from self._close("completed")
+        self.response.output.append(item)
+        self._item, self._pieces, self._part_logprobs = item, [], []
+        place = {"output_index": len(self.response.output) - 1}
+        yield ItemAdded(**self._next(), **place, item=item)
+        if isinstance(item, OutputMessage):
+            yield PartAdded(**self._here(), part=OutputText())
+        elif isinstance(item, ReasoningItem):
+            yield PartAdded(**self._here(), part=ReasoningText())
+
+    def _close(self, status: ItemStatus) -> Iterator[Struct]:
+        """End the open item."""
+        item, text = self._item, "".join(self._pieces)
+        match item:
+            case None:
+                return
+            case OutputMessage():
+                part = OutputText(text=text, logprobs=self._part_logprobs)
+                item.content = [part]
+                yield TextDone(**self._here(), text=text, logprobs=part.logprobs)
+                yield PartDone(**self._here(), part=part)
+            case ReasoningItem():
+                thought = ReasoningText(text=text)
+                item.content = [thought]
+                yield ReasoningDone(**self._here(), text=text)
+                yield PartDone(**self._here(), part=thought)
+            case FunctionCallItem():
+                item.arguments = text
+                yield ArgumentsDone(**self._here(), name=item.name, arguments=text)
+        item.status = status
+        self._item = None
+        place = {"output_index": len(self.response.output) - 1}
+        yield ItemDone(**self._next(), **place, item=item)
+
+    def _end(self, reply: GenerateReply) -> Iterator[Struct]:
+        response = self.response
+        if not response.output:
+            yield from self._begin(OutputMessage(id=_new_id("msg")))
+        is_whole = reply.finish_reason == "stop"
+        yield from self._close("completed" if is_whole else "incomplete")
+        response.usage = self._usage(reply)
+        if is_whole:
+            response.status, response.completed_at = "completed", int(time.time())
+            yield ResponseCompleted(**self._next(), response=response)
+        else:
+            is_long = reply.finish_reason == "length"
+            response.status = "incomplete"
+            response.incomplete_details = {"reason": "max_output_tokens" if is_long else "abort"}
+            yield ResponseIncomplete(**self._next(), response=response)
+
+    def _usage(self, reply: GenerateReply) -> ResponseUsage:
+        usage = reply.usage
+        return ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details={"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            output_tokens=usage.output_tokens,
+            output_tokens_details={"reasoning_tokens": self._num_reasoning_tokens(reply)},
+            total_tokens=usage.prompt_tokens + usage.output_tokens,
+        )
+
+    def _num_reasoning_tokens(self, reply: GenerateReply) -> int:
+        """Return the number of tokens up to `</think>`; 0 where it has unusual tokens."""
+        output, ids, end = self.response.output, reply.token_ids, self._end_of_thought
+        if not isinstance(output[0], ReasoningItem):
+            return 0
+        if len(output) == 1:
+            return len(ids)
+        length = len(end)
+        starts = range(len(ids) - length + 1)
+        return next((n + length for n in starts if ids[n : n + length] == end), 0)
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"

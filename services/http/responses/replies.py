@@ -1,0 +1,241 @@
+"""Responses, their items, and the events of their streams: OpenAI's."""
+
+from typing import Any, Literal
+
+from msgspec import Struct, field
+
+from penstock.services.http.replies import ChatLogprob
+from penstock.services.http.responses.schema import (
+    ResponseTool,
+    TextFormat,
+    TextOptions,
+    ToolSelection,
+)
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class OutputText(Struct, kw_only=True, tag_field="type", tag="output_text"):
+    """The text of a message."""
+
+    text: str = ""
+    annotations: list[Any] = field(default_factory=list)
+    logprobs: list[ChatLogprob] = field(default_factory=list)
+
+
+class ReasoningText(Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    """The text of reasoning."""
+
+    text: str = ""
+
+
+class OutputMessage(Struct, kw_only=True, tag_field="type", tag="message"):
+    """A message of the assistant, with one part."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText] = field(default_factory=list)
+
+
+class ReasoningItem(Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """The model's reasoning, with one part; there are no summaries."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    summary: list[Any] = field(default_factory=list)
+    content: list[ReasoningText] = field(default_factory=list)
+
+
+class FunctionCallItem(Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """A call of a function; `arguments`: JSON text."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
+
+
+class ResponseUsage(Struct, kw_only=True):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: dict[Literal["cached_tokens", "cache_write_tokens"], int]
+    output_tokens: int
+    output_tokens_details: dict[Literal["reasoning_tokens"], int]
+    total_tokens: int
+
+
+class ResponseError(Struct, kw_only=True):
+    """The reason of a failed response."""
+
+    code: str
+    message: str
+
+
+class ReasoningUsed(Struct, kw_only=True):
+    """The request's options of reasoning."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class TextUsed(TextOptions, kw_only=True, omit_defaults=False):
+    """The request's options of the text."""
+
+    format: TextFormat = field(default_factory=lambda: TextFormat(type="text"))
+    verbosity: Literal["low", "medium", "high"] = "medium"
+
+
+class ResponseReply(Struct, kw_only=True):
+    """Reply to ResponsesRequest: the answer, and the request's parameters."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: Status = "in_progress"
+    background: bool = False
+    error: ResponseError | None = None
+    incomplete_details: dict[Literal["reason"], str] | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    model: str
+    output: list[OutputItem] = field(default_factory=list)
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: ReasoningUsed
+    store: bool
+    temperature: float
+    text: TextUsed
+    tool_choice: str | ToolSelection
+    tools: list[ResponseTool]
+    top_logprobs: int
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    truncation: Literal["auto", "disabled"]
+    usage: ResponseUsage | None = None
+    user: str | None
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+    service_tier: str = "default"
+    metadata: dict[str, str]
+
+
+class DeletedResponse(Struct, kw_only=True):
+    """Reply to the deletion of a response."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class Event(Struct, kw_only=True, tag_field="type"):
+    """An event of a stream."""
+
+    sequence_number: int
+
+
+class _ResponseEvent(Event, kw_only=True):
+    response: ResponseReply
+
+
+class ResponseCreated(_ResponseEvent, tag="response.created"):
+    """The first event."""
+
+
+class ResponseInProgress(_ResponseEvent, tag="response.in_progress"):
+    """The second event."""
+
+
+class ResponseCompleted(_ResponseEvent, tag="response.completed"):
+    """The last event of an answer that ended by itself."""
+
+
+class ResponseIncomplete(_ResponseEvent, tag="response.incomplete"):
+    """The last event of an answer that was cut off."""
+
+
+class ResponseFailed(_ResponseEvent, tag="response.failed"):
+    """The last event of an answer that failed."""
+
+
+class _ItemEvent(Event, kw_only=True):
+    output_index: int
+    item: OutputItem
+
+
+class ItemAdded(_ItemEvent, tag="response.output_item.added"):
+    """The beginning of an item."""
+
+
+class ItemDone(_ItemEvent, tag="response.output_item.done"):
+    """The end of an item."""
+
+
+class _PieceEvent(Event, kw_only=True):
+    item_id: str
+    output_index: int
+
+
+class _PartEvent(_PieceEvent, kw_only=True):
+    content_index: int = 0
+    part: OutputText | ReasoningText
+
+
+class PartAdded(_PartEvent, tag="response.content_part.added"):
+    """The beginning of a part."""
+
+
+class PartDone(_PartEvent, tag="response.content_part.done"):
+    """The end of a part."""
+
+
+class TextPiece(_PieceEvent, kw_only=True, tag="response.output_text.delta"):
+    """A piece of text, and logprobs if they were requested."""
+
+    content_index: int = 0
+    delta: str
+    logprobs: list[ChatLogprob]
+
+
+class TextDone(_PieceEvent, kw_only=True, tag="response.output_text.done"):
+    """The whole text of a message."""
+
+    content_index: int = 0
+    text: str
+    logprobs: list[ChatLogprob]
+
+
+class ReasoningPiece(_PieceEvent, kw_only=True, tag="response.reasoning_text.delta"):
+    """A piece of reasoning."""
+
+    content_index: int = 0
+    delta: str
+
+
+class ReasoningDone(_PieceEvent, kw_only=True, tag="response.reasoning_text.done"):
+    """The whole text of reasoning."""
+
+    content_index: int = 0
+    text: str
+
+
+class ArgumentsPiece(_PieceEvent, kw_only=True, tag="response.function_call_arguments.delta"):
+    """A piece of a call's arguments."""
+
+    delta: str
+
+
+class ArgumentsDone(_PieceEvent, kw_only=True, tag="response.function_call_arguments.done"):
+    """The whole arguments of a call."""
+
+    name: str
+    arguments: str

@@ -1,0 +1,147 @@
+"""Requests of `/v1/responses`: OpenAI's, with the sampling parameters of all APIs.
+
+As in chats, a field that is null counts as missing, and `neutral_fields.json` applies.
+"""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+
+from penstock.protocol.messages.client import CacheSalt, Priority, RequestId
+from penstock.protocol.messages.sampling import NumLogprobs, Positive, SamplingParams
+
+MAX_ITEMS = 10_000
+ResponseId = Annotated[str, Meta(min_length=1, max_length=128)]
+Include = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+
+
+class Part(Struct, kw_only=True, omit_defaults=True):
+    """A part of an item's content; only text is supported."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+Parts = list[Part]
+
+
+class Item(Struct, kw_only=True, omit_defaults=True):
+    """One item of the input. Unknown fields are ignored: clients send back what they received."""
+
+    type: str = "message"
+    id: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | Parts | None = None
+    summary: Parts | None = None
+    """of reasoning"""
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | Parts | None = None
+
+
+class ResponseTool(Struct, kw_only=True):
+    """A function that the model may call; `parameters`: the JSON schema of its arguments."""
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChosenTool(Struct, kw_only=True):
+    """A tool of `tool_choice`."""
+
+    type: str
+    name: str = ""
+
+
+class ToolSelection(Struct, kw_only=True, omit_defaults=True):
+    """A function that must be called, or, as `allowed_tools`, a subset of the tools."""
+
+    type: str
+    name: str = ""
+    mode: Literal["auto", "required"] | None = None
+    tools: list[ChosenTool] = field(default_factory=list)
+
+
+class TextFormat(Struct, kw_only=True, omit_defaults=True):
+    """Form of the answer's text; a schema is always followed, `strict` or not."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: Any | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Struct, kw_only=True, omit_defaults=True):
+    """Options of the answer's text; `verbosity` changes nothing."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(Struct, kw_only=True):
+    """Options of reasoning: effort `none` turns it off; other values change nothing."""
+
+    effort: str | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponseStreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Options of a stream."""
+
+    include_obfuscation: bool | None = None
+    """changes nothing"""
+
+
+class ResponsesRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/responses`."""
+
+    input: str | Annotated[list[Item], Meta(min_length=1, max_length=MAX_ITEMS)]
+    model: str | None = None
+    instructions: str | None = None
+    """a system message before the input"""
+    previous_response_id: ResponseId | None = None
+    """a stored response that this one continues"""
+    store: bool | None = None
+    """keep the response in this process; default: no"""
+    background: bool = False
+    """answer at once, with a response that is in progress; needs `store`"""
+    stream: bool = False
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: Positive | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=128)] = field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | ToolSelection = "auto"
+    parallel_tool_calls: bool = True
+    text: TextOptions = field(default_factory=TextOptions)
+    reasoning: Reasoning | None = None
+    include: list[Include] = field(default_factory=list)
+    """`message.output_text.logprobs`; the other values change nothing"""
+    top_logprobs: NumLogprobs | None = None
+    truncation: Literal["auto", "disabled"] = "disabled"
+    """`auto`: leave out the beginning of a prompt that is too long"""
+    metadata: dict[str, str] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    cache_salt: CacheSalt | None = None
+    priority: Priority = 0
+    request_id: RequestId | None = None
+    """in the pipeline's logs; default: the header X-Request-Id"""
+    max_tool_calls: Positive | None = None
+    """this field and the following ones change nothing"""
+    service_tier: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None

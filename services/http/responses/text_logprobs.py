@@ -1,0 +1,67 @@
+"""Logprobs of the tokens that make up the text of messages, but not reasoning, calls and tags."""
+
+from collections.abc import Iterator
+
+from penstock.protocol.messages.client import GenerateReply, TextDelta
+from penstock.protocol.messages.logprobs import TokenLogprobs
+from penstock.services.http.logprobs import chat_logprobs
+from penstock.services.http.replies import ChatLogprob
+
+
+class TextLogprobs:
+    """Finds the tokens of a message's text, of which some characters may have been held back."""
+
+    def __init__(self) -> None:
+        self._waiting: list[TokenLogprobs] = []
+        """tokens that begin after the text so far"""
+        self._begun: list[TokenLogprobs] = []
+        """tokens whose text is not part of a message yet, and perhaps never will be"""
+        self._raw = ""
+        """text since the last message's piece"""
+        self._position = 0
+        """number of characters that came"""
+
+    def split(self, new: TextDelta | GenerateReply) -> Iterator[str]:
+        """Yield the new text token by token, so that cuts of the stream change nothing."""
+        self._waiting += [one for one in new.logprobs or () if one and one.text_offset is not None]
+        text = new.text
+        while True:
+            while self._waiting and _start(self._waiting[0]) <= self._position:
+                self._begun.append(self._waiting.pop(0))
+            length = len(text)
+            if self._waiting:
+                length = min(length, _start(self._waiting[0]) - self._position)
+            if not length:
+                return
+            self._position += length
+            self._raw += text[:length]
+            yield text[:length]
+            text = text[length:]
+
+    def take(self, content: str) -> list[ChatLogprob]:
+        """Return the logprobs of a piece of a message, which is near the end of the text."""
+        found = self._raw.rfind(content)
+        if found < 0:  # a text that came late, because it stood within a call
+            return []
+        begin = self._position - len(self._raw)
+        start = begin + found
+        end = start + len(content)
+        ends = [*map(_start, self._begun[1:]), self._position]  # of each token
+        taken = [
+            one
+            for one, its_end in zip(self._begun, ends, strict=False)
+            if _start(one) < end and (its_end > start or _start(one) == start)
+        ]
+        self._begun = [one for one in self._begun if _start(one) >= end]
+        self._raw = self._raw[end - begin :]
+        logprobs = chat_logprobs(list(taken))
+        return logprobs.content if logprobs else []
+
+    def drop(self) -> None:
+        """Forget the tokens so far, which belong to reasoning or a call."""
+        self._begun.clear()
+        self._raw = ""
+
+
+def _start(token: TokenLogprobs) -> int:
+    return token.text_offset or 0

@@ -1,0 +1,227 @@
+"""Requests of `/v1/responses` as chats."""
+
+from collections.abc import Sequence
+from typing import Literal, NoReturn
+
+from msgspec.structs import fields as struct_fields
+
+from penstock.protocol.messages.chat import FunctionCall, Message, ToolCall
+from penstock.protocol.messages.sampling import SamplingParams
+from penstock.services.http.errors import invalid
+from penstock.services.http.responses.schema import (
+    Item,
+    Parts,
+    ResponsesRequest,
+    ResponseTool,
+    ToolSelection,
+)
+from penstock.services.http.schema import (
+    AllowedTools,
+    AllowedToolSet,
+    ChatRequest,
+    Function,
+    FunctionName,
+    JsonSchema,
+    NamedTool,
+    ResponseFormat,
+    Tool,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+_UNSERVED = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "prompt_logprobs": ""}
+"""sampling parameter that a response has no place for → the field that replaces it"""
+_SAMPLING = [one.name for one in struct_fields(SamplingParams) if one.name not in _UNSERVED]
+_TEXT = {"input_text": "text", "output_text": "text", "text": "text", "summary_text": "text"}
+_TEXT |= {"reasoning_text": "text", "refusal": "refusal"}
+"""type of a part → the field with its text"""
+_RENAMED = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema.schema": "text.format.schema",
+    "truncate_prompt_tokens": "truncation",
+}
+_ITEM_TYPES = "'message', 'function_call', 'function_call_output' or 'reasoning'"
+
+
+def chat_request(request: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
+    """Return the chat. items: those of the previous response, then the input. Raises ApiError."""
+    for name, other in _UNSERVED.items():
+        if (value := getattr(request, name)) is not None:
+            do = f"send {other}" if other else "it is not supported"
+            raise invalid(name, f"got {value}, expected null; {do}")
+    messages = _Conversation(len(items) - _num_items(request)).add(items)
+    if request.instructions is not None:
+        messages.insert(0, Message(role="system", content=request.instructions))
+    has_logprobs = LOGPROBS in request.include or bool(request.top_logprobs)
+    return ChatRequest(
+        **{name: getattr(request, name) for name in _SAMPLING},
+        messages=messages,
+        stream=request.stream,
+        max_tokens=request.max_output_tokens,
+        tools=[_tool(number, tool) for number, tool in enumerate(request.tools)],
+        tool_choice=_tool_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
+        response_format=_response_format(request),
+        reasoning_effort=request.reasoning.effort if request.reasoning else None,
+        logprobs=has_logprobs,
+        top_logprobs=request.top_logprobs if has_logprobs else None,
+        truncate_prompt_tokens=-1 if request.truncation == "auto" else None,
+        chat_template_kwargs=request.chat_template_kwargs,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        request_id=request.request_id,
+    )
+
+
+def input_items(request: ResponsesRequest) -> list[Item]:
+    """Return the input as items."""
+    if isinstance(request.input, str):
+        return [Item(role="user", content=request.input)]
+    return request.input
+
+
+def name_in_responses(name: str) -> str:
+    """Return the name that a field of ChatRequest has here."""
+    if name.startswith("tool"):
+        return name.replace(".allowed_tools.", ".").replace(".function.", ".")
+    return _RENAMED.get(name, name)
+
+
+def _num_items(request: ResponsesRequest) -> int:
+    return 1 if isinstance(request.input, str) else len(request.input)
+
+
+class _Conversation:
+    """Messages from items: an assistant's reasoning, text and calls become one message."""
+
+    def __init__(self, num_stored: int) -> None:
+        self._num_stored = num_stored
+        self._messages: list[Message] = []
+        self._call_ids: set[str] = set()
+
+    def add(self, items: Sequence[Item]) -> list[Message]:
+        """Return the messages. Raises ApiError, which counts items of the input from 0."""
+        for number, item in enumerate(items):
+            self._add(item, f"input[{number - self._num_stored}]")
+        return self._messages
+
+    def _add(self, item: Item, path: str) -> None:
+        match item.type:
+            case "message":
+                self._add_message(item, path)
+            case "reasoning":
+                parts = item.content or item.summary or []
+                text = _text(parts, f"{path}.content")
+                self._messages.append(Message(role="assistant", content="", reasoning=text))
+            case "function_call":
+                self._add_call(item, path)
+            case "function_call_output":
+                self._add_output(item, path)
+            case other:
+                raise invalid(f"{path}.type", f"got {other!r}, expected {_ITEM_TYPES}")
+
+    def _add_message(self, item: Item, path: str) -> None:
+        if item.role is None:
+            _refuse_null(f"{path}.role", "'user', 'assistant', 'system' or 'developer'")
+        if item.content is None:
+            _refuse_null(f"{path}.content", "a string or a list of text parts")
+        text = _text(item.content, f"{path}.content")
+        last = self._open_message() if item.role == "assistant" else None
+        if last and not last.content and not last.tool_calls:
+            last.content = text
+        else:
+            self._messages.append(Message(role=item.role, content=text))
+
+    def _add_call(self, item: Item, path: str) -> None:
+        for name in ("call_id", "name", "arguments"):
+            if getattr(item, name) is None:
+                _refuse_null(f"{path}.{name}", "a string")
+        last = self._open_message()
+        if last is None:
+            last = Message(role="assistant", content="")
+            self._messages.append(last)
+        function = FunctionCall(name=item.name or "", arguments=item.arguments or "")
+        call = ToolCall(id=item.call_id or "", function=function)
+        last.tool_calls = [*(last.tool_calls or ()), call]
+        self._call_ids.add(call.id)
+
+    def _add_output(self, item: Item, path: str) -> None:
+        if item.call_id not in self._call_ids:
+            problem = f"got {item.call_id!r:.200}, expected the call_id of an earlier function_call"
+            raise invalid(f"{path}.call_id", problem)
+        if item.output is None:
+            _refuse_null(f"{path}.output", "a string or a list of text parts")
+        text = _text(item.output, f"{path}.output")
+        self._messages.append(Message(role="tool", content=text, tool_call_id=item.call_id))
+
+    def _open_message(self) -> Message | None:
+        """Return the last message if it is an assistant's."""
+        last = self._messages[-1] if self._messages else None
+        return last if last and last.role == "assistant" else None
+
+
+def _text(content: str | Parts, path: str) -> str:
+    """Return the text of content at a path. Raises ApiError."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for number, part in enumerate(content):
+        name = _TEXT.get(part.type)
+        if name is None:
+            problem = f"got {part.type!r:.200}, expected 'input_text' or 'output_text': the model "
+            raise invalid(f"{path}[{number}].type", f"{problem}reads text only")
+        text: str | None = getattr(part, name)
+        if text is None:
+            _refuse_null(f"{path}[{number}].{name}", "a string")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _refuse_null(path: str, expected: str) -> NoReturn:
+    raise invalid(path, f"got null, expected {expected}")
+
+
+def _tool(number: int, tool: ResponseTool) -> Tool:
+    path = f"tools[{number}]"
+    if tool.type != "function":
+        problem = f"got {tool.type!r:.200}, expected 'function'; the client runs all tools"
+        raise invalid(f"{path}.type", problem)
+    if not 1 <= len(tool.name) <= 128:
+        raise invalid(f"{path}.name", f"got {len(tool.name)} characters, expected 1 to 128")
+    function = Function(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.parameters,
+        strict=tool.strict,
+    )
+    return Tool(type="function", function=function)
+
+
+def _tool_choice(
+    choice: Literal["none", "auto", "required"] | ToolSelection,
+) -> Literal["none", "auto", "required"] | NamedTool | AllowedTools:
+    if isinstance(choice, str):
+        return choice
+    if choice.type == "function":
+        return NamedTool(function=FunctionName(name=choice.name))
+    if choice.type != "allowed_tools":
+        problem = f"got {choice.type!r:.200}, expected 'function' or 'allowed_tools'"
+        raise invalid("tool_choice.type", problem)
+    if choice.mode is None:
+        _refuse_null("tool_choice.mode", "'auto' or 'required'")
+    if not choice.tools:
+        raise invalid("tool_choice.tools", "got none, expected some of tools")
+    for number, one in enumerate(choice.tools):
+        if one.type != "function":
+            path = f"tool_choice.tools[{number}].type"
+            raise invalid(path, f"got {one.type!r:.200}, expected 'function'")
+    tools = [NamedTool(function=FunctionName(name=one.name)) for one in choice.tools]
+    return AllowedTools(allowed_tools=AllowedToolSet(mode=choice.mode, tools=tools))
+
+
+def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
+    form = request.text.format
+    if form is None:
+        return None
+    schema = JsonSchema(name=form.name or "", schema=form.schema)
+    return ResponseFormat(type=form.type, json_schema=schema)

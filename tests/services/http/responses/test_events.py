@@ -1,0 +1,192 @@
+"""Answers as responses: whole, and as events, which add up to the same."""
+
+import json
+from itertools import takewhile
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.protocol.messages.client import FinishReason, GenerateReply, TextDelta, Usage
+from penstock.protocol.messages.logprobs import TokenLogprobs
+from penstock.services.http.chat import ChatChoice
+from penstock.services.http.errors import ApiError
+from penstock.services.http.replies import ENCODER
+from penstock.services.http.responses.events import ResponseEvents
+from penstock.services.http.responses.replies import ResponseReply
+from penstock.services.http.responses.routes import begun
+from penstock.services.http.responses.schema import Reasoning, ResponsesRequest, ResponseTool
+from penstock.services.http.responses.to_chat_request import chat_request, input_items
+from penstock.services.http.tool_grammar import ToolFormat
+from tests.search import scaled
+from tests.services.http.responses.assembled import assembled, without_ids
+from tests.services.http.tool_call_texts import FORMATS, SCHEMA, Texts
+
+TOOL = ResponseTool(type="function", name="f", parameters=SCHEMA)
+THOUGHT = "<think>\nhm\n</think>\n\n"
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+END_OF_THOUGHT = [ord(one) for one in "</think>"]
+
+
+def request(**fields: Any) -> ResponsesRequest:
+    return ResponsesRequest(input="hi", temperature=0.5, top_p=1.0, **fields)
+
+
+def events_of(asked: ResponsesRequest, form: Any = "hermes") -> ResponseEvents:
+    chat = chat_request(asked, input_items(asked))
+    choice = ChatChoice(0, chat, ToolFormat(form))
+    return ResponseEvents(begun(asked, "m"), choice, END_OF_THOUGHT)
+
+
+def logprobs(text: str, start: int) -> list[TokenLogprobs | None]:
+    return [
+        TokenLogprobs(
+            token_id=ord(character),
+            token=character,
+            logprob=-1.0 - start - n,
+            bytes=list(character.encode(errors="replace")),
+            rank=1,
+            top=[],
+            text_offset=start + n,
+        )
+        for n, character in enumerate(text)
+    ]
+
+
+def reply_of(
+    text: str, finish_reason: FinishReason = "stop", has_logprobs: bool = False
+) -> GenerateReply:
+    return GenerateReply(
+        request_id="r",
+        text=text,
+        token_ids=[ord(one) for one in text],
+        finish_reason=finish_reason,
+        usage=Usage(prompt_tokens=7, cached_tokens=2, output_tokens=len(text)),
+        logprobs=logprobs(text, 0) if has_logprobs else None,
+    )
+
+
+def streamed(events: ResponseEvents, pieces: list[str], reply: GenerateReply) -> list[Any]:
+    """Return the events of pieces, each with a token a character, decoded from JSON."""
+    found, start = [], 0
+    for piece in pieces:
+        delta = TextDelta(
+            request_id="r",
+            token_offset=start,
+            char_offset=start,
+            token_ids=[ord(one) for one in piece],
+            text=piece,
+            logprobs=None if reply.logprobs is None else logprobs(piece, start),
+        )
+        found += [ENCODER.encode(one) for one in events.events(delta, None)]
+        start += len(piece)
+    found += [ENCODER.encode(one) for one in events.events(None, reply)]
+    return [json.loads(one) for one in found]
+
+
+def decoded(response: ResponseReply) -> dict[str, Any]:
+    return msgspec.json.decode(ENCODER.encode(response))  # type: ignore[no-any-return]
+
+
+def whole(text: str, *args: Any, **fields: Any) -> dict[str, Any]:
+    return decoded(events_of(request(**fields)).whole(reply_of(text, *args)))
+
+
+@pytest.mark.search
+@pytest.mark.parametrize("form", FORMATS)
+def test_events_add_up_to_the_whole_response(form: Any) -> None:
+    texts = Texts(form, seed=4)
+    for number in range(scaled(60)):
+        answer = texts.random.choice(["", THOUGHT, "<think>", "<think>\n</think>"]) + texts.answer()
+        asked = request(tools=[TOOL] * (number % 4 > 0), parallel_tool_calls=number % 3 > 0)
+        finish: FinishReason = "length" if number % 5 == 0 else "stop"
+        reply = reply_of(answer, finish, has_logprobs=number % 2 == 0)
+        expected = without_ids(decoded(events_of(asked, form).whole(reply)))
+        if reply.logprobs is not None:
+            assert_logprobs(expected["output"], answer)
+        for pieces in (list(answer), texts.cuts(answer), [answer]):
+            found = assembled(streamed(events_of(asked, form), pieces, reply))
+            assert without_ids(found) == expected, answer
+
+
+def assert_logprobs(output: list[Any], answer: str) -> None:
+    """Check that each character of a message has its logprobs: it may lack them after calls."""
+    for item in takewhile(lambda one: one["type"] != "function_call", output):
+        if item["type"] == "message":
+            (part,) = item["content"]
+            assert "".join(one["token"] for one in part["logprobs"]) == part["text"], answer
+
+
+def test_reasoning_text_and_calls_are_items() -> None:
+    response = whole(f"{THOUGHT}so\n{CALL}\n{CALL}", tools=[TOOL])
+    assert [item["type"] for item in response["output"]] == [
+        *("reasoning", "message", "function_call", "function_call")
+    ]
+    thought, message, first, second = response["output"]
+    assert thought["content"] == [{"type": "reasoning_text", "text": "hm"}]
+    assert thought["summary"] == []
+    part = {"type": "output_text", "text": "so", "annotations": [], "logprobs": []}
+    assert (message["role"], message["content"]) == ("assistant", [part])
+    assert (first["name"], first["arguments"]) == ("f", '{"a": 1}')
+    assert first["call_id"] != second["call_id"]
+    assert len({item["id"] for item in response["output"]}) == 4
+    assert response["status"] == "completed"
+    assert response["incomplete_details"] is response["error"] is None
+
+
+def test_usage() -> None:
+    usage = whole(f"{THOUGHT}so")["usage"]
+    num_thought = len("<think>\nhm\n</think>")
+    assert usage == {
+        "input_tokens": 7,
+        "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0},
+        "output_tokens": len(THOUGHT) + 2,
+        "output_tokens_details": {"reasoning_tokens": num_thought},
+        "total_tokens": 7 + len(THOUGHT) + 2,
+    }
+    cut = whole("<think>\nhm", "length")["usage"]
+    assert cut["output_tokens_details"] == {"reasoning_tokens": len("<think>\nhm")}
+    assert whole("so")["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"), [("so", ["message"]), (CALL[:-15], ["function_call"]), ("", ["message"])]
+)
+def test_an_answer_that_is_cut_off_is_incomplete(text: str, kinds: list[str]) -> None:
+    response = whole(text, "length", tools=[TOOL], tool_choice="required")
+    assert response["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["completed_at"] is None
+    assert [(item["type"], item["status"]) for item in response["output"]] == [
+        (kind, "incomplete") for kind in kinds
+    ]
+
+
+def test_logprobs_are_those_of_the_text() -> None:
+    """Tokens of reasoning, of calls and of the tags around them are left out."""
+    events = events_of(request(tools=[TOOL]))
+    reply = reply_of(f"{THOUGHT}so{CALL}", has_logprobs=True)
+    message = decoded(events.whole(reply))["output"][1]
+    (part,) = message["content"]
+    assert [one["token"] for one in part["logprobs"]] == ["s", "o"]
+
+
+def test_a_failure_ends_the_open_item() -> None:
+    events = events_of(request())
+    delta = TextDelta(request_id="r", token_offset=0, char_offset=0, token_ids=[1], text="so")
+    found = [ENCODER.encode(one) for one in events.events(delta, None)]
+    found += [ENCODER.encode(one) for one in events.failed(ApiError(500, "broken"))]
+    response = assembled([json.loads(one) for one in found])
+    assert response["error"] == {"code": "server_error", "message": "broken"}
+    assert response["output"][0]["status"] == "incomplete"
+
+
+def test_the_request_is_repeated() -> None:
+    response = whole("so", tools=[TOOL], reasoning=Reasoning(effort="low"), metadata={"a": "b"})
+    tool = {"type": "function", "name": "f", "parameters": SCHEMA}
+    assert response["tools"] == [tool | {"description": None, "strict": None}]
+    assert response["reasoning"] == {"effort": "low", "summary": None}
+    assert response["metadata"] == {"a": "b"}
+    assert (response["temperature"], response["top_p"]) == (0.5, 1.0)
+    assert response["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
+    assert (response["store"], response["service_tier"]) == (False, "default")
