@@ -39,8 +39,8 @@ class TextLogprobs:
             text = text[length:]
 
     def take(self, content: str) -> list[ChatLogprob]:
-        """Return the logprobs of a piece of a message, which is near the end of the text."""
-        found = self._raw.rfind(content)
+        """Return the logprobs of a piece, which follows the last one, or reasoning and its end."""
+        found = 0 if self._raw.startswith(content) else self._raw.rfind(content)
         if found < 0:  # a text that came late, because it stood within a call
             return []
         begin = self._position - len(self._raw)
