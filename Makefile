@@ -7,6 +7,8 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 PACKAGES := kernels launch models protocol services
 
 PYTEST := $(BIN)/python -P -m pytest
+# some environments forbid bytecode files: then each of hundreds of processes compiles our sources
+unexport PYTHONDONTWRITEBYTECODE
 # two tests at a time, in the order of tests/conftest.py; the tests of a file stay together
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
