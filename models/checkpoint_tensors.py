@@ -30,7 +30,9 @@ class _Index(msgspec.Struct):
 class CheckpointTensors:
     """The tensors of a folder. Files are opened once. All methods raise ModelError."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prefix: str = "") -> None:
+        """prefix: of the model's names, which those in the files lack."""
+        self._prefix = prefix
         index, single = folder / INDEX_FILE, folder / SINGLE_FILE
         self._open: dict[Path, Any] = {}
         try:
@@ -40,6 +42,7 @@ class CheckpointTensors:
             else:
                 self._open[single] = safe_open(single, framework="pt")
                 self.files = dict.fromkeys(self._open[single].keys(), single)
+            self.files = {prefix + name: file for name, file in self.files.items()}
         except (OSError, SafetensorError, msgspec.MsgspecError) as error:
             raise ModelError(f"{folder}: could not read the weights: {error}") from error
 
@@ -80,7 +83,8 @@ class CheckpointTensors:
             if cuts:
                 tensor: Tensor = source[cuts]
             else:
-                tensor = self._open[self.files[name]].get_tensor(name)
+                stored = name.removeprefix(self._prefix)
+                tensor = self._open[self.files[name]].get_tensor(stored)
             return tensor
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{self.files[name]}: could not read the file: {error}") from error
@@ -90,6 +94,6 @@ class CheckpointTensors:
         try:
             if path not in self._open:
                 self._open[path] = safe_open(path, framework="pt")
-            return self._open[path].get_slice(name)
+            return self._open[path].get_slice(name.removeprefix(self._prefix))
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{path}: could not read the file: {error}") from error

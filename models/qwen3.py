@@ -189,8 +189,10 @@ class Qwen3(nn.Module):
         self.tp = tp
         self.attention = attention
         self.compiled: Compiled | None = None
+        self.has_head = not config.is_embedding_model
+        """False: hidden states are the result, and no logits are computed"""
         self.model = Decoder(config, tp, attention, expert_parallel)
-        if quantize_lm_head or not config.tie_word_embeddings:
+        if (quantize_lm_head and self.has_head) or not config.tie_word_embeddings:
             source = "model.embed_tokens" if config.tie_word_embeddings else None
             sizes = config.vocab_size, config.hidden_size
             self.lm_head = ParallelLMHead(tp, *sizes, quantize_lm_head, source)

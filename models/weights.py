@@ -46,6 +46,8 @@ def load_weights(
     for a tensor that is missing, unknown or of another shape, and for a file that can't be read.
     """
     tensors = CheckpointTensors(folder)
+    if not getattr(model, "has_head", True) and BARE in tensors:
+        tensors = CheckpointTensors(folder, "model.")
     slices = list(_slices(model))
     _check_names(folder, {part.name for part in slices}, tensors.weights())
     for part in sorted(slices, key=lambda part: tensors.file(tensors.matrix(part.name))):
@@ -65,8 +67,8 @@ def _check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
     unknown = {name for name in unknown if not name.endswith(COMPUTED)}
     if missing and BARE in found:
         raise ModelError(
-            f"{folder} has {BARE} without 'model.' before it: an embedding model or another one "
-            "without a head, which generates no text; give a checkpoint of Qwen3ForCausalLM"
+            f"{folder} has {BARE} without 'model.' before it, as embedding models have, and no "
+            "modules.json; download the whole checkpoint, or give one of Qwen3ForCausalLM"
         )
     if any(name.startswith(SCORES) for name in unknown):
         raise ModelError(

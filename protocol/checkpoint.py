@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from penstock.protocol import embedding_model
 from penstock.protocol.config import Config
 from penstock.protocol.field_errors import explain
 from penstock.protocol.quantization import FIELD, WeightFormat, read_format
@@ -56,6 +57,8 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
     eos_token_id: int | list[int] | None = None
     quantization_config: dict[str, Any] | None = None
     """of weights in 8 or 4 bits"""
+    is_embedding_model: bool = False
+    """makes vectors and generates no text; known by other files than config.json"""
     # of Qwen3MoeForCausalLM
     num_experts: int = 128
     num_local_experts: int | None = None
@@ -137,8 +140,14 @@ def read_model_config(folder: Path) -> ModelConfig:
     if not folder.is_dir():
         raise ModelError(f"model folder {folder} does not exist")
     fields = read_json(path, dict[str, Any])
-    _check_architecture(folder, fields.get("architectures"))
+    try:
+        fields["is_embedding_model"] = embeds = embedding_model.is_embedding_model(folder)
+    except (OSError, ValueError) as error:
+        raise ModelError(str(error)) from error
+    _check_architecture(folder, fields.get("architectures"), embeds)
     _check_format(folder, fields.get(FIELD))
+    if embeds:
+        fields["tie_word_embeddings"] = True  # there is no output layer
     config = _convert(path, fields)
     try:
         _check_fields(config)
@@ -168,16 +177,12 @@ def _convert(path: Path, fields: dict[str, Any]) -> ModelConfig:
     return msgspec.structs.replace(config, head_dim=head_dim)
 
 
-def _check_architecture(folder: Path, architectures: object) -> None:
-    """Refuse a checkpoint that is not a chat model. Raises ModelError."""
-    if _embeds(folder):
-        raise ModelError(
-            f"{folder} is an embedding model (modules.json has a Pooling): it makes vectors and "
-            "generates no text; give a checkpoint of Qwen3 that generates, or serve this one with "
-            "a server of embeddings"
-        )
+def _check_architecture(folder: Path, architectures: object, embeds: bool) -> None:
+    """Refuse a checkpoint of another architecture. Raises ModelError."""
     names = list(map(str, architectures)) if isinstance(architectures, list) else []
     if {ARCHITECTURE, MOE_ARCHITECTURE} & set(names):
+        return
+    if embeds and embedding_model.ARCHITECTURE in names:
         return
     served = f"{ARCHITECTURE} or {MOE_ARCHITECTURE}"
     hint = architecture_hint(names)
@@ -191,12 +196,6 @@ def _check_format(folder: Path, quantization: object) -> None:
     except ValueError as error:
         instead = served_instead(folder)
         raise ModelError(f"{folder / 'config.json'}: {error}; {instead}") from error
-
-
-def _embeds(folder: Path) -> bool:
-    """Return True if sentence-transformers' modules.json ends the model in a pooling."""
-    path = folder / "modules.json"
-    return path.exists() and b".Pooling" in path.read_bytes()
 
 
 def _check_fields(config: ModelConfig) -> None:

@@ -14,6 +14,8 @@ from penstock.protocol.tokenizer_file import TokenizerConfig, read_tokenizer_fil
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_BARE = "embed_tokens.weight"
+"""as embedding models have it, whose names lack `model.`"""
 _MAX_HEADER_BYTES = 100_000_000
 """by the format of safetensors"""
 _DTYPES = ("BF16", "F16", "F32", "F64", "F8_E4M3")
@@ -53,6 +55,8 @@ def check_tensors(folder: Path, config: ModelConfig) -> None:
     is_packed = config.weight_format is not None and not config.fp8
     tensors = _read_tensors(folder, _DTYPES + _INTEGERS if is_packed else _DTYPES)
     path, hidden, head = folder / "config.json", config.hidden_size, config.head_dim
+    if config.is_embedding_model and _BARE in tensors:
+        tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
     attention = "model.layers.0.self_attn"
     for name, shape, fields in (
         ("model.embed_tokens.weight", [config.vocab_size, hidden], "vocab_size and hidden_size"),

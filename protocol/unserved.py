@@ -13,7 +13,7 @@ def architecture_hint(architectures: Iterable[str]) -> str:
     """Return what a model is for, to be appended to a sentence; empty where that is not known."""
     names = " ".join(architectures)
     if re.search(r"Classification|Reward|Guard|Qwen3\w*Model\b", names):
-        return "; a reranker, classifier or embedding model generates no text"
+        return "; a classifier, or an embedding model without modules.json, is not served"
     if re.search(r"Qwen3Next|Qwen3_5", names):
         return (
             "; a model with linear attention is not supported: give one of Qwen3, such as "

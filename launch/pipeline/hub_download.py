@@ -24,7 +24,8 @@ from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.unserved import without_config
 
 SMALL_FILES = [
-    *("config.json", "generation_config.json", "modules.json", "model.safetensors.index.json"),
+    *("config.json", "generation_config.json", "model.safetensors.index.json"),
+    *("modules.json", "1_Pooling/config.json"),
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
 ]
 FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -8,6 +8,7 @@ from typing import Any, Self
 import zmq
 
 from penstock.protocol.client.connection import DEFAULT_ENDPOINT, Connection, Kind, expect
+from penstock.protocol.client.scoring import result_of
 from penstock.protocol.client.session import Answer
 from penstock.protocol.config import DEFAULT_CLIENT
 from penstock.protocol.messages.client import (
@@ -23,6 +24,7 @@ from penstock.protocol.messages.client import (
     TokenizePromptRequest,
     TokenizeReply,
 )
+from penstock.protocol.messages.sampling import Pooling
 from penstock.protocol.messages.status import StatusReply
 from penstock.protocol.transport.context import Context
 
@@ -104,6 +106,13 @@ class AsyncClient:
     async def generate(self, prompt: str | list[int] | None = None, **fields: Any) -> GenerateReply:
         """Return the whole answer. Raises RequestError."""
         return await self.submit(prompt, **fields).result()
+
+    async def embed(
+        self, prompt: str | list[int], *, dimensions: int | None = None, **fields: Any
+    ) -> list[float]:
+        """Return the embedding of a text or of token ids. Raises RequestError."""
+        pooling = Pooling(dimensions=dimensions)
+        return result_of(await self.generate(prompt, pooling=pooling, **fields))
 
     async def abort(self, request_id: str) -> bool:
         """End a request early. Return False if no such request is running."""

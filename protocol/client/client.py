@@ -28,6 +28,7 @@ import zmq
 from penstock.protocol.client.async_client import AsyncClient, AsyncStream
 from penstock.protocol.client.connection import DEFAULT_ENDPOINT, Connection, Kind, expect
 from penstock.protocol.client.errors import NoAnswer
+from penstock.protocol.client.scoring import result_of
 from penstock.protocol.client.session import Answer
 from penstock.protocol.config import DEFAULT_CLIENT
 from penstock.protocol.messages.client import (
@@ -43,6 +44,7 @@ from penstock.protocol.messages.client import (
     TokenizePromptRequest,
     TokenizeReply,
 )
+from penstock.protocol.messages.sampling import Pooling
 from penstock.protocol.messages.status import StatusReply
 
 __all__ = ["AsyncClient", "AsyncStream", "Client", "Stream"]
@@ -121,6 +123,12 @@ class Client:
     def generate(self, prompt: str | list[int] | None = None, **fields: Any) -> GenerateReply:
         """Return the whole answer. Raises RequestError."""
         return self.submit(prompt, **fields).result()
+
+    def embed(
+        self, prompt: str | list[int], *, dimensions: int | None = None, **fields: Any
+    ) -> list[float]:
+        """Return the embedding of a text or of token ids. Raises RequestError."""
+        return result_of(self.generate(prompt, pooling=Pooling(dimensions=dimensions), **fields))
 
     def abort(self, request_id: str) -> bool:
         """End a request early. Return False if no such request is running."""

@@ -8,6 +8,7 @@ A request is answered by any number of `TextDelta`s if it asked for a stream, an
 one `GenerateReply` or `ErrorReply`.
 """
 
+from array import array
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,7 +16,7 @@ from msgspec import Meta, Struct
 
 from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.protocol.messages.metrics import RequestTimes
-from penstock.protocol.messages.sampling import Positive, SamplingParams, TokenId
+from penstock.protocol.messages.sampling import Pooling, Positive, SamplingParams, TokenId
 from penstock.protocol.messages.status import StatusReply
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -79,7 +80,7 @@ class PromptFields(Struct, kw_only=True, omit_defaults=True):
 
 
 class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unknown_fields=True):
-    """A request for text, filled by the client.
+    """A request for text, or with `pooling` for numbers, filled by the client.
 
     It has the fields of `PromptFields`, too; a struct can't inherit from two.
     """
@@ -106,6 +107,8 @@ class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unkno
     output_token_ids: list[TokenId] = msgspec.field(default_factory=list)
     """output that the client has already: generation continues after it. The reply and a stream
     include it"""
+    pooling: Pooling | None = None
+    """return an embedding, or probabilities of labels, in place of text"""
     timeout: Annotated[float, Meta(gt=0)] | None = None
     """seconds after which the request is aborted: it is answered with what it has by then"""
     num_answers: Annotated[int, Meta(ge=0)] = 1
@@ -171,6 +174,13 @@ class GenerateReply(Struct, kw_only=True, tag="generated"):
     """one for each of `token_ids`, if they were asked for; None for what the client brought"""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """one for each prompt token, if they were asked for; None for the first"""
+    pooled: bytes | None = None
+    """float32, little-endian (base64 in JSON): the result of `pooling`; None if it was aborted"""
+
+    @property
+    def numbers(self) -> list[float]:
+        """The result of `pooling`."""
+        return array("f", self.pooled or b"").tolist()
 
 
 class TextDelta(Struct, kw_only=True, tag="delta", omit_defaults=True):
@@ -202,6 +212,8 @@ class TextDelta(Struct, kw_only=True, tag="delta", omit_defaults=True):
     """which submission of the request this answers; the client does not see it, nor this:"""
     phase_seconds: tuple[float, float] = (0.0, 0.0)
     """as in `StreamOpened`, in a stream's first delta only"""
+    pooled: bytes | None = None
+    """as in `GenerateReply`, in the only delta"""
 
 
 class TokenizeReply(Struct, kw_only=True, tag="tokenized"):

@@ -35,6 +35,8 @@ class StreamOpened(Struct, tag=True, omit_defaults=True):
     """in the scheduler's queue, and from then to the first token"""
     finish_reason: FinishReason | None = None
     """set if it has ended already"""
+    pooled: bytes | None = None
+    """float32, the whole answer to a request with `pooling`"""
 
     def __post_init__(self) -> None:
         check_packed(self.prompt_tail, self.output_token_ids)

@@ -26,6 +26,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from penstock.protocol.messages.logprobs import PackedLogprobs
+from penstock.protocol.messages.sampling import Pooling
 from penstock.protocol.messages.structured import Reasoning, StructuredOutputs
 
 assert array("i").itemsize == 4  # noqa: S101  the wire format; true wherever CPython runs today
@@ -86,6 +87,8 @@ class RowExtras(Struct, array_like=True):
     """the only tokens that may be drawn; empty: all"""
     bad_words: list[list[int]] = []
     """token sequences that the output must not contain"""
+    pooling: Pooling | None = None
+    """the row ends with its given tokens: its result is in `SampledTokens.pooled`"""
 
 
 class RowAdded(Struct, array_like=True):
@@ -149,6 +152,8 @@ class SampledTokens(Struct, array_like=True, tag="sampled"):
     failed: list[tuple[int, str]] = []
     """(index among the sampled; why the row can't continue): its grammar ran out of its limits, and
     its token is void; or there is no token, which then is -1: its logits are NaN or infinite"""
+    pooled: list[tuple[int, bytes]] = []
+    """(index among the sampled; float32 numbers) of rows with `pooling`, whose token is void"""
 
     def __post_init__(self) -> None:
         check_packed(self.token_ids)

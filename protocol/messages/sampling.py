@@ -21,6 +21,20 @@ Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=128)]
 MAX_N = 128
 """answers to a prompt, where a request may have several"""
+MAX_LABELS = 64
+
+
+class Pooling(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Numbers that a request returns in place of text, as soon as its prompt is computed.
+
+    By default the embedding: the last token's hidden state after the final norm, of length 1.
+    """
+
+    dimensions: Positive | None = None
+    """leading numbers of the embedding to keep, and to normalise; None: all"""
+    label_ids: Annotated[list[TokenId], Meta(max_length=MAX_LABELS)] = []
+    """in place of an embedding: the probability of each of these tokens to be the next one, in
+    relation to the others"""
 
 
 class SamplingParams(Struct, kw_only=True, omit_defaults=True):

@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from penstock.protocol.messages.plan import check_packed
-from penstock.protocol.messages.sampling import SamplingParams, TokenId
+from penstock.protocol.messages.sampling import Pooling, SamplingParams, TokenId
 from penstock.protocol.messages.structured import Reasoning
 
 
@@ -27,6 +27,8 @@ class TokenizedRequest(Struct, tag=True):
     priority: int = 0
     reasoning: Reasoning = "none"
     bad_words: list[list[TokenId]] = []  # those of `sampling`, as token sequences
+    pooling: Pooling | None = None
+    """the request ends with its prompt: no token is sampled"""
 
     def __post_init__(self) -> None:
         check_packed(self.prompt_token_ids, self.output_token_ids)

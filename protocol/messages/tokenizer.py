@@ -11,7 +11,7 @@ from penstock.protocol.messages.client import (
     TokenizeReply,
 )
 from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
-from penstock.protocol.messages.sampling import SamplingParams, TokenId
+from penstock.protocol.messages.sampling import Pooling, SamplingParams, TokenId
 
 
 class TokenizeRequest(PromptFields, tag=True, omit_defaults=True):
@@ -28,7 +28,8 @@ class TokenizeRequest(PromptFields, tag=True, omit_defaults=True):
     cache_salt: str = ""
     client: str = ""
     priority: int = 0
-    """these four as in `TokenizedRequest`"""
+    pooling: Pooling | None = None
+    """these five as in `TokenizedRequest`"""
 
 
 class TokenizerQuery(Struct, tag=True):

@@ -89,6 +89,9 @@ class Detokenizer:
         return True
 
     def _open(self, opened: StreamOpened, deltas: list[TextDelta], stops: list[StopFound]) -> None:
+        if opened.pooled is not None:
+            deltas.append(_pooled_delta(opened))
+            return
         try:
             self._streams[opened.stream_id] = TextStream(opened, self._table)
         except Exception:  # noqa: BLE001
@@ -141,6 +144,23 @@ class Detokenizer:
             last.finish_reason, last.stop_reason = end.finish_reason, end.stop_reason
         else:
             deltas.append(end)
+
+
+def _pooled_delta(opened: StreamOpened) -> TextDelta:
+    """Return the whole answer to a request that has numbers in place of text."""
+    return TextDelta(
+        request_id=opened.request_id,
+        token_offset=0,
+        char_offset=0,
+        token_ids=[],
+        text="",
+        finish_reason=opened.finish_reason,
+        attempt=opened.attempt,
+        prompt_tokens=opened.prompt_tokens,
+        cached_tokens=opened.cached_tokens,
+        phase_seconds=opened.phase_seconds,
+        pooled=opened.pooled,
+    )
 
 
 class DetokenizerProcess:

@@ -25,6 +25,16 @@ TOKEN_BYTES = 8
 """that a token id counts for, in memory and on its way"""
 TEXT_BYTES = 4
 """of text for each token, until a tokenizer has counted them"""
+POOLED = SamplingParams(
+    max_tokens=1,
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    speculative=False,
+)
+"""of a request with `pooling`, whose logits nothing may change"""
 _LOGPROB_BYTES = 256
 """that one `Logprob` counts for: four objects and their struct"""
 
@@ -49,9 +59,11 @@ class Entry:
         self.client = client
         self.share = client.share
         self.priority = request.priority
-        self.sampling = SamplingParams(
-            **{field: getattr(request, field) for field in SamplingParams.__struct_fields__}
-        )
+        self.sampling = POOLED
+        if request.pooling is None:
+            self.sampling = SamplingParams(
+                **{field: getattr(request, field) for field in SamplingParams.__struct_fields__}
+            )
         self.attempt = self.num_attempts = 0
         self.replica = 0
         self.left: dict[int, int] = {}
@@ -82,7 +94,9 @@ class Entry:
         if request.logprobs is not None:
             self._logprobs = [None] * len(self.token_ids)
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self._prompt_bytes = 0
+        self._pooled: bytes | None = None
+        self._result_bytes = 0
+        """of `_prompt_logprobs` and `_pooled`"""
         self._text: list[str] = []
         self._num_chars = 0
         self.rewind()
@@ -106,6 +120,7 @@ class Entry:
             num_deaths=self.num_deaths,
             client=self.share.name,
             priority=self.priority,
+            pooling=self.request.pooling,
             **{field: getattr(self.request, field) for field in PromptFields.__struct_fields__},
         )
 
@@ -126,8 +141,8 @@ class Entry:
         if delta.prompt_logprobs and self._prompt_logprobs is None:
             self._prompt_logprobs = delta.prompt_logprobs
             num_bytes = logprob_bytes(self.request.prompt_logprobs)
-            self._prompt_bytes = len(delta.prompt_logprobs) * num_bytes
-            self.num_bytes += self._prompt_bytes
+            self._result_bytes = len(delta.prompt_logprobs) * num_bytes
+            self.num_bytes += self._result_bytes
         token_ids, text = delta.token_ids[num_tokens:], delta.text[num_chars:]
         if not token_ids and not text and delta.finish_reason is None:
             return False
@@ -144,6 +159,9 @@ class Entry:
         self.num_cached_tokens = delta.cached_tokens
         self._starts_reasoning = delta.starts_reasoning
         self._stop_reason = delta.stop_reason
+        if delta.pooled is not None:
+            self._pooled, self._result_bytes = delta.pooled, len(delta.pooled)
+            self.num_bytes += self._result_bytes
         if not self.phase_seconds[1]:
             self.phase_seconds = delta.phase_seconds
         return True
@@ -186,7 +204,7 @@ class Entry:
         if self.answer:
             num_tokens += len(self.token_ids)
             num_chars += self._num_chars
-            num_bytes = self._prompt_bytes
+            num_bytes = self._result_bytes
         return num_bytes + num_chars + self._token_bytes * num_tokens
 
     def reply(self, reason: FinishReason) -> GenerateReply:
@@ -214,10 +232,11 @@ class Entry:
             ),
             logprobs=self._logprobs,
             prompt_logprobs=self._prompt_logprobs,
+            pooled=self._pooled,
         )
 
     def record_tokens(self, metrics: Metrics, num_tokens: int, now: float) -> None:
-        """Count new tokens, which arrived at once: the time before counts for all of them."""
+        """Count new tokens, or a pooled result without any: the time before counts for all."""
         metrics.generation_tokens += num_tokens
         if self.first_token_at:
             metrics.inter_token_latency_seconds.add(now - self.last_token_at)
@@ -238,7 +257,7 @@ class Entry:
         metrics.e2e_request_latency_seconds.add(now - self.accepted_at)
         metrics.request_prompt_tokens.add(usage.prompt_tokens)
         metrics.request_generation_tokens.add(usage.output_tokens)
-        if self.sampling.max_tokens is not None:
+        if self.sampling.max_tokens is not None and self.request.pooling is None:
             metrics.request_params_max_tokens.add(self.sampling.max_tokens)
         if self.request.num_answers:
             metrics.request_params_n.add(self.request.num_answers)

@@ -82,7 +82,7 @@ class Ledger:
         num_new = entry.num_bytes - num_bytes
         self.totals.num_bytes += num_new
         entry.share.num_bytes += num_new
-        if entry.num_waiting_tokens and entry.token_ids:
+        if entry.num_waiting_tokens and num_new:
             self._stop_waiting(entry)
             self.totals.num_started += 1
 

@@ -170,7 +170,8 @@ class Requests:
             self.tokenizers.submit(entry)
             return
         self._ledger.take_growth(entry, num_bytes)
-        if num_new := len(entry.token_ids) - num_tokens:
+        num_new = len(entry.token_ids) - num_tokens
+        if num_new or delta.pooled:
             entry.record_tokens(self.metrics, num_new, now)
         if is_new and delta.finish_reason:
             self._answer(entry, entry.reply(delta.finish_reason))

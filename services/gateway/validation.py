@@ -17,6 +17,7 @@ from penstock.protocol.messages.client import (
     TokenizePromptRequest,
 )
 from penstock.protocol.messages.codec import REQUEST_TYPES, Codec, RequestKind
+from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.nesting import MAX_DEPTH, is_too_deep
 from penstock.protocol.poison import REFUSED, PoisonList, comparable, digest_of
 from penstock.protocol.transport.channel import DECODE_ERRORS
@@ -33,6 +34,9 @@ MAX_DEATHS = 2
 GIVEN_UP = f"{MAX_DEATHS} tokenizers died while they worked at the request; it is not tried again"
 TOKEN_BYTES = 5
 """of a token id in MessagePack, at most"""
+_DEFAULTS = GenerateRequest()
+_OF_TEXT = (*SamplingParams.__struct_fields__, "stream", "output_token_ids")
+"""fields that a request with `pooling` must leave out"""
 UNTYPED = ("messages", "tools", "chat_template_kwargs", "structured_outputs")
 """fields of requests in which clients nest what they like"""
 
@@ -109,6 +113,7 @@ class Validation:
 
     def __init__(self, config: Config) -> None:
         model = read_model_config(config.model_folder)
+        self._model = model
         self.vocab_size = model.vocab_size
         self.max_model_len = model.context(config.max_model_len)
         self._max_bytes = max_request_bytes(config)
@@ -119,6 +124,7 @@ class Validation:
 
     def check(self, request: GenerateRequest, is_req_socket: bool) -> None:
         self._check_prompt(request)
+        self._check_pooling(request)
         number, most = request.max_tokens, self.max_model_len
         is_single = request.stream and is_req_socket
         refuse_if(is_single, "stream", "got true on a REQ socket, expected a DEALER socket")
@@ -131,6 +137,24 @@ class Validation:
         self._check_token_ids("stop_token_ids", request.stop_token_ids)
         self._check_token_ids("logit_bias", request.logit_bias)
         self._check_token_ids("allowed_token_ids", request.allowed_token_ids or [])
+
+    def _check_pooling(self, request: GenerateRequest) -> None:
+        """Refuse what the model does not do: an embedding model generates no text."""
+        pooling, embeds = request.pooling, self._model.is_embedding_model
+        if pooling is None:
+            text = "got an embedding model, which generates no text; send inputs to /v1/embeddings"
+            return refuse_if(embeds, "model", text)
+        for field in _OF_TEXT:
+            text = "got a value together with pooling, which samples no token; leave it out"
+            refuse_if(getattr(request, field) != getattr(_DEFAULTS, field), field, text)
+        text = "got one that generates text, expected an embedding model: Qwen/Qwen3-Embedding-0.6B"
+        refuse_if(not embeds and not pooling.label_ids, "model", text)
+        text = "got an embedding model, which has no output layer; leave label_ids out"
+        refuse_if(embeds and bool(pooling.label_ids), "model", text)
+        most = self._model.hidden_size if embeds else 0
+        text = f"got {pooling.dimensions}, expected up to {most}, the length of an embedding"
+        refuse_if((pooling.dimensions or 0) > most, "dimensions", text)
+        return self._check_token_ids("label_ids", pooling.label_ids)
 
     def check_query(self, query: TokenizerRequest) -> None:
         if isinstance(query, DetokenizeRequest):

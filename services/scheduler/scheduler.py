@@ -207,9 +207,11 @@ class Scheduler(RunningBatch):
             raise ValueError(f"got {len(token_ids)} tokens of step {number}; expected {expected}")
         plan = self.in_flight.popleft()
         output = StepOutput([], [], [], [])
-        plan.take_logprobs(tokens)
         for sequence, end in zip(plan.chunks.values(), plan.chunk_ends, strict=True):
             sequence.num_computed_tokens = end
+        for sequence in plan.take_outputs(tokens):
+            self.finish(sequence, "stop")
+            output.finished.append(sequence)
         for sequence, token_id in plan.rows(token_ids, tokens.failed, partial(self._fail, output)):
             if sequence.finish_reason is not None:
                 continue  # it ended while the plan was in flight

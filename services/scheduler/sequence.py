@@ -10,7 +10,7 @@ import xxhash
 from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.logprobs import PackedLogprobs
 from penstock.protocol.messages.plan import RowAdded, RowExtras, pack, unpack
-from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.sampling import Pooling, SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.structured import Reasoning
 from penstock.services.scheduler.speculative import Speculation
@@ -19,8 +19,6 @@ MAX_WORKER_DEATHS = 3
 """of workers in a row at which a request may be in flight without a token in between"""
 MAX_PREEMPTIONS = 4
 """of a sequence by others with a better priority; afterwards it keeps its blocks"""
-
-
 MAX_PROMPT_LOGPROBS = 1 << 19
 """of one prompt. They are sent at once: for this number a detokenizer takes a second, in which it
 handles nothing else; after five seconds it would be given up, and the next one too"""
@@ -70,6 +68,8 @@ class Sequence:
     seed: int = field(init=False)
     reasoning: Reasoning = field(init=False)
     bad_words: list[list[int]] = field(init=False)
+    pooling: Pooling | None = field(init=False)
+    """the sequence ends with its prompt, without a token"""
     stop_token_ids: frozenset[int] = field(init=False)
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
@@ -81,6 +81,8 @@ class Sequence:
     """of each output token, None for those of an earlier attempt; None if not requested"""
     prompt_logprobs: list[PackedLogprobs] | None = None
     """of the prompt tokens after the first, as far as they are known; None if not requested"""
+    pooled: bytes | None = None
+    """result of `pooling`"""
     arrived_at: float = field(default_factory=monotonic)
     scheduled_at: float = 0.0
     first_token_at: float = 0.0
@@ -124,6 +126,7 @@ class Sequence:
         self.sampling = sampling = request.sampling
         self.seed = seed_of(request)
         self.reasoning, self.bad_words = request.reasoning, request.bad_words
+        self.pooling = request.pooling
         self.num_deaths = request.num_deaths
         # After the end of a grammar, only these tokens can be sampled.
         ignores_eos = sampling.ignore_eos and sampling.structured_outputs is None
@@ -175,15 +178,23 @@ class Sequence:
         known = self.prompt_logprobs
         return known is not None and len(known) < self.num_prompt_tokens - 1
 
+    @property
+    def has_begun(self) -> bool:
+        """True if output may be passed on: not before all logprobs of the prompt are known."""
+        is_text = self.pooling is None and not self.needs_prompt_logprobs
+        return self.num_prefill_tokens > 0 and is_text
+
     def limit_length(self, max_length: int) -> None:
         """Set the length at which the sequence ends. Raises CannotFitError."""
-        if self.num_prompt_tokens >= max_length:
+        room = 1 if self.pooling is None else 0
+        most = max_length - room
+        if self.num_prompt_tokens > most:
             raise CannotFitError(
-                f"prompt: got {self.num_prompt_tokens} tokens, expected up to {max_length - 1}, "
+                f"prompt: got {self.num_prompt_tokens} tokens, expected up to {most}, "
                 "which fit into the context and the KV pool"
             )
-        max_tokens = self.sampling.max_tokens or max_length
-        self.max_length = min(self.num_prompt_tokens + max_tokens, max_length)
+        max_tokens = (self.sampling.max_tokens or max_length) if room else 1
+        self.max_length = min(self.num_prompt_tokens + max_tokens, most + 1)
 
     def check(self, vocab_size: int) -> None:
         """Check what gateway and tokenizer can't. Raises CannotFitError."""
@@ -196,6 +207,7 @@ class Sequence:
         named = {
             "logit_bias": sampling.logit_bias,
             "allowed_token_ids": sampling.allowed_token_ids or (),
+            "pooling.label_ids": self.pooling.label_ids if self.pooling else (),
         }
         for name, token_ids in named.items():
             if (largest := max(token_ids, default=0)) >= vocab_size:
@@ -220,8 +232,9 @@ class Sequence:
             self.num_cached_tokens = min(self.num_planned_tokens, self.num_prompt_tokens)
 
     def phase_seconds(self) -> tuple[float, float]:
-        """Return seconds in the queue and of the prefill; 0 before the first token."""
-        if not self.scheduled_at or len(self.token_ids) == self.num_prompt_tokens:
+        """Return seconds in the queue and of the prefill; 0 before the first result."""
+        has_text = len(self.token_ids) > self.num_prompt_tokens
+        if not self.scheduled_at or not (has_text or self.pooled):
             return 0.0, 0.0
         self.first_token_at = self.first_token_at or monotonic()
         return self.scheduled_at - self.arrived_at, self.first_token_at - self.scheduled_at
@@ -235,12 +248,18 @@ class Sequence:
         if self.prompt_logprobs is not None:
             self.prompt_logprobs += chunk
 
+    def take_pooled(self, numbers: bytes) -> bool:
+        """Take the result of `pooling`. Return False if the sequence has ended."""
+        if self.finish_reason is None:
+            self.pooled, self.num_deaths = numbers, 0
+        return self.finish_reason is None
+
     def is_requested_by(self, request: TokenizedRequest) -> bool:
         """Return whether `request` is for this output, of which it knows no more."""
         num_prompt_tokens = len(request.prompt_token_ids) // 4
         known = [*unpack(request.prompt_token_ids), *unpack(request.output_token_ids)]
         return (
-            request.sampling == self.sampling
+            (request.sampling, request.pooling) == (self.sampling, self.pooling)
             and num_prompt_tokens == self.num_prompt_tokens
             and known == self.token_ids[: len(known)]
         )
@@ -275,6 +294,7 @@ class Sequence:
             structured_outputs=sampling.structured_outputs,
             allowed_token_ids=sampling.allowed_token_ids or [],
             bad_words=self.bad_words,
+            pooling=self.pooling,
         )
         if extras == RowExtras(self.num_prompt_tokens):
             return None

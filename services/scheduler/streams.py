@@ -214,8 +214,7 @@ class Streams:
                 sequence.detokenizer = peer.identity
                 peer.work[sequence.stream_id] = sequence
                 self._unopened.add(sequence.stream_id)
-                is_begun = sequence.num_prefill_tokens and not sequence.needs_prompt_logprobs
-                if is_begun or sequence.finish_reason:
+                if sequence.has_begun or sequence.finish_reason:
                     self._open(sequence, self._outboxes[peer.identity])
 
     def _open(self, sequence: Sequence, outbox: Outbox) -> None:
@@ -234,12 +233,6 @@ class Streams:
                 self.close(sequence)
             self._assign(surplus)
 
-    def finish(self, sequences: Iterable[Sequence]) -> None:
-        for sequence in sequences:
-            outbox = self._outboxes.get(sequence.detokenizer or b"")
-            if outbox and sequence.finish_reason:
-                outbox.finished.append((sequence.stream_id, sequence.finish_reason))
-
     def put(self, output: StepOutput) -> None:
         """Add the tokens of a step to the next messages."""
         outboxes = self._outboxes
@@ -254,7 +247,12 @@ class Streams:
                     outbox.logprobs.append((len(outbox.stream_ids), packed))
                 outbox.stream_ids.append(sequence.stream_id)
                 outbox.token_ids.append(token_id)
-        self.finish(output.finished)
+        for sequence in output.finished:
+            outbox = outboxes.get(sequence.detokenizer or b"")
+            if outbox and sequence.stream_id in self._unopened:  # without a token
+                self._open(sequence, outbox)
+            elif outbox and sequence.finish_reason:
+                outbox.finished.append((sequence.stream_id, sequence.finish_reason))
 
     def take_deltas(self) -> Iterator[tuple[bytes, StepTokens]]:
         """Yield the next message of each detokenizer that has one."""
@@ -297,4 +295,5 @@ def _opened(sequence: Sequence) -> StreamOpened:
         starts_reasoning=sequence.reasoning == "open",
         phase_seconds=sequence.phase_seconds(),
         finish_reason=sequence.finish_reason,
+        pooled=sequence.pooled,
     )

@@ -122,6 +122,7 @@ class TokenizerProcess:
                 priority=request.priority,
                 reasoning=reasoning,
                 bad_words=bad_words,
+                pooling=request.pooling,
             )
         )
         self.gateway.send(TokenizeDone(request.request_id, request.attempt, len(token_ids)))

@@ -52,11 +52,13 @@ class Tokenizer:
         field = "messages" if request.messages else "prompt"
         if not token_ids:
             raise PromptError(field, f"{field}: got no token, expected one or more")
-        if len(token_ids) >= self._max_model_len:
+        room = 1 if request.pooling is None else 0
+        if len(token_ids) + room > self._max_model_len:
+            leaving = ", which leave room for an answer" if room else ""
             raise PromptError(
                 field,
-                f"{field}: got {len(token_ids)} tokens, expected up to {self._max_model_len - 1}, "
-                f"which leave room for an answer in the context of {self._max_model_len}",
+                f"{field}: got {len(token_ids)} tokens, expected up to "
+                f"{self._max_model_len - room}{leaving} in the context of {self._max_model_len}",
             )
         if text is None and request.sampling.structured_outputs:
             text = self._decode(token_ids)

@@ -199,7 +199,9 @@ def _make_runner(
         if weight.is_cuda and not num_bytes:
             trial = make(1)
             sizes = config, max_blocks * block_size, block_size
-            plans = [worst_case_plan(*sizes), worst_case_plan(*sizes, with_extras=True)]
+            plans = [worst_case_plan(*sizes)]
+            if model.has_head:
+                plans.append(worst_case_plan(*sizes, with_extras=True))
             steps = [partial(_run_alone, trial, plan) for plan in plans]
             num_bytes = free_gpu_bytes(steps, config.gpu_memory_utilization, weight.device)
             del trial, steps

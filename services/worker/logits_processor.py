@@ -23,9 +23,11 @@ from penstock.kernels.sampling.types import DEFERRED
 from penstock.kernels.step.types import Slots
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.messages.plan import BatchPlan, RowAdded, unpack
+from penstock.protocol.messages.sampling import Pooling
 from penstock.services.worker.cuda_graphs import Computed
 from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.logits_changes import LogitsChanges
+from penstock.services.worker.pooling import pool
 from penstock.services.worker.processed_row import ProcessedRow, TokenBits
 from penstock.services.worker.step_output import (
     PendingLogprobs,
@@ -41,7 +43,7 @@ MAX_ROWS = 64
 """rows whose logits are copied at a time, which bounds the memory"""
 MAX_PROMPT_TOKENS = 256
 """prompt tokens whose logits are processed at a time"""
-IS_DEFERRED, IS_AWAITED, HAS_LOGPROBS, HAS_PROMPT_LOGPROBS = range(4)
+IS_DEFERRED, IS_AWAITED, HAS_LOGPROBS, HAS_PROMPT_LOGPROBS, IS_POOLED = range(5)
 """columns of `LogitsProcessor._traits`"""
 
 
@@ -62,7 +64,7 @@ class LogitsProcessor:
         self._changes = LogitsChanges(num_slots, vocab_size, *shard, self._device)
         self.state = self._changes.state
         self._masks = TokenMasks(num_slots, vocab_size, self._device) if grammars else None
-        self._traits: NDArray[np.bool_] = np.zeros((num_slots, 4), np.bool_)
+        self._traits: NDArray[np.bool_] = np.zeros((num_slots, 5), np.bool_)
         """by slot; False without a row"""
         self._awaited: dict[int, int] = {}
         """slot of a row that needs its tokens → index among the tokens sampled last"""
@@ -96,7 +98,8 @@ class LogitsProcessor:
         extras = row.extras
         is_deferred = row.flags & DEFERRED > 0
         with_logprobs = extras.num_logprobs >= 0, extras.num_prompt_logprobs >= 0
-        self._traits[slot] = is_deferred, row.needs_tokens, *with_logprobs
+        is_pooled = extras.pooling is not None
+        self._traits[slot] = is_deferred, row.needs_tokens, *with_logprobs, is_pooled
         if row.has_bad_words:
             self._with_words.add(slot)
         grammar = extras.structured_outputs
@@ -123,13 +126,13 @@ class LogitsProcessor:
 
     def run(self, rows: Rows, computed: Computed) -> PendingOutput:
         """Overwrite the tokens of deferred rows, in `computed` and in the persistent batch."""
-        output = PendingOutput([], {}, [])
+        output = PendingOutput([], {}, [], [])
         slots = rows.table[:, 0]
         for row in rows.table[self._traits[slots, HAS_PROMPT_LOGPROBS]].tolist():
             self._prompt_logprobs(row, computed.hidden_states, output)
         self._accept()
         slots = slots[rows.sampled]
-        is_deferred, is_awaited, has_logprobs, _ = self._traits[slots].T
+        is_deferred, is_awaited, has_logprobs, _, is_pooled = self._traits[slots].T
         if is_deferred.any():
             which = np.flatnonzero(is_awaited)
             self._awaited = dict(zip(slots[which].tolist(), which.tolist(), strict=True))
@@ -145,6 +148,10 @@ class LogitsProcessor:
             packed = self._logprobs(rows.sampled[some], max(numbers), computed)
             if packed is not None:
                 output.logprobs.append(PendingLogprobs(some.tolist(), numbers, packed))
+        if is_pooled.any():
+            at = zip(np.flatnonzero(is_pooled).tolist(), slots[is_pooled].tolist(), strict=True)
+            poolings = {index: self.rows[slot].extras.pooling or Pooling() for index, slot in at}
+            output.pooled.extend(pool(self._model, poolings, rows, computed))
         return output
 
     def sample(

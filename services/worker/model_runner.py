@@ -155,6 +155,8 @@ class ModelRunner:
             last, newest = hidden_states[last_tokens], newest[last_tokens]
         next_positions = self._buffers.next_positions[: len(last)]
         rows = self._buffers.slots[: len(last)], next_positions, newest
+        if not self._model.has_head:
+            return Computed(torch.zeros_like(next_positions), hidden_states, hidden_states, rows)
         tokens, logits = self._sampler(last, *rows)
         sample_deferred = None
         if self._model.tp.size == 1:

@@ -3,7 +3,7 @@
 The host does not wait for these copies.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -23,12 +23,19 @@ BAD_LOGITS = (
 """failure of a row without a token"""
 
 
+PooledNumbers = Iterable[tuple[int, bytes | None]]
+"""(index among the sampled rows; float32 numbers, or None where they are not finite)"""
+PendingNumbers = Callable[[], PooledNumbers]
+"""returns the results of rows with `pooling` when the step has run"""
+
+
 class StepOutput(NamedTuple):
     """Outputs of a step in addition to token ids, as in `SampledTokens`."""
 
     logprobs: list[tuple[int, PackedLogprobs]]
     prompt_logprobs: list[tuple[int, list[PackedLogprobs]]]
     failed: list[tuple[int, str]]
+    pooled: list[tuple[int, bytes]]
 
 
 class PendingLogprobs(NamedTuple):
@@ -49,6 +56,7 @@ class PendingOutput(NamedTuple):
     prompt_logprobs: dict[int, list[Tensor]]
     """slot → packed, in the order of the prompt"""
     failed: list[tuple[int, str]]
+    pooled: list[PendingNumbers]
 
     def get(self) -> StepOutput:
         """Return the outputs; the step must have run."""
@@ -63,10 +71,13 @@ class PendingOutput(NamedTuple):
             (slot, [_unpack(row, row.size) for part in parts for row in part.numpy()])
             for slot, parts in self.prompt_logprobs.items()
         ]
-        return StepOutput(logprobs, prompt_logprobs, list(self.failed))
+        pooled = [pair for numbers in self.pooled for pair in numbers()]
+        failed = [(index, BAD_LOGITS) for index, numbers in pooled if numbers is None]
+        finite = [(index, numbers) for index, numbers in pooled if numbers is not None]
+        return StepOutput(logprobs, prompt_logprobs, self.failed + failed, finite)
 
 
-NOTHING = PendingOutput([], {}, [])
+NOTHING = PendingOutput([], {}, [], [])
 """of a step whose rows need no logits processor"""
 
 

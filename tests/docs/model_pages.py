@@ -115,7 +115,6 @@ def _why(refusal: str) -> str:
     for word, reason in (
         ("linear", "linear attention"),
         ("images", "takes images or audio"),
-        ("embedding", "makes vectors, no text"),
     ):
         if word in refusal:
             return reason

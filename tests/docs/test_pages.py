@@ -25,6 +25,7 @@ NEEDS = {
     "needs Slurm",
     "needs vLLM",
     "needs a terminal of its own",
+    "needs an embedding model",
     "needs the network",
     "needs two GPUs",
 }

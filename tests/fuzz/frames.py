@@ -26,7 +26,7 @@ from penstock.protocol.messages.detokenizer import Confirmed, StepTokens, Stream
 from penstock.protocol.messages.logprobs import Logprob, PackedLogprobs, TokenLogprobs
 from penstock.protocol.messages.plan import BatchPlan, RowAdded, RowExtras, SampledTokens, pack
 from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
-from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.sampling import Pooling, SamplingParams
 from penstock.protocol.messages.scheduler import (
     GatewayStarted,
     ReleaseRequest,
@@ -121,6 +121,7 @@ EXTRAS = RowExtras(
     allowed_token_ids=[*range(128)],
     bad_words=[[52, 50], [55]],
 )
+POOLED = StreamOpened(2, INNER_ID, 0, b"", b"", finish_reason="stop", pooled=bytes(8))
 ROW = RowAdded(0, pack(PROMPT), pack([0]), 0, 1.0, 5, 0.9, 0.1, 3, EXTRAS)
 
 MESSAGES: dict[str, list[Struct]] = {
@@ -134,6 +135,8 @@ MESSAGES: dict[str, list[Struct]] = {
         ),
         GenerateRequest(prompt="2+2=", logprobs=2, min_tokens=2, logit_bias={5: -1.0}),
         GenerateRequest(prompt="2+2=", structured_outputs=StructuredOutputs(choice=["4", "5"])),
+        GenerateRequest(prompt="2+2=", pooling=Pooling(dimensions=8)),
+        GenerateRequest(prompt="2+2=", pooling=Pooling(label_ids=[52, 53])),
         TokenizePromptRequest(prompt="17+25="),
         TokenizePromptRequest(messages=CHAT, tools=TOOLS),
         DetokenizeRequest(token_ids=[52, 258]),
@@ -182,12 +185,14 @@ MESSAGES: dict[str, list[Struct]] = {
         TokenizedRequest(INNER_ID, 0, SAMPLING, pack(PROMPT), pack([52])),
         TokenizedRequest(INNER_ID, 1, SamplingParams(max_tokens=4), pack(PROMPT)),
         TokenizedRequest(INNER_ID, 2, EXTRA_SAMPLING, pack(PROMPT), bad_words=[[52, 50], [55]]),
+        TokenizedRequest(INNER_ID, 3, SAMPLING, pack(PROMPT), pooling=Pooling(dimensions=8)),
         ReleaseRequest(INNER_ID, 1),
         StopFound(INNER_ID, 0),
         GatewayStarted(0),
     ],
     "ToDetokenizer": [
         StepTokens(1, [OPENED], pack([1, 1]), pack([52, 50]), [(1, "stop")], [2], [(1, PACKED)]),
+        StepTokens(1, [POOLED]),
         Refused("no"),
     ],
     "FromDetokenizer": [Heartbeat("fuzz"), Goodbye(), Confirmed()],
@@ -200,6 +205,7 @@ MESSAGES: dict[str, list[Struct]] = {
         WorkerState("fuzz", "g", 0, 100, 16, (1.0, 2.0)),
         WorkerState("fuzz"),
         SampledTokens(1, 2, pack([52, 50]), [(1, PACKED)], [(0, [PACKED])], [(0, "no")]),
+        SampledTokens(1, 2, pack([52, 50]), pooled=[(0, bytes(8))]),
     ],
     "ToGateway": [TextDeltas([DELTA, DELTA]), FAILED, STATUS, SupervisorReport([PROCESS])],
     "ToSupervisor": [

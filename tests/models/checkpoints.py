@@ -1,14 +1,18 @@
 """Random Qwen3 checkpoints, as transformers writes them."""
 
+import json
 import shutil
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3Model,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -57,3 +61,47 @@ def save_checkpoint(folder: Path, max_shard_size: str = "1GB", **shape: object) 
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     shutil.copy(Config().model_folder / "tokenizer.json", folder)
     return model
+
+
+MODULES = [
+    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    {
+        "idx": 2,
+        "name": "2",
+        "path": "2_Normalize",
+        "type": "sentence_transformers.models.Normalize",
+    },
+]
+LAST_TOKEN = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}
+
+
+def save_embedding_model(folder: Path, **shape: object) -> PreTrainedModel:
+    """Write a random checkpoint with the files and names of Qwen3-Embedding; return its model.
+
+    Its tensors lack `model.`, and its tokenizer ends a text with <|endoftext|>.
+    """
+    torch.manual_seed(0)
+    model = Qwen3Model(Qwen3Config(**{**SHAPE, **shape})).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["Qwen3ForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(config))
+    write_embedding_files(folder)
+    tokenizer = Tokenizer.from_file(str(Config().model_folder / "tokenizer.json"))
+    end = "<|endoftext|>"
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, tokenizer.token_to_id(end))]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return model
+
+
+def write_embedding_files(folder: Path) -> None:
+    """Write what makes a checkpoint an embedding model of sentence-transformers."""
+    (folder / "modules.json").write_text(json.dumps(MODULES))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling/config.json").write_text(json.dumps(LAST_TOKEN))

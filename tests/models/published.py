@@ -1,6 +1,9 @@
 """Published checkpoints of the Qwen3 family: their `config.json`, and what becomes of them here."""
 
+import json
 from typing import Any, NamedTuple
+
+from tests.models.checkpoints import LAST_TOKEN, MODULES
 
 DENSE = {
     # hidden_size, intermediate_size, layers, heads, KV heads, whether the head is the embedding
@@ -51,7 +54,10 @@ COMPRESSED = {
     "int-quantized W8A8": {"num_bits": 8, "strategy": "channel"},
     "float-quantized W8A8": {"num_bits": 8, "type": "float", "strategy": "channel"},
 }
-POOLING = {"modules.json": '[{"type": "sentence_transformers.models.Pooling"}]'}
+EMBEDDING = {
+    "modules.json": json.dumps(MODULES),
+    "1_Pooling/config.json": json.dumps(LAST_TOKEN),
+}
 NEXT = {
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",
@@ -193,12 +199,16 @@ def _others() -> dict[str, Published]:
         )
     }
     for size in ("0.6B", "4B", "8B"):
+        is_small = size == "0.6B"
+        own = {"max_position_embeddings": 32_768, "vocab_size": 151_669}
         models[f"Qwen3-Embedding-{size}"] = Published(
-            dense(size, tie_word_embeddings=True), POOLING, "is an embedding model"
+            dense(size, eos_token_id=151_643, **(own if is_small else {"vocab_size": 151_665})),
+            EMBEDDING,
+            note="embeddings: [guide](../guides/embeddings.md)",
         )
         models[f"Qwen3-Reranker-{size}"] = Published(
             dense(size, tie_word_embeddings=True),
-            note="a causal model: its score is in the logprobs of `yes` and `no`",
+            note="scores, and text: [guide](../guides/embeddings.md)",
         )
     for size in ("2B", "4B", "8B", "32B"):
         text = dense("1.7B" if size == "2B" else size, **LONG)

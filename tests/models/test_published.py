@@ -55,10 +55,18 @@ def write(folder: Path, model: Published) -> PreTrainedModel:
     """Write the checkpoint as published, except for its sizes; return transformers' model of it."""
     sizes = shrunken(model.config)
     kept = {name: model.config[name] for name in KEPT if name in model.config}
+    kept |= {"tie_word_embeddings": True} if "modules.json" in model.files else {}
     reference = save_checkpoint(folder, **kept, head_dim=model.config["head_dim"], **sizes)
     if "quantization_config" in model.config:
         _quantize(folder, reference, model.config["quantization_config"])
     (folder / "config.json").write_text(json.dumps(model.config | sizes))
+    for file, content in model.files.items():
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text(content)
+    if "modules.json" in model.files:  # the embedding is tied to a head that only `reference` has
+        tensors = load_file(folder / SINGLE_FILE)
+        bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        save_file(bare, folder / SINGLE_FILE)
     return reference
 
 

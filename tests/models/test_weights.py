@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from penstock.models import checkpoint_tensors, weights
 from penstock.models.checkpoint_tensors import INDEX_FILE, SINGLE_FILE
 from penstock.models.tensor_parallel import TensorParallel
-from penstock.protocol.checkpoint import ModelError
-from tests.models.checkpoints import save_checkpoint
+from penstock.protocol.checkpoint import ModelError, read_model_config
+from penstock.protocol.checkpoint_files import check_tensors
+from tests.models.checkpoints import save_checkpoint, write_embedding_files
 from tests.models.forward import load_model
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -64,7 +65,16 @@ def test_models_that_do_not_generate_say_so(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / SINGLE_FILE)
     bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     save_file(bare, tmp_path / SINGLE_FILE)
-    with pytest.raises(ModelError, match=r"without 'model.' before it: an embedding model"):
+    with pytest.raises(ModelError, match=r"without 'model.' before it, as embedding models"):
+        load_model(tmp_path)
+    del bare["score.weight"]
+    save_file(bare, tmp_path / SINGLE_FILE)
+    write_embedding_files(tmp_path)
+    check_tensors(tmp_path, read_model_config(tmp_path))
+    loaded = load_model(tmp_path).state_dict()
+    assert torch.equal(loaded["model.norm.weight"], bare["norm.weight"])
+    save_file(tensors, tmp_path / SINGLE_FILE)  # with the score, which an embedding model lacks
+    with pytest.raises(ModelError, match=r"has score.weight"):
         load_model(tmp_path)
 
 

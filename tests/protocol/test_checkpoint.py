@@ -11,6 +11,7 @@ from penstock.protocol.config import Config
 from penstock.protocol.generation_config import GenerationConfig
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.tokenizer_file import read_eos_token_ids
+from tests.models.checkpoints import MODULES, write_embedding_files
 
 DEMO = Config().model_folder
 
@@ -92,8 +93,8 @@ def test_heads_that_do_not_divide(tp_size: int) -> None:
             {"dual_chunk_attention_config": {"chunk_size": 8}},
             'dual_chunk_attention_config: got {"chunk_size":8}, expected null',
         ),
-        ({"architectures": ["Qwen3ForSequenceClassification"]}, "a reranker, classifier or"),
-        ({"architectures": ["Qwen3Model"]}, "embedding model generates no text"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "; a classifier, or"),
+        ({"architectures": ["Qwen3Model"]}, "an embedding model without modules.json"),
         ({"vocab_size": "many"}, "vocab_size"),
         ({**MOE, "num_experts_per_tok": 61}, "per_tok: got 61, expected 1 to 60, the number of"),
         ({**MOE, "decoder_sparse_step": 0}, "decoder_sparse_step"),
@@ -170,10 +171,38 @@ def test_head_dim_that_is_missing(tmp_path: Path) -> None:
         assert read_model_config(tmp_path).head_dim == head_dim
 
 
-def test_an_embedding_model_says_that_it_is_one(tmp_path: Path) -> None:
-    pooling = [{"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
-    (changed(tmp_path) / "modules.json").write_text(json.dumps(pooling))
-    with pytest.raises(ModelError, match=r"is an embedding model .* it makes vectors"):
+@pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "Qwen3Model"])
+def test_an_embedding_model_is_known_by_its_pooling(tmp_path: Path, name: str) -> None:
+    write_embedding_files(changed(tmp_path, architectures=[name], tie_word_embeddings=False))
+    model = read_model_config(tmp_path)
+    assert (model.is_embedding_model, model.tie_word_embeddings) == (True, True)
+    new = {"embedding_dimension": 128, "pooling_mode": "lasttoken"}
+    (tmp_path / "1_Pooling/config.json").write_text(json.dumps(new))
+    assert read_model_config(tmp_path).is_embedding_model
+    (tmp_path / "modules.json").write_text(json.dumps(MODULES[:1]))
+    changed(tmp_path, is_embedding_model=True)
+    assert not read_model_config(tmp_path).is_embedding_model
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "sentence"),
+    [
+        ("modules.json", [*MODULES, {"type": "a.Dense"}], "got Dense, expected one of Normalize"),
+        ("modules.json", "[", r"modules.json can't be read"),
+        ("modules.json", [{"type": "a.Pooling", "path": "2_Other"}], "2_Other/config.json is miss"),
+        ("modules.json", [{"type": "a.Pooling", "path": ""}], "config.json is missing"),
+        ("1_Pooling/config.json", {"pooling_mode": "mean"}, r"\['pooling_mode'\], expected a pool"),
+        ("1_Pooling/config.json", {"pooling_mode_mean_tokens": True}, "got .*mean_tokens"),
+        ("1_Pooling/config.json", {}, r"got \[\], expected a pooling of the last token"),
+    ],
+)
+def test_embedding_models_that_are_not_served(
+    tmp_path: Path, file: str, content: object, sentence: str
+) -> None:
+    write_embedding_files(changed(tmp_path))
+    text = content if isinstance(content, str) else json.dumps(content)
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ModelError, match=sentence):
         read_model_config(tmp_path)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence as SequenceOf
 from itertools import count
 
 from penstock.protocol.messages.plan import pack
-from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.sampling import Pooling, SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.services.scheduler.sequence import Sequence
 from tests.services.scheduler.reference import EOS, expected_output
@@ -18,12 +18,13 @@ def make_sequence(
     cache_salt: str = "",
     client: str = "",
     priority: int = 0,
+    pooling: Pooling | None = None,
     **sampling: object,
 ) -> Sequence:
     """Return a new sequence; `output` is what an earlier attempt generated."""
     params = SamplingParams(**({"seed": 0} | sampling))  # type: ignore[arg-type]
     request = TokenizedRequest(f"r{next(_numbers)}", 0, params, pack(prompt), pack(output))
-    request.cache_salt = cache_salt
+    request.cache_salt, request.pooling = cache_salt, pooling
     request.client, request.priority = client, priority
     return Sequence(request, frozenset({EOS}))
 

@@ -73,6 +73,10 @@ class Desk:
         ended = [sequence for sequence in sequences if sequence.finish_reason]
         self.streams.put(StepOutput(sequences, [token_id] * len(sequences), ended, []))
 
+    def end(self, sequence: Sequence) -> None:
+        """End a sequence without a token."""
+        self.streams.put(StepOutput([], [], [sequence], []))
+
     def deliver(self) -> None:
         for identity, delta in self.streams.take_deltas():
             assert delta.epoch == 7

@@ -70,6 +70,11 @@ def logprobs_at(token_ids: SequenceOf[int], position: int) -> PackedLogprobs:
     return PackedLogprobs(pack([token_ids[position], position]), bytes(8))
 
 
+def pooled_of(token_ids: SequenceOf[int]) -> bytes:
+    """Return the numbers that a row with `pooling` has: they follow from its whole prompt."""
+    return pack([len(token_ids), *token_ids])
+
+
 class Row:
     """One row of the persistent batch."""
 
@@ -87,6 +92,7 @@ class Row:
             assert not self.num_computed, "these logprobs come of computing the whole prompt"
             self.num_prompt_logprobs = extras.num_prompt_tokens - 1
         self.has_extras = extras is not None
+        self.is_pooled = extras is not None and extras.pooling is not None
         self.num_drafted = 0
         """tokens of its draft, if the last plan that it is part of has one"""
         self.has_grammar = extras is not None and extras.structured_outputs is not None
@@ -142,6 +148,8 @@ class ReferenceWorker:
         self._compute(work)
         sampled: list[int] = []
         for row in [row for row, _ in work if is_done(row)]:
+            if row.is_pooled:
+                tokens.pooled.append((len(sampled), pooled_of(row.token_ids)))
             sampled += self._sample(row)
             if row.tells_logprobs:
                 position = len(row.token_ids) - 1
@@ -220,6 +228,7 @@ class ReferenceWorker:
     def _compute(self, work: list[tuple[Row, int]]) -> None:
         written, _ = self._writes[-1]
         for row, num_tokens in work:
+            assert not row.is_pooled or row.num_computed < row.num_given, "a pooled row decodes"
             cells = self._cells(row)
             for position in range(row.num_computed, row.num_computed + num_tokens):
                 assert position < len(cells), "a token is written that has no block"

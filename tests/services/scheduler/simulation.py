@@ -22,6 +22,7 @@ from tests.services.scheduler.reference import (
     WorkerDiedError,
     expected_output,
     logprobs_at,
+    pooled_of,
 )
 
 
@@ -130,7 +131,7 @@ class Simulation:
         result = msgspec.msgpack.decode(self.results.popleft(), type=SampledTokens)
         rows = self.scheduler.in_flight[0].sampled
         output = self.scheduler.update(result)
-        self.num_wasted.update(set(rows) - set(output.sequences))
+        self.num_wasted.update(set(rows) - {*output.sequences, *output.finished})
         self.num_ends.update(output.finished)
         for sequence, reason in output.failed:
             assert (sequence.finish_reason, reason) == ("abort", "no way out")
@@ -207,6 +208,8 @@ class Simulation:
         for sequence in self.sequences:
             assert self.received[sequence] == sequence.output_token_ids
             self.check_logprobs(sequence)
+            has_result = sequence.pooling is not None and sequence.finish_reason == "stop"
+            assert (sequence.pooled is not None) == (has_result and sequence not in self.cut)
         at_risk = self.in_flight.union(self.scheduler.running)
         for sequence in at_risk:
             if self.num_deaths[sequence] == 2 and sequence.finish_reason is None:
@@ -239,6 +242,9 @@ class Simulation:
         """Its tokens are the model's, and no more rows ran for it than could not be helped."""
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
         tokens, reason = expected_output(prompt, sequence.sampling, self.limit)
+        if sequence.pooling is not None:
+            tokens, reason = [], "stop"
+            assert sequence in self.cut or sequence.pooled == pooled_of(prompt)
         received, num_wasted = self.received[sequence], self.num_wasted[sequence]
         num_plans = self.config.num_plans_in_flight
         cut = self.cut | self.failed

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 )
 
 from penstock.protocol.messages.client import FinishReason
+from penstock.protocol.messages.sampling import Pooling
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.scheduler import speculative as speculation
 from penstock.services.scheduler.block_pool import hash_block
@@ -67,9 +68,12 @@ samplings = st.fixed_dictionaries(
         "speculative": st.sampled_from([True, True, True, False]),
         "logprobs": st.sampled_from([None, None, 0, 2]),
         "prompt_logprobs": st.sampled_from([None, None, None, 0, 2]),
+        "pooling": st.sampled_from([None] * 5 + [Pooling(), Pooling(label_ids=[1, 2])]),
         "structured_outputs": st.sampled_from([None] * 7 + [StructuredOutputs(json_object=True)]),
     }
 )
+OF_POOLED = {"seed", "max_tokens", "speculative", "pooling", "client", "priority"}
+"""what a request with `pooling` may have"""
 senders = st.fixed_dictionaries(
     {"client": st.sampled_from(["", "", "a", "b"]), "priority": st.sampled_from([0, 0, 0, -2, 3])}
 )
@@ -92,10 +96,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def add(self, prompt: SequenceOf[int], num_given: int, sampling: dict[str, Any]) -> None:
         """Add a request, of which an earlier attempt has generated up to `num_given` tokens."""
-        limit = self.sim.limit
-        if len(prompt) >= limit:
+        limit, pooling = self.sim.limit, sampling["pooling"]
+        if pooling is not None:
+            sampling = {name: value for name, value in sampling.items() if name in OF_POOLED}
+            num_given = 0
+        if len(prompt) + (pooling is None) > limit:
             with pytest.raises(CannotFitError):
-                self.sim.add(prompt)
+                self.sim.add(prompt, **sampling)
             return
         output, _ = expected_output(prompt, make_sequence(prompt, **sampling).sampling, limit)
         self.sim.add(prompt, output[:num_given], **sampling)

@@ -22,7 +22,7 @@ TIMEOUT = 10_000
 
 
 LOGPROBS = PackedLogprobs(pack([5]), b"1234")
-OUTPUT = StepOutput([(1, LOGPROBS)], [(3, [LOGPROBS, LOGPROBS])], [(0, "too long")])
+OUTPUT = StepOutput([(1, LOGPROBS)], [(3, [LOGPROBS, LOGPROBS])], [(0, "too long")], [(1, b"1234")])
 
 
 class FakeStep:
