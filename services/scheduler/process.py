@@ -32,7 +32,8 @@ from penstock.services.scheduler.block_manager import make_block_manager
 from penstock.services.scheduler.in_flight_plan import PlanDepth
 from penstock.services.scheduler.lease import Lease
 from penstock.services.scheduler.scheduler import Scheduler
-from penstock.services.scheduler.sequence import CannotFitError, Sequence
+from penstock.services.scheduler.sequence import Sequence
+from penstock.services.scheduler.sequence_limits import CannotFitError
 from penstock.services.scheduler.streams import Streams
 from penstock.services.scheduler.workers import NO_GROUP, WorkerGroup, WorkerMessage
 

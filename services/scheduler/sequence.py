@@ -13,19 +13,13 @@ from penstock.protocol.messages.plan import RowAdded, RowExtras, pack, unpack
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.structured import Reasoning
+from penstock.services.scheduler.sequence_limits import CannotFitError, check_limits
 from penstock.services.scheduler.speculative import Speculation
 
 MAX_WORKER_DEATHS = 3
 """of workers in a row at which a request may be in flight without a token in between"""
 MAX_PREEMPTIONS = 4
 """of a sequence by others with a better priority; afterwards it keeps its blocks"""
-MAX_PROMPT_LOGPROBS = 1 << 19
-"""of one prompt. They are sent at once: for this number a detokenizer takes a second, in which it
-handles nothing else; after five seconds it would be given up, and the next one too"""
-
-
-class CannotFitError(ValueError):
-    """A request that could not run even alone; the message names the numbers."""
 
 
 class Status(Enum):
@@ -198,28 +192,8 @@ class Sequence:
 
     def check(self, vocab_size: int) -> None:
         """Check what gateway and tokenizer can't. Raises CannotFitError."""
-        for extreme in (min(self.token_ids), max(self.token_ids)):
-            if not 0 <= extreme < vocab_size:  # every worker, and its successor, would exit
-                raise CannotFitError(
-                    f"prompt: got token id {extreme}, expected up to {vocab_size - 1}"
-                )
-        sampling = self.sampling
-        named = {
-            "logit_bias": sampling.logit_bias,
-            "allowed_token_ids": sampling.allowed_token_ids or (),
-            "pooling.label_ids": self.pooling.label_ids if self.pooling else (),
-        }
-        for name, token_ids in named.items():
-            if (largest := max(token_ids, default=0)) >= vocab_size:
-                raise CannotFitError(
-                    f"{name}: got token id {largest}, expected up to {vocab_size - 1}"
-                )
-        num_top = sampling.prompt_logprobs
-        if num_top is not None and (1 + num_top) * self.num_prompt_tokens > MAX_PROMPT_LOGPROBS:
-            raise CannotFitError(
-                f"prompt_logprobs: got {num_top} for a prompt of {self.num_prompt_tokens} tokens, "
-                f"expected up to {MAX_PROMPT_LOGPROBS} logprobs in total"
-            )
+        ids = self.token_ids
+        check_limits(ids, self.num_prompt_tokens, self.sampling, self.pooling, vocab_size)
 
     def admit(self, slot: int) -> None:
         """Give the sequence, which has its blocks, a slot: it is part of the next plan."""

@@ -8,8 +8,6 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.logprobs import PackedLogprobs
 from penstock.protocol.messages.plan import (
-    BLOCK_BITS,
-    MAX_BLOCKS,
     BatchPlan,
     RowAdded,
     SampledTokens,
@@ -17,6 +15,7 @@ from penstock.protocol.messages.plan import (
     unpack,
 )
 from penstock.protocol.messages.sampling import SamplingParams
+from tests.services.scheduler.packed_plans import blocks, pairs, split
 
 EOS = 0
 NUM_TOKEN_IDS = 4
@@ -284,26 +283,3 @@ class ReferenceWorker:
 def is_done(row: Row) -> bool:
     """Nothing is left to compute before the next token."""
     return row.num_computed == len(row.token_ids)
-
-
-def blocks(data: bytes) -> list[tuple[int, int]]:
-    """Return appended blocks as (slot, block id)."""
-    return [(number >> BLOCK_BITS, number & (MAX_BLOCKS - 1)) for number in unpack(data)]
-
-
-def split(drafts: bytes) -> list[tuple[int, tuple[int, list[int]]]]:
-    """(slot, (position, token ids)) of each."""
-    numbers, found = list(unpack(drafts)), []
-    while numbers:
-        slot, position, count = numbers[:3]
-        assert count > 0
-        assert slot not in dict(found), "two drafts for a row"
-        found.append((slot, (position, numbers[3 : 3 + count])))
-        del numbers[: 3 + count]
-    return found
-
-
-def pairs(data: bytes) -> list[tuple[int, int]]:
-    """int32 [n, 2] as pairs."""
-    numbers = unpack(data)
-    return list(zip(numbers[::2], numbers[1::2], strict=True))

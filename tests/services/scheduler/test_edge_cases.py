@@ -5,9 +5,10 @@ from collections.abc import Callable
 import pytest
 
 from penstock.protocol.messages.plan import unpack
-from penstock.services.scheduler.sequence import CannotFitError, Sequence, Status
+from penstock.services.scheduler.sequence import Sequence, Status
+from penstock.services.scheduler.sequence_limits import CannotFitError
 from tests.services.scheduler.builders import long_prompt, seed_for_eos_after
-from tests.services.scheduler.reference import blocks, pairs
+from tests.services.scheduler.packed_plans import blocks, pairs
 from tests.services.scheduler.simulation import Simulation
 
 BLOCK = 4

@@ -8,7 +8,8 @@ from penstock.protocol.messages.plan import RowExtras, SampledTokens, pack
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.services.scheduler.sequence import CannotFitError, Sequence
+from penstock.services.scheduler.sequence import Sequence
+from penstock.services.scheduler.sequence_limits import CannotFitError
 from penstock.services.scheduler.streams import _opened
 from tests.services.scheduler.builders import long_prompt, make_sequence
 from tests.services.scheduler.reference import EOS, logprobs_at

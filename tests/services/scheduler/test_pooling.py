@@ -4,7 +4,7 @@ import pytest
 
 from penstock.protocol.messages.plan import RowExtras
 from penstock.protocol.messages.sampling import Pooling
-from penstock.services.scheduler.sequence import CannotFitError
+from penstock.services.scheduler.sequence_limits import CannotFitError
 from tests.services.scheduler.builders import long_prompt, make_sequence
 from tests.services.scheduler.desk import Desk
 from tests.services.scheduler.reference import pooled_of

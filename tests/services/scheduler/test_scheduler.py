@@ -12,7 +12,7 @@ from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence, Status
 from tests.services.scheduler.builders import long_prompt, make_sequence, seed_for_eos_after
-from tests.services.scheduler.reference import blocks, pairs
+from tests.services.scheduler.packed_plans import blocks, pairs
 from tests.services.scheduler.simulation import Simulation
 
 # ---- the budget ------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import pytest
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.scheduler.speculative import KNOWN, LONG, MAX_REQUIRED, SHORT, Speculation
 from tests.services.scheduler.builders import long_prompt
-from tests.services.scheduler.reference import LOOP, split
+from tests.services.scheduler.packed_plans import split
+from tests.services.scheduler.reference import LOOP
 from tests.services.scheduler.simulation import Simulation
 
 Draft = tuple[int, tuple[int, list[int]]]
