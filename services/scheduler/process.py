@@ -126,8 +126,7 @@ class SchedulerProcess:
             sequence.check(self.model.vocab_size)
             self.scheduler.add(sequence)
         except CannotFitError as error:
-            field = str(error).partition(":")[0]
-            self.fail(request, ErrorReply(code="invalid", message=str(error), field=field))
+            self.fail(request, error.reply)
             return
         self.requests[request.request_id] = sequence
         self.streams.open(sequence)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
 
 MAX_PROMPT_LOGPROBS = 1 << 19
@@ -11,6 +12,11 @@ handles nothing else; after five seconds it would be given up, and the next one 
 
 class CannotFitError(ValueError):
     """A request that could not run even alone; the message names the numbers."""
+
+    @property
+    def reply(self) -> ErrorReply:
+        message = str(self)
+        return ErrorReply(code="invalid", message=message, field=message.partition(":")[0])
 
 
 def check_limits(
