@@ -14,8 +14,8 @@ from penstock.protocol.messages.plan import BatchPlan, RowExtras
 from penstock.services.worker import logits_processor as second_pass
 from penstock.services.worker.step_output import StepOutput
 from tests.models.forward import random_prompts
+from tests.services.worker.driver import Driver, make_runner
 from tests.services.worker.plans import plan, row
-from tests.services.worker.test_model_runner import Driver, make_runner
 
 PROMPT, OTHER = random_prompts(264, 37, 20)
 NUM_STEPS = 16

@@ -14,6 +14,7 @@ from penstock.protocol.messages.plan import RowExtras
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.worker.processed_row import Bitmask, ProcessedRow
 from penstock.services.worker.step_output import BAD_LOGITS
+from tests.services.worker.driver import Driver, make_runner
 from tests.services.worker.plans import plan, row
 from tests.services.worker.test_logits_processor import (
     NUM_STEPS,
@@ -26,7 +27,6 @@ from tests.services.worker.test_logits_processor import (
     penalize,
     plain,
 )
-from tests.services.worker.test_model_runner import Driver, make_runner
 
 __all__ = ["plain"]
 """a fixture"""

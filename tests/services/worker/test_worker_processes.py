@@ -20,8 +20,8 @@ from penstock.protocol.transport.context import Context, endpoints
 from penstock.protocol.transport.process import PROCESS_VARIABLE
 from tests.models.forward import load_model, prefill_logits, random_prompts
 from tests.models.test_parallel import free_rendezvous
+from tests.services.worker.driver import make_runner
 from tests.services.worker.plans import plan, row
-from tests.services.worker.test_model_runner import make_runner
 
 TIMEOUT = 120
 """seconds that a process may take for anything"""
