@@ -15,11 +15,11 @@ from torch import Tensor
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
 from penstock.kernels.attention.types import KVCache
-from penstock.kernels.cpu.compiler import Target, load
+from penstock.kernels.cpu.compiler import Target, host, load
 from penstock.kernels.cpu.integers import GROUP, Integers
 from penstock.kernels.cpu.llvm_attention import KEYS
 from penstock.kernels.cpu.llvm_decoder import Kinds, build_module
-from penstock.kernels.cpu.llvm_linear import COLUMNS
+from penstock.kernels.cpu.llvm_linear import scratch_words
 from penstock.kernels.cpu.types import (
     MATRICES,
     HeadFields,
@@ -89,6 +89,8 @@ class CompiledLayers:
             for number in (shape.head_dim**-0.5, shape.eps)
         )
         self._barrier = torch.zeros(1, dtype=torch.int64)
+        inputs = shape.hidden, shape.heads * shape.head_dim, shape.intermediate
+        self._scratch_words = scratch_words(target or host(), inputs)
         self._num_rows = 0
         self.version = 0
         """changes with the addresses of memory in StepFields and HeadFields"""
@@ -103,7 +105,7 @@ class CompiledLayers:
         inputs = shape.hidden, shape.heads * shape.head_dim, shape.intermediate
         self._normed, self._attended, self._inner = (torch.empty(num_rows, n) for n in inputs)
         self._qkv = torch.empty(num_rows, shape.qkv)
-        self._scratch = torch.empty(self._num_threads, COLUMNS * max(inputs))
+        self._scratch = torch.empty(self._num_threads, self._scratch_words)
 
     def begin(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> StepFields:
         """Prepare a step; its tokens' keys and values will be stored in kv_caches.

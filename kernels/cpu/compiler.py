@@ -29,6 +29,10 @@ class Target(NamedTuple):
     rows: int
     """rows of a tile"""
 
+    def has(self, feature: str) -> bool:
+        """Return True for a feature by its name in LLVM."""
+        return f"+{feature}" in self.features.split(",")
+
 
 class Library:
     """Compiled functions, which exist as long as this object."""

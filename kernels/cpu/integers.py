@@ -12,7 +12,8 @@ from torch import Tensor
 from penstock.kernels.cpu.values import Pointer, Value
 
 GROUP = 64
-KINDS = {8: "q8", 4: "q4"}
+BITS = {"q8": 8, "q4": 4}
+"""by kind of matrix"""
 
 
 class Integers(NamedTuple):
@@ -66,7 +67,7 @@ class IntegerPointer:
 
     def __init__(self, codes: Pointer, scales: Pointer, bits: int, at: "Value | int" = 0) -> None:
         """Point to element `at`; codes, scales: of the matrix, whose rows are whole groups."""
-        self.kind = KINDS[bits]
+        self.kind = f"q{bits}"
         self._codes, self._scales, self._bits, self._at = codes, scales, bits, at
 
     def __add__(self, index: "Value | int") -> "IntegerPointer":
@@ -85,23 +86,13 @@ class IntegerPointer:
 
 
 class IntegerGroup(NamedTuple):
-    """A group, whose numbers vectors take."""
+    """A group."""
 
     codes: Pointer
     scale: Value
     bits: int
 
-    def vector(self, first: int, lanes: int) -> Value:
-        """Return numbers `first` to `first + lanes` as float32."""
-        if self.bits == 8:
-            return self.codes.integers(first, lanes).to_float() * self.scale
-        place, is_high = first % (GROUP // 2), first >= GROUP // 2
-        both = self.codes.octets(place, lanes)
-        nibbles = both.shift_right(4) if is_high else both & 15
-        return (nibbles - 8).to_float() * self.scale
-
 
 def weight_pointer(weight: str, codes: Pointer, scales: Pointer) -> Any:
     """Return the pointer to a matrix of a kind: "f32", "bf16", "q8" or "q4"."""
-    bits = {kind: number for number, kind in KINDS.items()}.get(weight)
-    return IntegerPointer(codes, scales, bits) if bits else codes
+    return IntegerPointer(codes, scales, BITS[weight]) if weight in BITS else codes

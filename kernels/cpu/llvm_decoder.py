@@ -11,8 +11,10 @@ from llvmlite import ir
 
 from penstock.kernels.cpu.compiler import Target
 from penstock.kernels.cpu.emitter import Kernel
+from penstock.kernels.cpu.integers import BITS
 from penstock.kernels.cpu.llvm_attention import emit_attention
 from penstock.kernels.cpu.llvm_elementwise import emit_embedding, emit_norm, emit_rope_store
+from penstock.kernels.cpu.llvm_integer_dot import emit_rounding
 from penstock.kernels.cpu.llvm_linear import (
     ADD,
     COLUMNS,
@@ -84,13 +86,17 @@ def build_module(target: Target, kinds: Kinds, head_dim: int, group: int) -> ir.
 
 def element(kind: str) -> str:
     """Return the elements in memory of a kind of matrix."""
-    return "i8" if kind in ("q8", "q4") else kind
+    return "i8" if kind in BITS else kind
 
 
 def _product(module: ir.Module, target: Target, kind: str) -> Kernel:
+    rounding = None
+    if kind in BITS:
+        rounding = Kernel(module, f"rounding_{kind}", "f32 int f32")
+        emit_rounding(rounding, target, BITS[kind])
     arguments = f"int f32 {element(kind)} f32 int int int int int f32 f32"
     product = Kernel(module, f"product_{kind}", arguments)
-    emit_product(product, target, kind)
+    emit_product(product, target, kind, rounding)
     product.end()
     return product
 

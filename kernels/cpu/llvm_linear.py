@@ -6,11 +6,13 @@ bits do not depend on the number of rows or of threads.
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from penstock.kernels.cpu.compiler import Target
 from penstock.kernels.cpu.emitter import Kernel
 from penstock.kernels.cpu.integers import GROUP, IntegerPointer, weight_pointer
 from penstock.kernels.cpu.llvm_elementwise import add_lanes, silu
+from penstock.kernels.cpu.llvm_integer_dot import GROUP_WORDS, integer_dot_tile
 from penstock.kernels.cpu.values import Pointer, Value
 
 STORE, ADD, SWIGLU = range(3)
@@ -18,6 +20,8 @@ COLUMNS = 4
 """columns of a tile: four outputs, or in SwiGLU two of the gate and two of up"""
 BLOCK_BYTES = 256 << 10
 """of input rows that are multiplied with all columns before the next rows"""
+AHEAD = 8192
+"""columns that are prefetched of a single stream of integers"""
 WIDENED_ROWS = 12
 """rows from which columns of fewer bits are widened in memory, once for all rows"""
 Weight = Pointer | IntegerPointer
@@ -27,7 +31,7 @@ def dot_tile(
     k: Kernel,
     target: Target,
     xs: list[Pointer],
-    ws: Sequence[Weight],
+    ws: Sequence[Pointer],
     size: "Value | int",
     ahead: Value | None = None,
 ) -> list[Value]:
@@ -50,81 +54,91 @@ def dot_tile(
             for w in ws:
                 (w + at).prefetch(ahead)
 
-    plain = [w for w in ws if isinstance(w, Pointer)]
-    if not plain:
-        with k.range(0, size, GROUP) as at:
-            groups = [w.group(at) for w in ws if isinstance(w, IntegerPointer)]
-            prefetch(at)
-            for first in range(0, GROUP, lanes):
-                accumulate(at + first, [group.vector(first, lanes) for group in groups])
-    else:
-        with k.range(0, size - size % lanes, lanes) as at:
-            prefetch(at)
-            accumulate(at, [w.vector(at, lanes) for w in plain])
-        if isinstance(size, Value):
-            whole = size - size % lanes
-            count = size - whole
-            with k.when(whole < size):
-                accumulate(whole, [w.vector(whole, lanes, count) for w in plain], count)
+    with k.range(0, size - size % lanes, lanes) as at:
+        prefetch(at)
+        accumulate(at, [w.vector(at, lanes) for w in ws])
+    if isinstance(size, Value):
+        whole = size - size % lanes
+        count = size - whole
+        with k.when(whole < size):
+            accumulate(whole, [w.vector(whole, lanes, count) for w in ws], count)
     return [add_lanes([total.value for total in row], lanes) for row in sums]
 
 
-def emit_product(k: Kernel, target: Target, kind: str) -> None:
+def emit_product(k: Kernel, target: Target, kind: str, rounding: Kernel | None) -> None:
     """Multiply rows with columns `begin` to `end` of a weight of a kind.
 
     Arguments: mode (STORE, ADD to `out`, SWIGLU), x, weight, its scales, size (in_features),
-    columns (all of the result), begin, end, num_rows, out, scratch (COLUMNS * size float32).
-    `begin` divides by 4.
+    columns (all of the result), begin, end, num_rows, out, scratch (`scratch_words`). `begin`
+    divides by 4. rounding: of the rows, for a weight of integers.
     """
     mode, x, codes, scales, size, columns, begin, end, num_rows, out, scratch = k.arguments
     weight = weight_pointer(kind, codes, scales)
     step = (mode.compare("==", SWIGLU)).choose(k.integer(COLUMNS // 2), COLUMNS)
     rows_of_block = k.integer(BLOCK_BYTES // 4) // size
     rows_of_block = rows_of_block - rows_of_block % target.rows + target.rows
-    place = _Place(k, target, mode, x, size, columns, out)
     with k.range(0, num_rows, rows_of_block) as first:
         last = k.smaller(first + rows_of_block, num_rows)
+        rows = _Rows(x + first * size, size)
+        if rounding:
+            k.call(rounding, rows.x, (last - first) * size, scratch)
+            rows = _Rows(scratch, size // GROUP * GROUP_WORDS)
+        place = _Place(k, target, mode, rows, size, columns, out + first * columns)
         # a CPU foresees one stream of memory better than four
-        is_alone = (num_rows.compare("==", 1)) * (mode.compare("!=", SWIGLU))
-        if isinstance(weight, IntegerPointer):
-            is_alone = num_rows < 0  # never: one sum at a time would take longer than memory
-        rest = is_alone.choose(end - begin, (end - begin) % step)
+        rest = num_rows.compare("==", 1).choose(end - begin, (end - begin) % step)
         with k.range(begin, end - rest, step) as column:
-            _columns(place, weight, scratch, column, first, last)
-        with k.range(end - rest, end) as column, k.range(first, last) as row:
-            place.tile([row], [weight + column * size], column)
+            _columns(place, weight, scratch, column, last - first)
+        with k.range(end - rest, end) as column, k.range(0, last - first) as row:
+            with k.when(mode.compare("!=", SWIGLU)):
+                place.tile([row], [weight + column * size], column)
+            with k.when(mode.compare("==", SWIGLU)):
+                pair = [weight + column * size, weight + (column + columns) * size]
+                place.tile([row], pair, column)
+
+
+def scratch_words(target: Target, inputs: Sequence[int]) -> int:
+    """Return the words of 4 bytes of a thread's scratch; inputs: in_features of all weights."""
+    rounded = (BLOCK_BYTES // 4 + target.rows * max(inputs)) // GROUP * GROUP_WORDS
+    return max(rounded, COLUMNS * max(inputs))
+
+
+class _Rows(NamedTuple):
+    """Rows of the input, float32 or rounded."""
+
+    x: Pointer
+    stride: Value
+
+    def at(self, row: Value) -> Pointer:
+        return self.x + row * self.stride
 
 
 def _columns(
-    place: "_Place", weight: Weight, scratch: Pointer, column: Value, first: Value, last: Value
+    place: "_Place", weight: Weight, scratch: Pointer, column: Value, num_rows: Value
 ) -> None:
     k, size = place.k, place.size
     is_swiglu = place.mode.compare("==", SWIGLU)
-    ws: list[Weight] = []
+    ws: list[Any] = []
     for index in range(COLUMNS):
         own = column + index
         of_pair = column + index % 2 + (place.columns if index > 1 else 0)
         ws.append(weight + is_swiglu.choose(of_pair, own) * size)
     if weight.kind == "f32":
-        place.rows(ws, column, first, last)
+        place.multiply(ws, column, num_rows)
         return
-    is_long = last - first >= WIDENED_ROWS
+    if isinstance(weight, IntegerPointer):
+        place.multiply(ws, column, num_rows, is_streamed=True)
+        return
+    is_long = num_rows >= WIDENED_ROWS
     with k.when(is_long):
         for index, w in enumerate(ws):
             _widen(place, w, scratch + size * index)
-        place.rows([scratch + size * index for index in range(COLUMNS)], column, first, last)
+        place.multiply([scratch + size * index for index in range(COLUMNS)], column, num_rows)
     with k.when(is_long.compare("==", 0)):
-        place.rows(ws, column, first, last, is_streamed=True)
+        place.multiply(ws, column, num_rows, is_streamed=True)
 
 
-def _widen(place: "_Place", source: Weight, to: Pointer) -> None:
+def _widen(place: "_Place", source: Pointer, to: Pointer) -> None:
     lanes = place.target.lanes
-    if isinstance(source, IntegerPointer):
-        with place.k.range(0, place.size, GROUP) as at:
-            group = source.group(at)
-            for first in range(0, GROUP, lanes):
-                to[at + first] = group.vector(first, lanes)
-        return
     whole = place.size - place.size % lanes
     with place.k.range(0, whole, lanes) as at:
         to[at] = source.vector(at, lanes)
@@ -140,23 +154,18 @@ class _Place:
         k: Kernel,
         target: Target,
         mode: Value,
-        x: Pointer,
+        rows: _Rows,
         size: Value,
         columns: Value,
         out: Pointer,
     ) -> None:
         self.k, self.target, self.mode = k, target, mode
-        self.x, self.size, self.columns, self.out = x, size, columns, out
+        self.rows, self.size, self.columns, self.out = rows, size, columns, out
 
-    def rows(
-        self,
-        ws: Sequence[Weight],
-        column: Value,
-        first: Value,
-        last: Value,
-        is_streamed: bool = False,
+    def multiply(
+        self, ws: Sequence[Weight], column: Value, num_rows: Value, is_streamed: bool = False
     ) -> None:
-        """Multiply rows `first` to `last` with a column of tiles.
+        """Multiply all rows with a column of tiles.
 
         is_streamed: the ws are read from memory, for few rows.
         """
@@ -164,22 +173,25 @@ class _Place:
         def tile(row: Value, number: int) -> None:
             self.tile([row + index for index in range(number)], ws, column, is_streamed)
 
-        self.k.tiles(first, last, self.target.rows, tile)
+        self.k.tiles(0, num_rows, self.target.rows, tile)
 
     def tile(
-        self, rows: list[Value], ws: Sequence[Weight], column: Value, is_streamed: bool = False
+        self, rows: list[Value], ws: Sequence[Any], column: Value, is_streamed: bool = False
     ) -> None:
         """Multiply rows with columns and store."""
         k = self.k
-        xs = [self.x + row * self.size for row in rows]
         # the next columns; a CPU foresees neither four streams nor what comes after a page
         ahead = self.size * COLUMNS if is_streamed else None
-        sums = dot_tile(k, self.target, xs, ws, self.size, ahead)
+        if len(ws) < COLUMNS and isinstance(ws[0], IntegerPointer):
+            ahead = k.integer(AHEAD)
+        multiply = integer_dot_tile if isinstance(ws[0], IntegerPointer) else dot_tile
+        sums = multiply(k, self.target, [self.rows.at(row) for row in rows], ws, self.size, ahead)
         places = [self.out + (row * self.columns + column) for row in rows]
-        if len(ws) == COLUMNS:
+        if half := len(ws) // 2:
             with k.when(self.mode.compare("==", SWIGLU)):
                 for total, place in zip(sums, places, strict=True):
-                    place[0] = silu(total.lanes([0, 1])) * total.lanes([2, 3])
+                    gate, up = total.lanes(range(half)), total.lanes(range(half, 2 * half))
+                    place[0] = silu(gate) * up
         with k.when(self.mode.compare("==", STORE)):
             for total, place in zip(sums, places, strict=True):
                 place[0] = total

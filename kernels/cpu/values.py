@@ -25,9 +25,11 @@ class Value:
         kind = self.raw.type
         return kind.element if isinstance(kind, ir.VectorType) else kind
 
-    def lift(self, other: "Value | float") -> Any:
-        """Return `other` as a raw value of this value's type."""
+    def lift(self, other: "Value | float | list[int]") -> Any:
+        """Return `other` as a raw value of this value's type; a list: of lanes."""
         kind = self.raw.type
+        if isinstance(other, list):
+            return ir.Constant(kind, other)
         if not isinstance(kind, ir.VectorType):
             return other.raw if isinstance(other, Value) else ir.Constant(kind, other)
         if not isinstance(other, Value):
@@ -126,9 +128,19 @@ class Value:
             self._builder, intrinsic(self._builder, name, result or kind, [self.raw], kind)
         )
 
-    def bits(self, element: Any) -> "Value":
-        """Return the same bits as another type of element."""
-        return Value(self._builder, self._builder.bitcast(self.raw, self._like(element)))
+    def bits(self, element: Any, count: int = 0) -> "Value":
+        """Return the same bits as another type of element; count: of them, if it differs."""
+        kind = ir.VectorType(element, count) if count else self._like(element)
+        return Value(self._builder, self._builder.bitcast(self.raw, kind))
+
+    def call(self, name: str, *arguments: "Value") -> "Value":
+        """Return a result of this value's type from an intrinsic of this full name."""
+        raw = [argument.raw for argument in arguments]
+        function = self._builder.module.globals.get(name)
+        if function is None:
+            kind = ir.FunctionType(self.raw.type, [one.type for one in raw])
+            function = ir.Function(self._builder.module, kind, name)
+        return Value(self._builder, self._builder.call(function, raw))
 
     def to_float(self) -> "Value":
         return Value(self._builder, self._builder.sitofp(self.raw, self._like(FLOAT)))
@@ -139,13 +151,17 @@ class Value:
     def shift_left(self, bits: int) -> "Value":
         return Value(self._builder, self._builder.shl(self.raw, self.lift(bits)))
 
-    def shift_right(self, bits: int) -> "Value":
-        """Return the bits moved, with zeros as the highest."""
+    def shift_right(self, bits: int | list[int]) -> "Value":
+        """Return the bits moved, with zeros as the highest; a list: by lane."""
         return Value(self._builder, self._builder.lshr(self.raw, self.lift(bits)))
 
-    def truncate(self) -> "Value":
-        """Return the low 32 bits of int64."""
-        return Value(self._builder, self._builder.trunc(self.raw, self._like(INT32)))
+    def truncate(self, element: Any = INT32) -> "Value":
+        """Return the low bits as a smaller integer."""
+        return Value(self._builder, self._builder.trunc(self.raw, self._like(element)))
+
+    def widened(self, element: Any) -> "Value":
+        """Return signed integers as larger ones."""
+        return Value(self._builder, self._builder.sext(self.raw, self._like(element)))
 
     def multiply_wide(self, factor: int) -> "tuple[Value, Value]":
         """Return the high and the low words of unsigned products of int32."""
@@ -202,19 +218,6 @@ class Pointer:
             return Value(self._builder, raw)
         wide = Value(self._builder, self._builder.zext(raw, ir.VectorType(INT32, size)))
         return wide.shift_left(16).bits(FLOAT)
-
-    def integers(self, index: "Value | int", size: int) -> Value:
-        """Return a vector of int8 as int32."""
-        return self._widened(index, size, self._builder.sext)
-
-    def octets(self, index: "Value | int", size: int) -> Value:
-        """Return a vector of uint8 as int32."""
-        return self._widened(index, size, self._builder.zext)
-
-    def _widened(self, index: "Value | int", size: int, widen: Any) -> Value:
-        kind = ir.VectorType(INT8, size)
-        raw = self._builder.load((self + index).raw, typ=kind, align=1)
-        return Value(self._builder, widen(raw, ir.VectorType(INT32, size)))
 
     def prefetch(self, index: "Value | int" = 0) -> None:
         """Start to read the cache line of an element, which may lie outside of the array."""

@@ -9,28 +9,25 @@ from torch import Tensor
 from penstock.kernels.attention.types import KVCache
 from penstock.kernels.cpu import compiled_layers, compiler
 from penstock.kernels.cpu.compiled_layers import CompiledLayers
-from penstock.kernels.cpu.integers import quantize
-from penstock.kernels.linear.linear import linear_add, norm_linear, norm_swiglu
+from penstock.kernels.linear.linear import linear_add, norm_swiglu
 from tests.kernels.cpu.layers_case import (
     BLOCK,
     LENGTHS,
     NUM_LAYERS,
     SHAPE,
-    WHOLE_GROUPS,
     Case,
     avx2,
     empty_cache,
     make_batch,
     random_layers,
     reference,
-    wide,
 )
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, 8, 4])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make_target", [compiler.host, avx2])
 def test_layers_compute_what_the_reference_computes(
-    kind: torch.dtype | int, make_target: Callable[[], compiler.Target]
+    kind: torch.dtype, make_target: Callable[[], compiler.Target]
 ) -> None:
     case = Case(kind, make_target())
     torch.testing.assert_close(torch.cat(case.outputs), reference(case), atol=2e-5, rtol=1e-5)
@@ -72,31 +69,6 @@ def test_bits_do_not_depend_on_the_number_of_threads(
     x, norm, weight = torch.randn(5, SHAPE.hidden), torch.rand(SHAPE.hidden), case.layers[0].qkv
     arguments = x, norm, SHAPE.eps, weight[:141]
     assert torch.equal(case.compiled.logits(*arguments), one.logits(*arguments))
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_integers_are_the_nearest_to_the_weights(bits: int) -> None:
-    weight = torch.randn(5, 192) * torch.logspace(-3, 3, 5)[:, None]
-    weight[2, :64] = 0
-    matrix = quantize(weight, bits)
-    assert matrix.shape == weight.shape
-    assert matrix.codes.nbytes == weight.numel() * bits // 8
-    error = (matrix.dequantized() - weight).abs().view(5, 3, 64)
-    # of 4 bits, the end of the range without the largest number is 7, not 8
-    assert (error <= matrix.scale.abs()[..., None] * (0.501 if bits == 8 else 1.001)).all()
-    assert not matrix.dequantized()[2, :64].any()
-    with pytest.raises(ValueError, match="columns: got 100, expected a multiple of 64"):
-        quantize(weight[:, :100], bits)
-
-
-def test_the_head_may_be_of_other_elements_than_the_layers() -> None:
-    weight = torch.randn(141, WHOLE_GROUPS.hidden)
-    for kind, matrix in ((4, quantize(weight, 8)), (8, weight.bfloat16())):
-        case = Case(kind)
-        own = CompiledLayers(case.layers, case.shape, BLOCK, head=matrix)
-        x, norm = torch.randn(3, case.shape.hidden), torch.rand(case.shape.hidden)
-        expected = norm_linear(x, norm, SHAPE.eps, wide(matrix))
-        torch.testing.assert_close(own.logits(x, norm, SHAPE.eps, matrix), expected)
 
 
 def test_nan_stays_in_its_row() -> None:

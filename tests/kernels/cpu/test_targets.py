@@ -8,11 +8,13 @@ from penstock.kernels.cpu.llvm_decoder import Kinds, build_module
 from penstock.kernels.cpu.llvm_step import build_step
 
 CPUS = {
-    "apple-m1": ("arm64-apple-darwin23", "", False),
-    "neoverse-n1": ("aarch64-unknown-linux-gnu", "", False),
-    "haswell": ("x86_64-unknown-linux-gnu", "", False),
-    "skylake-avx512": ("x86_64-unknown-linux-gnu", "", True),
-    "znver4": ("x86_64-unknown-linux-gnu", "", True),
+    "apple-m1": ("arm64-apple-darwin23", "+dotprod", False),
+    "cortex-a72": ("aarch64-unknown-linux-gnu", "", False),
+    "neoverse-n1": ("aarch64-unknown-linux-gnu", "+dotprod", False),
+    "haswell": ("x86_64-unknown-linux-gnu", "+avx2", False),
+    "alderlake": ("x86_64-unknown-linux-gnu", "+avx2,+avxvnni", False),
+    "skylake-avx512": ("x86_64-unknown-linux-gnu", "+avx2", True),
+    "znver4": ("x86_64-unknown-linux-gnu", "+avx2,+avx512vnni", True),
 }
 """name → triple, features, whether vectors have 16 float32"""
 
