@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from penstock.launch.offline.bounded_concurrency import submit_all
 from penstock.launch.offline.outputs import RequestOutput, SamplingParams, prompts_of
+from penstock.launch.offline.pooling import PoolingMethods
 from penstock.launch.pipeline.ephemeral_pipeline import private_pipeline
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import resolve
@@ -52,7 +53,7 @@ Prompt = str | list[int] | dict[str, Any]
 Messages = list[dict[str, Any]]
 
 
-class LLM:
+class LLM(PoolingMethods):
     """A model in a pipeline of its own; for one thread."""
 
     def __init__(

@@ -94,7 +94,7 @@ def _route(operation: Operation, state: AppState) -> Route:
             check_key(request.headers, key)
         given: Any = request.path_params
         if operation.body:
-            body = await read_body(request, state.max_request_bytes)
+            body = await read_body(request, operation.max_bodies * state.max_request_bytes)
             given = decode_body(body, operation.body)
             if isinstance(given, ApiRequest) and given.request_id is None:
                 given.request_id = caller.get().request_id or None

@@ -25,7 +25,9 @@ class AppState:
         self.client = client
         self.model = config.served_model_name or (folder.name if config.model else "qwen3-demo")
         self.created = int(time.time())
-        self.max_model_len = read_model_config(folder).context(config.max_model_len)
+        model = read_model_config(folder)
+        self.max_model_len = model.context(config.max_model_len)
+        self.is_embedding_model = model.is_embedding_model
         self.max_request_bytes = max_request_bytes(config)
         self.max_answers = config.max_running + config.max_waiting_requests
         """answers to one HTTP request: the gateway would refuse more"""

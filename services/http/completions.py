@@ -25,7 +25,7 @@ from penstock.services.http.to_generate_request import completion_fields, prompt
 async def complete(state: AppState, request: CompletionRequest, receive: Receive) -> Response:
     """Continue prompts. Raises ApiError, RequestError, ClientDisconnect."""
     fields = truncated(completion_fields(request), state.max_model_len)
-    prompts = [{"prompt": prompt, **fields} for prompt in prompts_of(request)]
+    prompts = [{"prompt": prompt, **fields} for prompt in prompts_of(request.prompt)]
     echoes = await _texts(state, prompts) if request.echo else [""] * len(prompts)
     generation = Generation(state, "cmpl", request, prompts)
     choices = [

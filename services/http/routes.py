@@ -22,6 +22,15 @@ from penstock.services.http.messages.replies import MessageReply, TokenCount
 from penstock.services.http.messages.routes import answer_messages, count_tokens
 from penstock.services.http.messages.schema import CountTokensRequest, MessagesRequest
 from penstock.services.http.metrics import render
+from penstock.services.http.pooling.routes import PoolingRoutes
+from penstock.services.http.pooling.schema import (
+    EmbeddingReply,
+    EmbeddingRequest,
+    RerankReply,
+    RerankRequest,
+    ScoreReply,
+    ScoreRequest,
+)
 from penstock.services.http.replies import (
     ChatReply,
     CompletionReply,
@@ -42,6 +51,9 @@ from penstock.services.http.schema import (
 from penstock.services.http.to_generate_request import template_tools
 
 Texts = dict[str, str]
+MAX_BODIES = 8
+RERANK = "/v1/rerank", "/v2/rerank", "/rerank"
+SCORE = "/v1/score", "/score"
 
 
 class Operation(Struct, frozen=True):
@@ -57,6 +69,8 @@ class Operation(Struct, frozen=True):
     """in addition to JSON"""
     is_open: bool = False
     """needs no key"""
+    max_bodies: int = 1
+    """its body may be as long as N requests to the gateway"""
 
 
 class Routes:
@@ -64,6 +78,7 @@ class Routes:
 
     def __init__(self, state: AppState) -> None:
         self._state = state
+        self._pooling = PoolingRoutes(state)
         self._health = HealthCheck(state.client, state.config.step_timeout)
 
     def table(self) -> list[Operation]:
@@ -82,6 +97,7 @@ class Routes:
             Operation(
                 "POST", "/v1/responses", self.respond, ResponseReply, ResponsesRequest, stream
             ),
+            *self._pooling_operations(),
             Operation("GET", "/v1/models", self.models, ModelList),
             Operation("GET", "/v1/models/{model}", self.model, Model),
             Operation("POST", "/tokenize", self.tokenize, TokenizeResult, TokenizeBody),
@@ -93,6 +109,19 @@ class Routes:
             Operation("POST", "/ping", self.health, Texts, is_open=True),
             Operation("GET", "/ready", self.ready, Texts, is_open=True),
             Operation("GET", "/version", self.version, Texts, is_open=True),
+        ]
+
+    def _pooling_operations(self) -> list[Operation]:
+        """Return routes of many texts, under the names that clients of Cohere and vLLM use."""
+        its = self._pooling
+        kinds: dict[str, Any] = {
+            "/v1/embeddings": (its.embed, EmbeddingReply, EmbeddingRequest),
+            **dict.fromkeys(RERANK, (its.rerank, RerankReply, RerankRequest)),
+            **dict.fromkeys(SCORE, (its.score, ScoreReply, ScoreRequest)),
+        }
+        return [
+            Operation("POST", path, run, reply, body, max_bodies=MAX_BODIES)
+            for path, (run, reply, body) in kinds.items()
         ]
 
     async def chat(self, body: ChatRequest, receive: Receive) -> Response:

@@ -68,18 +68,19 @@ def completion_fields(request: CompletionRequest) -> dict[str, Any]:
     return fields
 
 
-def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
-    """Return the prompts: texts or lists of token ids. Raises ApiError."""
-    prompt = request.prompt
+def prompts_of(
+    prompt: str | list[str | int | list[int]], field: str = "prompt"
+) -> list[str | list[int]]:
+    """Return the prompts of a field: texts or lists of token ids. Raises ApiError."""
     if not prompt:
-        raise invalid("prompt", "got an empty one, expected text or token ids")
+        raise invalid(field, "got an empty one, expected text or token ids")
     if isinstance(prompt, str):
         return [prompt]
     num_ids = sum(isinstance(one, int) for one in prompt)
     if num_ids == len(prompt):
         return [prompt]  # type: ignore[list-item]
     if num_ids:
-        raise invalid("prompt", "got token ids next to texts or lists, expected one kind")
+        raise invalid(field, "got token ids next to texts or lists, expected one kind")
     return prompt  # type: ignore[return-value]
 
 

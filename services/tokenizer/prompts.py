@@ -109,9 +109,19 @@ class Tokenizer:
         most = request.truncate_prompt_tokens
         if most is None or len(token_ids) <= most:
             return token_ids, text
+        if isinstance(request.prompt, str) and self._adds_tokens(request, most):
+            self._tokenizer.enable_truncation(most, direction=request.truncation_side)
+            token_ids, _ = self._all_tokens(request)
+            self._tokenizer.no_truncation()
+            return token_ids, None
         if request.truncation_side == "right":
             return token_ids[:most], None
         return token_ids[-most:], text
+
+    def _adds_tokens(self, request: PromptFields, most: int) -> bool:
+        """Return True if a text of `most` tokens has, and keeps, some that the tokenizer adds."""
+        number = self._tokenizer.num_special_tokens_to_add(False)
+        return request.add_special_tokens is not False and 0 < number < most
 
     def _all_tokens(self, request: PromptFields) -> tuple[list[int], str | None]:
         if isinstance(request.prompt, list):

@@ -194,12 +194,12 @@ def test_thinking() -> None:
     ],
 )
 def test_prompts(prompt: Any, prompts: Any) -> None:
-    assert prompts_of(completion(prompt=prompt)) == prompts
+    assert prompts_of(prompt) == prompts
 
 
 def test_prompts_are_not_mixed() -> None:
     for prompt in ([1, "a"], [], ""):
-        assert refusal(prompts_of, completion(prompt=prompt)).body.error.param == "prompt"
+        assert refusal(prompts_of, prompt).body.error.param == "prompt"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Embeddings, reranking and scores: OpenAI's, Jina's, Cohere's and vLLM's forms."""

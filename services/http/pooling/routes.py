@@ -1,0 +1,185 @@
+"""`/v1/embeddings`, `/v1/rerank` and `/v1/score`."""
+
+import asyncio
+import base64
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec import UNSET
+from starlette.responses import Response
+from starlette.types import Receive
+
+from penstock.protocol.client.scoring import LABELS, Scoring, label_id, result_of
+from penstock.protocol.messages.client import GenerateReply
+from penstock.protocol.messages.sampling import Pooling
+from penstock.services.http.access import caller
+from penstock.services.http.app_state import AppState
+from penstock.services.http.errors import fields_as_sent, invalid
+from penstock.services.http.event_stream import gather, while_connected
+from penstock.services.http.pooling.schema import (
+    MAX_INPUTS,
+    Document,
+    EmbeddingData,
+    EmbeddingReply,
+    EmbeddingRequest,
+    PoolingRequest,
+    PromptUsage,
+    RerankReply,
+    RerankRequest,
+    RerankResult,
+    ScoreData,
+    ScoreReply,
+    ScoreRequest,
+)
+from penstock.services.http.replies import json_response
+from penstock.services.http.to_generate_request import prompts_of
+
+MAX_OPEN = 256
+"""requests to the pipeline that one HTTP request has at a time: more would shut out others"""
+
+
+class PoolingRoutes:
+    """Handlers of the three routes. They raise ApiError, RequestError, ClientDisconnect."""
+
+    def __init__(self, state: AppState) -> None:
+        self._state = state
+        self._label_ids: list[int] | None = None
+        """of a model that generates text, once they are known"""
+
+    async def embed(self, body: EmbeddingRequest, receive: Receive) -> Response:
+        """Return the embeddings of texts."""
+        await self._state.check(body.model)
+        inputs = prompts_of(body.input, "input")
+        _check_number("input", len(inputs))
+        if body.truncate_prompt_tokens == 0:
+            raise invalid("truncate_prompt_tokens", "got 0, expected -1 or more than 0")
+        names = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
+        fields = {name: getattr(body, name) for name in names}
+        if body.truncate_prompt_tokens == -1:
+            fields["truncate_prompt_tokens"] = self._state.max_model_len
+        fields["pooling"] = Pooling(dimensions=body.dimensions)
+        requests = [{"prompt": one, **fields} for one in inputs]
+        is_list = not (isinstance(body.input, str) or isinstance(body.input[0], int))
+        replies = await self._replies(
+            body, requests, receive, lambda index: f"input[{index}]" if is_list else "input"
+        )
+        data = [
+            EmbeddingData(index=index, embedding=_encoded(reply, body.encoding_format))
+            for index, reply in enumerate(replies)
+        ]
+        head = self._head("embd", body, replies)
+        return json_response(EmbeddingReply(**head, created=int(time.time()), data=data))
+
+    async def rerank(self, body: RerankRequest, receive: Receive) -> Response:
+        """Sort documents by their relevance to a query."""
+        await self._state.check(body.model)
+        texts = [one if isinstance(one, str) else one.text for one in body.documents]
+        pairs = [(body.query, text) for text in texts]
+        scores, replies = await self._scores(body, pairs, body.instruction, receive, "documents")
+        order = sorted(range(len(texts)), key=lambda index: -scores[index])
+        results = [
+            RerankResult(
+                index=index,
+                relevance_score=scores[index],
+                document=Document(text=texts[index]) if body.return_documents else UNSET,
+            )
+            for index in order[: body.top_n or None]
+        ]
+        return json_response(RerankReply(**self._head("rerank", body, replies), results=results))
+
+    async def score(self, body: ScoreRequest, receive: Receive) -> Response:
+        """Return the scores of pairs of texts."""
+        await self._state.check(body.model)
+        pairs, name = _pairs(body)
+        scores, replies = await self._scores(body, pairs, body.instruction, receive, name)
+        data = [ScoreData(index=index, score=score) for index, score in enumerate(scores)]
+        head = self._head("score", body, replies)
+        return json_response(ScoreReply(**head, created=int(time.time()), data=data))
+
+    async def _scores(
+        self,
+        body: PoolingRequest,
+        pairs: Sequence[tuple[str, str]],
+        instruction: str | None,
+        receive: Receive,
+        name: str,
+    ) -> tuple[list[float], list[GenerateReply]]:
+        """Return scores and replies; name: of the field with documents."""
+        scoring = Scoring(pairs, await self._labels(), instruction)
+        replies = await self._replies(body, scoring.requests, receive, lambda _: name)
+        return scoring.scores(replies), replies
+
+    async def _labels(self) -> list[int] | None:
+        if self._label_ids is None and not self._state.is_embedding_model:
+            client = self._state.client
+            tokens = [await client.tokenize(one, add_special_tokens=False) for one in LABELS]
+            pairs = zip(LABELS, tokens, strict=True)
+            self._label_ids = [label_id(label, reply.token_ids) for label, reply in pairs]
+        return self._label_ids
+
+    async def _replies(
+        self,
+        body: PoolingRequest,
+        requests: Sequence[dict[str, Any]],
+        receive: Receive,
+        name: Callable[[int], str],
+    ) -> list[GenerateReply]:
+        """Return the reply to each request; name: of the field with its text."""
+        places = asyncio.Semaphore(MAX_OPEN)
+        sender = caller.get()
+        own: dict[str, Any] = {"priority": body.priority, "cache_salt": body.cache_salt}
+        own["client"] = sender.client
+
+        async def reply(index: int, fields: dict[str, Any]) -> GenerateReply:
+            async with places:
+                with fields_as_sent({"prompt": name(index)}.get):
+                    request_id = f"{sender.unique_id}-{index}"
+                    stream = self._state.client.submit(**fields, **own, request_id=request_id)
+                    return await stream.result()
+
+        work = gather(reply(index, fields) for index, fields in enumerate(requests))
+        return await while_connected(receive, work)
+
+    def _head(
+        self, kind: str, body: PoolingRequest, replies: Sequence[GenerateReply]
+    ) -> dict[str, Any]:
+        number = sum(reply.usage.prompt_tokens for reply in replies)
+        return {
+            "id": f"{kind}-{body.request_id or caller.get().unique_id}",
+            "model": self._state.model,
+            "usage": PromptUsage(prompt_tokens=number, total_tokens=number),
+        }
+
+
+def _encoded(reply: GenerateReply, encoding: str) -> list[float] | str:
+    numbers = result_of(reply)
+    return numbers if encoding == "float" else base64.b64encode(reply.pooled or b"").decode()
+
+
+def _pairs(body: ScoreRequest) -> tuple[list[tuple[str, str]], str]:
+    """Return the pairs, and the name of the field with second texts. Raises ApiError."""
+    has_queries = body.queries is not None or body.documents is not None
+    names = ("queries", "documents") if has_queries else ("text_1", "text_2")
+    others = {"text_1", "text_2"} if has_queries else set()
+    if given := sorted(name for name in others if getattr(body, name) is not None):
+        raise invalid(given[0], f"got {names[0]} or {names[1]}, too; send one kind of names")
+    lists = []
+    for name in names:
+        value = getattr(body, name)
+        if not value:
+            raise invalid(name, "got nothing, expected a text or a list of texts")
+        lists.append([value] if isinstance(value, str) else value)
+        _check_number(name, len(lists[-1]))
+    first, second = lists
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second):
+        counts = f"got {len(second)} texts for {len(first)} of {names[0]}"
+        raise invalid(names[1], f"{counts}, expected as many, or one of {names[0]}")
+    return list(zip(first, second, strict=True)), names[1]
+
+
+def _check_number(name: str, number: int) -> None:
+    if number > MAX_INPUTS:
+        raise invalid(name, f"got {number} entries, expected up to {MAX_INPUTS}")
