@@ -19,6 +19,7 @@ CPUS = {
 """name → triple, features, whether vectors have 16 float32"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [Kinds("bf16", "bf16", "bf16"), Kinds("q4", "q8", "f32")])
 @pytest.mark.parametrize("name", CPUS)
 def test_code_is_emitted_for(name: str, kinds: Kinds) -> None:

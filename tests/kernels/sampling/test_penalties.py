@@ -107,6 +107,7 @@ def test_there_are_no_more_likeliest_tokens_than_tokens() -> None:
     assert logprobs[0].exp()[1:].sum().item() == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_penalized_and_restricted_tokens_have_their_probabilities() -> None:
     """Two of eight tokens are forbidden, and top-p leaves five; 100,000 draws."""
     num_draws = 100_000
