@@ -1,39 +1,64 @@
 """Products with packed integers of 4 or 8 bits (`penstock.kernels.quantize.packed`) in Triton.
 
 The weights are the rows of a tile and the rows of x its columns, so that a product of one row
-wastes no more than 7 columns of the tensor cores. Codes become 16 bits in registers: of 4 bits by
-writing them into the mantissa of 1.0, two at a time. A sum over the columns of a group is exact in
-the integers, and multiplied by the scale in float32.
+wastes few columns of the tensor cores. Codes become 16 bits in registers: of 4 bits by writing them
+into the mantissa of 128 or 1024, two at a time. A sum over the columns of a group is exact in the
+integers, and multiplied by the scale in float32.
 """
 
 import triton
 import triton.language as tl
 
-from penstock.kernels.linear.triton_small_m_gemm import _merge, load_residual, store_result
+from penstock.kernels.linear.triton_small_m_gemm import (
+    _merge,
+    load_residual,
+    prefetch,
+    store_result,
+)
 from penstock.kernels.quantize import packed
-from penstock.kernels.triton_pdl import launch_dependents, wait
+from penstock.kernels.triton_pdl import PDL, launch_dependents, wait
 
 BLOCK = tl.constexpr(packed.BLOCK)
 ZERO_BITS = tl.constexpr(packed.ZERO_BITS)
 ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 """Triton's interpreter has no assembly"""
+PREFETCH = tl.constexpr(4)
+"""blocks of columns of a tile that are read before previous kernels end"""
+
+
+@triton.jit
+def _prefetch(words, groups, rows, begin, end, R, GROUP: tl.constexpr, BITS: tl.constexpr):
+    """Prefetch the first blocks of columns [begin, end) of rows into the L2."""
+    if PDL:
+        column = tl.minimum(begin + tl.arange(0, PREFETCH) * BLOCK, end - 1)[:, None]
+        prefetch(words + (rows + column // BLOCK * R) * (4 * BITS))
+        prefetch(groups + rows + column // GROUP * R)
 
 
 @triton.jit
 def _pairs(words, dtype: tl.constexpr, BITS: tl.constexpr):
     """Return the codes of words [BN, W] as two numbers of 16 bits: int32 [BN, W, 16 / BITS].
 
-    Of 4 bits, a number is 1 + code / 16; of 8 bits, it is the code as an integer.
+    Of 4 bits, a number is 128 + code in bfloat16, 1024 + code in float16; of 8 bits, it is the
+    code as an integer.
     """
     if BITS == 8:
         return tl.join(words & 0x00FF00FF, (words >> 8) & 0x00FF00FF)
     else:
-        if dtype == tl.bfloat16:
-            a, b = (words << 3) & 0x00780078 | 0x3F803F80, (words >> 1) & 0x00780078 | 0x3F803F80
-            c, d = (words >> 5) & 0x00780078 | 0x3F803F80, (words >> 9) & 0x00780078 | 0x3F803F80
+        SHIFT: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
+        if ASSEMBLY:  # a compiler does not keep both constants in registers
+            a, b, c, d = tl.inline_asm_elementwise(
+                "{ .reg .b32 mask, shift, word; mov.b32 mask, 0x000F000F; mov.b32 shift, $5; "
+                "lop3.b32 $0, $4, mask, shift, 0xEA; shr.u32 word, $4, 4; "
+                "lop3.b32 $1, word, mask, shift, 0xEA; shr.u32 word, $4, 8; "
+                "lop3.b32 $2, word, mask, shift, 0xEA; shr.u32 word, $4, 12; "
+                "lop3.b32 $3, word, mask, shift, 0xEA; }",
+                "=r,=r,=r,=r,r,r", [words, tl.full(words.shape, SHIFT, tl.int32)],
+                dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+            )  # fmt: skip
         else:
-            a, b = (words << 6) & 0x03C003C0 | 0x3C003C00, (words << 2) & 0x03C003C0 | 0x3C003C00
-            c, d = (words >> 2) & 0x03C003C0 | 0x3C003C00, (words >> 6) & 0x03C003C0 | 0x3C003C00
+            a, b = words & 0x000F000F | SHIFT, (words >> 4) & 0x000F000F | SHIFT
+            c, d = (words >> 8) & 0x000F000F | SHIFT, (words >> 12) & 0x000F000F | SHIFT
         both = tl.join(tl.join(a, c), tl.join(b, d))
         return tl.reshape(both, (words.shape[0], words.shape[1], 4))
 
@@ -59,7 +84,7 @@ def _minus(pairs, shift, dtype: tl.constexpr):
 
 @triton.jit
 def integers(words, zero, dtype: tl.constexpr, BITS: tl.constexpr):
-    """Return code - zero of words [BN, W], in dtype, divided by 16 if BITS is 4: [BN, columns].
+    """Return code - zero of words [BN, W], in dtype: [BN, columns].
 
     zero: float32 [BN].
     """
@@ -67,7 +92,7 @@ def integers(words, zero, dtype: tl.constexpr, BITS: tl.constexpr):
     W: tl.constexpr = words.shape[1]
     pairs = _pairs(words, dtype, BITS)
     if BITS == 4:
-        low, high = _minus(pairs, (1 + zero / 16).to(dtype), dtype)
+        low, high = _minus(pairs, (zero + (128 if dtype == tl.bfloat16 else 1024)).to(dtype), dtype)
     else:
         low = ((pairs & 0xFF).to(tl.float32) - zero[:, None, None]).to(dtype)
         high = ((pairs >> 16).to(tl.float32) - zero[:, None, None]).to(dtype)
@@ -76,10 +101,10 @@ def integers(words, zero, dtype: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _group(words, BITS: tl.constexpr):
+def _group(words):
     """Return scale and zero point of groups' words, in float32."""
     factor = (words & ~ZERO_BITS).to(tl.float32, bitcast=True)
-    return factor * 16 if BITS == 4 else factor, (words & ZERO_BITS).to(tl.float32)
+    return factor, (words & ZERO_BITS).to(tl.float32)
 
 
 @triton.jit
@@ -92,7 +117,7 @@ def _scaled(
     block = first // BLOCK
     at = (rows + block * R) * (4 * BITS) + (first - block * BLOCK) * BITS // 32
     tile = tl.load(words + at[:, None] + word[None, :])
-    factor, zero = _group(tl.load(groups + rows + first // GROUP * R), BITS)
+    factor, zero = _group(tl.load(groups + rows + first // GROUP * R))
     weight = integers(tile, zero, x_tile.dtype, BITS)
     return acc + tl.dot(weight, x_tile, input_precision="ieee") * factor[:, None]
 
@@ -146,6 +171,9 @@ def packed_gemm_kernel(
     end = tl.minimum(begin + share, K)
     row = tl.program_id(2) * BM + tl.arange(0, BM)[None, :]
     R = 2 * N if SWIGLU else N
+    _prefetch(words, groups, rows, begin, end, R, GROUP, BITS)
+    if SWIGLU:
+        _prefetch(words, groups, rows + N, begin, end, R, GROUP, BITS)
     wait()
     acc, acc_up = packed_sums(
         x + row.to(tl.int64) * K, row < num_rows, words, groups, order, rows,
@@ -177,7 +205,7 @@ def dequantize_kernel(
     block = first // BLOCK
     at = (rows + block * R) * (4 * BITS) + (first - block * BLOCK) * BITS // 32
     tile = tl.load(words + at[:, None] + word[None, :])
-    factor, zero = _group(tl.load(groups + rows + first // GROUP * R), BITS)
+    factor, zero = _group(tl.load(groups + rows + first // GROUP * R))
     column = first + tl.arange(0, BK)
     exists = (row < R)[:, None] & (column < K)[None, :]
     if order is not None:

@@ -25,17 +25,22 @@ MAX_SPLIT_K = tl.constexpr(8)
 
 
 @triton.jit
+def prefetch(addresses):
+    """Prefetch the lines at addresses into the L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def prefetch_rows(weight, rows, begin, end, K, COUNT: tl.constexpr):
     """Prefetches `COUNT` elements of each row from `begin` on into the L2."""
     if PDL:
         PER_LINE: tl.constexpr = LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)
         LINES: tl.constexpr = (COUNT + PER_LINE - 1) // PER_LINE
         k = tl.minimum(begin + tl.arange(0, LINES) * PER_LINE, end - 1)
-        address = (weight + rows[:, None] * K + k[None, :]).to(tl.int64)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        prefetch(weight + rows[:, None] * K + k[None, :])
 
 
 @triton.jit

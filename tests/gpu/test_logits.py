@@ -51,9 +51,8 @@ class Logits:
         self.steps: list[Tensor] = []
         compute_logits = Qwen3.compute_logits
 
-        def record(model: Qwen3, hidden_states: Tensor) -> Tensor | None:
-            logits = compute_logits(model, hidden_states)
-            assert logits is not None
+        def record(model: Qwen3, hidden_states: Tensor, out: Tensor | None = None) -> Tensor:
+            logits = compute_logits(model, hidden_states, out)
             self.steps.append(logits.cpu())
             return logits
 
