@@ -9,8 +9,8 @@ PACKAGES := kernels launch models protocol services
 PYTEST := $(BIN)/python -P -m pytest
 # some environments forbid bytecode files: then each of hundreds of processes compiles our sources
 unexport PYTHONDONTWRITEBYTECODE
-# two tests at a time, in the order of tests/conftest.py; the tests of a file stay together
-PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# in the order of tests/conftest.py; the tests of a file stay together
+PARALLEL := --dist loadfile --no-loadscope-reorder --numprocesses
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-fast test-long test-search test-all check docs clean
@@ -21,18 +21,19 @@ help:  ## this list
 serve: $(VENV)/.serve  ## a demo model on tcp://127.0.0.1:5555, in two tensor-parallel workers
 	$(BIN)/launch all --tp 2
 
+# three at a time on two cores: tests of pipelines wait for processes a fifth of their time
 test: $(VENV)/.dev  ## the tests that need no GPU
-	$(PYTEST) $(PARALLEL)
+	$(PYTEST) $(PARALLEL) 3
 
 test-fast: $(VENV)/.dev  ## tests of modules, without a pipeline
-	$(PYTEST) $(PARALLEL) -m 'not (pipeline or chaos or slow or search or long or gpu)' \
+	$(PYTEST) $(PARALLEL) 2 -m 'not (pipeline or chaos or slow or search or long or gpu)' \
 		--ignore tests/pipeline --ignore tests/chaos --ignore tests/cluster --ignore tests/gpu
 
 test-long: $(VENV)/.dev  ## what `make test` leaves out: many kills, four ranks, several machines
-	$(PYTEST) $(PARALLEL) -m 'long and not gpu'
+	$(PYTEST) $(PARALLEL) 2 -m 'long and not gpu'
 
 test-search: $(VENV)/.dev  ## searches by random examples, ten times as long as in `make test`
-	PENSTOCK_SEARCH=10 $(PYTEST) $(PARALLEL) -m 'search and not gpu' --timeout 3000
+	PENSTOCK_SEARCH=10 $(PYTEST) $(PARALLEL) 2 -m 'search and not gpu' --timeout 3000
 
 test-all: test test-long test-search  ## every test that needs no GPU
 
