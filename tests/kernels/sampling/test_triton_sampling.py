@@ -184,12 +184,13 @@ def test_tokens_that_tie_stay_or_go_together(
 
 def test_greedy_rows_take_the_lowest_id_of_equals(device: str) -> None:
     vocab_size = 9001
-    logits = torch.zeros(3, vocab_size)
+    logits = torch.zeros(4, vocab_size)
     logits[0, [9000, 4097, 4500]] = 1.0
     logits[1, [3000, 1030, 1029]] = 1.0
-    slots = torch.arange(3)
-    tokens, _ = draw(device, logits, slots, slots, parameters_of([GREEDY] * 3))
-    assert tokens.tolist() == [4097, 1029, 0]
+    logits[3, 9000] = 1.0
+    slots = torch.arange(4)
+    tokens, _ = draw(device, logits, slots, slots, parameters_of([GREEDY] * 4))
+    assert tokens.tolist() == [4097, 1029, 0, 9000]
 
 
 @pytest.mark.slow
