@@ -163,7 +163,7 @@ def _compile(config: Config, model_config: ModelConfig, model: Qwen3) -> None:
     try:
         from penstock.models.compiled import CompiledDecoder  # llvmlite
 
-        head = bool(bits) and config.quantize_lm_head
+        head = bool(bits) and config.quantize_lm_head and model.has_head
         model.compiled = CompiledDecoder(model, model_config, bits or 16, head)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         if bits:
