@@ -32,6 +32,8 @@ class Caller(NamedTuple):
     request_id: str
     """the header X-Request-Id; empty without one"""
     unique_id: str
+    key: str = ""
+    """the API key that was sent, right or wrong; empty where the server has none"""
 
 
 caller: ContextVar[Caller] = ContextVar("caller")
@@ -48,12 +50,14 @@ class Gate:
     def __init__(self, app: ASGIApp, config: Config) -> None:
         self._app = app
         self._pages = PageRules(config)
+        self._has_key = bool(config.api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         scope["path"] = scope["path"].rstrip("/") or "/"
         request_id, encoding = _request_id(headers)
-        sender = Caller(_client_name(scope), request_id, uuid.uuid4().hex)
+        key = _key_of(headers) if self._has_key else ""
+        sender = Caller(_client_name(scope), request_id, uuid.uuid4().hex, key)
         caller.set(sender)
         name = (request_id or sender.unique_id).encode(encoding)
         ids = [(b"x-request-id", name)]
@@ -146,13 +150,17 @@ def _client_name(scope: Scope) -> str | None:
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
+def _key_of(headers: Headers) -> str:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
 def check_key(headers: Headers, key: str) -> None:
     """Raise ApiError for a wrong key. Clients send a key in UTF-8 or Latin-1.
 
     Both comparisons take constant time.
     """
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    given = _key_of(headers)
     forms = [key.encode()]
     with contextlib.suppress(UnicodeEncodeError):
         forms.append(key.encode("latin-1"))

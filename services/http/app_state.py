@@ -9,6 +9,7 @@ from penstock.protocol.config import Config
 from penstock.protocol.generation_config import read_generation_config
 from penstock.protocol.tokenizer_file import read_chat_template
 from penstock.services.http.errors import ApiError
+from penstock.services.http.responses.store import ResponseStore
 from penstock.services.http.tool_call_parser import format_of
 from penstock.services.http.tool_grammar import ToolFormat
 
@@ -37,6 +38,7 @@ class AppState:
         self.generation_config = read_generation_config(folder)
         self.end_of_thought: list[int] = []
         """token ids of `</think>`"""
+        self.responses = ResponseStore()
         self._was_ready = asyncio.Event()
 
     async def start(self) -> None:

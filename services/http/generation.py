@@ -100,9 +100,12 @@ class Generation:
 
     async def replies(self, receive: Receive) -> list[GenerateReply]:
         """Return all answers. Raises RequestError, ApiError, ClientDisconnect."""
-        results = gather(map(self._result, self._streams))
+        return await while_connected(receive, self.results())
+
+    async def results(self) -> list[GenerateReply]:
+        """Return all answers, whether their client is connected or not."""
         with fields_as_sent(self._field_as_sent):
-            return await while_connected(receive, results)
+            return await gather(map(self._result, self._streams))
 
     async def prompt_token_ids(self) -> Sequence[list[int] | None]:
         """Return the prompt's ids for each answer, None if not requested. Raises RequestError."""

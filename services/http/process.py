@@ -80,6 +80,7 @@ async def run(server: Server, state: AppState, listener: socket.socket) -> None:
     start = asyncio.create_task(state.start())
     await server.serve([listener])
     start.cancel()
+    await state.responses.stop()
 
 
 def uvicorn_config(config: Config, state: AppState, limits: Limits | None = None) -> uvicorn.Config:

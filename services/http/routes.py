@@ -39,8 +39,8 @@ from penstock.services.http.replies import (
     TokenizeResult,
     json_response,
 )
-from penstock.services.http.responses.replies import ResponseReply
-from penstock.services.http.responses.routes import respond
+from penstock.services.http.responses.replies import DeletedResponse, ResponseReply
+from penstock.services.http.responses.routes import cancel, delete, respond, retrieve
 from penstock.services.http.responses.schema import ResponsesRequest
 from penstock.services.http.schema import (
     ChatRequest,
@@ -94,9 +94,7 @@ class Routes:
                 *("POST", "/v1/messages/count_tokens", self.count_tokens),
                 *(TokenCount, CountTokensRequest),
             ),
-            Operation(
-                "POST", "/v1/responses", self.respond, ResponseReply, ResponsesRequest, stream
-            ),
+            *self._response_operations(),
             *self._pooling_operations(),
             Operation("GET", "/v1/models", self.models, ModelList),
             Operation("GET", "/v1/models/{model}", self.model, Model),
@@ -109,6 +107,16 @@ class Routes:
             Operation("POST", "/ping", self.health, Texts, is_open=True),
             Operation("GET", "/ready", self.ready, Texts, is_open=True),
             Operation("GET", "/version", self.version, Texts, is_open=True),
+        ]
+
+    def _response_operations(self) -> list[Operation]:
+        stream, path = "text/event-stream", "/v1/responses"
+        one = f"{path}/{{response_id}}"
+        return [
+            Operation("POST", path, self.respond, ResponseReply, ResponsesRequest, stream),
+            Operation("GET", one, self.response, ResponseReply),
+            Operation("DELETE", one, self.delete_response, DeletedResponse),
+            Operation("POST", f"{one}/cancel", self.cancel_response, ResponseReply),
         ]
 
     def _pooling_operations(self) -> list[Operation]:
@@ -148,6 +156,18 @@ class Routes:
         """Answer the items of a conversation."""
         await self._state.check(body.model)
         return await respond(self._state, body, receive)
+
+    async def response(self, path: Texts, _: Receive) -> Response:
+        """Return a stored response."""
+        return await retrieve(self._state, path["response_id"])
+
+    async def delete_response(self, path: Texts, _: Receive) -> Response:
+        """Forget a stored response."""
+        return await delete(self._state, path["response_id"])
+
+    async def cancel_response(self, path: Texts, _: Receive) -> Response:
+        """End the generation of a response in the background."""
+        return await cancel(self._state, path["response_id"])
 
     async def models(self, *_: object) -> Response:
         """List the served model."""

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from msgspec import Struct
@@ -54,12 +54,17 @@ class ResponseEvents(NamedEvents):
     end = DONE
 
     def __init__(
-        self, response: ResponseReply, choice: ChatChoice, end_of_thought: list[int]
+        self,
+        response: ResponseReply,
+        choice: ChatChoice,
+        end_of_thought: list[int],
+        keep: Callable[[ResponseReply], None],
     ) -> None:
-        """end_of_thought: the token ids of `</think>`."""
+        """end_of_thought: the token ids of `</think>`. keep: called with the final response."""
         self.response = response
         self._choice = choice
         self._end_of_thought = end_of_thought
+        self._keep = keep
         self._num_events = 0
         self._item: OutputItem | None = None
         """the last one of the response, while it is open"""
@@ -101,7 +106,13 @@ class ResponseEvents(NamedEvents):
         self.response.status = "failed"
         code = _CODES.get(error.status, "server_error")
         self.response.error = ResponseError(code=code, message=detail.message)
+        self._keep(self.response)
         yield ResponseFailed(**self._next(), response=self.response)
+
+    def cancel(self) -> None:
+        """End the response without its reply."""
+        self.response.status = "cancelled"
+        self._keep(self.response)
 
     def _next(self) -> dict[str, Any]:
         self._num_events += 1
@@ -187,11 +198,13 @@ class ResponseEvents(NamedEvents):
         response.usage = self._usage(reply)
         if is_whole:
             response.status, response.completed_at = "completed", int(time.time())
+            self._keep(response)
             yield ResponseCompleted(**self._next(), response=response)
         else:
             is_long = reply.finish_reason == "length"
             response.status = "incomplete"
             response.incomplete_details = {"reason": "max_output_tokens" if is_long else "abort"}
+            self._keep(response)
             yield ResponseIncomplete(**self._next(), response=response)
 
     def _usage(self, reply: GenerateReply) -> ResponseUsage:

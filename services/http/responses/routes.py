@@ -1,17 +1,26 @@
-"""`/v1/responses`."""
+"""`/v1/responses`, and its stored responses."""
 
+import asyncio
 import time
 import uuid
 
 from starlette.responses import Response
 from starlette.types import Receive
 
+from penstock.protocol.client.errors import RequestError
 from penstock.services.http.access import caller
 from penstock.services.http.app_state import AppState
 from penstock.services.http.chat import ChatChoice, submit_chat
+from penstock.services.http.errors import ApiError, as_api_error, invalid
+from penstock.services.http.generation import Generation
 from penstock.services.http.replies import json_response
 from penstock.services.http.responses.events import ResponseEvents
-from penstock.services.http.responses.replies import ReasoningUsed, ResponseReply, TextUsed
+from penstock.services.http.responses.replies import (
+    DeletedResponse,
+    ReasoningUsed,
+    ResponseReply,
+    TextUsed,
+)
 from penstock.services.http.responses.schema import ResponsesRequest, TextFormat
 from penstock.services.http.responses.to_chat_request import (
     chat_request,
@@ -19,19 +28,52 @@ from penstock.services.http.responses.to_chat_request import (
     name_in_responses,
 )
 
+_OWN = {"model", "reasoning", "service_tier", "store", "text", "top_logprobs"}
+"""fields that a response has even where its request lacks them"""
+
 
 async def respond(state: AppState, request: ResponsesRequest, receive: Receive) -> Response:
     """Answer items. Raises ApiError, RequestError, ClientDisconnect."""
+    _check_background(request)
     state.generation_config.fill(request)
     request.request_id = request.request_id or caller.get().request_id or None
-    chat = chat_request(request, input_items(request))
+    new, store = input_items(request), state.responses
+    previous = store.items(request.previous_response_id) if request.previous_response_id else []
+    items = [*previous, *store.resolved(new)]
+    chat = chat_request(request, items)
     generation = submit_chat(state, "resp", chat, name_in_responses)
     choice = ChatChoice(0, chat, state.tool_format)
-    events = ResponseEvents(begun(request, state.model), choice, state.end_of_thought)
+
+    def keep(response: ResponseReply) -> None:
+        if request.store is not False:
+            store.put(response, items)
+
+    events = ResponseEvents(begun(request, state.model), choice, state.end_of_thought, keep)
+    if request.background:
+        keep(events.response)
+        store.run(events.response.id, _run(generation, events))
+        return json_response(events.response)
     if request.stream:
         return generation.stream_events(events)
     (reply,) = await generation.replies(receive)
     return json_response(events.whole(reply))
+
+
+async def retrieve(state: AppState, response_id: str) -> Response:
+    """Return a stored response. Raises ApiError."""
+    return Response(state.responses.body(response_id), media_type="application/json")
+
+
+async def delete(state: AppState, response_id: str) -> Response:
+    """Forget a stored response. Raises ApiError."""
+    await state.responses.remove(response_id)
+    return json_response(DeletedResponse(id=response_id))
+
+
+async def cancel(state: AppState, response_id: str) -> Response:
+    """End the generation of a response in the background. Raises ApiError."""
+    await state.responses.cancel(response_id)
+    return await retrieve(state, response_id)
 
 
 def begun(request: ResponsesRequest, model: str) -> ResponseReply:
@@ -55,5 +97,23 @@ def begun(request: ResponsesRequest, model: str) -> ResponseReply:
     )
 
 
-_OWN = {"model", "reasoning", "service_tier", "store", "text", "top_logprobs"}
-"""fields that a response has even where its request lacks them"""
+def _check_background(request: ResponsesRequest) -> None:
+    if request.background and not request.store:
+        raise invalid("background", "got true, expected store: true with it")
+    if request.background and request.stream:
+        raise invalid("stream", "got true, expected false with background: true; retrieve it")
+
+
+async def _run(generation: Generation, events: ResponseEvents) -> None:
+    """Complete a response without a client that waits for it."""
+    try:
+        (reply,) = await generation.results()
+        events.whole(reply)
+    except asyncio.CancelledError:
+        events.cancel()
+        raise
+    except Exception as error:
+        for _ in events.failed(as_api_error(error)):
+            pass
+        if not isinstance(error, (RequestError, ApiError)):
+            raise

@@ -35,7 +35,7 @@ def request(**fields: Any) -> ResponsesRequest:
 def events_of(asked: ResponsesRequest, form: Any = "hermes") -> ResponseEvents:
     chat = chat_request(asked, input_items(asked))
     choice = ChatChoice(0, chat, ToolFormat(form))
-    return ResponseEvents(begun(asked, "m"), choice, END_OF_THOUGHT)
+    return ResponseEvents(begun(asked, "m"), choice, END_OF_THOUGHT, lambda _: None)
 
 
 def logprobs(text: str, start: int) -> list[TokenLogprobs | None]:

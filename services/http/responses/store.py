@@ -1,0 +1,137 @@
+"""Responses that later requests may continue, retrieve or cancel; in memory, within a limit."""
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from penstock.services.http.access import caller
+from penstock.services.http.errors import ApiError
+from penstock.services.http.replies import ENCODER
+from penstock.services.http.responses.replies import ResponseReply
+from penstock.services.http.responses.schema import Item
+
+MAX_BYTES = 64 << 20
+_OVERHEAD = 1024
+"""bytes of an entry's objects, and of an item's name, which are not counted one by one"""
+_DECODER = msgspec.msgpack.Decoder(list[Item])
+_WHY = (
+    "which is not stored: responses are stored with store: true, in the memory of one http "
+    "process, until newer ones need their place"
+)
+
+
+class _Entry(Struct):
+    key: str
+    """API key of the client, which alone may use it"""
+    items: bytes
+    """the conversation: items of the input and of the output"""
+    body: bytes
+    """the response; empty if it was not to be stored, so that only its items can be referenced"""
+    names: list[str]
+    """ids of the output's items"""
+
+    def num_bytes(self) -> int:
+        return len(self.items) + len(self.body) + _OVERHEAD * (1 + len(self.names))
+
+
+class ResponseStore:
+    """The responses of one http process, least recently used ones first."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._entries: dict[str, _Entry] = {}
+        self._items: dict[str, str] = {}
+        """id of an item → id of its response"""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """of responses that are being made in the background"""
+
+    def put(self, response: ResponseReply, items: Sequence[Item]) -> None:
+        """Keep a response; items: its input, and that of the responses before it.
+
+        Of a response that is not stored, only the output is kept.
+        """
+        output = _DECODER.decode(msgspec.msgpack.encode(response.output))
+        self._remove(response.id)
+        entry = _Entry(
+            key=caller.get().key,
+            items=msgspec.msgpack.encode([*items, *output] if response.store else output),
+            body=ENCODER.encode(response) if response.store else b"",
+            names=[item.id for item in response.output],
+        )
+        self._entries[response.id] = entry
+        self._items.update(dict.fromkeys(entry.names, response.id))
+        self.num_bytes += entry.num_bytes()
+        while self.num_bytes > self._max_bytes:
+            self._remove(next(iter(self._entries)))
+
+    def body(self, response_id: str) -> bytes:
+        """Return a response in JSON. Raises ApiError."""
+        return self._find(response_id, "response_id").body
+
+    def items(self, response_id: str) -> list[Item]:
+        """Return the conversation up to the end of a response. Raises ApiError."""
+        entry = self._find(response_id, "previous_response_id", "previous_response_not_found")
+        if response_id in self._tasks:
+            problem = f"got {response_id!r}, which is in progress; wait until it has ended"
+            raise ApiError(400, f"previous_response_id: {problem}", "previous_response_id")
+        return _DECODER.decode(entry.items)
+
+    def resolved(self, items: Iterable[Item]) -> list[Item]:
+        """Return items with those that references name. Raises ApiError."""
+        found = []
+        for number, item in enumerate(items):
+            if item.type == "item_reference":
+                item = self._item(item.id or "", f"input[{number}].id")
+            found.append(item)
+        return found
+
+    async def remove(self, response_id: str) -> None:
+        """Forget a response, and end its generation. Raises ApiError."""
+        self._find(response_id, "response_id")
+        if task := self._tasks.get(response_id):
+            task.cancel()
+            await asyncio.wait([task])
+        self._remove(response_id)
+
+    def run(self, response_id: str, work: Coroutine[Any, Any, None]) -> None:
+        """Make a response in the background."""
+        task = self._tasks[response_id] = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._tasks.pop(response_id, None))
+
+    async def cancel(self, response_id: str) -> None:
+        """End a generation in the background, if it is running. Raises ApiError."""
+        self._find(response_id, "response_id")
+        if task := self._tasks.get(response_id):
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def stop(self) -> None:
+        """End all generations in the background."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _find(self, response_id: str, field: str, code: str | None = None) -> _Entry:
+        entry = self._entries.get(response_id)
+        if entry is None or entry.key != caller.get().key or not entry.body:
+            raise ApiError(404, f"{field}: got {response_id!r:.200}, {_WHY}", field, code)
+        self._entries[response_id] = self._entries.pop(response_id)
+        return entry
+
+    def _item(self, name: str, path: str) -> Item:
+        entry = self._entries.get(self._items.get(name, ""))
+        if entry is None or entry.key != caller.get().key:
+            problem = "which is not kept: send the item itself, or leave out store: false"
+            raise ApiError(404, f"{path}: got {name!r:.200}, {problem}", path)
+        return next(item for item in _DECODER.decode(entry.items) if item.id == name)
+
+    def _remove(self, response_id: str) -> None:
+        if entry := self._entries.pop(response_id, None):
+            self.num_bytes -= entry.num_bytes()
+            for name in entry.names:
+                self._items.pop(name, None)
