@@ -1,0 +1,183 @@
+"""Responses over real connections: ends in the middle, and answers in the background."""
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.protocol.messages.client import (
+    AbortRequest,
+    ErrorReply,
+    GenerateRequest,
+    Reply,
+    Request,
+)
+from tests.launch.fake_gateway import TEXT, delta, reply
+from tests.services.http.conftest import Served, behave
+from tests.services.http.responses.assembled import assembled
+
+Serve = Callable[..., Served]
+PATH = "/v1/responses"
+STORED = {"input": "hi", "store": True}
+
+
+def answering(request: Request) -> list[Reply]:
+    """Generate TEXT."""
+    if not isinstance(request, GenerateRequest):
+        return behave(request)
+    deltas: list[Reply] = [delta(request, n, n + 1) for n in range(len(TEXT))]
+    return [*(deltas if request.stream else []), reply(request)]
+
+
+class Unfinished:
+    """Generate the beginning of a text, and note the end of its request."""
+
+    def __init__(self) -> None:
+        self.is_aborted = threading.Event()
+
+    def __call__(self, request: Request) -> list[Reply]:
+        match request:
+            case GenerateRequest(stream=stream):
+                return [delta(request, 0, 3)] if stream else []
+            case AbortRequest():
+                self.is_aborted.set()
+        return behave(request)
+
+
+def failing(request: Request) -> list[Reply]:
+    """Fail after the beginning of a text."""
+    if not isinstance(request, GenerateRequest):
+        return behave(request)
+    message = "max_tokens: got 9, expected less"
+    failed = ErrorReply(
+        request_id=request.request_id, code="invalid", message=message, field="max_tokens"
+    )
+    return [delta(request, 0, 3), failed] if request.stream else [failed]
+
+
+def events_in(body: str) -> list[dict[str, Any]]:
+    *events, end, nothing = body.split("\n\n")
+    assert (end, nothing) == ("data: [DONE]", "")
+    found = []
+    for one in events:
+        name, data = one.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def text_of(response: dict[str, Any]) -> str:
+    return str(response["output"][0]["content"][0]["text"])
+
+
+def test_whole_and_streamed(serve: Serve) -> None:
+    with serve(answering).client() as client:
+        whole = client.post(PATH, json={"input": "hi"}).json()
+        assert (whole["status"], text_of(whole)) == ("completed", TEXT)
+        body = client.post(PATH, json={"input": "hi", "stream": True}).text
+        assert text_of(assembled(events_in(body))) == TEXT
+
+
+def test_an_error_before_the_answer_has_a_status(serve: Serve) -> None:
+    with serve(failing).client() as client:
+        response = client.post(PATH, json={"input": "hi", "max_output_tokens": 9})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "max_output_tokens"
+    assert error["message"] == "max_output_tokens: got 9, expected less"
+
+
+def test_an_error_in_a_stream_is_its_last_event(serve: Serve) -> None:
+    with serve(failing).client() as client:
+        body = client.post(PATH, json=STORED | {"stream": True}).text
+        failed = assembled(events_in(body))
+        assert failed["error"]["message"] == "max_output_tokens: got 9, expected less"
+        assert client.get(f"{PATH}/{failed['id']}").json() == failed
+
+
+def test_a_client_that_leaves_ends_the_generation(serve: Serve) -> None:
+    unfinished = Unfinished()
+    with (
+        serve(unfinished).client() as client,
+        client.stream("POST", PATH, json=STORED | {"stream": True}) as response,
+    ):
+        first = next(response.iter_lines())
+        assert first == "event: response.created"
+    assert unfinished.is_aborted.wait(60)
+
+
+def test_stored_responses(serve: Serve) -> None:
+    served = serve(answering)
+    with served.client() as client:
+        first = client.post(PATH, json=STORED).json()
+        assert client.get(f"{PATH}/{first['id']}").json() == first
+        asked = {"input": "and?", "previous_response_id": first["id"], "instructions": "x"}
+        second = client.post(PATH, json=asked).json()
+        assert second["previous_response_id"] == first["id"]
+        sent = [one for one in served.asked.heard if isinstance(one, GenerateRequest)]
+        roles = [one.role for one in sent[-1].messages or ()]
+        assert roles == ["system", "user", "assistant", "user"]
+        assert client.get(f"{PATH}/{second['id']}").status_code == 404
+        deleted = client.delete(f"{PATH}/{first['id']}").json()
+        assert deleted == {"id": first["id"], "object": "response", "deleted": True}
+        again = client.post(PATH, json=asked)
+        assert again.status_code == 404
+        assert again.json()["error"]["param"] == "previous_response_id"
+        assert again.json()["error"]["code"] == "previous_response_not_found"
+
+
+def test_an_answer_in_the_background(serve: Serve) -> None:
+    release = threading.Event()
+
+    def waiting(request: Request) -> list[Reply]:
+        if isinstance(request, GenerateRequest):
+            release.wait()
+        return answering(request)
+
+    with serve(waiting).client() as client:
+        first = client.post(PATH, json=STORED | {"background": True}).json()
+        assert (first["status"], first["background"], first["output"]) == ("in_progress", True, [])
+        too_early = {"input": "x", "previous_response_id": first["id"]}
+        assert client.post(PATH, json=too_early).status_code == 400
+        release.set()
+        client.post(PATH, json={"input": "hi"})  # answered after it, in order
+        done = client.get(f"{PATH}/{first['id']}").json()
+        assert (done["status"], text_of(done)) == ("completed", TEXT)
+        assert client.post(f"{PATH}/{first['id']}/cancel").json() == done
+
+
+@pytest.mark.parametrize("how", ["cancel", "delete", "stop"])
+def test_the_end_of_an_answer_in_the_background(serve: Serve, how: str) -> None:
+    unfinished = Unfinished()
+    served = serve(unfinished)
+    with served.client() as client:
+        name = client.post(PATH, json=STORED | {"background": True}).json()["id"]
+        where = f"{PATH}/{name}"
+        if how == "cancel":
+            assert client.post(f"{where}/cancel").json()["status"] == "cancelled"
+            assert client.get(where).json()["status"] == "cancelled"
+        elif how == "delete":
+            assert client.delete(where).json()["deleted"]
+            assert client.get(where).status_code == 404
+    if how == "stop":
+        served.stop()
+    assert unfinished.is_aborted.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ({"background": True}, "background"),
+        ({"background": True, "store": True, "stream": True}, "stream"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id"),
+        ({"input": [{"type": "item_reference", "id": "msg_x"}]}, "input[0].id"),
+    ],
+)
+def test_refusals(serve: Serve, given: dict[str, Any], path: str) -> None:
+    with serve(answering).client() as client:
+        response: httpx.Response = client.post(PATH, json={"input": "x"} | given)
+    assert response.status_code in (400, 404)
+    assert response.json()["error"]["param"] == path

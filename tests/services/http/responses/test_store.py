@@ -1,0 +1,91 @@
+"""Stored responses: their limit, and who may use them."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.services.http.access import Caller, caller
+from penstock.services.http.errors import ApiError
+from penstock.services.http.responses.replies import OutputMessage, OutputText, ResponseReply
+from penstock.services.http.responses.routes import begun
+from penstock.services.http.responses.schema import Item, ResponsesRequest
+from penstock.services.http.responses.store import ResponseStore
+
+
+@pytest.fixture(autouse=True)
+def as_client() -> Iterator[None]:
+    token = caller.set(Caller(None, "", "", "a key"))
+    yield
+    caller.reset(token)
+
+
+def put(store: ResponseStore, text: str = "so", is_stored: bool | None = True) -> ResponseReply:
+    """Keep a response to `hi`."""
+    asked = ResponsesRequest(input="hi", temperature=0.0, top_p=1.0, store=is_stored)
+    response = begun(asked, "m")
+    part = OutputText(text=text)
+    response.output.append(OutputMessage(id=f"msg_{response.id}", content=[part]))
+    store.put(response, [Item(role="user", content="hi")])
+    return response
+
+
+def status(function: object, *arguments: object) -> int:
+    with pytest.raises(ApiError) as caught:
+        function(*arguments)  # type: ignore[operator]
+    return caught.value.status
+
+
+def test_a_conversation_is_continued() -> None:
+    store = ResponseStore()
+    response = put(store)
+    question, answer = store.items(response.id)
+    assert (question.role, question.content) == ("user", "hi")
+    assert (answer.role, answer.content[0].text) == ("assistant", "so")  # type: ignore
+    reference = Item(type="item_reference", id=answer.id)
+    assert store.resolved([question, reference]) == [question, answer]
+
+
+def test_another_key_finds_nothing() -> None:
+    store = ResponseStore()
+    response = put(store)
+    reference = [Item(type="item_reference", id=response.output[0].id)]
+    store.resolved(reference)
+    caller.set(Caller(None, "", "", "another key"))
+    assert status(store.body, response.id) == status(store.items, response.id) == 404
+    assert status(store.resolved, reference) == 404
+
+
+def test_only_items_of_a_response_that_is_not_stored_are_kept() -> None:
+    store = ResponseStore()
+    response = put(store, is_stored=None)
+    assert status(store.body, response.id) == status(store.items, response.id) == 404
+    (answer,) = store.resolved([Item(type="item_reference", id=response.output[0].id)])
+    assert answer.role == "assistant"
+
+
+def test_the_least_recently_used_ones_are_evicted() -> None:
+    store = ResponseStore(max_bytes=40_000)
+    first, second = put(store, "a" * 3000), put(store, "b" * 3000)
+    for _ in range(4):
+        store.body(first.id)
+        put(store, "c" * 3000)
+        assert store.num_bytes <= 40_000
+    store.body(first.id)
+    assert status(store.body, second.id) == 404
+    reference = [Item(type="item_reference", id=second.output[0].id)]
+    assert status(store.resolved, reference) == 404
+
+
+def test_a_response_beyond_the_limit_is_not_stored() -> None:
+    store = ResponseStore(max_bytes=10_000)
+    assert status(store.body, put(store, "a" * 10_000).id) == 404
+    assert store.num_bytes == 0
+
+
+def test_memory_is_counted_once() -> None:
+    """A response of the background is put twice."""
+    store = ResponseStore()
+    response = put(store)
+    before = store.num_bytes
+    store.put(response, [Item(role="user", content="hi")])
+    assert store.num_bytes == before
