@@ -34,8 +34,6 @@ class WeightFormat(Struct, frozen=True, kw_only=True):
     bits: Literal[4, 8] = 8
     group_size: int = 0
     """columns of a row with one scale, of integers; 0: the whole row"""
-    symmetric: bool = True
-    """True if integers have no zero points"""
     act_order: bool = False
     """True if the columns of a group need not be adjacent"""
     awq_order: bool = False
@@ -173,7 +171,6 @@ def _read_awq(read: _Awq) -> WeightFormat:
         scales="groups",
         bits=read.bits,
         group_size=max(read.group_size, 0),
-        symmetric=not read.zero_point,
         awq_order=True,
         ignored=tuple(
             rf"(^|\.){re.escape(name)}(\.|$)" for name in read.modules_to_not_convert or ()
@@ -199,7 +196,6 @@ def _read_gptq(read: _Gptq) -> WeightFormat:
         scales="groups",
         bits=read.bits,
         group_size=max(read.group_size, 0),
-        symmetric=False,  # the files have zero points in any case
         act_order=read.desc_act and read.group_size > 0,
         zero_offset=1 if read.checkpoint_format == "gptq" else 0,
         ignored=tuple(ignored),
@@ -237,7 +233,6 @@ def _read_compressed(fields: dict[str, Any]) -> WeightFormat:
         scales="groups",
         bits=weights.num_bits,
         group_size=max(weights.group_size or 0, 0) if grouped else 0,
-        symmetric=weights.symmetric,
         act_order=grouped and weights.actorder in ("group", True),
         ignored=ignored,
     )

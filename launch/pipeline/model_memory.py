@@ -11,6 +11,7 @@ from penstock.protocol.quantization import BLOCK, LINEAR, WeightFormat
 RUN = 4096
 """token ids between which the vocabulary is cut on GPUs"""
 SCALE_BYTES = 4
+"""in packed integers with the zero point in the same word"""
 GPU_CONTEXT_BYTES = 700 << 20
 """of the driver, and of compiled kernels, in each worker"""
 
@@ -138,9 +139,8 @@ def _matrix(weight_format: WeightFormat | None, layout: Layout, rows: int, colum
     if weight_format.scales == "blocks":
         return rows * columns + -(-rows // BLOCK) * blocks * SCALE_BYTES
     groups = -(-columns // (weight_format.group_size or columns))
-    of_group = 2 if weight_format.symmetric else 3
     order = 4 * columns if weight_format.act_order else 0
-    return rows * (blocks * BLOCK * weight_format.bits // 8 + groups * of_group) + order
+    return rows * (blocks * BLOCK * weight_format.bits // 8 + groups * SCALE_BYTES) + order
 
 
 def _step_bytes(model: ModelConfig, layout: Layout, num_rows: int, num_tokens: int) -> int:

@@ -107,6 +107,7 @@ def _set_expert(reference: PreTrainedModel, name: str, weight: torch.Tensor) -> 
     experts.gate_up_proj.data[int(number), start : start + half].copy_(weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, one in PUBLISHED.items() if not one.refusal])
 @torch.inference_mode()
 def test_served_and_equal_to_transformers(tmp_path: Path, name: str) -> None:

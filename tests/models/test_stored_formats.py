@@ -92,6 +92,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "stays_packed", lambda: True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"),
     [

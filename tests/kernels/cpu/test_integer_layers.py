@@ -59,6 +59,7 @@ def product(matrix_bits: int, target: compiler.Target, x: Tensor) -> tuple[Tenso
     return compiled.logits(x, torch.ones(x.shape[1]), 1e-6, matrix), wide(matrix)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("make_target", TARGETS)
 def test_products_of_activations_of_8_bits_are_exact(
