@@ -47,7 +47,7 @@ class CompiledDecoder:
             config.rms_norm_eps,
         )
         weight = model.head.weight
-        narrowed = _narrow(self._layers, [self._embed.weight, weight])
+        narrowed = narrow(model)
         head: Matrix | None = weight if isinstance(weight, Tensor) else None  # e4m3: in torch
         if quantize_lm_head and isinstance(head, Tensor):
             head = quantize(head, 8)
@@ -156,8 +156,10 @@ def _quantized(layer: LayerWeights, bits: int) -> LayerWeights:
     return layer._replace(**changed)
 
 
-def _narrow(layers: list[DecoderLayer], others: list[object]) -> list[nn.Parameter]:
+def narrow(model: Qwen3) -> list[nn.Parameter]:
     """Replace matrices by bfloat16 if that changes no number of any, and return them."""
+    others = model.model.embed_tokens.weight, model.head.weight
+    layers: list[DecoderLayer] = list(model.model.layers)  # type: ignore[arg-type]
     matrices = [*_matrices(layers), *(one for one in others if isinstance(one, nn.Parameter))]
     if not all(_has_16_bits(matrix) for matrix in matrices):
         return []
@@ -175,4 +177,6 @@ def _matrices(layers: list[DecoderLayer]) -> Iterator[nn.Parameter]:
 
 def _has_16_bits(weight: Tensor) -> bool:
     """Return True if the low halves of all float32 are zeros."""
+    if weight.dtype == torch.bfloat16:
+        return True
     return not weight.data.view(torch.int16)[..., ::2].any()  # little-endian

@@ -6,6 +6,8 @@ built on torch's default device, in its default dtype, for inference only.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -241,6 +243,21 @@ def _add_packed_weight(layer: Layer, *shape: int, weight_format: WeightFormat) -
     layer.weight = Packed(layer.words, layer.groups, order, columns, group_size)
 
 
+_has_memory: ContextVar[bool] = ContextVar("has_memory", default=True)
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Make parameters that have no memory yet, only a type and a shape."""
+    token = _has_memory.set(False)
+    try:
+        yield
+    finally:
+        _has_memory.reset(token)
+
+
 def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     """Return a parameter to be loaded."""
-    return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+    if _has_memory.get():
+        return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+    return nn.Parameter(torch.zeros((), dtype=dtype).expand(shape), requires_grad=False)

@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import psutil
 
@@ -20,8 +20,17 @@ UNDERWAY = frozenset({psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP})
 class ChildProcess:
     """One run of a command, in a session and process group of its own."""
 
-    def __init__(self, command: str, environment: Mapping[str, str], log: Log) -> None:
-        """Start a command of the procfile; needs the running event loop. Raises OSError."""
+    def __init__(
+        self,
+        command: str,
+        environment: Mapping[str, str],
+        log: Log,
+        descriptors: Collection[int] = (),
+    ) -> None:
+        """Start a command of the procfile, which inherits `descriptors`, in a running event loop.
+
+        Raises OSError.
+        """
         self._log = log
         self._loop = asyncio.get_running_loop()
         self._popen = subprocess.Popen(
@@ -31,6 +40,7 @@ class ChildProcess:
             stdout=log.writer,
             stderr=log.writer,
             start_new_session=True,
+            pass_fds=descriptors,
         )
         self.pid = self._popen.pid
         self.end: asyncio.Future[str] = self._loop.create_future()

@@ -10,24 +10,36 @@ from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.pipeline.run_folder import environment
 from penstock.launch.supervisor.child_process import ChildProcess, vitals
 from penstock.launch.supervisor.logs import Log
+from penstock.launch.supervisor.memory_server import MemoryServer
 from penstock.launch.supervisor.processes import GRACE, ManagedProcess, Policy, Processes
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.config import Config
 from penstock.protocol.transport.context import Context
+from penstock.protocol.transport.kept_memory import MEMORY_VARIABLE, socket_pair
 from penstock.protocol.transport.process import (
     INCARNATION_VARIABLE,
     PROCESS_VARIABLE,
     SUPERVISOR_VARIABLE,
 )
 
+KEEPERS = ("worker",)
+"""kinds of processes with memory that outlives them"""
+
 
 class LocalProcess(ManagedProcess):
     """One process of this machine; all its runs write to one log."""
 
     def __init__(
-        self, name: str, command: str, environment: dict[str, str], incarnations: "count[int]"
+        self,
+        name: str,
+        command: str,
+        environment: dict[str, str],
+        incarnations: "count[int]",
+        memory: MemoryServer | None = None,
     ) -> None:
+        """memory: serves the process, if it may have memory that outlives it."""
         super().__init__(name)
+        self._memory = memory
         self._command = command
         self._environment = environment | {PROCESS_VARIABLE: name}
         self._incarnations = incarnations
@@ -35,8 +47,17 @@ class LocalProcess(ManagedProcess):
         self._child: ChildProcess
 
     async def spawn(self) -> None:
-        number = {INCARNATION_VARIABLE: str(next(self._incarnations))}
-        self._child = ChildProcess(self._command, self._environment | number, self.log)
+        environment = self._environment | {INCARNATION_VARIABLE: str(next(self._incarnations))}
+        pair = socket_pair() if self._memory else None
+        if self._memory is None or pair is None:
+            self._child = ChildProcess(self._command, environment, self.log)
+        else:
+            ours, theirs = pair
+            with theirs:
+                environment[MEMORY_VARIABLE] = str(theirs.fileno())
+                inherited = (theirs.fileno(),)
+                self._child = ChildProcess(self._command, environment, self.log, inherited)
+            self._memory.serve(ours, self._child.end)
         self.pid = self._child.pid
 
     async def wait(self) -> str:
@@ -78,6 +99,7 @@ class LocalProcesses(Processes):
         self._commands = commands
         self._environment = environment(config) | {SUPERVISOR_VARIABLE: str(os.getpid())}
         self._incarnations = count(1)
+        self._memory = MemoryServer(tasks, policy.say)
 
     @property
     def context(self) -> Context:
@@ -85,10 +107,12 @@ class LocalProcesses(Processes):
 
     def _make(self, name: str) -> LocalProcess:
         command = self._commands[kind_of(name)]
-        process = LocalProcess(name, command, self._environment, self._incarnations)
+        memory = self._memory if kind_of(name) in KEEPERS else None
+        process = LocalProcess(name, command, self._environment, self._incarnations, memory)
         process.log = Log(partial(self._policy.take_line, process))
         return process
 
     async def close(self) -> None:
         await super().close()
+        self._memory.close()
         self.context.destroy(linger=0)

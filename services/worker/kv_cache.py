@@ -11,6 +11,7 @@ from penstock.kernels.attention.types import KVCache
 from penstock.kernels.quantize.types import FP8
 from penstock.protocol.checkpoint import ModelConfig, ModelError
 from penstock.protocol.messages.plan import MAX_BLOCKS
+from penstock.services.worker.kept_memory import Region
 
 log = logging.getLogger(__name__)
 
@@ -20,12 +21,17 @@ def kv_block_shape(model: ModelConfig, tp_size: int, block_size: int) -> tuple[i
     return block_size, max(1, model.num_key_value_heads // tp_size), model.head_dim
 
 
+def kv_block_bytes(model: ModelConfig, tp_size: int, block_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a block in all layers of a rank."""
+    shape = kv_block_shape(model, tp_size, block_size)
+    return 2 * model.num_hidden_layers * _num_bytes(shape, dtype)
+
+
 def num_fitting_blocks(
     num_bytes: float, model: ModelConfig, tp_size: int, block_size: int, dtype: torch.dtype
 ) -> int:
     """Return the number of blocks that fit into `num_bytes`. Raises ModelError if none fits."""
-    shape = kv_block_shape(model, tp_size, block_size)
-    block_bytes = 2 * model.num_hidden_layers * _num_bytes(shape, dtype)
+    block_bytes = kv_block_bytes(model, tp_size, block_size, dtype)
     if num_bytes < block_bytes:
         raise ModelError(
             f"KV cache: got {num_bytes / 2**30:.2f} GiB, expected {block_bytes / 2**30:.2f} or "
@@ -41,8 +47,9 @@ def allocate_kv_cache(
     num_blocks: int,
     dtype: torch.dtype,
     device: torch.device,
+    region: Region | None = None,
 ) -> list[KVCache]:
-    """Return one rank's KV cache of each layer, filled with zeros."""
+    """Return one rank's KV cache of each layer, in `region` or filled with zeros."""
     shape = kv_block_shape(model, tp_size, block_size)
     size = (model.num_hidden_layers, 2, num_blocks)
     log.info(
@@ -51,10 +58,14 @@ def allocate_kv_cache(
         block_size,
         torch.Size(size).numel() * _num_bytes(shape, dtype) / 2**30,
     )
-    kv = _zeros((*size, *shape), dtype, device)
+    values, scale_shape = (*size, *shape), (*size, shape[1], shape[0])
+    kv = region.view(0, values, dtype) if region else _zeros(values, dtype, device)
     if dtype != FP8:
         return [KVCache(*layer) for layer in kv]
-    scales = _zeros((*size, shape[1], shape[0]), torch.float32, device)
+    if region:
+        scales = region.view(kv.nbytes, scale_shape, torch.float32)
+    else:
+        scales = _zeros(scale_shape, torch.float32, device)
     return [KVCache(k, v, (ks, vs)) for (k, v), (ks, vs) in zip(kv, scales, strict=True)]
 
 

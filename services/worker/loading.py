@@ -1,17 +1,16 @@
 """Startup of a worker: device, group, weights, KV cache, CUDA graphs."""
 
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
 
 from penstock.kernels.attention.backends import choose_attention
 from penstock.kernels.attention.reference import AttentionBackend
-from penstock.kernels.cpu.compiled_step import compiled_step
 from penstock.kernels.quantize.types import FP8
 from penstock.kernels.step.forward_batch import BatchShape
 from penstock.models.moe import MoE
@@ -30,12 +29,21 @@ from penstock.protocol.messages.plan import BatchPlan, RowAdded, RowExtras, pack
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.protocol.run_folder import make_run_folder
+from penstock.protocol.transport.kept_memory import MemoryClient
+from penstock.services.worker.compiling import (
+    INTEGER_BITS,
+    compile_layers,
+    may_compile,
+    narrow_weights,
+)
 from penstock.services.worker.cuda_graphs import decode_shapes, prefill_shapes
 from penstock.services.worker.device import check_capability, choose_device, compute_dtype
 from penstock.services.worker.grammars import Grammars
+from penstock.services.worker.kept_memory import KeptMemory, Region, load_model
 from penstock.services.worker.kv_cache import (
     allocate_kv_cache,
     free_gpu_bytes,
+    kv_block_bytes,
     num_fitting_blocks,
 )
 from penstock.services.worker.model_runner import ModelRunner
@@ -44,8 +52,6 @@ from penstock.services.worker.timings import StartTimes, step_profiler
 
 IMPORTED = time.time()
 log = logging.getLogger(__name__)
-INTEGER_BITS = {"int8": 8, "int4": 4}
-"""`--quantization` → bits of weights that only compiled layers have"""
 CPU_KV_BYTES = 1 << 30
 """size of the KV cache on a CPU by default"""
 
@@ -81,18 +87,15 @@ def load(
     max_blocks = -(-max_model_len // attention.block_size)
     num_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
     tp.reserve(num_tokens * model_config.hidden_size, dtype)
-    with torch.device(device), default_dtype(dtype):
-        num_positions = max_blocks * attention.block_size
-        in_fp8 = config.quantize_lm_head and config.quantization not in INTEGER_BITS
-        choices = config.enable_expert_parallel, in_fp8
-        model = Qwen3(model_config, tp, attention, num_positions, *choices)
-    load_weights(model, config.model_folder, on_progress, model_config.weight_format)
+    memory = KeptMemory(config, assignment, device, MemoryClient.from_environment())
+    sizes = dtype, max_blocks * attention.block_size
+    model = _load_model(config, model_config, memory, tp, attention, *sizes, on_progress)
     times.end("weights")
     if device.type == "cpu":
-        _compile(config, model_config, model)
+        compile_layers(config, model_config, model)
         times.end("compilation")
-    sizes = dtype, max_blocks, assignment.num_blocks
-    runner = _make_runner(config, model_config, model, *sizes, grammars)
+    blocks = dtype, max_blocks, assignment.num_blocks
+    runner = _make_runner(config, model_config, model, *blocks, grammars, memory)
     times.end("KV cache")
     on_progress()
     if device.type == "cuda" and config.enable_cuda_graphs and attention.can_be_captured:
@@ -110,6 +113,32 @@ def load(
         runner.profile(step_profiler(config.profile, path))
     log.info("ready after %s", times)
     return runner
+
+
+def _load_model(
+    config: Config,
+    model_config: ModelConfig,
+    memory: KeptMemory,
+    tp: TensorParallel,
+    attention: AttentionBackend,
+    dtype: torch.dtype,
+    num_positions: int,
+    on_progress: Callable[[], None],
+) -> Qwen3:
+    in_fp8 = config.quantize_lm_head and config.quantization not in INTEGER_BITS
+    choices = config.enable_expert_parallel, in_fp8
+
+    def make() -> Qwen3:
+        with torch.device(memory.device), default_dtype(dtype):
+            return Qwen3(model_config, tp, attention, num_positions, *choices)
+
+    def fill(model: Qwen3) -> None:
+        load_weights(model, config.model_folder, on_progress, model_config.weight_format)
+        compiles = may_compile(config) and not model_config.weight_format
+        if memory.device.type == "cpu" and compiles:
+            narrow_weights(model)
+
+    return load_model(memory, config, make, fill)
 
 
 def _check_integers(config: Config, device: torch.device) -> None:
@@ -143,7 +172,7 @@ def _attention(
         raise ModelError(str(error)) from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Make floating-point tensors of this type by default."""
     before = torch.get_default_dtype()
@@ -154,23 +183,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _compile(config: Config, model_config: ModelConfig, model: Qwen3) -> None:
-    """Use compiled code if this machine and the model allow it, and layers of it if wanted."""
-    compiled_step()
-    bits = INTEGER_BITS.get(config.quantization)
-    if config.attention != "auto" or config.kv_cache_dtype == "fp8":
-        return
-    try:
-        from penstock.models.compiled import CompiledDecoder  # llvmlite
-
-        head = bool(bits) and config.quantize_lm_head and model.has_head
-        model.compiled = CompiledDecoder(model, model_config, bits or 16, head)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        if bits:
-            raise ModelError(f"--quantization {config.quantization}: {error}") from error
-        log.warning("layers run in torch, not compiled: %s", error)
-
-
 def _make_runner(
     config: Config,
     model_config: ModelConfig,
@@ -179,20 +191,31 @@ def _make_runner(
     max_blocks: int,
     num_blocks: int,
     grammars: Grammars | None,
+    memory: KeptMemory,
 ) -> ModelRunner:
-    """Make a runner with `num_blocks` of KV cache, or with 0, as many as fit."""
+    """Make a runner with the last worker's KV cache, or with `num_blocks`; 0: as many as fit."""
     weight, block_size = model.model.embed_tokens.weight, model.attention.block_size
     vocab_size = model_config.vocab_size
     shape = (model_config, model.tp.size, block_size)
     kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else dtype
 
-    def make(num_blocks: int) -> ModelRunner:
+    facts = *shape[1:], str(kv_dtype), model.attention.name, model.compiled is not None
+    kept = memory.take("kv", *facts)
+    if kept and kept.manifest.num_blocks < num_blocks:
+        memory.drop("kv")
+        kept = None
+
+    def make(num_blocks: int, region: Region | None = None) -> ModelRunner:
         num_slots = config.max_num_seqs
         batch = PersistentBatch(num_slots, max_blocks, block_size, num_blocks, vocab_size)
-        kv_caches = allocate_kv_cache(*shape, num_blocks, kv_dtype, weight.device)
+        kv_caches = allocate_kv_cache(*shape, num_blocks, kv_dtype, weight.device, region)
         sizes = num_slots, config.max_num_batched_tokens
-        return ModelRunner(model, batch, kv_caches, *sizes, grammars)
+        runner = ModelRunner(model, batch, kv_caches, *sizes, grammars)
+        runner.memory = region.manifest.number if region else 0
+        return runner
 
+    if kept:
+        return make(kept.manifest.num_blocks, kept)
     num_blocks = num_blocks or config.num_blocks
     if not num_blocks:
         num_bytes = config.kv_cache_gib * 2**30
@@ -206,7 +229,12 @@ def _make_runner(
             num_bytes = free_gpu_bytes(steps, config.gpu_memory_utilization, weight.device)
             del trial, steps
         num_blocks = num_fitting_blocks(num_bytes or CPU_KV_BYTES, *shape, kv_dtype)
-    return make(num_blocks)
+    new = memory.allocate("kv", num_blocks * kv_block_bytes(*shape, kv_dtype), *facts)
+    if new is None:
+        return make(num_blocks)
+    new.region.manifest.num_blocks = num_blocks
+    new.keep()
+    return make(num_blocks, new.region)
 
 
 def _graph_shapes(config: Config, model: Qwen3, max_model_len: int) -> list[BatchShape]:

@@ -48,6 +48,8 @@ class ModelRunner:
         kv_caches: of each layer; num_slots, max_tokens: maximum of a step; grammars: on rank 0.
         """
         self.num_blocks, self.block_size = kv_caches[0].k.shape[:2]
+        self.memory = 0
+        """as `WorkerState.memory`"""
         self._model = model
         self._batch = batch
         self._kv_caches = kv_caches

@@ -20,6 +20,7 @@ from penstock.protocol.messages.worker import ToWorker, WorkerAssignment, Worker
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
+from penstock.protocol.transport.kept_memory import MemoryClient
 from penstock.protocol.transport.process import Process
 from penstock.protocol.transport.process_exit import ProcessExit
 from penstock.services.worker.model_runner import ModelRunner
@@ -69,7 +70,7 @@ class Worker:
             state.rendezvous = free_rendezvous(self._process.context.host)
         if self._runner:
             state.num_blocks, state.block_size = self._runner.num_blocks, self._runner.block_size
-            state.idle_us = self._runner.idle_us()
+            state.idle_us, state.memory = self._runner.idle_us(), self._runner.memory
         self.channel.send(state)
         self._sent_state_at = time.monotonic()
 
@@ -176,6 +177,8 @@ def main(load: Load) -> NoReturn:
         process.log.error("%s", error)
     except Exception:
         process.log.exception("unexpected error")
+        if client := MemoryClient.from_environment():
+            client.drop()  # what this process has written may be wrong
     logging.shutdown()
     os._exit(code)
 

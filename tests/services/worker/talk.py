@@ -53,6 +53,7 @@ class FakeRunner:
 
     num_blocks = 5
     block_size = 16
+    memory = 7
 
     def __init__(self) -> None:
         self.launched: list[BatchPlan] = []
@@ -138,7 +139,9 @@ class Talk:
 
 
 def hello(*fields: Any) -> WorkerState:
-    return WorkerState(*fields, pid=os.getpid(), node="node-a", incarnation=17)
+    state = WorkerState(*fields, pid=os.getpid(), node="node-a", incarnation=17)
+    state.memory = FakeRunner.memory if state.num_blocks else 0
+    return state
 
 
 def assignment(epoch: int = 1, group: str = "g", rank: int = 0) -> WorkerAssignment:

@@ -1,0 +1,117 @@
+"""Server of memory that outlives its process: it holds descriptors and knows no contents.
+
+GPU memory lasts as long as any descriptor of it, without a CUDA context. When the supervisor ends,
+in whatever way, no descriptor is left and the memory is free.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.launch.supervisor.tasks import Tasks
+from penstock.protocol.messages.memory import (
+    DropMemory,
+    KeepMemory,
+    MemoryReply,
+    TakeMemory,
+    ToMemoryServer,
+)
+from penstock.protocol.transport.kept_memory import MAX_MESSAGE
+
+MAX_EXIT_SECONDS = 5.0
+"""in which the last user of memory must have exited, or the memory is dropped"""
+ORDERLY = ("exit code ", "signal 9", "signal 15")
+"""ends of processes that have written nothing wrong before"""
+
+
+class _Peer(NamedTuple):
+    socket: socket.socket
+    end: "asyncio.Future[str]"
+    """how the process ended"""
+
+
+class _Region(NamedTuple):
+    manifest: bytes
+    descriptor: int
+    user: "asyncio.Future[str]"
+    """the end of the process that uses it, or used it last"""
+
+
+class MemoryServer:
+    """Kept memory by name, in the running event loop."""
+
+    def __init__(self, tasks: Tasks, say: Callable[[str], None]) -> None:
+        """tasks: reports exceptions. say: takes a line for the log."""
+        self._tasks = tasks
+        self._say = say
+        self._regions: dict[str, _Region] = {}
+        self._peers: set[_Peer] = set()
+
+    def serve(self, connection: socket.socket, end: "asyncio.Future[str]") -> None:
+        """Serve a process over its socket pair; end: of the process."""
+        peer = _Peer(connection, end)
+        self._peers.add(peer)
+        asyncio.get_running_loop().add_reader(connection, self._receive, peer)
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self._leave(peer)
+        for name in list(self._regions):
+            self._drop(name)
+
+    def _receive(self, peer: _Peer) -> None:
+        try:
+            flags = socket.MSG_CMSG_CLOEXEC
+            data, descriptors, _, _ = socket.recv_fds(peer.socket, MAX_MESSAGE, 1, flags)
+            message = msgspec.msgpack.decode(data, type=ToMemoryServer) if data else None
+        except (OSError, msgspec.DecodeError):
+            message, descriptors = None, []
+        match message:
+            case TakeMemory(name):
+                self._tasks.start(self._pass_on(name, peer))
+            case KeepMemory(name, manifest) if descriptors:
+                self._drop(name)
+                self._regions[name] = _Region(manifest, descriptors[0], peer.end)
+                self._reply(peer, MemoryReply())
+            case DropMemory(name):
+                used = [one for one, region in self._regions.items() if region.user is peer.end]
+                for one in [name] if name else used:
+                    self._drop(one)
+                self._reply(peer, MemoryReply())
+            case _:
+                self._leave(peer)
+
+    async def _pass_on(self, name: str, peer: _Peer) -> None:
+        """Reply with the memory, if its last user has exited and can't have damaged it."""
+        region = self._regions.get(name)
+        if region and region.user is not peer.end:
+            await asyncio.wait([region.user], timeout=MAX_EXIT_SECONDS)
+            how = region.user.result() if region.user.done() else "no exit"
+            if how.startswith(ORDERLY):
+                self._regions[name] = region._replace(user=peer.end)
+            else:
+                self._say(f"memory {name} is not used again: its process ended with {how}")
+                self._drop(name)
+                region = None
+        descriptors = [region.descriptor] if region else []
+        self._reply(peer, MemoryReply(region.manifest if region else b""), descriptors)
+
+    def _reply(self, peer: _Peer, reply: MemoryReply, descriptors: list[int] | None = None) -> None:
+        try:
+            socket.send_fds(peer.socket, [msgspec.msgpack.encode(reply)], descriptors or [])
+        except OSError:  # it has exited
+            self._leave(peer)
+
+    def _drop(self, name: str) -> None:
+        if region := self._regions.pop(name, None):
+            os.close(region.descriptor)
+
+    def _leave(self, peer: _Peer) -> None:
+        if peer in self._peers:
+            self._peers.remove(peer)
+            asyncio.get_running_loop().remove_reader(peer.socket)
+            peer.socket.close()

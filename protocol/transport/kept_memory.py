@@ -1,0 +1,72 @@
+"""Memory that outlives its process: the supervisor keeps descriptors, passed by a socket pair."""
+
+import os
+import socket
+from typing import NamedTuple, Self
+
+import msgspec
+
+from penstock.protocol.messages.memory import (
+    DropMemory,
+    KeepMemory,
+    MemoryReply,
+    TakeMemory,
+    ToMemoryServer,
+)
+
+MEMORY_VARIABLE = "PENSTOCK_MEMORY"
+"""number of the inherited descriptor"""
+MAX_MESSAGE = 1 << 20
+"""bytes of a message, most of them of a manifest"""
+
+
+class Taken(NamedTuple):
+    """Memory of an earlier process."""
+
+    manifest: bytes
+    descriptor: int
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket] | None:
+    """Return the supervisor's end and a process's end; None where no memory can be kept."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    return ours, theirs
+
+
+class MemoryClient:
+    """A process's end of its socket pair."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+
+    @classmethod
+    def from_environment(cls) -> Self | None:
+        """Return the client of the pair that this process has inherited, None without one."""
+        number = os.environ.get(MEMORY_VARIABLE)
+        return cls(socket.socket(fileno=os.dup(int(number)))) if number else None
+
+    def take(self, name: str) -> Taken | None:
+        """Return the memory of this name; waits for the exit of its last user."""
+        manifest, descriptors = self._request(TakeMemory(name))
+        return Taken(manifest, descriptors[0]) if manifest else None
+
+    def keep(self, name: str, manifest: bytes, descriptor: int) -> None:
+        """Pass on memory that is whole, to be taken after this process has exited."""
+        self._request(KeepMemory(name, manifest), [descriptor])
+
+    def drop(self, name: str = "") -> None:
+        """Let memory end; without a name, all that this process uses."""
+        self._request(DropMemory(name))
+
+    def _request(
+        self, message: ToMemoryServer, descriptors: list[int] | None = None
+    ) -> tuple[bytes, list[int]]:
+        socket.send_fds(self._socket, [msgspec.msgpack.encode(message)], descriptors or [])
+        flags = socket.MSG_CMSG_CLOEXEC
+        data, received, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE, 1, flags)
+        if not data:
+            raise ConnectionError("the supervisor has closed the socket of kept memory")
+        return msgspec.msgpack.decode(data, type=MemoryReply).manifest, received

@@ -1,0 +1,43 @@
+"""Compiled functions of a CPU, where this machine and the model allow them."""
+
+import contextlib
+import logging
+
+from penstock.kernels.cpu.compiled_step import compiled_step
+from penstock.models.qwen3 import Qwen3
+from penstock.protocol.checkpoint import ModelConfig, ModelError
+from penstock.protocol.config import Config
+
+log = logging.getLogger(__name__)
+INTEGER_BITS = {"int8": 8, "int4": 4}
+"""`--quantization` → bits of weights that only compiled layers have"""
+
+
+def may_compile(config: Config) -> bool:
+    """Return whether layers on a CPU are compiled, where that is possible."""
+    return config.attention == "auto" and config.kv_cache_dtype != "fp8"
+
+
+def narrow_weights(model: Qwen3) -> None:
+    """Give weights the type that compiled layers take."""
+    with contextlib.suppress(ImportError, OSError):
+        from penstock.models.compiled import narrow  # llvmlite
+
+        narrow(model)
+
+
+def compile_layers(config: Config, model_config: ModelConfig, model: Qwen3) -> None:
+    """Use compiled code if this machine and the model allow it, and layers of it if wanted."""
+    compiled_step()
+    bits = INTEGER_BITS.get(config.quantization)
+    if not may_compile(config):
+        return
+    try:
+        from penstock.models.compiled import CompiledDecoder  # llvmlite
+
+        head = bool(bits) and config.quantize_lm_head and model.has_head
+        model.compiled = CompiledDecoder(model, model_config, bits or 16, head)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        if bits:
+            raise ModelError(f"--quantization {config.quantization}: {error}") from error
+        log.warning("layers run in torch, not compiled: %s", error)

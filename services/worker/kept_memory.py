@@ -1,0 +1,231 @@
+"""The memory of a rank that outlives its worker: weights and KV cache.
+
+The supervisor keeps the descriptors. Weights are passed on when they are whole, so that what a
+killed worker had loaded in part is never used. The next worker of this rank uses what was made for
+the same checkpoint, configuration and device.
+"""
+
+import hashlib
+import logging
+import mmap
+import os
+import secrets
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from penstock.models.parallel import without_memory
+from penstock.models.qwen3 import Qwen3
+from penstock.protocol.config import Config
+from penstock.protocol.messages.worker import WorkerAssignment
+from penstock.protocol.transport.kept_memory import MemoryClient
+from penstock.services.worker.compiling import INTEGER_BITS
+
+log = logging.getLogger(__name__)
+ALIGNMENT = 512
+"""bytes"""
+
+
+class Placed(msgspec.Struct, array_like=True):
+    """The place of a tensor in memory."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    """bytes"""
+
+
+class Manifest(msgspec.Struct, array_like=True):
+    """The contents of kept memory."""
+
+    digest: bytes
+    """of everything that must be equal for a worker to use it"""
+    number: int
+    """random: no other memory has it"""
+    num_bytes: int
+    num_blocks: int = 0
+    """of a KV cache"""
+    tensors: list[Placed] = []
+
+
+class Region(NamedTuple):
+    """Memory, uint8 [num_bytes], and its manifest."""
+
+    memory: Tensor
+    manifest: Manifest
+
+    def view(self, begin: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+        shape = torch.Size(shape)
+        num_bytes = shape.numel() * dtype.itemsize
+        return self.memory[begin : begin + num_bytes].view(dtype).view(shape)
+
+
+class KeptMemory:
+    """Memory of one rank, by kind: `weights` and `kv`."""
+
+    def __init__(
+        self,
+        config: Config,
+        assignment: WorkerAssignment,
+        device: torch.device,
+        client: MemoryClient | None,
+    ) -> None:
+        """client: None where the supervisor keeps no memory."""
+        self.device = device
+        self._client = client
+        self._place = f"{assignment.replica}.{assignment.rank}"
+        files = sorted(config.model_folder.rglob("*"))
+        stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        facts = stats, torch.__version__, str(device), assignment.rank, assignment.tp_size
+        self._facts = msgspec.json.encode(config) + repr(facts).encode()
+
+    @property
+    def lasts(self) -> bool:
+        """Whether memory outlives this process."""
+        return self._client is not None
+
+    def take(self, kind: str, *facts: object) -> Region | None:
+        """Return the memory of the last worker, if `facts`, the checkpoint and so on are equal."""
+        taken = self._client.take(self._name(kind)) if self._client else None
+        if taken is None:
+            return None
+        manifest = msgspec.msgpack.decode(taken.manifest, type=Manifest)
+        try:
+            if manifest.digest == self._digest(kind, facts):
+                memory = _map(taken.descriptor, manifest.num_bytes, self.device)
+                return Region(memory, manifest)
+        except (OSError, ValueError) as error:
+            log.warning("%s: memory of the last worker can't be used: %s", kind, error)
+        finally:
+            os.close(taken.descriptor)
+        self.drop(kind)
+        return None
+
+    def drop(self, kind: str) -> None:
+        """Let the memory of the last worker end."""
+        if self._client:
+            self._client.drop(self._name(kind))
+
+    def allocate(self, kind: str, num_bytes: int, *facts: object) -> "NewRegion | None":
+        """Return zeros, to be kept when they are filled; None where memory can't last."""
+        if self._client is None:
+            return None
+        try:
+            memory, descriptor = _allocate(num_bytes, self.device)
+        except OSError as error:
+            log.warning("memory ends with the worker: %s", error)
+            self._client = None
+            return None
+        number = 1 + secrets.randbits(53)
+        manifest = Manifest(self._digest(kind, facts), number, num_bytes)
+        keep = self._client.keep
+        return NewRegion(Region(memory, manifest), self._name(kind), descriptor, keep)
+
+    def _name(self, kind: str) -> str:
+        return f"{kind}.{self._place}"
+
+    def _digest(self, kind: str, facts: tuple[object, ...]) -> bytes:
+        return hashlib.sha256(self._facts + repr((kind, facts)).encode()).digest()
+
+
+class NewRegion(NamedTuple):
+    """Memory that is being filled; it ends with this process unless it is kept."""
+
+    region: Region
+    name: str
+    descriptor: int
+    pass_on: Callable[[str, bytes, int], None]
+
+    def keep(self) -> None:
+        """Pass it on: it is whole."""
+        region = self.region
+        if region.memory.is_cuda:
+            torch.cuda.synchronize(region.memory.device)
+        self.pass_on(self.name, msgspec.msgpack.encode(region.manifest), self.descriptor)
+        os.close(self.descriptor)
+
+
+def load_model(
+    memory: KeptMemory, config: Config, make: Callable[[], Qwen3], fill: Callable[[Qwen3], None]
+) -> Qwen3:
+    """Return a model with the last worker's weights, or one that `make` makes and `fill` loads."""
+    if config.quantization in INTEGER_BITS:  # made of the weights, which are then freed
+        model = make()
+        fill(model)
+        return model
+    if taken := memory.take("weights"):
+        with without_memory():
+            model = make()
+        attach(model, taken)
+        log.info("weights: %.2f GiB of the last worker", taken.manifest.num_bytes / 2**30)
+        return model
+    on_cpu = memory.device.type == "cpu"
+    if on_cpu or not memory.lasts:  # the weights of a CPU may change their type when loaded
+        model = make()
+        fill(model)
+        if memory.lasts and (new := _allocate_for(model, memory)):
+            attach(model, new.region, copies=True)
+            new.keep()
+        return model
+    with without_memory():
+        model = make()
+    new = _allocate_for(model, memory)
+    if new is None:
+        model = make()
+        fill(model)
+        return model
+    attach(model, new.region)
+    fill(model)
+    new.keep()
+    return model
+
+
+def _allocate_for(model: nn.Module, memory: KeptMemory) -> NewRegion | None:
+    """Return memory for the parameters of a model."""
+    tensors, begin = [], 0
+    for name, parameter in model.named_parameters():
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        tensors.append(Placed(name, dtype, tuple(parameter.shape), begin))
+        begin += -(-parameter.numel() * parameter.itemsize // ALIGNMENT) * ALIGNMENT
+    new = memory.allocate("weights", begin)
+    if new:
+        new.region.manifest.tensors = tensors
+    return new
+
+
+def attach(model: nn.Module, region: Region, copies: bool = False) -> None:
+    """Let the parameters of a model lie in memory; copies: fill the memory with their content."""
+    parameters = dict(model.named_parameters())
+    for placed in region.manifest.tensors:
+        parameter = parameters.pop(placed.name)
+        dtype: Any = getattr(torch, placed.dtype)
+        view = region.view(placed.begin, placed.shape, dtype)
+        if copies:
+            view.copy_(parameter.data)
+        parameter.data = view
+    if parameters:
+        raise RuntimeError(f"kept weights: {min(parameters)} is missing")
+
+
+def _allocate(num_bytes: int, device: torch.device) -> tuple[Tensor, int]:
+    """Return zeros and their descriptor. Raises OSError."""
+    if device.type == "cuda":
+        from penstock.services.worker import cuda_memory
+
+        memory, descriptor = cuda_memory.allocate(num_bytes, device)
+        return memory.zero_(), descriptor
+    descriptor = os.memfd_create("penstock")
+    os.ftruncate(descriptor, num_bytes)
+    return _map(descriptor, num_bytes, device), descriptor
+
+
+def _map(descriptor: int, num_bytes: int, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        from penstock.services.worker import cuda_memory
+
+        return cuda_memory.map_memory(descriptor, num_bytes, device)
+    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)

@@ -1,0 +1,108 @@
+"""A killed worker: weights and KV cache outlive it, and streams continue where they were."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from penstock.protocol.messages.status import SchedulerStatus
+from tests.pipeline.conftest import Pipeline
+from tests.pipeline.load import Load
+from tests.tools.demo.tasks import answer_to, count_prompt
+
+pytestmark = [
+    pytest.mark.pipeline,
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux"),
+]
+NUM_STREAMS = 6
+MAX_PLANS = 4
+READY = r"scheduler\.1 +\| I workers ready"
+
+
+@pytest.fixture(scope="module")
+def served(pipeline: Callable[..., Pipeline]) -> Pipeline:
+    return pipeline("--max-deaths", "1000")
+
+
+def scheduler(served: Pipeline) -> SchedulerStatus:
+    with served.client() as client:
+        status = client.status(fresh=True).scheduler
+    assert status
+    return status
+
+
+def kill_worker(served: Pipeline, how: signal.Signals = signal.SIGKILL) -> str:
+    """Kill the worker; return the line about the workers that follow."""
+    start = len(served.output)
+    served.kill("worker.1", how)
+    return served.wait_for(READY, start)
+
+
+def test_only_tokens_in_flight_are_computed_again(served: Pipeline) -> None:
+    before, start = scheduler(served).num_recomputed_tokens, len(served.output)
+    prompts = [count_prompt(number, 200) for number in range(NUM_STREAMS)]
+    num_kills = 3
+    with served.client() as client:
+        streams = [client.stream(prompt) for prompt in prompts]
+        deltas = [iter(stream) for stream in streams]
+        texts = [next(one).text for one in deltas]
+        for _ in range(num_kills):
+            assert kill_worker(served).endswith("with the KV of the last ones\n")
+            while scheduler(served).num_steps <= MAX_PLANS:  # until tokens are confirmed
+                texts[0] += next(deltas[0]).text
+        for number, rest in enumerate(deltas):
+            texts[number] += "".join(delta.text for delta in rest)
+    assert texts == [answer_to(prompt) for prompt in prompts]
+    num_recomputed = scheduler(served).num_recomputed_tokens - before
+    assert 0 < num_recomputed <= num_kills * NUM_STREAMS * MAX_PLANS
+    assert sum("of the last worker" in line for line in served.output[start:]) == num_kills
+
+
+def test_the_prefix_cache_outlives_the_worker(served: Pipeline) -> None:
+    with served.client() as client:
+        prompt = count_prompt(7, 90)
+        text = client.generate(prompt).text
+        kill_worker(served)
+        again = client.generate(prompt)
+        assert (again.text, again.usage.cached_tokens > 0) == (text, True)
+
+
+def test_a_crash_loses_the_memory(served: Pipeline) -> None:
+    """What wrote outside its own tensors may have damaged any of it."""
+    start = len(served.output)
+    with Load(served.endpoint, 1):
+        line = kill_worker(served, signal.SIGSEGV)
+    assert "with the KV" not in line
+    assert any("is not used again: its process ended" in line for line in served.output[start:])
+
+
+def shared_memory(pid: int) -> set[int]:
+    """Return the inodes of the memory that a process maps or has descriptors of."""
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    found = {int(number) for number in re.findall(r"(\d+) +/memfd:penstock", maps)}
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        if str(descriptor.readlink()).startswith("/memfd:penstock"):
+            found.add(descriptor.stat().st_ino)
+    return found
+
+
+def test_the_memory_ends_with_the_supervisor(served: Pipeline) -> None:
+    """It is killed: nobody else may hold the memory."""
+    held = shared_memory(served.process.pid)
+    assert len(held) == 2
+    assert shared_memory(served.processes()["worker.1"]) == held
+    children, served.expected_exit_code = served.children(), -signal.SIGKILL
+    served.process.kill()
+    assert served.wait() == -signal.SIGKILL
+    assert not served.alive(children)
+    for process in psutil.process_iter():
+        with contextlib.suppress(PermissionError, FileNotFoundError, ProcessLookupError):
+            assert not held & shared_memory(process.pid)
+    shutil.rmtree(served.run_folder)
+    Path(served.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
