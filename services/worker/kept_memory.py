@@ -85,7 +85,7 @@ class KeptMemory:
 
     @property
     def lasts(self) -> bool:
-        """Whether memory outlives this process."""
+        """True if memory outlives this process."""
         return self._client is not None
 
     def take(self, kind: str, *facts: object) -> Region | None:

@@ -74,7 +74,7 @@ def test_the_prefix_cache_outlives_the_worker(served: Pipeline) -> None:
 
 
 def test_a_crash_loses_the_memory(served: Pipeline) -> None:
-    """What wrote outside its own tensors may have damaged any of it."""
+    """A write outside its tensors may have damaged any of the memory."""
     start = len(served.output)
     with Load(served.endpoint, 1):
         line = kill_worker(served, signal.SIGSEGV)
@@ -93,7 +93,7 @@ def shared_memory(pid: int) -> set[int]:
 
 
 def test_the_memory_ends_with_the_supervisor(served: Pipeline) -> None:
-    """It is killed: nobody else may hold the memory."""
+    """Nobody else may hold the memory of a killed supervisor."""
     held = shared_memory(served.process.pid)
     assert len(held) == 2
     assert shared_memory(served.processes()["worker.1"]) == held
