@@ -63,34 +63,25 @@ def quantize(weight: Tensor, bits: int) -> Integers:
 
 
 class IntegerPointer:
-    """A place in a matrix of `Integers`, in code that is being emitted."""
+    """A group in a matrix of `Integers`, in code that is being emitted."""
 
-    def __init__(self, codes: Pointer, scales: Pointer, bits: int, at: "Value | int" = 0) -> None:
-        """Point to element `at`; codes, scales: of the matrix, whose rows are whole groups."""
-        self.kind = f"q{bits}"
-        self._codes, self._scales, self._bits, self._at = codes, scales, bits, at
+    def __init__(self, codes: Pointer, scales: Pointer, bits: int) -> None:
+        """Point to the group that has these codes and this scale."""
+        self.kind, self.bits = f"q{bits}", bits
+        self.codes, self._scales = codes, scales
 
-    def __add__(self, index: "Value | int") -> "IntegerPointer":
-        moved = index + self._at if isinstance(index, Value) else self._at + index
-        return IntegerPointer(self._codes, self._scales, self._bits, moved)
+    def __add__(self, columns: "Value | int") -> "IntegerPointer":
+        """Return a group after this one; columns: a multiple of GROUP."""
+        codes, scales = self.codes + columns // (8 // self.bits), self._scales + columns // GROUP
+        return IntegerPointer(codes, scales, self.bits)
 
-    def group(self, index: Value) -> "IntegerGroup":
-        """Return the group that begins at an element."""
-        element = index + self._at
-        scale = self._scales[element // GROUP]
-        return IntegerGroup(self._codes + element // (8 // self._bits), scale, self._bits)
+    @property
+    def scale(self) -> Value:
+        return self._scales[0]
 
-    def prefetch(self, index: Value) -> None:
-        """Start to read the cache line of an element's code."""
-        self._codes.prefetch((index + self._at) // (8 // self._bits))
-
-
-class IntegerGroup(NamedTuple):
-    """A group."""
-
-    codes: Pointer
-    scale: Value
-    bits: int
+    def prefetch(self, columns: "Value | int") -> None:
+        """Start to read the cache line of the codes after `columns`."""
+        self.codes.prefetch(columns // (8 // self.bits))
 
 
 def weight_pointer(weight: str, codes: Pointer, scales: Pointer) -> Any:

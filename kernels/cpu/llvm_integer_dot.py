@@ -9,8 +9,8 @@ Sums of integers are exact.
 from collections.abc import Sequence
 
 from penstock.kernels.cpu.compiler import Target
-from penstock.kernels.cpu.emitter import Kernel
-from penstock.kernels.cpu.integers import GROUP, IntegerGroup, IntegerPointer
+from penstock.kernels.cpu.emitter import Kernel, Variable
+from penstock.kernels.cpu.integers import GROUP, IntegerPointer
 from penstock.kernels.cpu.llvm_elementwise import ROUND, add_lanes
 from penstock.kernels.cpu.values import FLOAT, INT8, INT16, INT32, Pointer, Value
 
@@ -24,6 +24,8 @@ and the scale, float32"""
 SUMS, SCALES = GROUP // 4, 2 * GROUP // 4
 """words of a group before the sums and the scales"""
 MAX_CODE = 127
+UNROLLED = 4
+"""groups of a turn of a loop with few sums"""
 
 
 def code_offset(target: Target, bits: int) -> int:
@@ -80,28 +82,48 @@ def integer_dot_tile(
     ahead: Value | None = None,
 ) -> list[Value]:
     """Compute `llvm_linear.dot_tile`; xs: rows from `emit_rounding`."""
+    sums = [[k.variable(k.zeros(target.lanes)) for _ in ws] for _ in xs]
+    unrolled = UNROLLED if len(xs) * len(ws) <= 2 else 1  # few sums take little time each
+    whole = size - size % (unrolled * GROUP)
+
+    def accumulate(at: Value, number: int) -> None:
+        groups, rows = [w + at for w in ws], [x + at // GROUP * GROUP_WORDS for x in xs]
+        for index in range(number):
+            own = [group + index * GROUP for group in groups]
+            if ahead is not None:
+                for group in own:
+                    group.prefetch(ahead)
+            _add_group(target, own, [row + index * GROUP_WORDS for row in rows], sums)
+
+    with k.range(0, whole, unrolled * GROUP) as at:
+        accumulate(at, unrolled)
+    if unrolled > 1:
+        with k.range(whole, size, GROUP) as at:
+            accumulate(at, 1)
+    return [add_lanes([total.value for total in row], target.lanes) for row in sums]
+
+
+def _add_group(
+    target: Target,
+    groups: list[IntegerPointer],
+    xs: list[Pointer],
+    sums: list[list[Variable]],
+) -> None:
+    """Add the products of a group of columns to the sums of each x with each weight."""
     lanes = target.lanes
-    sums = [[k.variable(k.zeros(lanes)) for _ in ws] for _ in xs]
-    with k.range(0, size, GROUP) as at:
-        groups = [w.group(at) for w in ws]
-        if ahead is not None:
-            for w in ws:
-                (w + at).prefetch(ahead)
-        begin = at // GROUP * GROUP_WORDS
-        for lane in range(0, GROUP // 4, lanes):
-            columns = [_codes(group, 4 * lane, 4 * lanes, target) for group in groups]
-            for x, row in zip(xs, sums, strict=True):
-                own = x + begin + lane
-                codes = own.vector(0, lanes).bits(INT8, 4 * lanes)
-                first = (own + SUMS).vector(0, lanes).bits(INT32)
-                scales = (own + SCALES).vector(0, lanes)
-                for group, column, total in zip(groups, columns, row, strict=True):
-                    products = dot(target, group.bits, first, column, codes).to_float()
-                    total.value = group.scale.fma(products * scales, total.value)
-    return [add_lanes([total.value for total in row], lanes) for row in sums]
+    for lane in range(0, GROUP // 4, lanes):
+        columns = [_codes(group, 4 * lane, 4 * lanes, target) for group in groups]
+        for x, row in zip(xs, sums, strict=True):
+            own = x + lane
+            codes = own.vector(0, lanes).bits(INT8, 4 * lanes)
+            first = (own + SUMS).vector(0, lanes).bits(INT32)
+            scales = (own + SCALES).vector(0, lanes)
+            for group, column, total in zip(groups, columns, row, strict=True):
+                products = dot(target, group.bits, first, column, codes).to_float()
+                total.value = group.scale.fma(products * scales, total.value)
 
 
-def _codes(group: IntegerGroup, first: int, count: int, target: Target) -> Value:
+def _codes(group: IntegerPointer, first: int, count: int, target: Target) -> Value:
     """Return codes of a group as bytes, with their offset."""
     if group.bits == 8:
         codes = group.codes.vector(first, count)

@@ -21,7 +21,7 @@ COLUMNS = 4
 BLOCK_BYTES = 256 << 10
 """of input rows that are multiplied with all columns before the next rows"""
 AHEAD = 8192
-"""columns that are prefetched of a single stream of integers"""
+"""columns of 4 bits that are prefetched of a single stream; a CPU foresees longer rows itself"""
 WIDENED_ROWS = 12
 """rows from which columns of fewer bits are widened in memory, once for all rows"""
 Weight = Pointer | IntegerPointer
@@ -182,7 +182,7 @@ class _Place:
         k = self.k
         # the next columns; a CPU foresees neither four streams nor what comes after a page
         ahead = self.size * COLUMNS if is_streamed else None
-        if len(ws) < COLUMNS and isinstance(ws[0], IntegerPointer):
+        if len(ws) < COLUMNS and ws[0].kind == "q4":
             ahead = k.integer(AHEAD)
         multiply = integer_dot_tile if isinstance(ws[0], IntegerPointer) else dot_tile
         sums = multiply(k, self.target, [self.rows.at(row) for row in rows], ws, self.size, ahead)
