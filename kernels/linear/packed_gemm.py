@@ -27,7 +27,8 @@ MIN_BM = 16  # Triton 3.6 computes 8 rows without the asynchronous tensor cores
 MAX_BM = 64
 BN = 64
 """rows of a tile of the weight: those of an asynchronous product of compute capability 9.0"""
-PROGRAMS_PER_SM = 4
+PROGRAMS_PER_SM = {16: (4, 3), 32: (2, 2), 64: (2, 2)}
+"""rows of a tile → programs of products with one and with two weights, measured on an H200"""
 MIN_STEPS = 4
 """steps of a program, at least, where the inner dimension is split"""
 
@@ -65,8 +66,10 @@ def fitting(
 ) -> PackedTile:
     """Return the tile of bm rows with the most stages that fit the device."""
     bk, _ = step_columns(weight)
-    num_warps = 8 if num_weights * bm > MAX_BM else 4  # otherwise registers are spilled
-    stages = (PackedTile(bm, bk, split_k, number, num_warps) for number in (4, 3, 2))
+    is_large = num_weights * bm > MAX_BM and device.capability[0] != 9
+    num_warps = 8 if is_large else 4  # otherwise registers are spilled
+    most = 3 if num_weights == 2 else 6 if bm == MIN_BM else 4
+    stages = (PackedTile(bm, bk, split_k, number, num_warps) for number in range(most, 1, -1))
     return device.fitting(stages, partial(packed_shared_bytes, weight.bits, num_weights))
 
 
@@ -88,7 +91,8 @@ def choose(
     split_k = 1
     if num_rows <= bm and tiles <= MAX_TILES:
         steps = triton.cdiv(weight.num_columns, bk)
-        wanted = triton.cdiv(PROGRAMS_PER_SM * device.num_sms, tiles)
+        per_sm = PROGRAMS_PER_SM[bm][num_weights - 1]
+        wanted = per_sm * device.num_sms // tiles
         sums = num_rows * num_columns * num_weights + num_rows
         most = min(MAX_SPLIT_K.value, steps // MIN_STEPS, MAX_PARTIALS // sums)
         split_k = max(1, min(wanted, most))
