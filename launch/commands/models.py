@@ -13,12 +13,20 @@ from penstock.launch.commands.gpus import gpu_memory
 from penstock.launch.pipeline.hub import weight_files
 from penstock.launch.pipeline.model_memory import Layout, Needs, needs
 from penstock.launch.pipeline.options import add_options, given_options
-from penstock.protocol.checkpoint import ModelError, check_tp, quantized, read_model_config
+from penstock.protocol.checkpoint import (
+    ModelConfig,
+    ModelError,
+    check_tp,
+    quantized,
+    read_model_config,
+)
 from penstock.protocol.config import Config
 
 CONTEXT = 32_768
 """tokens of the KV cache with which a model fits"""
 MAX_TP = 8
+INTEGER_BITS = {"int8": 8, "int4": 4}
+"""by --quantization, on CPUs"""
 
 
 class Machine(Struct):
@@ -92,6 +100,7 @@ def describe(name: str, folder: Path, config: Config, machine: Machine) -> Liste
     listed = Listed(model=name, folder=str(folder))
     try:
         model = quantized(read_model_config(folder), config.quantization)
+        _check_integers(model, config, machine)
         missing = [file for file in weight_files(folder) if not (folder / file).exists()]
     except ModelError as error:
         return msgspec.structs.replace(listed, refusal=str(error))
@@ -106,6 +115,7 @@ def describe(name: str, folder: Path, config: Config, machine: Machine) -> Liste
             on_gpus=bool(machine.gpus),
             quantize_lm_head=config.quantize_lm_head,
             fp8_kv_cache=config.kv_cache_dtype == "fp8",
+            integer_bits=INTEGER_BITS.get(config.quantization, 0),
         )
         try:
             check_tp(model, tp)
@@ -117,7 +127,20 @@ def describe(name: str, folder: Path, config: Config, machine: Machine) -> Liste
             break
     on_gpus = "float16" if model.own_dtype == "float16" else "bfloat16"
     weights = model.format_name or (on_gpus if machine.gpus else "float32")
+    if config.quantization in INTEGER_BITS:
+        weights = config.quantization
     return msgspec.structs.replace(listed, dtype=weights)
+
+
+def _check_integers(model: ModelConfig, config: Config, machine: Machine) -> None:
+    """Raise ModelError for integers where the worker refuses them."""
+    if config.quantization not in INTEGER_BITS:
+        return
+    if machine.gpus:
+        raise ModelError(f"quantization: got {config.quantization} on GPUs, expected none or fp8")
+    if model.weight_format:
+        kind = model.format_name
+        raise ModelError(f"quantization: got {config.quantization}, expected none for {kind}")
 
 
 def _filled(listed: Listed, need: Needs, tp: int, memory: float) -> Listed:

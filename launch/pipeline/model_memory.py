@@ -11,6 +11,10 @@ from penstock.protocol.quantization import BLOCK, LINEAR, WeightFormat
 RUN = 4096
 """token ids between which the vocabulary is cut on GPUs"""
 SCALE_BYTES = 4
+INTEGER_GROUP = 64
+"""columns of a scale of integers on CPUs"""
+TEMPORARIES = 4
+"""copies of a matrix while it becomes integers"""
 """in packed integers with the zero point in the same word"""
 GPU_CONTEXT_BYTES = 700 << 20
 """of the driver, and of compiled kernels, in each worker"""
@@ -24,6 +28,8 @@ class Layout(NamedTuple):
     expert_parallel: bool = False
     quantize_lm_head: bool = False
     fp8_kv_cache: bool = False
+    integer_bits: int = 0
+    """of the layers' matrices on CPUs; 0: not integers"""
 
     @property
     def element_bytes(self) -> int:
@@ -38,13 +44,17 @@ class Needs(NamedTuple):
     kv_per_token: int
     step: int
     """of the largest step, in addition"""
+    start: int = 0
+    """while weights are loaded, before there is a KV cache"""
 
     def with_context(self, num_tokens: int) -> int:
         """Return all of it with a KV cache of `num_tokens`."""
-        return self.weights + self.step + self.kv_per_token * num_tokens
+        return max(self.start, self.weights + self.step + self.kv_per_token * num_tokens)
 
     def num_tokens(self, num_bytes: float) -> int:
         """Return the tokens whose keys and values fit into the rest of `num_bytes`; 0: none."""
+        if num_bytes < self.start:
+            return 0
         return max(0, int((num_bytes - self.weights - self.step) // self.kv_per_token))
 
 
@@ -63,23 +73,43 @@ def needs(
         weights=weight_bytes(model, layout),
         kv_per_token=2 * model.num_hidden_layers * num_kv_heads * head_bytes,
         step=_step_bytes(model, layout, max_num_seqs, max_num_batched_tokens),
+        start=_start_bytes(model, layout) if layout.integer_bits else 0,
     )
+
+
+def _start_bytes(model: ModelConfig, layout: Layout) -> int:
+    """Return the bytes of all weights in float32, and of a matrix while it becomes integers."""
+    largest = 2 * model.intermediate_size // layout.tp * model.hidden_size
+    floats = layout._replace(integer_bits=0, quantize_lm_head=False)
+    return weight_bytes(model, floats) + TEMPORARIES * largest * floats.element_bytes
 
 
 def weight_bytes(model: ModelConfig, layout: Layout) -> int:
     """Return the bytes of a rank's parameters."""
     hidden, size = model.hidden_size, layout.element_bytes
-    vocabulary = _vocabulary(model, layout) * hidden
-    total = vocabulary * size + hidden * size  # with the last norm
-    if layout.quantize_lm_head:
-        total += vocabulary + _vocabulary(model, layout) * SCALE_BYTES
-    elif not model.tie_word_embeddings:
-        total += vocabulary * size
+    total = _outer_bytes(model, layout)
     norms = (2 * hidden + 2 * model.head_dim) * size
     for layer in range(model.num_hidden_layers):
         name = f"model.layers.{layer}"
         mlp = (_experts if model.is_sparse(layer) else _mlp)(model, layout, f"{name}.mlp")
         total += norms + _attention(model, layout, f"{name}.self_attn") + mlp
+    return total
+
+
+def _outer_bytes(model: ModelConfig, layout: Layout) -> int:
+    """Return the bytes of embedding, last norm and output layer."""
+    hidden, size = model.hidden_size, layout.element_bytes
+    vocabulary = _vocabulary(model, layout) * hidden
+    total = hidden * size  # the last norm
+    if layout.integer_bits:
+        number = 1 if model.tie_word_embeddings else 2
+        total += number * vocabulary * (2 if model.own_dtype == "bfloat16" else size)
+        return total + (_integers(vocabulary, 8) if layout.quantize_lm_head else 0)
+    total += vocabulary * size
+    if layout.quantize_lm_head:
+        total += vocabulary + _vocabulary(model, layout) * SCALE_BYTES
+    elif not model.tie_word_embeddings:
+        total += vocabulary * size
     return total
 
 
@@ -130,7 +160,14 @@ def _cut(
     return _matrix(weight_format, layout, rows, columns)
 
 
+def _integers(number: int, bits: int) -> int:
+    """Return the bytes of integers in the layout of `kernels.cpu.integers`."""
+    return number * bits // 8 + number // INTEGER_GROUP * SCALE_BYTES
+
+
 def _matrix(weight_format: WeightFormat | None, layout: Layout, rows: int, columns: int) -> int:
+    if layout.integer_bits:
+        return _integers(rows * columns, layout.integer_bits)
     if weight_format is None or not (weight_format.is_fp8 or layout.on_gpus):
         return rows * columns * layout.element_bytes
     if weight_format.scales == "rows":

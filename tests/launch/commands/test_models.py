@@ -72,6 +72,9 @@ def test_the_cache_and_what_is_wrong_with_it(
         ("Qwen3-32B", Machine([22 * GIB] * 4, 0), {}, 4),
         ("Qwen3-8B", Machine([], 64 * GIB), {}, 1),
         ("Qwen3-8B", Machine([], 32 * GIB), {}, 0),
+        ("Qwen3-8B", Machine([], 40 * GIB), {}, 0),
+        ("Qwen3-8B", Machine([], 40 * GIB), {"quantization": "int8"}, 1),
+        ("Qwen3-8B", Machine([], 32 * GIB), {"quantization": "int4"}, 0),
     ],
 )
 def test_the_smallest_group_that_fits(
@@ -86,3 +89,14 @@ def test_the_smallest_group_that_fits(
     assert listed.fits == (listed.max_tokens >= 32_768)
     if tp:
         assert listed.tp == tp
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus"), [("Qwen3-8B", [80 * GIB]), ("Qwen3-4B-AWQ", [])], ids=str
+)
+def test_integers_that_no_worker_makes_are_refused(
+    tmp_path: Path, name: str, gpus: list[int]
+) -> None:
+    folder = write(tmp_path / "model", name)
+    listed = describe(name, folder, Config(quantization="int8"), Machine(gpus, 64 * GIB))
+    assert listed.refusal.startswith("quantization: got int8")

@@ -5,15 +5,20 @@ import pytest
 import torch
 
 from penstock.kernels.attention.backends import AttentionBackend
+from penstock.kernels.cpu.types import MATRICES
 from penstock.kernels.quantize.types import FP8
 from penstock.launch.pipeline.model_memory import Layout, needs, weight_bytes
 from penstock.models import parallel
+from penstock.models.compiled import CompiledDecoder
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
-from penstock.protocol.checkpoint import ModelConfig, ModelError, quantized
+from penstock.models.weights import load_weights
+from penstock.protocol.checkpoint import ModelConfig, ModelError, quantized, read_model_config
+from penstock.protocol.config import Config
 from penstock.services.worker.kv_cache import num_fitting_blocks
 from tests.models.published import PUBLISHED
 
+DEMO = Config().model_folder
 SERVED = [
     *("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B-FP8", "Qwen3-14B", "Qwen3-32B-FP8"),
     *("Qwen3-4B-AWQ", "Qwen3-1.7B-GPTQ-Int8", "(compressed-tensors, pack-quantized W4A16)"),
@@ -93,3 +98,24 @@ def test_what_fits() -> None:
     assert need.num_tokens(full) == 1000
     assert need.num_tokens(full - 1) == 999
     assert need.num_tokens(need.weights) == 0
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("quantize_lm_head", [False, True])
+def test_integers_are_the_compiled_ones(bits: int, quantize_lm_head: bool) -> None:
+    config = read_model_config(DEMO)
+    layout = Layout(on_gpus=False, integer_bits=bits, quantize_lm_head=quantize_lm_head)
+    attention = AttentionBackend(16, config.head_dim**-0.5)
+    model = Qwen3(config, TensorParallel(0, 1, torch.device("cpu")), attention, 16)
+    load_weights(model, DEMO, lambda: None)
+    start = sum(4 * one.numel() for one in model.parameters())
+    compiled = CompiledDecoder(model, config, bits, quantize_lm_head)
+    matrices = [getattr(one, name) for one in compiled._compiled._layers for name in MATRICES]
+    if quantize_lm_head:
+        matrices.append(compiled._head)
+    tensors = [*model.parameters(), *(part for one in matrices for part in one)]
+    assert weight_bytes(config, layout) == sum(one.nbytes for one in tensors)
+    need = needs(config, layout)
+    assert need.start > start
+    assert need.num_tokens(need.start - 1) == 0 < need.num_tokens(need.with_context(1))
+    assert need.with_context(0) >= need.start
