@@ -78,7 +78,7 @@ class KeptMemory:
         self.device = device
         self._client = client
         self._place = f"{assignment.replica}.{assignment.rank}"
-        files = sorted(config.model_folder.rglob("*"))
+        files = sorted(path for path in config.model_folder.iterdir() if path.is_file())
         stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         facts = stats, torch.__version__, str(device), assignment.rank, assignment.tp_size
         self._facts = msgspec.json.encode(config) + repr(facts).encode()

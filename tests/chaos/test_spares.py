@@ -1,4 +1,4 @@
-"""A spare worker takes the place of one that is killed."""
+"""Other workers take the places of killed ones, with the memory of these."""
 
 from collections.abc import Callable
 
@@ -29,3 +29,21 @@ def test_a_spare_worker_goes_on_and_the_killed_one_comes_back_as_spare(
             status = client.status(fresh=True).scheduler
             assert status
             assert status.workers == [successor]
+        assert sum("with the KV of the last ones" in line for line in served.output) == 2
+
+
+def test_all_ranks_of_a_group_have_the_memory_of_the_last_ones(
+    pipeline: Callable[..., Pipeline],  # noqa: F811
+) -> None:
+    """One rank is killed, and the other one with it; each maps its own part."""
+    served = pipeline("--tp", "2")
+    with served.client() as client:
+        stream = client.stream(PROMPT)
+        begin = next(iter(stream)).text
+        served.kill("worker.2")
+        assert begin + "".join(delta.text for delta in stream) == answer_to(PROMPT)
+        status = client.status(fresh=True).scheduler
+    assert status
+    assert status.num_recomputed_tokens <= status.num_preemptions + 4  # plans in flight
+    assert sum("of the last worker" in line for line in served.output) == 2
+    assert sum("with the KV of the last ones" in line for line in served.output) == 1
