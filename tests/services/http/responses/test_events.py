@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from penstock.protocol.messages.client import FinishReason, GenerateReply, TextDelta, Usage
 from penstock.protocol.messages.logprobs import TokenLogprobs
@@ -22,6 +24,7 @@ from tests.search import scaled
 from tests.services.http.responses.assembled import assembled, without_ids
 from tests.services.http.tool_call_texts import FORMATS, SCHEMA, Texts
 
+EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 TOOL = ResponseTool(type="function", name="f", parameters=SCHEMA)
 THOUGHT = "<think>\nhm\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -190,3 +193,15 @@ def test_the_request_is_repeated() -> None:
     assert (response["temperature"], response["top_p"]) == (0.5, 1.0)
     assert response["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
     assert (response["store"], response["service_tier"]) == (False, "default")
+
+
+def test_events_have_the_types_of_the_openai_package() -> None:
+    """Its models are strict here: its client accepts anything."""
+    asked = request(tools=[TOOL], reasoning=Reasoning(effort="low"), store=True)
+    text = f"{THOUGHT}so{CALL}"
+    events = streamed(events_of(asked), list(text), reply_of(text, has_logprobs=True))
+    kinds = {type(EVENT.validate_python(one)).__name__ for one in events}
+    assert {"ResponseReasoningTextDeltaEvent", "ResponseFunctionCallArgumentsDoneEvent"} <= kinds
+    assert len(kinds) == len({one["type"] for one in events})
+    cut = whole("so", "length")
+    assert Response.model_validate(cut).output_text == "so"

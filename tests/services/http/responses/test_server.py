@@ -129,6 +129,15 @@ def test_stored_responses(serve: Serve) -> None:
         assert again.json()["error"]["code"] == "previous_response_not_found"
 
 
+@pytest.mark.parametrize(("fields", "status"), [({}, 200), ({"store": False}, 404)])
+def test_items_are_kept_for_references(serve: Serve, fields: dict[str, Any], status: int) -> None:
+    with serve(answering).client() as client:
+        (item,) = client.post(PATH, json={"input": "hi"} | fields).json()["output"]
+        reference = {"type": "item_reference", "id": item["id"]}
+        response = client.post(PATH, json={"input": [reference, {"role": "user", "content": "x"}]})
+    assert response.status_code == status
+
+
 def test_an_answer_in_the_background(serve: Serve) -> None:
     release = threading.Event()
 
