@@ -68,6 +68,8 @@ class ResponseEvents(NamedEvents):
         self._num_events = 0
         self._item: OutputItem | None = None
         """the last one of the response, while it is open"""
+        self._place: dict[str, Any] = {}
+        """fields of events that say which item it is"""
         self._pieces: list[str] = []
         """of the open item's text"""
         self._part_logprobs: list[ChatLogprob] = []
@@ -120,17 +122,19 @@ class ResponseEvents(NamedEvents):
 
     def _here(self) -> dict[str, Any]:
         """Return the fields of an event about the last item."""
-        place = {"output_index": len(self.response.output) - 1}
-        return {"item_id": self.response.output[-1].id} | place | self._next()
+        self._num_events += 1
+        return {**self._place, "sequence_number": self._num_events - 1}
 
     def _piece(self, delta: Delta) -> Iterator[Struct]:
         """Yield the events of one piece, which may end an item and begin another one."""
         if delta.reasoning:
-            yield from self._continue(ReasoningItem, "rs")
+            if not isinstance(self._item, ReasoningItem):
+                yield from self._begin(ReasoningItem(id=_new_id("rs")))
             self._pieces.append(delta.reasoning)
             yield ReasoningPiece(**self._here(), delta=delta.reasoning)
         elif delta.content:
-            yield from self._continue(OutputMessage, "msg")
+            if not isinstance(self._item, OutputMessage):
+                yield from self._begin(OutputMessage(id=_new_id("msg")))
             self._pieces.append(delta.content)
             logprobs = self._logprobs.take(delta.content)
             self._part_logprobs += logprobs
@@ -149,16 +153,12 @@ class ResponseEvents(NamedEvents):
             self._pieces.append(arguments)
             yield ArgumentsPiece(**self._here(), delta=arguments)
 
-    def _continue(self, kind: type[OutputMessage | ReasoningItem], prefix: str) -> Iterator[Struct]:
-        """Begin an item unless one of this kind is open."""
-        if not isinstance(self._item, kind):
-            yield from self._begin(kind(id=_new_id(prefix)))
-
     def _begin(self, item: OutputItem) -> Iterator[Struct]:
         yield from self._close("completed")
         self.response.output.append(item)
         self._item, self._pieces, self._part_logprobs = item, [], []
         place = {"output_index": len(self.response.output) - 1}
+        self._place = {"item_id": item.id, **place}
         yield ItemAdded(**self._next(), **place, item=item)
         if isinstance(item, OutputMessage):
             yield PartAdded(**self._here(), part=OutputText())

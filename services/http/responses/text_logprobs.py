@@ -40,6 +40,8 @@ class TextLogprobs:
 
     def take(self, content: str) -> list[ChatLogprob]:
         """Return the logprobs of a piece, which follows the last one, or reasoning and its end."""
+        if not self._raw:
+            return []
         found = 0 if self._raw.startswith(content) else self._raw.rfind(content)
         if found < 0:  # a text that came late, because it stood within a call
             return []
