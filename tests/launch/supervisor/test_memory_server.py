@@ -70,7 +70,8 @@ class Site:
     def __init__(self) -> None:
         self.errors: list[BaseException] = []
         self.said: list[str] = []
-        self.server = MemoryServer(Tasks(self.errors.append), self.said.append)
+        self.tasks = Tasks(self.errors.append)
+        self.server = MemoryServer(self.tasks, self.said.append)
         self.children: list[Child] = []
 
     def start(self, code: str) -> Child:
@@ -124,7 +125,7 @@ def test_it_is_passed_on_when_its_user_has_exited() -> None:
             line = asyncio.ensure_future(successor.line())
             first.popen.kill()
             first.popen.wait()
-            for _ in range(20):  # the socket has closed long before, and nothing is passed on
+            while not one.tasks._running:  # until the server has the message
                 await asyncio.sleep(0)
             assert not line.done()
             first.end.set_result("signal 9")

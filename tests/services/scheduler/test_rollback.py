@@ -63,6 +63,20 @@ def test_a_prompt_in_flight_is_not_found_in_the_cache() -> None:
     sim.run()
 
 
+def test_a_second_death_hides_no_confirmed_block() -> None:
+    sim = Simulation()
+    sequence = sim.add(long_prompt(9), max_tokens=9, ignore_eos=True)
+    for _ in range(3):
+        sim.step()
+    sim.restart(keeps_memory=True)
+    sim.send()
+    sim.restart(keeps_memory=True)
+    assert (sequence.is_suspect, sequence.status) == (True, Status.WAITING)
+    plan = sim.send()
+    assert plan and plan.added[0].num_computed_tokens == 8
+    sim.run()
+
+
 def test_a_finished_prompt_is_found_after_a_death() -> None:
     sim = Simulation()
     sim.add(long_prompt(9), max_tokens=1)
