@@ -127,7 +127,9 @@ def test_it_is_passed_on_when_its_user_has_exited() -> None:
             first.popen.wait()
             while not one.tasks._running:  # until the server has the message
                 await asyncio.sleep(0)
-            assert not line.done()
+            await asyncio.sleep(0)  # and has begun to wait
+            await asyncio.sleep(0)
+            assert one.server._regions
             first.end.set_result("signal 9")
             assert await line == str((b"one", b"filled"))
 
