@@ -22,8 +22,6 @@ BLOCK_BYTES = 256 << 10
 """of input rows that are multiplied with all columns before the next rows"""
 AHEAD = 8192
 """columns of 4 bits that are prefetched of a single stream; a CPU foresees longer rows itself"""
-WIDENED_ROWS = 12
-"""rows from which columns of fewer bits are widened in memory, once for all rows"""
 Weight = Pointer | IntegerPointer
 
 
@@ -87,7 +85,7 @@ def emit_product(k: Kernel, target: Target, kind: str, rounding: Kernel | None) 
         # a CPU foresees one stream of memory better than four
         rest = num_rows.compare("==", 1).choose(end - begin, (end - begin) % step)
         with k.range(begin, end - rest, step) as column:
-            _columns(place, weight, scratch, column, last - first)
+            _columns(place, weight, column, last - first)
         with k.range(end - rest, end) as column, k.range(0, last - first) as row:
             with k.when(mode.compare("!=", SWIGLU)):
                 place.tile([row], [weight + column * size], column)
@@ -98,8 +96,7 @@ def emit_product(k: Kernel, target: Target, kind: str, rounding: Kernel | None) 
 
 def scratch_words(target: Target, inputs: Sequence[int]) -> int:
     """Return the words of 4 bytes of a thread's scratch; inputs: in_features of all weights."""
-    rounded = (BLOCK_BYTES // 4 + target.rows * max(inputs)) // GROUP * GROUP_WORDS
-    return max(rounded, COLUMNS * max(inputs))
+    return (BLOCK_BYTES // 4 + target.rows * max(inputs)) // GROUP * GROUP_WORDS
 
 
 class _Rows(NamedTuple):
@@ -112,38 +109,15 @@ class _Rows(NamedTuple):
         return self.x + row * self.stride
 
 
-def _columns(
-    place: "_Place", weight: Weight, scratch: Pointer, column: Value, num_rows: Value
-) -> None:
-    k, size = place.k, place.size
+def _columns(place: "_Place", weight: Weight, column: Value, num_rows: Value) -> None:
+    size = place.size
     is_swiglu = place.mode.compare("==", SWIGLU)
     ws: list[Any] = []
     for index in range(COLUMNS):
         own = column + index
         of_pair = column + index % 2 + (place.columns if index > 1 else 0)
         ws.append(weight + is_swiglu.choose(of_pair, own) * size)
-    if weight.kind == "f32":
-        place.multiply(ws, column, num_rows)
-        return
-    if isinstance(weight, IntegerPointer):
-        place.multiply(ws, column, num_rows, is_streamed=True)
-        return
-    is_long = num_rows >= WIDENED_ROWS
-    with k.when(is_long):
-        for index, w in enumerate(ws):
-            _widen(place, w, scratch + size * index)
-        place.multiply([scratch + size * index for index in range(COLUMNS)], column, num_rows)
-    with k.when(is_long.compare("==", 0)):
-        place.multiply(ws, column, num_rows, is_streamed=True)
-
-
-def _widen(place: "_Place", source: Pointer, to: Pointer) -> None:
-    lanes = place.target.lanes
-    whole = place.size - place.size % lanes
-    with place.k.range(0, whole, lanes) as at:
-        to[at] = source.vector(at, lanes)
-    with place.k.range(whole, place.size) as at:
-        to[at] = source.vector(at, 1).lane(0)
+    place.multiply(ws, column, num_rows)
 
 
 class _Place:
@@ -162,26 +136,19 @@ class _Place:
         self.k, self.target, self.mode = k, target, mode
         self.rows, self.size, self.columns, self.out = rows, size, columns, out
 
-    def multiply(
-        self, ws: Sequence[Weight], column: Value, num_rows: Value, is_streamed: bool = False
-    ) -> None:
-        """Multiply all rows with a column of tiles.
-
-        is_streamed: the ws are read from memory, for few rows.
-        """
+    def multiply(self, ws: Sequence[Weight], column: Value, num_rows: Value) -> None:
+        """Multiply all rows with a column of tiles."""
 
         def tile(row: Value, number: int) -> None:
-            self.tile([row + index for index in range(number)], ws, column, is_streamed)
+            self.tile([row + index for index in range(number)], ws, column)
 
         self.k.tiles(0, num_rows, self.target.rows, tile)
 
-    def tile(
-        self, rows: list[Value], ws: Sequence[Any], column: Value, is_streamed: bool = False
-    ) -> None:
+    def tile(self, rows: list[Value], ws: Sequence[Any], column: Value) -> None:
         """Multiply rows with columns and store."""
         k = self.k
         # the next columns; a CPU foresees neither four streams nor what comes after a page
-        ahead = self.size * COLUMNS if is_streamed else None
+        ahead = self.size * COLUMNS if len(ws) == COLUMNS else None
         if len(ws) < COLUMNS and ws[0].kind == "q4":
             ahead = k.integer(AHEAD)
         multiply = integer_dot_tile if isinstance(ws[0], IntegerPointer) else dot_tile
