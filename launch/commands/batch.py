@@ -40,7 +40,7 @@ class Line(Struct):
     """One line of the input."""
 
     custom_id: str
-    url: Literal["/v1/chat/completions", "/v1/completions"]
+    url: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
     body: dict[str, Any]
     method: Literal["POST"] = "POST"
 

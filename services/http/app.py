@@ -94,7 +94,9 @@ def _route(operation: Operation, state: AppState) -> Route:
             check_key(request.headers, key)
         given: Any = request.path_params
         if operation.body:
-            body = await read_body(request, operation.max_bodies * state.max_request_bytes)
+            is_batch = operation.is_batch
+            limit = state.max_batch_bytes if is_batch else state.max_request_bytes
+            body = await read_body(request, limit)
             given = decode_body(body, operation.body)
             if isinstance(given, ApiRequest) and given.request_id is None:
                 given.request_id = caller.get().request_id or None

@@ -13,6 +13,8 @@ from penstock.services.http.responses.store import ResponseStore
 from penstock.services.http.tool_call_parser import format_of
 from penstock.services.http.tool_grammar import ToolFormat
 
+MAX_BATCH = 8
+"""requests of the greatest length that one body with several inputs may have"""
 START_TIMEOUT = 5.0
 """seconds that a request waits for a pipeline that is starting"""
 
@@ -30,6 +32,7 @@ class AppState:
         self.max_model_len = model.context(config.max_model_len)
         self.is_embedding_model = model.is_embedding_model
         self.max_request_bytes = max_request_bytes(config)
+        self.max_batch_bytes = MAX_BATCH * self.max_request_bytes
         self.max_answers = config.max_running + config.max_waiting_requests
         """answers to one HTTP request: the gateway would refuse more"""
         given = config.tool_call_parser

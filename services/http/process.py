@@ -86,7 +86,7 @@ async def run(server: Server, state: AppState, listener: socket.socket) -> None:
 def uvicorn_config(config: Config, state: AppState, limits: Limits | None = None) -> uvicorn.Config:
     """Return the configuration of a `Server`."""
     logging.getLogger("uvicorn.error").addFilter(_is_error)
-    limits = limits or limits_for(state.max_request_bytes, state.max_answers)
+    limits = limits or limits_for(state.max_batch_bytes, state.max_answers)
     return uvicorn.Config(
         make_app(state),
         http=limited_protocol(limits),

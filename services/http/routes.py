@@ -51,7 +51,6 @@ from penstock.services.http.schema import (
 from penstock.services.http.to_generate_request import template_tools
 
 Texts = dict[str, str]
-MAX_BODIES = 8
 RERANK = "/v1/rerank", "/v2/rerank", "/rerank"
 SCORE = "/v1/score", "/score"
 
@@ -69,8 +68,8 @@ class Operation(Struct, frozen=True):
     """in addition to JSON"""
     is_open: bool = False
     """needs no key"""
-    max_bodies: int = 1
-    """its body may be as long as N requests to the gateway"""
+    is_batch: bool = False
+    """its body has several inputs, each of which is a request to the gateway"""
 
 
 class Routes:
@@ -128,7 +127,7 @@ class Routes:
             **dict.fromkeys(SCORE, (its.score, ScoreReply, ScoreRequest)),
         }
         return [
-            Operation("POST", path, run, reply, body, max_bodies=MAX_BODIES)
+            Operation("POST", path, run, reply, body, is_batch=True)
             for path, (run, reply, body) in kinds.items()
         ]
 

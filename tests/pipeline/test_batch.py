@@ -53,7 +53,7 @@ def test_every_line_has_its_result(shared: Pipeline, tmp_path: Path) -> None:
         chat(98, temperature=9),
         "",
         "no JSON",
-        {"custom_id": "elsewhere", "method": "POST", "url": "/v1/embeddings", "body": {}},
+        {"custom_id": "elsewhere", "method": "POST", "url": "/v1/images", "body": {}},
         text(2, "x", stream=True),
     ]
     source, target = write(tmp_path / "in", *lines), tmp_path / "out"
@@ -70,7 +70,7 @@ def test_every_line_has_its_result(shared: Pipeline, tmp_path: Path) -> None:
     assert "temperature" in refused["response"]["body"]["error"]["message"]
     for name, reason in (
         ("batch_req_24", "malformed"),
-        ("elsewhere", "Invalid enum value '/v1/embeddings'"),
+        ("elsewhere", "Invalid enum value '/v1/images'"),
         ("text-2", "no streams"),
     ):
         assert found[name]["response"] is None

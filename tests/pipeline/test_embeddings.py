@@ -153,6 +153,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "unknown token": ("/v1/embeddings", {"input": [5, 264]}, "input[1]: got 264", "input"),
     "long": ("/v1/embeddings", {"input": "a" * 600}, "got 601 tokens, expected up to 600", "input"),
     "many": ("/v1/embeddings", {"input": ["a"] * 2049}, "input: got 2049 entries", "input"),
+    "large": (
+        "/v1/embeddings",
+        {"input": ["a", "b" * 3_000_000]},
+        "input[1]: got 3000000 bytes, expected up to",
+        "input[1]",
+    ),
     "wide": (
         "/v1/embeddings",
         {"input": "a", "dimensions": 65},

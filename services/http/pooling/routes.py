@@ -39,6 +39,12 @@ MAX_OPEN = 256
 """requests to the pipeline that one HTTP request has at a time: more would shut out others"""
 
 
+FIELD_BYTES = 4096
+"""more than the other fields of a request to the gateway have"""
+TOKEN_BYTES = 5
+"""of a token id in a request to the gateway, at most"""
+
+
 class PoolingRoutes:
     """Handlers of the three routes. They raise ApiError, RequestError, ClientDisconnect."""
 
@@ -126,6 +132,8 @@ class PoolingRoutes:
         name: Callable[[int], str],
     ) -> list[GenerateReply]:
         """Return the reply to each request; name: of the field with its text."""
+        for index, fields in enumerate(requests):
+            self._check_size(fields["prompt"], name(index))
         places = asyncio.Semaphore(MAX_OPEN)
         sender = caller.get()
         own: dict[str, Any] = {"priority": body.priority, "cache_salt": body.cache_salt}
@@ -140,6 +148,13 @@ class PoolingRoutes:
 
         work = gather(reply(index, fields) for index, fields in enumerate(requests))
         return await while_connected(receive, work)
+
+    def _check_size(self, prompt: str | list[int], name: str) -> None:
+        """Raise ApiError for an input that the gateway would not receive."""
+        most = self._state.max_request_bytes - FIELD_BYTES
+        size = len(prompt.encode()) if isinstance(prompt, str) else TOKEN_BYTES * len(prompt)
+        if size > most:
+            raise invalid(name, f"got {size} bytes, expected up to {most}")
 
     def _head(
         self, kind: str, body: PoolingRequest, replies: Sequence[GenerateReply]
