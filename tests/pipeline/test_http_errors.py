@@ -1,4 +1,4 @@
-"""Over HTTP: what is refused, and how; metrics; LangChain and curl."""
+"""Over HTTP: what is refused, and how; metrics; curl."""
 
 import httpx
 import openai
@@ -161,17 +161,3 @@ def test_the_page_asks_nothing_of_others(http: httpx.Client) -> None:
     page = http.get("/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in page.headers["content-security-policy"]
-
-
-def test_langchain(url: str) -> None:
-    from langchain_openai import ChatOpenAI  # takes long: only the process that runs this pays
-
-    model = ChatOpenAI(
-        base_url=f"{url}/v1",
-        api_key=KEY,
-        model=MODEL,
-        temperature=0,
-        max_retries=0,  # type: ignore[arg-type]
-    )
-    assert model.invoke(COUNT).content == COUNTED
-    assert "".join(str(chunk.content) for chunk in model.stream(COUNT)) == COUNTED
