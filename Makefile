@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := --dist loadfile --no-loadscope-reorder --numprocesses
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-fast test-long test-search test-all check docs clean
+.PHONY: help serve test test-fast test-long test-search test-clients test-all check docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -26,7 +26,7 @@ test: $(VENV)/.dev  ## the tests that need no GPU
 	$(PYTEST) $(PARALLEL) 3
 
 test-fast: $(VENV)/.dev  ## tests of modules, without a pipeline
-	$(PYTEST) $(PARALLEL) 2 -m 'not (pipeline or chaos or slow or search or long or gpu)' \
+	$(PYTEST) $(PARALLEL) 2 -m 'not (pipeline or chaos or slow or search or long or gpu or clients)' \
 		--ignore tests/pipeline --ignore tests/chaos --ignore tests/cluster --ignore tests/gpu
 
 test-long: $(VENV)/.dev  ## what `make test` leaves out: many kills, four ranks, several machines
@@ -35,7 +35,10 @@ test-long: $(VENV)/.dev  ## what `make test` leaves out: many kills, four ranks,
 test-search: $(VENV)/.dev  ## searches by random examples, ten times as long as in `make test`
 	PENSTOCK_SEARCH=10 $(PYTEST) $(PARALLEL) 2 -m 'search and not gpu' --timeout 3000
 
-test-all: test test-long test-search  ## every test that needs no GPU
+test-clients: $(VENV)/.dev build/clients/.ready  ## clients in Python and on npm that `make test` lacks
+	$(PYTEST) -m clients tests/pipeline/clients
+
+test-all: test test-long test-search test-clients  ## every test that needs no GPU
 
 check: $(VENV)/.dev typing  ## lint, types, import rules, size budget, English, pages
 	$(BIN)/ruff check .
@@ -59,6 +62,14 @@ $(VENV)/.serve: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.serve
 	$(PIP) --editable '.[dev]'
+	touch $@
+
+build/clients/.ready: tests/pipeline/clients/requirements.txt tests/pipeline/clients/package-lock.json
+	test -x build/clients/bin/python || $(PYTHON) -m venv build/clients
+	build/clients/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+		--requirement tests/pipeline/clients/requirements.txt
+	cp tests/pipeline/clients/package.json tests/pipeline/clients/package-lock.json build/clients
+	cd build/clients && PATH="$$PWD/bin:$$PATH" npm ci --silent --no-audit --no-fund
 	touch $@
 
 # mypy and import-linter want the folders under their import name

@@ -5,7 +5,7 @@ import openai
 import psutil
 import pytest
 
-from tests.pipeline.http_api import BOTH_CLIENTS, COUNT, COUNT_MESSAGES, COUNTED, KEY, MODEL, Api
+from tests.pipeline.http_api import BOTH_CLIENTS, COUNT, COUNT_MESSAGES, KEY, MODEL, Api
 
 pytestmark = pytest.mark.pipeline
 

@@ -1,4 +1,5 @@
 // Clients on npm: `node_clients.mjs NAME URL KEY MODEL EMBEDDING_URL` prints a row of the table.
+import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";
 
 const [name, url, key, model, embeddingUrl] = process.argv.slice(2);
@@ -174,7 +175,8 @@ const clients = {
 };
 
 const cells = await clients[name]();
-const row = { version: (await load(`${name}/package.json`)).version };
+const description = readFileSync(`${process.env.CLIENTS_NODE}/node_modules/${name}/package.json`);
+const row = { version: JSON.parse(description).version };
 for (const [cell, run] of Object.entries(cells)) {
   try {
     await run();

@@ -1,7 +1,8 @@
-"""Clients in Python: `python_clients.py NAME URL KEY MODEL EMBEDDING_URL` prints a row of the table.
+"""Clients in Python: the row of the table that one of them makes.
 
-The script runs with the interpreter that has the client. A row maps each cell to "yes", or to what went
-wrong; cells that the client does not have are left out.
+`python_clients.py NAME URL KEY MODEL EMBEDDING_URL` runs with the interpreter that has the client.
+A row maps each cell to "yes", or to what went wrong. Cells that the client does not have are left
+out.
 """
 
 import asyncio
