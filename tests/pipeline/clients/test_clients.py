@@ -80,7 +80,7 @@ def run(*command: str | Path) -> dict[str, str]:
 def test_python(name: str, url: str, embedding_url: str) -> None:
     python = sys.executable if name in HERE else ENVIRONMENT / "bin" / "python"
     script = Path(__file__).with_name("python_clients.py")
-    assert run(python, "-P", script, name, url, KEY, MODEL, embedding_url) == PYTHON[name]
+    assert run(python, script, name, url, KEY, MODEL, embedding_url) == PYTHON[name]
 
 
 @pytest.mark.clients
