@@ -25,6 +25,9 @@ from penstock.services.http.connections import Limits
 from penstock.services.http.process import Server, listen, run, uvicorn_config
 from tests.launch.fake_gateway import Behaviour, Gateway, echo, gateway
 
+NUM_AT_START = 3
+"""requests that a server sends when it starts: status, and two tags of its vocabulary"""
+
 
 def behave(request: Request) -> list[Reply]:
     """Answers with the prompt; a prompt has a token a character."""

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.protocol.messages.client import GenerateRequest, Reply, Request
 from penstock.services.http.connections import LimitedProtocol, Limits, limits_for
-from tests.services.http.conftest import Served, behave
+from tests.services.http.conftest import NUM_AT_START, Served, behave
 
 Serve = Callable[..., Served]
 GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n"
@@ -227,7 +227,7 @@ def test_a_new_connection_takes_the_place_of_the_oldest_without_request(
     served = serve(silent, limits=Limits(max_connections=3), drain_timeout=0)
     busy = connect(served)
     busy.sendall(WHOLE)
-    served.asked.wait_for(3)  # with those of its start
+    served.asked.wait_for(NUM_AT_START + 1)
     first, second = connect(served), connect(served)
     third = connect(served)
     assert rest(first) == b""

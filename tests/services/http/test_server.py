@@ -22,7 +22,7 @@ from penstock.protocol.messages.client import (
     TokenizeReply,
 )
 from tests.launch.fake_gateway import delta, reply
-from tests.services.http.conftest import Served, behave
+from tests.services.http.conftest import NUM_AT_START, Served, behave
 
 Serve = Callable[..., Served]
 PROMPT = {"prompt": "one two"}
@@ -59,7 +59,7 @@ def test_what_is_not_finished_when_the_server_stops_is_a_503(
     threads = [threading.Thread(target=ask, kwargs=one) for one in asked]
     for thread in threads:
         thread.start()
-    served.asked.wait_for(2 + len(threads))  # with those of its start
+    served.asked.wait_for(NUM_AT_START + len(threads))
     served.stop()
     for thread in threads:
         thread.join()
