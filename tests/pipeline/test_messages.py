@@ -56,6 +56,9 @@ def test_text(client: anthropic.Anthropic) -> None:
     counted = client.messages.count_tokens(model=MODEL, messages=COUNT_MESSAGES)
     usage = message.usage
     assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens
+    first, *_ = create_only(client, stream=True)
+    usage = first.message.usage  # known before the first text
+    assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens
 
 
 def test_async(url: str) -> None:
