@@ -24,7 +24,6 @@ from penstock.kernels.triton_pdl import LAUNCH
 MAX_ROWS = 128
 """rows up to which reading the weights once for 64 rows is faster than dequantizing them"""
 MIN_BM = 16  # Triton 3.6 computes 8 rows without the asynchronous tensor cores
-MAX_BM = 64
 BN = 64
 """rows of a tile of the weight: those of an asynchronous product of compute capability 9.0"""
 PROGRAMS_PER_SM = {16: (4, 3), 32: (2, 2), 64: (2, 2)}
@@ -45,6 +44,14 @@ class PackedTile(NamedTuple):
     num_warps: int
 
 
+def max_tile_rows(device: Device) -> int:
+    """Return the most rows of x in a tile whose sums fit into registers.
+
+    Synchronous tensor cores need more registers for the weights.
+    """
+    return 64 if device.capability[0] in (9, 10) else 32
+
+
 def step_columns(weight: Packed) -> tuple[int, int]:
     """Return the columns of a step, and of a group in kernels: a multiple of them."""
     if weight.group_size >= weight.num_columns:
@@ -57,7 +64,9 @@ def packed_shared_bytes(bits: int, num_weights: int, tile: PackedTile) -> int:
 
     Synchronous tensor cores get a tile of weights through shared memory, too.
     """
-    of_stage = 2 * tile.bm * tile.bk + num_weights * BN * tile.bk * bits // 8
+    words_of_groups = num_weights * BN
+    codes = num_weights * BN * tile.bk * bits // 8
+    of_stage = 2 * tile.bm * tile.bk + codes + 4 * words_of_groups
     return (tile.num_stages - 1) * of_stage + 2 * BN * tile.bk
 
 
@@ -66,7 +75,7 @@ def fitting(
 ) -> PackedTile:
     """Return the tile of bm rows with the most stages that fit the device."""
     bk, _ = step_columns(weight)
-    is_large = num_weights * bm > MAX_BM and device.capability[0] != 9
+    is_large = num_weights * bm > 64 and device.capability[0] != 9
     num_warps = 8 if is_large else 4  # otherwise registers are spilled
     most = 3 if num_weights == 2 else 6 if bm == MIN_BM else 4
     stages = (PackedTile(bm, bk, split_k, number, num_warps) for number in range(most, 1, -1))
@@ -85,7 +94,7 @@ def choose(
     device = device or this_device()
     num_weights = 2 if kind == "swiglu" else 1
     num_columns = len(weight) // num_weights
-    bm = min(MAX_BM, max(MIN_BM, triton.next_power_of_2(num_rows)))
+    bm = min(max_tile_rows(device), max(MIN_BM, triton.next_power_of_2(num_rows)))
     bk, _ = step_columns(weight)
     tiles = triton.cdiv(num_columns, BN)
     split_k = 1

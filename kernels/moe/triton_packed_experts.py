@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.device import this_device
-from penstock.kernels.linear.packed_gemm import BN, fitting, step_columns
+from penstock.kernels.linear.packed_gemm import BN, fitting, max_tile_rows, step_columns
 from penstock.kernels.linear.triton_packed import BLOCK, packed_sums
 from penstock.kernels.moe.triton_moe_kernels import TILE
 from penstock.kernels.quantize.packed import Packed
@@ -15,7 +15,8 @@ from penstock.kernels.triton_pdl import LAUNCH, wait
 def pairs_of_tile(num_pairs: int, num_experts: int) -> int:
     """Return the pairs of a token and an expert in a tile; most experts then have one."""
     per_expert = num_pairs / num_experts
-    return next((bm for most, bm in ((8, 16), (24, 32)) if per_expert <= most), 64)
+    largest = max_tile_rows(this_device())
+    return next((bm for most, bm in ((8, 16), (24, 32)) if per_expert <= most), largest)
 
 
 def packed_grouped(
