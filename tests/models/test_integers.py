@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.integers import quantize
