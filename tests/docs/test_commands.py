@@ -18,8 +18,8 @@ VARIABLE = re.compile(r'"?\$(\{\w+[^}]*\}|\w+)[^"\s]*"?')
 IN_SHELL = re.compile(r"(?:^|&& |-- +|exec |trap '|\.venv/bin/)launch( [^&#'\n|]*)?", re.M)
 EXAMPLES = [ROOT / "examples" / "kuberay.yaml", ROOT / "examples" / "slurm.sh"]
 FOLDERS = "docs|examples|kernels|launch|models|protocol|services|tests"
-FOREIGN = {"Qwen3ForCausalLM", "Qwen3MoeForCausalLM"}
-"""classes of transformers"""
+FOREIGN = {"Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "OpenAILike", "OpenAILikeEmbedding"}
+"""classes of transformers and llama-index"""
 SOURCE = "\n".join(
     path.read_text()
     for top in ("kernels", "launch", "models", "protocol", "services")
