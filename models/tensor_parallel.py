@@ -231,6 +231,8 @@ class TensorParallel:
         try:
             yield
         except RuntimeError as error:
+            if "CUDA error" in str(error):  # of an earlier kernel
+                raise
             reason = "another rank has exited"  # gloo's text has a path of its sources
             if not any(text in str(error) for text in _HUNG_UP):
                 reason = str(error).partition("\n")[0]

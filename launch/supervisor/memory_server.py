@@ -24,8 +24,8 @@ from penstock.protocol.transport.kept_memory import MAX_MESSAGE
 
 MAX_EXIT_SECONDS = 5.0
 """in which the last user of memory must have exited, or the memory is dropped"""
-ORDERLY = ("exit code ", "signal 9", "signal 15")
-"""ends of processes that have written nothing wrong before"""
+ORDERLY = ("exit code 0", "exit code 1", "signal 9", "signal 15")
+"""ends of processes that have written nothing wrong before; a shell reports crashes as 128 + N"""
 
 
 class _Peer(NamedTuple):
@@ -64,39 +64,40 @@ class MemoryServer:
             self._drop(name)
 
     def _receive(self, peer: _Peer) -> None:
+        descriptors: list[int] = []
         try:
             flags = socket.MSG_CMSG_CLOEXEC
             data, descriptors, _, _ = socket.recv_fds(peer.socket, MAX_MESSAGE, 1, flags)
             message = msgspec.msgpack.decode(data, type=ToMemoryServer) if data else None
         except (OSError, msgspec.DecodeError):
-            message, descriptors = None, []
+            message = None
         match message:
             case TakeMemory(name):
                 self._tasks.start(self._pass_on(name, peer))
             case KeepMemory(name, manifest) if descriptors:
                 self._drop(name)
-                self._regions[name] = _Region(manifest, descriptors[0], peer.end)
+                self._regions[name] = _Region(manifest, descriptors.pop(), peer.end)
                 self._reply(peer, MemoryReply())
             case DropMemory(name):
-                used = [one for one, region in self._regions.items() if region.user is peer.end]
-                for one in [name] if name else used:
-                    self._drop(one)
+                self._drop(name)
                 self._reply(peer, MemoryReply())
             case _:
                 self._leave(peer)
+        for one in descriptors:  # that no message may have
+            os.close(one)
 
     async def _pass_on(self, name: str, peer: _Peer) -> None:
         """Reply with the memory, if its last user has exited and can't have damaged it."""
-        region = self._regions.get(name)
-        if region and region.user is not peer.end:
+        while (region := self._regions.get(name)) and region.user is not peer.end:
             await asyncio.wait([region.user], timeout=MAX_EXIT_SECONDS)
+            if self._regions.get(name) is not region:
+                continue  # dropped, or passed on to another process
             how = region.user.result() if region.user.done() else "no exit"
-            if how.startswith(ORDERLY):
+            if how in ORDERLY:
                 self._regions[name] = region._replace(user=peer.end)
             else:
                 self._say(f"memory {name} is not used again: its process ended with {how}")
                 self._drop(name)
-                region = None
         descriptors = [region.descriptor] if region else []
         self._reply(peer, MemoryReply(region.manifest if region else b""), descriptors)
 

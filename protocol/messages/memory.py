@@ -21,9 +21,9 @@ class KeepMemory(Struct, tag=True):
 
 
 class DropMemory(Struct, tag=True):
-    """Process → supervisor: close the memory of this name; without a name, all that it uses."""
+    """Process → supervisor: close the memory of this name."""
 
-    name: str = ""
+    name: str
 
 
 class MemoryReply(Struct, tag=True):

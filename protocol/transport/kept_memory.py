@@ -51,14 +51,14 @@ class MemoryClient:
     def take(self, name: str) -> Taken | None:
         """Return the memory of this name; waits for the exit of its last user."""
         manifest, descriptors = self._request(TakeMemory(name))
-        return Taken(manifest, descriptors[0]) if manifest else None
+        return Taken(manifest, descriptors[0]) if descriptors else None
 
     def keep(self, name: str, manifest: bytes, descriptor: int) -> None:
         """Pass on memory that is whole, to be taken after this process has exited."""
         self._request(KeepMemory(name, manifest), [descriptor])
 
-    def drop(self, name: str = "") -> None:
-        """Let memory end; without a name, all that this process uses."""
+    def drop(self, name: str) -> None:
+        """Let memory end."""
         self._request(DropMemory(name))
 
     def _request(

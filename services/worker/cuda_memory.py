@@ -5,6 +5,7 @@ context, and is mapped by another one within a millisecond.
 """
 
 import ctypes
+import os
 from typing import Any
 
 import torch
@@ -40,11 +41,17 @@ def allocate(num_bytes: int, device: torch.device) -> tuple[Tensor, int]:
     torch.cuda.synchronize(device)  # makes its context current
     size = _padded(num_bytes, properties)
     _call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(properties), _U64(0))
-    _call(
-        *("cuMemExportToShareableHandle", ctypes.byref(descriptor), handle),
-        *(_POSIX_DESCRIPTOR, _U64(0)),
-    )
-    return _mapped(handle, num_bytes, size, device), descriptor.value
+    try:
+        _call(
+            *("cuMemExportToShareableHandle", ctypes.byref(descriptor), handle),
+            *(_POSIX_DESCRIPTOR, _U64(0)),
+        )
+        return _mapped(handle, num_bytes, size, device), descriptor.value
+    except OSError:
+        _call("cuMemRelease", handle)
+        if descriptor.value >= 0:
+            os.close(descriptor.value)
+        raise
 
 
 def map_memory(descriptor: int, num_bytes: int, device: torch.device) -> Tensor:
@@ -90,6 +97,8 @@ class _Bytes:
 
 def _call(name: str, *arguments: Any) -> None:
     driver = ctypes.CDLL("libcuda.so.1")
+    if not hasattr(driver, name):
+        raise OSError(f"the driver lacks {name}")
     if code := getattr(driver, name)(*arguments):
         text = ctypes.c_char_p()
         driver.cuGetErrorString(code, ctypes.byref(text))

@@ -11,6 +11,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -64,6 +65,12 @@ class Region(NamedTuple):
         return self.memory[begin : begin + num_bytes].view(dtype).view(shape)
 
 
+def _version_of(path: Path) -> tuple[int, ...]:
+    """Return what changes with a file's contents, also if its size and time are set back."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+
+
 class KeptMemory:
     """Memory of one rank, by kind: `weights` and `kv`."""
 
@@ -79,7 +86,7 @@ class KeptMemory:
         self._client = client
         self._place = f"{assignment.replica}.{assignment.rank}"
         files = sorted(path for path in config.model_folder.iterdir() if path.is_file())
-        stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        stats = [(str(path), *_version_of(path)) for path in files]
         facts = stats, torch.__version__, str(device), assignment.rank, assignment.tp_size
         self._facts = msgspec.json.encode(config) + repr(facts).encode()
 
@@ -93,12 +100,12 @@ class KeptMemory:
         taken = self._client.take(self._name(kind)) if self._client else None
         if taken is None:
             return None
-        manifest = msgspec.msgpack.decode(taken.manifest, type=Manifest)
         try:
+            manifest = msgspec.msgpack.decode(taken.manifest, type=Manifest)
             if manifest.digest == self._digest(kind, facts):
                 memory = _map(taken.descriptor, manifest.num_bytes, self.device)
                 return Region(memory, manifest)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as error:  # also of msgspec
             log.warning("%s: memory of the last worker can't be used: %s", kind, error)
         finally:
             os.close(taken.descriptor)
@@ -145,8 +152,12 @@ class NewRegion(NamedTuple):
         region = self.region
         if region.memory.is_cuda:
             torch.cuda.synchronize(region.memory.device)
-        self.pass_on(self.name, msgspec.msgpack.encode(region.manifest), self.descriptor)
-        os.close(self.descriptor)
+        try:
+            self.pass_on(self.name, msgspec.msgpack.encode(region.manifest), self.descriptor)
+        except OSError as error:
+            log.warning("memory ends with the worker: %s", error)
+        finally:
+            os.close(self.descriptor)
 
 
 def load_model(
@@ -163,6 +174,7 @@ def load_model(
         attach(model, taken)
         log.info("weights: %.2f GiB of the last worker", taken.manifest.num_bytes / 2**30)
         return model
+    memory.drop("kv")  # computed with other weights, and in the way of these
     on_cpu = memory.device.type == "cpu"
     if on_cpu or not memory.lasts:  # the weights of a CPU may change their type when loaded
         model = make()

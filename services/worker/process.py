@@ -20,7 +20,6 @@ from penstock.protocol.messages.worker import ToWorker, WorkerAssignment, Worker
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
-from penstock.protocol.transport.kept_memory import MemoryClient
 from penstock.protocol.transport.process import Process
 from penstock.protocol.transport.process_exit import ProcessExit
 from penstock.services.worker.model_runner import ModelRunner
@@ -177,8 +176,7 @@ def main(load: Load) -> NoReturn:
         process.log.error("%s", error)
     except Exception:
         process.log.exception("unexpected error")
-        if client := MemoryClient.from_environment():
-            client.drop()  # what this process has written may be wrong
+        code = os.EX_SOFTWARE  # its memory is not used again: it may have written something wrong
     logging.shutdown()
     os._exit(code)
 

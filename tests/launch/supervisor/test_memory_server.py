@@ -22,6 +22,7 @@ START = """
 import mmap, os, signal, sys
 from penstock.protocol.transport.kept_memory import MemoryClient
 client = MemoryClient.from_environment()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 def say(text):
     print(text, flush=True)
 def make(text):
@@ -35,6 +36,7 @@ taken = client.take('kv')
 say(taken and (taken.manifest, os.pread(taken.descriptor, 99, 0)))
 signal.pause()
 """
+DROP_AT_SIGNAL = "signal.sigwait([signal.SIGUSR1]); client.drop('kv'); say('dropped'); sys.exit(1)"
 
 
 class Child:
@@ -157,18 +159,68 @@ def test_memory_of_a_process_that_crashed_is_not_used(how: signal.Signals) -> No
     run(test())
 
 
-def test_a_process_drops_all_that_it_uses() -> None:
+@pytest.mark.parametrize(("code", "is_used"), [(0, True), (1, True), (70, False), (139, False)])
+def test_memory_is_used_after_orderly_exits(code: int, is_used: bool) -> None:
+    """139: a shell whose command had a segmentation fault."""
+
+    async def test() -> None:
+        async with site() as one:
+            first = one.start(MAKE.replace("signal.pause()", f"sys.exit({code})"))
+            await first.line()
+            first.end.set_result(describe_exit(await asyncio.to_thread(first.popen.wait)))
+            successor = one.start(TAKE)
+            assert (await successor.line() != "None") == is_used
+
+    run(test())
+
+
+def test_memory_that_is_dropped_while_another_process_waits_for_it() -> None:
+    async def test() -> None:
+        async with site() as one:
+            first = one.start(MAKE.replace("signal.pause()", DROP_AT_SIGNAL))
+            await first.line()
+            successor = one.start("say('starts')" + TAKE)
+            assert await successor.line() == "starts"
+            line = asyncio.ensure_future(successor.line())
+            while not one.tasks._running:  # until the server has the message
+                await asyncio.sleep(0)
+            first.popen.send_signal(signal.SIGUSR1)
+            assert await first.line() == "dropped"
+            first.end.set_result(describe_exit(await asyncio.to_thread(first.popen.wait)))
+            assert await line == "None"
+
+    run(test())
+
+
+def test_only_one_of_two_processes_that_wait_has_the_memory() -> None:
     async def test() -> None:
         async with site() as one:
             first = one.start(MAKE)
             await first.line()
+            waiting = [one.start("say('starts')" + TAKE) for _ in range(2)]
+            assert [await child.line() for child in waiting] == ["starts", "starts"]
+            lines = {asyncio.ensure_future(child.line()): child for child in waiting}
+            while len(one.tasks._running) < 2:
+                await asyncio.sleep(0)
             await first.kill()
-            code = "client.take('kv'); client.keep('b', b'two', make(b'x')); client.drop(); say(1)"
-            second = one.start(code)
-            assert await second.line() == "1"
-            await second.kill()
-            third = one.start("say(client.take('kv') or client.take('b'))")
-            assert await third.line() == "None"
+            done, [other] = await asyncio.wait(lines, return_when=asyncio.FIRST_COMPLETED)
+            assert done.pop().result() == str((b"one", b"filled"))
+            assert len(one.tasks._running) == 1  # the other one waits for this one's exit
+            await next(child for line, child in lines.items() if line is not other).kill()
+            assert await other == str((b"one", b"filled"))
+
+    run(test())
+
+
+def test_descriptors_that_no_message_may_have_are_closed() -> None:
+    async def test() -> None:
+        code = "for _ in range(9): client._request(TakeMemory('x'), [make(b'')])\nsay('sent')"
+        async with site() as one:
+            before = open_descriptors()
+            child = one.start("from penstock.protocol.messages.memory import TakeMemory\n" + code)
+            assert await child.line() == "sent"
+            pipe = {number for number, _ in open_descriptors() - before}
+            assert len(pipe) <= 2  # the socket and the standard output of the child
 
     run(test())
 
