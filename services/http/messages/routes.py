@@ -21,8 +21,8 @@ async def answer_messages(state: AppState, request: MessagesRequest, receive: Re
     chat = chat_request(request, state.max_model_len)
     chat.request_id = caller.get().request_id or None
     generation = submit_chat(state, "msg", chat, name_in_messages)
-    head = generation.head
-    events = MessageEvents(head["id"], head["model"], chat, state.tool_format)
+    message_id = f"msg_{caller.get().unique_id}"
+    events = MessageEvents(message_id, generation.head["model"], chat, state.tool_format)
     if request.stream:
         return generation.stream_events(events)
     (reply,) = await generation.replies(receive)

@@ -1,0 +1,30 @@
+"""Messages over real connections."""
+
+from collections.abc import Callable
+
+from penstock.protocol.messages.client import GenerateRequest, Reply, Request
+from tests.launch.fake_gateway import reply
+from tests.services.http.conftest import Served, behave
+
+
+def answering(request: Request) -> list[Reply]:
+    return [reply(request)] if isinstance(request, GenerateRequest) else behave(request)
+
+
+def test_messages_have_ids_of_their_own(serve: Callable[..., Served]) -> None:
+    """Clients join messages by id; a retried request has the same X-Request-Id."""
+    asked = {
+        "model": "qwen3-demo",
+        "max_tokens": 9,
+        "messages": [{"role": "user", "content": "hi"}],
+    }
+    with serve(answering).client() as client:
+        sent = [
+            client.post("/v1/messages", json=asked, headers={"X-Request-Id": "mine"})
+            for _ in range(2)
+        ]
+    assert [one.status_code for one in sent] == [200, 200], sent[0].text
+    assert [one.headers["request-id"] for one in sent] == ["mine", "mine"]
+    ids = [one.json()["id"] for one in sent]
+    assert ids[0] != ids[1]
+    assert all(name.startswith("msg_") and "mine" not in name for name in ids)
