@@ -68,7 +68,7 @@ def test_a_conversation(client: Client) -> None:
     assert same.usage.input_tokens == second.usage.input_tokens
     assert client.responses.retrieve(first.id).output_text == COUNTED
     client.responses.delete(first.id)
-    with pytest.raises(openai.NotFoundError, match="previous_response_id: got 'resp_"):
+    with pytest.raises(openai.BadRequestError, match="previous_response_id: got 'resp_"):
         client.create("17+25=", previous_response_id=first.id)
 
 

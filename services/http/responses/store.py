@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from penstock.services.http.access import caller
-from penstock.services.http.errors import ApiError
+from penstock.services.http.errors import ApiError, invalid
 from penstock.services.http.replies import ENCODER
 from penstock.services.http.responses.replies import ResponseReply
 from penstock.services.http.responses.schema import Item
@@ -26,15 +26,18 @@ _WHY = (
 class _Entry(Struct):
     key: str
     """API key of the client, which alone may use it"""
-    items: bytes
-    """the conversation: items of the input and of the output"""
+    input: bytes
+    """the conversation up to the output"""
+    output: bytes
     body: bytes
     """the response; empty if it was not to be stored, so that only its items can be referenced"""
     names: list[str]
     """ids of the output's items"""
+    is_background: bool
 
     def num_bytes(self) -> int:
-        return len(self.items) + len(self.body) + _OVERHEAD * (1 + len(self.names))
+        texts = len(self.input) + len(self.output) + len(self.body)
+        return texts + _OVERHEAD * (1 + len(self.names))
 
 
 class ResponseStore:
@@ -52,21 +55,27 @@ class ResponseStore:
     def put(self, response: ResponseReply, items: Sequence[Item]) -> None:
         """Keep a response; items: its input, and that of the responses before it.
 
-        Of a response that is not stored, only the output is kept.
+        Of a response that is not stored, only the output is kept. One beyond the limit is not kept,
+        and those that are being made are not evicted.
         """
         output = _DECODER.decode(msgspec.msgpack.encode(response.output))
         self._remove(response.id)
         entry = _Entry(
             key=caller.get().key,
-            items=msgspec.msgpack.encode([*items, *output] if response.store else output),
+            input=msgspec.msgpack.encode(items if response.store else []),
+            output=msgspec.msgpack.encode(output),
             body=ENCODER.encode(response) if response.store else b"",
             names=[item.id for item in response.output],
+            is_background=response.background,
         )
+        if entry.num_bytes() > self._max_bytes:
+            return
         self._entries[response.id] = entry
         self._items.update(dict.fromkeys(entry.names, response.id))
         self.num_bytes += entry.num_bytes()
         while self.num_bytes > self._max_bytes:
-            self._remove(next(iter(self._entries)))
+            ids = (name for name in self._entries if name not in self._tasks)
+            self._remove(next(ids, response.id))
 
     def body(self, response_id: str) -> bytes:
         """Return a response in JSON. Raises ApiError."""
@@ -78,14 +87,21 @@ class ResponseStore:
         if response_id in self._tasks:
             problem = f"got {response_id!r}, which is in progress; wait until it has ended"
             raise ApiError(400, f"previous_response_id: {problem}", "previous_response_id")
-        return _DECODER.decode(entry.items)
+        return _DECODER.decode(entry.input) + _DECODER.decode(entry.output)
 
     def resolved(self, items: Iterable[Item]) -> list[Item]:
-        """Return items with those that references name. Raises ApiError."""
-        found = []
+        """Return items with those that references name, each once. Raises ApiError."""
+        found, kept = [], dict[str, Item]()
+        used = set[str]()
         for number, item in enumerate(items):
             if item.type == "item_reference":
-                item = self._item(item.id or "", f"input[{number}].id")
+                name, path = item.id or "", f"input[{number}].id"
+                if name in used:
+                    raise invalid(path, f"got {name!r:.200} again, expected one reference to it")
+                used.add(name)
+                if name not in kept:
+                    kept |= self._output(name, path)
+                item = kept[name]
             found.append(item)
         return found
 
@@ -104,7 +120,9 @@ class ResponseStore:
 
     async def cancel(self, response_id: str) -> None:
         """End a generation in the background, if it is running. Raises ApiError."""
-        self._find(response_id, "response_id")
+        if not self._find(response_id, "response_id").is_background:
+            problem = f"got {response_id!r}, expected a response that has background: true"
+            raise invalid("response_id", problem)
         if task := self._tasks.get(response_id):
             task.cancel()
             await asyncio.wait([task])
@@ -119,16 +137,20 @@ class ResponseStore:
     def _find(self, response_id: str, field: str, code: str | None = None) -> _Entry:
         entry = self._entries.get(response_id)
         if entry is None or entry.key != caller.get().key or not entry.body:
-            raise ApiError(404, f"{field}: got {response_id!r:.200}, {_WHY}", field, code)
+            status = 400 if code else 404
+            raise ApiError(status, f"{field}: got {response_id!r:.200}, {_WHY}", field, code)
         self._entries[response_id] = self._entries.pop(response_id)
         return entry
 
-    def _item(self, name: str, path: str) -> Item:
-        entry = self._entries.get(self._items.get(name, ""))
+    def _output(self, name: str, path: str) -> dict[str, Item]:
+        """Return the items of the output that has this one, by id."""
+        response_id = self._items.get(name, "")
+        entry = self._entries.get(response_id)
         if entry is None or entry.key != caller.get().key:
             problem = "which is not kept: send the item itself, or leave out store: false"
             raise ApiError(404, f"{path}: got {name!r:.200}, {problem}", path)
-        return next(item for item in _DECODER.decode(entry.items) if item.id == name)
+        self._entries[response_id] = self._entries.pop(response_id)
+        return dict(zip(entry.names, _DECODER.decode(entry.output), strict=True))
 
     def _remove(self, response_id: str) -> None:
         if entry := self._entries.pop(response_id, None):

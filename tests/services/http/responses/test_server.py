@@ -124,9 +124,18 @@ def test_stored_responses(serve: Serve) -> None:
         deleted = client.delete(f"{PATH}/{first['id']}").json()
         assert deleted == {"id": first["id"], "object": "response", "deleted": True}
         again = client.post(PATH, json=asked)
-        assert again.status_code == 404
-        assert again.json()["error"]["param"] == "previous_response_id"
-        assert again.json()["error"]["code"] == "previous_response_not_found"
+        assert again.status_code == 400
+        error = again.json()["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", "previous_response_id")
+        assert error["code"] == "previous_response_not_found"
+
+
+def test_only_a_background_response_is_cancelled(serve: Serve) -> None:
+    with serve(answering).client() as client:
+        first = client.post(PATH, json=STORED).json()
+        refused = client.post(f"{PATH}/{first['id']}/cancel")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_id")
+        assert client.post(f"{PATH}/resp_x/cancel").status_code == 404
 
 
 @pytest.mark.parametrize(("fields", "status"), [({}, 200), ({"store": False}, 404)])

@@ -1,5 +1,6 @@
 """Stored responses: their limit, and who may use them."""
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,7 @@ from penstock.services.http.errors import ApiError
 from penstock.services.http.responses.replies import OutputMessage, OutputText, ResponseReply
 from penstock.services.http.responses.routes import begun
 from penstock.services.http.responses.schema import Item, ResponsesRequest
-from penstock.services.http.responses.store import ResponseStore
+from penstock.services.http.responses.store import _DECODER, ResponseStore
 
 
 @pytest.fixture(autouse=True)
@@ -19,14 +20,22 @@ def as_client() -> Iterator[None]:
     caller.reset(token)
 
 
-def put(store: ResponseStore, text: str = "so", is_stored: bool | None = True) -> ResponseReply:
+def put(
+    store: ResponseStore, text: str = "so", is_stored: bool | None = True, num_items: int = 1
+) -> ResponseReply:
     """Keep a response to `hi`."""
     asked = ResponsesRequest(input="hi", temperature=0.0, top_p=1.0, store=is_stored)
     response = begun(asked, "m")
-    part = OutputText(text=text)
-    response.output.append(OutputMessage(id=f"msg_{response.id}", content=[part]))
+    for number in range(num_items):
+        part = OutputText(text=text)
+        message = OutputMessage(id=f"msg_{response.id}_{number}", content=[part])
+        response.output.append(message)
     store.put(response, [Item(role="user", content="hi")])
     return response
+
+
+def referenced(response: ResponseReply) -> list[Item]:
+    return [Item(type="item_reference", id=item.id) for item in response.output]
 
 
 def status(function: object, *arguments: object) -> int:
@@ -51,14 +60,14 @@ def test_another_key_finds_nothing() -> None:
     reference = [Item(type="item_reference", id=response.output[0].id)]
     store.resolved(reference)
     caller.set(Caller(None, "", "", "another key"))
-    assert status(store.body, response.id) == status(store.items, response.id) == 404
+    assert (status(store.body, response.id), status(store.items, response.id)) == (404, 400)
     assert status(store.resolved, reference) == 404
 
 
 def test_only_items_of_a_response_that_is_not_stored_are_kept() -> None:
     store = ResponseStore()
     response = put(store, is_stored=None)
-    assert status(store.body, response.id) == status(store.items, response.id) == 404
+    assert (status(store.body, response.id), status(store.items, response.id)) == (404, 400)
     (answer,) = store.resolved([Item(type="item_reference", id=response.output[0].id)])
     assert answer.role == "assistant"
 
@@ -78,8 +87,64 @@ def test_the_least_recently_used_ones_are_evicted() -> None:
 
 def test_a_response_beyond_the_limit_is_not_stored() -> None:
     store = ResponseStore(max_bytes=10_000)
+    first = put(store)
+    before = store.num_bytes
     assert status(store.body, put(store, "a" * 10_000).id) == 404
-    assert store.num_bytes == 0
+    assert store.body(first.id)
+    assert store.num_bytes == before
+
+
+def test_a_reference_is_a_use() -> None:
+    store = ResponseStore(max_bytes=40_000)
+    first = put(store, "a" * 3000)
+    for _ in range(6):
+        assert store.resolved(referenced(first))
+        put(store, "c" * 3000)
+    assert store.body(first.id)
+
+
+def test_responses_in_progress_are_not_evicted() -> None:
+    async def evict() -> None:
+        store = ResponseStore(max_bytes=40_000)
+        running = put(store, "a" * 3000)
+        store.run(running.id, asyncio.Event().wait())  # type: ignore[arg-type]
+        for _ in range(8):
+            put(store, "c" * 3000)
+            assert store.num_bytes <= 40_000
+        assert store.body(running.id)
+        await store.stop()
+        for _ in range(8):
+            put(store, "c" * 3000)
+        assert status(store.body, running.id) == 404
+
+    asyncio.run(evict())
+
+
+def test_references_decode_a_response_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ResponseStore()
+    first, second = put(store, num_items=50), put(store, num_items=50)
+    decoded = []
+
+    class Counting:
+        def decode(self, data: bytes) -> list[Item]:
+            decoded.append(data)
+            return _DECODER.decode(data)
+
+    monkeypatch.setattr("penstock.services.http.responses.store._DECODER", Counting())
+    mixed = [*referenced(first), *referenced(second)][::-1]
+    found = store.resolved(mixed)
+    assert [item.id for item in found] == [item.id for item in mixed]
+    assert len(decoded) == 2
+
+
+def test_an_item_is_referenced_once() -> None:
+    store = ResponseStore()
+    (reference,) = referenced(put(store))
+    with pytest.raises(
+        ApiError, match=r"input\[1\].id: got 'msg_.*' again, expected one"
+    ) as caught:
+        store.resolved([reference, reference])
+    assert caught.value.status == 400
 
 
 def test_memory_is_counted_once() -> None:
