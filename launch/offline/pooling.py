@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -79,7 +79,7 @@ class PoolingMethods:
                 num_prompt_tokens=reply.usage.prompt_tokens,
                 num_cached_tokens=reply.usage.cached_tokens,
             )
-            for reply in self._pool(requests, "embeddings", use_tqdm)
+            for reply in self._pool(requests, len(requests), "embeddings", use_tqdm)
         ]
 
     def score(
@@ -100,7 +100,8 @@ class PoolingMethods:
             raise ValueError(f"data_1: got {len(first)} texts, expected 1 or {len(second)}")
         pairs = list(zip(itertools.cycle(first), second, strict=False))
         scoring = Scoring(pairs, self._labels(), instruction)
-        scores = scoring.scores(self._pool(scoring.requests, "scores", use_tqdm))
+        number = len(scoring.parts)
+        scores = scoring.scores(self._pool(scoring.requests, number, "scores", use_tqdm))
         return [
             ScoringRequestOutput(
                 request_id=str(next(self._numbers)), outputs=ScoringOutput(score=score)
@@ -114,18 +115,20 @@ class PoolingMethods:
         ask = self._client.tokenize
         return [label_id(one, ask(one, add_special_tokens=False).token_ids) for one in LABELS]
 
-    def _pool(self, requests: list[dict[str, Any]], name: str, shows: bool) -> list[GenerateReply]:
-        """Return the replies, in the order of the requests."""
+    def _pool(
+        self, requests: Iterable[dict[str, Any]], number: int, name: str, shows: bool
+    ) -> list[GenerateReply]:
+        """Return the replies, in the order of the requests, which are taken as they are sent."""
         found: dict[int, GenerateReply] = {}
-        questions = [
+        questions = (
             GenerateRequest(request_id=str(next(self._numbers)), **one) for one in requests
-        ]
+        )
         with (
-            tqdm(total=len(questions), desc=name, dynamic_ncols=True, disable=not shows) as bar,
+            tqdm(total=number, desc=name, dynamic_ncols=True, disable=not shows) as bar,
             contextlib.closing(submit_all(self._client, questions, self._window)) as replies,
         ):
             for place, reply in replies:
                 assert isinstance(reply, GenerateReply)  # noqa: S101  for mypy
                 found[place] = reply
                 bar.update()
-        return [found[place] for place in range(len(questions))]
+        return [found[place] for place in range(number)]

@@ -5,7 +5,7 @@ arXiv:2506.05176): the score is the probability of "yes" in relation to "no". An
 embeds both texts: the score is their cosine.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from penstock.protocol.client.errors import RequestError
@@ -40,18 +40,46 @@ class Scoring:
         pairs: query and document. label_ids: tokens of LABELS; None: of an embedding model.
         instruction: the task; without it, queries are embedded as they are.
         """
+        self._pairs = pairs
+        self._instruction = instruction
         self._judges = label_ids is not None
-        begin = "" if instruction is None else f"Instruct: {instruction}\nQuery:"
-        self._pairs = pairs if self._judges else [(begin + one, other) for one, other in pairs]
-        self._texts = list(dict.fromkeys(text for pair in self._pairs for text in pair))
-        fields: dict[str, Any] = {"pooling": Pooling(label_ids=list(label_ids or ()))}
-        prompts = self._texts
+        self._fields: dict[str, Any] = {"pooling": Pooling(label_ids=list(label_ids or ()))}
+        self._texts: dict[tuple[str | None, str], str] = {}
+        """of an embedding model: instruction and text → `query` or `document`"""
         if self._judges:
-            fields["add_special_tokens"] = False
+            self._fields["add_special_tokens"] = False
             task = INSTRUCTION if instruction is None else instruction
-            prompts = [_PROMPT.format(task, *pair) for pair in pairs]
-        self.requests = [{"prompt": prompt, **fields} for prompt in prompts]
-        """fields of a GenerateRequest each; texts of several pairs are embedded once"""
+            self.parts = [
+                {"instruction": task, "query": query, "document": document}
+                for query, document in pairs
+            ]
+            """texts in the prompt of each request, by their meaning"""
+            return
+        for query, document in pairs:
+            self._texts.setdefault((instruction, query), "query")
+            self._texts.setdefault((None, document), "document")
+        self.parts = [
+            ({} if task is None else {"instruction": task}) | {kind: text}
+            for (task, text), kind in self._texts.items()
+        ]
+
+    @property
+    def requests(self) -> Iterator[dict[str, Any]]:
+        """Fields of a GenerateRequest each, made one by one: each may have a copy of a long query.
+
+        Of an embedding model, texts of several pairs are embedded once.
+        """
+        return map(self.request, range(len(self.parts)))
+
+    def request(self, index: int) -> dict[str, Any]:
+        """Return the fields of one request."""
+        texts = list(self.parts[index].values())
+        prompt = texts[-1]
+        if self._judges:
+            prompt = _PROMPT.format(*texts)
+        elif len(texts) > 1:
+            prompt = f"Instruct: {texts[0]}\nQuery:{texts[1]}"
+        return {"prompt": prompt, **self._fields}
 
     def scores(self, replies: Iterable[GenerateReply]) -> list[float]:
         """Return the score of each pair; replies: to all requests. Raises RequestError."""
@@ -59,7 +87,8 @@ class Scoring:
         if self._judges:
             return [numbers[0] for numbers in results]
         vectors = dict(zip(self._texts, results, strict=True))
-        return [_dot(vectors[query], vectors[document]) for query, document in self._pairs]
+        task = self._instruction
+        return [_dot(vectors[task, query], vectors[None, other]) for query, other in self._pairs]
 
 
 def result_of(reply: GenerateReply) -> list[float]:

@@ -246,6 +246,8 @@ class ErrorReply(Struct, kw_only=True, tag="error"):
     field: str | None = None
     retry_after: float | None = None
     """of `overloaded`: seconds after which it may go better"""
+    too_long: tuple[int, int] | None = None
+    """of a prompt that doesn't fit into the context: its tokens, and how many fit"""
 
 
 Request = GenerateRequest | TokenizePromptRequest | DetokenizeRequest | AbortRequest | StatusRequest

@@ -16,6 +16,8 @@ from penstock.services.http.replies import json_response
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _RETRY = {"Retry-After": "1"}
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""OpenAI's code of a prompt that is too long, which clients look for"""
 FieldAsSent = Callable[[str], str | None]
 
 
@@ -35,7 +37,10 @@ class ErrorBody(Struct, kw_only=True):
 
 
 class ApiError(Exception):
-    """A refused or failed request: HTTP status, message, invalid field and OpenAI's code."""
+    """A refused or failed request: HTTP status, message, invalid field and OpenAI's code.
+
+    too_long: of a prompt that doesn't fit into the context: its tokens, and how many fit.
+    """
 
     def __init__(
         self,
@@ -44,9 +49,12 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        too_long: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
+        self.too_long = too_long
+        code = CONTEXT_LENGTH_EXCEEDED if too_long else code
         self.headers = headers or (_RETRY if status == 503 else {})
         kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.body = ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code))
@@ -65,7 +73,7 @@ def as_api_error(error: Exception) -> ApiError:
         case MessageError():
             return ApiError(400, str(error), error.field)
         case RequestError(code="invalid"):
-            return ApiError(400, error.message, error.field)
+            return ApiError(400, error.message, error.field, too_long=error.too_long)
         case RequestError(code="overloaded", retry_after=float() as seconds):
             headers = {"Retry-After": str(math.ceil(seconds))}
             return ApiError(429, error.message, None, "rate_limit_exceeded", headers)
@@ -93,7 +101,7 @@ def error_response(error: ApiError, path: str) -> Response:
     """Return the response of an error, in the shape of the path's API."""
     if path.startswith(PREFIX):
         status = STATUSES.get(error.status, error.status)
-        body = messages_error(error.status, str(error), error.body.error.code)
+        body = messages_error(error.status, str(error), error.body.error.code, error.too_long)
         response = json_response(body, status)
     else:
         response = json_response(error.body, error.status)
@@ -113,4 +121,4 @@ def fields_as_sent(field_as_sent: FieldAsSent) -> Iterator[None]:
         if not detail.param or not name or name == detail.param:
             raise
         message = detail.message.replace(detail.param, name, 1)
-        raise ApiError(old.status, message, name, detail.code, old.headers) from error
+        raise ApiError(old.status, message, name, detail.code, old.headers, old.too_long) from error

@@ -146,7 +146,9 @@ class TokenizerProcess:
 def _error_reply(error: Exception) -> ErrorReply:
     """Return the reply for an exception, in an `except` block; except PromptError, a defect."""
     if isinstance(error, PromptError):
-        return ErrorReply(code="invalid", message=str(error), field=error.field)
+        return ErrorReply(
+            code="invalid", message=str(error), field=error.field, too_long=error.too_long
+        )
     log.exception("a prompt can't be tokenized")
     return ErrorReply(code="failed", message=DEFECT)
 

@@ -24,11 +24,12 @@ from penstock.services.tokenizer.reasoning import reasoning_after
 
 
 class PromptError(ValueError):
-    """A prompt that can't be served: which field, and why."""
+    """A prompt that can't be served: which field, and why; too_long: as in ErrorReply."""
 
-    def __init__(self, field: str, message: str) -> None:
+    def __init__(self, field: str, message: str, too_long: tuple[int, int] | None = None) -> None:
         super().__init__(message)
         self.field = field
+        self.too_long = too_long
 
 
 class Tokenizer:
@@ -53,12 +54,14 @@ class Tokenizer:
         if not token_ids:
             raise PromptError(field, f"{field}: got no token, expected one or more")
         room = 1 if request.pooling is None else 0
-        if len(token_ids) + room > self._max_model_len:
+        most = self._max_model_len - room
+        if len(token_ids) > most:
             leaving = ", which leave room for an answer" if room else ""
             raise PromptError(
                 field,
-                f"{field}: got {len(token_ids)} tokens, expected up to "
-                f"{self._max_model_len - room}{leaving} in the context of {self._max_model_len}",
+                f"{field}: got {len(token_ids)} tokens, expected up to {most}{leaving} in the "
+                f"context of {self._max_model_len}",
+                too_long=(len(token_ids), most),
             )
         if text is None and request.sampling.structured_outputs:
             text = self._decode(token_ids)

@@ -159,6 +159,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "input[1]: got 3000000 bytes, expected up to",
         "input[1]",
     ),
+    "large query": (
+        "/v1/score",
+        {"text_1": "b" * 1_500_000, "text_2": ["a"] * 2048},
+        "text_1: got 1500000 bytes, expected up to",
+        "text_1",
+    ),
     "wide": (
         "/v1/embeddings",
         {"input": "a", "dimensions": 65},
@@ -256,6 +262,15 @@ def test_forms_of_rerank_and_score(reranker: Served) -> None:
     assert other["results"][0]["relevance_score"] != scores[0]
     offline = reranker.llm.score("q", ["a", "b", "c"], use_tqdm=False)
     assert [one.outputs.score for one in offline] == [scores[index] for index in range(3)]
+
+
+def test_a_long_query_is_refused_before_its_prompts_are_made(reranker: Served) -> None:
+    query, documents = "q" * 900_000, ["a"] * 2047 + ["b" * 200_000]
+    for names in (("query", "instruction"), ("instruction", "query")):
+        fields = dict(zip(names, (query, "q"), strict=True)) | {"documents": documents}
+        message, param = reranker.refusal("/v1/rerank", **fields)
+        assert f"{names[0]}: got 1100001 bytes of instruction and query and document" in message
+        assert param == names[0]
 
 
 def test_a_model_of_text_makes_no_embeddings(reranker: Served) -> None:

@@ -41,5 +41,8 @@ def test_a_prompt_without_an_answer_may_fill_the_context() -> None:
     tokenizer = Tokenizer(Config().model_folder, max_model_len=64)
     ids, _ = tokenizer.encode(request(prompt="a" * 64))
     assert len(ids) == 64
-    with pytest.raises(PromptError, match="got 65 tokens, expected up to 64 in the context of 64"):
+    with pytest.raises(
+        PromptError, match="got 65 tokens, expected up to 64 in the context of 64"
+    ) as found:
         tokenizer.encode(request(prompt="a" * 65))
+    assert found.value.too_long == (65, 64)

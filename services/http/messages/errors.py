@@ -32,8 +32,15 @@ class MessagesError(Struct, tag_field="type", tag="error"):
     error: MessagesErrorDetail
 
 
-def messages_error(status: int, message: str, code: str | None) -> MessagesError:
-    """Return the error of an HTTP status. code: clients act on `thread_unsupported_request`."""
+def messages_error(
+    status: int, message: str, code: str | None, too_long: tuple[int, int] | None = None
+) -> MessagesError:
+    """Return the error of an HTTP status. code: clients act on `thread_unsupported_request`.
+
+    too_long: tokens of a prompt, and how many fit; clients look for Anthropic's sentence.
+    """
+    if too_long:
+        message = "prompt is too long: {} tokens > {} maximum".format(*too_long)
     kind = _TYPES.get(status, "invalid_request_error")
     details = {"error_code": code} if code else UNSET
     return MessagesError(MessagesErrorDetail(kind, message, details))

@@ -74,7 +74,7 @@ class MessageEvents(NamedEvents):
 
     def failed(self, error: ApiError) -> Iterable[MessagesError]:
         """Return the event of an error after the first event."""
-        return [messages_error(error.status, str(error), error.body.error.code)]
+        return [messages_error(error.status, str(error), error.body.error.code, error.too_long)]
 
     def whole(self, reply: GenerateReply) -> MessageReply:
         """Return the message that the events of a whole answer add up to."""

@@ -67,9 +67,14 @@ class PoolingRoutes:
         fields["pooling"] = Pooling(dimensions=body.dimensions)
         requests = [{"prompt": one, **fields} for one in inputs]
         is_list = not (isinstance(body.input, str) or isinstance(body.input[0], int))
-        replies = await self._replies(
-            body, requests, receive, lambda index: f"input[{index}]" if is_list else "input"
-        )
+
+        def name(index: int) -> str:
+            return f"input[{index}]" if is_list else "input"
+
+        for index, one in enumerate(inputs):
+            self._check_size(_size(one), name(index))
+        work = self._replies(body, len(inputs), requests.__getitem__, name)
+        replies = await while_connected(receive, work)
         data = [
             EmbeddingData(index=index, embedding=_encoded(reply, body.encoding_format))
             for index, reply in enumerate(replies)
@@ -81,8 +86,8 @@ class PoolingRoutes:
         """Sort documents by their relevance to a query."""
         await self._state.check(body.model)
         texts = [one if isinstance(one, str) else one.text for one in body.documents]
-        pairs = [(body.query, text) for text in texts]
-        scores, replies = await self._scores(body, pairs, body.instruction, receive, "documents")
+        pairs, names = [(body.query, text) for text in texts], ("query", "documents")
+        scores, replies = await self._scores(body, pairs, body.instruction, receive, names)
         order = sorted(range(len(texts)), key=lambda index: -scores[index])
         results = [
             RerankResult(
@@ -97,8 +102,8 @@ class PoolingRoutes:
     async def score(self, body: ScoreRequest, receive: Receive) -> Response:
         """Return the scores of pairs of texts."""
         await self._state.check(body.model)
-        pairs, name = _pairs(body)
-        scores, replies = await self._scores(body, pairs, body.instruction, receive, name)
+        pairs, names = _pairs(body)
+        scores, replies = await self._scores(body, pairs, body.instruction, receive, names)
         data = [ScoreData(index=index, score=score) for index, score in enumerate(scores)]
         head = self._head("score", body, replies)
         return json_response(ScoreReply(**head, created=int(time.time()), data=data))
@@ -109,11 +114,13 @@ class PoolingRoutes:
         pairs: Sequence[tuple[str, str]],
         instruction: str | None,
         receive: Receive,
-        name: str,
+        names: tuple[str, str],
     ) -> tuple[list[float], list[GenerateReply]]:
-        """Return scores and replies; name: of the field with documents."""
+        """Return scores and replies; names: of the fields with queries and documents."""
         scoring = Scoring(pairs, await self._labels(), instruction)
-        replies = await self._replies(body, scoring.requests, receive, lambda _: name)
+        self._check_parts(scoring.parts, names)
+        work = self._replies(body, len(scoring.parts), scoring.request, lambda _: names[1])
+        replies = await while_connected(receive, work)
         return scoring.scores(replies), replies
 
     async def _labels(self) -> list[int] | None:
@@ -127,34 +134,45 @@ class PoolingRoutes:
     async def _replies(
         self,
         body: PoolingRequest,
-        requests: Sequence[dict[str, Any]],
-        receive: Receive,
+        number: int,
+        request: Callable[[int], dict[str, Any]],
         name: Callable[[int], str],
     ) -> list[GenerateReply]:
-        """Return the reply to each request; name: of the field with its text."""
-        for index, fields in enumerate(requests):
-            self._check_size(fields["prompt"], name(index))
+        """Return the reply to each request; name: of the field with its text.
+
+        request: makes one, when it is sent: each may have a copy of a long query.
+        """
         places = asyncio.Semaphore(MAX_OPEN)
         sender = caller.get()
         own: dict[str, Any] = {"priority": body.priority, "cache_salt": body.cache_salt}
         own["client"] = sender.client
 
-        async def reply(index: int, fields: dict[str, Any]) -> GenerateReply:
+        async def reply(index: int) -> GenerateReply:
             async with places:
                 with fields_as_sent({"prompt": name(index)}.get):
                     request_id = f"{sender.unique_id}-{index}"
-                    stream = self._state.client.submit(**fields, **own, request_id=request_id)
+                    stream = self._state.client.submit(
+                        **request(index), **own, request_id=request_id
+                    )
                     return await stream.result()
 
-        work = gather(reply(index, fields) for index, fields in enumerate(requests))
-        return await while_connected(receive, work)
+        return await gather(map(reply, range(number)))
 
-    def _check_size(self, prompt: str | list[int], name: str) -> None:
+    def _check_size(self, size: int, name: str, what: str = "") -> None:
         """Raise ApiError for an input that the gateway would not receive."""
         most = self._state.max_request_bytes - FIELD_BYTES
-        size = len(prompt.encode()) if isinstance(prompt, str) else TOKEN_BYTES * len(prompt)
         if size > most:
-            raise invalid(name, f"got {size} bytes, expected up to {most}")
+            raise invalid(name, f"got {size} bytes{what}, expected up to {most}")
+
+    def _check_parts(self, parts: Sequence[dict[str, str]], names: tuple[str, str]) -> None:
+        """Raise ApiError for a prompt of several texts; the field is that of the longest one."""
+        fields = dict(zip(("query", "document"), names, strict=True))
+        sizes = {text: _size(text) for text in {one for part in parts for one in part.values()}}
+        for one in parts:
+            kind = max(one, key=lambda kind: sizes[one[kind]])
+            what = f" of {' and '.join(one)} together" if len(one) > 1 else ""
+            total = sum(sizes[text] for text in one.values())
+            self._check_size(total, fields.get(kind, kind), what)
 
     def _head(
         self, kind: str, body: PoolingRequest, replies: Sequence[GenerateReply]
@@ -172,8 +190,13 @@ def _encoded(reply: GenerateReply, encoding: str) -> list[float] | str:
     return numbers if encoding == "float" else base64.b64encode(reply.pooled or b"").decode()
 
 
-def _pairs(body: ScoreRequest) -> tuple[list[tuple[str, str]], str]:
-    """Return the pairs, and the name of the field with second texts. Raises ApiError."""
+def _size(prompt: str | list[int]) -> int:
+    """Return the bytes that it has in a request to the gateway, at most."""
+    return len(prompt.encode()) if isinstance(prompt, str) else TOKEN_BYTES * len(prompt)
+
+
+def _pairs(body: ScoreRequest) -> tuple[list[tuple[str, str]], tuple[str, str]]:
+    """Return the pairs, and the names of the two fields. Raises ApiError."""
     has_queries = body.queries is not None or body.documents is not None
     names = ("queries", "documents") if has_queries else ("text_1", "text_2")
     others = {"text_1", "text_2"} if has_queries else set()
@@ -192,7 +215,7 @@ def _pairs(body: ScoreRequest) -> tuple[list[tuple[str, str]], str]:
     if len(first) != len(second):
         counts = f"got {len(second)} texts for {len(first)} of {names[0]}"
         raise invalid(names[1], f"{counts}, expected as many, or one of {names[0]}")
-    return list(zip(first, second, strict=True)), names[1]
+    return list(zip(first, second, strict=True)), names
 
 
 def _check_number(name: str, number: int) -> None:

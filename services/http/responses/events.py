@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from penstock.protocol.messages.client import GenerateReply, TextDelta
 from penstock.services.http.chat import ChatChoice
-from penstock.services.http.errors import ApiError
+from penstock.services.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
 from penstock.services.http.event_stream import DONE, NamedEvents
 from penstock.services.http.replies import CalledTool, ChatLogprob, Delta
 from penstock.services.http.responses.replies import (
@@ -42,7 +42,7 @@ from penstock.services.http.responses.replies import (
 )
 from penstock.services.http.responses.text_logprobs import TextLogprobs
 
-_CODES = {429: "rate_limit_exceeded"}
+_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
 class ResponseEvents(NamedEvents):
@@ -107,6 +107,8 @@ class ResponseEvents(NamedEvents):
         yield from self._close("incomplete")
         self.response.status = "failed"
         code = _CODES.get(error.status, "server_error")
+        if error.too_long:
+            code = CONTEXT_LENGTH_EXCEEDED
         self.response.error = ResponseError(code=code, message=detail.message)
         self._keep(self.response)
         yield ResponseFailed(**self._next(), response=self.response)

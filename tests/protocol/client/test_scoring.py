@@ -1,6 +1,7 @@
 """Requests and scores of pairs of texts."""
 
 import random
+import tracemalloc
 from array import array
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def test_the_tokens_of_a_pair_are_those_of_the_models_card(qwen3_folder: Path) -
 def test_a_score_is_the_first_label() -> None:
     scoring = Scoring([("q", "a"), ("q", "b")], [1, 2], "rank them")
     assert [one["prompt"].count("<Instruct>: rank them\n") for one in scoring.requests] == [1, 1]
+    assert scoring.parts[1] == {"instruction": "rank them", "query": "q", "document": "b"}
     assert scoring.scores([reply(0.25, 0.75), reply(0.5, 0.5)]) == [0.25, 0.5]
 
 
@@ -61,6 +63,20 @@ def test_embedding_models_embed_each_text_once(instruction: str | None, query: s
     assert [one["prompt"] for one in scoring.requests] == [query, "a", "b"]
     replies = [reply(1.0, 0.0), reply(0.5, 0.25), reply(0.0, 1.0)]
     assert scoring.scores(replies) == [0.5, 0.0, 0.5]
+
+
+@pytest.mark.parametrize("label_ids", [None, [1, 2]])
+def test_pairs_with_a_long_query_take_the_memory_of_one(label_ids: list[int] | None) -> None:
+    query = "q" * 1_000_000
+    pairs = [(query, str(number)) for number in range(200)]
+    tracemalloc.start()
+    try:
+        scoring = Scoring(pairs, label_ids, "find it")
+        for request in scoring.requests:
+            assert request["prompt"]
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_request_that_was_aborted_has_no_result() -> None:

@@ -10,7 +10,7 @@ from penstock.protocol.client.errors import RequestError
 from penstock.protocol.field_errors import FINITE, UNICODE, undecodable_value
 from penstock.protocol.messages.client import ErrorReply
 from penstock.services.http.body import decode_body
-from penstock.services.http.errors import ApiError, as_api_error
+from penstock.services.http.errors import ApiError, as_api_error, error_response, fields_as_sent
 from penstock.services.http.schema import ChatRequest, CompletionRequest
 
 
@@ -209,3 +209,20 @@ def test_errors_of_starlette_and_ours() -> None:
     assert as_api_error(HTTPException(405)).status == 405
     assert as_api_error(ZeroDivisionError("secret")).status == 500
     assert "secret" not in as_api_error(ZeroDivisionError("secret")).body.error.message
+
+
+@pytest.mark.parametrize("name", ["prompt", "input"])
+def test_a_prompt_that_is_too_long_as_clients_recognize_it(name: str) -> None:
+    sentence = "prompt: got 9 tokens, expected up to 8"
+    reply = ErrorReply(code="invalid", message=sentence, field="prompt", too_long=(9, 8))
+    with pytest.raises((ApiError, RequestError)) as caught, fields_as_sent({"prompt": name}.get):
+        raise RequestError(reply)
+    error = as_api_error(caught.value)
+    detail = json.loads(error_response(error, "/v1/completions").body)["error"]
+    assert (detail["code"], detail["param"]) == ("context_length_exceeded", name)
+    assert detail["message"] == sentence.replace("prompt", name)
+    response = error_response(error, "/v1/messages")
+    assert response.status_code == 400
+    detail = json.loads(response.body)["error"]
+    assert detail["type"] == "invalid_request_error"
+    assert detail["message"] == "prompt is too long: 9 tokens > 8 maximum"

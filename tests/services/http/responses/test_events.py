@@ -184,6 +184,20 @@ def test_a_failure_ends_the_open_item() -> None:
     assert response["output"][0]["status"] == "incomplete"
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ApiError(400, "no", too_long=(9, 8)), "context_length_exceeded"),
+        (ApiError(400, "no"), "invalid_prompt"),
+    ],
+)
+def test_a_refusal_is_no_error_of_the_server(error: ApiError, code: str) -> None:
+    events = events_of(request())
+    assert list(events.failed(error))
+    assert events.response.error
+    assert events.response.error.code == code
+
+
 def test_the_request_is_repeated() -> None:
     response = whole("so", tools=[TOOL], reasoning=Reasoning(effort="low"), metadata={"a": "b"})
     tool = {"type": "function", "name": "f", "parameters": SCHEMA}
