@@ -11,7 +11,9 @@ import jsonschema
 import pydantic
 import pytest
 
+from tests.pipeline.conftest import Pipeline
 from tests.pipeline.http_api import COUNT, COUNTED, KEY, MODEL, SCHEMA, TIMEOUT
+from tests.pipeline.test_leases import wait_for_requests
 
 pytestmark = pytest.mark.pipeline
 COUNT_MESSAGES: list[Any] = [{"role": "user", "content": COUNT}]
@@ -205,15 +207,25 @@ def test_an_error_within_a_stream(client: anthropic.Anthropic) -> None:
         list(create_only(client, output_config=form, stream=True))
 
 
-def test_a_disconnect_aborts(client: anthropic.Anthropic, http: httpx.Client) -> None:
+def test_a_disconnect_aborts(shared: Pipeline, url: str, http: httpx.Client) -> None:
+    """Without a worker the request can't end by itself."""
+
     def aborted() -> int:
         metrics = http.get("/status").json()["metrics"]
         return int(metrics["request_success"].get("abort", 0))
 
+    async def hang_up() -> None:
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=KEY) as client:
+            fields: Any = {"model": MODEL, "messages": COUNT_MESSAGES, "max_tokens": 100}
+            request = asyncio.create_task(client.messages.create(**fields, stream=True))
+            await asyncio.to_thread(wait_for_requests, shared, 1)
+            request.cancel()
+            await asyncio.wait([request])
+
     before = aborted()
-    long: Any = [{"role": "user", "content": "zq"}]
-    with create_only(client, messages=long, max_tokens=4000, stream=True) as stream:
-        next(iter(stream))
+    with shared.suspended("worker.1"):
+        asyncio.run(hang_up())
+        wait_for_requests(shared, 0)
     for _ in range(20):
         if aborted() == before + 1:
             break
