@@ -80,7 +80,6 @@ class _Fp8(Struct):
 class _Awq(Struct):
     bits: Literal[4]
     group_size: GroupSize
-    zero_point: bool = True
     version: Literal["gemm", "GEMM"] = "gemm"
     modules_to_not_convert: list[str] | None = None
 

@@ -30,7 +30,7 @@ class MemoryReply(Struct, tag=True):
     """Supervisor → process; the descriptor of memory that was taken comes with the message."""
 
     manifest: bytes = b""
-    """empty: there is no such memory"""
+    """empty if no memory has this name"""
 
 
 ToMemoryServer = TakeMemory | KeepMemory | DropMemory

@@ -21,7 +21,7 @@ def request(**fields: Any) -> TokenizeRequest:
 def test_a_text_is_cut_before_the_tokens_that_the_tokenizer_adds(
     tmp_path: Path, side: str, kept: str
 ) -> None:
-    """As transformers cuts texts for embedding models; ids are cut as they are."""
+    """Texts keep the added tokens, as in transformers; token ids are cut without them."""
     own = HuggingFaceTokenizer.from_file(str(Config().model_folder / "tokenizer.json"))
     name, end = "<|endoftext|>", own.token_to_id("<|endoftext|>")
     own.post_processor = TemplateProcessing(f"$A {name}", special_tokens=[(name, end)])

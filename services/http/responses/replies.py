@@ -40,7 +40,7 @@ class OutputMessage(Struct, kw_only=True, tag_field="type", tag="message"):
 
 
 class ReasoningItem(Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """The model's reasoning, with one part; there are no summaries."""
+    """The model's reasoning, in one part and without summaries."""
 
     id: str
     status: ItemStatus = "in_progress"

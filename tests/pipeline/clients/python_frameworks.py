@@ -66,7 +66,7 @@ class OpenaiAgents:
 
 
 class Instructor:
-    """Its default mode is a forced call; another is a schema."""
+    """instructor, in its default mode (a forced call) and with a schema."""
 
     package = "instructor"
 

@@ -236,7 +236,7 @@ def test_a_group_has_the_memory_of_the_last_one_if_every_rank_has() -> None:
         for identity, memory in zip(first, (7, 8), strict=True):
             site.hellos[identity].memory = memory
             site.load(identity, 5)
-        assert not site.group.has_memory  # there was no group before
+        assert not site.group.has_memory  # the first group
         site.kill(first[0])
         for identity, memory in zip(site.start("w3", "w4"), memory_after, strict=True):
             site.hellos[identity].memory = memory

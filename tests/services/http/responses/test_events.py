@@ -210,7 +210,7 @@ def test_the_request_is_repeated() -> None:
 
 
 def test_events_have_the_types_of_the_openai_package() -> None:
-    """Its models are strict here: its client accepts anything."""
+    """Validate with the package's models, strictly; its client would accept anything."""
     asked = request(tools=[TOOL], reasoning=Reasoning(effort="low"), store=True)
     text = f"{THOUGHT}so{CALL}"
     events = streamed(events_of(asked), list(text), reply_of(text, has_logprobs=True))
