@@ -36,7 +36,9 @@ def test_poison_is_given_up_and_the_others_are_right(
         with pytest.raises(RequestError, match="the workers died 3 times in a row") as failed:
             poison.result()
         assert failed.value.code == "failed"
-        assert client.status().num_requests == NUM_STREAMS
+        num_requests = client.status().num_requests
+        # a replica that the poison request never reached may have finished its streams by now
+        assert num_requests == NUM_STREAMS if dp == 1 else num_requests <= NUM_STREAMS
         texts = ["".join(delta.text for delta in stream) for stream in streams]
         assert texts == [answer_to(PROMPT)] * NUM_STREAMS
         assert client.generate("17+25=").text == "42"
