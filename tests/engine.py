@@ -6,7 +6,8 @@ import msgspec
 
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.config import Config
-from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.worker import WorkerAssignment

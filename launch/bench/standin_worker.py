@@ -6,7 +6,8 @@ samples, so that all that is left to measure is the pipeline around it.
 
 import zmq
 
-from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack, unpack
+from penstock.protocol.messages.packed import pack, unpack
+from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.worker import ToWorker, WorkerAssignment, WorkerExit, WorkerState
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread

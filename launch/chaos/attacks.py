@@ -21,7 +21,7 @@ from penstock.protocol.messages.structured import StructuredOutputs
 POISON = "☠"
 POISON_WORKER = """
 import os, signal
-from penstock.protocol.messages.plan import unpack
+from penstock.protocol.messages.packed import unpack
 from penstock.services.worker import loading
 from penstock.services.worker.process import main
 def load(*given):

@@ -1,15 +1,19 @@
 """Messages between scheduler, detokenizers and gateway."""
 
+from typing import ClassVar
+
 from msgspec import Struct
 
 from penstock.protocol.messages.client import FinishReason, TextDelta
 from penstock.protocol.messages.logprobs import PackedLogprobs
-from penstock.protocol.messages.plan import check_packed
+from penstock.protocol.messages.packed import PackedLists
 from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
 
 
-class StreamOpened(Struct, tag=True, omit_defaults=True):
+class StreamOpened(Struct, PackedLists, tag=True, omit_defaults=True):
     """Scheduler → detokenizer: a request is yours, with all it has generated so far."""
+
+    item_bytes: ClassVar = {"prompt_tail": 4, "output_token_ids": 4}
 
     stream_id: int
     """the number that `StepTokens` names it by"""
@@ -38,15 +42,12 @@ class StreamOpened(Struct, tag=True, omit_defaults=True):
     pooled: bytes | None = None
     """float32, the whole answer to a request with `pooling`"""
 
-    def __post_init__(self) -> None:
-        check_packed(self.prompt_tail, self.output_token_ids)
-        num_tokens = len(self.output_token_ids) // 4
-        if self.logprobs is not None and len(self.logprobs) != num_tokens:
-            raise ValueError(f"{len(self.logprobs)} logprobs of {num_tokens} tokens")
 
-
-class StepTokens(Struct, tag=True, omit_defaults=True):
+class StepTokens(Struct, PackedLists, tag=True, omit_defaults=True):
     """Scheduler → detokenizer: the new tokens of one step, one message for all its streams."""
+
+    item_bytes: ClassVar = {"stream_ids": 4, "token_ids": 4}
+    parallel: ClassVar = ("stream_ids", "token_ids")
 
     epoch: int
     opened: list[StreamOpened] = []
@@ -64,13 +65,6 @@ class StepTokens(Struct, tag=True, omit_defaults=True):
     """1 for the first message since the detokenizer registered itself, then 2 …; 0: not counted"""
     confirm: bool = False
     """the detokenizer is to answer with `Confirmed` when it has handled this message"""
-
-    def __post_init__(self) -> None:
-        check_packed(self.stream_ids, self.token_ids)
-        if len(self.stream_ids) != len(self.token_ids):
-            raise ValueError(
-                f"{len(self.token_ids)} bytes of tokens, {len(self.stream_ids)} of streams"
-            )
 
 
 class Confirmed(Struct, tag=True):

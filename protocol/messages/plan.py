@@ -15,44 +15,16 @@ blocks appended. Then the step runs:
 
 A slot in `chunks` that has no given token left to compute after this samples one. `SampledTokens`
 has all these tokens in ascending order of slot, those of one slot in the order of their positions.
-
-Lists of integers travel as raw little-endian int32: decoding them costs nothing, whatever their
-length.
 """
 
-from array import array
-from collections.abc import Iterable
+from typing import ClassVar
 
 from msgspec import Struct
 
 from penstock.protocol.messages.logprobs import PackedLogprobs
+from penstock.protocol.messages.packed import PackedLists
 from penstock.protocol.messages.sampling import Pooling
 from penstock.protocol.messages.structured import Reasoning, StructuredOutputs
-
-assert array("i").itemsize == 4  # noqa: S101  the wire format; true wherever CPython runs today
-
-
-def pack(numbers: Iterable[int]) -> bytes:
-    """Integers as raw little-endian int32."""
-    return array("i", numbers).tobytes()
-
-
-def unpack(data: bytes) -> "array[int]":
-    """Invert `pack`. Raises ValueError if the length is not a multiple of 4."""
-    numbers = array("i")
-    numbers.frombytes(data)
-    return numbers
-
-
-def check_packed(*lists: bytes, per_item: int = 1) -> None:
-    """Raise ValueError if bytes are not whole items of `per_item` int32 each.
-
-    Called when a message is decoded, where msgspec makes it a ValidationError.
-    """
-    for data in lists:
-        if len(data) % (4 * per_item):
-            raise ValueError(f"got {len(data)} bytes, expected a multiple of {4 * per_item}")
-
 
 BLOCK_BITS = 20
 """of an int32 for the id of a block; the others are the slot's"""
@@ -91,8 +63,10 @@ class RowExtras(Struct, array_like=True):
     """the row ends with its given tokens: its result is in `SampledTokens.pooled`"""
 
 
-class RowAdded(Struct, array_like=True):
+class RowAdded(Struct, PackedLists, array_like=True):
     """A sequence enters the persistent batch. Filled by the scheduler."""
+
+    item_bytes: ClassVar = {"token_ids": 4, "block_ids": 4}
 
     slot: int
     token_ids: bytes
@@ -110,12 +84,11 @@ class RowAdded(Struct, array_like=True):
     """int64, key of the sampling noise"""
     extras: RowExtras | None = None
 
-    def __post_init__(self) -> None:
-        check_packed(self.token_ids, self.block_ids)
 
-
-class BatchPlan(Struct, array_like=True, tag="plan"):
+class BatchPlan(Struct, PackedLists, array_like=True, tag="plan"):
     """One step of the model, as changes to the persistent batch."""
+
+    item_bytes: ClassVar = {"removed": 4, "appended": 4, "chunks": 8, "drafts": 4}
 
     epoch: int
     step: int
@@ -127,18 +100,15 @@ class BatchPlan(Struct, array_like=True, tag="plan"):
     """blocks that rows get: int32 [num_appended] of slot << BLOCK_BITS | block id"""
     chunks: bytes = b""
     """prefill: int32 [num_chunks, 2] of (slot, number of tokens)"""
-
     drafts: bytes = b""
     """int32, for each slot that is named: slot, position of its first token, number of tokens, and
     these tokens"""
 
-    def __post_init__(self) -> None:
-        check_packed(self.removed, self.appended, self.drafts)
-        check_packed(self.chunks, per_item=2)
 
-
-class SampledTokens(Struct, array_like=True, tag="sampled"):
+class SampledTokens(Struct, PackedLists, array_like=True, tag="sampled"):
     """The tokens of one step, in ascending order of slot. Sent by rank 0."""
+
+    item_bytes: ClassVar = {"token_ids": 4}
 
     epoch: int
     step: int
@@ -154,6 +124,3 @@ class SampledTokens(Struct, array_like=True, tag="sampled"):
     its token is void; or there is no token, which then is -1: its logits are NaN or infinite"""
     pooled: list[tuple[int, bytes]] = []
     """(index among the sampled; float32 numbers) of rows with `pooling`, whose token is void"""
-
-    def __post_init__(self) -> None:
-        check_packed(self.token_ids)

@@ -1,14 +1,18 @@
 """Messages to a scheduler from tokenizers, gateway and detokenizers."""
 
+from typing import ClassVar
+
 from msgspec import Struct
 
-from penstock.protocol.messages.plan import check_packed
+from penstock.protocol.messages.packed import PackedLists
 from penstock.protocol.messages.sampling import Pooling, SamplingParams, TokenId
 from penstock.protocol.messages.structured import Reasoning
 
 
-class TokenizedRequest(Struct, tag=True):
+class TokenizedRequest(Struct, PackedLists, tag=True):
     """Tokenizer → scheduler: a request in token ids."""
+
+    item_bytes: ClassVar = {"prompt_token_ids": 4, "output_token_ids": 4}
 
     request_id: str
     attempt: int
@@ -29,11 +33,6 @@ class TokenizedRequest(Struct, tag=True):
     bad_words: list[list[TokenId]] = []  # those of `sampling`, as token sequences
     pooling: Pooling | None = None
     """the request ends with its prompt: no token is sampled"""
-
-    def __post_init__(self) -> None:
-        check_packed(self.prompt_token_ids, self.output_token_ids)
-        if not self.prompt_token_ids:
-            raise ValueError("prompt_token_ids is empty")
 
 
 class ReleaseRequest(Struct, tag=True):

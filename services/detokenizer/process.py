@@ -17,7 +17,7 @@ from penstock.protocol.messages.detokenizer import (
     ToDetokenizer,
 )
 from penstock.protocol.messages.logprobs import PackedLogprobs
-from penstock.protocol.messages.plan import unpack
+from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
 from penstock.protocol.messages.scheduler import StopFound
 from penstock.protocol.messages.tokenizer import RequestFailed

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from penstock.protocol.messages.client import FinishReason, TextDelta
 from penstock.protocol.messages.detokenizer import StreamOpened
 from penstock.protocol.messages.logprobs import PackedLogprobs
-from penstock.protocol.messages.plan import unpack
+from penstock.protocol.messages.packed import unpack
 from penstock.services.detokenizer.token_bytes import TokenBytes
 
 Utf8Decoder = getincrementaldecoder("utf-8")
@@ -63,6 +63,8 @@ class TextStream:
         num_fed = self._num_tokens - offset
         delta = self._delta(offset, token_ids[:num_fed], text)
         if self._has_logprobs:
+            if len(logprobs) != len(token_ids):
+                raise ValueError(f"got {len(logprobs)} logprobs of {len(token_ids)} tokens")
             delta.logprobs = list(map(self._table.logprobs, logprobs, text_offsets))
         if self._prompt_logprobs is not None:
             delta.prompt_logprobs = [None, *map(self._table.logprobs, self._prompt_logprobs)]

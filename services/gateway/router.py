@@ -16,7 +16,7 @@ import xxhash
 from msgspec.structs import replace
 
 from penstock.protocol.messages.client import GenerateRequest
-from penstock.protocol.messages.plan import pack
+from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel

@@ -1,7 +1,7 @@
 """The block tables of sequences, over the pool of blocks."""
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.plan import pack
+from penstock.protocol.messages.packed import pack
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.sequence import Sequence
 

@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from penstock.protocol.messages.plan import BLOCK_BITS, BatchPlan, RowAdded, SampledTokens, pack
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.plan import BLOCK_BITS, BatchPlan, RowAdded, SampledTokens
 from penstock.services.scheduler.sequence import Sequence
 
 MIN_PLANS = 2

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 
 from msgspec.structs import replace
 
-from penstock.protocol.messages.plan import pack
+from penstock.protocol.messages.packed import pack
 from penstock.protocol.poison import PoisonList, digest_of
 from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.process import Identity

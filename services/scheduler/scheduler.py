@@ -13,7 +13,8 @@ from operator import attrgetter
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.metrics import ITERATION_TOKENS, Histogram
-from penstock.protocol.messages.plan import BatchPlan, SampledTokens, unpack
+from penstock.protocol.messages.packed import unpack
+from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.in_flight_plan import InFlightPlan, PlanBuilder, StepOutput
 from penstock.services.scheduler.ngram_proposer import NgramProposer

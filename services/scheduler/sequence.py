@@ -9,7 +9,8 @@ import xxhash
 
 from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.logprobs import PackedLogprobs
-from penstock.protocol.messages.plan import RowAdded, RowExtras, pack, unpack
+from penstock.protocol.messages.packed import pack, unpack
+from penstock.protocol.messages.plan import RowAdded, RowExtras
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.structured import Reasoning

@@ -27,6 +27,8 @@ def check_limits(
     vocab_size: int,
 ) -> None:
     """Raise CannotFitError for a token id that the model lacks, and for too many logprobs."""
+    if not num_prompt_tokens:
+        raise CannotFitError("prompt: got no token, expected one or more")
     for extreme in (min(token_ids), max(token_ids)):
         if not 0 <= extreme < vocab_size:  # every worker, and its successor, would exit
             raise CannotFitError(f"prompt: got token id {extreme}, expected up to {vocab_size - 1}")

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
 from penstock.protocol.messages.logprobs import PackedLogprobs
-from penstock.protocol.messages.plan import pack
+from penstock.protocol.messages.packed import pack
 from penstock.protocol.transport.peers import Peers, predecessors
 from penstock.services.scheduler.in_flight_plan import StepOutput
 from penstock.services.scheduler.poison import DetokenizerTrials

@@ -7,7 +7,7 @@ import zmq
 
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.messages.client import ErrorReply
-from penstock.protocol.messages.plan import pack
+from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.structured import Reasoning

@@ -25,7 +25,8 @@ from penstock.protocol.checkpoint import (
     read_model_config,
 )
 from penstock.protocol.config import Config
-from penstock.protocol.messages.plan import BatchPlan, RowAdded, RowExtras, pack
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.plan import BatchPlan, RowAdded, RowExtras
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.protocol.run_folder import make_run_folder

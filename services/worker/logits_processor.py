@@ -22,7 +22,8 @@ from penstock.kernels.sampling.sampling import sample
 from penstock.kernels.sampling.types import DEFERRED
 from penstock.kernels.step.types import Slots
 from penstock.models.qwen3 import Qwen3
-from penstock.protocol.messages.plan import BatchPlan, RowAdded, unpack
+from penstock.protocol.messages.packed import unpack
+from penstock.protocol.messages.plan import BatchPlan, RowAdded
 from penstock.protocol.messages.sampling import Pooling
 from penstock.services.worker.cuda_graphs import Computed
 from penstock.services.worker.grammars import Grammars

@@ -15,7 +15,8 @@ import zmq
 
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
-from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.worker import ToWorker, WorkerAssignment, WorkerExit, WorkerState
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.event_loop import EventLoop

@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels.sampling.types import BIAS, DEFERRED, MASK, MAX_BIAS, NEVER, PENALTIES
-from penstock.protocol.messages.plan import RowAdded, RowExtras, pack
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.plan import RowAdded, RowExtras
 
 Bitmask = NDArray[np.int32]
 """int32 [..., num_words]: bit i of word w is token 32 w + i"""

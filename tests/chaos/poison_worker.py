@@ -5,7 +5,8 @@ import signal
 from collections.abc import Callable
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.plan import BatchPlan, unpack
+from penstock.protocol.messages.packed import unpack
+from penstock.protocol.messages.plan import BatchPlan
 from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.services.worker import loading
 from penstock.services.worker.model_runner import LaunchedStep, ModelRunner

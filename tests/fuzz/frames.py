@@ -24,7 +24,8 @@ from penstock.protocol.messages.client import (
 )
 from penstock.protocol.messages.detokenizer import Confirmed, StepTokens, StreamOpened, TextDeltas
 from penstock.protocol.messages.logprobs import Logprob, PackedLogprobs, TokenLogprobs
-from penstock.protocol.messages.plan import BatchPlan, RowAdded, RowExtras, SampledTokens, pack
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.plan import BatchPlan, RowAdded, RowExtras, SampledTokens
 from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
 from penstock.protocol.messages.scheduler import (

@@ -19,7 +19,8 @@ from penstock.protocol.generation_config import read_generation_config
 from penstock.protocol.messages.client import GenerateRequest, Reply
 from penstock.protocol.messages.codec import codec_of
 from penstock.protocol.messages.detokenizer import StepTokens, TextDeltas
-from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack, unpack
+from penstock.protocol.messages.packed import pack, unpack
+from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.supervisor import Pulse
 from penstock.protocol.messages.tokenizer import TokenizeRequest, ToTokenizer

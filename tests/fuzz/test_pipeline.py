@@ -15,7 +15,7 @@ import zmq
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import GenerateRequest
 from penstock.protocol.messages.codec import JSON, MSGPACK, codec_of
-from penstock.protocol.messages.plan import pack
+from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import GatewayStarted, TokenizedRequest
 from penstock.protocol.messages.status import SchedulerStatus

@@ -20,7 +20,8 @@ import msgspec
 
 from penstock.launch.pipeline.options import add_options, given_options
 from penstock.protocol.config import Config
-from penstock.protocol.messages.plan import BatchPlan, SampledTokens, pack
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.structured import StructuredOutputs
 from tests.engine import Engine

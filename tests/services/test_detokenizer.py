@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from penstock.protocol.config import Config
 from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
 from penstock.protocol.messages.logprobs import PackedLogprobs, TokenLogprobs
-from penstock.protocol.messages.plan import pack
+from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.scheduler import StopFound
 from penstock.services.detokenizer.process import Detokenizer, LostError
 from penstock.services.detokenizer.text_stream import TextStream
@@ -268,9 +268,11 @@ def test_logprobs_behind_a_stop_string_are_dropped() -> None:
     assert token_ids_of(deltas[0].logprobs) == ids("ax")
 
 
-def test_as_many_logprobs_as_tokens_or_the_frame_is_none() -> None:
-    with pytest.raises(ValueError, match="1 logprobs of 2 tokens"):
-        opened(output="ab", logprobs=[None])
+def test_a_stream_with_fewer_logprobs_than_tokens_fails() -> None:
+    detokenizer = Detokenizer(TABLE)
+    deltas, _ = detokenizer.handle(StepTokens(1, [opened(output="ab", logprobs=[None])]))
+    assert deltas == []
+    assert [failure.error.code for failure in detokenizer.failures] == ["failed"]
 
 
 @pytest.mark.parametrize("where", ["__init__", "feed"])

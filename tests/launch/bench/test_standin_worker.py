@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from penstock.launch.bench.standin_worker import StandInWorker
-from penstock.protocol.messages.plan import BatchPlan, RowAdded, SampledTokens, pack, unpack
+from penstock.protocol.messages.packed import pack, unpack
+from penstock.protocol.messages.plan import BatchPlan, RowAdded, SampledTokens
 from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.protocol.transport.context import Context
 

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
-from penstock.protocol.messages.plan import BatchPlan, RowAdded, SampledTokens, pack, unpack
+from penstock.protocol.messages.packed import pack, unpack
+from penstock.protocol.messages.plan import BatchPlan, RowAdded, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 
@@ -48,3 +49,8 @@ def test_a_message_with_a_torn_list_does_not_decode(message: msgspec.Struct) -> 
         copy[key] = copy[key][:-1]
         with pytest.raises(msgspec.ValidationError, match="bytes"):
             msgspec.msgpack.decode(msgspec.msgpack.encode(copy), type=type(message))
+
+
+def test_a_token_of_no_stream_does_not_decode() -> None:
+    with pytest.raises(ValueError, match="different numbers"):
+        StepTokens(1, stream_ids=pack([1]), token_ids=pack([2, 3]))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as SequenceOf
 from itertools import count
 
-from penstock.protocol.messages.plan import pack
+from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.services.scheduler.sequence import Sequence

@@ -2,7 +2,7 @@
 
 from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
 from penstock.protocol.messages.logprobs import PackedLogprobs
-from penstock.protocol.messages.plan import pack, unpack
+from penstock.protocol.messages.packed import pack, unpack
 from penstock.services.scheduler.in_flight_plan import StepOutput
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.streams import Streams

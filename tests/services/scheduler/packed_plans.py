@@ -1,6 +1,7 @@
 """Packed parts of plans as lists."""
 
-from penstock.protocol.messages.plan import BLOCK_BITS, MAX_BLOCKS, unpack
+from penstock.protocol.messages.packed import unpack
+from penstock.protocol.messages.plan import BLOCK_BITS, MAX_BLOCKS
 
 
 def blocks(data: bytes) -> list[tuple[int, int]]:

@@ -7,7 +7,8 @@ import zmq
 
 from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
 from penstock.protocol.messages.gateway import ToGateway
-from penstock.protocol.messages.plan import SampledTokens, pack
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.plan import SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest, ToScheduler
 from penstock.protocol.messages.tokenizer import RequestFailed

@@ -7,13 +7,8 @@ import msgspec
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.logprobs import PackedLogprobs
-from penstock.protocol.messages.plan import (
-    BatchPlan,
-    RowAdded,
-    SampledTokens,
-    pack,
-    unpack,
-)
+from penstock.protocol.messages.packed import pack, unpack
+from penstock.protocol.messages.plan import BatchPlan, RowAdded, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
 from tests.services.scheduler.packed_plans import blocks, pairs, split
 

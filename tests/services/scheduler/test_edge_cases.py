@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.protocol.messages.plan import unpack
+from penstock.protocol.messages.packed import unpack
 from penstock.services.scheduler.sequence import Sequence, Status
 from penstock.services.scheduler.sequence_limits import CannotFitError
 from tests.services.scheduler.builders import long_prompt, seed_for_eos_after

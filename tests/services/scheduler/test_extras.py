@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.messages.plan import RowExtras, SampledTokens, pack
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.plan import RowExtras, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.scheduler.sequence import Sequence
-from penstock.services.scheduler.sequence_limits import CannotFitError
+from penstock.services.scheduler.sequence_limits import CannotFitError, check_limits
 from penstock.services.scheduler.streams import _opened
 from tests.services.scheduler.builders import long_prompt, make_sequence
 from tests.services.scheduler.reference import EOS, logprobs_at
@@ -79,6 +80,11 @@ def asked_for(sim: Simulation) -> list[int]:
     """Return the prompt logprobs that each plan's first row requests; -1: none."""
     rows = [plan.added[0] for plan in sim.plans if plan.added]
     return [row.extras.num_prompt_logprobs if row.extras else -1 for row in rows]
+
+
+def test_a_prompt_without_a_token_is_refused() -> None:
+    with pytest.raises(CannotFitError, match="prompt: got no token"):
+        check_limits([], 0, SamplingParams(), None, 264)
 
 
 def test_prompt_logprobs_take_nothing_from_the_cache_and_publish() -> None:

@@ -3,7 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
-from penstock.protocol.messages.plan import SampledTokens, pack
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.plan import SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import StopFound, TokenizedRequest
 from penstock.protocol.messages.worker import WorkerState

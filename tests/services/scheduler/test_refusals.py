@@ -2,7 +2,8 @@
 
 import pytest
 
-from penstock.protocol.messages.plan import SampledTokens, pack
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.plan import SampledTokens
 from penstock.protocol.messages.worker import WorkerState
 from penstock.services.scheduler.process import SchedulerProcess
 from tests.services.scheduler.processes import NUM_BLOCKS, Gateway, request

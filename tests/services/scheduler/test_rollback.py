@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.protocol.messages.plan import unpack
+from penstock.protocol.messages.packed import unpack
 from penstock.services.scheduler.sequence import Status
 from tests.services.scheduler.builders import long_prompt
 from tests.services.scheduler.simulation import Simulation

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.plan import SampledTokens, pack, unpack
+from penstock.protocol.messages.packed import pack, unpack
+from penstock.protocol.messages.plan import SampledTokens
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.scheduler import Scheduler

@@ -4,7 +4,7 @@ from time import monotonic
 
 import pytest
 
-from penstock.protocol.messages.plan import unpack
+from penstock.protocol.messages.packed import unpack
 from tests.services.scheduler.builders import make_sequence
 from tests.services.scheduler.desk import Desk, packed
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from itertools import chain
 
-from penstock.protocol.messages.plan import BLOCK_BITS, BatchPlan, RowAdded, RowExtras, pack
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.plan import BLOCK_BITS, BatchPlan, RowAdded, RowExtras
 
 Pairs = Iterable[tuple[int, int]]
 

@@ -12,7 +12,8 @@ from penstock.models.parallel import parameter, without_memory
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
-from penstock.protocol.messages.plan import BatchPlan, RowAdded, pack
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.plan import BatchPlan, RowAdded
 from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.protocol.transport.kept_memory import MemoryClient, Taken
 from penstock.services.worker import kept_memory

@@ -9,7 +9,8 @@ from torch import Tensor
 from penstock.kernels.step.apply_plan import apply_plan
 from penstock.kernels.step.forward_batch import BatchShape, ForwardBatch
 from penstock.kernels.step.types import make_slots, make_step_buffers
-from penstock.protocol.messages.plan import BatchPlan, pack
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.plan import BatchPlan
 from penstock.services.worker.persistent_batch import PersistentBatch
 from tests.services.worker.plans import plan, row
 

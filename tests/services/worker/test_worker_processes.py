@@ -13,7 +13,8 @@ import torch
 import zmq
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.plan import BatchPlan, RowExtras, SampledTokens, unpack
+from penstock.protocol.messages.packed import unpack
+from penstock.protocol.messages.plan import BatchPlan, RowExtras, SampledTokens
 from penstock.protocol.messages.worker import FromWorker, WorkerAssignment, WorkerState
 from penstock.protocol.run_folder import CONFIG_VARIABLE, write_config
 from penstock.protocol.transport.context import Context, endpoints
