@@ -160,6 +160,11 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         return self.max_num_seqs * self.dp
 
     @property
+    def model_name(self) -> str:
+        """Name by which requests choose the model."""
+        return self.served_model_name or (self.model_folder.name if self.model else "qwen3-demo")
+
+    @property
     def origins(self) -> list[str]:
         """The list in `allowed_origins`. Raises msgspec.DecodeError."""
         if not self.allowed_origins.startswith("["):

@@ -13,7 +13,7 @@ import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from penstock.protocol.config import Config, replica_of
 from penstock.protocol.run_folder import config_from_environment, make_run_folder
@@ -76,6 +76,10 @@ class Process:
         _start_log(self.config, self.name)
         _die_with_parent()
         self.context: Context = context_from_environment(folder, self.incarnation)
+
+    def by_model(self) -> list[Self]:
+        """Return this process as it is for each model, for a process that serves all."""
+        return [self]
 
     @property
     def replica(self) -> int:

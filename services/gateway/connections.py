@@ -42,6 +42,27 @@ class Share:
         self.num_bytes = 0
 
 
+class Totals(Share):
+    """Open work of all clients for one model. `Ledger` and `Queries` count it."""
+
+    def __init__(self, name: str = "") -> None:
+        """Begin with nothing. name: of the model."""
+        super().__init__(name)
+        self.num_waiting = 0
+        """requests without output"""
+        self.num_started = 0
+        """requests that have had their first token since the gateway's start"""
+
+    def count(
+        self, share: Share, num_open: int = 0, num_tokens: int = 0, num_bytes: int = 0
+    ) -> None:
+        """Add work, or remove it where a number is negative, of one client and in total."""
+        for one in (share, self):
+            one.num_open += num_open
+            one.num_waiting_tokens += num_tokens
+            one.num_bytes += num_bytes
+
+
 class Connection:
     """One connection of a client, and what waits to be sent on it.
 

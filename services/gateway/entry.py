@@ -19,7 +19,7 @@ from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.tokenizer import TokenizeRequest
 from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.event_loop import Timer
-from penstock.services.gateway.connections import Client
+from penstock.services.gateway.connections import Client, Totals
 
 TOKEN_BYTES = 8
 """that a token id counts for, in memory and on its way"""
@@ -58,6 +58,7 @@ class Entry:
         self.request_id = request_id
         self.client = client
         self.share = client.share
+        self.totals: Totals  # of its model, in the ledger
         self.priority = request.priority
         self.sampling = POOLED
         if request.pooling is None:

@@ -1,11 +1,13 @@
 """The ledger of all open requests, and admission control: limits on what it holds. No I/O."""
 
 from collections import deque
+from copy import copy
 from itertools import count
+from typing import Self
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import ErrorReply, GenerateReply
-from penstock.services.gateway.connections import Share
+from penstock.services.gateway.connections import Share, Totals
 from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.validation import RefusedError
 
@@ -15,26 +17,6 @@ MAX_RETRY_AFTER = 60.0
 """seconds"""
 RESERVED = 8
 """one more place for every N places of a limit is kept for clients that have few"""
-
-
-class Totals(Share):
-    """Open work of all clients. `Ledger` and `TokenizerQueries` count it."""
-
-    def __init__(self) -> None:
-        super().__init__("")
-        self.num_waiting = 0
-        """requests without output"""
-        self.num_started = 0
-        """requests that have had their first token since the gateway's start"""
-
-    def count(
-        self, share: Share, num_open: int = 0, num_tokens: int = 0, num_bytes: int = 0
-    ) -> None:
-        """Add work, or remove it where a number is negative, of one client and in total."""
-        for one in (share, self):
-            one.num_open += num_open
-            one.num_waiting_tokens += num_tokens
-            one.num_bytes += num_bytes
 
 
 class Ledger:
@@ -49,6 +31,12 @@ class Ledger:
         self._attempts = count(first_attempt)
         self._open: dict[str, Entry] = {}
         self._answered: dict[str, Entry] = {}
+
+    def of_model(self, name: str) -> Self:
+        """Return the same ledger with totals of one model's requests, which it opens."""
+        ledger = copy(self)
+        ledger.totals = Totals(name)
+        return ledger
 
     def __len__(self) -> int:
         return len(self._open) + len(self._answered)
@@ -65,26 +53,27 @@ class Ledger:
         return self._open.get(request_id) or self._answered.get(request_id)
 
     def open(self, entry: Entry) -> None:
+        entry.totals = self.totals
         self.begin_attempt(entry)
         self._open[entry.request_id] = entry
-        self.totals.num_waiting += 1
-        self.totals.count(entry.share, 1, entry.num_waiting_tokens, entry.num_bytes)
+        entry.totals.num_waiting += 1
+        entry.totals.count(entry.share, 1, entry.num_waiting_tokens, entry.num_bytes)
 
     def take_prompt_length(self, entry: Entry, num_prompt_tokens: int) -> None:
         entry.num_prompt_tokens = num_prompt_tokens
         if entry.num_waiting_tokens:
             num_new = num_prompt_tokens - entry.num_waiting_tokens
-            self.totals.count(entry.share, num_tokens=num_new)
+            entry.totals.count(entry.share, num_tokens=num_new)
             entry.num_waiting_tokens = num_prompt_tokens
 
     def take_growth(self, entry: Entry, num_bytes: int) -> None:
         """Count the output of a request that had `num_bytes` before."""
         num_new = entry.num_bytes - num_bytes
-        self.totals.num_bytes += num_new
+        entry.totals.num_bytes += num_new
         entry.share.num_bytes += num_new
         if entry.num_waiting_tokens and num_new:
             self._stop_waiting(entry)
-            self.totals.num_started += 1
+            entry.totals.num_started += 1
 
     def answer(self, entry: Entry, reply: GenerateReply | ErrorReply) -> None:
         """End a request, which stays until its client has the reply."""
@@ -95,7 +84,7 @@ class Ledger:
     def remove(self, entry: Entry) -> None:
         self._end(entry)
         if self._open.pop(entry.request_id, None) or self._answered.pop(entry.request_id, None):
-            self.totals.count(entry.share, num_bytes=-entry.num_bytes)
+            entry.totals.count(entry.share, num_bytes=-entry.num_bytes)
 
     def begin_attempt(self, entry: Entry) -> None:
         """Begin a new attempt: output of earlier attempts is dropped."""
@@ -115,12 +104,12 @@ class Ledger:
         self._stop_waiting(entry)
         if entry.is_open:
             entry.is_open = False
-            self.totals.count(entry.share, num_open=-1)
+            entry.totals.count(entry.share, num_open=-1)
 
     def _stop_waiting(self, entry: Entry) -> None:
         if entry.num_waiting_tokens:
-            self.totals.num_waiting -= 1
-            self.totals.count(entry.share, num_tokens=-entry.num_waiting_tokens)
+            entry.totals.num_waiting -= 1
+            entry.totals.count(entry.share, num_tokens=-entry.num_waiting_tokens)
             entry.num_waiting_tokens = 0
 
 

@@ -1,7 +1,7 @@
 """The life of a request, from its validation to its release. `Requests` owns it.
 
 A delta passes four objects between the socket of the detokenizers and the client's socket:
-`Gateway.on_results` → `Requests.on_deltas` → `Entry.append` → `ClientSocket.deliver`.
+`Model.on_results` → `Requests.on_deltas` → `Entry.append` → `ClientSocket.deliver`.
 """
 
 import logging
@@ -38,7 +38,6 @@ from penstock.services.gateway.validation import (
 )
 
 log = logging.getLogger("gateway")
-UNREAD = "it does not read its answers (--max-unread-bytes)"
 DEFECT = "the gateway failed at this request; its log has the reason"
 
 
@@ -251,18 +250,8 @@ class Requests:
             self._clients.release(entry)
 
     def on_heartbeat(self) -> None:
-        """Drop the requests of clients that have disconnected, or do not read."""
         self._admission.sample(time.monotonic())
         self.queries.drop_closed()
-        self._drop_all(self._clients.connections.take_lost())
-        for connection in self._clients.retry_full():
-            log.warning(
-                "a client has left %d bytes of answers unread: its %d requests are aborted",
-                self._clients.num_unread_bytes(connection),
-                len(connection.request_ids),
-            )
-            self._drop_all(set(connection.request_ids))
-            self._clients.connections.cut_off(connection, UNREAD)
 
     def fail(self, entry: Entry, error: ErrorReply) -> None:
         error.request_id = entry.request_id
@@ -280,9 +269,9 @@ class Requests:
         self._ledger.answer(entry, reply)
         self._clients.deliver(entry)
 
-    def _drop_all(self, request_ids: set[str]) -> None:
+    def drop(self, entries: Iterable[Entry]) -> None:
         """End requests, answered or not, whose client can't get the answer."""
-        self._for_each(filter(None, map(self._ledger.find, request_ids)), self._drop)
+        self._for_each(entries, self._drop)
 
     def _drop(self, entry: Entry) -> None:
         if entry.answer is None:

@@ -8,12 +8,13 @@ from penstock.protocol.messages.codec import Codec
 from penstock.protocol.messages.status import StatusReply
 from penstock.services.gateway.client_socket import ClientSocket
 from penstock.services.gateway.connections import Client
-from penstock.services.gateway.router import Router
 from penstock.services.gateway.validation import RefusedError
 
 MAX_WAITING = 1024
 """status requests that are answered at once, when a report arrives: in a few milliseconds"""
 MAX_WAITING_PER_CONNECTION = 64
+ReplicaName = tuple[str, int]
+"""name of a model, and a replica of it"""
 
 
 class StatusQuery(NamedTuple):
@@ -21,7 +22,7 @@ class StatusQuery(NamedTuple):
 
     client: Client
     request: StatusRequest
-    replicas: set[int]
+    replicas: set[ReplicaName]
 
 
 class StatusQueries:
@@ -50,14 +51,15 @@ class StatusQueries:
         waiting, self.for_ready = self.for_ready, []
         self._answer(waiting, waited=True)
 
-    def on_report(self, replica: int, router: Router) -> None:
+    def on_report(
+        self, replica: tuple[str, int], covers_all: Callable[[set[tuple[str, int]]], bool]
+    ) -> None:
         """Answer the requests for which every replica that is not silent has reported."""
         waiting, self.for_report = self.for_report, []
         complete: list[StatusQuery] = []
         for query in waiting:
             query.replicas.add(replica)
-            is_complete = router.covers_all(query.replicas)
-            (complete if is_complete else self.for_report).append(query)
+            (complete if covers_all(query.replicas) else self.for_report).append(query)
         self._answer(complete, waited=True)
 
     def drop_closed(self) -> None:

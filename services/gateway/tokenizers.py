@@ -14,9 +14,8 @@ from penstock.protocol.messages.tokenizer import TokenizerQuery, TokenizerReply
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.peers import Peer, Peers, predecessors
 from penstock.services.gateway.client_socket import ClientSocket
-from penstock.services.gateway.connections import Client
+from penstock.services.gateway.connections import Client, Totals
 from penstock.services.gateway.entry import Entry, estimated_tokens
-from penstock.services.gateway.ledger import Totals
 from penstock.services.gateway.validation import MAX_DEATHS, Poison, TokenizerRequest
 
 MAX_BYTES = 1 << 17

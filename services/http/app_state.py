@@ -26,7 +26,7 @@ class AppState:
         folder = config.model_folder
         self.config = config
         self.client = client
-        self.model = config.served_model_name or (folder.name if config.model else "qwen3-demo")
+        self.model = config.model_name
         self.created = int(time.time())
         model = read_model_config(folder)
         self.max_model_len = model.context(config.max_model_len)

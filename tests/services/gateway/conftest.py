@@ -52,6 +52,7 @@ class GatewayHarness:
             context=context,
             endpoints=at,
             all_endpoints=places,
+            by_model=lambda: [process],
         )
         self.timers: list[Timer] = []
         self.reports = 0
@@ -133,9 +134,9 @@ class GatewayHarness:
 
     def next_tokenizer_task(self) -> Any:
         """Return the tokenizer's next request."""
-        if not len(self.gateway.tokenizers.peers):
+        if not len(self.gateway.default.tokenizers.peers):
             self.tokenizer.send(Heartbeat("tokenizer.1"))
-            self.run_until(lambda: len(self.gateway.tokenizers.peers))
+            self.run_until(lambda: len(self.gateway.default.tokenizers.peers))
         assert self.tokenizer.socket.poll(TIMEOUT)
         return self.tokenizer.decode([self.tokenizer.socket.recv()])
 
@@ -143,14 +144,14 @@ class GatewayHarness:
         """Return the tokenizer's next request, which it passes on."""
         task = self.next_tokenizer_task()
         self.tokenizer.send(TokenizeDone(task.request_id, task.attempt, 7))
-        peer = self.gateway.tokenizers.peers.get(b"t")
+        peer = self.gateway.default.tokenizers.peers.get(b"t")
         assert peer
         self.run_until(lambda: (task.request_id, task.attempt) not in peer.work)
         return task
 
     def scheduler_messages(self, replica: int = 0) -> list[Any]:
         """Return the gateway's messages to a scheduler up to now."""
-        self.gateway.router.release_everywhere("end", self.gateway.ledger.first_attempt)
+        self.gateway.default.router.release_everywhere("end", self.gateway.ledger.first_attempt)
         received: list[Any] = []
         while not received or getattr(received[-1], "request_id", "") != "end":
             assert self.schedulers[replica].socket.poll(TIMEOUT)
@@ -166,15 +167,15 @@ class GatewayHarness:
         """Nothing is held for any request."""
         ledger, tokenizers, connections = (
             self.gateway.ledger,
-            self.gateway.tokenizers,
+            self.gateway.default.tokenizers,
             self.gateway.connections,
         )
-        totals = ledger.totals
+        totals = self.gateway.default.ledger.totals
         counts = (totals.num_bytes, totals.num_waiting, totals.num_waiting_tokens)
         held = [one.request_ids or one.is_full for one in connections._by_fd.values()]
         work = [peer.work for peer in tokenizers.peers]
         lost = connections._lost or connections._lost_before or connections._nobody.request_ids
-        questions = len(self.gateway.requests.queries)
+        questions = len(self.gateway.default.requests.queries)
         empty = not (len(ledger) or questions or tokenizers.unassigned or lost or self.timers)
         return empty and not any([*counts, *held, *work])
 

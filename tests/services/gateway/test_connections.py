@@ -183,7 +183,7 @@ def client_process(harness: GatewayHarness, num_queries: int, prompt: str) -> It
 def test_a_client_does_not_pay_for_the_one_before(start_gateway: Start, num_read: int) -> None:
     """Reuse the descriptor of a client that closed its connection with many messages unread."""
     harness = start_gateway(endpoint="tcp://127.0.0.1:*", max_waiting_tokens=1000)
-    queries = harness.gateway.requests.queries
+    queries = harness.gateway.default.requests.queries
     is_reused = False
     while not is_reused:
         receive = harness.gateway.clients.receive()

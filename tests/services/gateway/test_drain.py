@@ -27,8 +27,8 @@ def restarted(start_gateway: Start) -> GatewayHarness:
     """Return a gateway that has heard of the drain and nothing else yet."""
     harness = start_gateway()
     harness.detokenizer.send(SupervisorReport([], draining=True))
-    harness.gateway.router.take_running = lambda _: None  # type: ignore[method-assign]  # none is lost
-    harness.run_until(lambda: harness.gateway.requests.is_draining)
+    harness.gateway.default.router.take_running = lambda _: None  # type: ignore[method-assign]  # none is lost
+    harness.run_until(lambda: harness.gateway.default.requests.is_draining)
     return harness
 
 
@@ -38,7 +38,7 @@ def report(harness: GatewayHarness, first_attempt: int, *unclaimed: str) -> None
         epoch=1, ready=True, first_attempt=first_attempt, unclaimed=list(unclaimed)
     )
     harness.detokenizer.send(status)
-    harness.run_until(lambda: harness.gateway.router._all[0].status == status)
+    harness.run_until(lambda: harness.gateway.default.router._all[0].status == status)
 
 
 def code(harness: GatewayHarness, client: Any) -> str:
@@ -90,7 +90,7 @@ def test_a_scheduler_that_is_not_there_has_nothing_to_wait_for(
 ) -> None:
     harness = restarted(start_gateway)
     if is_gone:
-        type(harness.gateway.router).take_running(harness.gateway.router, ())
+        type(harness.gateway.default.router).take_running(harness.gateway.default.router, ())
     else:
         for _ in range(MAX_MISSED_HEARTBEATS + 1):
             harness.gateway.on_heartbeat()

@@ -10,9 +10,9 @@ from penstock.protocol.messages.client import ChatMessage, GenerateRequest, Text
 from penstock.protocol.messages.codec import JSON
 from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.protocol.messages.metrics import RequestTimes
-from penstock.services.gateway.connections import Client, Connection
+from penstock.services.gateway.connections import Client, Connection, Totals
 from penstock.services.gateway.entry import Entry, GapError, estimated_tokens
-from penstock.services.gateway.ledger import Ledger, Totals
+from penstock.services.gateway.ledger import Ledger
 
 TEXT = "0123456789" * 4
 

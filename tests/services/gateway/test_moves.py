@@ -26,7 +26,7 @@ def report(harness: GatewayHarness, replica: int, runs: bool = True, **fields: A
     )
     harness.reports += 1
     harness.detokenizer.send(status)
-    harness.run_until(lambda: status in harness.gateway.router.statuses)
+    harness.run_until(lambda: status in harness.gateway.default.router.statuses)
 
 
 def supervise(harness: GatewayHarness, *names: str) -> None:
@@ -93,7 +93,7 @@ def test_what_a_lost_replica_has_is_released_there_and_goes_on(start_gateway: St
     assert harness.receive_reply(client).token_ids == [4]
     assert harness.receive_reply(client).token_ids == [0, 1, 2, 3, 4]
     assert harness.is_empty()
-    assert not any(its.entries for its in harness.gateway.router._all)
+    assert not any(its.entries for its in harness.gateway.default.router._all)
 
 
 def test_a_fresh_status_is_of_every_replica_that_reports(start_gateway: Start) -> None:
@@ -111,6 +111,6 @@ def test_a_fresh_status_is_of_every_replica_that_reports(start_gateway: Start) -
     harness.send(client, StatusRequest(fresh=True))
     harness.run_until(lambda: harness.gateway.status_queries.for_report)
     for _ in range(11):
-        harness.gateway.router.on_heartbeat()
+        harness.gateway.default.router.on_heartbeat()
     report(harness, 0)
     assert len(harness.receive_reply(client).schedulers) == 2, "of the silent one what it said last"

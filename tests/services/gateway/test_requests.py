@@ -75,9 +75,9 @@ def test_the_tokenizer_tells_how_long_a_prompt_is(start_gateway: Start) -> None:
     harness = start_gateway()
     client = harness.connect()
     harness.submit(client, "a", prompt="x" * 400)
-    assert harness.gateway.ledger.totals.num_waiting_tokens == 100
+    assert harness.gateway.default.ledger.totals.num_waiting_tokens == 100
     harness.tokenize()
-    assert harness.gateway.ledger.totals.num_waiting_tokens == 7
+    assert harness.gateway.default.ledger.totals.num_waiting_tokens == 7
     harness.send(client, AbortRequest(request_id="a"))
     assert harness.receive_reply(client).usage.prompt_tokens == 7
 
@@ -109,7 +109,7 @@ def test_what_is_recovered_is_never_refused(start_gateway: Start) -> None:
     harness.tokenize()
     for epoch in (1, 2):
         harness.detokenizer.send(SchedulerStatus(epoch=epoch, ready=True))
-    harness.run_until(lambda: [its.epoch for its in harness.gateway.router.statuses] == [2])
+    harness.run_until(lambda: [its.epoch for its in harness.gateway.default.router.statuses] == [2])
     again = [harness.tokenize() for _ in range(2)]
     assert {task.request_id: task.output_token_ids for task in again} == {"a": [0], "b": []}
 
@@ -120,11 +120,11 @@ def test_the_first_scheduler_may_be_the_second(start_gateway: Start) -> None:
     harness.submit(harness.connect(), "a")
     first = harness.tokenize()
     harness.detokenizer.send(SchedulerStatus(epoch=1, ready=True))
-    harness.run_until(lambda: harness.gateway.router.statuses)
+    harness.run_until(lambda: harness.gateway.default.router.statuses)
     again = harness.tokenize()
     assert (again.request_id, again.attempt > first.attempt) == ("a", True)
     harness.detokenizer.send(SchedulerStatus(epoch=1, ready=False))
-    harness.run_until(lambda: not harness.gateway.router.statuses[0].ready)
+    harness.run_until(lambda: not harness.gateway.default.router.statuses[0].ready)
     assert not harness.tokenizer.socket.poll(0)
 
 
@@ -138,14 +138,14 @@ def test_what_a_lost_tokenizer_had_goes_to_the_next(start_gateway: Start) -> Non
     again = harness.gateway.ledger.get("a")
     assert again
     harness.gateway.ledger.begin_attempt(again)
-    harness.gateway.tokenizers.submit(again)
-    harness.gateway.tokenizers.done(b"t", ("a", first.attempt))
+    harness.gateway.default.tokenizers.submit(again)
+    harness.gateway.default.tokenizers.done(b"t", ("a", first.attempt))
     harness.send(client, AbortRequest(request_id="ended"))
     assert harness.receive_reply(client).request_id == "ended"
     harness.tokenizer.send(Goodbye())
-    harness.run_until(lambda: not len(harness.gateway.tokenizers.peers))
+    harness.run_until(lambda: not len(harness.gateway.default.tokenizers.peers))
     entry = harness.gateway.ledger.get("a")
-    assert list(harness.gateway.tokenizers.unassigned) == [entry]
+    assert list(harness.gateway.default.tokenizers.unassigned) == [entry]
 
 
 def test_what_a_lost_tokenizer_had_passed_on_begins_again(start_gateway: Start) -> None:
@@ -156,12 +156,12 @@ def test_what_a_lost_tokenizer_had_passed_on_begins_again(start_gateway: Start) 
     attempts = {task.request_id: task.attempt for task in (harness.tokenize(), harness.tokenize())}
     harness.send_tokens("begun", 0, 1)
     harness.tokenizer.send(Goodbye())
-    harness.run_until(lambda: not len(harness.gateway.tokenizers.peers))
+    harness.run_until(lambda: not len(harness.gateway.default.tokenizers.peers))
     for request_id, attempt in attempts.items():
         entry = harness.gateway.ledger.get(request_id)
         assert (entry.attempt == attempt) == (request_id == "begun")
     harness.tokenizer.send(Heartbeat("tokenizer.1"))
-    harness.run_until(lambda: len(harness.gateway.tokenizers.peers))
+    harness.run_until(lambda: len(harness.gateway.default.tokenizers.peers))
     again = harness.tokenize()
     assert (again.request_id, again.attempt > attempts["silent"]) == ("silent", True)
 
@@ -172,7 +172,7 @@ def test_a_scheduler_that_may_have_missed_something_is_told_all_again(start_gate
     harness.submit(client, "open")
     before = harness.tokenize().attempt
     harness.scheduler_messages()
-    harness.gateway.on_return(0)
+    harness.gateway.default.on_return(0)
     started = harness.scheduler_messages()[-1]
     assert before < started.first_attempt < harness.tokenize().attempt
 
@@ -196,7 +196,7 @@ def test_what_can_not_be_sent_on_is_refused(
     harness.submit(client, "b")
     harness.tokenize()
     harness.detokenizer.send(SchedulerStatus(epoch=1, ready=True))
-    harness.run_until(lambda: harness.gateway.router.statuses)
+    harness.run_until(lambda: harness.gateway.default.router.statuses)
     again = [harness.tokenize() for _ in range(2)]
     assert [task.request_id for task in again] == ["a", "b"]
     assert again[0].attempt > first.attempt
@@ -250,7 +250,7 @@ def test_a_defect_at_one_entry_ends_no_loop_over_all(
     harness.submit(client, "a", "bad", "c")
     for _ in range(3):
         harness.tokenize()
-    ledger = harness.gateway.ledger
+    ledger = harness.gateway.default.ledger
     begin = ledger.begin_attempt
 
     def begin_or_raise(entry: Entry) -> None:
@@ -290,7 +290,7 @@ def test_nothing_is_left_of_ten_thousand_requests(start_gateway: Start) -> None:
         for timer in rng.sample(harness.timers, 10):
             timer.fire()
         harness.tokenizer.send(Goodbye())
-        harness.run_until(lambda: not len(harness.gateway.tokenizers.peers))
+        harness.run_until(lambda: not len(harness.gateway.default.tokenizers.peers))
         while harness.tokenizer.socket.poll(0):
             harness.tokenizer.socket.recv()
         client.close()

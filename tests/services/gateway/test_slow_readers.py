@@ -125,7 +125,7 @@ def test_our_http_servers_are_not_cut_off(harness: GatewayHarness) -> None:
     fill(harness, "a")
     entry = harness.gateway.ledger.get("a")
     assert entry
-    for number in range(2 * harness.gateway.config.max_unread_bytes // PIECE):
+    for number in range(2 * harness.gateway.default.config.max_unread_bytes // PIECE):
         harness.send_tokens("a", len(entry.token_ids), len(entry.token_ids) + PIECE)
         if number % 20 == 0:
             harness.run_heartbeats(1)

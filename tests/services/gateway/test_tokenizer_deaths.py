@@ -49,28 +49,28 @@ class Successors:
 
     def __init__(self, harness: GatewayHarness) -> None:
         self.harness = harness
-        self.reports = harness.gateway.requests.poison._reports = Reports()  # type: ignore[assignment]
+        self.reports = harness.gateway.default.requests.poison._reports = Reports()  # type: ignore[assignment]
         self.number = 0
         self.channel: Channel[Any]
 
     def start(self, name: str = "tokenizer.1") -> bytes:
         self.number += 1
         identity = Identity(name, 100 + self.number, self.number).encode()
-        where = self.harness.gateway.to_tokenizers.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        where = self.harness.gateway.default.to_tokenizers.last_endpoint.decode()
         self.channel = self.harness.context.connect(zmq.DEALER, where, ToTokenizer, identity)
         self.channel.send(Heartbeat(name))
-        peers = self.harness.gateway.tokenizers.peers
+        peers = self.harness.gateway.default.tokenizers.peers
         self.harness.run_until(lambda: peers.get(identity) and len(peers) == 1)
         return identity
 
     def given(self) -> list[str]:
         """Return the work that the tokenizer has now."""
-        [peer] = self.harness.gateway.tokenizers.peers
+        [peer] = self.harness.gateway.default.tokenizers.peers
         return [work.request.prompt for work in peer.work.values()]  # type: ignore[misc, union-attr]
 
     def tokenize(self) -> None:
         """Do the first of it."""
-        [peer] = self.harness.gateway.tokenizers.peers
+        [peer] = self.harness.gateway.default.tokenizers.peers
         key = request_id, attempt = next(iter(peer.work))  # type: ignore[misc]
         self.channel.send(TokenizeDone(request_id, attempt, 3))
         self.harness.run_until(lambda: key not in peer.work)
@@ -136,7 +136,7 @@ def test_who_was_alone_once_and_is_done_begins_at_none(successors: Successors) -
         harness.submit(client, f"r{number}", prompt="same")
         successors.start()
         assert (
-            harness.gateway.requests.poison.num_deaths(
+            harness.gateway.default.requests.poison.num_deaths(
                 harness.gateway.ledger._open[f"r{number}"].request
             )
             == 1
@@ -161,7 +161,7 @@ def test_who_leaves_and_asks_again_is_as_suspect_as_before(successors: Successor
 
 
 def fall_silent(successors: Successors) -> None:
-    tokenizers = successors.harness.gateway.tokenizers
+    tokenizers = successors.harness.gateway.default.tokenizers
     for _ in range(MAX_MISSED_HEARTBEATS + 1):
         tokenizers.lose_silent()
     assert not len(tokenizers.peers)
@@ -176,7 +176,7 @@ def test_silence_of_a_busy_tokenizer_is_no_death(successors: Successors) -> None
     for _ in range(2 * MAX_DEATHS):
         fall_silent(successors)
         successors.channel.send(Heartbeat("tokenizer.1"))
-        harness.run_until(lambda: harness.gateway.tokenizers.peers.get(identity))
+        harness.run_until(lambda: harness.gateway.default.tokenizers.peers.get(identity))
         assert successors.given() == ["a"]
     assert successors.reports.died_with == []
     successors.tokenize()
@@ -199,7 +199,7 @@ def test_a_tokenizer_that_fell_silent_has_died_when_its_successor_registers(
 def test_few_tokenizers_without_a_successor_are_remembered(start_gateway: Start) -> None:
     """Each was killed and scaled down while it had work; the last one passes the work on."""
     successors = Successors(harness := start_gateway())
-    tokenizers = harness.gateway.tokenizers
+    tokenizers = harness.gateway.default.tokenizers
     harness.submit(harness.connect(), "a", prompt="a")
     for number in range(2 * MAX_SILENT):
         successors.start(f"tokenizer.{number}")
@@ -216,7 +216,7 @@ def test_a_goodbye_is_no_death(successors: Successors) -> None:
     for _ in range(2 * MAX_DEATHS):
         successors.start()
         successors.channel.send(Goodbye())
-        harness.run_until(lambda: not len(harness.gateway.tokenizers.peers))
+        harness.run_until(lambda: not len(harness.gateway.default.tokenizers.peers))
     successors.start()
     assert successors.given() == ["a"]
     assert successors.reports.died_with == []

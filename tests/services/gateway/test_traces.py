@@ -17,12 +17,12 @@ def test_each_request_is_a_root(start_gateway: Callable[..., GatewayHarness]) ->
     harness.submit(client, "a", "b")
     harness.send_tokens("a", 0, 2)
     harness.detokenizer.send(SchedulerStatus(epoch=1, ready=True))  # a second attempt begins
-    harness.run_until(lambda: harness.gateway.router.statuses)
+    harness.run_until(lambda: harness.gateway.default.router.statuses)
     harness.send_tokens("a", 2, 3, cached_tokens=4, finish_reason="length")
     harness.send(client, AbortRequest(request_id="b"))
     for _ in range(3):
         harness.receive_reply(client)
-    harness.gateway.requests.tracer._processor.shutdown()
+    harness.gateway.default.requests.tracer._processor.shutdown()
     spans = {span.span_id: span for span in collector.receive()[1]}
     collector.close()
     first, second = (spans[trace_ids(name)[1].to_bytes(8)] for name in "ab")

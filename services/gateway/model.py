@@ -1,0 +1,134 @@
+"""One model: the sockets of its processes, and the handler of each of their messages."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import zmq
+
+from penstock.protocol.config import replica_of
+from penstock.protocol.messages.client import ErrorReply
+from penstock.protocol.messages.detokenizer import TextDeltas
+from penstock.protocol.messages.gateway import ToGateway
+from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
+from penstock.protocol.messages.status import SchedulerStatus
+from penstock.protocol.messages.supervisor import SupervisorReport
+from penstock.protocol.messages.tokenizer import (
+    FromTokenizer,
+    RequestFailed,
+    TokenizeDone,
+    TokenizerReply,
+)
+from penstock.protocol.transport.channel import Channel
+from penstock.protocol.transport.context import Handlers
+from penstock.protocol.transport.event_loop import CallLater
+from penstock.protocol.transport.peers import refusal
+from penstock.protocol.transport.process import Process
+from penstock.services.gateway.client_socket import ClientSocket
+from penstock.services.gateway.ledger import Ledger
+from penstock.services.gateway.requests import Requests
+from penstock.services.gateway.router import Router
+
+
+class Model:
+    """A model's tokenizers, schedulers and detokenizers, and its requests."""
+
+    def __init__(
+        self,
+        process: Process,
+        ledger: Ledger,
+        clients: ClientSocket,
+        call_later: CallLater,
+        on_report: Callable[[SupervisorReport], None],
+        on_status: Callable[["Model", SchedulerStatus], None],
+    ) -> None:
+        """on_status: takes each new status of a scheduler, after this object."""
+        self.config = config = process.config
+        self.name = config.model_name
+        self.on_report, self.on_status = on_report, on_status
+        self.ledger = ledger
+        context, at = process.context, process.endpoints
+        self.to_tokenizers = context.bind(zmq.ROUTER, at.tokenizers, FromTokenizer)
+        self.results = context.bind(zmq.PULL, at.results, ToGateway)
+        to_schedulers: list[Channel[Any]] = [
+            context.connect(zmq.PUSH, one.requests, on_return=partial(self.on_return, replica))
+            for replica, one in enumerate(process.all_endpoints)
+        ]
+        self.router = Router(to_schedulers, config.routing, ledger.first_attempt)
+        self.requests = Requests(
+            process, ledger, clients, self.to_tokenizers, self.router, call_later
+        )
+        self.tokenizers, self.metrics = self.requests.tokenizers, self.requests.metrics
+        for replica in range(config.dp):
+            self.router.introduce(replica, ledger.first_attempt)
+        self.handlers: Handlers = [
+            (self.results, self.on_results),
+            (self.to_tokenizers, self.on_tokenizers),
+        ]
+
+    def on_tokenizers(self) -> None:
+        for identity, message in self.to_tokenizers.receive():
+            match message:
+                case Heartbeat():
+                    if reason := refusal(message):
+                        self.to_tokenizers.send(Refused(reason), identity)
+                    else:
+                        self.tokenizers.alive(identity, message.name)
+                case Goodbye():
+                    self.tokenizers.lose(identity, has_died=False)
+                case TokenizeDone(request_id, attempt, num_tokens):
+                    self.tokenizers.done(identity, (request_id, attempt))
+                    self.requests.on_tokenized(request_id, attempt, num_tokens, identity)
+                case RequestFailed():
+                    self.tokenizers.done(identity, (message.request_id, message.attempt))
+                    self.requests.on_failed(message)
+                case TokenizerReply():
+                    self.tokenizers.done(identity, message.number)
+                    self.requests.queries.answer(message)
+                    if isinstance(message.reply, ErrorReply):
+                        self.metrics.count_failure(message.reply.code)
+
+    def on_results(self) -> None:
+        for _, message in self.results.receive():
+            match message:
+                case TextDeltas(deltas):
+                    self.requests.on_deltas(deltas, time.monotonic())
+                case RequestFailed():
+                    self.requests.on_failed(message)
+                case SchedulerStatus():
+                    self.on_scheduler(message)
+                case SupervisorReport():
+                    self.on_report(message)
+
+    def on_scheduler(self, status: SchedulerStatus) -> None:
+        """Resubmit the requests of a scheduler of a new epoch; the first epoch is new, too."""
+        has_restarted = self.router.take_status(status)
+        if has_restarted is None:
+            return
+        if has_restarted:
+            self.requests.resubmit_all(status.replica)
+        self.requests.migrate_stranded()
+        self.on_status(self, status)
+
+    def on_return(self, replica: int) -> None:
+        """Resubmit all requests of a scheduler that reconnected; it forgets all others."""
+        self.router.introduce(replica, self.ledger.new_first_attempt())
+        self.requests.resubmit_all(replica)
+
+    def take_running(self, names: list[str]) -> None:
+        """Take in which processes run; requests of a scheduler that does not run are migrated."""
+        schedulers = [name for name in names if name.startswith("scheduler.")]
+        self.router.take_running({replica_of(name, self.config) for name in schedulers})
+        self.requests.migrate_stranded()
+
+    def on_heartbeat(self) -> None:
+        """Drop processes that are silent."""
+        self.tokenizers.lose_silent()
+        self.router.on_heartbeat()
+        self.requests.migrate_stranded()
+        self.requests.on_heartbeat()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.router.is_ready and len(self.tokenizers.peers) > 0
