@@ -18,8 +18,8 @@ from penstock.kernels.cpu.values import Pointer, Value
 KEYS = 16
 """keys of a tile"""
 MAX_ROWS = 4
-LINE = 16
-"""float32 of a cache line"""
+ACCUMULATORS = 16
+"""vectors of sums that fit the registers beside others"""
 
 
 class _Row(NamedTuple):
@@ -81,20 +81,33 @@ def _tile(k: Kernel, target: Target, head_dim: int, group: int, first: Value, co
         with k.range(0, KEYS, piece) as at:
             # masked keys of a later piece are read in the last one
             position = k.smaller(key + at, most - 1)
-            position = position - position % piece
-            place = table[position // block_size] * block_stride + position % block_size * head_dim
+            place = _place(position - position % piece, head_dim, table, block_size, block_stride)
             with k.range(0, piece) as offset:
                 places[at + offset] = place + offset * head_dim
-        # the next tile is usually in the next page of memory, which a CPU does not foresee
-        nexts = [cache + (places[0] + KEYS * head_dim) for cache in (k_cache, v_cache)]
-        scores = _scores(k, target, head_dim, rows, k_cache, places, nexts)
+        # a CPU foresees neither the next tile of this head, nor the first one of the next head
+        is_last = key + KEYS >= most
+        after = is_last.choose(k.integer(0), key + KEYS)
+        ahead = _place(after, head_dim, table, block_size, block_stride) - places[0]
+        ahead = ahead + is_last.choose(block_size * head_dim, 0)
+        scores = _scores(k, target, head_dim, rows, k_cache, places, ahead)
         valid = k.smaller(most - key, KEYS)
         for own, row_scores in zip(rows, scores, strict=True):
-            _add_values(k, head_dim, own, row_scores, key, valid, v_cache, places)
+            _weigh(k, head_dim, own, row_scores, key)
+        together = max(1, ACCUMULATORS * target.lanes // head_dim)
+        for index in range(0, count, together):
+            some = rows[index : index + together]
+            _add_values(k, head_dim, some, valid, v_cache, places, None if index else ahead)
     for own in rows:
         total = 1.0 / add_lanes([own.total.value], KEYS).lane(0)
         for feature in range(0, head_dim, KEYS):
             own.out[feature] = own.weighted.vector(feature, KEYS) * total
+
+
+def _place(
+    position: Value, head_dim: int, table: Pointer, block_size: Value, block_stride: Value
+) -> Value:
+    """Return where the key or value of a position lies in the cache."""
+    return table[position // block_size] * block_stride + position % block_size * head_dim
 
 
 def _scores(
@@ -104,31 +117,19 @@ def _scores(
     rows: list[_Row],
     cache: Pointer,
     places: Pointer,
-    nexts: list[Pointer],
+    ahead: Value,
 ) -> list[Value]:
-    """Return the scores of each row with a tile's keys; prefetch keys and values at `nexts`."""
+    """Return the scores of each row with a tile's keys; prefetch the keys `ahead` of them."""
     with k.range(0, KEYS, COLUMNS) as key:
-        for tile in nexts:
-            place = tile + key * head_dim
-            for line in range(0, COLUMNS * head_dim, LINE):
-                place.prefetch(line)
         ws = [cache + places[key + index] for index in range(COLUMNS)]
-        sums = dot_tile(k, target, [row.query for row in rows], ws, head_dim)
+        sums = dot_tile(k, target, [row.query for row in rows], ws, head_dim, ahead)
         for row, total in zip(rows, sums, strict=True):
             row.weights[key] = total
     return [row.weights.vector(0, KEYS) for row in rows]
 
 
-def _add_values(
-    k: Kernel,
-    head_dim: int,
-    row: _Row,
-    scores: Value,
-    key: Value,
-    valid: Value,
-    cache: Pointer,
-    places: Pointer,
-) -> None:
+def _weigh(k: Kernel, head_dim: int, row: _Row, scores: Value, key: Value) -> None:
+    """Replace the scores of a row by the weights of its keys; rescale its sums if necessary."""
     sees = k.iota(KEYS) < row.limit - key
     scores = sees.choose(scores, -math.inf)
     largest = scores.intrinsic("vector.reduce.fmax", scores.lane(0).raw.type)
@@ -141,12 +142,29 @@ def _add_values(
     weights = sees.choose(exp(scores - row.largest.value), 0.0)
     row.total.value = row.total.value + weights
     row.weights[0] = weights
+
+
+def _add_values(
+    k: Kernel,
+    head_dim: int,
+    rows: list[_Row],
+    valid: Value,
+    cache: Pointer,
+    places: Pointer,
+    ahead: Value | None,
+) -> None:
+    """Add the weighted values of a tile to the sums of rows; prefetch the values `ahead`."""
     features = range(0, head_dim, KEYS)
-    sums = [k.variable(row.weighted.vector(feature, KEYS)) for feature in features]
+    sums = [[k.variable(row.weighted.vector(at, KEYS)) for at in features] for row in rows]
     with k.range(0, valid) as index:
-        weight = row.weights[index]
+        weights = [row.weights[index] for row in rows]
         value = cache + places[index]
-        for total, feature in zip(sums, features, strict=True):
-            total.value = weight.fma(value.vector(feature, KEYS), total.value)
-    for total, feature in zip(sums, features, strict=True):
-        row.weighted[feature] = total.value
+        for number, feature in enumerate(features):
+            if ahead is not None:
+                (value + feature).prefetch(ahead)
+            values = value.vector(feature, KEYS)
+            for weight, own in zip(weights, sums, strict=True):
+                own[number].value = weight.fma(values, own[number].value)
+    for row, own in zip(rows, sums, strict=True):
+        for total, feature in zip(own, features, strict=True):
+            row.weighted[feature] = total.value

@@ -220,13 +220,17 @@ class Pointer:
         return wide.shift_left(16).bits(FLOAT)
 
     def prefetch(self, index: "Value | int" = 0) -> None:
-        """Start to read the cache line of an element, which may lie outside of the array."""
+        """Start to read the cache line of an element, which may lie outside of the array.
+
+        The line goes to the second level: the first one has too few buffers for reads from memory.
+        """
         function = self._builder.module.globals.get(PREFETCH)
         if function is None:
             kinds = [POINTER, INT32, INT32, INT32]
             kind = ir.FunctionType(ir.VoidType(), kinds)
             function = ir.Function(self._builder.module, kind, PREFETCH)
-        self._builder.call(function, [(self + index).raw, INT32(0), INT32(3), INT32(1)])
+        is_write, second_level, is_data = INT32(0), INT32(2), INT32(1)
+        self._builder.call(function, [(self + index).raw, is_write, second_level, is_data])
 
     def pointer(self, index: "Value | int", kind: str) -> "Pointer":
         """Return the pointer that is stored here as an int64."""
