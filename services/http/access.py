@@ -16,7 +16,7 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.client import NO_CONTROL
 from penstock.protocol.transport.context import stays_on_host
 from penstock.services.http.errors import ApiError, error_response
-from penstock.services.http.messages.errors import PREFIX
+from penstock.services.http.messages.errors import is_for_anthropic
 
 IPV6_PREFIX = 64
 """bits of an address that a provider assigns to one customer"""
@@ -34,6 +34,8 @@ class Caller(NamedTuple):
     unique_id: str
     key: str = ""
     """the API key that was sent, right or wrong; empty where the server has none"""
+    is_for_anthropic: bool = False
+    """expects Anthropic's shapes"""
 
 
 caller: ContextVar[Caller] = ContextVar("caller")
@@ -57,11 +59,12 @@ class Gate:
         scope["path"] = scope["path"].rstrip("/") or "/"
         request_id, encoding = _request_id(headers)
         key = _key_of(headers) if self._has_key else ""
-        sender = Caller(_client_name(scope), request_id, uuid.uuid4().hex, key)
+        form = is_for_anthropic(scope["path"], headers)
+        sender = Caller(_client_name(scope), request_id, uuid.uuid4().hex, key, form)
         caller.set(sender)
         name = (request_id or sender.unique_id).encode(encoding)
         ids = [(b"x-request-id", name)]
-        if scope["path"].startswith(PREFIX):
+        if form:
             ids.append((b"request-id", name))
 
         async def send_with_id(message: Message) -> None:
@@ -70,7 +73,7 @@ class Gate:
             await send(message)
 
         refusal = self._pages.refusal(headers)
-        app = error_response(refusal, scope["path"]) if refusal else self._app
+        app = error_response(refusal, form) if refusal else self._app
         await app(scope, receive, send_with_id)
 
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.chat import MessageError
-from penstock.services.http.messages.errors import PREFIX, STATUSES, messages_error
+from penstock.services.http.messages.errors import STATUSES, is_for_anthropic, messages_error
 from penstock.services.http.replies import json_response
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -94,12 +94,13 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         where = f"{request.method} {request.url.path}"
         error.detail = f"got {where}, which is not a route; /openapi.json lists the routes"
-    return error_response(as_api_error(error), request.url.path)
+    form = is_for_anthropic(request.url.path, request.headers)
+    return error_response(as_api_error(error), form)
 
 
-def error_response(error: ApiError, path: str) -> Response:
-    """Return the response of an error, in the shape of the path's API."""
-    if path.startswith(PREFIX):
+def error_response(error: ApiError, for_anthropic: bool) -> Response:
+    """Return the response of an error, in OpenAI's or Anthropic's shape."""
+    if for_anthropic:
         status = STATUSES.get(error.status, error.status)
         body = messages_error(error.status, str(error), error.body.error.code, error.too_long)
         response = json_response(body, status)

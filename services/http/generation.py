@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -114,13 +115,19 @@ class Generation:
             return [None] * len(self._streams)
         names = PromptFields.__struct_fields__
         prompts = [{k: v for k, v in one.items() if k in names} for one in self._prompts]
-        try:
+        with self.aborted_on_error():
             replies = await gather(self._client.tokenize(**prompt) for prompt in prompts)
+        return [reply.token_ids for reply in replies for _ in range(request.n)]
+
+    @contextmanager
+    def aborted_on_error(self) -> Iterator[None]:
+        """End the requests if the block fails."""
+        try:
+            yield
         except BaseException:
             for one in self._streams:
                 self._client.ask(AbortRequest(request_id=one.request_id))
             raise
-        return [reply.token_ids for reply in replies for _ in range(request.n)]
 
     def usage(self, replies: Sequence[GenerateReply]) -> Usage:
         """Return the sums over all answers; a prompt counts once."""

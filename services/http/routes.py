@@ -18,6 +18,7 @@ from penstock.services.http.chat import chat
 from penstock.services.http.completions import complete
 from penstock.services.http.errors import ApiError, fields_as_sent
 from penstock.services.http.health import STATUS_TIMEOUT, HealthCheck
+from penstock.services.http.messages.models import model_info, model_page
 from penstock.services.http.messages.replies import MessageReply, TokenCount
 from penstock.services.http.messages.routes import answer_messages, count_tokens
 from penstock.services.http.messages.schema import CountTokensRequest, MessagesRequest
@@ -170,12 +171,14 @@ class Routes:
 
     async def models(self, *_: object) -> Response:
         """List the served model."""
-        return json_response(ModelList(data=[self._model()]))
+        models = ModelList(data=[self._model()])
+        return json_response(model_page(models) if caller.get().is_for_anthropic else models)
 
     async def model(self, path: Texts, _: Receive) -> Response:
         """Describe the model."""
         self._state.check_name(path["model"])
-        return json_response(self._model())
+        model = self._model()
+        return json_response(model_info(model) if caller.get().is_for_anthropic else model)
 
     async def tokenize(self, body: TokenizeBody, _: Receive) -> Response:
         """Return the token ids of a prompt or a conversation."""

@@ -1,5 +1,7 @@
 """Errors in Anthropic's shape."""
 
+from collections.abc import Mapping
+
 from msgspec import UNSET, Struct, UnsetType
 
 _TYPES = {
@@ -14,8 +16,13 @@ _TYPES = {
 }
 STATUSES = {503: 529}
 """status → Anthropic's for the same error"""
-PREFIX = "/v1/messages"
-"""of the routes whose errors have this shape"""
+_PREFIX = "/v1/messages"
+_VERSION_HEADER = "anthropic-version"
+
+
+def is_for_anthropic(path: str, headers: Mapping[str, str]) -> bool:
+    """Return whether a request expects Anthropic's shapes: of models, and of errors."""
+    return path.startswith(_PREFIX) or _VERSION_HEADER in headers
 
 
 class MessagesErrorDetail(Struct):

@@ -1,5 +1,6 @@
 """Replies and events of Anthropic's Messages API."""
 
+from datetime import datetime
 from typing import Literal
 
 from msgspec import Struct, field
@@ -109,3 +110,23 @@ class MessageEnding(Struct, tag_field="type", tag="message_delta"):
 
 class MessageEnded(Struct, tag_field="type", tag="message_stop"):
     """The last event."""
+
+
+class ModelInfo(Struct, kw_only=True, tag_field="type", tag="model"):
+    """A served model."""
+
+    id: str
+    display_name: str
+    created_at: datetime
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
+    max_tokens: int
+
+
+class ModelPage(Struct, kw_only=True):
+    """The served models; there is one page."""
+
+    data: list[ModelInfo]
+    first_id: str | None
+    last_id: str | None
+    has_more: Literal[False] = False

@@ -18,6 +18,7 @@ from penstock.services.http.messages.schema import (
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
+    UserTurn,
 )
 from penstock.services.http.schema import (
     ChatRequest,
@@ -79,6 +80,7 @@ def name_in_messages(name: str) -> str:
 
 def _messages(request: CountTokensRequest) -> list[Message]:
     """Return the conversation; successive messages of one role become one."""
+    _check_calls(request.messages)
     system = [one for one in _blocks(request.system) if not one.text.startswith(_BILLING)]
     messages = [Message(role="system", content=_text(system))] if system else []
     for kind, turns in groupby(request.messages, type):
@@ -90,6 +92,27 @@ def _messages(request: CountTokensRequest) -> list[Message]:
     if messages and messages[-1].tool_calls:
         raise invalid("messages", "got tool_use at the end, expected its tool_result after it")
     return messages
+
+
+def _check_calls(turns: Sequence[UserTurn | AssistantTurn | SystemTurn]) -> None:
+    """Raise ApiError unless each tool_use has one tool_result in the user's next message."""
+    waiting = dict[str, str]()
+    """id of a call without a result → its path"""
+    for number, turn in enumerate(turns):
+        follows_user = number > 0 and isinstance(turns[number - 1], UserTurn)
+        if waiting and isinstance(turn, AssistantTurn) and follows_user:
+            name, path = next(iter(waiting.items()))
+            problem = f"got {name!r:.200}, expected its tool_result in the user's next message"
+            raise invalid(f"{path}.id", problem)
+        for place, block in enumerate(_blocks(turn.content)):
+            path = f"messages[{number}].content[{place}]"
+            if isinstance(block, ToolUseBlock):
+                if block.id in waiting:
+                    raise invalid(f"{path}.id", f"got {block.id!r:.200} again, expected another id")
+                waiting[block.id] = path
+            elif isinstance(block, ToolResultBlock) and not waiting.pop(block.tool_use_id, None):
+                problem = "expected the id of a tool_use in the assistant's last message, once"
+                raise invalid(f"{path}.tool_use_id", f"got {block.tool_use_id!r:.200}, {problem}")
 
 
 def _blocks(content: str | Sequence[Any]) -> Sequence[Any]:

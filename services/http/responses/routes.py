@@ -4,6 +4,7 @@ import asyncio
 import time
 import uuid
 
+from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.types import Receive
 
@@ -18,6 +19,7 @@ from penstock.services.http.responses.events import ResponseEvents
 from penstock.services.http.responses.replies import (
     DeletedResponse,
     ReasoningUsed,
+    ResponseError,
     ResponseReply,
     TextUsed,
 )
@@ -45,12 +47,19 @@ async def respond(state: AppState, request: ResponsesRequest, receive: Receive) 
     choice = ChatChoice(0, chat, state.tool_format)
 
     def keep(response: ResponseReply) -> None:
-        if request.store is not False:
+        if request.store is False:
+            return
+        try:
             store.put(response, items)
+        except ApiError as error:
+            response.store = False
+            if request.background:
+                store.put(_failed(response, error), items)
 
     events = ResponseEvents(begun(request, state.model), choice, state.end_of_thought, keep)
     if request.background:
-        keep(events.response)
+        with generation.aborted_on_error():
+            store.put(events.response, items)
         store.run(events.response.id, _run(generation, events))
         return json_response(events.response)
     if request.stream:
@@ -95,6 +104,12 @@ def begun(request: ResponsesRequest, model: str) -> ResponseReply:
         ),
         top_logprobs=request.top_logprobs or 0,
     )
+
+
+def _failed(response: ResponseReply, error: ApiError) -> ResponseReply:
+    """Return a response whose output has no place in the store."""
+    detail = ResponseError(code="server_error", message=str(error))
+    return replace(response, status="failed", store=True, output=[], error=detail)
 
 
 def _check_background(request: ResponsesRequest) -> None:

@@ -34,10 +34,12 @@ class _Entry(Struct):
     names: list[str]
     """ids of the output's items"""
     is_background: bool
+    is_running: bool
+    """keeps a place for the error that it may end with"""
 
     def num_bytes(self) -> int:
         texts = len(self.input) + len(self.output) + len(self.body)
-        return texts + _OVERHEAD * (1 + len(self.names))
+        return texts + _OVERHEAD * (1 + len(self.names) + self.is_running)
 
 
 class ResponseStore:
@@ -55,11 +57,10 @@ class ResponseStore:
     def put(self, response: ResponseReply, items: Sequence[Item]) -> None:
         """Keep a response; items: its input, and that of the responses before it.
 
-        Of a response that is not stored, only the output is kept. One beyond the limit is not kept,
-        and those that are being made are not evicted.
+        Of a response that is not stored, only the output is kept. Responses that are being made are
+        not evicted. Raises ApiError for one that has no place beside them, and changes nothing.
         """
         output = _DECODER.decode(msgspec.msgpack.encode(response.output))
-        self._remove(response.id)
         entry = _Entry(
             key=caller.get().key,
             input=msgspec.msgpack.encode(items if response.store else []),
@@ -67,15 +68,16 @@ class ResponseStore:
             body=ENCODER.encode(response) if response.store else b"",
             names=[item.id for item in response.output],
             is_background=response.background,
+            is_running=response.status == "in_progress",
         )
-        if entry.num_bytes() > self._max_bytes:
-            return
+        self._check_room(response.id, entry.num_bytes())
+        self._remove(response.id)
         self._entries[response.id] = entry
         self._items.update(dict.fromkeys(entry.names, response.id))
         self.num_bytes += entry.num_bytes()
         while self.num_bytes > self._max_bytes:
-            ids = (name for name in self._entries if name not in self._tasks)
-            self._remove(next(ids, response.id))
+            kept = {response.id, *self._tasks}
+            self._remove(next(name for name in self._entries if name not in kept))
 
     def body(self, response_id: str) -> bytes:
         """Return a response in JSON. Raises ApiError."""
@@ -133,6 +135,16 @@ class ResponseStore:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _check_room(self, response_id: str, num_bytes: int) -> None:
+        most = self._max_bytes
+        if num_bytes > most:
+            sentence = f"the response and its input have {num_bytes} bytes, expected at most {most}"
+            raise ApiError(413, f"{sentence}; it can't be stored")
+        running = (self._tasks.keys() & self._entries.keys()) - {response_id}
+        if num_bytes + sum(self._entries[name].num_bytes() for name in running) > most:
+            sentence = "responses in the background have no place left; wait until some have ended"
+            raise ApiError(429, sentence, None, "rate_limit_exceeded", {"Retry-After": "1"})
 
     def _find(self, response_id: str, field: str, code: str | None = None) -> _Entry:
         entry = self._entries.get(response_id)

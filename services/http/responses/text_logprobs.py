@@ -1,5 +1,7 @@
 """Logprobs of the tokens that make up the text of messages, but not reasoning, calls and tags."""
 
+import sys
+from collections import deque
 from collections.abc import Iterator
 
 from penstock.protocol.messages.client import GenerateReply, TextDelta
@@ -12,7 +14,7 @@ class TextLogprobs:
     """Finds the tokens of a message's text, of which some characters may have been held back."""
 
     def __init__(self) -> None:
-        self._waiting: list[TokenLogprobs] = []
+        self._waiting: deque[TokenLogprobs] = deque()
         """tokens that begin after the text so far"""
         self._begun: list[TokenLogprobs] = []
         """tokens whose text is not part of a message yet, and perhaps never will be"""
@@ -22,21 +24,29 @@ class TextLogprobs:
         """number of characters that came"""
 
     def split(self, new: TextDelta | GenerateReply) -> Iterator[str]:
-        """Yield the new text token by token, so that cuts of the stream change nothing."""
+        """Yield the new text token by token, so that cuts of the stream change nothing.
+
+        White space comes with the next token: parsers hold it back, and would examine all of it
+        again for each token.
+        """
         self._waiting += [one for one in new.logprobs or () if one and one.text_offset is not None]
-        text = new.text
-        while True:
-            while self._waiting and _start(self._waiting[0]) <= self._position:
-                self._begun.append(self._waiting.pop(0))
-            length = len(text)
-            if self._waiting:
-                length = min(length, _start(self._waiting[0]) - self._position)
-            if not length:
-                return
-            self._position += length
-            self._raw += text[:length]
-            yield text[:length]
-            text = text[length:]
+        text, first, begin = new.text, self._position, 0
+        while begin < len(text):
+            end, is_space = begin, True
+            while end < len(text) and is_space:
+                token = text[end : self._next_start(first + end) - first]
+                end, is_space = end + len(token), token.isspace()
+            self._position = first + end
+            self._raw += text[begin:end]
+            yield text[begin:end]
+            begin = end
+        self._next_start(self._position)
+
+    def _next_start(self, position: int) -> int:
+        """Begin the tokens up to a position. Return where the next one begins, if it is known."""
+        while self._waiting and _start(self._waiting[0]) <= position:
+            self._begun.append(self._waiting.popleft())
+        return _start(self._waiting[0]) if self._waiting else sys.maxsize
 
     def take(self, content: str) -> list[ChatLogprob]:
         """Return the logprobs of a piece, which follows the last one, or reasoning and its end."""

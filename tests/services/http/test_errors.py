@@ -218,7 +218,7 @@ def test_a_prompt_that_is_too_long_as_clients_recognize_it(name: str) -> None:
     with pytest.raises((ApiError, RequestError)) as caught, fields_as_sent({"prompt": name}.get):
         raise RequestError(reply)
     error = as_api_error(caught.value)
-    detail = json.loads(error_response(error, "/v1/completions").body)["error"]
+    detail = json.loads(error_response(error, for_anthropic=False).body)["error"]
     assert (detail["code"], detail["param"]) == ("context_length_exceeded", name)
     assert detail["message"] == sentence.replace("prompt", name)
     response = error_response(error, "/v1/messages")

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+import anthropic
+import pytest
+
 from penstock.protocol.messages.client import GenerateRequest, Reply, Request
 from tests.launch.fake_gateway import reply
 from tests.services.http.conftest import Served, behave
@@ -28,3 +31,19 @@ def test_messages_have_ids_of_their_own(serve: Callable[..., Served]) -> None:
     ids = [one.json()["id"] for one in sent]
     assert ids[0] != ids[1]
     assert all(name.startswith("msg_") and "mine" not in name for name in ids)
+
+
+def test_models(serve: Callable[..., Served]) -> None:
+    served = serve(behave)
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as client:
+        (one,) = client.models.list()
+        assert (one.id, one.type, one.display_name) == ("qwen3-demo", "model", "qwen3-demo")
+        assert (one.lifecycle, one.max_input_tokens, one.max_tokens) == ("active", 4096, 4096)
+        assert client.models.retrieve("qwen3-demo") == one
+        with pytest.raises(anthropic.NotFoundError) as caught:
+            client.models.retrieve("claude")
+        assert caught.value.type == "not_found_error"
+    with served.client() as other:
+        (same,) = other.get("/v1/models").json()["data"]
+        assert (same["object"], same["created"]) == ("model", int(one.created_at.timestamp()))
+        assert other.get("/v1/models/claude").json()["error"]["code"] == "model_not_found"

@@ -18,6 +18,7 @@ from penstock.services.http.responses.events import ResponseEvents
 from penstock.services.http.responses.replies import ResponseReply
 from penstock.services.http.responses.routes import begun
 from penstock.services.http.responses.schema import Reasoning, ResponsesRequest, ResponseTool
+from penstock.services.http.responses.text_logprobs import TextLogprobs
 from penstock.services.http.responses.to_chat_request import chat_request, input_items
 from penstock.services.http.tool_grammar import ToolFormat
 from tests.search import scaled
@@ -172,6 +173,15 @@ def test_logprobs_are_those_of_the_text() -> None:
     message = decoded(events.whole(reply))["output"][1]
     (part,) = message["content"]
     assert [one["token"] for one in part["logprobs"]] == ["s", "o"]
+
+
+def test_white_space_is_examined_once() -> None:
+    """Parsers hold newlines back: token by token, each would examine all of them again."""
+    text = "a" + "\n" * 50 + "b c"
+    pieces = list(TextLogprobs().split(reply_of(text, has_logprobs=True)))
+    assert pieces == ["a", "\n" * 50 + "b", " c"]
+    answer = whole(text, "stop", True)
+    assert_logprobs(answer["output"], text)
 
 
 def test_a_failure_ends_the_open_item() -> None:

@@ -15,6 +15,7 @@ from penstock.protocol.messages.client import (
     Reply,
     Request,
 )
+from penstock.services.http.responses.store import ResponseStore
 from tests.launch.fake_gateway import TEXT, delta, reply
 from tests.services.http.conftest import Served, behave
 from tests.services.http.responses.assembled import assembled
@@ -165,6 +166,44 @@ def test_an_answer_in_the_background(serve: Serve) -> None:
         done = client.get(f"{PATH}/{first['id']}").json()
         assert (done["status"], text_of(done)) == ("completed", TEXT)
         assert client.post(f"{PATH}/{first['id']}/cancel").json() == done
+
+
+def test_a_background_response_without_a_place_is_refused(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be a 404 while it is made, and its client would wait for nothing."""
+    monkeypatch.setattr(ResponseStore.__init__, "__defaults__", (20_000,))
+    unfinished = Unfinished()
+    asked = {"store": True, "background": True}
+    with serve(unfinished).client() as client:
+        first = client.post(PATH, json={"input": "a" * 8000, **asked}).json()
+        full = client.post(PATH, json={"input": "b" * 8000, **asked})
+        assert (full.status_code, full.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert unfinished.is_aborted.wait(60)
+        too_long = client.post(PATH, json={"input": "b" * 80_000, **asked})
+        assert too_long.status_code == 413
+        assert client.get(f"{PATH}/{first['id']}").json() == first
+
+
+def test_a_background_response_that_outgrows_the_store_has_failed(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ResponseStore.__init__, "__defaults__", (20_000,))
+
+    def answer_at_length(request: Request) -> list[Reply]:
+        if not isinstance(request, GenerateRequest):
+            return behave(request)
+        long = reply(request)
+        long.text *= 20_000
+        return [long]
+
+    with serve(answer_at_length).client() as client:
+        first = client.post(PATH, json=STORED | {"background": True}).json()
+        whole = client.post(PATH, json=STORED).json()  # answered after it, in order
+        assert (whole["status"], whole["store"]) == ("completed", False)
+        done = client.get(f"{PATH}/{first['id']}").json()
+    assert (done["status"], done["output"]) == ("failed", [])
+    assert "expected at most 20000" in done["error"]["message"]
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete", "stop"])

@@ -85,13 +85,29 @@ def test_the_least_recently_used_ones_are_evicted() -> None:
     assert status(store.resolved, reference) == 404
 
 
-def test_a_response_beyond_the_limit_is_not_stored() -> None:
+def test_a_response_beyond_the_limit_is_refused() -> None:
     store = ResponseStore(max_bytes=10_000)
     first = put(store)
     before = store.num_bytes
-    assert status(store.body, put(store, "a" * 10_000).id) == 404
+    assert status(put, store, "a" * 10_000) == 413
     assert store.body(first.id)
     assert store.num_bytes == before
+
+
+def test_responses_in_progress_leave_no_place() -> None:
+    async def fill() -> None:
+        store = ResponseStore(max_bytes=20_000)
+        running = [put(store, "a" * 2000) for _ in range(2)]
+        for one in running:
+            store.run(one.id, asyncio.Event().wait())  # type: ignore[arg-type]
+        before = store.num_bytes
+        assert status(put, store, "b" * 5000) == 429
+        assert store.num_bytes == before
+        assert all(map(store.body, [one.id for one in running]))
+        await store.stop()
+        assert put(store, "b" * 5000)
+
+    asyncio.run(fill())
 
 
 def test_a_reference_is_a_use() -> None:
