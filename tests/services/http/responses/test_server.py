@@ -171,7 +171,7 @@ def test_an_answer_in_the_background(serve: Serve) -> None:
 def test_a_background_response_without_a_place_is_refused(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would be a 404 while it is made, and its client would wait for nothing."""
+    """The response would be a 404 while it is made: its client would wait for nothing."""
     monkeypatch.setattr(ResponseStore.__init__, "__defaults__", (20_000,))
     unfinished = Unfinished()
     asked = {"store": True, "background": True}
