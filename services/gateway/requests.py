@@ -25,7 +25,8 @@ from penstock.services.gateway.connections import Client
 from penstock.services.gateway.entry import Entry, GapError, estimated_tokens
 from penstock.services.gateway.ledger import Admission, Ledger
 from penstock.services.gateway.router import Router
-from penstock.services.gateway.tokenizers import Queries, Query, Tokenizers, Work, num_query_tokens
+from penstock.services.gateway.tokenizer_queries import Queries, Query, num_query_tokens
+from penstock.services.gateway.tokenizers import Tokenizers, Work
 from penstock.services.gateway.validation import (
     GIVEN_UP,
     Poison,
@@ -65,7 +66,8 @@ class Requests:
         self.tracer = Tracer(config, process.name)
         self.poison = Poison(DeathReports(process))
         self.tokenizers = Tokenizers(to_tokenizers, self.poison, self)
-        self.queries = Queries(ledger.first_attempt, clients, self.tokenizers, ledger.totals)
+        send, forget = self.tokenizers.submit, self.tokenizers.forget
+        self.queries = Queries(ledger.first_attempt, clients, ledger.totals, send, forget)
         self._ledger, self._clients, self._router = ledger, clients, router
         self._call_later = call_later
         self.is_draining = False

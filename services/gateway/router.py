@@ -1,35 +1,16 @@
-"""The router: assigns each request to a replica, and releases it there. No clock.
-
-A request goes to the replica that had the longest beginning of its prompt, whose cache may hold its
-KV; but to the least loaded replica if that one has much less to do (the rule, though not the
-numbers, of SGLang's router: sgl-project/sglang, cache_aware policy). Prompts are known by hashes of
-their pieces, each chained to the pieces before it.
-"""
+"""The router: assigns each request to a replica, and releases it there. No clock."""
 
 import random
-from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any, Literal
 
-import msgspec
-import xxhash
 from msgspec.structs import replace
 
-from penstock.protocol.messages.client import GenerateRequest
-from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
 from penstock.services.gateway.entry import Entry
-
-PIECE_BYTES = 256
-"""of text, or of token ids of 4 bytes"""
-MAX_PIECES = 1024
-"""of one prompt that are hashed"""
-MAX_KNOWN = 1 << 16
-"""pieces that are remembered, the most recently used"""
-MUCH_MORE = 8, 1.5
-"""requests, and factor, by which the load of one replica exceeds that of another"""
+from penstock.services.gateway.prefix_routing import Prefixes
 
 
 class Replica:
@@ -88,42 +69,6 @@ class Replica:
         if self.status is None or 0 < self.status.first_attempt < self.first_attempt:
             return None
         return self.status.unclaimed
-
-
-class Prefixes:
-    """Beginnings of prompts, and the replicas that have had each."""
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[int, frozenset[int]] = OrderedDict()
-        """hash of a piece and all before it → replicas"""
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def longest(self, pieces: list[int], among: Collection[int]) -> frozenset[int]:
-        """Return the replicas, of `among`, that have had most of the pieces."""
-        best: frozenset[int] = frozenset()
-        for piece in pieces:
-            having = self._known.get(piece, frozenset()).intersection(among)
-            if not having:
-                break
-            best = having
-        return best
-
-    def remember(self, pieces: list[int], replica: int) -> None:
-        """Add a prompt of a replica. Its first pieces are forgotten last."""
-        for piece in reversed(pieces):
-            self._known[piece] = self._known.get(piece, frozenset()) | {replica}
-            self._known.move_to_end(piece)
-        while len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
-
-    def forget(self, replica: int) -> None:
-        for piece, having in list(self._known.items()):
-            if having == {replica}:
-                del self._known[piece]
-            else:
-                self._known[piece] = having - {replica}
 
 
 class Router:
@@ -210,10 +155,14 @@ class Router:
         return [entry for one in self._all if one.is_down for entry in one.entries.values()]
 
     def assign(self, entry: Entry) -> None:
-        is_used = self._routing == "prefix" and len(self._all) > 1
-        pieces = pieces_of(entry.request) if is_used else []
-        replica = self._choose(pieces)
-        self._prefixes.remember(pieces, replica.index)
+        running = [one for one in self._all if one.runs] or self._all
+        if self._routing == "random":
+            replica = random.choice(running)  # noqa: S311  no secret
+        elif self._routing == "prefix" and len(self._all) > 1:
+            loads = {one.index: one.load() for one in running}
+            replica = self._all[self._prefixes.choose(entry.request, loads)]
+        else:
+            replica = min(running, key=Replica.load)
         entry.replica = replica.index
         replica.entries[entry.request_id] = entry
         replica.num_given += 1
@@ -245,36 +194,3 @@ class Router:
         if attempt >= self._first_attempt:
             for replica in range(len(self._all)):
                 self.release(replica, request_id, attempt)
-
-    def _choose(self, pieces: list[int]) -> Replica:
-        running = [one for one in self._all if one.runs] or self._all
-        if self._routing == "random":
-            return random.choice(running)  # noqa: S311  no secret
-        least = min(running, key=Replica.load)
-        having = self._prefixes.longest(pieces, [one.index for one in running])
-        if having:
-            best = min((self._all[index] for index in having), key=Replica.load)
-            more, times = MUCH_MORE
-            number, fewest = len(best.entries), len(least.entries)
-            if number <= fewest + more or number <= fewest * times:
-                return best
-        return least
-
-
-def pieces_of(request: GenerateRequest) -> list[int]:
-    """Return a hash for each whole piece of the prompt, of that piece and all before it."""
-    prompt = request.prompt
-    if isinstance(prompt, str):
-        data = prompt.encode()
-    elif prompt is not None:
-        data = pack(prompt)
-    else:  # tools first, as in chat templates
-        parts = [request.tools, request.chat_template_kwargs, *(request.messages or ())]
-        data = b"".join(map(msgspec.msgpack.encode, parts))
-    end = min(len(data) // PIECE_BYTES, MAX_PIECES) * PIECE_BYTES
-    pieces: list[int] = []
-    before = 0
-    for begin in range(0, end, PIECE_BYTES):
-        piece = data[begin : begin + PIECE_BYTES]
-        pieces.append(before := xxhash.xxh3_64_intdigest(piece, seed=before))
-    return pieces

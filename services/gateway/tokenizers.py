@@ -4,19 +4,15 @@ When a tokenizer dies, any of its work may have killed it. Such suspects get a t
 themselves, until it has done them: work that is alone at MAX_DEATHS deaths is given up.
 """
 
-from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from penstock.protocol.fair_queue import FairQueue
-from penstock.protocol.messages.client import ErrorReply, TokenizePromptRequest
-from penstock.protocol.messages.tokenizer import TokenizerQuery, TokenizerReply
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.peers import Peer, Peers, predecessors
-from penstock.services.gateway.client_socket import ClientSocket
-from penstock.services.gateway.connections import Client, Totals
-from penstock.services.gateway.entry import Entry, estimated_tokens
-from penstock.services.gateway.validation import MAX_DEATHS, Poison, TokenizerRequest
+from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.tokenizer_queries import Query
+from penstock.services.gateway.validation import MAX_DEATHS, Poison
 
 MAX_BYTES = 1 << 17
 """of work that one tokenizer has at a time, if it is not one piece: other work can be dropped"""
@@ -24,33 +20,6 @@ MAX_SILENT = 16
 """tokenizers, the newest, whose work is remembered: one that was scaled down has no successor"""
 _LOST = 1 << 32
 """more than any difference of priorities"""
-
-
-class Query:
-    """One request that a tokenizer answers alone: token ids of a prompt, or text of token ids."""
-
-    def __init__(
-        self, number: int, client: Client, request: TokenizerRequest, num_bytes: int
-    ) -> None:
-        self.key = number
-        self.client = client
-        self.size = num_bytes
-        self.share = client.share
-        self.priority = 0
-        self.num_tokens = num_query_tokens(request)
-        self.request = request
-
-    @property
-    def is_open(self) -> bool:
-        return not self.client.connection.is_closed
-
-    def submission(self) -> TokenizerQuery:
-        return TokenizerQuery(self.key, self.request)
-
-
-def num_query_tokens(request: TokenizerRequest) -> int:
-    """Return the estimated length of the prompt that is to be tokenized."""
-    return estimated_tokens(request) if isinstance(request, TokenizePromptRequest) else 0
 
 
 Work = Entry | Query
@@ -190,45 +159,3 @@ class Tokenizers:
         if work := peer.work.pop(key, None):
             self._num_bytes[peer.identity] -= work.size
         return work
-
-
-class Queries:
-    """All open queries by number, which is unique: an earlier gateway's answer may arrive."""
-
-    def __init__(
-        self, first_number: int, clients: ClientSocket, tokenizers: Tokenizers, totals: Totals
-    ) -> None:
-        self._numbers = count(first_number)
-        self._open: dict[int, Query] = {}
-        self._clients = clients
-        self._tokenizers = tokenizers
-        self._totals = totals
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def submit(self, client: Client, request: TokenizerRequest, num_bytes: int) -> None:
-        """Send a query, of a frame of `num_bytes`, to a tokenizer."""
-        query = Query(next(self._numbers), client, request, num_bytes)
-        self._open[query.key] = query
-        self._totals.count(query.share, 1, query.num_tokens, query.size)
-        self._tokenizers.submit(query)
-
-    def answer(self, message: TokenizerReply) -> None:
-        """Send a tokenizer's reply to the client; the second one of a query is dropped."""
-        if query := self._remove(message.number):
-            self._clients.reply(query.client, message.reply)
-
-    def fail(self, query: Query, message: str) -> None:
-        self.answer(TokenizerReply(query.key, ErrorReply(code="failed", message=message)))
-
-    def drop_closed(self) -> None:
-        for query in [one for one in self._open.values() if not one.is_open]:
-            self._tokenizers.forget(query)
-            self._remove(query.key)
-
-    def _remove(self, number: int) -> Query | None:
-        query = self._open.pop(number, None)
-        if query:
-            self._totals.count(query.share, -1, -query.num_tokens, -query.size)
-        return query
