@@ -82,7 +82,7 @@ class Model:
                     self.requests.on_tokenized(request_id, attempt, num_tokens, identity)
                 case RequestFailed():
                     self.tokenizers.done(identity, (message.request_id, message.attempt))
-                    self.requests.on_failed(message)
+                    self.requests.failures.on_failed(message)
                 case TokenizerReply():
                     self.tokenizers.done(identity, message.number)
                     self.requests.queries.answer(message)
@@ -95,7 +95,7 @@ class Model:
                 case TextDeltas(deltas):
                     self.requests.on_deltas(deltas, time.monotonic())
                 case RequestFailed():
-                    self.requests.on_failed(message)
+                    self.requests.failures.on_failed(message)
                 case SchedulerStatus():
                     self.on_scheduler(message)
                 case SupervisorReport():
@@ -107,26 +107,26 @@ class Model:
         if has_restarted is None:
             return
         if has_restarted:
-            self.requests.resubmit_all(status.replica)
-        self.requests.migrate_stranded()
+            self.requests.failures.resubmit_all(status.replica)
+        self.requests.failures.migrate_stranded()
         self.on_status(self, status)
 
     def on_return(self, replica: int) -> None:
         """Resubmit all requests of a scheduler that reconnected; it forgets all others."""
         self.router.introduce(replica, self.ledger.new_first_attempt())
-        self.requests.resubmit_all(replica)
+        self.requests.failures.resubmit_all(replica)
 
     def take_running(self, names: list[str]) -> None:
         """Take in which processes run; requests of a scheduler that does not run are migrated."""
         schedulers = [name for name in names if name.startswith("scheduler.")]
         self.router.take_running({replica_of(name, self.config) for name in schedulers})
-        self.requests.migrate_stranded()
+        self.requests.failures.migrate_stranded()
 
     def on_heartbeat(self) -> None:
         """Drop processes that are silent."""
         self.tokenizers.lose_silent()
         self.router.on_heartbeat()
-        self.requests.migrate_stranded()
+        self.requests.failures.migrate_stranded()
         self.requests.on_heartbeat()
 
     @property

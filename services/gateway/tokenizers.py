@@ -29,7 +29,7 @@ class Tokenizers:
     """All tokenizers and the work of each. Other work waits here; clients take turns."""
 
     def __init__(self, channel: Channel[Any], poison: Poison, owner: Any) -> None:
-        """owner: `Requests`, which handles lost tokenizers, poison, and work that can't be sent."""
+        """owner: `Failures`, which handles lost tokenizers, poison, and work that can't be sent."""
         self.peers: Peers[Work] = Peers()
         self.unassigned: FairQueue[Work] = FairQueue()
         self._num_losses = 0

@@ -1,0 +1,112 @@
+"""Failures: work that is resubmitted after the loss of a process, and requests that fail alone."""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from penstock.protocol.messages.client import ErrorReply
+from penstock.protocol.messages.tokenizer import RequestFailed
+from penstock.protocol.poison import REFUSED
+from penstock.services.gateway.entry import Entry, GapError
+from penstock.services.gateway.ledger import Ledger
+from penstock.services.gateway.router import Router
+from penstock.services.gateway.tokenizer_queries import Query
+from penstock.services.gateway.tokenizers import Work
+from penstock.services.gateway.validation import GIVEN_UP, Poison, WorkRequest, digest
+
+log = logging.getLogger("gateway")
+DEFECT = "the gateway failed at this request; its log has the reason"
+
+
+class Failures:
+    """The handler of each failure of another process, and of exceptions at one request."""
+
+    def __init__(self, ledger: Ledger, router: Router, poison: Poison, owner: Any) -> None:
+        """owner: `Requests`, which submits, answers and releases requests."""
+        self._ledger, self._router, self._poison, self._owner = ledger, router, poison, owner
+
+    # ---- a process is lost -------------------------------------------------------------------
+
+    def resubmit_all(self, replica: int) -> None:
+        """Resubmit the requests of a scheduler: it, or this gateway, has restarted."""
+        if entries := self._router.entries_of(replica):
+            name = replica + 1
+            log.warning("resubmitting %d requests that scheduler.%d may lack", len(entries), name)
+        self.for_each(entries, self._resubmit)
+
+    def resubmit_passed_on_by(self, tokenizer: bytes) -> None:
+        """Resubmit what a tokenizer has passed on: it may have been lost with it."""
+        self.for_each(self._ledger.passed_on_by(tokenizer), self._resubmit)
+
+    def migrate_stranded(self) -> None:
+        """Migrate what a replica can't run to another one."""
+        if entries := self._router.stranded():
+            log.warning("a replica is down; migrating %d requests to others", len(entries))
+        self.for_each(entries, self._resubmit)
+
+    def on_gap(self, entry: Entry, error: GapError) -> None:
+        """Resubmit a request whose output was lost in part."""
+        extra = {"request_id": entry.request_id}
+        log.warning("%s: %s; resubmitting it", entry.request_id, error, extra=extra)
+        self._ledger.begin_attempt(entry)
+        self._owner.tokenizers.submit(entry)
+
+    def _resubmit(self, entry: Entry) -> None:
+        """Submit a request once more, to be resumed after the tokens that it has."""
+        attempt = entry.attempt
+        left = self._router.migrate(entry)
+        self._ledger.begin_attempt(entry)
+        if left is not None:
+            entry.left[attempt] = left
+            self._router.release_left(entry, attempt)
+        self._owner.tokenizers.submit(entry)
+
+    # ---- a request fails ---------------------------------------------------------------------
+
+    def on_failed(self, message: RequestFailed) -> None:
+        """Fail a request that can't be served; if it is poison, equal ones are refused."""
+        entry = self._ledger.get(message.request_id)
+        if entry and entry.attempt == message.attempt:
+            self._fail(entry, message.error)
+            if message.is_poison:
+                self._fail_likes(entry.request)
+
+    def on_poison(self, work: Work) -> None:
+        if isinstance(work, Query):
+            self._owner.queries.fail(work, GIVEN_UP)
+        elif work.is_open:
+            self._fail(work, ErrorReply(code="failed", message=GIVEN_UP))
+        self._fail_likes(work.request)
+
+    def on_defect(self, work: Work) -> None:
+        """Fail work that raises, in an `except` block: other requests continue."""
+        if isinstance(work, Query):
+            log.exception("a query raised and is failed")
+            self._owner.queries.fail(work, DEFECT)
+            return
+        request_id, extra = work.request_id, {"request_id": work.request_id}
+        log.exception("request %s raised and is failed", request_id, extra=extra)
+        try:
+            self._fail(work, ErrorReply(code="failed", message=DEFECT))
+        except Exception:
+            log.exception("request %s is dropped", request_id, extra=extra)
+            self._owner.release(work)
+
+    def for_each(self, entries: Iterable[Entry], handle: Callable[[Entry], None]) -> None:
+        """Call `handle` with each entry; an entry at which it raises fails, alone."""
+        for entry in entries:
+            try:
+                handle(entry)
+            except Exception:  # noqa: BLE001
+                self.on_defect(entry)
+
+    def _fail(self, entry: Entry, error: ErrorReply) -> None:
+        error.request_id = entry.request_id
+        self._owner.answer(entry, error)
+
+    def _fail_likes(self, request: WorkRequest) -> None:
+        """Refuse a poison request, and fail those that are open and have no output."""
+        poison = self._poison.give_up(request)
+        for entry in self._router.entries:
+            if not entry.token_ids and digest(entry.request) == poison:
+                self._fail(entry, ErrorReply(code="failed", message=REFUSED))
