@@ -177,22 +177,41 @@ def test_keyboard_reaches_everything(page: Any) -> None:
     expect(page.locator("#prompt")).to_have_value("17+25=\n")
     page.keyboard.press("Enter")
     assert wait_for_answer(page.locator(".turn")) == "42"
-    for name in ("send", "new", "system", "temperature", "max-tokens", "thinking"):
+    for name in ("send", "new", "system", "tools", "temperature", "max-tokens", "thinking"):
         page.keyboard.press("Tab")
         expect(page.locator(f"#{name}")).to_be_focused()
         assert page.locator(f"#{name}").evaluate("e => getComputedStyle(e).outlineStyle") != "none"
-    for _ in range(7):
+    for _ in range(8):
+        page.keyboard.press("Shift+Tab")
+    for name in ("Regenerate", "Copy answer", "Edit"):
+        expect(page.get_by_role("button", name=name, exact=True)).to_be_focused()
         page.keyboard.press("Shift+Tab")
     expect(page.locator("#log")).to_be_focused()
     page.keyboard.press("Shift+Tab")
     expect(page.locator("#theme")).to_be_focused()
+    page.keyboard.press("Shift+Tab")
+    expect(page.get_by_role("tab", name="Chat")).to_be_focused()
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("tab", name="Metrics")).to_be_focused()
+    expect(page.get_by_role("tabpanel", name="Metrics")).to_be_visible()
+    expect(page.locator("#chat")).to_be_hidden()
 
 
 def test_everything_has_a_name(page: Any) -> None:
     """As Chromium reports it to a screen reader."""
     wait_for_answer(ask(page, "17+25="))
     tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")
-    roles = ("button", "checkbox", "heading", "image", "log", "meter", "spinbutton", "textbox")
+    roles = (
+        "button",
+        "checkbox",
+        "heading",
+        "image",
+        "log",
+        "meter",
+        "spinbutton",
+        "tab",
+        "textbox",
+    )
     named = [
         (node["role"]["value"], node.get("name", {}).get("value", ""))
         for node in tree["nodes"]
@@ -200,7 +219,7 @@ def test_everything_has_a_name(page: Any) -> None:
     ]
     assert {"button", "checkbox", "log", "meter", "spinbutton", "textbox"} <= {r for r, _ in named}
     assert not [role for role, name in named if not name]
-    for label in ("Message", "System prompt", "Temperature", "Max tokens", "Thinking"):
+    for label in ("Message", "System prompt", "Tools", "Temperature", "Max tokens", "Thinking"):
         expect(page.get_by_label(label, exact=True)).to_have_count(1)
     expect(page.locator("#log")).to_have_attribute("aria-live", "polite")
 
@@ -257,7 +276,7 @@ def test_code_stands_apart(page: Any) -> None:
     expect(turn.locator(".code .row span")).to_have_text("python")
     expect(turn.locator(".answer p")).to_have_text(["so:", "that is all"])
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    turn.get_by_role("button", name="Copy").click()
+    turn.get_by_role("button", name="Copy", exact=True).click()
     expect(turn.get_by_role("button", name="Copied")).to_be_visible()
     assert page.evaluate("navigator.clipboard.readText()") == "x = 1"
 

@@ -1,10 +1,11 @@
 """Texts and conversations on the page, in headless Chromium."""
 
+import re
 from typing import Any
 
 import pytest
 
-from tests.pipeline.browser import Pages, answer_with, ask, expect, wait_for_answer
+from tests.pipeline.browser import Pages, answer_with, ask, expect, never_end, wait_for_answer
 from tests.pipeline.test_page import CHROMIUM, browser, page, pages, site
 
 __all__ = ["browser", "page", "pages", "site"]
@@ -58,12 +59,15 @@ def test_markdown_is_drawn_as_it_comes(page: Any) -> None:
     expect(shown.locator("img, b")).to_have_count(0)
 
 
-def test_a_long_line_of_stars_does_not_block_the_page(page: Any) -> None:
-    for text in ("**a `b *c [d](" * 1200, "**bold** " * 2500):
-        answer_with(page, {"choices": [{"index": 0, "delta": {"content": text}}]}, "[DONE]")
+def test_long_answers_do_not_block_the_page(page: Any) -> None:
+    for piece in ("**a `b *c [d](", "**bold** ", "```\ncode\n```\n"):
+        text = piece * (100_000 // len(piece))
+        parts = [text[at : at + 200] for at in range(0, len(text), 200)]
+        deltas = [{"choices": [{"index": 0, "delta": {"content": one}}]} for one in parts]
+        answer_with(page, *deltas, "[DONE]")
         turn = ask(page, "stars")
-        assert len(wait_for_answer(turn)) > 10_000
-    expect(turn.locator(".answer strong")).to_have_count(0)  # it is too long to be drawn
+        assert len(wait_for_answer(turn)) > 30_000
+    expect(turn.locator("pre")).to_have_count(len(text) // len(piece))
 
 
 def test_a_reload_keeps_the_conversation(page: Any) -> None:
@@ -85,6 +89,108 @@ def test_a_reload_keeps_the_conversation(page: Any) -> None:
     page.reload()
     expect(page.locator("#empty")).to_be_visible()
     expect(page.locator(".turn")).to_have_count(0)
+
+
+def test_conversations_are_kept_until_they_are_deleted(page: Any) -> None:
+    listed = page.locator("#conversation-list li")
+    assert wait_for_answer(ask(page, "17+25=")) == "42"
+    page.locator("#new").click()
+    assert wait_for_answer(ask(page, "count from 3 to 9")) == "3 4 5 6 7 8 9"
+    page.reload()
+    page.get_by_role("button", name="Conversations").click()
+    expect(listed).to_have_text(["count from 3 to 9×", "17+25=×"])
+    page.get_by_role("button", name="17+25=", exact=True).click()
+    expect(listed.first).to_be_hidden()  # the drawer closes
+    expect(page.locator(".answer")).to_have_text("42")
+    wait_for_answer(ask(page, "1+1="))
+    page.get_by_role("button", name="Conversations").click()
+    expect(listed).to_have_text(["17+25=×", "count from 3 to 9×"])
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Delete 17+25=").click()
+    expect(page.locator(".answer")).to_have_text("3 4 5 6 7 8 9")
+    page.reload()
+    expect(page.locator(".answer")).to_have_text("3 4 5 6 7 8 9")
+    expect(listed).to_have_count(1)
+
+
+def test_an_answer_that_a_reload_ends_is_kept_as_far_as_it_was_received(page: Any) -> None:
+    never_end(page, 3000)
+    ask(page, "count from 3 to 9")
+    turns = (
+        "() => new Promise((resolve) => { indexedDB.open('penstock').onsuccess = ({ target }) =>"
+    )
+    turns += " { target.result.transaction('conversations').objectStore('conversations').getAll()"
+    turns += ".onsuccess = (event) => resolve(event.target.result[0].turns[0].answer); }; })"
+    while not page.evaluate(turns):
+        page.wait_for_event("request")  # of the status
+    page.reload()
+    expect(page.locator(".answer")).to_contain_text("3 4")
+    page.get_by_role("button", name="Try again").click()
+    expect(page.locator(".turn")).to_have_attribute("aria-busy", "true")
+    page.keyboard.press("Escape")
+    expect(page.locator(".note")).to_have_text("stopped")
+
+
+def test_an_edited_question_is_asked_again(page: Any) -> None:
+    assert wait_for_answer(ask(page, "17+25=")) == "42"
+    wait_for_answer(ask(page, "1+1="))
+    page.get_by_role("button", name="Edit").first.click()
+    page.get_by_label("Edited message").first.fill("count from 3 to 9")
+    page.keyboard.press("Enter")
+    expect(page.locator(".turn")).to_have_count(1)
+    assert wait_for_answer(page.locator(".turn")) == "3 4 5 6 7 8 9"
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator(".user")).to_have_text("count from 3 to 9")
+    assert wait_for_answer(page.locator(".turn")) == "3 4 5 6 7 8 9"
+
+
+def test_a_tool_call_is_shown_and_its_result_sent(page: Any) -> None:
+    page.get_by_label("Tools").fill('{"name": "take", "parameters": {"type": "object"}}')
+    sent: list[Any] = []
+    page.on("request", lambda one: sent.append(one.post_data_json) if one.post_data else None)
+    call = '<tool_call>{"name": "take", "arguments": {"x": "<b>"}}</tool_call>'
+    turn = ask(page, f"repeat: {call}")
+    assert wait_for_answer(turn) == ""
+    expect(turn.locator(".call-name")).to_have_text("take")
+    expect(turn.locator(".call pre")).to_have_text('{\n  "x": "<b>"\n}')
+    page.reload()
+    page.get_by_label("Result of take").fill("took it")
+    page.get_by_role("button", name="Send results").click()
+    expect(page.locator(".turn")).to_have_count(2)
+    wait_for_answer(page.locator(".turn").last)
+    expect(page.locator(".turn").last.locator(".user")).to_contain_text("took it")
+    _, asked, result = sent[-1]["messages"]
+    assert [one["function"]["name"] for one in asked["tool_calls"]] == ["take"]
+    tool = {"role": "tool", "tool_call_id": asked["tool_calls"][0]["id"], "content": "took it"}
+    assert result == tool
+    assert sent[-1]["tools"][0]["function"]["name"] == "take"
+
+
+def test_tools_that_are_not_json_are_refused(page: Any) -> None:
+    page.get_by_label("Tools").fill("take")
+    turn = ask(page, "17+25=")
+    expect(turn.locator(".failure")).to_contain_text("Tools: got invalid JSON")
+    page.get_by_label("Tools").fill("")
+    turn.get_by_role("button", name="Try again").click()
+    assert wait_for_answer(turn) == "42"
+
+
+def test_metrics_are_plotted_during_load(page: Any) -> None:
+    never_end(page, 3000)
+    ask(page, "count from 3 to 9")
+    page.get_by_role("tab", name="Metrics").click()
+    figure = page.locator("figure", has_text="Tokens per second")
+    expect(figure.locator("b").first).to_have_text(re.compile("[1-9]"))
+    for title in ("Time to first token", "Inter-token latency"):
+        values = page.locator("figure", has_text=title).locator("b")
+        expect(values.first).to_have_text(re.compile("[1-9].* m?s"))
+    running = page.locator("figure", has_text="running")
+    expect(running.locator("b").first).to_have_text("1")
+    expect(running.locator("path.line-0")).to_have_attribute("d", re.compile("M.*L"))
+    expect(running.locator("svg")).to_have_attribute("aria-label", re.compile("running 1"))
+    page.reload()  # the view is kept
+    expect(page.get_by_role("tab", name="Metrics")).to_have_attribute("aria-selected", "true")
+    expect(page.locator("#plots")).to_be_visible()
 
 
 def test_the_empty_page_says_what_the_demo_model_can_do(page: Any) -> None:
