@@ -147,8 +147,8 @@ class Decoder(nn.Module):
         return residual  # type: ignore[no-any-return]
 
 
-HostStep = Callable[[NDArray[np.int32], int], NDArray[np.int64]]
-"""(record, number of rows) → the rows' tokens, without logits processing"""
+HostStep = Callable[[NDArray[np.int32], int], list[int]]
+"""(record, number of rows) → the rows' tokens, -1 for a failed row, without logits processing"""
 
 
 class Compiled(Protocol):

@@ -105,22 +105,23 @@ class Restrictions(NamedTuple):
         """Return arrays in the tensors' memory."""
         return cls(*(tensor.numpy() for tensor in by_slot[1:5]))
 
+    def by_slot(self) -> NDArray[np.bool_]:
+        """Return True for slots whose parameters remove tokens."""
+        removes = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
+        return removes & (self.temperature > 0)
+
     def thresholds(self, logits: Floats, slots: NDArray[np.int64]) -> Floats:
         """Return the lowest score of each row that top-k, top-p and min-p keep, -inf for all.
 
         As in `penstock.kernels.sampling.reference.keep_top_k_top_p`.
         """
         lowest = np.full(len(slots), -np.inf, np.float32)
-        temperature = self.temperature[slots]
-        if not temperature.any():
-            return lowest
-        top_k, top_p, min_p = self.top_k[slots], self.top_p[slots], self.min_p[slots]
-        restricted = ((top_k > 0) | (top_p < 1) | (min_p > 0)) & (temperature > 0) & (slots >= 0)
-        for row in np.flatnonzero(restricted).tolist():
-            largest = logits[row].max()
+        for row in np.flatnonzero(self.by_slot()[slots] & (slots >= 0)).tolist():
+            largest, slot = logits[row].max(), slots[row]
             if np.isfinite(largest):  # otherwise the row has no token
-                scores = (logits[row] - largest) / temperature[row]
-                lowest[row] = _threshold(scores, int(top_k[row]), top_p[row], min_p[row])
+                scores = (logits[row] - largest) / self.temperature[slot]
+                others = self.top_p[slot], self.min_p[slot]
+                lowest[row] = _threshold(scores, int(self.top_k[slot]), *others)
         return lowest
 
 

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from penstock.kernels.attention.types import KVCache
 from penstock.kernels.cpu.compiled_layers import CompiledLayers
-from penstock.kernels.cpu.compiled_step import CompiledStep, Fields, Restrictions, sample_fields
+from penstock.kernels.cpu.compiled_step import (
+    CompiledStep,
+    Fields,
+    Floats,
+    Restrictions,
+    sample_fields,
+)
 from penstock.kernels.cpu.types import PLAN, HeadFields, Matrix, SampleFields, StepFields
 from penstock.kernels.step.forward_batch import SMALL_TILE, BatchShape
 from penstock.kernels.step.types import Slots, StepBuffers
@@ -59,6 +65,9 @@ class DecodeStep:
         self._embedding = embedding
         by_slot = slots.sampling()
         self._restrictions = Restrictions.of(by_slot)
+        self._parameters: list[bytes] = []
+        """of all slots in the last step"""
+        self._unrestricted = np.full(num_rows, -np.inf, np.float32)
         self._views = self.logits.numpy(), buffers.slots.numpy()
         block_size = kv_caches[0].k.shape[1]
         self._plan = step.plan_fields(0, slots, buffers, self._shape, block_size)
@@ -81,7 +90,7 @@ class DecodeStep:
         self._embed = [tensor.data_ptr() for tensor in tensors]
         self._version = layers.version
 
-    def __call__(self, record: NDArray[np.int32], num_rows: int) -> NDArray[np.int64]:
+    def __call__(self, record: NDArray[np.int32], num_rows: int) -> list[int]:
         """Run a step that the record describes; return the rows' tokens as `sample` does."""
         layers, step = self._layers, self._step
         if layers.version != self._version:
@@ -95,10 +104,20 @@ class DecodeStep:
         layers.call_decoder(decoder, self._halves)
         self._head_fields[HEAD_ROWS] = num_rows
         layers.call_head(head)
-        tokens = np.zeros(num_rows, np.int64)
-        logits, slots = self._views
-        lowest = self._restrictions.thresholds(logits[:num_rows], slots[:num_rows])
+        tokens, lowest = np.zeros(num_rows, np.int64), self._thresholds(num_rows)
         self._sample[SAMPLE_ROWS] = num_rows
         self._sample[THRESHOLDS], self._sample[OUT] = lowest.ctypes.data, tokens.ctypes.data
         step.call_sample(sample)
-        return tokens
+        token_ids: list[int] = tokens.tolist()
+        return token_ids
+
+    def _thresholds(self, num_rows: int) -> Floats:
+        """Return the lowest score that each row keeps; most steps find equal parameters."""
+        parameters = [array.tobytes() for array in self._restrictions]
+        if parameters != self._parameters:
+            self._parameters = parameters
+            self._is_restricted = self._restrictions.by_slot().any()
+        if not self._is_restricted:
+            return self._unrestricted
+        logits, slots = self._views
+        return self._restrictions.thresholds(logits[:num_rows], slots[:num_rows])

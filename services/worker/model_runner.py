@@ -25,10 +25,8 @@ from penstock.services.worker.step_output import (
     to_device,
     to_host,
 )
-from penstock.services.worker.step_record import NONE, Rows
+from penstock.services.worker.step_record import Rows
 from penstock.services.worker.timings import IdleTimes
-
-NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 
 class ModelRunner:
@@ -105,14 +103,11 @@ class ModelRunner:
                 self.logits_processor.apply(plan)
         rows = self._batch.advance(plan.chunks, plan.drafts)
         if rows is None:
-            return LaunchedStep(NONE, lambda: (NO_TOKENS, None, NOTHING))
+            return LaunchedStep.finished([])
         if self._profiler:
             self._profiler.step()
         if self._decode and not rows.shape.num_tiles and not self.logits_processor.rows:
-            tokens = torch.from_numpy(self._decode(rows.record, rows.shape.num_rows))
-            step = LaunchedStep(rows.sampled, lambda: (tokens, None, NOTHING))
-            step.complete()
-            return step
+            return LaunchedStep.finished(self._decode(rows.record, rows.shape.num_rows))
         return self._launch(rows)
 
     @torch.inference_mode()

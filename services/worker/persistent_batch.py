@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from penstock.protocol.messages.plan import BLOCK_BITS, MAX_BLOCKS, BatchPlan, RowAdded
 from penstock.services.worker.step_record import (
     Changes,
+    DecodingRows,
     Integers,
     Record,
     Rows,
-    decoding_rows,
     make_record,
     parameters_of,
     shape_of,
@@ -53,9 +53,12 @@ class PersistentBatch:
         self._given: dict[int, Record] = {}
         """prefill tokens of the rows that have not computed all of them"""
         self._changes = Changes([], [])
+        self._decoding_rows: DecodingRows | None = None
+        """of the last step; None: rows have come, left or changed since"""
 
     def clear(self) -> None:
         self._active[:] = False
+        self._decoding_rows = None
         self._given.clear()
         self._changes.clear()
 
@@ -65,6 +68,7 @@ class PersistentBatch:
             removed = _integers(plan.removed)
             self._check_active(removed)
             self._active[removed] = False
+            self._decoding_rows = None
             self._changes.forget(removed)
         for row in plan.added:
             self._add(row)
@@ -80,6 +84,7 @@ class PersistentBatch:
         """
         if not chunks and not drafts:
             return self._advance_decoding()
+        self._decoding_rows = None
         prefilling, lengths = _pairs(chunks)
         self._check_chunks(prefilling, lengths)
         decoding = self._decoding(drafts)
@@ -99,14 +104,19 @@ class PersistentBatch:
 
     def _advance_decoding(self) -> Rows | None:
         """Compute `advance` of a step that only decodes, without drafts: fast, for most steps."""
-        slots = np.flatnonzero(self._decodes() & ~self._is_paused)
-        if not slots.size:
-            return None
-        ends = self._num_computed[slots] + 1
-        self._check_room(slots, ends)
-        rows = decoding_rows(slots, ends, self._changes)
-        self._num_computed[slots] = ends
-        return rows
+        rows = self._decoding_rows
+        if rows is None:
+            slots = np.flatnonzero(self._decodes() & ~self._is_paused)
+            if not slots.size:
+                return None
+            rows = self._decoding_rows = DecodingRows(slots, self._num_computed[slots])
+        if not rows.steps_left:
+            self._check_room(rows.slots, rows.ends + 1)
+            room = self._num_row_blocks[rows.slots] * self.block_size
+            rows.steps_left = int((room - rows.ends).min())
+        step = rows.step(self._changes)
+        self._num_computed[rows.slots] = rows.ends
+        return step
 
     def _decodes(self) -> NDArray[np.bool_]:
         return self._active & (self._num_computed >= self._num_prefill_tokens)

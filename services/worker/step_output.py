@@ -79,6 +79,8 @@ class PendingOutput(NamedTuple):
 
 NOTHING = PendingOutput([], {}, [], [])
 """of a step whose rows need no logits processor"""
+NO_ROWS: Integers = np.empty(0, np.int64)
+NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 
 class LaunchedStep:
@@ -95,6 +97,14 @@ class LaunchedStep:
         self._sampled = sampled
         self._complete: Callable[[], tuple[Tensor, Any, PendingOutput]] | None = complete
         self._token_ids: list[int] | None = None
+
+    @classmethod
+    def finished(cls, token_ids: list[int]) -> "LaunchedStep":
+        """Return a step that has run, without other outputs."""
+        step = cls(NO_ROWS, lambda: (NO_TOKENS, None, NOTHING))
+        step.complete()
+        step._token_ids = token_ids
+        return step
 
     def complete(self) -> None:
         """Launch the rest of the step; waits for earlier tokens if rows depend on these."""
@@ -119,7 +129,7 @@ class LaunchedStep:
     def output(self) -> StepOutput:
         """Wait for the other outputs of the step."""
         missing = [index for index, token_id in enumerate(self.token_ids()) if token_id < 0]
-        output = self._pending.get()
+        output = StepOutput([], [], [], []) if self._pending is NOTHING else self._pending.get()
         known = {index for index, _ in output.failed}
         output.failed.extend((index, BAD_LOGITS) for index in missing if index not in known)
         return output

@@ -11,7 +11,6 @@ from penstock.protocol.messages.plan import RowAdded
 
 Integers = NDArray[np.int64]
 Record = NDArray[np.int32]
-NONE: Integers = np.empty(0, np.int64)
 
 
 class Rows(NamedTuple):
@@ -61,18 +60,42 @@ def make_record(num_rows: int, changes: Changes, given: list[Record]) -> tuple[R
     return record, record[HEADER:end].reshape(num_rows, ROW)
 
 
-def decoding_rows(slots: Integers, ends: Integers, changes: Changes) -> Rows:
-    """Return a step in which each row decodes the token sampled last; ends: lengths after it."""
-    num_rows = len(slots)
-    record, rows = make_record(num_rows, changes, [])
-    order = np.arange(num_rows)
-    rows[:, 0] = rows[:, 6] = slots
-    rows[:, 1] = ends - 1
-    rows[:, 2], rows[:, 3], rows[:, 4] = 1, order, -1
-    rows[0, 5] = rows[:, 7] = 0
-    rows[1:, 5] = ends[:-1].cumsum()
-    shape = BatchShape(num_rows, num_rows, num_rows, 0, SMALL_TILE, 1, int(ends.max()))
-    return Rows(record, rows, shape, order)
+class DecodingRows:
+    """Rows of steps that only decode, each the token sampled last, while no row comes or leaves."""
+
+    def __init__(self, slots: Integers, lengths: Integers) -> None:
+        """Keep the rows; lengths: in tokens, so far."""
+        num_rows = len(slots)
+        self.slots, self.ends = slots, lengths.copy()
+        """`ends`: the rows' lengths after the last step"""
+        self._order = np.arange(num_rows)
+        self.steps_left = 0
+        """steps for which the rows' blocks are known to have room"""
+        self._longest = int(lengths.max())
+        self._record, rows = make_record(num_rows, Changes([], []), [])
+        rows[:, 0] = rows[:, 6] = slots
+        rows[:, 1] = lengths - 1
+        rows[:, 2], rows[:, 3], rows[:, 4] = 1, self._order, -1
+        rows[0, 5] = rows[:, 7] = 0
+        rows[1:, 5] = lengths[:-1].cumsum()
+        self._positions, self._bounds = rows[:, 1], rows[:, 5]
+
+    def step(self, changes: Changes) -> Rows:
+        """Return the next step; the changes go with it."""
+        self.steps_left -= 1
+        self._longest += 1
+        self.ends += 1
+        self._positions += 1
+        self._bounds += self._order
+        num_rows = len(self.slots)
+        if changes.appended or changes.parameters:
+            record, rows = make_record(num_rows, changes, [])
+            rows[:] = self._record[HEADER:].reshape(num_rows, ROW)
+        else:
+            record = self._record.copy()
+            rows = record[HEADER:].reshape(num_rows, ROW)
+        shape = BatchShape(num_rows, num_rows, num_rows, 0, SMALL_TILE, 1, self._longest)
+        return Rows(record, rows, shape, self._order)
 
 
 def shape_of(counts: Integers, num_decode: int, max_seqlen_k: int) -> BatchShape:

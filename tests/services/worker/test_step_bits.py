@@ -31,7 +31,7 @@ class Logits:
 
         def record_decoding(
             step: DecodeStep, record: NDArray[np.int32], num_rows: int
-        ) -> NDArray[np.int64]:
+        ) -> list[int]:
             tokens = decode(step, record, num_rows)
             self.rows += step.logits[:num_rows].clone().unbind(0)
             return tokens
