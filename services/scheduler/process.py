@@ -29,12 +29,12 @@ from penstock.protocol.transport.peers import refusal
 from penstock.protocol.transport.process import Process, first_number
 from penstock.services.scheduler import poison, report
 from penstock.services.scheduler.block_manager import make_block_manager
+from penstock.services.scheduler.detokenizer_recovery import RecoverableStreams
 from penstock.services.scheduler.in_flight_plan import PlanDepth
 from penstock.services.scheduler.lease import Lease
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.sequence_limits import CannotFitError
-from penstock.services.scheduler.streams import Streams
 from penstock.services.scheduler.workers import NO_GROUP, WorkerGroup, WorkerMessage
 
 Request = TokenizedRequest | Sequence
@@ -54,7 +54,7 @@ class SchedulerProcess:
         self.replica = process.replica
         sizes = self.config.tp, self.config.spare_workers
         self.group = WorkerGroup(*sizes, self.replica, process.context.node_id, self.epoch + 1)
-        self.streams = Streams(self.epoch)
+        self.streams = RecoverableStreams(self.epoch)
         self.requests: dict[str, Sequence] = {}
         """requests that the gateway has not released"""
         self.lease = Lease(self.config.lease_timeout)

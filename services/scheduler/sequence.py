@@ -49,6 +49,7 @@ class Sequence:
     - `NgramProposer`: speculation, num_planned_tokens, last_step
     - `WaitingQueue`: admission
     - `Streams`: detokenizer, stream_id
+    - `RecoverableStreams`: detokenizer
     - `SchedulerProcess`: attempt
     - `poison`: num_deaths
     """
