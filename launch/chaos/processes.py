@@ -16,8 +16,8 @@ from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.pipeline.run_folder import control_endpoint
 from penstock.protocol.config import run_folder
 from penstock.protocol.messages.control import ControlReply, ListProcesses, Spawned
+from penstock.protocol.transport.asyncio_handlers import attend, leave
 from penstock.protocol.transport.context import Context
-from penstock.protocol.transport.event_loop import attend, leave
 
 
 class Changes:

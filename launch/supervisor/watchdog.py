@@ -28,9 +28,9 @@ from penstock.protocol.messages.supervisor import (
     SuspectsCleared,
     ToSupervisor,
 )
+from penstock.protocol.transport.asyncio_handlers import attend, leave
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.context import Context, endpoints
-from penstock.protocol.transport.event_loop import attend, leave
 
 MAX_LATE = 2 * HEARTBEAT_INTERVAL
 """seconds by which the supervisor's own timer may be late, if it was not stopped itself"""

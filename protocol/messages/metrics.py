@@ -3,9 +3,9 @@
 The names are vLLM's where the meaning is the same.
 """
 
-from bisect import bisect_left
-
 from msgspec import Struct
+
+from penstock.protocol.messages.histogram import Histogram
 
 ITERATION_TOKENS = [1.0, *(float(1 << bits) for bits in range(3, 14))]
 """bounds of the tokens of a step: 1, 8, 16, 32, … 8,192"""
@@ -36,24 +36,6 @@ def token_bounds(largest: int) -> list[float]:
     return [float(m * 10**e) for e in exponents for m in (1, 2, 5) if m * 10**e <= largest]
 
 
-class Histogram(Struct, kw_only=True):
-    """Counts of values up to each bound, as in Prometheus."""
-
-    bounds: list[float]
-    """ascending; seconds or tokens"""
-    counts: list[int]
-    """[len(bounds) + 1]: of values in each interval, not summed; the last is beyond all bounds"""
-    sum: float = 0.0
-
-    @classmethod
-    def of(cls, bounds: list[float]) -> "Histogram":
-        return cls(bounds=bounds, counts=[0] * (len(bounds) + 1))
-
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-
 class RequestTimes(Struct, kw_only=True):
     """Durations of the parts of one request, seconds."""
 
@@ -65,23 +47,6 @@ class RequestTimes(Struct, kw_only=True):
     """from its first token to its last, at the gateway"""
     first_token: float
     """from its arrival at the gateway to its first token there"""
-
-    @classmethod
-    def of(
-        cls,
-        accepted_at: float,
-        first_token_at: float,
-        last_token_at: float,
-        phase_seconds: tuple[float, float],
-    ) -> "RequestTimes | None":
-        """Return the durations between moments of one clock; None before the first token."""
-        if not first_token_at:
-            return None
-        queue, prefill = phase_seconds
-        decode = last_token_at - first_token_at
-        return cls(
-            queue=queue, prefill=prefill, decode=decode, first_token=first_token_at - accepted_at
-        )
 
 
 class Metrics(Struct, kw_only=True):
@@ -131,13 +96,3 @@ class Metrics(Struct, kw_only=True):
     def count_failure(self, code: str) -> None:
         """Count a request, of any kind, that was refused or has failed."""
         self.request_failed[code] = self.request_failed.get(code, 0) + 1
-
-    def count_times(self, times: RequestTimes, num_tokens: int) -> None:
-        """Count the phases of an answered request of `num_tokens` output tokens."""
-        self.request_decode_time_seconds.add(times.decode)
-        if num_tokens > 1:
-            self.request_time_per_output_token_seconds.add(times.decode / (num_tokens - 1))
-        if times.prefill:  # otherwise the scheduler's part is unknown
-            self.request_queue_time_seconds.add(times.queue)
-            self.request_prefill_time_seconds.add(times.prefill)
-            self.request_inference_time_seconds.add(times.prefill + times.decode)

@@ -17,12 +17,13 @@ import zmq
 from msgspec import Struct
 from zmq.utils.monitor import recv_monitor_message
 
+from penstock.protocol.transport.asyncio_handlers import drain
 from penstock.protocol.transport.channel import (
     HEARTBEAT_INTERVAL,
     MAX_MISSED_HEARTBEATS,
     Channel,
 )
-from penstock.protocol.transport.context import CLUSTER, Context, drain
+from penstock.protocol.transport.context import CLUSTER, Context
 from penstock.protocol.transport.curve import secure_client, secure_server
 
 NODE_VARIABLE = "PENSTOCK_NODE"

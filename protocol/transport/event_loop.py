@@ -1,9 +1,5 @@
-"""The loop in which every process waits: for sockets, files, timers, heartbeats and signals.
+"""The loop in which every process waits: for sockets, files, timers, heartbeats and signals."""
 
-`attend` and `leave` serve the same handlers within asyncio (HTTP, supervisor).
-"""
-
-import asyncio
 import contextlib
 import math
 import signal
@@ -16,7 +12,7 @@ from typing import Any
 import zmq
 
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, Channel
-from penstock.protocol.transport.context import Context, Handlers, drain
+from penstock.protocol.transport.context import Context
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -148,18 +144,3 @@ class EventLoop:
         self._handlers[reader.fileno()] = caught
         self._writer = writer
         return reader
-
-
-def attend(handlers: Handlers) -> None:
-    """Handle messages in the running asyncio loop from now on, until `leave`."""
-    loop = asyncio.get_running_loop()
-    for channel, _ in handlers:
-        loop.add_reader(int(channel.socket.getsockopt(zmq.FD)), drain, handlers)
-    drain(handlers)
-
-
-def leave(handlers: Handlers) -> None:
-    """End what `attend` began, while the sockets are open."""
-    loop = asyncio.get_running_loop()
-    for channel, _ in handlers:
-        loop.remove_reader(int(channel.socket.getsockopt(zmq.FD)))

@@ -1,7 +1,5 @@
 """One accepted request: everything needed to run it again, and what its client was sent."""
 
-from typing import Any
-
 from penstock.protocol.messages.client import (
     ErrorReply,
     FinishReason,
@@ -17,7 +15,6 @@ from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.protocol.messages.metrics import Metrics, RequestTimes
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.tokenizer import TokenizeRequest
-from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.event_loop import Timer
 from penstock.services.gateway.connections import Client, Totals
 
@@ -223,9 +220,7 @@ class Entry:
             finish_reason=reason,
             starts_reasoning=self._starts_reasoning,
             stop_reason=stop_reason if reason == "stop" else None,
-            times=RequestTimes.of(
-                self.accepted_at, self.first_token_at, self.last_token_at, self.phase_seconds
-            ),
+            times=self._times(),
             usage=Usage(
                 prompt_tokens=self.num_prompt_tokens,
                 cached_tokens=self.num_cached_tokens,
@@ -262,22 +257,27 @@ class Entry:
             metrics.request_params_max_tokens.add(self.sampling.max_tokens)
         if self.request.num_answers:
             metrics.request_params_n.add(self.request.num_answers)
-        if reply.times:
-            metrics.count_times(reply.times, usage.output_tokens)
+        if times := reply.times:
+            metrics.request_decode_time_seconds.add(times.decode)
+            if (num_tokens := usage.output_tokens) > 1:
+                seconds = times.decode / (num_tokens - 1)
+                metrics.request_time_per_output_token_seconds.add(seconds)
+            if times.prefill:  # otherwise the scheduler's part is unknown
+                metrics.request_queue_time_seconds.add(times.queue)
+                metrics.request_prefill_time_seconds.add(times.prefill)
+                metrics.request_inference_time_seconds.add(times.prefill + times.decode)
 
-    def write_span(self, tracer: Tracer, reply: GenerateReply | ErrorReply) -> None:
-        """Write the span of the whole request, which has ended."""
-        attributes = {
-            "gen_ai.usage.input_tokens": self.num_prompt_tokens,
-            "gen_ai.usage.output_tokens": len(self.token_ids),
-            "gen_ai.response.finish_reasons": [getattr(reply, "finish_reason", "error")],
-            "penstock.cached_tokens": self.num_cached_tokens,
-            "penstock.num_attempts": self.num_attempts,
-        }
-        rest: Any = {"error": getattr(reply, "message", ""), "is_root": True}
-        if self.first_token_at:
-            rest["events"] = {"first token": self.first_token_at}
-        tracer.span("request", self.request_id, self.accepted_at, attributes, **rest)
+    def _times(self) -> RequestTimes | None:
+        """Return the durations of its parts; None before the first token."""
+        if not self.first_token_at:
+            return None
+        queue, prefill = self.phase_seconds
+        return RequestTimes(
+            queue=queue,
+            prefill=prefill,
+            decode=self.last_token_at - self.first_token_at,
+            first_token=self.first_token_at - self.accepted_at,
+        )
 
 
 def estimated_tokens(request: GenerateRequest | TokenizePromptRequest) -> int:

@@ -197,9 +197,23 @@ class Requests:
     def _end(self, entry: Entry, reply: GenerateReply | ErrorReply) -> None:
         entry.record_end(self.metrics, reply, time.monotonic())
         if self.tracer.is_on:
-            entry.write_span(self.tracer, reply)
+            self._write_span(entry, reply)
         if entry.timer:
             entry.timer.cancel()
         self.tokenizers.forget(entry)
         self._router.unassign(entry)
         self._router.release(entry.replica, entry.request_id, entry.attempt)
+
+    def _write_span(self, entry: Entry, reply: GenerateReply | ErrorReply) -> None:
+        """Write the span of the whole request, which has ended."""
+        attributes = {
+            "gen_ai.usage.input_tokens": entry.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": len(entry.token_ids),
+            "gen_ai.response.finish_reasons": [getattr(reply, "finish_reason", "error")],
+            "penstock.cached_tokens": entry.num_cached_tokens,
+            "penstock.num_attempts": entry.num_attempts,
+        }
+        rest: Any = {"error": getattr(reply, "message", ""), "is_root": True}
+        if entry.first_token_at:
+            rest["events"] = {"first token": entry.first_token_at}
+        self.tracer.span("request", entry.request_id, entry.accepted_at, attributes, **rest)

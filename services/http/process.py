@@ -12,8 +12,8 @@ import uvloop
 from penstock.protocol.client.client import AsyncClient
 from penstock.protocol.client.errors import ClientError
 from penstock.protocol.config import Config
+from penstock.protocol.transport.asyncio_handlers import attend
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
-from penstock.protocol.transport.event_loop import attend
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
 from penstock.services.http.app import make_app

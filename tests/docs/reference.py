@@ -13,7 +13,8 @@ from penstock.launch.pipeline.options import options_table
 from penstock.protocol.client import errors
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import ErrorReply
-from penstock.protocol.messages.metrics import Histogram, Metrics
+from penstock.protocol.messages.histogram import Histogram
+from penstock.protocol.messages.metrics import Metrics
 from penstock.protocol.messages.sampling import MAX_N, SamplingParams
 from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
 from penstock.services.http.errors import ApiError, as_api_error

@@ -31,9 +31,9 @@ from penstock.launch.supervisor.ray.remote import RemoteProcess
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.config import DEFAULT_CLIENT, Config
 from penstock.protocol.run_folder import write_config
+from penstock.protocol.transport.asyncio_handlers import attend, leave
 from penstock.protocol.transport.curve import CLIENTS, SERVER
 from penstock.protocol.transport.discovery import KEYS_CLIENT, KEYS_FOLDER, Cluster, Directory, Node
-from penstock.protocol.transport.event_loop import attend, leave
 
 ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """of actors with a GPU: their process chooses it itself, and shares memory with the others"""

@@ -9,8 +9,8 @@ import zmq
 from penstock.launch.pipeline.keys import make_keys
 from penstock.launch.supervisor.ray.directory import DirectoryServer, FixedNetwork
 from penstock.protocol.messages.registration import Goodbye
+from penstock.protocol.transport.asyncio_handlers import attend, leave
 from penstock.protocol.transport.discovery import KEYS_CLIENT, KEYS_FOLDER, Cluster, Directory, Node
-from penstock.protocol.transport.event_loop import attend, leave
 
 
 def test_names_are_found_wherever_they_are_bound(tmp_path: Path) -> None:

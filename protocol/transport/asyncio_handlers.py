@@ -1,0 +1,33 @@
+"""Handlers of channels without an `EventLoop`: within asyncio, or of a caller that waits itself."""
+
+import asyncio
+
+import zmq
+
+from penstock.protocol.transport.context import Handlers
+
+
+def attend(handlers: Handlers) -> None:
+    """Handle messages in the running asyncio loop from now on, until `leave`."""
+    loop = asyncio.get_running_loop()
+    for channel, _ in handlers:
+        loop.add_reader(int(channel.socket.getsockopt(zmq.FD)), drain, handlers)
+    drain(handlers)
+
+
+def leave(handlers: Handlers) -> None:
+    """End what `attend` began, while the sockets are open."""
+    loop = asyncio.get_running_loop()
+    for channel, _ in handlers:
+        loop.remove_reader(int(channel.socket.getsockopt(zmq.FD)))
+
+
+def drain(handlers: Handlers) -> None:
+    """Handle messages until none waits: a ZeroMQ file descriptor signals changes, not states."""
+    busy = True
+    while busy:
+        busy = False
+        for channel, handler in handlers:
+            if channel.has_message:
+                handler()
+                busy = True
