@@ -24,7 +24,6 @@ from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.messages.client import ChatMessage, PromptFields
 from penstock.protocol.tokenizer_file import read_chat_template
 from penstock.services.tokenizer.child import end_child, start_child
-from penstock.services.tokenizer.reasoning import SWITCH
 
 log = logging.getLogger("tokenizer")
 NOT_FOR_CLIENTS = frozenset(
@@ -38,6 +37,8 @@ MAX_RENDER_BYTES = 1 << 28
 """of memory, for a client's template"""
 LIMITS = f"takes more than {MAX_RENDER_SECONDS:g} s or {MAX_RENDER_BYTES >> 20} MiB to render"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+REASONING_SWITCH = "enable_thinking"
+"""in templates of models that begin `<think>` themselves, unless the prompt has an empty one"""
 _END_OF_FINAL_MESSAGE = "\ue000end of the final message\ue001"
 """put after the final message if it is to be continued: the text before it is the prompt"""
 
@@ -87,7 +88,7 @@ class ChatTemplate:
             config = _tokenizer_config(folder / "tokenizer_config.json")
             source = read_chat_template(folder)
             self._template: Any = source and _environment().from_string(source)
-            self.opens_reasoning = SWITCH in source
+            self.opens_reasoning = REASONING_SWITCH in source
             """the model itself, where the prompt leaves it to it"""
         except (OSError, msgspec.MsgspecError, TemplateError, TypeError) as error:
             raise ModelError(f"the chat template of {folder} can't be read: {error}") from error

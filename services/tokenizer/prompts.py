@@ -20,7 +20,9 @@ from penstock.services.tokenizer.chat_template import (
     ChatTemplate,
     ChatTemplateError,
 )
-from penstock.services.tokenizer.reasoning import reasoning_after
+
+_THINK, _END_OF_THINKING = "<think>", "</think>"
+_TURN, _END_OF_TURN = "<|im_start|>assistant\n", "<|im_end|>"
 
 
 class PromptError(ValueError):
@@ -65,7 +67,7 @@ class Tokenizer:
             )
         if text is None and request.sampling.structured_outputs:
             text = self._decode(token_ids)
-        return token_ids, reasoning_after(text or "", self._chat_template.opens_reasoning)
+        return token_ids, _reasoning_after(text or "", self._chat_template.opens_reasoning)
 
     def encode_bad_words(self, words: list[str]) -> list[list[int]]:
         """Return the token sequences that must not be generated. Raises PromptError.
@@ -148,3 +150,18 @@ class Tokenizer:
             return self._chat_template.render(request)
         except ChatTemplateError as error:
             raise PromptError(error.field, str(error)) from error
+
+
+def _reasoning_after(prompt: str, opens_itself: bool) -> Reasoning:
+    """Return where the answer to `prompt` begins.
+
+    "open": the prompt ends with `<think>`, or the assistant's turn, which it has begun, ends within
+    a thought. Other tags in a prompt do not matter: they may be a user's.
+    "optional": the prompt ends where the turn begins, and the model `opens_itself`.
+    """
+    _, begun, turn = prompt.rpartition(_TURN)
+    if not begun or _END_OF_TURN in turn:
+        return "open" if prompt.rstrip().endswith(_THINK) else "none"
+    if turn.rfind(_THINK) > turn.rfind(_END_OF_THINKING):
+        return "open"
+    return "optional" if opens_itself and not turn else "none"
