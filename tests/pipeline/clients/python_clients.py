@@ -31,7 +31,7 @@ from cells import (
     check_pieces,
     check_vectors,
 )
-from python_frameworks import Instructor, LlamaIndex, OpenaiAgents, PydanticAi
+from python_frameworks import Instructor, LlamaIndex, LmEval, OpenaiAgents, PydanticAi
 
 
 class Openai:
@@ -173,7 +173,7 @@ CLIENTS: dict[str, Callable[[], Any]] = {
     kind.package: kind
     for kind in (
         *(Openai, Anthropic, OpenaiAgents, Litellm, Instructor, PydanticAi, Langchain),
-        LlamaIndex,
+        *(LlamaIndex, LmEval),
     )
 }
 CELLS = ("text", "stream", "tools", "schema", "embeddings")

@@ -1,6 +1,10 @@
-"""Clients in Python that run functions, or retry, on their own."""
+"""Clients in Python that run functions, retry or evaluate on their own."""
 
 import asyncio
+import json
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from cells import (
@@ -186,3 +190,64 @@ class LlamaIndex:
             model_name=MODEL, api_base=EMBEDDING_V1, api_key=KEY, max_retries=0
         )
         check_vectors(model.get_text_embedding_batch(["one", "two"]))
+
+
+class LmEval:
+    """lm-eval, with a task of sums: answers, and choices by the log probabilities of prompts."""
+
+    package = "lm-eval"
+    SUMS = ((17, 25), (3, 4), (60, 31))
+    TOKENIZER = Path(__file__).parents[3] / "models" / "demo" / "checkpoint"
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        # otherwise it looks for the task on the Hub
+        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(self.folder), "OPENAI_API_KEY": KEY}
+
+    def task(self, name: str, **fields: Any) -> dict[str, Any]:
+        path = self.folder / "sums.json"
+        rows = [
+            {"sum": f"{a}+{b}=", "result": str(a + b), "choices": [str(a + b + 1), str(a + b)]}
+            for a, b in self.SUMS
+        ]
+        path.write_text("\n".join(map(json.dumps, rows)))
+        data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}}}
+        prompt = {"test_split": "test", "doc_to_text": "{{sum}}", "target_delimiter": ""}
+        return {"task": name, "output_type": name} | data | prompt | fields
+
+    def evaluate(self, kind: str, path: str, tasks: list[dict[str, Any]], **fields: Any) -> Any:
+        import lm_eval
+
+        settings = {"model": MODEL, "base_url": f"{V1}/{path}", "tokenizer": str(self.TOKENIZER)}
+        return lm_eval.simple_evaluate(
+            model=kind,
+            model_args=settings | fields,
+            tasks=tasks,
+            bootstrap_iters=0,
+            apply_chat_template=kind == "local-chat-completions",
+            log_samples=True,
+        )
+
+    def text(self) -> None:
+        until = {"until": ["\n"], "max_gen_toks": 32}
+        answers = self.task("generate_until", doc_to_target="result", generation_kwargs=until)
+        choices = self.task("multiple_choice", doc_to_choice="choices", doc_to_target=1)
+        for tokenized_requests in (True, False):
+            found = self.evaluate(
+                *("local-completions", "completions", [answers, choices]),
+                batch_size=2,
+                tokenized_requests=tokenized_requests,
+            )
+            self.check_answers(found)
+            for sample in found["samples"]["multiple_choice"]:
+                (wrong, is_wrong_greedy), (right, is_right_greedy) = sample["filtered_resps"]
+                check([is_wrong_greedy, is_right_greedy], [False, True])
+                check(wrong < -5 and -0.1 < right < 0, True)
+        self.check_answers(
+            self.evaluate("local-chat-completions", "chat/completions", [answers], num_concurrent=2)
+        )
+
+    def check_answers(self, found: Any) -> None:
+        samples = found["samples"]["generate_until"]
+        texts = [text for sample in samples for text in sample["filtered_resps"]]
+        check(texts, [str(a + b) for a, b in self.SUMS])

@@ -65,7 +65,7 @@ def run(*command: str | Path) -> dict[str, str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=280,  # bytecode of large clients is compiled at their first start
         env=os.environ | {"CLIENTS_NODE": str(ENVIRONMENT), "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
     )
     assert ended.returncode == 0, ended.stderr
@@ -73,7 +73,7 @@ def run(*command: str | Path) -> dict[str, str]:
     return row
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "name", [one if one in HERE else pytest.param(one, marks=pytest.mark.clients) for one in PYTHON]
 )
@@ -84,7 +84,7 @@ def test_python(name: str, url: str, embedding_url: str) -> None:
 
 
 @pytest.mark.clients
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", NODE)
 def test_npm(name: str, url: str, embedding_url: str) -> None:
     script = Path(__file__).with_name("node_clients.mjs")
