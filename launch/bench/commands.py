@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.launch.bench import options, pipeline
+from penstock.launch.bench import events, options, pipeline
 from penstock.launch.bench.make_model import add_make_model
 from penstock.launch.bench.model import bench_latency, bench_offline, bench_serve
 from penstock.launch.bench.report import as_json, latency_table, offline_table, serve_table
@@ -36,6 +36,12 @@ SUBJECTS = {
         pipeline.bench_pipeline,
         pipeline.as_table,
     ),
+    "events": Subject(
+        "the cost of server-sent events, with a stand-in for the model",
+        options.EventsOptions,
+        events.bench_events,
+        events.as_table,
+    ),
     "offline": Subject(
         "throughput: many requests at once, of many lengths",
         options.OfflineOptions,
@@ -62,7 +68,7 @@ def add_arguments(command: ArgumentParser) -> None:
     """Add `launch bench pipeline`, `offline`, `latency`, `serve` and `make-model`."""
     subjects = command.add_subparsers(metavar="SUBJECT", required=True)
     for name, one in SUBJECTS.items():
-        has_model = name != "pipeline"
+        has_model = name not in ("pipeline", "events")
         text = f"{one.text}. {PREFIX_CACHING}" if has_model else one.text
         subject = subjects.add_parser(name, help=one.text, description=text, allow_abbrev=False)
         subject.set_defaults(run=partial(_run, one))

@@ -30,6 +30,21 @@ class PipelineOptions(BenchOptions):
     """tokens of each request"""
 
 
+class EventsOptions(BenchOptions):
+    """Options of `launch bench events`."""
+
+    step_ms: tuple[Annotated[float, Meta(ge=0, le=1000)], ...] = (25.0, 0.0)
+    """milliseconds of a step of the stand-in worker; 0: it never waits"""
+    streams: Count = 256
+    """streams at once, each on a connection of its own"""
+    max_tokens: Count = 400
+    """tokens of each stream"""
+    http: Count = 1
+    """http processes"""
+    detokenizers: Count = 1
+    """detokenizer processes"""
+
+
 class ModelOptions(BenchOptions):
     """Options of every subject with a model."""
 

@@ -1,8 +1,11 @@
-"""A worker without a model, for `launch bench pipeline`: every token comes at once.
+"""A worker without a model, for `launch bench`: every token comes at once, or a step takes a while.
 
 It follows the plans as a real worker does, as far as needed to know how many tokens a step
 samples, so that all that is left to measure is the pipeline around it.
 """
+
+import sys
+import time
 
 import zmq
 
@@ -14,6 +17,8 @@ from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
 
 TOKEN_ID = 65
+WAKE_SECONDS = 0.001
+"""by which a sleep may end late without making the steps longer"""
 NUM_BLOCKS = 1 << 16
 BLOCK_SIZE = 16
 
@@ -21,7 +26,8 @@ BLOCK_SIZE = 16
 class StandInWorker:
     """Counts the given tokens of each row that are left to compute."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, step_seconds: float = 0.0) -> None:
+        self.step_seconds, self.step_end = step_seconds, 0.0
         self.state = WorkerState(process.name)
         self.num_left: dict[int, int] = {}
         self.epoch = -1
@@ -41,6 +47,7 @@ class StandInWorker:
             match message:
                 case BatchPlan():
                     tokens = self.sample(message)
+                    self.compute()
                     if self.state.rank == 0:
                         self.plans.send(tokens)
                 case WorkerAssignment() if message.epoch > self.epoch:
@@ -52,6 +59,11 @@ class StandInWorker:
                     self.send_state()
                 case WorkerExit(reason):
                     raise SystemExit(reason)
+
+    def compute(self) -> None:
+        """Take the time of a step, from the end of the one before if its plan came by then."""
+        self.step_end = max(self.step_end, time.monotonic() - WAKE_SECONDS) + self.step_seconds
+        time.sleep(max(0.0, self.step_end - time.monotonic()))
 
     def sample(self, plan: BatchPlan) -> SampledTokens:
         """Return one token for each row that has no given token left."""
@@ -67,9 +79,9 @@ class StandInWorker:
 
 
 def main() -> None:
-    """Run until SIGTERM."""
+    """Run until SIGTERM, with steps of as many milliseconds as the argument says."""
     process = Process("worker")
-    StandInWorker(process).loop.run()
+    StandInWorker(process, float(sys.argv[1]) / 1e3 if sys.argv[1:] else 0.0).loop.run()
     process.context.destroy()
 
 

@@ -41,13 +41,17 @@ class AsyncStream:
         self._answer = answer
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
-        while True:
-            while delta := self._answer.take_delta():
-                yield delta
+        while delta := await self.next_delta():
+            yield delta
+
+    async def next_delta(self) -> TextDelta | None:
+        """Wait for output; return all that has arrived, or None after the end of the stream."""
+        while (delta := self._answer.take_delta()) is None:
             if self._answer.final:
                 self._answer.result()
-                return
+                return None
             await self._change()
+        return delta
 
     async def result(self) -> GenerateReply:
         """Wait for the whole answer. Raises RequestError."""
@@ -137,9 +141,9 @@ class AsyncClient:
 
     async def change(self, answer: Answer) -> None:
         """Wait until something has arrived for `answer`."""
-        changed = asyncio.Event()
-        answer.on_change = changed.set
-        await changed.wait()
+        changed = asyncio.get_running_loop().create_future()
+        answer.on_change = lambda: changed.done() or changed.set_result(None)
+        await changed
 
     def ask(self, question: Request) -> Answer:
         return self._connection.ask(question)

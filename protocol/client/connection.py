@@ -95,9 +95,10 @@ class Connection:
             self.socket.setsockopt(zmq.HANDSHAKE_IVL, CONNECT_TIMEOUT)
         self.monitor = self.socket.get_monitor_socket(events)
         self._has_sign = False
+        self._replies: Channel[bytes] = Channel(self.socket)
         self._handlers: Handlers = [
             (Channel(self.monitor), self._on_monitor),
-            (Channel(self.socket), self._on_reply),
+            (self._replies, self._on_reply),
         ]
         if keys and not self._is_name:
             self._secure(Path(keys), client)
@@ -136,7 +137,8 @@ class Connection:
         self._has_sign |= self._on_event(recv_monitor_message(self.monitor)["event"])
 
     def _on_reply(self) -> None:
-        self._session.receive(self.socket.recv_multipart())
+        for frames in self._replies.receive_frames():
+            self._session.receive(frames)
         self._has_sign = True
 
     def leave(self) -> None:

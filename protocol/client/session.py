@@ -8,8 +8,9 @@ missing at the end. The pieces of a stream always add up to the text of its repl
 import itertools
 import logging
 import uuid
-from collections import deque
 from collections.abc import Callable
+
+import msgspec
 
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.client import (
@@ -19,6 +20,7 @@ from penstock.protocol.messages.client import (
     GenerateReply,
     GenerateRequest,
     Reply,
+    ReplyBatch,
     Request,
     TextDelta,
     TokenizeReply,
@@ -29,6 +31,7 @@ from penstock.protocol.messages.status import StatusReply
 from penstock.protocol.transport.channel import DECODE_ERRORS
 
 log = logging.getLogger(__name__)
+_decode_batch = msgspec.msgpack.Decoder(ReplyBatch).decode
 Done = GenerateReply | TokenizeReply | DetokenizeReply | AbortReply | StatusReply
 Final = Done | ErrorReply
 
@@ -42,7 +45,8 @@ class Answer:
         self._frame = MSGPACK.encode(question)
         self.final: Final | None = None
         self.on_change: Callable[[], None] = lambda: None
-        self._deltas: deque[TextDelta] = deque()
+        self._waiting: TextDelta | None = None
+        """what has arrived and is not taken, as one piece"""
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs | None] = []
         self._num_chars = 0
@@ -56,8 +60,9 @@ class Answer:
         return [self.number, self._frame]
 
     def take_delta(self) -> TextDelta | None:
-        """Return the next piece of the stream, if it has arrived."""
-        return self._deltas.popleft() if self._deltas else None
+        """Return what has arrived of the stream since the last call, as one piece."""
+        delta, self._waiting = self._waiting, None
+        return delta
 
     def result(self) -> Done:
         """Return the reply, once `final` is set. Raises RequestError if it is an error."""
@@ -72,15 +77,16 @@ class Answer:
         num_old_chars = self._num_chars - delta.char_offset
         if num_old_tokens < 0 or num_old_chars < 0:
             return
-        delta.token_ids = delta.token_ids[num_old_tokens:]
-        delta.text = delta.text[num_old_chars:]
-        delta.logprobs = delta.logprobs and delta.logprobs[num_old_tokens:]
-        delta.token_offset, delta.char_offset = len(self._token_ids), self._num_chars
+        if num_old_tokens or num_old_chars:
+            delta.token_ids = delta.token_ids[num_old_tokens:]
+            delta.text = delta.text[num_old_chars:]
+            delta.logprobs = delta.logprobs and delta.logprobs[num_old_tokens:]
+            delta.token_offset, delta.char_offset = len(self._token_ids), self._num_chars
         if delta.token_ids or delta.text or delta.finish_reason:
             self._token_ids += delta.token_ids
             self._logprobs += delta.logprobs or []
             self._num_chars += len(delta.text)
-            self._deltas.append(delta)
+            self._waiting = _joined(self._waiting, delta) if self._waiting else delta
 
     def finish(self, reply: Final) -> None:
         """Set the reply, and add what the stream has missed."""
@@ -103,6 +109,16 @@ class Answer:
 
     def _is_behind(self, reply: GenerateReply) -> bool:
         return len(self._token_ids) < len(reply.token_ids) or self._num_chars < len(reply.text)
+
+
+def _joined(first: TextDelta, then: TextDelta) -> TextDelta:
+    """Return two consecutive pieces as one, which is the first one changed."""
+    first.token_ids += then.token_ids
+    first.text += then.text
+    if then.logprobs:
+        first.logprobs = (first.logprobs or []) + then.logprobs
+    first.finish_reason, first.stop_reason = then.finish_reason, then.stop_reason
+    return first
 
 
 def _as_delta(reply: GenerateReply) -> TextDelta:
@@ -142,17 +158,24 @@ class Session:
         return list(self._answers.values())
 
     def receive(self, frames: list[bytes]) -> None:
-        answer = self._answers.get(frames[0])
-        if answer is None:
-            return  # a repeated reply
+        number, frame = frames[0], frames[-1]
         try:
-            reply: Reply = MSGPACK.decode_reply(frames[-1])
+            if number:
+                self._receive(number, MSGPACK.decode_reply(frame))
+            else:
+                batch = _decode_batch(frame)
+                for one, reply in zip(batch.numbers, batch.replies, strict=True):
+                    self._receive(one, reply)
         except DECODE_ERRORS as error:
             log.warning("dropped undecodable reply: %s", error)
-            return
+
+    def _receive(self, number: bytes, reply: Reply) -> None:
+        answer = self._answers.get(number)
+        if answer is None:
+            return  # a repeated reply
         if isinstance(reply, TextDelta):
             answer.add(reply)
         else:
             answer.finish(reply)
-            del self._answers[frames[0]]
+            del self._answers[number]
         answer.on_change()

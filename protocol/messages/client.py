@@ -216,6 +216,14 @@ class TextDelta(Struct, kw_only=True, tag="delta", omit_defaults=True):
     """as in `GenerateReply`, in the only delta"""
 
 
+class ReplyBatch(Struct, tag="replies"):
+    """Gateway → http: replies to several requests of one HTTP server, oldest first."""
+
+    numbers: list[bytes]
+    """the frame that preceded each request"""
+    replies: list["GenerateReply | TextDelta | ErrorReply"]
+
+
 class TokenizeReply(Struct, kw_only=True, tag="tokenized"):
     """Answers `TokenizePromptRequest`."""
 

@@ -1,6 +1,8 @@
 """A ZeroMQ socket that speaks one union of messages."""
 
 import logging
+import math
+import sys
 from collections.abc import Iterator
 from time import monotonic
 from typing import Any, Generic, TypeVar
@@ -38,6 +40,9 @@ class Traffic:
 
 
 traffic = Traffic()
+_EVENTS, _POLLIN, _DONTWAIT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.DONTWAIT)
+_SNDMORE = int(zmq.SNDMORE) | _DONTWAIT
+"""numbers: an operation on pyzmq's enums takes a microsecond"""
 
 
 class Channel(Generic[Received]):
@@ -64,7 +69,7 @@ class Channel(Generic[Received]):
 
     @property
     def has_message(self) -> bool:
-        return bool(self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)  # type: ignore
+        return bool(self.socket.getsockopt(_EVENTS) & _POLLIN)  # type: ignore[operator]
 
     def send(self, message: object, to: bytes = b"") -> bool:
         """Send to the peer `to` (ROUTER only). Return False if the peer is disconnected."""
@@ -82,8 +87,11 @@ class Channel(Generic[Received]):
 
     def try_send(self, frames: list[bytes]) -> int:
         """Send frames. Return 0, EHOSTUNREACH (peer disconnected) or EAGAIN (queue full)."""
+        send = self.socket.send
         try:
-            self.socket.send_multipart(frames, zmq.DONTWAIT)
+            for frame in frames[:-1]:
+                send(frame, _SNDMORE)
+            send(frames[-1], _DONTWAIT)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return error.errno
@@ -91,32 +99,26 @@ class Channel(Generic[Received]):
         traffic.messages_sent += 1
         return 0
 
-    def receive(self) -> Iterator[tuple[bytes, Received]]:
+    def receive(self, seconds: float = math.inf) -> Iterator[tuple[bytes, Received]]:
         """Yield messages that wait at the socket: (identity of the peer, message)."""
-        for frames in self.receive_frames():
+        for frames in self.receive_frames(seconds):
             message = self.decode(frames)
             if message is not None:
                 yield frames[0], message
 
-    def receive_frames(self) -> Iterator[list[bytes]]:
-        """Yield frames that wait at the socket, for MAX_DRAIN_SECONDS at most."""
-        deadline = monotonic() + MAX_DRAIN_SECONDS
-        while True:
-            try:
-                frames = self.socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            traffic.messages_received += 1
-            yield frames
-            if monotonic() >= deadline:
-                return
+    def receive_frames(self, seconds: float = math.inf) -> Iterator[list[bytes]]:
+        """Yield frames that wait at the socket, for MAX_DRAIN_SECONDS or less."""
+        for frames in self.receive_uncopied(sys.maxsize, seconds):
+            yield [frame.bytes for frame in frames]
 
-    def receive_uncopied(self, max_frames: int) -> Iterator[list[zmq.Frame]]:
+    def receive_uncopied(
+        self, max_frames: int, seconds: float = math.inf
+    ) -> Iterator[list[zmq.Frame]]:
         """Yield frames as `receive_frames`, uncopied, and `max_frames` + 1 of them at most."""
-        deadline = monotonic() + MAX_DRAIN_SECONDS
+        deadline = monotonic() + min(seconds, MAX_DRAIN_SECONDS)
         while True:
             try:
-                frame: zmq.Frame = self.socket.recv(zmq.DONTWAIT, copy=False)
+                frame: zmq.Frame = self.socket.recv(_DONTWAIT, copy=False)
             except zmq.Again:
                 return
             if len(self._frames) <= max_frames:

@@ -17,7 +17,7 @@ import zmq
 
 from penstock.protocol.checkpoint import max_request_bytes
 from penstock.protocol.config import Config
-from penstock.protocol.messages.client import Reply
+from penstock.protocol.messages.client import Reply, TextDelta
 from penstock.protocol.messages.codec import codec_of
 from penstock.protocol.transport.channel import OVERSIZE_SLACK, Channel, traffic
 from penstock.protocol.transport.context import Context, check_reach, stays_on_host
@@ -26,6 +26,7 @@ from penstock.protocol.transport.socket_info import num_unread_bytes, tcp_counte
 from penstock.services.gateway.connections import Client, Connection, Connections
 from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.ledger import Ledger
+from penstock.services.gateway.reply_batches import ReplyBatches
 
 log = logging.getLogger("gateway")
 MAX_SEND_QUEUE = 4096
@@ -84,6 +85,9 @@ class ClientSocket:
         self._max_unfinished_bytes = config.max_open_bytes // EXPANSION
         self._max_unread_bytes = config.max_unread_bytes
         self._ledger = ledger
+        self.collected: dict[str, Entry] | None = None
+        """requests with output to be delivered later, by id; None: output is delivered at once"""
+        self._batches = ReplyBatches()
 
     def receive(self) -> Iterator[tuple[Client, bytes]]:
         """Yield the messages that wait, not decoded. Clients beyond a limit are disconnected."""
@@ -113,12 +117,25 @@ class ClientSocket:
         connection = entry.client.connection
         if connection.is_closed:
             return
-        if connection.is_full:
+        if self.collected is not None:
+            self.collected[entry.request_id] = entry
+        elif connection.is_full:
             connection.unsent[entry.request_id] = None
             if monotonic() >= connection.retry_at:
                 self._flush(connection)
-        elif not self._send_new(entry):
-            connection.unsent[entry.request_id] = None
+        else:
+            self._send_new(entry)
+
+    def deliver_in_batch(self, entry: Entry) -> None:
+        """Send new output of a request with `send_batches`, where its client is an HTTP server."""
+        if not self._batches.add(entry):
+            self.deliver(entry)
+
+    def send_batches(self) -> None:
+        for connection, frames, replies in self._batches.take():
+            error = self._try_send(connection, frames)
+            for entry, reply in replies:
+                self._on_sent(entry, reply, error)
 
     def release(self, entry: Entry) -> None:
         self.connections.detach(entry.request_id, entry.client)
@@ -191,20 +208,24 @@ class ClientSocket:
 
     def _send_new(self, entry: Entry) -> bool:
         """Send all new output of a request; False if the queue is full."""
-        client, error = entry.client, 0
-        if delta := entry.undelivered():
-            frames = [*client.envelope, client.codec.encode(delta)]
-            error = self._try_send(client.connection, frames)
-            if not error:
-                entry.mark_delivered()
-        if entry.answer and not error:
-            frames = [*client.envelope, client.codec.encode(entry.answer)]
-            error = self._try_send(client.connection, frames)
-            if not error:
-                self.release(entry)
-        if error == zmq.EHOSTUNREACH:
-            entry.client = self.connections.lose(entry.request_id, client)
-        return error != zmq.EAGAIN
+        client = entry.client
+        for reply in entry.unsent_replies():
+            frames = [*client.envelope, client.codec.encode(reply)]
+            if error := self._on_sent(entry, reply, self._try_send(client.connection, frames)):
+                return error != zmq.EAGAIN
+        return True
+
+    def _on_sent(self, entry: Entry, reply: Reply, error: int) -> int:
+        """Take in the outcome of sending a reply; return `error`, an errno or 0."""
+        if error == zmq.EAGAIN:
+            entry.client.connection.unsent[entry.request_id] = None
+        elif error:
+            entry.client = self.connections.lose(entry.request_id, entry.client)
+        elif isinstance(reply, TextDelta):
+            entry.mark_delivered()
+        else:
+            self.release(entry)
+        return error
 
     def _try_send(self, connection: Connection, frames: list[bytes]) -> int:
         """As `Channel.try_send`; EAGAIN, too, where too much of what was sent is not read."""

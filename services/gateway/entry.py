@@ -36,6 +36,9 @@ _LOGPROB_BYTES = 256
 """that one `Logprob` counts for: four objects and their struct"""
 
 
+Output = TextDelta | GenerateReply | ErrorReply
+
+
 class GapError(Exception):
     """A delta that begins after what is known: something between was lost."""
 
@@ -163,6 +166,10 @@ class Entry:
         if not self.phase_seconds[1]:
             self.phase_seconds = delta.phase_seconds
         return True
+
+    def unsent_replies(self) -> list[Output]:
+        """Return what is to be sent to the client: new output, and the answer if there is one."""
+        return [one for one in (self.undelivered(), self.answer) if one]
 
     def undelivered(self) -> TextDelta | None:
         """Return the output that a streaming client has not been sent; None if there is none."""

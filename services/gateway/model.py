@@ -30,6 +30,9 @@ from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.requests import Requests
 from penstock.services.gateway.router import Router
 
+MAX_MERGE_SECONDS = 0.01
+"""for which output that has arrived is collected before it is delivered, where more of it waits"""
+
 
 class Model:
     """A model's tokenizers, schedulers and detokenizers, and its requests."""
@@ -47,7 +50,7 @@ class Model:
         self.config = config = process.config
         self.name = config.model_name
         self.on_report, self.on_status = on_report, on_status
-        self.ledger = ledger
+        self.ledger, self._clients = ledger, clients
         context, at = process.context, process.endpoints
         self.to_tokenizers = context.bind(zmq.ROUTER, at.tokenizers, FromTokenizer)
         self.results = context.bind(zmq.PULL, at.results, ToGateway)
@@ -90,7 +93,8 @@ class Model:
                         self.metrics.count_failure(message.reply.code)
 
     def on_results(self) -> None:
-        for _, message in self.results.receive():
+        self._clients.collected = {}
+        for _, message in self.results.receive(MAX_MERGE_SECONDS):
             match message:
                 case TextDeltas(deltas):
                     self.requests.on_deltas(deltas, time.monotonic())
@@ -100,6 +104,7 @@ class Model:
                     self.on_scheduler(message)
                 case SupervisorReport():
                     self.on_report(message)
+        self.requests.deliver_collected()
 
     def on_scheduler(self, status: SchedulerStatus) -> None:
         """Resubmit the requests of a scheduler of a new epoch; the first epoch is new, too."""

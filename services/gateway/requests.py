@@ -88,10 +88,7 @@ class Requests:
         self.queries.submit(client, query, num_bytes)
 
     def abort(self, client: Client, request_id: str) -> bool:
-        """End a request with the output that it has; False if it is not open.
-
-        A request that is answered on another open connection is not open for this client.
-        """
+        """End a request with its output; False if it is not open, or another client's."""
         entry = self._ledger.get(request_id)
         owner = entry and entry.client.connection
         if not entry or not owner or not (owner.is_closed or owner is client.connection):
@@ -136,6 +133,12 @@ class Requests:
             if known or request.output_token_ids:
                 return
         raise RefusedError("the pipeline is stopping and accepts no requests", code="overloaded")
+
+    def deliver_collected(self) -> None:
+        """Deliver the output that was collected: one piece for each request."""
+        entries, self._clients.collected = self._clients.collected or {}, None
+        self.failures.for_each(entries.values(), self._clients.deliver_in_batch)
+        self._clients.send_batches()
 
     def on_deltas(self, deltas: list[TextDelta], now: float) -> None:
         """Deliver new output, at `now` of time.monotonic; a request that raises fails alone."""

@@ -5,13 +5,19 @@ They hold for everybody who reaches the port, before a key is checked.
 
 import asyncio
 import resource
+from functools import partial
 from typing import Any
 
 import msgspec
 from msgspec import Struct
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from penstock.services.http.errors import ApiError
+from penstock.services.http.event_stream import WRITE
 
 MIN_READ_RATE = 1000
 """bytes/s at which a request must arrive"""
@@ -104,6 +110,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self.without_request.pop(self, None)
         super().on_headers_complete()
+        self.scope[WRITE] = partial(write_chunk, self.cycle)  # type: ignore[typeddict-unknown-key]
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
@@ -186,6 +193,19 @@ class LimitedProtocol(HttpToolsProtocol):
             if cycle is not None:
                 cycle.disconnected = True  # so that its task sends nothing more
         self.transport.close()
+
+
+def write_chunk(cycle: RequestResponseCycle, data: bytes) -> bool:
+    """Write a piece of a response that has begun, without ASGI's coroutines: they cost more.
+
+    Return False where it must be sent by ASGI: the client has to read first, or the response has
+    no chunks.
+    """
+    if cycle.flow.write_paused or not cycle.chunked_encoding:
+        return False
+    if not (cycle.disconnected or cycle.response_complete):
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return True
 
 
 def limited_protocol(limits: Limits) -> type[LimitedProtocol]:

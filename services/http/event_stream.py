@@ -18,6 +18,8 @@ _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
 ]
+WRITE = "penstock.write"
+"""key of a connection's `write_chunk` in the scope of its request, if the server has one"""
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
 SILENCE = 15.0
@@ -89,8 +91,9 @@ class EventStream(Response):
         """since the timer was started"""
         self._keeper: asyncio.Task[None] | None = None
 
-    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send = send
+        self._write: Callable[[bytes], bool] = scope.get(WRITE, lambda _: False)
         self._start_timer()
         try:
             await while_connected(receive, self._produce(self))
@@ -112,7 +115,9 @@ class EventStream(Response):
             data += self._form.end
         elif not data:
             return
-        await self._send_bytes(data, is_last)
+        self._is_silent = False
+        if is_last or not (self._is_started and self._write(data)):
+            await self._send_bytes(data, is_last)
 
     async def _send_bytes(self, data: bytes, is_last: bool = False) -> None:
         self._is_silent = False

@@ -176,7 +176,7 @@ class Generation:
         """Send all events of one answer except those after its reply."""
         last: TextDelta | None = None
         try:
-            async for delta in stream:
+            while delta := await stream.next_delta():
                 if self._is_echo_only:
                     continue
                 if last:

@@ -101,11 +101,11 @@ def test_token_ids(http: httpx.Client) -> None:
 def test_usage_in_every_chunk(http: httpx.Client) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": COUNT, "max_tokens": 50, "stream_options": options}
-    *usages, last = [chunk["usage"] for chunk in streamed(http, "/v1/completions", body)]
-    assert {one["prompt_tokens"] for one in usages} == {len(COUNT)}
-    counts = [one["completion_tokens"] for one in usages]
+    *chunks, last = streamed(http, "/v1/completions", body)
+    assert {one["usage"]["prompt_tokens"] for one in chunks} == {len(COUNT)}
+    counts = [one["usage"]["completion_tokens"] for one in chunks]
     assert counts == sorted(counts)
-    assert (counts[0], counts[-1]) == (1, last["completion_tokens"])
+    assert counts[-1] == last["usage"]["completion_tokens"] > counts[0] > 0
 
 
 def test_a_long_prompt_is_truncated(http: httpx.Client) -> None:

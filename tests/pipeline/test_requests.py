@@ -85,7 +85,7 @@ def test_characters_that_span_tokens(client: Client) -> None:
     deltas = list(stream)
     assert "".join(delta.text for delta in deltas) == stream.result().text == text
     assert all("\ufffd" not in delta.text for delta in deltas)
-    assert len(deltas) > 10
+    assert len(deltas) > 1
 
 
 def test_streams_of_many_tasks_at_once(client: Client) -> None:

@@ -91,7 +91,8 @@ def test_a_stream_goes_on_at_the_next_gateway(endpoint: str) -> None:
             pieces = [next(deltas).text]
         with gateway(endpoint, whole) as second:
             pieces += [one.text for one in deltas]
-    assert pieces == ["one", " t", "wo"]
+    assert pieces[0] == "one"
+    assert "".join(pieces) == TEXT
     assert stream.result().text == TEXT
     [asked], [again] = first.heard, second.heard
     assert again == msgspec.structs.replace(asked, output_token_ids=again.output_token_ids)
@@ -248,14 +249,14 @@ def test_an_async_stream(endpoint: str) -> None:
         assert isinstance(request, GenerateRequest)
         return [*(delta(request, i, i + 1) for i in range(len(TEXT))), reply(request)]
 
-    async def run() -> tuple[list[str], str]:
+    async def run() -> tuple[str, str]:
         async with AsyncClient(endpoint) as client:
             stream = client.stream("x")
             texts = [one.text async for one in stream]
-            return texts, (await stream.result()).text
+            return "".join(texts), (await stream.result()).text
 
     with gateway(endpoint, pieces):
-        assert asyncio.run(run()) == (list(TEXT), TEXT)
+        assert asyncio.run(run()) == (TEXT, TEXT)
 
 
 def test_an_answer_that_came_while_sending_is_heard(

@@ -12,6 +12,7 @@ from penstock.protocol.messages.client import (
     GenerateReply,
     GenerateRequest,
     Reply,
+    ReplyBatch,
     StatusRequest,
     TextDelta,
     Usage,
@@ -78,11 +79,40 @@ def test_each_token_is_heard_once(
     said: list[tuple[int, int]], heard: list[tuple[list[int], str]]
 ) -> None:
     session, answer = ask()
+    pieces = []
     for first, last in said:
         say(session, answer, delta(first, last))
+        pieces += taken(answer)
     say(session, answer, reply())
-    assert taken(answer) == heard
+    assert pieces + taken(answer) == heard
     assert answer.result() == reply()
+
+
+def test_what_waits_is_one_piece() -> None:
+    """Of a reader that falls behind; a piece that was taken does not change."""
+    session, answer = ask()
+    say(session, answer, delta(0, 1, logprobs=logprobs(1), prompt_tokens=5))
+    first = answer.take_delta()
+    say(session, answer, delta(1, 2, logprobs=logprobs(2)))
+    say(session, answer, delta(2, 3, logprobs=logprobs(3), finish_reason="stop", stop_reason="f"))
+    rest = answer.take_delta()
+    assert first == delta(0, 1, logprobs=logprobs(1), prompt_tokens=5)
+    expected = delta(1, 3, logprobs=logprobs(2, 3), finish_reason="stop", stop_reason="f")
+    assert rest == expected
+    assert answer.take_delta() is None
+
+
+def test_replies_to_several_requests_in_one_message() -> None:
+    session, first = ask()
+    second = session.ask(GenerateRequest(prompt="y", stream=True))
+    numbers = [second.number, b"99", first.number, second.number]
+    replies: list[Any] = [delta(0, 2), delta(0, 1), delta(0, 1), reply()]
+    frame = msgspec.msgpack.encode(ReplyBatch(numbers=numbers, replies=replies))
+    session.receive([b"", frame])
+    assert taken(first) == [([1], "ab")]
+    assert taken(second) == [([1, 2, 3], "abcdef")]
+    assert first.final is None
+    assert second.result() == reply()
 
 
 @pytest.mark.parametrize("said", [[(0, 1), (1, 3)], [(0, 2), (1, 3)], [(0, 1)], [(0, 2), (0, 1)]])
@@ -113,9 +143,11 @@ def test_a_token_without_text_and_text_without_a_token_are_heard() -> None:
     session, answer = ask()
     half = TextDelta(request_id="", token_offset=0, char_offset=0, token_ids=[1], text="")
     rest = TextDelta(request_id="", token_offset=1, char_offset=0, token_ids=[], text="é")
+    pieces = []
     for one in (half, rest, half, rest):
         say(session, answer, one)
-    assert taken(answer) == [([1], ""), ([], "é")]
+        pieces += taken(answer)
+    assert pieces == [([1], ""), ([], "é")]
 
 
 def test_a_reply_without_stream_makes_no_deltas() -> None:

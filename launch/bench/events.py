@@ -1,0 +1,148 @@
+"""`launch bench events`: the cost of server-sent events, from the scheduler to an HTTP client.
+
+A stand-in worker has steps of a given length; each step gives each stream a token. The client
+reads sockets and counts the ends of events: it parses nothing, so it costs little.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import statistics
+import sys
+import time
+from argparse import Namespace
+from typing import Any
+
+from msgspec import json
+
+from penstock.launch.bench.options import EventsOptions
+from penstock.launch.bench.pipeline import MIN_SECONDS, STAND_IN, cpu_seconds
+from penstock.launch.bench.report import table
+from penstock.launch.pipeline.ephemeral_pipeline import free_port, private_pipeline
+from penstock.launch.pipeline.errors import LaunchError
+
+Result = dict[str, Any]
+KINDS = ("http", "gateway", "detokenizer", "scheduler", "worker", "client")
+EVENT_END, LAST_CHUNK = b"\n\n", b"0\r\n\r\n"
+START_TRIES, TRY_SECONDS = 300, 0.1
+READ_BYTES = 1 << 18
+
+
+def bench_events(options: EventsOptions, _: Namespace) -> list[Result]:
+    """Measure each step length; 0 is a worker that never waits."""
+    results = []
+    for step_ms in options.step_ms:
+        name, port = f"bench-{os.getpid()}", free_port()
+        flags = ("--http", str(options.http), "--http-port", str(port), "--log-level", "warning")
+        flags += ("--detokenizers", str(options.detokenizers))
+        with private_pipeline(name, *flags, worker=f"{STAND_IN} {step_ms}"):
+            _wait_for_http(port)
+            EventClient(port, options.streams, options.max_tokens).run()  # warms up
+            client = EventClient(port, options.streams, options.max_tokens)
+            runs = [_measure(client, name) for _ in range(options.runs)]
+            results.append(_median(runs, step_ms, options.streams))
+            print(".", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return results
+
+
+class EventClient:
+    """Streams of completions on connections that are kept."""
+
+    def __init__(self, port: int, num_streams: int, max_tokens: int) -> None:
+        body = json.encode(
+            {
+                "prompt": "x" * 100,
+                "max_tokens": max_tokens,
+                "ignore_eos": True,
+                "stream": True,
+            }
+        )
+        head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json"
+        self._request = b"%b\r\ncontent-length: %d\r\n\r\n%b" % (head.encode(), len(body), body)
+        self.num_tokens = num_streams * max_tokens
+        """of a run"""
+        self._poll = select.epoll()
+        self._sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(num_streams)]
+        self._by_fd = {one.fileno(): one for one in self._sockets}
+        for file in self._by_fd:
+            self._poll.register(file, select.EPOLLIN)
+        self._buffer = bytearray(READ_BYTES)
+
+    def run(self) -> tuple[int, list[float]]:
+        """Send a request on each connection, and read all answers.
+
+        Return the number of events, and the seconds to each stream's first one.
+        """
+        first: dict[int, float] = {}
+        tails = dict.fromkeys(self._by_fd, b"")
+        num_events, start = 0, time.perf_counter()
+        for one in self._sockets:
+            one.sendall(self._request)
+        while tails:
+            for file, _ in self._poll.poll():
+                size = self._by_fd[file].recv_into(self._buffer)
+                if not size:
+                    raise LaunchError("the server closed a stream")
+                data = tails[file] + self._buffer[:size]
+                num_new = data.count(EVENT_END) - tails[file].count(EVENT_END)
+                if num_new and file not in first:
+                    first[file] = time.perf_counter() - start
+                num_events += num_new
+                tails[file] = bytes(data[-len(LAST_CHUNK) + 1 :])  # what ends there may be cut
+                if data.endswith(LAST_CHUNK):
+                    del tails[file]
+        return num_events, list(first.values())
+
+
+def _wait_for_http(port: int) -> None:
+    """Return when a server listens; the pipeline may be ready before. Raises OSError."""
+    for _ in range(START_TRIES):
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(("127.0.0.1", port)).close()
+        time.sleep(TRY_SECONDS)
+    raise LaunchError(f"http does not listen on port {port}")
+
+
+def _measure(client: EventClient, name: str) -> Result:
+    cpu, num_events, num_tokens, firsts = cpu_seconds(name), 0, 0, []
+    start = time.perf_counter()
+    while (seconds := time.perf_counter() - start) < MIN_SECONDS:
+        events, first = client.run()
+        num_events += events
+        num_tokens += client.num_tokens
+        firsts += first
+    used = cpu_seconds(name)
+    used.subtract(cpu)
+    return {
+        "events_per_second": num_events / seconds,
+        "tokens_per_second": num_tokens / seconds,
+        "ttft_ms": statistics.median(firsts) * 1e3,
+        "cpu_us_per_token": {kind: used[kind] * 1e6 / num_tokens for kind in KINDS},
+        "cores": sum(used[kind] for kind in KINDS) / seconds,
+    }
+
+
+def _median(runs: list[Result], step_ms: float, streams: int) -> Result:
+    names = ("events_per_second", "tokens_per_second", "ttft_ms", "cores")
+    return {
+        "step_ms": step_ms,
+        "streams": streams,
+        **{name: statistics.median(run[name] for run in runs) for name in names},
+        "cpu_us_per_token": {
+            kind: statistics.median(run["cpu_us_per_token"][kind] for run in runs) for kind in KINDS
+        },
+    }
+
+
+def as_table(results: list[Result]) -> str:
+    """Return the results as a markdown table."""
+    titles = ("step ms", "streams", "events/s", "tokens/s", "TTFT ms", "cores", *KINDS)
+    rows = []
+    for one in results:
+        speeds = (f"{one[name]:,.0f}" for name in ("events_per_second", "tokens_per_second"))
+        costs = [f"{cost:.2f}" for cost in one["cpu_us_per_token"].values()]
+        times = f"{one['ttft_ms']:.1f}", f"{one['cores']:.2f}"
+        rows.append([f"{one['step_ms']:g}", str(one["streams"]), *speeds, *times, *costs])
+    return "\n".join(table(titles, rows))
