@@ -128,10 +128,11 @@ class ClientSocket:
 
     def deliver_in_batch(self, entry: Entry) -> None:
         """Send new output of a request with `send_batches`, where its client is an HTTP server."""
-        if not self._batches.add(entry):
+        if not (entry.client.connection.is_inner and self._batches.add(entry)):
             self.deliver(entry)
 
     def send_batches(self) -> None:
+        """Send what `deliver_in_batch` has kept: one message for each HTTP server."""
         for connection, frames, replies in self._batches.take():
             error = self._try_send(connection, frames)
             for entry, reply in replies:

@@ -15,9 +15,9 @@ class ReplyBatches:
         self._batches: dict[Connection, list[tuple[Entry, Output]]] = {}
 
     def add(self, entry: Entry) -> bool:
-        """Add new output of a request; False if another client, or a full queue, has to get it."""
+        """Add new output of a request; False if it can't be in a batch."""
         connection, number = entry.client.connection, entry.client.envelope[1:]
-        is_batched = connection.is_inner and len(number) == 1 and number != (b"",)
+        is_batched = len(number) == 1 and number != (b"",)
         if not is_batched or connection.is_full or connection.is_closed:
             return False
         if replies := entry.unsent_replies():
