@@ -34,8 +34,8 @@ def bench_events(options: EventsOptions, _: Namespace) -> list[Result]:
     results = []
     for step_ms in options.step_ms:
         name, port = f"bench-{os.getpid()}", free_port()
-        flags = ("--http", str(options.http), "--http-port", str(port), "--log-level", "warning")
-        flags += ("--detokenizers", str(options.detokenizers))
+        flags = ["--http", str(options.http), "--http-port", str(port), "--log-level", "warning"]
+        flags += ["--detokenizers", str(options.detokenizers)]
         with private_pipeline(name, *flags, worker=f"{STAND_IN} {step_ms}"):
             _wait_for_http(port)
             EventClient(port, options.streams, options.max_tokens).run()  # warms up

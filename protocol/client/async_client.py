@@ -141,8 +141,13 @@ class AsyncClient:
 
     async def change(self, answer: Answer) -> None:
         """Wait until something has arrived for `answer`."""
-        changed = asyncio.get_running_loop().create_future()
-        answer.on_change = lambda: changed.done() or changed.set_result(None)
+        changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def wake() -> None:
+            if not changed.done():
+                changed.set_result(None)
+
+        answer.on_change = wake
         await changed
 
     def ask(self, question: Request) -> Answer:

@@ -1,11 +1,4 @@
-"""The clients' socket: who may connect, requests in, replies out.
-
-libzmq keeps any number of frames until the last of a message has arrived. So `on_heartbeat` checks
-how much each connection has received since its last message; on ipc, how often bytes were arriving.
-
-libzmq silently ignores a client with the ZeroMQ identity of another client, until that one leaves:
-more than a handshake was received, and no message. On ipc an idle client looks the same.
-"""
+"""The clients' socket: who may connect, requests in, replies out."""
 
 import logging
 from collections.abc import Iterator
@@ -22,7 +15,7 @@ from penstock.protocol.messages.codec import codec_of
 from penstock.protocol.transport.channel import OVERSIZE_SLACK, Channel, traffic
 from penstock.protocol.transport.context import Context, check_reach, stays_on_host
 from penstock.protocol.transport.curve import ZAP_DOMAIN, secure_server
-from penstock.protocol.transport.socket_info import num_unread_bytes, tcp_counters
+from penstock.services.gateway.client_watch import MAX_RECEIVE_QUEUE, ClientWatch
 from penstock.services.gateway.connections import Client, Connection, Connections
 from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.ledger import Ledger
@@ -31,8 +24,6 @@ from penstock.services.gateway.reply_batches import ReplyBatches
 log = logging.getLogger("gateway")
 MAX_SEND_QUEUE = 4096
 """messages in libzmq's queue for one client; further output waits in the ledger"""
-MAX_RECEIVE_QUEUE = 8
-"""messages of one client that libzmq receives ahead; then the client has to wait"""
 OPTIONS = {
     zmq.HANDSHAKE_IVL: 10_000,  # milliseconds in which a client shows its key
     zmq.RCVHWM: MAX_RECEIVE_QUEUE,
@@ -47,12 +38,6 @@ MAX_FRAMES = 8
 """of a message, its sender's identity included"""
 MAX_ENVELOPE_BYTES = 1024
 """of the frames before the request"""
-KERNEL_BYTES = 1 << 23
-"""more than the system receives ahead for one connection"""
-EXPANSION = 32
-"""bytes of memory for each byte of an unfinished message: 64 for an empty frame, which has 2"""
-MAX_BUSY_HEARTBEATS = 2
-"""at which bytes of one message arrive; a whole message takes milliseconds within a machine"""
 FRAME_BYTES, CURVE_FRAME_BYTES = 2, 35
 """of a frame on the wire in addition to its content, at least"""
 RETRY_INTERVAL = 0.01
@@ -60,10 +45,6 @@ RETRY_INTERVAL = 0.01
 ENVELOPE = (
     f"a message has more than {MAX_FRAMES} frames, or {MAX_ENVELOPE_BYTES} bytes before the request"
 )
-IGNORED = (
-    "its ZeroMQ identity is that of another client (choose another), or its message has no end"
-)
-UNFINISHED = "a message was begun that is longer than any request, or all that were begun are"
 
 
 class ClientSocket:
@@ -80,9 +61,8 @@ class ClientSocket:
         self.connections = Connections(context.connect(zmq.PAIR, address))
         self._max_frame_bytes = max_request_bytes(config) + OVERSIZE_SLACK
         self._bind(context, config, inner, address)
-        self._may_be_curve = bool(config.curve_keys) or config.backend != "local"
+        self.watch = ClientWatch(config, self.channel, self.connections, self._max_frame_bytes)
         self._frame_overhead = CURVE_FRAME_BYTES if config.curve_keys else FRAME_BYTES
-        self._max_unfinished_bytes = config.max_open_bytes // EXPANSION
         self._max_unread_bytes = config.max_unread_bytes
         self._ledger = ledger
         self.collected: dict[str, Entry] | None = None
@@ -141,33 +121,6 @@ class ClientSocket:
     def release(self, entry: Entry) -> None:
         self.connections.detach(entry.request_id, entry.client)
         self._ledger.remove(entry)
-
-    def on_heartbeat(self) -> None:
-        """Disconnect clients that libzmq ignores, and clients whose messages do not end."""
-        unfinished: list[tuple[int, Connection]] = []
-        # Whole messages may wait in libzmq's queue.
-        waits = self.channel.has_message
-        limit = self._max_frame_bytes * (MAX_RECEIVE_QUEUE + 1 if waits else 1) + KERNEL_BYTES
-        shortest = self.connections.take_shortest_identity()
-        for connection in self.connections:
-            counters = tcp_counters(connection.fd)
-            identity_bytes = 0 if connection.is_inner else shortest
-            if connection.traffic.is_ignored(counters, identity_bytes, self._may_be_curve):
-                self.connections.cut_off(connection, IGNORED)
-            elif counters is None:
-                num_busy = connection.traffic.num_busy_heartbeats(
-                    not waits and num_unread_bytes(connection.fd) > 0
-                )
-                if num_busy > MAX_BUSY_HEARTBEATS:
-                    self.connections.cut_off(connection, UNFINISHED)
-            elif num_bytes := connection.traffic.num_unfinished(counters.received):
-                unfinished.append((num_bytes, connection))
-        num_all = sum(num_bytes for num_bytes, _ in unfinished)
-        for num_bytes, connection in sorted(unfinished, key=lambda one: -one[0]):
-            if num_bytes <= limit and num_all <= self._max_unfinished_bytes:
-                break
-            num_all -= num_bytes
-            self.connections.cut_off(connection, UNFINISHED)
 
     def retry_full(self) -> list[Connection]:
         """Try full queues again. Return connections that have left too much unread.

@@ -149,7 +149,7 @@ class Gateway:
             )
             self._drop(set(connection.request_ids))
             self.connections.cut_off(connection, UNREAD)
-        self.clients.on_heartbeat()
+        self.clients.watch.on_heartbeat()
         self.status_queries.drop_closed()
 
     def _drop(self, request_ids: set[str]) -> None:

@@ -110,7 +110,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self.without_request.pop(self, None)
         super().on_headers_complete()
-        self.scope[WRITE] = partial(write_chunk, self.cycle)  # type: ignore[typeddict-unknown-key]
+        self.scope[WRITE] = partial(write_chunk, self.cycle)  # type: ignore[literal-required]
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)

@@ -89,7 +89,7 @@ def test_each_token_is_heard_once(
 
 
 def test_what_waits_is_one_piece() -> None:
-    """Of a reader that falls behind; a piece that was taken does not change."""
+    """A reader that is slow gets one piece; a piece that it has taken does not change."""
     session, answer = ask()
     say(session, answer, delta(0, 1, logprobs=logprobs(1), prompt_tokens=5))
     first = answer.take_delta()
