@@ -23,7 +23,8 @@ class GenerationConfig(Struct, kw_only=True, frozen=True):
     def fill(self, sampling: SamplingParams) -> None:
         """Put the model's defaults where the request says nothing."""
         if sampling.temperature is None:
-            sampling.temperature = (self.temperature or 1.0) if self.do_sample else 0.0
+            default = 1.0 if self.temperature is None else self.temperature
+            sampling.temperature = default if self.do_sample else 0.0
         for field, neutral in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
             if getattr(sampling, field) is None:
                 default = getattr(self, field) if self.do_sample else None
