@@ -8,17 +8,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.expected_weights import MATRICES, weight_names
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-MATRICES = (".qweight", ".weight_packed")
-"""ends of the names of packed matrices; others end in `.weight`"""
-_PARTS = (
-    *(".scales", ".qzeros", ".g_idx"),
-    *(".weight_scale", ".weight_scale_inv", ".weight_zero_point", ".weight_shape", ".weight_g_idx"),
-    *(".input_scale", ".k_scale", ".v_scale"),
-)
-"""ends of the names of what belongs to a quantized matrix, or to activations in e4m3"""
 _FLOATS = ("F16", "BF16", "F32")
 
 
@@ -51,9 +44,7 @@ class CheckpointTensors:
 
     def weights(self) -> set[str]:
         """Return the names of all weights: of a packed one, what it stands for."""
-        names = (name for name in self.files if not name.endswith(_PARTS))
-        ends = ((name, next((end for end in MATRICES if name.endswith(end)), "")) for name in names)
-        return {f"{name.removesuffix(end)}.weight" if end else name for name, end in ends}
+        return weight_names(self.files)
 
     def matrix(self, weight: str) -> str:
         """Return the name of the tensor with the numbers of a weight."""

@@ -13,21 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.kernels.quantize.packed import Packed
+from penstock.kernels.quantize.packed import Packed, unpack_groups
 from penstock.kernels.quantize.quantize import copy_into
 from penstock.kernels.quantize.types import BLOCK, FP8, Quantized, Rows
 from penstock.models.checkpoint_tensors import CheckpointTensors
 from penstock.models.packed_weights import copy_codes, read_codes
 from penstock.models.parallel import Layer, Slice
 from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.expected_weights import BARE, check_names
 from penstock.protocol.quantization import WeightFormat
 
-TIED = "lm_head.weight"
-"""tensor that some checkpoints have although the embedding is used"""
-COMPUTED = "rotary_emb.inv_freq"
-"""frequencies that old versions of transformers wrote; computed from config.json"""
-BARE = "embed_tokens.weight"
-SCORES = ("score.", "classifier.")
+NAN_CODE = 0x7F
+"""of e4m3, without its sign"""
 SCALES = "_scale_inv"
 """suffix of a weight's name for the scales of e4m3, of its blocks"""
 OTHER_SCALES = "_scale"
@@ -49,10 +46,11 @@ def load_weights(
     if not getattr(model, "has_head", True) and BARE in tensors:
         tensors = CheckpointTensors(folder, "model.")
     slices = list(_slices(model))
-    _check_names(folder, {part.name for part in slices}, tensors.weights())
+    check_names(folder, {part.name for part in slices}, tensors.weights())
     for part in sorted(slices, key=lambda part: tensors.file(tensors.matrix(part.name))):
         if part.start < part.stop:
             _load(tensors, part, weight_format)
+            _check_numbers(tensors, part)
         on_progress()
 
 
@@ -60,25 +58,6 @@ def _slices(model: nn.Module) -> Iterator[Slice]:
     for name, module in model.named_modules():
         if isinstance(module, Layer):
             yield from module.slices(name)
-
-
-def _check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
-    missing, unknown = wanted - found, found - wanted - {TIED}
-    unknown = {name for name in unknown if not name.endswith(COMPUTED)}
-    if missing and BARE in found:
-        raise ModelError(
-            f"{folder} has {BARE} without 'model.' before it, as embedding models have, and no "
-            "modules.json; download the whole checkpoint, or give one of Qwen3ForCausalLM"
-        )
-    if any(name.startswith(SCORES) for name in unknown):
-        raise ModelError(
-            f"{folder} has {min(unknown)}: a reranker or classifier, which scores texts and "
-            "generates none; give a checkpoint of Qwen3ForCausalLM"
-        )
-    if missing:
-        raise ModelError(f"{folder} lacks {len(missing)} tensors, such as {min(missing)}")
-    if unknown:
-        raise ModelError(f"{folder} has {len(unknown)} unknown tensors, such as {min(unknown)}")
 
 
 def _load(tensors: CheckpointTensors, part: Slice, weight_format: WeightFormat | None) -> None:
@@ -107,6 +86,24 @@ def _load(tensors: CheckpointTensors, part: Slice, weight_format: WeightFormat |
         copy_codes(part.target, codes, part.name)
     else:
         copy_into(part.target, codes.dequantized())
+
+
+def _check_numbers(tensors: CheckpointTensors, part: Slice) -> None:
+    """Raise ModelError for NaN and infinite numbers, also where the model's dtype has none."""
+    target = part.target
+    if isinstance(target, Tensor):
+        numbers = target
+    else:
+        numbers = unpack_groups(target.groups)[0] if isinstance(target, Packed) else target.scale
+    is_finite = all(map(torch.isfinite, torch.aminmax(numbers)))
+    if isinstance(target, Quantized) and is_finite:
+        is_finite = bool(((target.values.view(torch.uint8) & NAN_CODE) != NAN_CODE).all())
+    if not is_finite:
+        file = tensors.file(tensors.matrix(part.name))
+        raise ModelError(
+            f"{part.name} in {file}: got NaN or infinite numbers, expected finite ones in "
+            f"{numbers.dtype}; download it again, or give another --dtype"
+        )
 
 
 def _copy(tensor: Tensor, part: Slice, tensors: CheckpointTensors) -> None:

@@ -21,6 +21,7 @@ REQUEST_BYTES_PER_TOKEN = 16
 ARCHITECTURE = "Qwen3ForCausalLM"
 MOE_ARCHITECTURE = "Qwen3MoeForCausalLM"
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
+Experts = Annotated[int, Meta(ge=0, le=1 << 16)]
 
 
 class ModelError(Exception):
@@ -39,7 +40,7 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
     num_key_value_heads: Size
     max_position_embeddings: Size
     head_dim: Size = 128
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: Annotated[float, Meta(ge=1e-30, le=1)] = 1e-6
     rope_theta: float | None = None
     rope_parameters: dict[str, Any] | None = None
     """where transformers 5 keeps `rope_theta` and `rope_scaling`"""
@@ -60,11 +61,11 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
     is_embedding_model: bool = False
     """makes vectors and generates no text; known by other files than config.json"""
     # of Qwen3MoeForCausalLM
-    num_experts: int = 128
-    num_local_experts: int | None = None
+    num_experts: Experts = 128
+    num_local_experts: Experts | None = None
     """`num_experts` as transformers 5 calls it"""
-    num_experts_per_tok: int = 8
-    moe_intermediate_size: int = 768
+    num_experts_per_tok: Experts = 8
+    moe_intermediate_size: Size = 768
     norm_topk_prob: bool = False
     decoder_sparse_step: Annotated[int, Meta(ge=1)] = 1
     mlp_only_layers: list[int] | None = None
@@ -256,17 +257,19 @@ def read_json(path: Path, type_: type[T]) -> T:
     content = read_bytes(path)
     try:
         return msgspec.json.decode(content, type=type_)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        problem = str(error)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        problem = f"{error}{hint_of(content)}"
         if isinstance(error, msgspec.ValidationError) and issubclass(type_, Struct):
-            field, sentence = explain(problem, msgspec.json.decode(content), type_)
+            field, sentence = explain(str(error), msgspec.json.decode(content), type_)
             problem = sentence if field else problem
-        raise ModelError(f"{path} can't be read: {problem}{hint_of(content)}") from error
+        raise ModelError(f"{path} can't be read: {problem}") from error
 
 
 def read_bytes(path: Path, size: int = -1) -> bytes:
     """Return the first `size` bytes of a file of a checkpoint, or all. Raises ModelError."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise ModelError(f"{path} can't be read: it is not a regular file")
         with path.open("rb") as file:
             return file.read(size)
     except FileNotFoundError as error:
@@ -279,6 +282,8 @@ def hint_of(content: bytes) -> str:
     """Return what to do about a file that is not what its name says, by its first bytes."""
     if content.startswith(b"version https://git-lfs"):
         return "; this is a pointer of Git LFS to the file: run `git lfs pull`"
+    if content.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
+        return "; it begins with a byte order mark: save it as UTF-8 without one"
     return "; download it again"
 
 

@@ -3,24 +3,33 @@
 Of the weights only the headers of the safetensors files are read.
 """
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from penstock.protocol.checkpoint import ModelConfig, ModelError, hint_of, read_bytes, read_json
+from penstock.protocol.expected_weights import (
+    BARE,
+    TIED,
+    check_names,
+    expected_weights,
+    weight_names,
+)
 from penstock.protocol.generation_config import read_generation_config
 from penstock.protocol.tokenizer_file import TokenizerConfig, read_tokenizer_file
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_BARE = "embed_tokens.weight"
-"""as embedding models have it, whose names lack `model.`"""
 _MAX_HEADER_BYTES = 100_000_000
 """by the format of safetensors"""
-_DTYPES = ("BF16", "F16", "F32", "F64", "F8_E4M3")
-_INTEGERS = ("I8", "I32", "I64")
-"""of packed weights, their zero points, groups and shapes"""
+_FLOATS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1}
+"""bytes of a number of each type"""
+_SIZES = _FLOATS | {"I8": 1, "I32": 4, "I64": 8}
+"""likewise, with those of packed weights, their zero points, groups and shapes"""
 
 
 class _Index(Struct):
@@ -30,7 +39,7 @@ class _Index(Struct):
 
 class _Tensor(Struct):
     dtype: str
-    shape: list[int]
+    shape: list[Annotated[int, Meta(ge=0)]]
     data_offsets: tuple[int, int]
 
 
@@ -48,30 +57,18 @@ def check_files(folder: Path, config: ModelConfig, *, weights: bool) -> None:
 
 
 def check_tensors(folder: Path, config: ModelConfig) -> None:
-    """Raise ModelError for a damaged file, and for a tensor without the shape by `config`.
+    """Raise ModelError for a damaged file, and for tensors that `config` contradicts.
 
-    Tensors that are missing are reported when the weights are loaded.
+    Shapes of packed matrices and of scales are checked when they are loaded.
     """
     is_packed = config.weight_format is not None and not config.fp8
-    tensors = _read_tensors(folder, _DTYPES + _INTEGERS if is_packed else _DTYPES)
-    path, hidden, head = folder / "config.json", config.hidden_size, config.head_dim
-    if config.is_embedding_model and _BARE in tensors:
+    tensors = _read_tensors(folder, _SIZES if is_packed else _FLOATS)
+    path = folder / "config.json"
+    if config.is_embedding_model and BARE in tensors:
         tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    attention = "model.layers.0.self_attn"
-    for name, shape, fields in (
-        ("model.embed_tokens.weight", [config.vocab_size, hidden], "vocab_size and hidden_size"),
-        (f"{attention}.q_norm.weight", [head], "head_dim"),
-        (
-            f"{attention}.q_proj.weight",
-            [config.num_attention_heads * head, hidden],
-            "num_attention_heads times head_dim",
-        ),
-        (
-            f"{attention}.k_proj.weight",
-            [config.num_key_value_heads * head, hidden],
-            "num_key_value_heads times head_dim",
-        ),
-    ):
+    names = set()
+    for name, shape, fields in expected_weights(config):
+        names.add(name)
         if name in tensors and tensors[name].shape != shape:
             found = f"{name} has the shape {tensors[name].shape}, expected {shape}"
             raise ModelError(f"{path}: {fields}: {found}")
@@ -79,25 +76,29 @@ def check_tensors(folder: Path, config: ModelConfig) -> None:
     if num_layers != config.num_hidden_layers:
         found = f"got {config.num_hidden_layers}, expected {num_layers}, as the weights have"
         raise ModelError(f"{path}: num_hidden_layers: {found}")
-    if not config.tie_word_embeddings and "lm_head.weight" not in tensors:
+    if TIED in names and TIED not in tensors:
         found = "got false, expected true, as lm_head.weight is missing"
         raise ModelError(f"{path}: tie_word_embeddings: {found}")
+    check_names(folder, names, weight_names(tensors))
 
 
-def _read_tensors(folder: Path, dtypes: tuple[str, ...]) -> dict[str, _Tensor]:
-    """Return all tensors by name. Raises ModelError, also for other dtypes."""
+def _read_tensors(folder: Path, sizes: Mapping[str, int]) -> dict[str, _Tensor]:
+    """Return all tensors by name. Raises ModelError, also for types without a size."""
     index = folder / INDEX_FILE
     if not index.exists():
-        return _read_header(folder / SINGLE_FILE, dtypes)
+        return _read_header(folder / SINGLE_FILE, sizes)
     files = read_json(index, _Index).weight_map
-    headers = {file: _read_header(folder / file, dtypes) for file in sorted(set(files.values()))}
+    for name, file in files.items():
+        if Path(file).name != file:
+            raise ModelError(f"{index}: {name}: got {file!r}, expected a file of its folder")
+    headers = {file: _read_header(folder / file, sizes) for file in sorted(set(files.values()))}
     for name, file in files.items():
         if name not in headers[file]:
             raise ModelError(f"{index}: got {name} in {file}, which has no such tensor")
     return {name: headers[file][name] for name, file in files.items()}
 
 
-def _read_header(path: Path, dtypes: tuple[str, ...]) -> dict[str, _Tensor]:
+def _read_header(path: Path, sizes: Mapping[str, int]) -> dict[str, _Tensor]:
     start = read_bytes(path, 64)
     size, found = int.from_bytes(start[:8], "little"), path.stat().st_size
     content = read_bytes(path, 8 + min(size, _MAX_HEADER_BYTES))[8:] if size < found else b""
@@ -105,14 +106,25 @@ def _read_header(path: Path, dtypes: tuple[str, ...]) -> dict[str, _Tensor]:
         entries = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
         tensors = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in entries.items()}
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         problem = f"got no header of safetensors ({error}){hint_of(start)}"
         raise ModelError(f"{path}: {problem}") from error
     expected = 8 + size + max((one.data_offsets[1] for one in tensors.values()), default=0)
     if found != expected:
         raise ModelError(f"{path}: got {found} bytes, expected {expected}; download it again")
-    for name, tensor in tensors.items():
-        if tensor.dtype not in dtypes:
-            expected_types = ", ".join(dtypes)
-            raise ModelError(f"{path}: {name}: got {tensor.dtype}, expected {expected_types}")
+    _check_layout(path, tensors, sizes)
     return tensors
+
+
+def _check_layout(path: Path, tensors: dict[str, _Tensor], sizes: Mapping[str, int]) -> None:
+    """Raise ModelError unless each tensor has a known type, and follows the one before it."""
+    begin = 0
+    for name, tensor in sorted(tensors.items(), key=lambda one: one[1].data_offsets):
+        if tensor.dtype not in sizes:
+            raise ModelError(f"{path}: {name}: got {tensor.dtype}, expected {', '.join(sizes)}")
+        expected = begin, begin + sizes[tensor.dtype] * math.prod(tensor.shape)
+        if tensor.data_offsets != expected:
+            problem = f"got the bytes {list(tensor.data_offsets)}, expected {list(expected)}"
+            of_what = f"for {tensor.dtype} of shape {tensor.shape} after the tensor before it"
+            raise ModelError(f"{path}: {name}: {problem} {of_what}; download it again")
+        begin = expected[1]

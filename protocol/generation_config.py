@@ -13,7 +13,7 @@ class GenerationConfig(Struct, kw_only=True, frozen=True):
     """The fields of `generation_config.json` that the pipeline uses."""
 
     eos_token_id: int | list[int] | None = None
-    do_sample: bool = False
+    do_sample: bool | None = False
     temperature: limits.Temperature | None = None
     top_k: limits.TopK | None = None
     top_p: limits.TopP | None = None
@@ -23,8 +23,8 @@ class GenerationConfig(Struct, kw_only=True, frozen=True):
     def fill(self, sampling: SamplingParams) -> None:
         """Put the model's defaults where the request says nothing."""
         if sampling.temperature is None:
-            default = 1.0 if self.temperature is None else self.temperature
-            sampling.temperature = default if self.do_sample else 0.0
+            own = 1.0 if self.temperature is None else self.temperature
+            sampling.temperature = own if self.do_sample else 0.0
         for field, neutral in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
             if getattr(sampling, field) is None:
                 default = getattr(self, field) if self.do_sample else None

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 DEFAULT_BASE = 10_000.0
 """transformers' own"""
 SERVED_TYPES = ("default", "yarn")
+MAX_BASE = 1e30
+"""more would make frequencies that float32 does not have"""
+MAX_POSITIONS = 1 << 24
 Fields = dict[str, tuple[str, Any]]
 """name → path in `config.json`, and value"""
 
@@ -67,7 +70,8 @@ def read_rope(
         raise ValueError(f"{path}: got {kind!r}, expected {' or '.join(map(repr, SERVED_TYPES))}")
     if (part := _number(fields, "partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError(f"{fields['partial_rotary_factor'][0]}: got {part}, expected 1")
-    base = _number(fields, "rope_theta", theta or DEFAULT_BASE)
+    fields.setdefault("rope_theta", ("rope_theta", theta))
+    base = _within(fields, "rope_theta", DEFAULT_BASE, 1.0, MAX_BASE)
     if kind == "default":
         return Rope(base, None, num_positions)
     fields.setdefault("factor", (f"{path.partition('.')[0]}.factor", None))
@@ -92,15 +96,16 @@ def _type(parent: str, fields: dict[str, Any]) -> tuple[str, str]:
 
 def _yarn(fields: Fields, num_positions: int, original_positions: int | None) -> Yarn:
     """Read YaRN's fields as transformers does."""
-    original = original_positions or int(
-        _number(fields, "original_max_position_embeddings", num_positions)
-    )
+    name = "original_max_position_embeddings"
+    if original_positions is not None:
+        fields[name] = name, original_positions
+    original = int(_within(fields, name, num_positions, 1, MAX_POSITIONS))
     path, given = fields["factor"]
-    follows = given is None and original != num_positions
-    factor = num_positions / original if follows else _number(fields, "factor", 0.0)
-    if factor < 1:
-        shown = "null" if given is None else given
-        raise ValueError(f"{path}: got {shown}, expected 1 or more")
+    if given is None and original != num_positions:
+        fields["factor"] = path, num_positions / original
+    elif given is None:
+        raise ValueError(f"{path}: got null, expected 1 or more")
+    factor = _within(fields, "factor", 0.0, 1, MAX_POSITIONS / original)
     m_scale, m_scale_all = (_number(fields, name, 0.0) for name in ("mscale", "mscale_all_dim"))
     both = m_scale and m_scale_all
     factors = (m_scale, m_scale_all) if both else (1.0, 0.0)
@@ -113,6 +118,15 @@ def _yarn(fields: Fields, num_positions: int, original_positions: int | None) ->
         truncate=bool(fields.get("truncate", ("", True))[1]),
         attention_factor=_number(fields, "attention_factor", wide / narrow),
     )
+
+
+def _within(fields: Fields, name: str, default: float, least: float, most: float) -> float:
+    """Return a number. Raises ValueError for one beyond the limits, which 0 is, too."""
+    path, value = fields.get(name, (name, None))
+    number = _number(fields, name, default)
+    if value == 0 or not least <= number <= most:
+        raise ValueError(f"{path}: got {value}, expected {least:g} to {most:g}")
+    return number
 
 
 def _number(fields: Fields, name: str, default: float) -> float:

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import socket
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -72,10 +73,8 @@ def start(config: Config, procfile: Path, max_deaths: int, source: HubModel | No
     if config.device == "cuda" and config.backend == "local":
         check_gpus(config)
     check_dtype(config)
-    try:
+    with _refusing_model():
         model = quantized(read_model_config(config.model_folder), config.quantization)
-    except ModelError as error:
-        raise LaunchError(f"--model: {error}") from error
     try:
         check_tp(model, config.tp, config.enable_expert_parallel)
         model.context(config.max_model_len)
@@ -128,10 +127,19 @@ def _check_files(config: Config, model: ModelConfig, commands: dict[str, str]) -
     A stand-in for the worker reads no weights; other machines have their own.
     """
     weights = config.backend == "local" and WORKER in commands.get("worker", "")
-    try:
+    with _refusing_model():
         check_files(config.model_folder, model, weights=weights)
+
+
+@contextlib.contextmanager
+def _refusing_model() -> Iterator[None]:
+    """Raise LaunchError for a checkpoint that can't be served, or not be read."""
+    try:
+        yield
     except ModelError as error:
         raise LaunchError(f"--model: {error}") from error
+    except OSError as error:
+        raise LaunchError(f"--model: {error.filename} can't be read: {error.strerror}") from error
 
 
 def _check_length(config: Config) -> None:

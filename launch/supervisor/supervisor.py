@@ -6,6 +6,7 @@ process may die, owns the watchdog, and ends the pipeline: the first signal drai
 
 import asyncio
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -147,6 +148,11 @@ class Supervisor:
         if process.last_pid and process.last_pid == process.killed_with_group:
             self.say(f"{process.name} restarted with its group")
             return True
+        if not self._was_ready and process.end == describe_exit(os.EX_CONFIG):
+            reason = process.last_lines[-1].removeprefix("E ") if process.last_lines else ""
+            self._output.write(self._plain(f"launch: {process.name}: {reason}"), is_error=True)
+            self._stop(2)
+            return False
         num_deaths = self._deaths.count(process.name, process.last_pid)
         limit = self._max_deaths if self._was_ready else min(self._max_deaths, MAX_EARLY_DEATHS)
         if num_deaths < limit:

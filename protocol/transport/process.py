@@ -13,8 +13,10 @@ import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config, replica_of
 from penstock.protocol.run_folder import config_from_environment, make_run_folder
 from penstock.protocol.transport.context import Context, Endpoints, endpoints
@@ -74,6 +76,7 @@ class Process:
         self.incarnation = take_incarnation(folder)
         self.identity = Identity(self.name, os.getpid(), self.incarnation).encode()
         _start_log(self.config, self.name)
+        sys.excepthook = _end
         _die_with_parent()
         self.context: Context = context_from_environment(folder, self.incarnation)
 
@@ -163,6 +166,16 @@ def _start_log(config: Config, name: str) -> None:
     else:
         handler.setFormatter(logging.Formatter("%(levelname).1s %(message)s"))
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
+
+
+def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Report an exception. That of a checkpoint is one sentence, which a restart can't change."""
+    if not isinstance(error, ModelError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    logging.getLogger("checkpoint").error("%s", error)
+    logging.shutdown()
+    os._exit(os.EX_CONFIG)
 
 
 def _die_with_parent() -> None:

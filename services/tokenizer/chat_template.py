@@ -42,6 +42,11 @@ REASONING_SWITCH = "enable_thinking"
 _END_OF_FINAL_MESSAGE = "\ue000end of the final message\ue001"
 """put after the final message if it is to be continued: the text before it is the prompt"""
 
+_UNREADABLE = (
+    *(OSError, msgspec.MsgspecError, TemplateError),
+    *(TypeError, LookupError, RecursionError, ValueError),
+)
+"""what reading a checkpoint's template and special tokens raises"""
 _OWN_REFUSAL = (
     "messages: the chat template refused them: ",
     "chat_template: got one that refuses the messages: ",
@@ -90,13 +95,13 @@ class ChatTemplate:
             self._template: Any = source and _environment().from_string(source)
             self.opens_reasoning = REASONING_SWITCH in source
             """the model itself, where the prompt leaves it to it"""
-        except (OSError, msgspec.MsgspecError, TemplateError, TypeError) as error:
+            self._special_tokens = {
+                name: token["content"] if isinstance(token, dict) else token
+                for name in SPECIAL_TOKENS
+                if (token := config.get(name))
+            }
+        except _UNREADABLE as error:
             raise ModelError(f"the chat template of {folder} can't be read: {error}") from error
-        self._special_tokens = {
-            name: token["content"] if isinstance(token, dict) else token
-            for name in SPECIAL_TOKENS
-            if (token := config.get(name))
-        }
 
     def render(self, request: PromptFields) -> str:
         """Render `messages` up to where the assistant's answer begins. Raises ChatTemplateError."""

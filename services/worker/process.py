@@ -173,7 +173,10 @@ def main(load: Load) -> NoReturn:
     try:
         _run(process, load)
         code = 0
-    except (WorkerError, ModelError, ConnectionError, SystemExit) as error:
+    except ModelError as error:
+        process.log.error("%s", error)
+        code = os.EX_CONFIG
+    except (WorkerError, ConnectionError, SystemExit) as error:
         process.log.error("%s", error)
     except Exception:
         process.log.exception("unexpected error")

@@ -57,6 +57,17 @@ def test_frequencies_that_old_checkpoints_hold_are_left(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, number: float) -> None:
+    save_checkpoint(tmp_path)
+    weight = torch.randn(128, 64)
+    weight[-1, -1] = number
+    change(tmp_path, **{Q_PROJ: weight})
+    sentence = f"{Q_PROJ} in .*: got NaN or infinite numbers, expected finite ones"
+    with pytest.raises(ModelError, match=sentence):
+        load_model(tmp_path)
+
+
 def test_models_that_do_not_generate_say_so(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, tie_word_embeddings=True)
     change(tmp_path, **{"score.weight": torch.ones(1, 64)})

@@ -19,7 +19,7 @@ import pytest
 
 from penstock.launch.pipeline.procfile import PROCFILE
 from penstock.protocol.client.client import Client
-from penstock.protocol.config import run_folder
+from penstock.protocol.config import Config, run_folder
 from tests.pipeline.conftest import LAUNCH, START_TIMEOUT, Pipeline
 
 pytestmark = pytest.mark.pipeline
@@ -251,6 +251,21 @@ def test_a_process_that_dies_again_and_again_ends_the_pipeline(tmp_path: Path) -
         "the pipeline stops. Its last lines:\n" + "  sh last words\n" * 3
     )
     assert not run_folder(name).exists()
+
+
+def test_a_checkpoint_that_a_process_refuses_ends_the_pipeline(tmp_path: Path) -> None:
+    """Only the tokenizer compiles the chat template."""
+    folder = shutil.copytree(Config().model_folder, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{% for one in messages %}")
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    command = [*LAUNCH, "all", "--name", name, "--model", str(folder), "--http", "0"]
+    command += ["--endpoint", free_tcp_endpoint()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    start = f"launch: tokenizer.1: the chat template of {folder} can't be read: Unexpected end of"
+    assert ended.stderr.startswith(start)
+    assert "Traceback" not in ended.stdout + ended.stderr
+    assert "restarted" not in ended.stdout
 
 
 def test_another_runner_runs_the_procfile() -> None:

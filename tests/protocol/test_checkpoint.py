@@ -77,9 +77,9 @@ def test_heads_that_do_not_divide(tp_size: int) -> None:
         ),
         (
             {"rope_scaling": {"type": "yarn", "factor": 0.5}},
-            "rope_scaling.factor: got 0.5, expected 1 or more",
+            "rope_scaling.factor: got 0.5, expected 1 to ",
         ),
-        ({"rope_scaling": {"type": "yarn", "factor": 0}}, "factor: got 0, expected 1 or more"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0}}, "factor: got 0, expected 1 to "),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor: got null, expected 1 or more"),
         ({"rope_parameters": {"type": "yarn"}}, "rope_parameters.factor: got null, exp"),
         ({"attention_bias": True}, "attention_bias: got true, expected false"),

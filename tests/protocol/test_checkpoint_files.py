@@ -10,6 +10,7 @@ import pytest
 
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.checkpoint_files import INDEX_FILE, SINGLE_FILE, check_files
+from penstock.protocol.expected_weights import expected_weights
 from tests.protocol.test_checkpoint import DEMO, changed
 
 
@@ -100,9 +101,8 @@ def test_shapes_of_tensors_are_those_of_the_configuration(folder: Path, is_shard
     """Read from the file's header, before any weight is loaded."""
     if is_sharded:
         (folder / SINGLE_FILE).rename(folder / "a.safetensors")
-        names = ["embed_tokens", "layers.0.self_attn.q_norm"]
-        names += [f"layers.{number}.input_layernorm" for number in range(4)]
-        index = {"weight_map": {f"model.{one}.weight": "a.safetensors" for one in names}}
+        names = [one.name for one in expected_weights(read_model_config(folder))]
+        index = {"weight_map": dict.fromkeys(names, "a.safetensors")}
         (folder / INDEX_FILE).write_text(json.dumps(index))
     for fields, sentence in (
         (

@@ -78,6 +78,16 @@ def test_a_process_that_never_lives_ends_the_pipeline(
     assert printed.out.count("launch        | tokenizer.1 died with exit code 3; restarted\n") == 2
 
 
+def test_a_checkpoint_that_can_not_be_served_is_not_tried_again(
+    supervise: Supervise, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = f"echo E tokenizer.json: got x, expected y >&2; exit {os.EX_CONFIG}"
+    assert supervise(tokenizer=f"sh -c '{code}'") == 2
+    printed = capfd.readouterr()
+    assert printed.err == "launch: tokenizer.1: tokenizer.json: got x, expected y\n"
+    assert printed.out.count("tokenizer.1   | ") == 1
+
+
 def test_what_does_not_stop_is_killed(
     supervise: Supervise, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,261 @@
+"""Ways in which the demo checkpoint is broken, each with the sentence that refuses it."""
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Break = Callable[[Path], object]
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+DOWN = "model.layers.2.mlp.down_proj.weight"
+NORM = "model.norm.weight"
+BOM = b"\xef\xbb\xbf"
+
+
+def fields(file: str = CONFIG, **changes: Any) -> Break:
+    """Change fields of a file in JSON."""
+
+    def change(folder: Path) -> None:
+        path = folder / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def without(name: str, file: str = CONFIG) -> Break:
+    def change(folder: Path) -> None:
+        left = json.loads((folder / file).read_text())
+        del left[name]
+        (folder / file).write_text(json.dumps(left))
+
+    return change
+
+
+def content(file: str, change: bytes | Callable[[bytes], bytes]) -> Break:
+    """Replace or change the bytes of a file."""
+
+    def write(folder: Path) -> None:
+        path = folder / file
+        path.write_bytes(change if isinstance(change, bytes) else change(path.read_bytes()))
+
+    return write
+
+
+def absent(file: str) -> Break:
+    return lambda folder: (folder / file).unlink()
+
+
+def instead(file: str, make: Callable[[Path], object]) -> Break:
+    """Put something else than a regular file there."""
+    return lambda folder: ((folder / file).unlink(missing_ok=True), make(folder / file))
+
+
+def tensor(old: str, **changes: Any) -> Break:
+    """Change the entry of a tensor in the header of the weights."""
+
+    def change(data: bytes) -> bytes:
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        entry = header.pop(old) | changes
+        text = json.dumps(header | {entry.pop("name", old): entry}).encode()
+        return struct.pack("<Q", len(text)) + text + data[8 + size :]
+
+    return content(WEIGHTS, change)
+
+
+def index(change: Callable[[dict[str, str]], object]) -> Break:
+    """Move the weights to `a.safetensors`, and change the index of all tensors."""
+
+    def move(folder: Path) -> None:
+        data = (folder / WEIGHTS).read_bytes()
+        names = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        (folder / WEIGHTS).rename(folder / "a.safetensors")
+        files = {name: "a.safetensors" for name in names if name != "__metadata__"}
+        change(files)
+        (folder / INDEX).write_text(json.dumps({"weight_map": files}))
+
+    return move
+
+
+def yarn(**more: Any) -> Break:
+    return fields(rope_scaling={"rope_type": "yarn", "factor": 2.0} | more)
+
+
+def moe(**more: Any) -> Break:
+    return fields(architectures=["Qwen3MoeForCausalLM"], **more)
+
+
+BROKEN: dict[str, tuple[Break, str]] = {
+    "rope_theta 0": (fields(rope_theta=0), "rope_theta: got 0.0, expected 1 to 1e+30"),
+    "rope_theta -1": (fields(rope_theta=-1), "rope_theta: got -1.0, expected a number of at least"),
+    "rope_theta tiny": (fields(rope_theta=1e-300), "rope_theta: got 1e-300, expected 1 to 1e+30"),
+    "rope_theta huge": (fields(rope_theta=1e300), "rope_theta: got 1e+300, expected 1 to 1e+30"),
+    "rope_theta 1e400": (
+        content(CONFIG, lambda data: data.replace(b"100000.0", b"1e400")),
+        "config.json can't be read: Number out of range",
+    ),
+    "rope_theta NaN": (
+        content(CONFIG, lambda data: data.replace(b"100000.0", b"NaN")),
+        "config.json can't be read: JSON is malformed",
+    ),
+    "rope_parameters": (
+        fields(rope_theta=None, rope_parameters={"rope_theta": 0}),
+        "rope_parameters.rope_theta: got 0, expected 1 to",
+    ),
+    "yarn factor": (yarn(factor=1e300), "rope_scaling.factor: got 1e+300, expected 1 to 4096"),
+    "yarn positions 0": (
+        yarn(original_max_position_embeddings=0),
+        "rope_scaling.original_max_position_embeddings: got 0, expected 1 to",
+    ),
+    "yarn positions -5": (
+        fields(original_max_position_embeddings=-5, rope_scaling={"type": "yarn", "factor": 2}),
+        "original_max_position_embeddings: got -5, expected a number of at least 0",
+    ),
+    "hidden_size 0": (fields(hidden_size=0), "hidden_size: got 0, expected `int` >= 1"),
+    "hidden_size -1": (fields(hidden_size=-1), "hidden_size: got -1, expected `int` >= 1"),
+    "hidden_size 1e9": (
+        fields(hidden_size=10**9),
+        "hidden_size: got 1000000000, expected `int`",
+    ),
+    "hidden_size 10**400": (fields(hidden_size=10**400), "hidden_size: got 1000"),
+    "hidden_size missing": (without("hidden_size"), "hidden_size: got nothing, expected a value"),
+    "vocab_size true": (fields(vocab_size=True), "vocab_size: got True, expected `int`"),
+    "vocab_size 264.5": (fields(vocab_size=264.5), "vocab_size: got 264.5, expected `int`"),
+    "heads 0": (fields(num_attention_heads=0), "num_attention_heads: got 0, expected `int` >= 1"),
+    "intermediate_size": (
+        fields(intermediate_size=700),
+        "intermediate_size: model.layers.0.mlp.gate_proj.weight has the shape [768, 256], "
+        "expected [700, 256]",
+    ),
+    "rms_norm_eps 0": (fields(rms_norm_eps=0), "rms_norm_eps: got 0, expected `float` >= 1e-30"),
+    "rms_norm_eps -1": (fields(rms_norm_eps=-1), "rms_norm_eps: got -1, expected `float` >= 1e-30"),
+    "architectures": (without("architectures"), "architectures: got None, expected Qwen3ForCausal"),
+    "no experts": (moe(), "lacks 1540 tensors, such as model.layers.0.mlp.experts.0.down_proj"),
+    "experts -4": (moe(num_experts=-4), "num_experts: got -4, expected `int` >= 0"),
+    "experts 1e12": (moe(num_experts=10**12), "num_experts: got 1000000000000, expected `int`"),
+    "experts of size 0": (moe(moe_intermediate_size=0), "moe_intermediate_size: got 0, expected"),
+    "config empty": (content(CONFIG, b""), "config.json can't be read: Input data was truncated"),
+    "config null": (
+        content(CONFIG, b"null"),
+        "config.json can't be read: Expected `object`",
+    ),
+    "config cut": (
+        content(CONFIG, lambda data: data[:-20]),
+        "config.json can't be read: Input data was truncated; download it again",
+    ),
+    "config with a BOM": (
+        content(CONFIG, lambda data: BOM + data),
+        "it begins with a byte order mark: save it as UTF-8 without one",
+    ),
+    "config in UTF-16": (
+        content(CONFIG, lambda data: data.decode().encode("utf-16")),
+        "it begins with a byte order mark: save it as UTF-8 without one",
+    ),
+    "config in Latin-1": (
+        content(CONFIG, lambda data: data.replace(b"qwen3", b"\xff")),
+        "config.json can't be read: 'utf-8' codec can't decode byte 0xff",
+    ),
+    "config too deep": (
+        content(CONFIG, lambda data: data.replace(b"{", b'{"x":' + b"[" * 99_999, 1)),
+        "config.json can't be read: ",
+    ),
+    "config a folder": (instead(CONFIG, Path.mkdir), "config.json can't be read: it is not a reg"),
+    "config a loop": (
+        instead(CONFIG, lambda path: path.symlink_to(path)),
+        "has no config.json; a checkpoint needs it",
+    ),
+    "tensor missing": (
+        tensor(DOWN, name="model.rotary_emb.inv_freq"),
+        f"lacks 1 tensors, such as {DOWN}",
+    ),
+    "tensor renamed": (
+        tensor(DOWN, name="model.layers.2.mlp.foo.weight"),
+        f"lacks 1 tensors, such as {DOWN}",
+    ),
+    "tensor missing in the index": (
+        index(lambda files: files.pop(DOWN)),
+        f"lacks 1 tensors, such as {DOWN}",
+    ),
+    "tensor transposed": (
+        tensor(DOWN, shape=[768, 256]),
+        f"intermediate_size: {DOWN} has the shape [768, 256], expected [256, 768]",
+    ),
+    "tensor shorter": (
+        tensor(NORM, shape=[255]),
+        f"{NORM}: got the bytes [8004608, 8005120], expected [8004608, 8005118] for BF16",
+    ),
+    "tensor negative": (tensor(NORM, shape=[-256]), "got no header of safetensors (Expected `int`"),
+    "tensor beyond the end": (
+        tensor(NORM, data_offsets=[0, 10**12]),
+        "expected 1000000005",
+    ),
+    "tensor backwards": (tensor(DOWN, data_offsets=[9, 0]), f"{DOWN}: got the bytes [9, 0], exp"),
+    "tensors that overlap": (tensor(DOWN, data_offsets=[0, 2]), f"{DOWN}: got the bytes [0, 2], e"),
+    "another dtype": (tensor(DOWN, dtype="F32"), f"{DOWN}: got the bytes ["),
+    "an unknown dtype": (tensor(DOWN, dtype="F4"), f"{DOWN}: got F4, expected BF16, F16, F32"),
+    "weights cut": (content(WEIGHTS, lambda data: data[:-9]), "bytes, expected 8010"),
+    "weights longer": (content(WEIGHTS, lambda data: data + b"x"), "bytes, expected 8010"),
+    "weights of a header": (
+        content(WEIGHTS, lambda data: data[:99]),
+        "got no header of safetensors",
+    ),
+    "weights a folder": (instead(WEIGHTS, Path.mkdir), "can't be read: it is not a regular file"),
+    "weights a pipe": (instead(WEIGHTS, os.mkfifo), "can't be read: it is not a regular file"),
+    "index empty": (content(INDEX, b""), f"{INDEX} can't be read: Input data was truncated"),
+    "index a list": (
+        content(INDEX, b"[]"),
+        f"{INDEX} can't be read: Expected `object`, got `array",
+    ),
+    "index without a map": (
+        content(INDEX, b"{}"),
+        f"{INDEX} can't be read: weight_map: got nothing",
+    ),
+    "index of another file": (
+        index(lambda files: files.update({DOWN: "b.safetensors"})),
+        "has no b.safetensors; a checkpoint needs it",
+    ),
+    "index of a file elsewhere": (
+        index(lambda files: files.update({DOWN: "../../etc/passwd"})),
+        f"{DOWN}: got '../../etc/passwd', expected a file of its folder",
+    ),
+    "index of an unknown tensor": (
+        index(lambda files: files.update({"x": "a.safetensors"})),
+        f"{INDEX}: got x in a.safetensors, which has no such tensor",
+    ),
+    "temperature -1": (
+        fields(GENERATION, temperature=-1),
+        "generation_config.json can't be read: temperature: got -1, expected `float` >= 0.0",
+    ),
+    "top_k -2": (fields(GENERATION, top_k=-2), "top_k: got -2, expected `int` >= -1"),
+    "top_p 0": (fields(GENERATION, top_p=0), "top_p: got 0, expected `float` > 0.0"),
+    "eos_token_id": (fields(GENERATION, eos_token_id=[[1]]), "eos_token_id[0]: got [1], expected"),
+    "generation with a BOM": (content(GENERATION, BOM + b"{}"), "it begins with a byte order mark"),
+    "tokenizer missing": (absent(TOKENIZER), "has no tokenizer.json; a checkpoint needs it"),
+    "tokenizer empty": (content(TOKENIZER, b""), "tokenizer.json can't be read: Input data was"),
+    "tokenizer a pipe": (instead(TOKENIZER, os.mkfifo), "can't be read: it is not a regular file"),
+    "vocabulary empty": (
+        fields(TOKENIZER, model={"vocab": {}}),
+        "model.vocab: got {}, expected `object` of length >= 1",
+    ),
+    "chat_template 5": (
+        fields("tokenizer_config.json", chat_template=5),
+        "tokenizer_config.json can't be read: chat_template: got 5, expected `str | null`",
+    ),
+    "modules cut": (content("modules.json", b"{"), "modules.json can't be read: "),
+}
+"""found by the launcher: no process has started"""
+
+SERVED: dict[str, Break] = {
+    "unknown keys": fields(foo=1, bar={"x": [None]}),
+    "temperature 0": fields(GENERATION, do_sample=True, temperature=0),
+    "top_k -1": fields(GENERATION, do_sample=True, top_k=-1),
+    "do_sample null": fields(GENERATION, do_sample=None),
+    "unknown keys of generation": fields(GENERATION, foo={"a": 1}, transformers_version="9"),
+    "eos_token_id a list": fields(GENERATION, eos_token_id=[258, 256, 99_999]),
+    "generation missing": absent(GENERATION),
+    "shards": index(len),
+}
+"""odd, but not broken"""
