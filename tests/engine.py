@@ -15,8 +15,8 @@ from penstock.protocol.tokenizer_file import read_eos_token_ids
 from penstock.services.scheduler.block_manager import make_block_manager
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence
+from penstock.services.worker.launched_step import LaunchedStep
 from penstock.services.worker.loading import load
-from penstock.services.worker.step_output import LaunchedStep
 
 PLANS = msgspec.msgpack.Decoder(BatchPlan)
 

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from penstock.kernels.sampling.types import DEFERRED, FLAGS, PENALTIES, make_logits_state
+from penstock.services.worker.launched_step import integers_to_device, to_device
 from penstock.services.worker.processed_row import ProcessedRow
-from penstock.services.worker.step_output import integers_to_device, to_device
 
 
 class LogitsChanges:

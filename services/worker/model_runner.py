@@ -15,16 +15,11 @@ from penstock.models.qwen3 import Qwen3
 from penstock.protocol.messages.plan import BatchPlan
 from penstock.services.worker.cuda_graphs import Computed, CudaGraphs
 from penstock.services.worker.grammars import Grammars
+from penstock.services.worker.launched_step import LaunchedStep, to_device, to_host
 from penstock.services.worker.logits_processor import LogitsProcessor
 from penstock.services.worker.persistent_batch import PersistentBatch
 from penstock.services.worker.sampler import Sampler
-from penstock.services.worker.step_output import (
-    NOTHING,
-    LaunchedStep,
-    PendingOutput,
-    to_device,
-    to_host,
-)
+from penstock.services.worker.step_output import NOTHING, PendingOutput
 from penstock.services.worker.step_record import Rows
 from penstock.services.worker.timings import IdleTimes
 

@@ -5,32 +5,23 @@ tokens to a row. The tensors of the model and the sampler stay on the device; ea
 with the record that `penstock.kernels.step.apply_plan` describes.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.protocol.messages.plan import BLOCK_BITS, MAX_BLOCKS, BatchPlan, RowAdded
+from penstock.services.worker.drafts import Decoding, drafted_rows, merged
 from penstock.services.worker.step_record import (
     Changes,
     DecodingRows,
     Integers,
     Record,
     Rows,
+    check_range,
+    integers,
     make_record,
     parameters_of,
     shape_of,
 )
-
-
-class _Decoding(NamedTuple):
-    """Rows of a step that decode, one token each, sorted by slot, then position."""
-
-    slots: Integers
-    positions: Integers
-    token_ids: Integers
-    """-1: the token sampled last"""
 
 
 class PersistentBatch:
@@ -65,7 +56,7 @@ class PersistentBatch:
     def apply(self, plan: BatchPlan) -> None:
         """Remove rows, add rows, append blocks. Raises ValueError for an invalid plan."""
         if plan.removed:
-            removed = _integers(plan.removed)
+            removed = integers(plan.removed)
             self._check_active(removed)
             self._active[removed] = False
             self._decoding_rows = None
@@ -73,7 +64,7 @@ class PersistentBatch:
         for row in plan.added:
             self._add(row)
         if plan.appended:
-            appended = _integers(plan.appended)
+            appended = integers(plan.appended)
             self._append(appended >> BLOCK_BITS, appended & (MAX_BLOCKS - 1))
 
     def advance(self, chunks: bytes, drafts: bytes = b"") -> Rows | None:
@@ -121,37 +112,17 @@ class PersistentBatch:
     def _decodes(self) -> NDArray[np.bool_]:
         return self._active & (self._num_computed >= self._num_prefill_tokens)
 
-    def _decoding(self, drafts: bytes) -> _Decoding:
-        decodes = self._decodes()
-        drafted = []
-        for slot, position, token_ids in _split(drafts):
-            self._check_draft(slot, position, token_ids, decodes)
-            decodes[slot] = False
-            self._is_paused[slot] = len(token_ids) > 1
-            positions = position + np.arange(len(token_ids))
-            drafted.append(_Decoding(np.full_like(positions, slot), positions, token_ids))
+    def _decoding(self, drafts: bytes) -> Decoding:
+        decodes, drafted = self._decodes(), None
+        if drafts:
+            limits = self._num_prefill_tokens, self._num_computed
+            drafted = drafted_rows(drafts, decodes, self._is_paused, *limits, self.vocab_size)
         slots = np.flatnonzero(decodes & ~self._is_paused)
-        plain = _Decoding(slots, self._num_computed[slots], np.full_like(slots, -1))
-        if not drafted:
-            return plain
-        rows = [np.concatenate(columns) for columns in zip(plain, *drafted, strict=True)]
-        order = np.argsort(rows[0], kind="stable")
-        return _Decoding(*(column[order] for column in rows))
-
-    def _check_draft(
-        self, slot: int, position: int, token_ids: Integers, decodes: NDArray[np.bool_]
-    ) -> None:
-        if not (0 <= slot < len(decodes) and decodes[slot]):
-            raise ValueError(f"draft: got slot {slot} twice, or without a row that decodes")
-        least, most = self._num_prefill_tokens[slot], self._num_computed[slot]
-        if not least <= position <= most:
-            raise ValueError(f"draft of slot {slot}: got {position}, expected {least} to {most}")
-        has_token = position == most and not self._is_paused[slot]
-        explicit = token_ids[1:] if has_token and token_ids[0] == -1 else token_ids
-        _check_range(f"drafted token of slot {slot}", explicit, self.vocab_size)
+        plain = Decoding(slots, self._num_computed[slots], np.full_like(slots, -1))
+        return plain if drafted is None else merged(plain, drafted)
 
     def _add(self, row: RowAdded) -> None:
-        slot, token_ids, block_ids = row.slot, _integers(row.token_ids), _integers(row.block_ids)
+        slot, token_ids, block_ids = row.slot, integers(row.token_ids), integers(row.block_ids)
         if not 0 <= slot < len(self._active) or self._active[slot]:
             raise ValueError(f"slot: got {slot}, expected a free slot below {len(self._active)}")
         if not 0 <= row.num_computed_tokens < len(token_ids) <= len(block_ids) * self.block_size:
@@ -159,7 +130,7 @@ class PersistentBatch:
                 f"slot {slot}: got {row.num_computed_tokens} computed of {len(token_ids)} tokens, "
                 f"expected fewer, and room in {len(block_ids)} blocks of {self.block_size}"
             )
-        _check_range(f"token id of slot {slot}", token_ids, self.vocab_size)
+        check_range(f"token id of slot {slot}", token_ids, self.vocab_size)
         self._active[slot] = True
         self._num_prefill_tokens[slot] = len(token_ids)
         self._num_computed[slot] = row.num_computed_tokens
@@ -172,12 +143,12 @@ class PersistentBatch:
     def _append(self, slots: Integers, block_ids: Integers) -> None:
         """Append blocks to their rows' tables, in the given order."""
         self._check_active(slots)
-        _check_range("block id", block_ids, self.num_blocks)
+        check_range("block id", block_ids, self.num_blocks)
         order = np.argsort(slots, kind="stable")
         slots, block_ids = slots[order], block_ids[order]
         num_before = np.arange(len(slots)) - np.searchsorted(slots, slots)  # of the same row
         columns = self._num_row_blocks[slots] + num_before
-        _check_range("block of a row", columns, self.max_blocks)
+        check_range("block of a row", columns, self.max_blocks)
         np.add.at(self._num_row_blocks, slots, 1)
         entries = np.stack([slots, columns, block_ids], 1).astype(np.int32)
         self._changes.appended.append(entries.ravel())
@@ -229,7 +200,7 @@ class PersistentBatch:
             raise ValueError(f"chunks: got slots {slots.tolist()}, expected different slots")
 
     def _check_active(self, slots: Integers) -> None:
-        _check_range("slot", slots, len(self._active))
+        check_range("slot", slots, len(self._active))
         if not self._active[slots].all():
             raise ValueError(
                 f"slot: got {slots[~self._active[slots]][0]}, expected a slot with a row"
@@ -244,29 +215,7 @@ class PersistentBatch:
             )
 
 
-def _integers(data: bytes) -> Integers:
-    """Return the integers that `plan.pack` packed, as int64."""
-    return np.frombuffer(data, "<i4").astype(np.int64)
-
-
 def _pairs(data: bytes) -> tuple[Integers, Integers]:
     """Return the first and the second integer of each packed pair."""
-    first, second = _integers(data).reshape(-1, 2).T
+    first, second = integers(data).reshape(-1, 2).T
     return first, second
-
-
-def _split(drafts: bytes) -> Iterator[tuple[int, int, Integers]]:
-    """Yield slot, position and token ids of each draft."""
-    left = _integers(drafts)
-    while left.size:
-        count = int(left[2]) if left.size > 2 else 0
-        if not 0 < count <= left.size - 3:
-            raise ValueError(f"draft: got {count} tokens, expected 1 to {left.size - 3}")
-        yield int(left[0]), int(left[1]), left[3 : 3 + count]
-        left = left[3 + count :]
-
-
-def _check_range(name: str, values: Integers, limit: int) -> None:
-    wrong = (values < 0) | (values >= limit)
-    if wrong.any():
-        raise ValueError(f"{name}: got {values[wrong][0]}, expected 0 to {limit - 1}")

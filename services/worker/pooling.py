@@ -14,12 +14,8 @@ from torch import Tensor
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.messages.sampling import MAX_LABELS, Pooling
 from penstock.services.worker.cuda_graphs import Computed
-from penstock.services.worker.step_output import (
-    PendingNumbers,
-    PooledNumbers,
-    integers_to_device,
-    to_host,
-)
+from penstock.services.worker.launched_step import integers_to_device, to_host
+from penstock.services.worker.step_output import PendingNumbers, PooledNumbers
 from penstock.services.worker.step_record import Rows
 
 Numbers = NDArray[np.float32]

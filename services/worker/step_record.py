@@ -120,3 +120,15 @@ def parameters_of(row: RowAdded) -> Record:
     entry[[1, 3, 4]] = np.array([row.temperature, row.top_p, row.min_p], np.float32).view(np.int32)
     entry[5:7] = np.array([row.seed], "<i8").view(np.int32)
     return entry
+
+
+def integers(data: bytes) -> Integers:
+    """Return the integers that `plan.pack` packed, as int64."""
+    return np.frombuffer(data, "<i4").astype(np.int64)
+
+
+def check_range(name: str, values: Integers, limit: int) -> None:
+    """Raise ValueError unless all values are in [0, limit)."""
+    wrong = (values < 0) | (values >= limit)
+    if wrong.any():
+        raise ValueError(f"{name}: got {values[wrong][0]}, expected 0 to {limit - 1}")

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.services.worker.launched_step import to_device
 from penstock.services.worker.processed_row import Bitmask
-from penstock.services.worker.step_output import to_device
 
 NO_TAG = -2
 """neither a token nor a failed row"""
