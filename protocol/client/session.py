@@ -130,6 +130,7 @@ def _as_delta(reply: GenerateReply) -> TextDelta:
         text=reply.text,
         finish_reason=reply.finish_reason,
         logprobs=reply.logprobs,
+        prompt_logprobs=reply.prompt_logprobs,
         cached_tokens=reply.usage.cached_tokens,
         starts_reasoning=reply.starts_reasoning,
     )

@@ -202,7 +202,7 @@ class TextDelta(Struct, kw_only=True, tag="delta", omit_defaults=True):
     logprobs: list[TokenLogprobs | None] | None = None
     """one for each of `token_ids`, if they were asked for"""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """in the first one only; the client gets them with the reply"""
+    """in the first one only; the client gets them with the reply, too"""
     starts_reasoning: bool = False
     """as in `GenerateReply`"""
     prompt_tokens: int = 0

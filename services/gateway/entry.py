@@ -133,16 +133,14 @@ class Entry:
         """
         if delta.attempt != self.attempt:
             return False
-        num_tokens = len(self.token_ids) - delta.token_offset
+        num_known = len(self.token_ids)
+        num_tokens = num_known - delta.token_offset
         num_chars = self._num_chars - delta.char_offset
         if num_tokens < 0 or num_chars < 0:
-            raise GapError(
-                f"delta begins at token {delta.token_offset}; {len(self.token_ids)} are known"
-            )
-        if delta.prompt_logprobs and self._prompt_logprobs is None:
-            self._prompt_logprobs = delta.prompt_logprobs
-            num_bytes = logprob_bytes(self.request.prompt_logprobs)
-            self._result_bytes = len(delta.prompt_logprobs) * num_bytes
+            raise GapError(f"delta begins at token {delta.token_offset}; {num_known} are known")
+        if (of_prompt := delta.prompt_logprobs) and self._prompt_logprobs is None:
+            self._prompt_logprobs = of_prompt
+            self._result_bytes = len(of_prompt) * logprob_bytes(self.request.prompt_logprobs)
             self.num_bytes += self._result_bytes
         token_ids, text = delta.token_ids[num_tokens:], delta.text[num_chars:]
         if not token_ids and not text and delta.finish_reason is None:
@@ -192,6 +190,7 @@ class Entry:
             finish_reason=getattr(self.answer, "finish_reason", None),
             starts_reasoning=self._starts_reasoning,
             logprobs=self._logprobs and self._logprobs[self._delivered_tokens :],
+            prompt_logprobs=self._prompt_logprobs if is_first else None,
         )
 
     def mark_delivered(self) -> None:
@@ -206,10 +205,11 @@ class Entry:
         if self.request.stream:
             num_tokens = len(self.token_ids) - self._delivered_tokens
             num_chars = self._num_chars - self._delivered_chars
+            num_bytes = 0 if self._delivered_pieces else self._result_bytes
         if self.answer:
             num_tokens += len(self.token_ids)
             num_chars += self._num_chars
-            num_bytes = self._result_bytes
+            num_bytes += self._result_bytes
         return num_bytes + num_chars + self._token_bytes * num_tokens
 
     def reply(self, reason: FinishReason) -> GenerateReply:

@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec import UNSET
 from starlette.responses import Response
 from starlette.types import Receive
 
 from penstock.protocol.messages.client import GenerateReply, TextDelta
+from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.services.http.access import caller
 from penstock.services.http.app_state import AppState
 from penstock.services.http.event_stream import gather
@@ -77,41 +79,42 @@ class CompletionChoice:
         self, delta: TextDelta | None, reply: GenerateReply | None
     ) -> Iterator[CompletionChoiceReply]:
         """Yield one chunk, even for tokens without text; the first one has the echo."""
-        piece = self._piece(delta, reply)
-        if delta:
-            names_ids = self._request.return_tokens_as_token_ids
-            piece.logprobs = completion_logprobs(delta.logprobs, len(self._echo), names_ids)
-        yield piece
+        yield self._piece(delta, reply)
 
     def whole(self, reply: GenerateReply) -> CompletionChoiceReply:
-        """Return the whole answer, with vLLM's logprobs of the prompt if they were requested."""
-        piece = self._piece(reply, reply)
-        piece.logprobs = self._all_logprobs(reply)
-        if self._request.prompt_logprobs is not None and reply.prompt_logprobs:
-            piece.prompt_logprobs = prompt_logprobs(reply.prompt_logprobs)
-        return piece
+        """Return the whole answer."""
+        return self._piece(reply, reply)
 
     def _piece(
         self, new: TextDelta | GenerateReply | None, reply: GenerateReply | None
     ) -> CompletionChoiceReply:
+        """Return the next piece; what belongs to the prompt is in the first one."""
+        first = None if self._is_begun else new or reply
+        new = new or first
         piece = CompletionChoiceReply(index=self._index, text=new.text if new else "")
-        if not self._is_begun:
+        if new:
+            names_ids = self._request.return_tokens_as_token_ids
+            piece.logprobs = completion_logprobs(new.logprobs, len(self._echo), names_ids)
+            piece.token_ids = new.token_ids if self._request.return_token_ids else UNSET
+        if first:
             self._is_begun = True
-            piece.text = self._echo + piece.text
-            if self.prompt_token_ids is not None:
-                piece.prompt_token_ids = self.prompt_token_ids
-        if new and self._request.return_token_ids:
-            piece.token_ids = new.token_ids
+            self._add_prompt(piece, first.prompt_logprobs or [])
         if reply:
             piece.finish_reason, piece.stop_reason = reply.finish_reason, reply.stop_reason
         return piece
 
-    def _all_logprobs(self, reply: GenerateReply) -> CompletionLogprobs | None:
-        names_ids = self._request.return_tokens_as_token_ids
-        output = completion_logprobs(reply.logprobs, len(self._echo), names_ids)
-        if output is None or not self._echo or not reply.prompt_logprobs:
-            return output
-        logprobs = echoed_logprobs(self._echo, reply.prompt_logprobs, names_ids)
-        for name in CompletionLogprobs.__struct_fields__:
-            getattr(logprobs, name).extend(getattr(output, name))
-        return logprobs
+    def _add_prompt(
+        self, piece: CompletionChoiceReply, of_prompt: list[TokenLogprobs | None]
+    ) -> None:
+        """Put the echo before a piece, and add its ids and vLLM's logprobs if requested."""
+        piece.text = self._echo + piece.text
+        if self.prompt_token_ids is not None:
+            piece.prompt_token_ids = self.prompt_token_ids
+        if self._request.prompt_logprobs is not None and of_prompt:
+            piece.prompt_logprobs = prompt_logprobs(of_prompt)
+        if piece.logprobs and self._echo and of_prompt:
+            names_ids = self._request.return_tokens_as_token_ids
+            logprobs = echoed_logprobs(self._echo, of_prompt, names_ids)
+            for name in CompletionLogprobs.__struct_fields__:
+                getattr(logprobs, name).extend(getattr(piece.logprobs, name))
+            piece.logprobs = logprobs

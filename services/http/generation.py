@@ -22,6 +22,7 @@ from penstock.services.http.event_stream import (
     gather,
     while_connected,
 )
+from penstock.services.http.logprobs import prompt_logprobs
 from penstock.services.http.replies import ChatChunk, StreamChunk, Usage
 from penstock.services.http.schema import ApiRequest, ChatRequest, StreamOptions
 from penstock.services.http.to_generate_request import name_as_sent
@@ -203,17 +204,20 @@ class Generation:
 def _chunks(
     chunk: StreamChunk, choice: Choice, delta: TextDelta | None, reply: GenerateReply | None
 ) -> Iterator[StreamChunk]:
-    """Yield `chunk` with each piece of the choice; the first one has the prompt's ids."""
+    """Yield `chunk` with each piece of the choice; the first one has what a chat's prompt has."""
     num_tokens = len(delta.token_ids) if delta else 0
+    first = None if chunk.choices else delta or reply
     for piece in choice.chunks(delta, reply):
         has_role = isinstance(piece, ChatChunk) and piece.delta.role  # and no token
         if chunk.usage is not UNSET and not has_role:
             chunk.usage.completion_tokens += num_tokens
             chunk.usage.total_tokens += num_tokens
             num_tokens = 0
+        if first and first.prompt_logprobs and isinstance(piece, ChatChunk):
+            chunk.prompt_logprobs = prompt_logprobs(first.prompt_logprobs)
         chunk.choices = [piece]
         yield chunk
-        chunk.prompt_token_ids = UNSET
+        first, chunk.prompt_logprobs, chunk.prompt_token_ids = None, UNSET, UNSET
 
 
 def _usage(prompt_tokens: int, output_tokens: int) -> Usage:

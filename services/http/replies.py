@@ -126,6 +126,7 @@ class StreamChunk(ReplyHead, kw_only=True):
 
     choices: list[Any] = []
     usage: Usage | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: TokenIds = UNSET
 
 

@@ -62,8 +62,6 @@ def completion_fields(request: CompletionRequest) -> dict[str, Any]:
             raise invalid("max_tokens", "got 0, expected 1 or more, or echo: true")
         fields["max_tokens"] = 1  # it is left out of the reply
     if request.echo and request.logprobs is not None:
-        if request.stream:
-            raise invalid("stream", "got true, expected false: echo with logprobs is not streamed")
         fields["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
     return fields
 
@@ -110,8 +108,6 @@ def name_as_sent(field: str, request: ApiRequest) -> str:
 
 def _fields(request: ApiRequest) -> dict[str, Any]:
     """Return the fields that have the same meaning in both kinds of requests."""
-    if request.prompt_logprobs is not None and request.stream:
-        raise invalid("prompt_logprobs", "got stream: true, expected false")
     if request.best_of not in (None, request.n):
         raise invalid("best_of", f"got {request.best_of}, expected the value of n, {request.n}")
     if request.truncate_prompt_tokens == 0:

@@ -189,6 +189,11 @@ def test_prompt_logprobs(api: Api) -> None:
         ranks = [entry["rank"] for entry in one.values()]
         assert 1 in ranks
         assert all(isinstance(rank, int) for rank in ranks)
+    chunks = list(api.chat(stream=True, extra_body={"prompt_logprobs": 1}))
+    assert [hasattr(one, "prompt_logprobs") for one in chunks] == [True] + [False] * len(chunks[1:])
+    assert [set(one or {}) for one in chunks[0].prompt_logprobs] == [
+        set(one or {}) for one in (first, *others)
+    ]
 
 
 def test_user_and_others_change_nothing(api: Api) -> None:

@@ -62,6 +62,15 @@ def test_logprobs_of_a_completion(api: Api) -> None:
     assert with_prompt.text_offset[: len(COUNT)] == list(range(len(COUNT)))
     assert with_prompt.token_logprobs[0] is None
     assert with_prompt.token_logprobs[-3:] == pytest.approx(logprobs.token_logprobs[-3:], abs=1e-3)
+    streamed = [one.choices[0] for one in api.complete(logprobs=2, echo=True, stream=True)]
+    found = [one.logprobs for one in streamed if one.logprobs]
+    assert len(found) > 1
+    assert streamed[0].text.startswith(COUNT)
+    for name in ("tokens", "text_offset"):
+        pieces = [one for piece in found for one in getattr(piece, name)]
+        assert pieces == getattr(with_prompt, name)
+    values = [one for piece in found for one in piece.token_logprobs]
+    assert values == [None, *map(pytest.approx, with_prompt.token_logprobs[1:])]
 
 
 def test_best_of_and_suffix_are_refused(api: Api) -> None:
@@ -78,6 +87,8 @@ def test_nothing_but_the_echo(http: httpx.Client) -> None:
     assert (choice["text"], choice["finish_reason"]) == (COUNT, "length")
     assert "".join(choice["logprobs"]["tokens"]) == COUNT
     assert reply["usage"]["completion_tokens"] == 0
+    (chunk,) = streamed(http, "/v1/completions", body)
+    assert chunk["choices"][0]["logprobs"]["tokens"] == choice["logprobs"]["tokens"]
     del body["logprobs"]
     chunks = streamed(http, "/v1/completions", body | {"stream_options": {"include_usage": True}})
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == COUNT

@@ -142,7 +142,12 @@ def test_logprobs_of_the_prompt_come_once_and_go_with_the_reply() -> None:
     of_prompt = [None, *logprobs(1, 4)]
     assert not append(ledger, open_, delta(0, 0, prompt_logprobs=of_prompt))
     assert append(ledger, open_, delta(0, 2, prompt_logprobs=[None]))
+    assert (open_.undelivered() or delta(0, 0)).prompt_logprobs == of_prompt
+    unread = open_.num_unread_bytes
+    open_.mark_delivered()
+    assert append(ledger, open_, delta(2, 4))
     assert (open_.undelivered() or delta(0, 0)).prompt_logprobs is None
+    assert open_.num_unread_bytes < unread - 2 * 3
     assert open_.reply("stop").prompt_logprobs == of_prompt
 
 
@@ -152,7 +157,7 @@ def test_logprobs_count_as_bytes() -> None:
     append(ledger, open_, delta(0, 3, logprobs=logprobs(0, 3), prompt_logprobs=logprobs(0, 5)))
     of_tokens, of_prompt = 3 * (9 + 3 * 256), 5 * 2 * 256
     assert ledger.totals.num_bytes == of_tokens + of_prompt
-    assert open_.num_unread_bytes == of_tokens
+    assert open_.num_unread_bytes == of_tokens + of_prompt
     open_.mark_delivered()
     assert open_.num_unread_bytes == 0
     ledger.answer(open_, open_.reply("stop"))

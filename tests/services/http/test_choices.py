@@ -11,6 +11,7 @@ from penstock.protocol.messages.client import FinishReason, GenerateReply, TextD
 from penstock.protocol.messages.logprobs import Logprob, TokenLogprobs
 from penstock.services.http.chat import ChatChoice
 from penstock.services.http.completions import CompletionChoice
+from penstock.services.http.logprobs import prompt_logprobs
 from penstock.services.http.replies import ENCODER, ChatChoiceReply
 from penstock.services.http.schema import ChatRequest, CompletionRequest, Function, Tool
 
@@ -206,6 +207,26 @@ def test_an_echo_comes_with_the_first_piece() -> None:
     assert [one.text for one in choice.chunks(delta("!"), None)] == ["!"]
     (last,) = choice.chunks(None, reply("4!"))
     assert (last.index, last.text, last.finish_reason) == (3, "", "stop")
+
+
+def test_logprobs_of_an_echo_come_with_the_first_piece() -> None:
+    asked = msgspec.structs.replace(COMPLETION, prompt_logprobs=1, return_token_ids=True)
+    of_prompt = [None, logprob("=")]
+    for first, last in (
+        (delta("4", logprobs=[logprob("4")], prompt_logprobs=of_prompt), None),
+        (None, reply("", logprobs=[], prompt_logprobs=of_prompt)),  # nothing but the echo
+    ):
+        choice = CompletionChoice(0, asked, "2=")
+        (piece,) = choice.chunks(first, last)
+        assert piece.logprobs is not None
+        assert piece.logprobs.tokens == ["2", "=", *("4" if first else "")]
+        assert piece.prompt_logprobs == prompt_logprobs(of_prompt)
+        (other,) = choice.chunks(
+            delta("!", logprobs=[logprob("!")], prompt_logprobs=of_prompt), None
+        )
+        assert other.logprobs is not None
+        assert other.logprobs.tokens == ["!"]
+        assert other.prompt_logprobs is UNSET
 
 
 def test_the_reply_says_whether_the_text_begins_with_reasoning() -> None:

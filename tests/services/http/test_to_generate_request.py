@@ -207,8 +207,6 @@ def test_prompts_are_not_mixed() -> None:
     [
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
-        ({"echo": True, "logprobs": 1, "stream": True}, "stream"),
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
