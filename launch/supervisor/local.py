@@ -22,7 +22,7 @@ from penstock.protocol.transport.process import (
     SUPERVISOR_VARIABLE,
 )
 
-KEEPERS = ("worker",)
+KEEPERS = ("worker", "scheduler")
 """kinds of processes with memory that outlives them"""
 
 

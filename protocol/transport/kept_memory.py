@@ -1,5 +1,6 @@
 """Memory that outlives its process: the supervisor keeps descriptors, passed by a socket pair."""
 
+import mmap
 import os
 import socket
 from typing import NamedTuple, Self
@@ -56,6 +57,21 @@ class MemoryClient:
     def keep(self, name: str, manifest: bytes, descriptor: int) -> None:
         """Pass on memory that is whole, to be taken after this process has exited."""
         self._request(KeepMemory(name, manifest), [descriptor])
+
+    def open(self, name: str, num_bytes: int, manifest: bytes) -> mmap.mmap:
+        """Return the memory of this name if its manifest is the same, otherwise zeros; kept."""
+        taken = self.take(name)
+        if taken and taken.manifest == manifest:
+            descriptor = taken.descriptor
+        else:
+            if taken:
+                os.close(taken.descriptor)
+            descriptor = os.memfd_create("penstock")
+            os.ftruncate(descriptor, num_bytes)
+            self.keep(name, manifest, descriptor)
+        memory = mmap.mmap(descriptor, num_bytes)
+        os.close(descriptor)
+        return memory
 
     def drop(self, name: str) -> None:
         """Let memory end."""

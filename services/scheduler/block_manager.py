@@ -3,13 +3,17 @@
 from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import pack
 from penstock.services.scheduler.block_pool import BlockPool
+from penstock.services.scheduler.block_records import BlockRecords
 from penstock.services.scheduler.sequence import Sequence
 
 
-def make_block_manager(config: Config, num_blocks: int, block_size: int) -> "BlockManager":
-    """Return the manager of `num_blocks` blocks, as configured."""
+def make_block_manager(
+    config: Config, num_blocks: int, block_size: int, records: BlockRecords | None = None
+) -> "BlockManager":
+    """Return the manager of `num_blocks` blocks, as configured; records: as in `BlockPool`."""
+    pool = BlockPool(num_blocks, records=records)
     watermark = int(num_blocks * config.watermark)
-    return BlockManager(BlockPool(num_blocks), block_size, watermark, config.enable_prefix_caching)
+    return BlockManager(pool, block_size, watermark, config.enable_prefix_caching)
 
 
 class BlockManager:
@@ -66,7 +70,7 @@ class BlockManager:
         sequence.num_planned_tokens = sequence.num_computed_tokens = confirmed
         sequence.num_prefill_tokens = len(sequence.token_ids)
         sequence.num_published_blocks = sequence.published_content = 0
-        self.publish(sequence, confirmed)
+        self.pool.confirm(self.publish(sequence, confirmed))
 
     def has_place(self, sequence: Sequence) -> bool:
         """Return whether the table has room for every known token."""
@@ -87,25 +91,30 @@ class BlockManager:
         self.pool.release(sequence.block_table)
         sequence.block_table = []
 
-    def forget(self) -> None:
-        """Empty the cache: the KV memory was lost. No sequence may have blocks."""
-        self.pool = BlockPool(self.pool.num_blocks, self.pool.hash_block)
+    def forget(self, memory: int) -> None:
+        """Empty the cache: the KV memory is another one. No sequence may have blocks."""
+        if self.pool.records:
+            self.pool.records.begin(memory)
+        self.pool = BlockPool(self.pool.num_blocks, self.pool.hash_block, self.pool.records)
 
-    def publish(self, sequence: Sequence, num_computed: int) -> list[int]:
-        """Publish every block whose tokens are known and computed by the plans so far; return them.
+    def publish(self, sequence: Sequence, num_computed: int) -> list[tuple[int, int]]:
+        """Publish every block whose tokens are known and computed by the plans so far.
+
+        Return these blocks, with the numbers of their content, for `BlockPool.confirm`.
 
         The plan that is being built counts: plans run in order. A sequence that was preempted
         meanwhile has no blocks, and nothing is published.
         """
         num_full = min(num_computed // self.block_size, len(sequence.block_table))
         full_blocks = self._full_blocks(sequence, num_full)
-        first = sequence.num_published_blocks
-        for index in range(first, len(full_blocks)):
-            sequence.published_content = self.pool.publish(
-                sequence.block_table[index], sequence.published_content, *full_blocks[index]
-            )
-        sequence.num_published_blocks = max(first, num_full)
-        return sequence.block_table[first : len(full_blocks)]
+        published: list[tuple[int, int]] = []
+        for index in range(sequence.num_published_blocks, len(full_blocks)):
+            block = sequence.block_table[index]
+            content = self.pool.publish(block, sequence.published_content, *full_blocks[index])
+            sequence.published_content = content
+            published.append((block, content))
+        sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
+        return published
 
     def unpublish(self, sequence: Sequence) -> None:
         """Hide every block of the sequence, its prompt included, from others."""

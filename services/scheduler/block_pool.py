@@ -2,25 +2,13 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import xxhash
 
+from penstock.services.scheduler.block_records import BlockRecords, Content
+
 ROOT = 0
 """the parent of the first block of every sequence"""
-
-
-class Content(NamedTuple):
-    """The content of a published block.
-
-    `number` is unique; `parent` is the number of the preceding content. So equal numbers mean equal
-    prefixes, whatever the hashes.
-    """
-
-    number: int
-    parent: int
-    hash: bytes
-    token_ids: bytes
 
 
 def hash_block(parent: bytes, token_ids: bytes) -> bytes:
@@ -40,14 +28,43 @@ class BlockPool:
         self,
         num_blocks: int,
         hash_block: Callable[[bytes, bytes], bytes] = hash_block,
+        records: BlockRecords | None = None,
     ) -> None:
+        """records: of the blocks that an earlier scheduler's workers have computed."""
         self.num_blocks = num_blocks
         self.hash_block = hash_block
+        self.records = records
         self._ref_counts = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._contents: list[Content | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
         self._num_contents = ROOT
+        order = self._recover(records) if records else range(num_blocks)
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(order)
+
+    def _recover(self, records: BlockRecords) -> list[int]:
+        """Publish the recorded blocks. Return all blocks in the order in which to reuse them.
+
+        The last use of a content is taken to be the time when the last one after it was published.
+        """
+        last_uses = {ROOT: 0}
+        found = sorted(records.read(), key=lambda one: one[1].number)
+        for block, content in found:
+            if content.parent not in last_uses or content.hash in self._cached:
+                records.clear(block)  # it can't be found
+                continue
+            self._num_contents = last_uses[content.number] = content.number
+            self._contents[block] = content
+            self._cached[content.hash] = block
+        for _, content in reversed(found):
+            if content.parent in last_uses:
+                last_use = last_uses.get(content.number, 0)
+                last_uses[content.parent] = max(last_uses[content.parent], last_use)
+
+        def key(block: int) -> tuple[int, int]:
+            content = self._contents[block]
+            return (last_uses[content.number], -content.number) if content else (0, block)
+
+        return sorted(range(self.num_blocks), key=key)
 
     @property
     def num_free_blocks(self) -> int:
@@ -88,10 +105,7 @@ class BlockPool:
     def take(self) -> int:
         """Return a block to write to; its content is evicted. Raises KeyError if none is free."""
         block, _ = self._free.popitem(last=False)
-        content = self._contents[block]
-        if content is not None:
-            del self._cached[content.hash]
-            self._contents[block] = None
+        self.hide([block])
         self._ref_counts[block] = 1
         return block
 
@@ -116,7 +130,7 @@ class BlockPool:
         if old_block is not None and old is not None:
             if old.parent == parent and old.token_ids == token_ids:
                 return old.number
-            self._contents[old_block] = None
+            self.hide([old_block])
         self._num_contents += 1
         self._contents[block] = Content(self._num_contents, parent, hash_, token_ids)
         self._cached[hash_] = block
@@ -132,3 +146,12 @@ class BlockPool:
             if content := self._contents[block]:
                 del self._cached[content.hash]
                 self._contents[block] = None
+                if self.records:
+                    self.records.clear(block)
+
+    def confirm(self, published: Iterable[tuple[int, int]]) -> None:
+        """Record blocks, with the numbers of their content, that workers have computed."""
+        for block, number in published:
+            content = self._contents[block]
+            if self.records and content and content.number == number:
+                self.records.write(block, content)

@@ -28,8 +28,9 @@ class InFlightPlan(NamedTuple):
     """sequences with a chunk of prefill, by their slot in this plan"""
     chunk_ends: list[int]
     """the position after each of `chunks`"""
-    published: list[int]
-    """blocks of these chunks that others may share, uncertain until the plan is confirmed"""
+    published: list[tuple[int, int]]
+    """blocks of these chunks that others may share, and the numbers of their content, uncertain
+    until the plan is confirmed"""
 
     @property
     def computes(self) -> bool:

@@ -29,6 +29,7 @@ from penstock.protocol.transport.peers import refusal
 from penstock.protocol.transport.process import Process, first_number
 from penstock.services.scheduler import poison, report
 from penstock.services.scheduler.block_manager import make_block_manager
+from penstock.services.scheduler.block_records import open_records
 from penstock.services.scheduler.detokenizer_recovery import RecoverableStreams
 from penstock.services.scheduler.in_flight_plan import PlanDepth
 from penstock.services.scheduler.lease import Lease
@@ -197,19 +198,20 @@ class SchedulerProcess:
         """Begin an epoch with a group of workers that is ready."""
         memory = ", with the KV of the last ones" if self.group.has_memory else ""
         self.log.info("workers ready: %s%s", ", ".join(self.group.names), memory)
+        size = self.group.num_blocks, self.group.block_size
         if self.scheduler is None:
-            blocks = make_block_manager(self.config, self.group.num_blocks, self.group.block_size)
+            records = open_records(self.replica, *size, self.group.memory)
+            blocks = make_block_manager(self.config, *size, records)
             max_model_len = self.model.context(self.config.max_model_len)
             self.scheduler = Scheduler(self.config, max_model_len, blocks, self.group.epoch)
-            for request in self.early:
+            early, self.early = self.early, []
+            for request in early:
                 self.accept(request)
-            self.early.clear()
-        elif self.group.num_blocks < self.scheduler.block_manager.pool.num_blocks:
-            number = self.group.num_blocks
-            raise SystemExit(f"num_blocks: the restarted workers have {number}, fewer than before")
+        elif size[0] < self.scheduler.block_manager.pool.num_blocks:
+            raise SystemExit(f"num_blocks: the restarted workers have {size[0]}, fewer than before")
         else:
             self.end_group()
-            self.scheduler.begin(self.group.epoch, self.group.has_memory)
+            self.scheduler.begin(self.group.epoch, self.group.has_memory, self.group.memory)
 
     def end_group(self) -> None:
         """Forget the plans in flight if the workers died."""

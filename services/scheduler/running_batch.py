@@ -95,7 +95,7 @@ class RunningBatch:
         in_flight = {sequence for plan in plans for sequence in plan.sequences}
         given_up = count_death(in_flight)
         for plan in plans:
-            self.block_manager.pool.hide(plan.published)
+            self.block_manager.pool.hide(block for block, _ in plan.published)
         draining = [sequence for sequence in in_flight if sequence.status is DRAINING]
         self._returning.update(self.running)  # the next workers have no rows
         for sequence in [one for one in reversed(self.running) if not _can_continue(one)]:
@@ -121,13 +121,16 @@ class RunningBatch:
             self.finish(sequence, "abort")
         return given_up
 
-    def begin(self, epoch: int, has_memory: bool) -> None:
-        """Make plans for new workers, after `lose_plans`; all wait if the KV memory is lost."""
+    def begin(self, epoch: int, has_memory: bool, memory: int = 0) -> None:
+        """Make plans for new workers, after `lose_plans`; all wait if the KV memory is lost.
+
+        memory: `WorkerGroup.memory`.
+        """
         self.epoch = epoch
         if not has_memory:
             for sequence in reversed(self.running):
                 self.preempt(sequence)
-            self.block_manager.forget()
+            self.block_manager.forget(memory)
 
     def _take_block(self, sequence: Sequence) -> int | None:
         """Append a block to a table, preempting newer sequences; None if it was the newest."""

@@ -100,7 +100,8 @@ class Sequence:
     num_computed_tokens: int = 0
     """positions of the prefill whose KV a result has confirmed since its admission"""
     num_lost_tokens: int = 0
-    """positions that were planned before a preemption or a death: their KV is computed again"""
+    """positions that were planned before a preemption or a death, also of a scheduler: where their
+    KV is not found, it is computed again"""
     speculation: Speculation | None = None
     """made at its admission, if it speculates"""
     num_cached_tokens: int = 0
@@ -133,6 +134,7 @@ class Sequence:
         self.num_prompt_tokens = len(prompt)
         if request.cache_salt:
             self.cache_root = sha256(request.cache_salt.encode()).digest()
+        self.num_lost_tokens = len(self.token_ids) - 1 if output else 0
         if sampling.logprobs is not None:
             self.logprobs = [None] * len(output)
         if sampling.prompt_logprobs is not None:

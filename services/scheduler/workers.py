@@ -2,6 +2,8 @@
 
 from itertools import count
 
+from xxhash import xxh3_64_intdigest
+
 from penstock.protocol.messages.worker import WorkerAssignment, WorkerExit, WorkerState
 from penstock.protocol.transport.peers import Peers
 
@@ -57,8 +59,8 @@ class WorkerGroup:
         """of the last group that was ready"""
         self.members_before: list[tuple[str, int]] = []
         """names and pids of the last group's members"""
-        self._memory_before: list[int] = []
-        """of the last group that was ready, as `WorkerState.memory`"""
+        self._memory_before = 0
+        """`memory` of the last group that was ready"""
         self._pids_before: list[tuple[str, int]] = []
         """nodes and pids of the last group's members: they may hold its memory still"""
 
@@ -75,11 +77,13 @@ class WorkerGroup:
     @property
     def has_memory(self) -> bool:
         """True if every rank has the KV memory of the last group that was ready."""
-        return 0 not in self._memory and self._memory == self._memory_before
+        return self.memory != 0 and self.memory == self._memory_before
 
     @property
-    def _memory(self) -> list[int]:
-        return [self._hellos[member].memory for member in self.members]
+    def memory(self) -> int:
+        """The id of the KV memory of all ranks; 0 if that of one ends with the worker."""
+        ids = [self._hellos[member].memory for member in self.members]
+        return 0 if 0 in ids else xxh3_64_intdigest(repr(ids).encode()) >> 1
 
     @property
     def idle_us(self) -> tuple[float, float]:
@@ -114,7 +118,7 @@ class WorkerGroup:
             self._forget(identity)
             return []
         if self.ready:
-            self._num_blocks_before, self._memory_before = self.num_blocks, self._memory
+            self._num_blocks_before, self._memory_before = self.num_blocks, self.memory
         hellos = [self._hellos[member] for member in self.members]
         self._pids_before = [(hello.node, hello.pid) for hello in hellos if hello.pid > 0]
         self.members_before = [(hello.name, hello.pid) for hello in hellos]

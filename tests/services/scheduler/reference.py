@@ -120,13 +120,16 @@ class ReferenceWorker:
         self._writes: list[tuple[set[int], set[int]]] = []
         """cells and known blocks that each plan has written"""
 
-    def inherit(self, dead: "ReferenceWorker", num_confirmed: int) -> None:
-        """Take the memory of a dead worker; plans after `num_confirmed` may have run in part."""
+    def inherit(self, dead: "ReferenceWorker", num_confirmed: int, is_whole: bool = False) -> None:
+        """Take the memory of a dead worker; plans after `num_confirmed` may have run in part.
+
+        is_whole: they have run, and are unknown to the scheduler.
+        """
         self.memory, self._numbers = dead.memory, dead._numbers
         self.known_blocks = dead.known_blocks
         for cells, known_blocks in dead._writes[num_confirmed:]:
             self.known_blocks -= known_blocks
-            for cell in cells:
+            for cell in () if is_whole else cells:
                 self.memory[cell] = GARBAGE
 
     def run(self, frame: bytes) -> bytes:

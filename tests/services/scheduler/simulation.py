@@ -1,5 +1,6 @@
 """A scheduler and a reference worker; plans run when they are sent, results come when asked for."""
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -11,11 +12,13 @@ from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool, hash_block
+from penstock.services.scheduler.block_records import BlockRecords
 from penstock.services.scheduler.in_flight_plan import StepOutput
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence, Status
 from tests.services.scheduler.builders import make_sequence
 from tests.services.scheduler.invariants import check_blocks, check_slots
+from tests.services.scheduler.mortal_records import Life, MortalRecords, SchedulerDiedError
 from tests.services.scheduler.reference import (
     DEAD_END,
     ReferenceWorker,
@@ -48,16 +51,22 @@ class Simulation:
         defaults = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
         defaults["num_plans_in_flight"] = 2
         self.config = msgspec.convert(defaults | options, Config)
-        block_size, caching = self.config.block_size, self.config.enable_prefix_caching
-        pool = BlockPool(num_blocks, hash_block)
-        blocks = BlockManager(pool, block_size, num_watermark_blocks, caching)
+        block_size = self.config.block_size
         self.limit = min(max_model_len, num_blocks * block_size)
         self.num_blocks = num_blocks
+        self.num_watermark_blocks, self.hash_block = num_watermark_blocks, hash_block
+        self.memory = bytearray(BlockRecords.size_of(num_blocks, block_size))
+        """of the records"""
+        self.kv = 1
+        """id of the worker's memory"""
+        self.life = Life()
+        self.num_confirmed = 0
+        """plans of this epoch whose result has come"""
         self.num_ahead = num_ahead
         self.computes_once = computes_once
         self.keeps_memory = keeps_memory
         """the memory of workers that die of poison is kept"""
-        self.scheduler = Scheduler(self.config, max_model_len, blocks, epoch=1)
+        self.scheduler = self._new_scheduler(epoch=1)
         self.worker = self._new_worker(epoch=1)
         self.plans: list[BatchPlan] = []
         self.results: deque[bytes] = deque()
@@ -80,6 +89,15 @@ class Simulation:
     def _new_worker(self, epoch: int) -> ReferenceWorker:
         return ReferenceWorker(self.config, self.num_blocks, epoch, self.computes_once)
 
+    def _new_scheduler(self, epoch: int) -> Scheduler:
+        self.life = Life()
+        block_size, caching = self.config.block_size, self.config.enable_prefix_caching
+        records = MortalRecords(self.memory, self.num_blocks, block_size, self.life)
+        records.begin(self.kv)
+        pool = BlockPool(self.num_blocks, self.hash_block, records)
+        blocks = BlockManager(pool, block_size, self.num_watermark_blocks, caching)
+        return Scheduler(self.config, self.limit, blocks, epoch)
+
     @property
     def pool(self) -> BlockPool:
         """The blocks."""
@@ -97,18 +115,24 @@ class Simulation:
         """Take a request. Raises CannotFitError."""
         sequence = make_sequence(prompt, output, **sampling)
         sequence.num_deaths = self.num_deaths[sequence] = num_deaths
+        self._take(sequence, output)
+        self.check()
+        return sequence
+
+    def _take(self, sequence: Sequence, output: SequenceOf[int]) -> None:
         self.scheduler.add(sequence)
         self.sequences.append(sequence)
         self.received[sequence] = list(output)
         self.num_old[sequence] = len(output)
         self.num_ends[sequence] = sequence.status is Status.FINISHED
-        self.check()
-        return sequence
 
     def send(self) -> BatchPlan | None:
         """Return the next plan, if there is one; the worker runs it at once, or dies of it."""
         ranks = {sequence: sequence.rank for sequence in self.scheduler.running}
-        plan = self.scheduler.schedule()
+        try:
+            plan = self.scheduler.schedule()
+        except SchedulerDiedError:
+            return self.restart_scheduler()
         lost = [rank for one, rank in ranks.items() if one.status is Status.WAITING]
         kept = [rank for one, rank in ranks.items() if one.status is not Status.WAITING]
         assert not lost or not kept or max(kept) < min(lost), "another one was to be preempted"
@@ -126,11 +150,15 @@ class Simulation:
         """The tokens of a step are back."""
         return len(self.results) > self.num_ahead
 
-    def receive(self) -> StepOutput:
-        """Return the tokens of the oldest step."""
+    def receive(self) -> StepOutput | None:
+        """Return the tokens of the oldest step; None if the scheduler dies meanwhile."""
         result = msgspec.msgpack.decode(self.results.popleft(), type=SampledTokens)
         rows = self.scheduler.in_flight[0].sampled
-        output = self.scheduler.update(result)
+        try:
+            output = self.scheduler.update(result)
+        except SchedulerDiedError:
+            return self.restart_scheduler()
+        self.num_confirmed += 1
         self.num_wasted.update(set(rows) - {*output.sequences, *output.finished})
         self.num_ends.update(output.finished)
         for sequence, reason in output.failed:
@@ -151,7 +179,8 @@ class Simulation:
         return self.receive() if self.has_result else None
 
     def run(self) -> "Simulation":
-        """To the end of all sequences."""
+        """To the end of all sequences; the scheduler lives."""
+        self.life.num_stores = math.inf
         for _ in range(100 * (self.limit + 1) * (len(self.sequences) + 1)):
             if self.step() is None:
                 break
@@ -175,8 +204,6 @@ class Simulation:
 
         Whoever was alone in flight at its third death in a row is given up.
         """
-        in_flight = self.scheduler.in_flight
-        num_confirmed = in_flight[0].number if in_flight else self.scheduler.num_steps
         at_risk = self.in_flight
         may_be_guilty = {one for one in at_risk if self.num_deaths[one] == 2 and len(at_risk) == 1}
         for sequence in at_risk - may_be_guilty:
@@ -184,13 +211,48 @@ class Simulation:
         epoch = self.scheduler.epoch + 1
         dead, self.worker = self.worker, self._new_worker(epoch)
         self.results.clear()
-        given_up = self.scheduler.lose_plans()
-        self.check()
         if keeps_memory:
-            self.worker.inherit(dead, num_confirmed)
-        self.scheduler.begin(epoch, keeps_memory)
+            self.worker.inherit(dead, self.num_confirmed)
+        self.num_confirmed = 0
+        self.kv += not keeps_memory
+        try:
+            given_up = self.scheduler.lose_plans()
+            self.check()
+            self.scheduler.begin(epoch, keeps_memory, self.kv)
+        except SchedulerDiedError:
+            self.restart_scheduler()
+            return
         assert set(given_up) == {one for one in may_be_guilty if one.finish_reason == "abort"}
         self.cut.update(given_up)
+        self.check()
+
+    def restart_scheduler(self, num_undelivered: int = 0, loses_worker: bool = False) -> None:
+        """Lose the scheduler; the gateway resubmits what is open, and the records remain.
+
+        num_undelivered: tokens of each sequence that the gateway lacks. loses_worker: it dies, too,
+        and its memory is kept.
+        """
+        epoch = self.scheduler.epoch + 1
+        dead, self.worker = self.worker, self._new_worker(epoch)
+        self.worker.inherit(dead, self.num_confirmed, is_whole=not loses_worker)
+        self.num_confirmed = 0
+        self.results.clear()
+        self.scheduler = self._new_scheduler(epoch)
+        sequences, self.sequences = self.sequences, []
+        for old in sequences:
+            if old in self.cut | self.failed or self.num_ends[old]:
+                continue
+            received = self.received[old]
+            num_given = max(self.num_old[old], len(received) - num_undelivered)
+            new = make_sequence(
+                old.token_ids[: old.num_prompt_tokens],
+                received[:num_given],
+                client=old.client,
+                priority=old.priority,
+                pooling=old.pooling,
+                **msgspec.structs.asdict(old.sampling),
+            )
+            self._take(new, received[:num_given])
         self.check()
 
     @property

@@ -22,6 +22,7 @@ from penstock.protocol.messages.sampling import Pooling
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.scheduler import speculative as speculation
 from penstock.services.scheduler.block_pool import hash_block
+from penstock.services.scheduler.block_records import HASH_BYTES
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.sequence_limits import CannotFitError
 from tests.services.scheduler.builders import make_sequence
@@ -34,7 +35,7 @@ BASES = [[*head, *[1, 2, 3] * 20] for head in ([], [1, 2, 2], [2, 2, 2], [2, 1],
 
 def weak_hash(parent: bytes, token_ids: bytes) -> bytes:
     """Four values for everything."""
-    return bytes([hash_block(parent, token_ids)[0] & 3])
+    return bytes([hash_block(parent, token_ids)[0] & 3]) * HASH_BYTES
 
 
 @st.composite
@@ -178,6 +179,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def restart(self, chance: int, keeps_memory: bool) -> None:
         if chance >= 6:
             self.sim.restart(keeps_memory=keeps_memory)
+
+    @rule(chance=st.integers(0, 7), num_undelivered=st.integers(0, 5), loses_worker=st.booleans())
+    def restart_scheduler(self, chance: int, num_undelivered: int, loses_worker: bool) -> None:
+        if chance >= 6:
+            self.sim.restart_scheduler(num_undelivered, loses_worker)
+
+    @rule(num_stores=st.integers(0, 12))
+    def doom_scheduler(self, num_stores: int) -> None:
+        """Let it die after some stores to the records."""
+        self.sim.life.num_stores = num_stores
 
     def teardown(self) -> None:
         if hasattr(self, "sim"):
