@@ -1,5 +1,7 @@
 """`python -P -m penstock.services.scheduler`."""
 
+import os
+
 from penstock.protocol.transport.process import Process
 from penstock.services.scheduler.process import SchedulerProcess
 
@@ -7,7 +9,11 @@ from penstock.services.scheduler.process import SchedulerProcess
 def main() -> None:
     """Run until SIGTERM."""
     process = Process("scheduler")
-    SchedulerProcess(process).loop.run()
+    try:
+        SchedulerProcess(process).loop.run()
+    except Exception as error:
+        process.log.exception("unexpected error")
+        raise SystemExit(os.EX_SOFTWARE) from error  # its records are not used again
     process.context.destroy()
 
 

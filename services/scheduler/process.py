@@ -29,9 +29,9 @@ from penstock.protocol.transport.peers import refusal
 from penstock.protocol.transport.process import Process, first_number
 from penstock.services.scheduler import poison, report
 from penstock.services.scheduler.block_manager import make_block_manager
-from penstock.services.scheduler.block_records import open_records
 from penstock.services.scheduler.detokenizer_recovery import RecoverableStreams
 from penstock.services.scheduler.in_flight_plan import PlanDepth
+from penstock.services.scheduler.kept_records import open_records
 from penstock.services.scheduler.lease import Lease
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence
@@ -196,17 +196,15 @@ class SchedulerProcess:
 
     def start_group(self) -> None:
         """Begin an epoch with a group of workers that is ready."""
-        memory = ", with the KV of the last ones" if self.group.has_memory else ""
-        self.log.info("workers ready: %s%s", ", ".join(self.group.names), memory)
+        self.log.info("workers ready: %s", self.group)
         size = self.group.num_blocks, self.group.block_size
         if self.scheduler is None:
             records = open_records(self.replica, *size, self.group.memory)
             blocks = make_block_manager(self.config, *size, records)
             max_model_len = self.model.context(self.config.max_model_len)
             self.scheduler = Scheduler(self.config, max_model_len, blocks, self.group.epoch)
-            early, self.early = self.early, []
-            for request in early:
-                self.accept(request)
+            while self.early:
+                self.accept(self.early.pop(0))
         elif size[0] < self.scheduler.block_manager.pool.num_blocks:
             raise SystemExit(f"num_blocks: the restarted workers have {size[0]}, fewer than before")
         else:

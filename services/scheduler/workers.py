@@ -64,6 +64,10 @@ class WorkerGroup:
         self._pids_before: list[tuple[str, int]] = []
         """nodes and pids of the last group's members: they may hold its memory still"""
 
+    def __str__(self) -> str:
+        memory = ", with the KV of the last ones" if self.has_memory else ""
+        return ", ".join(self.names) + memory
+
     @property
     def num_blocks(self) -> int:
         """KV blocks that every rank has."""

@@ -1,4 +1,4 @@
-"""A killed worker: weights and KV cache outlive it, and streams continue where they were."""
+"""A killed worker or scheduler: weights and KV cache outlive it, and streams continue."""
 
 import contextlib
 import os
@@ -37,10 +37,10 @@ def scheduler(served: Pipeline) -> SchedulerStatus:
     return status
 
 
-def kill_worker(served: Pipeline, how: signal.Signals = signal.SIGKILL) -> str:
-    """Kill the worker; return the line about the workers that follow."""
+def kill(served: Pipeline, name: str = "worker.1", how: signal.Signals = signal.SIGKILL) -> str:
+    """Kill the worker or the scheduler; return the line about the workers that follow."""
     start = len(served.output)
-    served.kill("worker.1", how)
+    served.kill(name, how)
     return served.wait_for(READY, start)
 
 
@@ -53,7 +53,7 @@ def test_only_tokens_in_flight_are_computed_again(served: Pipeline) -> None:
         deltas = [iter(stream) for stream in streams]
         texts = [next(one).text for one in deltas]
         for _ in range(num_kills):
-            assert kill_worker(served).endswith("with the KV of the last ones\n")
+            assert kill(served).endswith("with the KV of the last ones\n")
             while scheduler(served).num_steps <= MAX_PLANS:  # until tokens are confirmed
                 texts[0] += next(deltas[0]).text
         for number, rest in enumerate(deltas):
@@ -64,20 +64,42 @@ def test_only_tokens_in_flight_are_computed_again(served: Pipeline) -> None:
     assert sum("of the last worker" in line for line in served.output[start:]) == num_kills
 
 
-def test_the_prefix_cache_outlives_the_worker(served: Pipeline) -> None:
+@pytest.mark.parametrize("name", ["worker.1", "scheduler.1"])
+def test_the_prefix_cache_outlives_the_process(served: Pipeline, name: str) -> None:
     with served.client() as client:
         prompt = count_prompt(7, 90)
         text = client.generate(prompt).text
-        kill_worker(served)
+        kill(served, name)
         again = client.generate(prompt)
         assert (again.text, again.usage.cached_tokens > 0) == (text, True)
+
+
+@pytest.mark.parametrize("names", [("scheduler.1",), ("scheduler.1", "worker.1")])
+def test_streams_continue_after_a_scheduler_in_their_blocks(
+    served: Pipeline, names: tuple[str, ...]
+) -> None:
+    """It is killed twice, the second time with the worker."""
+    prompts = [count_prompt(number, 200) for number in range(10, 10 + NUM_STREAMS)]
+    with served.client() as client:
+        streams = [client.stream(prompt) for prompt in prompts]
+        deltas = [iter(stream) for stream in streams]
+        texts = [next(one).text for one in deltas]
+        for name in names:
+            kill(served, name)
+            for number, one in enumerate(deltas):
+                texts[number] += next(one).text
+        status = scheduler(served)
+        for number, rest in enumerate(deltas):
+            texts[number] += "".join(delta.text for delta in rest)
+    assert texts == [answer_to(prompt) for prompt in prompts]
+    assert status.num_recomputed_tokens < len(names) * NUM_STREAMS * status.block_size
 
 
 def test_a_crash_loses_the_memory(served: Pipeline) -> None:
     """A write outside its tensors may have damaged any of the memory."""
     start = len(served.output)
     with Load(served.endpoint, 1):
-        line = kill_worker(served, signal.SIGSEGV)
+        line = kill(served, how=signal.SIGSEGV)
     assert "with the KV" not in line
     assert any("is not used again: its process ended" in line for line in served.output[start:])
 

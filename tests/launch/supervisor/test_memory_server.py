@@ -248,6 +248,24 @@ def test_undecodable_messages_end_the_connection() -> None:
     run(test())
 
 
+def test_memory_is_opened_by_its_manifest() -> None:
+    """Of another one it is made afresh."""
+
+    async def test() -> None:
+        async with site() as one:
+            for manifest, found in ((b"a", bytes(2)), (b"a", b"hi"), (b"b", bytes(2))):
+                code = f"""
+memory = client.open('x', 4096, {manifest!r})
+say(memory[:2]); memory[:2] = b'hi'; say('written'); signal.pause()
+"""
+                child = one.start(code)
+                assert await child.line() == str(found)
+                assert await child.line() == "written"
+                await child.kill()
+
+    run(test())
+
+
 def test_mapped_memory_is_shared() -> None:
     """The successor sees what its predecessor wrote after it had passed the memory on."""
 

@@ -2,11 +2,16 @@
 
 from collections import defaultdict
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from penstock.protocol.config import Config
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence, Status
+from tests.services.scheduler.reference import DEAD_END, expected_output, logprobs_at, pooled_of
+
+if TYPE_CHECKING:
+    from tests.services.scheduler.simulation import Simulation
 
 
 def check_blocks(pool: BlockPool, sequences: list[Sequence], block_size: int) -> None:
@@ -52,3 +57,42 @@ def check_slots(scheduler: Scheduler, config: Config) -> None:
     assert {s.status for s in scheduler.waiting} <= {Status.WAITING}
     for sequence in scheduler.waiting:
         assert (sequence.slot, sequence.block_table) == (-1, [])
+
+
+def check_logprobs(sequence: Sequence, num_old: int) -> None:
+    """One for each token of this attempt; those of the prompt with the first token."""
+    token_ids = sequence.token_ids
+    begin = sequence.num_prompt_tokens + num_old
+    told = [logprobs_at(token_ids, position) for position in range(begin, len(token_ids))]
+    asked = sequence.sampling.logprobs is not None
+    assert sequence.logprobs == ([None] * num_old + told if asked else None)
+    known = sequence.prompt_logprobs
+    assert (known is None) == (sequence.sampling.prompt_logprobs is None)
+    if known is not None:
+        positions = range(1, 1 + len(known))
+        assert known == [logprobs_at(token_ids, position) for position in positions]
+        assert not (told and sequence.needs_prompt_logprobs)
+
+
+def check_output(sim: "Simulation", sequence: Sequence) -> None:
+    """Its tokens are the model's, and no more rows ran for it than could not be helped."""
+    prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+    tokens, reason = expected_output(prompt, sequence.sampling, sim.limit)
+    if sequence.pooling is not None:
+        tokens, reason = [], "stop"
+        assert sequence in sim.cut or sequence.pooled == pooled_of(prompt)
+    received, num_wasted = sim.received[sequence], sim.num_wasted[sequence]
+    num_plans = sim.config.num_plans_in_flight
+    cut = sim.cut | sim.failed
+    assert sim.num_ends[sequence] == (sequence not in cut)
+    if sequence.sampling.structured_outputs and DEAD_END in tokens[sim.num_old[sequence] :]:
+        assert sequence in cut
+    if sequence in sim.failed:
+        assert tokens[len(received)] == DEAD_END
+    if sequence in cut:
+        assert received == tokens[: len(received)]
+        assert num_wasted <= num_plans or sim.config.speculative_method == "ngram"
+    else:
+        assert (received, sequence.finish_reason) == (tokens, reason)
+        if sim.config.speculative_method == "none":
+            assert num_wasted <= (num_plans - 1 if reason == "stop" else 0)

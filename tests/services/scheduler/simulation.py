@@ -17,15 +17,16 @@ from penstock.services.scheduler.in_flight_plan import StepOutput
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence, Status
 from tests.services.scheduler.builders import make_sequence
-from tests.services.scheduler.invariants import check_blocks, check_slots
+from tests.services.scheduler.invariants import (
+    check_blocks,
+    check_logprobs,
+    check_output,
+    check_slots,
+)
 from tests.services.scheduler.mortal_records import Life, MortalRecords, SchedulerDiedError
 from tests.services.scheduler.reference import (
-    DEAD_END,
     ReferenceWorker,
     WorkerDiedError,
-    expected_output,
-    logprobs_at,
-    pooled_of,
 )
 
 
@@ -269,27 +270,13 @@ class Simulation:
         check_slots(self.scheduler, self.config)
         for sequence in self.sequences:
             assert self.received[sequence] == sequence.output_token_ids
-            self.check_logprobs(sequence)
+            check_logprobs(sequence, self.num_old[sequence])
             has_result = sequence.pooling is not None and sequence.finish_reason == "stop"
             assert (sequence.pooled is not None) == (has_result and sequence not in self.cut)
         at_risk = self.in_flight.union(self.scheduler.running)
         for sequence in at_risk:
             if self.num_deaths[sequence] == 2 and sequence.finish_reason is None:
                 assert at_risk == {sequence}, "a suspect is not alone"
-
-    def check_logprobs(self, sequence: Sequence) -> None:
-        """One for each token of this attempt; those of the prompt with the first token."""
-        token_ids, num_old = sequence.token_ids, self.num_old[sequence]
-        begin = sequence.num_prompt_tokens + num_old
-        told = [logprobs_at(token_ids, position) for position in range(begin, len(token_ids))]
-        asked = sequence.sampling.logprobs is not None
-        assert sequence.logprobs == ([None] * num_old + told if asked else None)
-        known = sequence.prompt_logprobs
-        assert (known is None) == (sequence.sampling.prompt_logprobs is None)
-        if known is not None:
-            positions = range(1, 1 + len(known))
-            assert known == [logprobs_at(token_ids, position) for position in positions]
-            assert not (told and sequence.needs_prompt_logprobs)
 
     def check_end(self) -> None:
         """When nothing is left to do."""
@@ -298,27 +285,4 @@ class Simulation:
         assert not any(s.sampled or s.chunks for s in self.scheduler.in_flight), "no flush came"
         assert self.scheduler.block_manager.num_free_blocks == self.num_blocks
         for sequence in self.sequences:
-            self.check_output(sequence)
-
-    def check_output(self, sequence: Sequence) -> None:
-        """Its tokens are the model's, and no more rows ran for it than could not be helped."""
-        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-        tokens, reason = expected_output(prompt, sequence.sampling, self.limit)
-        if sequence.pooling is not None:
-            tokens, reason = [], "stop"
-            assert sequence in self.cut or sequence.pooled == pooled_of(prompt)
-        received, num_wasted = self.received[sequence], self.num_wasted[sequence]
-        num_plans = self.config.num_plans_in_flight
-        cut = self.cut | self.failed
-        assert self.num_ends[sequence] == (sequence not in cut)
-        if sequence.sampling.structured_outputs and DEAD_END in tokens[self.num_old[sequence] :]:
-            assert sequence in cut
-        if sequence in self.failed:
-            assert tokens[len(received)] == DEAD_END
-        if sequence in cut:
-            assert received == tokens[: len(received)]
-            assert num_wasted <= num_plans or self.config.speculative_method == "ngram"
-        else:
-            assert (received, sequence.finish_reason) == (tokens, reason)
-            if self.config.speculative_method == "none":
-                assert num_wasted <= (num_plans - 1 if reason == "stop" else 0)
+            check_output(self, sequence)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.protocol.messages.plan import unpack
+from penstock.protocol.messages.packed import unpack
 from penstock.services.scheduler.block_records import HASH_BYTES, BlockRecords, Content
 from tests.search import scaled
 from tests.services.scheduler.builders import long_prompt
