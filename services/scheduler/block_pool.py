@@ -30,7 +30,7 @@ class BlockPool:
         hash_block: Callable[[bytes, bytes], bytes] = hash_block,
         records: BlockRecords | None = None,
     ) -> None:
-        """records: of the blocks that an earlier scheduler's workers have computed."""
+        """Make a pool; records: of the blocks that earlier schedulers' workers have computed."""
         self.num_blocks = num_blocks
         self.hash_block = hash_block
         self.records = records

@@ -79,11 +79,11 @@ class PlanBuilder:
         self.plan = InFlightPlan(number, [], {}, [], [])
         self.added: list[RowAdded] = []
         self.drafts: list[int] = []
-        self._appended: list[int] = []
+        self.appended: list[int] = []
         self._chunks: list[int] = []
 
     def append_block(self, slot: int, block: int) -> None:
-        self._appended.append(slot << BLOCK_BITS | block)
+        self.appended.append(slot << BLOCK_BITS | block)
 
     def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
         """Let a row compute the `num_tokens` before `num_planned_tokens`, of its prefill."""
@@ -92,7 +92,7 @@ class PlanBuilder:
         self.plan.chunk_ends.append(sequence.num_planned_tokens)
 
     def build(self, epoch: int, removed: list[int]) -> BatchPlan:
-        appended, chunks, drafts = pack(self._appended), pack(self._chunks), pack(self.drafts)
+        appended, chunks, drafts = pack(self.appended), pack(self._chunks), pack(self.drafts)
         number = self.plan.number
         return BatchPlan(epoch, number, pack(removed), self.added, appended, chunks, drafts)
 

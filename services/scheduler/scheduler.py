@@ -86,7 +86,7 @@ class Scheduler(RunningBatch):
             self.proposer.add_drafts(self.running, builder, min(num_rows, budget))
         if plan.computes:
             self.step_tokens.add(self._max_tokens_per_step - budget)
-        elif not (self.in_flight and self.in_flight[-1].computes):
+        elif not (builder.appended or (self.in_flight and self.in_flight[-1].computes)):
             return None
         self._retire_rows(plan)
         plan.sampled.sort(key=attrgetter("slot"))

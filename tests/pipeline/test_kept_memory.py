@@ -78,7 +78,7 @@ def test_the_prefix_cache_outlives_the_process(served: Pipeline, name: str) -> N
 def test_streams_continue_after_a_scheduler_in_their_blocks(
     served: Pipeline, names: tuple[str, ...]
 ) -> None:
-    """It is killed twice, the second time with the worker."""
+    """Kill the scheduler, and then the worker, too."""
     prompts = [count_prompt(number, 200) for number in range(10, 10 + NUM_STREAMS)]
     with served.client() as client:
         streams = [client.stream(prompt) for prompt in prompts]

@@ -249,7 +249,7 @@ def test_undecodable_messages_end_the_connection() -> None:
 
 
 def test_memory_is_opened_by_its_manifest() -> None:
-    """Of another one it is made afresh."""
+    """With another manifest the memory is zeros."""
 
     async def test() -> None:
         async with site() as one:
