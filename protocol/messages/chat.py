@@ -61,12 +61,18 @@ def chat_messages(messages: list[Message]) -> list[ChatMessage]:
             role=one.role,
             content=_text(one, f"messages[{number}].content"),
             name=one.name,
-            reasoning_content=one.reasoning_content or one.reasoning,
+            reasoning_content=_reasoning(one),
             tool_calls=[_template_call(call) for call in one.tool_calls or []] or None,
             tool_call_id=one.tool_call_id,
         )
         for number, one in enumerate(messages)
     ]
+
+
+def _reasoning(message: Message) -> str | None:
+    """Return the reasoning. An empty one stays: only without one, templates look for `</think>`."""
+    given = message.reasoning_content
+    return message.reasoning if given is None else given
 
 
 def _text(message: Message, path: str) -> str:
