@@ -291,5 +291,7 @@ def max_request_bytes(config: Config) -> int:
     """Return the limit of bytes: by default room for a prompt of the context's length in JSON."""
     if config.max_request_bytes:
         return config.max_request_bytes
-    context = read_model_config(config.model_folder).context(config.max_model_len)
+    context = max(
+        read_model_config(one.model_folder).context(one.max_model_len) for one in config.by_model()
+    )
     return max(MIN_REQUEST_BYTES, REQUEST_BYTES_PER_TOKEN * context)

@@ -6,12 +6,14 @@ takes `PENSTOCK_<FIELD>` variables instead.
 """
 
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 from penstock.protocol.messages.plan import MAX_BLOCKS, MAX_SLOTS
 
@@ -27,42 +29,16 @@ MAX_PROCESSES = 256
 """of one kind; each takes some descriptors of the supervisor"""
 
 
-class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Every option of a pipeline."""
+class ModelOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The options that each model of a pipeline may have for itself."""
 
-    name: Name = "default"
-    """name of the pipeline and of its run folder"""
-    backend: Literal["local", "ray"] = "local"
-    """where processes run; local: on this machine; ray: on a Ray cluster"""
-    address: str = "auto"
-    """of the Ray cluster, HOST:PORT; auto: the one this machine is in"""
     model: str = ""
     """folder of a Qwen3 checkpoint, its name on the Hugging Face Hub, or a GGUF file; empty: the
     demo model"""
     revision: str = ""
     """branch, tag or commit of --model on the hub; empty: its main branch"""
-    endpoint: str = "tcp://127.0.0.1:5555"
-    """where clients connect"""
-    curve_keys: str = ""
-    """folder of `launch keys`: only clients with a key connect, encrypted"""
-    insecure: bool = False
-    """let other machines reach --endpoint without keys, and --http-host without --api-key: anyone
-    may ask, and anyone on the way reads prompts and answers"""
-    http: Annotated[int, Meta(ge=0, le=256)] = 1
-    """HTTP processes at start: OpenAI's API, metrics, a page"""
-    http_host: str = "127.0.0.1"
-    """address where they listen"""
-    http_port: Annotated[int, Meta(ge=1, le=65535)] = 8000
-    """port where they listen, all at the same one"""
-    api_key: str = ""
-    """key of HTTP clients, `Authorization: Bearer …` or `X-API-Key: …`; better PENSTOCK_API_KEY or
-    --api-key-file, which no list of processes shows"""
-    api_key_file: str = ""
-    """file whose first line is the key"""
-    allowed_origins: str = ""
-    """web pages that may use the API: a JSON list of origins, or `*` for all"""
     served_model_name: str = ""
-    """name of the model over HTTP; empty: its name on the hub, or its folder's"""
+    """name by which requests choose the model; empty: its name on the hub, or its folder's"""
     trust_request_chat_template: bool = False
     """let requests bring a `chat_template`: a program that a tokenizer runs"""
     tool_call_parser: Literal["auto", "hermes", "qwen3_coder", "json"] = "auto"
@@ -124,10 +100,6 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """prompt tokens of requests that wait; more are `overloaded`"""
     max_open_bytes: Count = 1 << 30
     """bytes of open requests and their answers; more are `overloaded`"""
-    max_unread_bytes: Count = 1 << 24
-    """bytes of answers that a client leaves unread before it is cut off"""
-    max_request_bytes: Number = 0
-    """longest request, bytes; 0: 16 a token of the context, at least 1 MiB"""
     num_plans_in_flight: Annotated[int, Meta(ge=1, le=8)] = 4
     """most plans sent ahead of their results; more than 2 where steps are short"""
     enable_prefix_caching: bool = True
@@ -136,6 +108,51 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """share of blocks kept free when a request is admitted"""
     num_threads: Number = 0
     """CPU threads of each worker; 0: (cores - 1) / (tp * dp)"""
+
+    @property
+    def model_name(self) -> str:
+        """Name by which requests choose the model."""
+        return self.served_model_name or (Path(self.model).name if self.model else "qwen3-demo")
+
+    @property
+    def group(self) -> str:
+        """Name of the model as a folder, which begins the names of its processes."""
+        return re.sub(r"[^A-Za-z0-9_.-]", "-", self.model_name.rpartition("/")[2])[-64:]
+
+
+class Config(ModelOptions, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Every option of a pipeline."""
+
+    name: Name = "default"
+    """name of the pipeline and of its run folder"""
+    backend: Literal["local", "ray"] = "local"
+    """where processes run; local: on this machine; ray: on a Ray cluster"""
+    address: str = "auto"
+    """of the Ray cluster, HOST:PORT; auto: the one this machine is in"""
+    endpoint: str = "tcp://127.0.0.1:5555"
+    """where clients connect"""
+    curve_keys: str = ""
+    """folder of `launch keys`: only clients with a key connect, encrypted"""
+    insecure: bool = False
+    """let other machines reach --endpoint without keys, and --http-host without --api-key: anyone
+    may ask, and anyone on the way reads prompts and answers"""
+    http: Annotated[int, Meta(ge=0, le=256)] = 1
+    """HTTP processes at start: OpenAI's API, metrics, a page"""
+    http_host: str = "127.0.0.1"
+    """address where they listen"""
+    http_port: Annotated[int, Meta(ge=1, le=65535)] = 8000
+    """port where they listen, all at the same one"""
+    api_key: str = ""
+    """key of HTTP clients, `Authorization: Bearer …` or `X-API-Key: …`; better PENSTOCK_API_KEY or
+    --api-key-file, which no list of processes shows"""
+    api_key_file: str = ""
+    """file whose first line is the key"""
+    allowed_origins: str = ""
+    """web pages that may use the API: a JSON list of origins, or `*` for all"""
+    max_unread_bytes: Count = 1 << 24
+    """bytes of answers that a client leaves unread before it is cut off"""
+    max_request_bytes: Number = 0
+    """longest request, bytes; 0: 16 a token of the longest context, at least 1 MiB"""
     hang_timeout: Seconds = 5.0
     """seconds without a sign of life or use of a CPU after which a process is killed"""
     step_timeout: Seconds = 60.0
@@ -160,11 +177,6 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         return self.max_num_seqs * self.dp
 
     @property
-    def model_name(self) -> str:
-        """Name by which requests choose the model."""
-        return self.served_model_name or (self.model_folder.name if self.model else "qwen3-demo")
-
-    @property
     def origins(self) -> list[str]:
         """The list in `allowed_origins`. Raises msgspec.DecodeError."""
         if not self.allowed_origins.startswith("["):
@@ -173,8 +185,28 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
     @property
     def run_folder(self) -> Path:
-        """Where the pipeline's sockets and `config.json` are; of mode 0700."""
+        """Where the sockets are; of mode 0700."""
         return run_folder(self.name)
+
+    @property
+    def pipeline_folder(self) -> Path:
+        """Where the sockets of all models and `config.json` are."""
+        return run_folder(self.name.partition("/")[0])
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of the names of the model's processes; empty where it is the only one."""
+        return self.name.partition("/")[2] and f"{self.group}/"
+
+    def by_model(self) -> "list[Config]":
+        """Return the configuration of each model; with several, a model's folder is its name."""
+        return [self]
+
+    def of_process(self, name: str) -> "Config":
+        """Return the configuration of a process: that of its model, if it is of one of several."""
+        return next(
+            (one for one in self.by_model() if one.prefix and name.startswith(one.prefix)), self
+        )
 
     @property
     def model_folder(self) -> Path:
@@ -182,6 +214,29 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         if self.model:
             return Path(self.model)
         return Path(__file__).parents[1] / "models" / "demo" / "checkpoint"
+
+
+class PipelineConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The configuration of a pipeline that serves several models."""
+
+    models: tuple[ModelOptions, ...] = ()
+    """of each model; the options of `Config` itself are those of the first one"""
+
+    def by_model(self) -> list[Config]:
+        pipeline = {field: getattr(self, field) for field in Config.__struct_fields__}
+        num_workers = sum(one.tp * one.dp for one in self.models)
+        num_threads = max(1, ((os.cpu_count() or 1) - 1) // num_workers)
+        return [
+            Config(
+                **pipeline
+                | asdict(one)
+                | {
+                    "name": f"{self.name}/@{one.group}",
+                    "num_threads": one.num_threads or num_threads,
+                }
+            )
+            for one in self.models
+        ]
 
 
 def run_folder(name: str) -> Path:
@@ -197,7 +252,7 @@ def replica_of(name: str, config: Config) -> int:
     `scheduler.1` is replica 0. The first `tp` workers are of replica 0, the next `tp` of replica 1;
     workers beyond `tp * dp` wait as spare ones, for each replica in turn.
     """
-    kind, _, number = name.partition(".")
+    kind, _, number = name.rpartition("/")[2].partition(".")
     if kind not in ("scheduler", "worker") or not number.isdecimal():
         return 0
     index = int(number) - 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.protocol.config import Config
+from penstock.protocol.config import Config, PipelineConfig
 
 CONFIG_FILE = "config.json"
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"
@@ -82,7 +82,9 @@ def write_config(config: Config) -> Path:
 
 def read_config(path: Path) -> Config:
     """Read a configuration. Raises msgspec.ValidationError for an invalid file."""
-    return msgspec.json.decode(path.read_bytes(), type=Config)
+    raw = path.read_bytes()
+    config = msgspec.json.decode(raw, type=PipelineConfig)
+    return config if config.models else msgspec.json.decode(raw, type=Config)
 
 
 def config_from_environment() -> Config:

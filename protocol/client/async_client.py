@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from copy import copy
 from pathlib import Path
 from typing import Any, Self
 
@@ -84,6 +85,13 @@ class AsyncClient:
     ) -> None:
         """`context`: instead of one of its own, which ends with the block."""
         self._where = endpoint, keys, client, context
+        self._model: str | None = None
+
+    def of_model(self, name: str) -> Self:
+        """Return this client with a default for the `model` of requests; for use in the block."""
+        client = copy(self)
+        client._model = name
+        return client
 
     async def __aenter__(self) -> Self:
         """Raise ClientError for unreadable keys and an invalid address."""
@@ -100,7 +108,7 @@ class AsyncClient:
 
     def submit(self, prompt: str | list[int] | None = None, **fields: Any) -> AsyncStream:
         """Send a request and return at once. `fields`: as in GenerateRequest."""
-        answer = self.ask(GenerateRequest(prompt=prompt, **fields))
+        answer = self.ask(GenerateRequest(prompt=prompt, **{"model": self._model} | fields))
         return AsyncStream(self, answer)
 
     def stream(self, prompt: str | list[int] | None = None, **fields: Any) -> AsyncStream:
@@ -124,20 +132,20 @@ class AsyncClient:
 
     async def tokenize(self, prompt: str | list[int] | None = None, **fields: Any) -> TokenizeReply:
         """Return the token ids of a prompt. `fields`: as in TokenizePromptRequest."""
-        return await self._wait_for(TokenizePromptRequest(prompt=prompt, **fields), TokenizeReply)
+        question = TokenizePromptRequest(prompt=prompt, **{"model": self._model} | fields)
+        return await self._wait_for(question, TokenizeReply)
 
     async def detokenize(self, token_ids: list[int], **fields: Any) -> str:
         """Return the text of token ids, with special tokens. `fields`: as in DetokenizeRequest."""
-        question = DetokenizeRequest(token_ids=token_ids, **fields)
+        question = DetokenizeRequest(token_ids=token_ids, **{"model": self._model} | fields)
         return (await self._wait_for(question, DetokenizeReply)).text
 
     async def status(
         self, wait: bool = False, fresh: bool = False, metrics: bool = False
     ) -> StatusReply:
         """Return the pipeline's status; `wait`, `fresh`, `metrics`: as in `StatusRequest`."""
-        return await self._wait_for(
-            StatusRequest(wait=wait, fresh=fresh, metrics=metrics), StatusReply
-        )
+        request = StatusRequest(wait=wait, fresh=fresh, metrics=metrics, model=self._model)
+        return await self._wait_for(request, StatusReply)
 
     async def change(self, answer: Answer) -> None:
         """Wait until something has arrived for `answer`."""

@@ -138,9 +138,9 @@ class Client:
         """Return the token ids of a prompt. `fields`: as in TokenizePromptRequest."""
         return self._ask(TokenizePromptRequest(prompt=prompt, **fields), TokenizeReply)
 
-    def detokenize(self, token_ids: list[int]) -> str:
-        """Return the text of token ids, with special tokens."""
-        return self._ask(DetokenizeRequest(token_ids=token_ids), DetokenizeReply).text
+    def detokenize(self, token_ids: list[int], **fields: Any) -> str:
+        """Return the text of token ids, with special tokens. `fields`: as in DetokenizeRequest."""
+        return self._ask(DetokenizeRequest(token_ids=token_ids, **fields), DetokenizeReply).text
 
     def status(self, wait: bool = False, fresh: bool = False, metrics: bool = False) -> StatusReply:
         """Return the pipeline's status; `wait`, `fresh`, `metrics`: as in `StatusRequest`."""

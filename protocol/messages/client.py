@@ -111,6 +111,8 @@ class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unkno
     """return an embedding, or probabilities of labels, in place of text"""
     timeout: Annotated[float, Meta(gt=0)] | None = None
     """seconds after which the request is aborted: it is answered with what it has by then"""
+    model: str | None = None
+    """name of one of several models; None: the first one"""
     num_answers: Annotated[int, Meta(ge=0)] = 1
     """for metrics, of a client that sends a request for each of several answers to a prompt: their
     number in the first one, and 0 in the others"""
@@ -121,6 +123,7 @@ class TokenizePromptRequest(PromptFields, tag="tokenize", forbid_unknown_fields=
 
     return_token_strs: bool = False
     client: RequestId | None = None
+    model: str | None = None
 
 
 class DetokenizeRequest(Struct, kw_only=True, tag="detokenize", forbid_unknown_fields=True):
@@ -128,6 +131,7 @@ class DetokenizeRequest(Struct, kw_only=True, tag="detokenize", forbid_unknown_f
 
     token_ids: list[TokenId]
     client: RequestId | None = None
+    model: str | None = None
 
 
 class AbortRequest(Struct, kw_only=True, tag="abort", forbid_unknown_fields=True):
@@ -146,6 +150,8 @@ class StatusRequest(Struct, kw_only=True, tag="status", forbid_unknown_fields=Tr
     With `wait`: when every stage is there the next time, not if it is now"""
     metrics: bool = False
     """answer with `StatusReply.metrics`, too"""
+    model: str | None = None
+    """with `wait`: wait for this model; None: for all"""
 
 
 class Usage(Struct, kw_only=True):

@@ -88,23 +88,21 @@ _SUMS = [name for name in SchedulerStatus.__struct_fields__ if name.startswith("
 _SUMS.remove("num_deaths")
 
 
-class StatusReply(Struct, kw_only=True, tag="status_reply"):
-    """The pipeline as the gateway sees it."""
+class ModelStatus(Struct, kw_only=True):
+    """One model as the gateway sees it."""
 
+    name: str = ""
+    """by which requests choose it"""
+    model: str
+    """its folder"""
     ready: bool
     """every stage is there, in every replica"""
-    model: str
-    num_requests: int
-    """requests in the ledger: accepted and not yet answered"""
     tokenizers: dict[str, int]
     """name → requests it has"""
     schedulers: list[SchedulerStatus]
     """those that have reported, by replica"""
-    num_bad_frames: int
-    draining: bool = False
-    """no new request is accepted: the pipeline stops when the open ones are answered"""
-    processes: list[ProcessStatus] = []
-    """every process that a supervisor keeps running, this one too"""
+    num_requests: int
+    """requests in the ledger: accepted and not yet answered"""
     metrics: Metrics | None = None
     """if they were asked for"""
 
@@ -117,3 +115,25 @@ class StatusReply(Struct, kw_only=True, tag="status_reply"):
     def serves(self) -> bool:
         """Requests are worked at, if not by every replica."""
         return bool(self.tokenizers) and any(one.ready for one in self.schedulers)
+
+
+class StatusReply(ModelStatus, kw_only=True, tag="status_reply"):
+    """The pipeline as the gateway sees it. With several models it is the sum of them."""
+
+    models: list[ModelStatus] = []
+    """each of several models"""
+    num_bad_frames: int
+    draining: bool = False
+    """no new request is accepted: the pipeline stops when the open ones are answered"""
+    processes: list[ProcessStatus] = []
+    """every process that a supervisor keeps running, this one too"""
+
+    @property
+    def by_model(self) -> list[ModelStatus]:
+        """Every model."""
+        return self.models or [self]
+
+    @property
+    def all_serve(self) -> bool:
+        """Requests to every model are worked at."""
+        return all(one.serves for one in self.by_model)

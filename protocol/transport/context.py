@@ -13,6 +13,7 @@
 
 All but the first are `ipc://` files in the run folder, or, in a cluster, names whose addresses a
 directory knows (`discovery.py`). Each replica has its own sockets of those that a scheduler binds.
+With several models, each has a folder of its own for all but clients, inner_clients and pulses.
 """
 
 from collections.abc import Callable, Mapping
@@ -53,13 +54,14 @@ def endpoints(config: Config, replica: int = 0) -> Endpoints:
     """Return the addresses that follow from the configuration."""
     is_cluster = config.backend == "ray"
     where = CLUSTER if is_cluster else f"ipc://{config.run_folder}/"
-    # In the folder `clients` may be --endpoint.
-    own = "clients" if is_cluster else "inner"
-    inner = (
+    pipeline = CLUSTER if is_cluster else f"ipc://{config.pipeline_folder}/"
+    inner = [
         f"{where}{name}{(replica or '') if name in _OF_SCHEDULER else ''}"
-        for name in (own, *Endpoints._fields[2:])
-    )
-    return Endpoints(config.endpoint, *inner)
+        for name in Endpoints._fields[2:-1]
+    ]
+    # In the folder `clients` may be --endpoint.
+    clients = f"{pipeline}{'clients' if is_cluster else 'inner'}"
+    return Endpoints._make([config.endpoint, clients, *inner, f"{pipeline}pulses"])
 
 
 def stays_on_host(endpoint: str) -> bool:

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from copy import copy
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -67,12 +68,14 @@ class Process:
     """
 
     def __init__(self, kind: str) -> None:
-        self.config: Config = config_from_environment()
+        config = config_from_environment()
         given = os.environ.get(PROCESS_VARIABLE) or os.environ.get("HONCHO_PROCESS_NAME")
         self.name = given or f"{kind}.{os.getpid()}"
         self.log = logging.getLogger(kind)
         raise_descriptor_limit()
-        folder = make_run_folder(self.config)
+        folder = make_run_folder(config)
+        self.config: Config = config.of_process(self.name)
+        make_run_folder(self.config)
         self.incarnation = take_incarnation(folder)
         self.identity = Identity(self.name, os.getpid(), self.incarnation).encode()
         _start_log(self.config, self.name)
@@ -82,7 +85,11 @@ class Process:
 
     def by_model(self) -> list[Self]:
         """Return this process as it is for each model, for a process that serves all."""
-        return [self]
+        processes = [copy(self) for _ in self.config.by_model()]
+        for process, config in zip(processes, self.config.by_model(), strict=True):
+            process.config = config
+            make_run_folder(config)
+        return processes
 
     @property
     def replica(self) -> int:

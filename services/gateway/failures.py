@@ -30,8 +30,8 @@ class Failures:
     def resubmit_all(self, replica: int) -> None:
         """Resubmit the requests of a scheduler: it, or this gateway, has restarted."""
         if entries := self._router.entries_of(replica):
-            name = replica + 1
-            log.warning("resubmitting %d requests that scheduler.%d may lack", len(entries), name)
+            name = f"{self._owner.prefix}scheduler.{replica + 1}"
+            log.warning("resubmitting %d requests that %s may lack", len(entries), name)
         self.for_each(entries, self._resubmit)
 
     def resubmit_passed_on_by(self, tokenizer: bytes) -> None:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from copy import copy
-from itertools import count
+from itertools import chain, count
 from typing import Self
 
 from penstock.protocol.config import Config
@@ -44,6 +44,12 @@ class Ledger:
     @property
     def num_open(self) -> int:
         return len(self._open)
+
+    @property
+    def num_of_model(self) -> int:
+        """Number of requests that `__len__` counts, of this model."""
+        entries = chain(self._open.values(), self._answered.values())
+        return sum(entry.totals is self.totals for entry in entries)
 
     def get(self, request_id: str) -> Entry | None:
         return self._open.get(request_id)

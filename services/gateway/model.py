@@ -12,7 +12,7 @@ from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.detokenizer import TextDeltas
 from penstock.protocol.messages.gateway import ToGateway
 from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
-from penstock.protocol.messages.status import SchedulerStatus
+from penstock.protocol.messages.status import ModelStatus, SchedulerStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.protocol.messages.tokenizer import (
     FromTokenizer,
@@ -123,7 +123,7 @@ class Model:
 
     def take_running(self, names: list[str]) -> None:
         """Take in which processes run; requests of a scheduler that does not run are migrated."""
-        schedulers = [name for name in names if name.startswith("scheduler.")]
+        schedulers = [one for one in names if one.startswith(f"{self.config.prefix}scheduler.")]
         self.router.take_running({replica_of(name, self.config) for name in schedulers})
         self.requests.failures.migrate_stranded()
 
@@ -137,3 +137,14 @@ class Model:
     @property
     def is_ready(self) -> bool:
         return self.router.is_ready and len(self.tokenizers.peers) > 0
+
+    def status(self, metrics: bool) -> ModelStatus:
+        return ModelStatus(
+            name=self.name,
+            model=str(self.config.model_folder),
+            ready=self.is_ready,
+            tokenizers={peer.name: len(peer.work) for peer in self.tokenizers.peers},
+            schedulers=self.router.statuses,
+            num_requests=self.ledger.num_of_model,
+            metrics=self.metrics if metrics else None,
+        )

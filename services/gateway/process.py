@@ -71,8 +71,8 @@ class Gateway:
     def after_turn(self) -> None:
         """Answer requests that waited for readiness. End the process when it has drained."""
         before, self._ready = self._ready, {one.name for one in self.models if one.is_ready}
-        if self.is_ready and self._ready - before:
-            self.status_queries.on_ready()
+        if self._ready - before:
+            self.status_queries.on_ready(self._is_ready_for)
         is_idle = not (self.ledger or any(one.requests.queries for one in self.models))
         must_wait = self.has_drained or any(one.router.awaits_claims for one in self.models)
         if self.default.requests.is_draining and is_idle and not must_wait:
@@ -97,11 +97,20 @@ class Gateway:
                 self.clients.reply(client, error.reply)
 
     def model_of(self, request: Request) -> Model:
-        """Return the model that a request names, or whose request it aborts."""
+        """Return the model that a request names, or whose request it aborts. Raises RefusedError.
+
+        The name of the default is removed.
+        """
         if isinstance(request, AbortRequest):
             entry = self.ledger.get(request.request_id)
             return self._by_name[entry.totals.name] if entry else self.default
-        return self.default
+        model = self.default if request.model is None else self._by_name.get(request.model)
+        if model is None:
+            names = ", ".join(map(repr, self._by_name))
+            raise RefusedError(f"model: got {request.model!r}, expected {names}", "model")
+        if model is self.default and not isinstance(request, StatusRequest):
+            request.model = None  # what is equal without the name is equal
+        return model
 
     def on_request(self, model: Model, client: Client, request: Request, num_bytes: int) -> None:
         match request:
@@ -113,7 +122,7 @@ class Gateway:
                 found = model.requests.abort(client, request.request_id)
                 self.clients.reply(client, AbortReply(request_id=request.request_id, found=found))
             case StatusRequest():
-                self.status_queries.submit(client, request, self.is_ready)
+                self.status_queries.submit(client, request, self._is_ready_for(request))
 
     def on_report(self, report: SupervisorReport) -> None:
         """Take in which processes run."""
@@ -161,18 +170,25 @@ class Gateway:
     def is_ready(self) -> bool:
         return all(model.is_ready for model in self.models)
 
+    def _is_ready_for(self, request: StatusRequest) -> bool:
+        """Return whether the model that is waited for is ready."""
+        return self.is_ready if request.model is None else self._by_name[request.model].is_ready
+
     def status(self, metrics: bool = False) -> StatusReply:
-        model = self.default
+        models = [model.status(metrics) for model in self.models]
+        schedulers = [status for one in models for status in one.schedulers]
         return StatusReply(
+            name=models[0].name,
+            model=models[0].model,
             ready=self.is_ready,
-            model=str(model.config.model_folder),
+            tokenizers={name: work for one in models for name, work in one.tokenizers.items()},
+            schedulers=schedulers,
+            models=models if len(models) > 1 else [],
             num_requests=len(self.ledger),
-            tokenizers={peer.name: len(peer.work) for peer in model.tokenizers.peers},
-            schedulers=model.router.statuses,
             num_bad_frames=sum(channel.num_bad_frames for channel, _ in self.handlers),
-            draining=model.requests.is_draining,
+            draining=self.default.requests.is_draining,
             processes=self.processes,
-            metrics=model.metrics if metrics else None,
+            metrics=None if models[1:] else models[0].metrics,
         )
 
     def counters(self) -> dict[str, float]:

@@ -65,6 +65,7 @@ class Requests:
         self.release = clients.release
         self._ledger, self._clients, self._router = ledger, clients, router
         self._call_later = call_later
+        self.prefix = config.prefix
         self.is_draining = False
 
     def submit(self, client: Client, request: GenerateRequest, num_bytes: int) -> None:

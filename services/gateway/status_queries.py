@@ -47,9 +47,13 @@ class StatusQueries:
         else:
             self._answer([query])
 
-    def on_ready(self) -> None:
+    def on_ready(self, is_ready: Callable[[StatusRequest], bool]) -> None:
+        """Answer the requests for which `is_ready` is true."""
         waiting, self.for_ready = self.for_ready, []
-        self._answer(waiting, waited=True)
+        ready: list[StatusQuery] = []
+        for query in waiting:
+            (ready if is_ready(query.request) else self.for_ready).append(query)
+        self._answer(ready, waited=True)
 
     def on_report(
         self, replica: tuple[str, int], covers_all: Callable[[set[tuple[str, int]]], bool]

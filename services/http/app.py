@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.chat import MessageError
 from penstock.services.http.access import Gate, caller, check_key
-from penstock.services.http.app_state import AppState
+from penstock.services.http.app_state import Models
 from penstock.services.http.body import decode_body, read_body
 from penstock.services.http.errors import ApiError, answer_error
 from penstock.services.http.openapi import describe
@@ -40,16 +40,16 @@ _PAGE_HEADERS = {
 """the page loads nothing from, and sends nothing to, other servers"""
 
 
-def make_app(state: AppState) -> ASGIApp:
+def make_app(models: Models) -> ASGIApp:
     """Return the ASGI application."""
-    operations = Routes(state).table()
+    operations = Routes(models).table()
     openapi = describe(operations, version("penstock"))
     page = _page_endpoint()
 
     async def answer_openapi(_: Request) -> Response:
         return Response(openapi, media_type="application/json")
 
-    routes = [_route(operation, state) for operation in operations]
+    routes = [_route(operation, models) for operation in operations]
     routes += [
         Route("/openapi.json", answer_openapi),
         Route("/", page),
@@ -57,7 +57,7 @@ def make_app(state: AppState) -> ASGIApp:
     ]
     cors = Middleware(
         CORSMiddleware,
-        allow_origins=state.config.origins,
+        allow_origins=models.config.origins,
         allow_methods=["*"],
         allow_headers=["*"],
         expose_headers=["X-Request-Id"],
@@ -65,9 +65,9 @@ def make_app(state: AppState) -> ASGIApp:
     app = Starlette(
         routes=routes,
         exception_handlers=dict.fromkeys(_HANDLED, answer_error),
-        middleware=[cors] if state.config.origins else [],
+        middleware=[cors] if models.config.origins else [],
     )
-    return Gate(app, state.config)
+    return Gate(app, models.config)
 
 
 def _page_endpoint(
@@ -86,8 +86,8 @@ def _page_endpoint(
     return answer_file
 
 
-def _route(operation: Operation, state: AppState) -> Route:
-    key = "" if operation.is_open else state.config.api_key
+def _route(operation: Operation, models: Models) -> Route:
+    key = "" if operation.is_open else models.config.api_key
 
     async def endpoint(request: Request) -> Response:
         if key:
@@ -95,7 +95,7 @@ def _route(operation: Operation, state: AppState) -> Route:
         given: Any = request.path_params
         if operation.body:
             is_batch = operation.is_batch
-            limit = state.max_batch_bytes if is_batch else state.max_request_bytes
+            limit = models.max_batch_bytes if is_batch else models.max_request_bytes
             body = await read_body(request, limit)
             given = decode_body(body, operation.body)
             if isinstance(given, ApiRequest) and given.request_id is None:

@@ -1,4 +1,4 @@
-"""State that all routes share."""
+"""State that all routes share, for each model."""
 
 import asyncio
 import time
@@ -20,19 +20,18 @@ START_TIMEOUT = 5.0
 
 
 class AppState:
-    """A client of the pipeline, and properties of its model."""
+    """A client of one model, and properties of the model."""
 
-    def __init__(self, config: Config, client: AsyncClient) -> None:
+    def __init__(self, config: Config, client: AsyncClient, responses: ResponseStore) -> None:
         folder = config.model_folder
         self.config = config
-        self.client = client
         self.model = config.model_name
+        self.client = client.of_model(self.model)
         self.created = int(time.time())
         model = read_model_config(folder)
         self.max_model_len = model.context(config.max_model_len)
         self.is_embedding_model = model.is_embedding_model
         self.max_request_bytes = max_request_bytes(config)
-        self.max_batch_bytes = MAX_BATCH * self.max_request_bytes
         self.max_answers = config.max_running + config.max_waiting_requests
         """answers to one HTTP request: the gateway would refuse more"""
         given = config.tool_call_parser
@@ -41,31 +40,60 @@ class AppState:
         self.generation_config = read_generation_config(folder)
         self.end_of_thought: list[int] = []
         """token ids of `</think>`"""
-        self.responses = ResponseStore()
+        self.label_ids: list[int] | None = None
+        """of a reranker, once they are known"""
+        self.responses = responses
         self._was_ready = asyncio.Event()
 
     async def start(self) -> None:
-        """Wait for the pipeline, and examine its vocabulary."""
+        """Wait for the model, and examine its vocabulary."""
         await self.client.status(wait=True)
         tag = await self.client.tokenize("<tool_call>")
         self.tool_format = self.tool_format._replace(tags_are_tokens=len(tag.token_ids) == 1)
         self.end_of_thought = (await self.client.tokenize("</think>")).token_ids
         self._was_ready.set()
 
-    def check_name(self, model: str | None) -> None:
-        """Raise ApiError for the name of another model; None is any."""
-        if model not in (None, self.model):
-            sentence = f"model: got {model!r}, expected {self.model!r}"
-            raise ApiError(404, sentence, "model", "model_not_found")
+    async def check_start(self) -> None:
+        """Raise ApiError before the model was ready for the first time.
 
-    async def check(self, model: str | None) -> None:
-        """Raise ApiError for another model, and before the pipeline was ready for the first time.
-
-        A request to a pipeline that was ready waits in the gateway while processes restart.
+        A request to a model that was ready waits in the gateway while processes restart.
         """
-        self.check_name(model)
         try:
             await asyncio.wait_for(self._was_ready.wait(), START_TIMEOUT)
         except TimeoutError:
             sentence = "the pipeline is starting; /health reports what is missing"
             raise ApiError(503, sentence) from None
+
+
+class Models:
+    """Every model, and what they share."""
+
+    def __init__(self, config: Config, client: AsyncClient) -> None:
+        self.config, self.client = config, client
+        self.responses = ResponseStore()
+        states = [AppState(one, client, self.responses) for one in config.by_model()]
+        self.by_name = {state.model: state for state in states}
+        self.default = states[0]
+        self.max_request_bytes = max_request_bytes(config)
+        self.max_batch_bytes = MAX_BATCH * self.max_request_bytes
+        self.max_answers = max(state.max_answers for state in states)
+
+    async def start(self) -> None:
+        """Wait for all models, each of which serves as soon as it is ready."""
+        await asyncio.gather(*(state.start() for state in self.by_name.values()))
+
+    def named(self, model: str | None) -> AppState:
+        """Return a model; None is the first one. Raises ApiError for an unknown name."""
+        if model is None:
+            return self.default
+        if model not in self.by_name:
+            names = " or ".join(map(repr, self.by_name))
+            sentence = f"model: got {model!r}, expected {names}"
+            raise ApiError(404, sentence, "model", "model_not_found")
+        return self.by_name[model]
+
+    async def started(self, model: str | None) -> AppState:
+        """Return a model that was ready once. Raises ApiError as `named` and `check_start`."""
+        state = self.named(model)
+        await state.check_start()
+        return state

@@ -2,9 +2,10 @@
 
 import asyncio
 import time
+from operator import add
 
 from penstock.protocol.client.client import AsyncClient
-from penstock.protocol.messages.status import SchedulerStatus, StatusReply
+from penstock.protocol.messages.status import ModelStatus, SchedulerStatus, StatusReply
 from penstock.services.http.errors import ApiError
 
 STATUS_TIMEOUT = 2.0
@@ -25,7 +26,7 @@ class HealthCheck:
         status = await self._status(fresh=True)
         if status is None:
             known = await self._status()
-            if known is not None and known.serves:
+            if known is not None and known.all_serve:
                 raise ApiError(503, "the scheduler does not report")
             status = known
         seconds = self._seconds_at_step(_serving(status).schedulers)
@@ -55,13 +56,19 @@ def _serving(status: StatusReply | None) -> StatusReply:
     """Return the status of a pipeline that serves. Raises ApiError."""
     if status is None:
         raise ApiError(503, "the gateway does not answer")
-    if not status.serves:
+    if not status.all_serve:
         raise ApiError(503, missing(status))
     return status
 
 
 def missing(status: StatusReply) -> str:
-    """Return the reason why a pipeline does not serve: its missing stages."""
+    """Return the reason why a pipeline does not serve: the missing stages of its models."""
+    waiting = [one for one in status.by_model if not one.serves]
+    names = (f"{one.name}: " * bool(status.models) for one in waiting)
+    return "; ".join(map(add, names, map(_missing, waiting)))
+
+
+def _missing(status: ModelStatus) -> str:
     scheduler = status.scheduler
     stages = {
         "scheduler": scheduler is not None,

@@ -3,7 +3,7 @@
 The gateway counts, so all http processes answer the same: scrape one of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -18,7 +18,12 @@ from prometheus_client.core import (
 from penstock.protocol.config import Config
 from penstock.protocol.messages.histogram import Histogram
 from penstock.protocol.messages.metrics import Metrics
-from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
+from penstock.protocol.messages.status import (
+    ModelStatus,
+    ProcessStatus,
+    SchedulerStatus,
+    StatusReply,
+)
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 _HISTOGRAMS = {
@@ -61,79 +66,90 @@ _BY_REPLICA = ["model_name", "replica"]
 class StatusCollector:
     """One status of the pipeline, for a registry of prometheus_client."""
 
-    def __init__(self, status: StatusReply, model: str, config: Config) -> None:
+    def __init__(self, status: StatusReply, config: Config) -> None:
         self._status = status
-        self._model = model
-        self._config = config
+        self._models = list(zip(config.by_model(), status.by_model, strict=True))
 
     def collect(self) -> Iterator[Metric]:
-        status = self._status
-        for kind, name, text, value in (
-            (GaugeMetricFamily, "ready", "1 if every stage is there.", status.ready),
-            (GaugeMetricFamily, "num_requests_open", "Unanswered requests.", status.num_requests),
-            (CounterMetricFamily, "bad_frames", "Undecodable frames.", status.num_bad_frames),
-        ):
-            yield self._family(kind, name, text, value)
-        if status.schedulers:
-            yield from self._of_schedulers(status.schedulers)
-        if status.metrics:
-            yield from self._of_requests(status.metrics)
-        yield from _of_processes(status.processes)
+        ready, text = (
+            [(name, one.ready) for name, one in self._named()],
+            "1 if every stage is there.",
+        )
+        yield _family(GaugeMetricFamily, "ready", text, ready)
+        number = [(name, one.num_requests) for name, one in self._named()]
+        yield _family(GaugeMetricFamily, "num_requests_open", "Unanswered requests.", number)
+        bad = [(self._models[0][0].model_name, self._status.num_bad_frames)]
+        yield _family(CounterMetricFamily, "bad_frames", "Undecodable frames.", bad)
+        if self._status.schedulers:
+            yield from self._of_schedulers()
+        if counted := [(name, one.metrics) for name, one in self._named() if one.metrics]:
+            yield from _of_requests(counted)
+        yield from _of_processes(self._status.processes)
 
-    def _of_schedulers(self, schedulers: list[SchedulerStatus]) -> Iterator[Metric]:
+    def _named(self) -> Iterator[tuple[str, ModelStatus]]:
+        return ((config.model_name, one) for config, one in self._models)
+
+    def _replicas(self) -> Iterator[tuple[list[str], SchedulerStatus]]:
+        """Yield each replica of each model, with its labels."""
+        for name, model in self._named():
+            for one in model.schedulers:
+                yield [name, str(one.replica)], one
+
+    def _of_schedulers(self) -> Iterator[Metric]:
         for name, (kind, field, text) in _OF_SCHEDULER.items():
             family = kind(f"penstock:{name}", text, labels=_BY_REPLICA)
-            for one in schedulers:
-                family.add_metric([self._model, str(one.replica)], getattr(one, field))
+            for labels, one in self._replicas():
+                family.add_metric(labels, getattr(one, field))
             yield family
         name = "penstock:gpu_idle_seconds"
         idle = Metric(name, "The GPU's wait between two recent steps.", "summary")
         name = "penstock:iteration_tokens_total"
         steps = HistogramMetricFamily(name, "Tokens that a step computes.", labels=_BY_REPLICA)
-        for one in schedulers:
-            labels = {"model_name": self._model, "replica": str(one.replica)}
+        for labels, one in self._replicas():
+            named = dict(zip(_BY_REPLICA, labels, strict=True))
             for quantile, microseconds in zip(("0.5", "0.99"), one.gpu_idle_us, strict=True):
-                idle.add_sample(idle.name, labels | {"quantile": quantile}, microseconds / 1e6)
+                idle.add_sample(idle.name, named | {"quantile": quantile}, microseconds / 1e6)
             if one.step_tokens:
-                steps.add_metric(list(labels.values()), *_summed(one.step_tokens))
-        yield from (idle, steps, self._cache(schedulers))
+                steps.add_metric(labels, *_summed(one.step_tokens))
+        yield from (idle, steps, self._cache())
 
-    def _cache(self, schedulers: list[SchedulerStatus]) -> Metric:
+    def _cache(self) -> Metric:
         """Return the configuration as vLLM does: labels of a gauge that is 1."""
-        config = self._config
-        given = {
-            "model_name": self._model,
-            "cache_dtype": config.kv_cache_dtype,
-            "enable_prefix_caching": str(config.enable_prefix_caching),
-            "gpu_memory_utilization": str(config.gpu_memory_utilization),
-        }
-        names = [*given, "replica", "block_size", "num_gpu_blocks"]
+        fields = ["cache_dtype", "enable_prefix_caching", "gpu_memory_utilization"]
+        names = ["model_name", *fields, "replica", "block_size", "num_gpu_blocks"]
         family = GaugeMetricFamily("penstock:cache_config_info", "Of the KV cache.", labels=names)
-        for one in schedulers:
-            values = (str(one.replica), str(one.block_size), str(one.num_blocks))
-            family.add_metric([*given.values(), *values], 1)
+        for config, model in self._models:
+            caching = str(config.enable_prefix_caching)
+            given = (config.kv_cache_dtype, caching, str(config.gpu_memory_utilization))
+            for one in model.schedulers:
+                values = (str(one.replica), str(one.block_size), str(one.num_blocks))
+                family.add_metric([config.model_name, *given, *values], 1)
         return family
 
-    def _of_requests(self, metrics: Metrics) -> Iterator[Metric]:
-        for name, text in _COUNTERS.items():
-            yield self._family(CounterMetricFamily, name, text, getattr(metrics, name))
-        for name, text in _HISTOGRAMS.items():
-            histogram = getattr(metrics, _OTHER_NAMES.get(name, name))
-            yield self._family(HistogramMetricFamily, name, text, *_summed(histogram))
-        for name, label, values in (
-            ("request_success", "finished_reason", metrics.request_success),
-            ("request_failed", "code", metrics.request_failed),
-        ):
-            labels = ["model_name", label]
-            family = CounterMetricFamily(f"penstock:{name}", f"Requests by {label}.", labels=labels)
-            for value, number in values.items():
-                family.add_metric([self._model, value], number)
-            yield family
 
-    def _family(self, kind: type[Family], name: str, text: str, *value: Any) -> Metric:
-        family = kind(f"penstock:{name}", text, labels=["model_name"])
-        family.add_metric([self._model], *value)
-        return family
+def _of_requests(models: list[tuple[str, Metrics]]) -> Iterator[Metric]:
+    for name, text in _COUNTERS.items():
+        values = [(model, getattr(one, name)) for model, one in models]
+        yield _family(CounterMetricFamily, name, text, values)
+    for name, text in _HISTOGRAMS.items():
+        field = _OTHER_NAMES.get(name, name)
+        sums = [(model, *_summed(getattr(one, field))) for model, one in models]
+        yield _family(HistogramMetricFamily, name, text, sums)
+    for name, label in (("request_success", "finished_reason"), ("request_failed", "code")):
+        labels = ["model_name", label]
+        family = CounterMetricFamily(f"penstock:{name}", f"Requests by {label}.", labels=labels)
+        for model, one in models:
+            for value, number in getattr(one, name).items():
+                family.add_metric([model, value], number)
+        yield family
+
+
+def _family(kind: type[Family], name: str, text: str, values: Sequence[tuple[Any, ...]]) -> Metric:
+    """Return a family; values: a model's name and what its metric has."""
+    family = kind(f"penstock:{name}", text, labels=["model_name"])
+    for model, *value in values:
+        family.add_metric([model], *value)
+    return family
 
 
 def _summed(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
@@ -161,8 +177,8 @@ def _of_processes(processes: list[ProcessStatus]) -> Iterator[Metric]:
     yield from families.values()
 
 
-def render(status: StatusReply, model: str, config: Config) -> bytes:
+def render(status: StatusReply, config: Config) -> bytes:
     """Return the text that Prometheus reads."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(StatusCollector(status, model, config))
+    registry.register(StatusCollector(status, config))
     return generate_latest(registry)

@@ -17,7 +17,7 @@ from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
 from penstock.services.http.app import make_app
-from penstock.services.http.app_state import AppState
+from penstock.services.http.app_state import Models
 from penstock.services.http.connections import Limits, limited_protocol, limits_for
 
 MAX_GRACE = 4
@@ -65,30 +65,30 @@ async def serve(process: Process) -> None:
 
     attend(process.context.handlers)
     async with AsyncClient(process.endpoints.inner_clients, context=process.context) as client:
-        state = AppState(config, client)
-        server = Server(uvicorn_config(config, state))
+        models = Models(config, client)
+        server = Server(uvicorn_config(config, models))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.stop)
         heartbeat()
         process.log.info("listens on http://%s:%d", config.http_host, config.http_port)
-        await run(server, state, listener)
+        await run(server, models, listener)
     heartbeats.stop()
 
 
-async def run(server: Server, state: AppState, listener: socket.socket) -> None:
+async def run(server: Server, models: Models, listener: socket.socket) -> None:
     """Serve until the server stops."""
-    start = asyncio.create_task(state.start())
+    start = asyncio.create_task(models.start())
     await server.serve([listener])
     start.cancel()
-    await state.responses.stop()
+    await models.responses.stop()
 
 
-def uvicorn_config(config: Config, state: AppState, limits: Limits | None = None) -> uvicorn.Config:
+def uvicorn_config(config: Config, models: Models, limits: Limits | None = None) -> uvicorn.Config:
     """Return the configuration of a `Server`."""
     logging.getLogger("uvicorn.error").addFilter(_is_error)
-    limits = limits or limits_for(state.max_batch_bytes, state.max_answers)
+    limits = limits or limits_for(models.max_batch_bytes, models.max_answers)
     return uvicorn.Config(
-        make_app(state),
+        make_app(models),
         http=limited_protocol(limits),
         ws="none",
         lifespan="off",

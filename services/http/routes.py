@@ -13,7 +13,7 @@ from penstock.protocol.messages.chat import chat_messages
 from penstock.protocol.messages.client import PromptFields
 from penstock.protocol.messages.status import StatusReply
 from penstock.services.http.access import caller
-from penstock.services.http.app_state import AppState
+from penstock.services.http.app_state import AppState, Models
 from penstock.services.http.chat import chat
 from penstock.services.http.completions import complete
 from penstock.services.http.errors import ApiError, fields_as_sent
@@ -27,6 +27,7 @@ from penstock.services.http.pooling.routes import PoolingRoutes
 from penstock.services.http.pooling.schema import (
     EmbeddingReply,
     EmbeddingRequest,
+    PoolingRequest,
     RerankReply,
     RerankRequest,
     ScoreReply,
@@ -76,10 +77,9 @@ class Operation(Struct, frozen=True):
 class Routes:
     """Handlers of all routes except the page; the first line of each is its summary."""
 
-    def __init__(self, state: AppState) -> None:
-        self._state = state
-        self._pooling = PoolingRoutes(state)
-        self._health = HealthCheck(state.client, state.config.step_timeout)
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._health = HealthCheck(models.client, models.config.step_timeout)
 
     def table(self) -> list[Operation]:
         """Return every route."""
@@ -121,11 +121,10 @@ class Routes:
 
     def _pooling_operations(self) -> list[Operation]:
         """Return routes of many texts, under the names that clients of Cohere and vLLM use."""
-        its = self._pooling
         kinds: dict[str, Any] = {
-            "/v1/embeddings": (its.embed, EmbeddingReply, EmbeddingRequest),
-            **dict.fromkeys(RERANK, (its.rerank, RerankReply, RerankRequest)),
-            **dict.fromkeys(SCORE, (its.score, ScoreReply, ScoreRequest)),
+            "/v1/embeddings": (self.embed, EmbeddingReply, EmbeddingRequest),
+            **dict.fromkeys(RERANK, (self.rerank, RerankReply, RerankRequest)),
+            **dict.fromkeys(SCORE, (self.score, ScoreReply, ScoreRequest)),
         }
         return [
             Operation("POST", path, run, reply, body, is_batch=True)
@@ -134,61 +133,75 @@ class Routes:
 
     async def chat(self, body: ChatRequest, receive: Receive) -> Response:
         """Answer a conversation."""
-        await self._state.check(body.model)
-        return await chat(self._state, body, receive)
+        state = await self._models.started(body.model)
+        return await chat(state, body, receive)
 
     async def complete(self, body: CompletionRequest, receive: Receive) -> Response:
         """Continue prompts."""
-        await self._state.check(body.model)
-        return await complete(self._state, body, receive)
+        state = await self._models.started(body.model)
+        return await complete(state, body, receive)
 
     async def messages(self, body: MessagesRequest, receive: Receive) -> Response:
         """Answer a conversation in Anthropic's form."""
-        await self._state.check(body.model)
-        return await answer_messages(self._state, body, receive)
+        state = await self._models.started(body.model)
+        return await answer_messages(state, body, receive)
 
     async def count_tokens(self, body: CountTokensRequest, _: Receive) -> Response:
         """Return the length of the prompt of such a conversation."""
-        await self._state.check(body.model)
-        return await count_tokens(self._state, body)
+        state = await self._models.started(body.model)
+        return await count_tokens(state, body)
 
     async def respond(self, body: ResponsesRequest, receive: Receive) -> Response:
         """Answer the items of a conversation."""
-        await self._state.check(body.model)
-        return await respond(self._state, body, receive)
+        state = await self._models.started(body.model)
+        return await respond(state, body, receive)
+
+    async def embed(self, body: EmbeddingRequest, receive: Receive) -> Response:
+        """Return the embeddings of texts."""
+        return await (await self._pooling(body)).embed(body, receive)
+
+    async def rerank(self, body: RerankRequest, receive: Receive) -> Response:
+        """Sort documents by their relevance to a query."""
+        return await (await self._pooling(body)).rerank(body, receive)
+
+    async def score(self, body: ScoreRequest, receive: Receive) -> Response:
+        """Return the scores of pairs of texts."""
+        return await (await self._pooling(body)).score(body, receive)
+
+    async def _pooling(self, body: PoolingRequest) -> PoolingRoutes:
+        return PoolingRoutes(await self._models.started(body.model))
 
     async def response(self, path: Texts, _: Receive) -> Response:
         """Return a stored response."""
-        return await retrieve(self._state, path["response_id"])
+        return await retrieve(self._models.default, path["response_id"])
 
     async def delete_response(self, path: Texts, _: Receive) -> Response:
         """Forget a stored response."""
-        return await delete(self._state, path["response_id"])
+        return await delete(self._models.default, path["response_id"])
 
     async def cancel_response(self, path: Texts, _: Receive) -> Response:
         """End the generation of a response in the background."""
-        return await cancel(self._state, path["response_id"])
+        return await cancel(self._models.default, path["response_id"])
 
     async def models(self, *_: object) -> Response:
-        """List the served model."""
-        models = ModelList(data=[self._model()])
+        """List the served models."""
+        models = ModelList(data=[*map(_model, self._models.by_name.values())])
         return json_response(model_page(models) if caller.get().is_for_anthropic else models)
 
     async def model(self, path: Texts, _: Receive) -> Response:
-        """Describe the model."""
-        self._state.check_name(path["model"])
-        model = self._model()
+        """Describe a model."""
+        model = _model(self._models.named(path["model"]))
         return json_response(model_info(model) if caller.get().is_for_anthropic else model)
 
     async def tokenize(self, body: TokenizeBody, _: Receive) -> Response:
         """Return the token ids of a prompt or a conversation."""
-        await self._state.check(body.model)
+        state = await self._models.started(body.model)
         fields = {name: getattr(body, name, None) for name in PromptFields.__struct_fields__}
         fields["messages"] = chat_messages(body.messages) if body.messages else None
         fields["tools"] = template_tools(body.tools)
         given = {name: value for name, value in fields.items() if value is not None}
         given["return_token_strs"] = body.return_token_strs
-        reply = await self._state.client.tokenize(**given, client=caller.get().client)
+        reply = await state.client.tokenize(**given, client=caller.get().client)
         return json_response(
             TokenizeResult(
                 count=len(reply.token_ids),
@@ -200,9 +213,9 @@ class Routes:
 
     async def detokenize(self, body: DetokenizeBody, _: Receive) -> Response:
         """Return the text of token ids."""
-        await self._state.check(body.model)
+        state = await self._models.started(body.model)
         with fields_as_sent({"token_ids": "tokens"}.get):
-            text = await self._state.client.detokenize(body.tokens, client=caller.get().client)
+            text = await state.client.detokenize(body.tokens, client=caller.get().client)
         return json_response({"prompt": text})
 
     async def status(self, *_: object) -> Response:
@@ -211,7 +224,7 @@ class Routes:
 
     async def metrics(self, *_: object) -> Response:
         """Return metrics for Prometheus."""
-        text = render(await self._status(), self._state.model, self._state.config)
+        text = render(await self._status(), self._models.config)
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def health(self, *_: object) -> Response:
@@ -228,12 +241,12 @@ class Routes:
         """Return Penstock's version."""
         return json_response({"version": version("penstock")})
 
-    def _model(self) -> Model:
-        state = self._state
-        return Model(id=state.model, created=state.created, max_model_len=state.max_model_len)
-
     async def _status(self) -> StatusReply:
         try:
-            return await asyncio.wait_for(self._state.client.status(metrics=True), STATUS_TIMEOUT)
+            return await asyncio.wait_for(self._models.client.status(metrics=True), STATUS_TIMEOUT)
         except TimeoutError:
             raise ApiError(503, "the gateway does not answer") from None
+
+
+def _model(state: AppState) -> Model:
+    return Model(id=state.model, created=state.created, max_model_len=state.max_model_len)

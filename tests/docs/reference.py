@@ -9,9 +9,9 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.launch.pipeline import errors as launch_errors
-from penstock.launch.pipeline.options import options_table
+from penstock.launch.pipeline.options import flag, options_table
 from penstock.protocol.client import errors
-from penstock.protocol.config import Config
+from penstock.protocol.config import Config, ModelOptions
 from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.histogram import Histogram
 from penstock.protocol.messages.metrics import Metrics
@@ -78,8 +78,10 @@ def options() -> str:
         "The options of `launch all`. `LLM` takes them as arguments; `launch bench`, `launch "
         "batch` and `launch chaos` take them as options. Processes that are started without "
         "`launch` read them from the environment: `PENSTOCK_MAX_NUM_SEQS` for `--max-num-seqs`. "
-        "`launch options` prints this table. `--procfile` and `--max-deaths` are only for "
-        "[`launch all`](commands.md#launch-all).",
+        f"Options up to `{flag(ModelOptions.__struct_fields__[-1])}` belong to a model; with "
+        "[several models](../guides/several-models.md) each may have its own. The others belong to "
+        "the pipeline. `launch options` prints this table. `--procfile` and `--max-deaths` are "
+        "only for [`launch all`](commands.md#launch-all).",
         options_table(),
     )
 
@@ -226,7 +228,7 @@ def metrics() -> str:
         metrics=Metrics(request_success={"stop": 0}, request_failed={"invalid": 0}, **counted),
     )
     rows = []
-    for family in text_string_to_metric_families(render(status, "", Config()).decode()):
+    for family in text_string_to_metric_families(render(status, Config()).decode()):
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         suffix = "_total" if family.type == "counter" else ""
         labelled = ", ".join(f"`{one}`" for one in sorted(labels))

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import zmq
 
-from penstock.protocol.config import Config
+from penstock.protocol.config import Config, ModelOptions, PipelineConfig
 from penstock.protocol.run_folder import (
     config_from_environment,
     make_run_folder,
@@ -82,3 +82,15 @@ def test_where_the_api_key_comes_from(tmp_path: Path, monkeypatch: pytest.Monkey
         with_api_key(config)
     with pytest.raises(FileNotFoundError):
         with_api_key(Config(api_key_file=str(tmp_path / "none")))
+
+
+def test_several_models_are_in_one_file() -> None:
+    models = (ModelOptions(served_model_name="one"), ModelOptions(served_model_name="two", tp=2))
+    config = PipelineConfig(name="n", served_model_name="one", models=models)
+    path = write_config(config)
+    assert read_config(path) == config
+    one, two = config.by_model()
+    assert endpoints(one).pulses == endpoints(two).pulses == endpoints(config).pulses
+    assert endpoints(one).inner_clients == endpoints(two).inner_clients
+    assert not set(endpoints(one)[2:-1]) & set(endpoints(two)[2:-1])
+    assert make_run_folder(two).parent == path.parent

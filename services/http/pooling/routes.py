@@ -46,16 +46,16 @@ TOKEN_BYTES = 5
 
 
 class PoolingRoutes:
-    """Handlers of the three routes. They raise ApiError, RequestError, ClientDisconnect."""
+    """Handlers of the three routes for a model.
+
+    They raise ApiError, RequestError, ClientDisconnect.
+    """
 
     def __init__(self, state: AppState) -> None:
         self._state = state
-        self._label_ids: list[int] | None = None
-        """of a model that generates text, once they are known"""
 
     async def embed(self, body: EmbeddingRequest, receive: Receive) -> Response:
         """Return the embeddings of texts."""
-        await self._state.check(body.model)
         inputs = prompts_of(body.input, "input")
         _check_number("input", len(inputs))
         if body.truncate_prompt_tokens == 0:
@@ -84,7 +84,6 @@ class PoolingRoutes:
 
     async def rerank(self, body: RerankRequest, receive: Receive) -> Response:
         """Sort documents by their relevance to a query."""
-        await self._state.check(body.model)
         texts = [one if isinstance(one, str) else one.text for one in body.documents]
         pairs, names = [(body.query, text) for text in texts], ("query", "documents")
         scores, replies = await self._scores(body, pairs, body.instruction, receive, names)
@@ -101,7 +100,6 @@ class PoolingRoutes:
 
     async def score(self, body: ScoreRequest, receive: Receive) -> Response:
         """Return the scores of pairs of texts."""
-        await self._state.check(body.model)
         pairs, names = _pairs(body)
         scores, replies = await self._scores(body, pairs, body.instruction, receive, names)
         data = [ScoreData(index=index, score=score) for index, score in enumerate(scores)]
@@ -124,12 +122,13 @@ class PoolingRoutes:
         return scoring.scores(replies), replies
 
     async def _labels(self) -> list[int] | None:
-        if self._label_ids is None and not self._state.is_embedding_model:
-            client = self._state.client
+        state = self._state
+        if state.label_ids is None and not state.is_embedding_model:
+            client = state.client
             tokens = [await client.tokenize(one, add_special_tokens=False) for one in LABELS]
             pairs = zip(LABELS, tokens, strict=True)
-            self._label_ids = [label_id(label, reply.token_ids) for label, reply in pairs]
-        return self._label_ids
+            state.label_ids = [label_id(label, reply.token_ids) for label, reply in pairs]
+        return state.label_ids
 
     async def _replies(
         self,

@@ -20,7 +20,7 @@ from penstock.protocol.messages.client import (
     TokenizePromptRequest,
     TokenizeReply,
 )
-from penstock.services.http.app_state import AppState
+from penstock.services.http.app_state import Models
 from penstock.services.http.connections import Limits
 from penstock.services.http.process import Server, listen, run, uvicorn_config
 from tests.launch.fake_gateway import Behaviour, Gateway, echo, gateway
@@ -63,7 +63,7 @@ class Served:
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
         async with AsyncClient(self._endpoint) as client:
-            state = AppState(self._config, client)
+            state = Models(self._config, client)
             self._server = Server(uvicorn_config(self._config, state, self._limits))
             self._began.set()
             await run(self._server, state, self._listener)

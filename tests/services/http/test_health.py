@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.protocol.client.client import AsyncClient
-from penstock.protocol.messages.status import SchedulerStatus, StatusReply
+from penstock.protocol.messages.status import ModelStatus, SchedulerStatus, StatusReply
 from penstock.services.http import health
 from penstock.services.http.errors import ApiError
 from penstock.services.http.health import HealthCheck, missing
@@ -93,3 +93,16 @@ async def test_a_pipeline_that_drains_is_not_ready(
             await watch.check_ready()
     else:
         await watch.check_ready()
+
+
+def test_the_model_that_does_not_serve_is_named() -> None:
+    ready = SchedulerStatus(epoch=1, ready=True)
+    both = status({"t": 0}, ready)
+    both.models = [
+        ModelStatus(
+            name=name, model="m", ready=False, num_requests=0, tokenizers={"t": 0}, schedulers=its
+        )
+        for name, its in (("one", [ready]), ("org/two", []))
+    ]
+    assert not both.all_serve
+    assert missing(both) == "org/two: no scheduler, no detokenizer, no worker"

@@ -5,15 +5,21 @@ import re
 from pathlib import Path
 from typing import get_type_hints
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics import exposition
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.protocol.config import Config
+from penstock.protocol.config import Config, ModelOptions, PipelineConfig
 from penstock.protocol.messages.histogram import Histogram
 from penstock.protocol.messages.metrics import Metrics
-from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
+from penstock.protocol.messages.status import (
+    ModelStatus,
+    ProcessStatus,
+    SchedulerStatus,
+    StatusReply,
+)
 from penstock.services.http.metrics import StatusCollector, render
 
 HISTOGRAMS = [name for name, kind in get_type_hints(Metrics).items() if kind is Histogram]
@@ -52,7 +58,7 @@ STATUS = StatusReply(
 
 
 def samples(status: StatusReply) -> dict[tuple[str, ...], float]:
-    text = render(status, "demo", Config()).decode()
+    text = render(status, Config()).decode()
     return {
         (sample.name, *(value for name, value in sample.labels.items() if name != "model_name")): (
             sample.value
@@ -129,7 +135,7 @@ def test_names_of_vllm() -> None:
 
 def test_the_text_is_what_promtool_accepts() -> None:
     """Its rules of names and types; a histogram with `_total` has vLLM's name."""
-    text = render(STATUS, "demo", Config()).decode()
+    text = render(STATUS, Config()).decode()
     families = list(text_string_to_metric_families(text))
     names = [family.name for family in families]
     assert len(names) == len(set(names))
@@ -147,7 +153,7 @@ def test_the_text_is_what_promtool_accepts() -> None:
 
 def test_openmetrics_parses_it_strictly() -> None:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(StatusCollector(STATUS, "demo", Config()))
+    registry.register(StatusCollector(STATUS, Config()))
     text = exposition.generate_latest(registry).decode()
     assert len(list(openmetrics.text_string_to_metric_families(text))) > 30
 
@@ -163,7 +169,21 @@ def test_the_dashboard_names_what_there_is() -> None:
     labels = {"model", "datasource", "__rate_interval"}
     assert set(re.findall(r"\$(\w+)", " ".join(queries))) <= labels
     by = {label for query in queries for label in re.findall(r"by \((\w+)\)", query)}
-    text = render(STATUS, "demo", Config()).decode()
+    text = render(STATUS, Config()).decode()
     assert all(re.search(rf'[{{,]{label}="', text) for label in by)
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
     assert len(places) == len(set(places))
+
+
+def test_each_model_has_a_label() -> None:
+    """A family appears once, with a sample for each model."""
+    names = ("one", "org/two")
+    config = PipelineConfig(models=tuple(ModelOptions(served_model_name=name) for name in names))
+    fields = {name: getattr(STATUS, name) for name in ModelStatus.__struct_fields__}
+    models = [ModelStatus(**fields | {"name": name}) for name in names]
+    text = render(msgspec.structs.replace(STATUS, models=models), config).decode()
+    assert text.count("# TYPE penstock:num_requests_running gauge") == 1
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for name in ("penstock:ready", "penstock:prompt_tokens", "penstock:num_steps"):
+        samples = [one for one in families[name].samples if one.name.startswith(name)]
+        assert {one.labels["model_name"] for one in samples} == set(names)
