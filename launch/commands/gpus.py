@@ -36,6 +36,37 @@ def check_dtype(config: Config) -> None:
         raise LaunchError("--dtype: got float32 on a GPU, expected auto, bfloat16 or float16")
 
 
+def gpus_by_model(config: Config) -> dict[str, str]:
+    """Return the CUDA_VISIBLE_DEVICES of each model's processes; empty where none is to be set.
+
+    A model has GPUs for itself. If too few are left, one with --kv-cache-gib shares the GPUs of
+    earlier ones that have it. Raises LaunchError.
+    """
+    models = config.by_model()
+    if len(models) == 1 or (number_here := num_gpus()) == 0:
+        return {}
+    needed = {one.group: one.tp * one.dp for one in models if one.device != "cpu"}
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    free = names or [str(index) for index in range(number_here or sum(needed.values()))]
+    free = free[:number_here]
+    shared: list[str] = []
+    found: dict[str, str] = {}
+    for one in models:
+        number = needed.get(one.group, 0)
+        chosen = (free + shared if one.kv_cache_gib else free)[:number]
+        if len(chosen) < number:
+            raise LaunchError(
+                f"{one.model_name}: --tp {one.tp} and --dp {one.dp} need {number} GPUs, and the "
+                f"models before it leave {len(free)}; models share GPUs if each has "
+                "--kv-cache-gib, and --device cpu needs none"
+            )
+        free = free[number:]
+        shared = [*shared, *(set(chosen) - set(shared))] if one.kv_cache_gib else shared
+        found[one.group] = ",".join(chosen)
+    return found
+
+
 def num_gpus() -> int | None:
     """GPUs that a process here may see, at most; None: not known."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -5,6 +5,7 @@ from argparse import ArgumentParser, Namespace
 from penstock.launch.pipeline import control_client
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.options import add_name, name_of
+from penstock.launch.pipeline.procfile import kind_of
 
 SCALABLE = {"tokenizer": 1, "detokenizer": 1, "http": 0}
 """kind: the least number that a pipeline needs"""
@@ -13,16 +14,20 @@ SCALABLE = {"tokenizer": 1, "detokenizer": 1, "http": 0}
 def add_arguments(command: ArgumentParser) -> None:
     """Add the arguments."""
     command.set_defaults(run=_run)
-    command.add_argument("kind", metavar="|".join(SCALABLE))
+    text = (
+        "with several models MODEL/tokenizer and MODEL/detokenizer, as `launch status` names them"
+    )
+    command.add_argument("kind", metavar="|".join(SCALABLE), help=text)
     command.add_argument("number", type=int)
     add_name(command)
 
 
 def _run(arguments: Namespace) -> int:
     kind, number = arguments.kind, arguments.number
-    if kind not in SCALABLE:
+    least = SCALABLE.get(kind_of(kind))
+    if least is None:
         raise LaunchError(f"kind: got {kind!r}, expected one of {', '.join(SCALABLE)}")
-    if number < SCALABLE[kind]:
-        raise LaunchError(f"number: got {number}, expected at least {SCALABLE[kind]} {kind}")
+    if number < least:
+        raise LaunchError(f"number: got {number}, expected at least {least} {kind}")
     print(f"{kind}: {control_client.scale(name_of(arguments), kind, number)}")
     return 0

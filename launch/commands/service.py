@@ -3,8 +3,9 @@
 import os
 from argparse import ArgumentParser, Namespace
 
+from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.options import add_name, name_of
-from penstock.launch.pipeline.procfile import read_procfile, shell_line
+from penstock.launch.pipeline.procfile import OF_MODEL, read_procfile, shell_line
 from penstock.launch.pipeline.run_folder import environment, running_config
 
 
@@ -16,5 +17,8 @@ def add_arguments(command: ArgumentParser) -> None:
 
 def _run(arguments: Namespace) -> int:
     config = running_config(name_of(arguments))
+    if len(config.by_model()) > 1 and arguments.kind in OF_MODEL:
+        text = f"{arguments.kind}: got a pipeline of several models, expected one"
+        raise LaunchError(f"{text}; `launch scale` adds tokenizers and detokenizers of a model")
     line = shell_line(read_procfile()[arguments.kind])
     os.execvpe("sh", ["sh", "-c", line], environment(config))  # noqa: S606

@@ -13,12 +13,18 @@ import msgspec
 import zmq
 
 from penstock.launch.commands.api_key import read_api_key
-from penstock.launch.commands.gpus import check_dtype, check_gpus
+from penstock.launch.commands.gpus import check_dtype, check_gpus, gpus_by_model
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import HubModel, hub_model, resolve
-from penstock.launch.pipeline.options import add_options, flag, given_options
+from penstock.launch.pipeline.options import add_options, flag
 from penstock.launch.pipeline.procfile import PROCFILE, read_procfile
 from penstock.launch.pipeline.run_folder import claim, control_endpoint
+from penstock.launch.pipeline.several_models import (
+    NextModel,
+    config_of,
+    options_by_model,
+)
+from penstock.launch.supervisor.local import LocalProcesses
 from penstock.launch.supervisor.supervisor import Supervisor
 from penstock.protocol.checkpoint import (
     ModelConfig,
@@ -43,7 +49,7 @@ WORKER = "penstock.services.worker"
 def add_arguments(command: ArgumentParser) -> None:
     """Add the arguments."""
     command.set_defaults(run=_run_all)
-    add_options(command, Config)
+    add_options(command, Config, actions={"model": NextModel})
     text = "what to run (default: penstock's own)"
     command.add_argument("--procfile", type=Path, default=PROCFILE, help=text)
     text = "deaths of one process within 60 s that stop the pipeline (default: 5)"
@@ -51,12 +57,16 @@ def add_arguments(command: ArgumentParser) -> None:
 
 
 def _run_all(arguments: Namespace) -> int:
-    fields = given_options(arguments, Config)
+    models = options_by_model(arguments)
+    fields, source = models[0], None
     if fields.get("curve_keys"):
         fields["curve_keys"] = str(Path(fields["curve_keys"]).absolute())
-    source = hub_model(fields)
-    config = Config(**resolve(fields, weights=fields.get("backend") != "ray"))
-    source = source and source._replace(revision=config.model_folder.name)
+    if len(models) > 1:
+        config = config_of(models)
+    else:
+        source = hub_model(fields)
+        config = Config(**resolve(fields, weights=fields.get("backend") != "ray"))
+        source = source and source._replace(revision=config.model_folder.name)
     return start(read_api_key(config), arguments.procfile, arguments.max_deaths, source)
 
 
@@ -70,24 +80,19 @@ def start(config: Config, procfile: Path, max_deaths: int, source: HubModel | No
         check_addresses(config.endpoint)
     except ClientError as error:
         raise LaunchError(str(error)) from None
-    if config.device == "cuda" and config.backend == "local":
-        check_gpus(config)
-    check_dtype(config)
-    with _refusing_model():
-        model = quantized(read_model_config(config.model_folder), config.quantization)
-    try:
-        check_tp(model, config.tp, config.enable_expert_parallel)
-        model.context(config.max_model_len)
-    except ModelError as error:  # field: reason
-        field, _, reason = str(error).partition(":")
-        raise LaunchError(f"{flag(field)}:{reason}") from error
+    models = []
+    for one in config.by_model():
+        with _naming(one):
+            models.append((one, _check_model(one)))
     raise_descriptor_limit()
     run = partial(_run_on_ray, source) if config.backend == "ray" else _run
     with claim(config):
         _check_length(config)
         _check_security(config)
         check_http_reach(config)
-        _check_files(config, model, commands)
+        for one, model in models:
+            with _naming(one):
+                _check_files(one, model, commands)
         return run(config, commands, max_deaths)
 
 
@@ -95,8 +100,9 @@ def _run(config: Config, commands: dict[str, str], max_deaths: int) -> int:
     check_endpoint(config.endpoint)
     check_http_port(config)
     write_config(config)
+    make_processes = partial(LocalProcesses, gpus=gpus_by_model(config))
     try:
-        return asyncio.run(Supervisor(config, commands, max_deaths).run())
+        return asyncio.run(Supervisor(config, commands, max_deaths, make_processes).run())
     finally:
         remove_socket(config.endpoint)
 
@@ -119,6 +125,33 @@ def _run_on_ray(
             return asyncio.run(Supervisor(config, commands, max_deaths, make_processes).run())
         finally:
             remove_socket(config.endpoint)
+
+
+@contextlib.contextmanager
+def _naming(config: Config) -> Iterator[None]:
+    """Begin an error with the name of the model, if it is one of several."""
+    try:
+        yield
+    except LaunchError as error:
+        raise LaunchError(
+            f"{config.model_name}: {error}" if config.prefix else str(error)
+        ) from error
+
+
+def _check_model(config: Config) -> ModelConfig:
+    """Return the model. Raises LaunchError if it can't be served with its options."""
+    if config.device == "cuda" and config.backend == "local":
+        check_gpus(config)
+    check_dtype(config)
+    with _refusing_model():
+        model = quantized(read_model_config(config.model_folder), config.quantization)
+    try:
+        check_tp(model, config.tp, config.enable_expert_parallel)
+        model.context(config.max_model_len)
+    except ModelError as error:  # field: reason
+        field, _, reason = str(error).partition(":")
+        raise LaunchError(f"{flag(field)}:{reason}") from error
+    return model
 
 
 def _check_files(config: Config, model: ModelConfig, commands: dict[str, str]) -> None:
@@ -144,7 +177,9 @@ def _refusing_model() -> Iterator[None]:
 
 def _check_length(config: Config) -> None:
     """Raise LaunchError where the run folder is too deep for its sockets."""
-    addresses = (control_endpoint(config.run_folder), *endpoints(config, config.dp - 1)[1:])
+    addresses = [control_endpoint(config.run_folder)]
+    for model in config.by_model():
+        addresses += endpoints(model, model.dp - 1)[1:]
     longest = max((one for one in addresses if "ipc://" in one), key=len).removeprefix("ipc://")
     if (size := len(bytes(Path(longest)))) > zmq.IPC_PATH_MAX_LEN:
         got = f"{longest} of {size} characters, expected up to {zmq.IPC_PATH_MAX_LEN}"

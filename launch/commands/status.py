@@ -11,7 +11,13 @@ from penstock.launch.pipeline.run_folder import model_name, running_config
 from penstock.launch.supervisor.logs import at_node
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import NoAnswer
-from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
+from penstock.protocol.config import Config
+from penstock.protocol.messages.status import (
+    ModelStatus,
+    ProcessStatus,
+    SchedulerStatus,
+    StatusReply,
+)
 
 TIMEOUT = 2.0
 """seconds that the gateway has to answer"""
@@ -55,26 +61,34 @@ def as_text(status: dict[str, Any]) -> str:
         [
             f"{config.name}: {state}, {model_name(config)} on {config.endpoint}",
             "",
-            *_process_lines(status["processes"], _num_requests(gateway)),
-            "",
-            *_queue_lines(gateway),
+            *_process_lines(status["processes"], _num_requests(config, gateway)),
+            *_model_lines(gateway),
         ]
     )
 
 
-def _num_requests(gateway: StatusReply | None) -> dict[str, int]:
+def _num_requests(config: Config, gateway: StatusReply | None) -> dict[str, int]:
     if gateway is None:
         return {}
-    scheduler = gateway.scheduler
-    queues = {
-        f"scheduler.{1 + s.replica}": s.num_waiting + s.num_running for s in gateway.schedulers
-    }
-    return {
-        "gateway.1": gateway.num_requests,
-        **gateway.tokenizers,
-        **queues,
-        **(scheduler.detokenizers if scheduler else {}),
-    }
+    numbers = {"gateway.1": gateway.num_requests, **gateway.tokenizers}
+    for its, model in zip(config.by_model(), gateway.by_model, strict=True):
+        for one in model.schedulers:
+            name = f"{its.prefix}scheduler.{1 + one.replica}"
+            numbers[name] = one.num_waiting + one.num_running
+        numbers |= model.scheduler.detokenizers if model.scheduler else {}
+    return numbers
+
+
+def _model_lines(gateway: StatusReply | None) -> list[str]:
+    if gateway is None:
+        return ["", "the gateway does not answer"]
+    lines = []
+    for one in gateway.by_model:
+        state = "ready" if one.ready else "not ready"
+        title = [f"{one.name}: {state}"] if gateway.models else []
+        num_bad_frames = gateway.num_bad_frames * (one is gateway.by_model[0])
+        lines += ["", *title, *_queue_lines(one, num_bad_frames)]
+    return lines
 
 
 def _process_lines(processes: list[ProcessStatus], num_requests: dict[str, int]) -> list[str]:
@@ -89,12 +103,10 @@ def _process_lines(processes: list[ProcessStatus], num_requests: dict[str, int])
     return lines
 
 
-def _queue_lines(gateway: StatusReply | None) -> list[str]:
-    if gateway is None:
-        return ["the gateway does not answer"]
-    scheduler = gateway.scheduler
+def _queue_lines(model: ModelStatus, num_bad_frames: int) -> list[str]:
+    scheduler = model.scheduler
     if scheduler is None:
-        return [f"requests {gateway.num_requests}; the scheduler has not reported yet"]
+        return [f"requests {model.num_requests}; the scheduler has not reported yet"]
     used = scheduler.num_blocks - scheduler.num_free_blocks
     median, p99 = scheduler.gpu_idle_us
     return [
@@ -103,8 +115,8 @@ def _queue_lines(gateway: StatusReply | None) -> list[str]:
         f"KV blocks {used} of {scheduler.num_blocks} in use ({scheduler.kv_usage:.0%})",
         f"steps     {scheduler.num_steps}, preemptions {scheduler.num_preemptions}"
         + (f", GPU idle between them {median:.1f} µs (p99 {p99:.1f})" if median else ""),
-        f"dropped   {gateway.num_bad_frames + scheduler.num_bad_frames} bad frames",
-        *(_replica_line(one) for one in gateway.schedulers if len(gateway.schedulers) > 1),
+        f"dropped   {num_bad_frames + scheduler.num_bad_frames} bad frames",
+        *(_replica_line(one) for one in model.schedulers if len(model.schedulers) > 1),
     ]
 
 

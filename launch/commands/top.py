@@ -26,7 +26,7 @@ from penstock.protocol.client.client import AsyncClient
 from penstock.protocol.config import Config
 from penstock.protocol.messages.histogram import Histogram
 from penstock.protocol.messages.metrics import Metrics
-from penstock.protocol.messages.status import SchedulerStatus, StatusReply
+from penstock.protocol.messages.status import ModelStatus, SchedulerStatus, StatusReply
 
 SILENCE = 2.0
 """seconds without a report after which it is said that the gateway does not answer"""
@@ -109,26 +109,36 @@ def view(config: Config, before: Report, now: Report, oldest: Report | None) -> 
     state = "ready" if now.status.ready else "not ready"
     head = f"{config.name}: {state}, {model_name(config)} on {config.endpoint}; q quits"
     since = f"last {now.moment - oldest.moment:.0f} s" if oldest else "since the start"
-    old = oldest.status.metrics if oldest else None
-    return Group(
-        head, _queues(before, now), _times(now.status.metrics, old, since), _processes(before, now)
-    )
+    times = [
+        _times(one.metrics, old.metrics if old else None, f"{one.name}, {since}" if more else since)
+        for one, old, more in _models(now, oldest)
+    ]
+    return Group(head, _queues(before, now), *times, _processes(before, now))
+
+
+def _models(now: Report, old: Report | None) -> list[tuple[ModelStatus, ModelStatus | None, bool]]:
+    """Return each model now and before, and whether there are several."""
+    models = now.status.by_model
+    before = old.status.by_model if old else [None] * len(models)
+    return [(one, its, len(models) > 1) for one, its in zip(models, before, strict=True)]
 
 
 def _queues(before: Report, now: Report) -> Table:
-    status, seconds = now.status, now.moment - before.moment
+    seconds = now.moment - before.moment
     table = Table("requests", "waiting", "running", "KV in use", "prefill tok/s", "decode tok/s")
-    cells = _cells(status.scheduler) if status.scheduler else ["-", "-", "-"]
-    rates = ["-", "-"]
-    if (new := now.status.metrics) and (old := before.status.metrics) and seconds:
-        grown = (
-            new.prompt_tokens - old.prompt_tokens,
-            new.generation_tokens - old.generation_tokens,
-        )
-        rates = [f"{max(tokens, 0) / seconds:,.0f}" for tokens in grown]
-    table.add_row(str(status.num_requests), *cells, *rates)
-    for one in status.schedulers if len(status.schedulers) > 1 else []:
-        table.add_row(f"replica {one.replica}", *_cells(one))
+    for model, earlier, has_more in _models(now, before):
+        cells = _cells(model.scheduler) if model.scheduler else ["-", "-", "-"]
+        rates = ["-", "-"]
+        if (new := model.metrics) and (old := earlier and earlier.metrics) and seconds:
+            grown = (
+                new.prompt_tokens - old.prompt_tokens,
+                new.generation_tokens - old.generation_tokens,
+            )
+            rates = [f"{max(tokens, 0) / seconds:,.0f}" for tokens in grown]
+        name = f"{model.name}: " * has_more
+        table.add_row(f"{name}{model.num_requests}", *cells, *rates)
+        for one in model.schedulers if len(model.schedulers) > 1 else []:
+            table.add_row(f"{name}replica {one.replica}", *_cells(one))
     return table
 
 

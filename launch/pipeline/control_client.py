@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import zmq
 
 from penstock.launch.pipeline.errors import LaunchError
-from penstock.launch.pipeline.procfile import kind_of
+from penstock.launch.pipeline.procfile import kind_of, stem_of
 from penstock.launch.pipeline.run_folder import control_endpoint, running_config
 from penstock.protocol.config import replica_of, run_folder
 from penstock.protocol.messages.control import (
@@ -81,11 +81,14 @@ def restart(pipeline: str, target: str) -> Iterator[list[str]]:
     def group(chosen: str) -> tuple[str, ...]:
         if kind_of(chosen) != "worker":
             return (chosen,)
-        replica = replica_of(chosen, config)
-        workers = (name for name in names if kind_of(name) == "worker")
-        return tuple(name for name in workers if replica_of(name, config) == replica)
+        its = config.of_process(chosen)
+        workers = (name for name in names if stem_of(name) == f"{its.prefix}worker")
+        return tuple(name for name in workers if replica_of(name, its) == replica_of(chosen, its))
 
-    chosen = [name for name in names if target in ("all", name, kind_of(name))]
+    def labels(name: str) -> tuple[str, ...]:
+        return "all", name, kind_of(name), stem_of(name), name.rpartition("/")[0]
+
+    chosen = [name for name in names if target and target in labels(name)]
     if not chosen:
         raise LaunchError(f"process: got {target!r}, expected one of {', '.join(names)}")
     for together in dict.fromkeys(map(group, chosen)):

@@ -6,7 +6,8 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -44,8 +45,12 @@ def add_options(
     parser: "argparse.ArgumentParser | argparse._ArgumentGroup",
     struct: type[Struct],
     fields: Iterable[str] = (),
+    actions: Mapping[str, type[argparse.Action]] = MappingProxyType({}),
 ) -> None:
-    """Add a flag for each field, or for those named. What is not given is not set."""
+    """Add a flag for each field, or for those named. What is not given is not set.
+
+    actions: by field, in place of storing its value.
+    """
     for field in fields or struct.__struct_fields__:
         hint = _hints(struct)[field]
         parser.add_argument(
@@ -53,8 +58,12 @@ def add_options(
             dest=field,
             default=argparse.SUPPRESS,
             help=_help(struct, field),
-            **(_bool_or_value(struct, field, hint)),
+            **(_bool_or_value(struct, field, hint) | _action(actions.get(field))),
         )
+
+
+def _action(action: type[argparse.Action] | None) -> dict[str, Any]:
+    return {"action": action} if action else {}
 
 
 def add_name(command: argparse.ArgumentParser) -> None:

@@ -10,6 +10,8 @@ from penstock.protocol.config import Config
 PROCFILE = Path(__file__).parents[1] / "procfile"
 """a link to the procfile at the top of the repository, a copy of it in an installed package"""
 
+OF_MODEL = ("tokenizer", "scheduler", "worker", "detokenizer")
+"""kinds of processes that each model has for itself"""
 _LINE = re.compile(r"([A-Za-z0-9_-]+):\s*(\S.*)")
 
 
@@ -43,6 +45,20 @@ def shell_line(command: str) -> str:
 
 def process_names(config: Config, kinds: Iterable[str]) -> list[str]:
     """Return the names of all processes at start."""
+    numbers = numbers_at_start(config, kinds)
+    return [f"{kind}.{i}" for kind, number in numbers.items() for i in range(1, number + 1)]
+
+
+def numbers_at_start(config: Config, kinds: Iterable[str]) -> dict[str, int]:
+    """Return how many processes of each kind there are, with several models `MODEL/worker`."""
+    return {
+        f"{one.prefix}{kind}": _number(one, kind)
+        for kind in kinds
+        for one in (config.by_model() if kind in OF_MODEL else [config])
+    }
+
+
+def _number(config: Config, kind: str) -> int:
     numbers = {
         "scheduler": config.dp,
         "worker": (config.tp + config.spare_workers) * config.dp,
@@ -50,9 +66,14 @@ def process_names(config: Config, kinds: Iterable[str]) -> list[str]:
         "detokenizer": config.detokenizers,
         "http": config.http,
     }
-    return [f"{kind}.{i}" for kind in kinds for i in range(1, numbers.get(kind, 1) + 1)]
+    return numbers.get(kind, 1)
 
 
 def kind_of(name: str) -> str:
-    """Return the procfile's word for a process: `worker` for `worker.2`."""
-    return name.partition(".")[0]
+    """Return the procfile's word for a process: `worker` for `worker.2` and `MODEL/worker.2`."""
+    return name.rpartition("/")[2].partition(".")[0]
+
+
+def stem_of(name: str) -> str:
+    """Return the name of a process without its number: `worker`, or `MODEL/worker`."""
+    return name.rpartition(".")[0]

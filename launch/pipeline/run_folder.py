@@ -178,6 +178,8 @@ def base_url(config: Config) -> str:
 
 
 def model_name(config: Config) -> str:
-    """Return the name of the served model."""
-    default = config.model_folder.name if config.model else "Qwen3 demo"
-    return config.served_model_name or default
+    """Return the name of the served model, or the names of several."""
+    models = config.by_model()
+    if len(models) == 1 and not (config.model or config.served_model_name):
+        return "Qwen3 demo"
+    return ", ".join(one.model_name for one in models)

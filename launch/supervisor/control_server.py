@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-from penstock.launch.pipeline.procfile import kind_of
+from penstock.launch.pipeline.procfile import kind_of, numbers_at_start, stem_of
 from penstock.launch.pipeline.run_folder import control_endpoint
 from penstock.launch.supervisor.processes import ManagedProcess, Processes
 from penstock.launch.supervisor.report import Report
@@ -52,6 +52,7 @@ class ControlServer:
         connect: returns a client of the pipeline; end: done when the pipeline is to end, which ends
         requests, too; tasks: reports exceptions.
         """
+        self._config = config
         self._processes = processes
         self._report = report
         self._connect = connect
@@ -120,10 +121,10 @@ class ControlServer:
     async def _scale(self, kind: str, number: int) -> ControlReply:
         if number > MAX_PROCESSES:
             return ControlReply(f"number: got {number}, expected up to {MAX_PROCESSES} of a kind")
-        if kind not in self._report.kinds:
-            expected = ", ".join(self._report.kinds)
-            return ControlReply(f"kind: got {kind!r}, expected one of {expected}")
-        names = [name for name in self._processes.by_name if kind_of(name) == kind]
+        known = numbers_at_start(self._config, self._report.kinds)
+        if kind not in known:
+            return ControlReply(f"kind: got {kind!r}, expected one of {', '.join(known)}")
+        names = [name for name in self._processes.by_name if stem_of(name) == kind]
         await self._processes.remove(names[number:])
         await self._processes.add([f"{kind}.{n}" for n in range(len(names) + 1, number + 1)])
         return ControlReply(number=number)

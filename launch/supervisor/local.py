@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import os
+from collections.abc import Mapping
 from functools import partial
 from itertools import count
+from types import MappingProxyType
 
 from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.pipeline.run_folder import environment
@@ -22,6 +24,7 @@ from penstock.protocol.transport.process import (
     SUPERVISOR_VARIABLE,
 )
 
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 KEEPERS = ("worker", "scheduler")
 """kinds of processes with memory that outlives them"""
 
@@ -91,15 +94,23 @@ class LocalProcesses(Processes):
     """`Processes` of this machine; needs the running event loop."""
 
     def __init__(
-        self, config: Config, commands: dict[str, str], policy: Policy, tasks: Tasks
+        self,
+        config: Config,
+        commands: dict[str, str],
+        policy: Policy,
+        tasks: Tasks,
+        gpus: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """commands: by kind of process."""
+        """commands: by kind of process. gpus: CUDA_VISIBLE_DEVICES by the model of processes."""
         super().__init__(policy, tasks)
+        self._gpus = gpus
         self.watchdog_context = Context()
         self._commands = commands
         self._environment = environment(config) | {SUPERVISOR_VARIABLE: str(os.getpid())}
         self._incarnations = count(1)
-        self._memory = MemoryServer(tasks, policy.say)
+        self._memory = {
+            one.prefix.rstrip("/"): MemoryServer(tasks, policy.say) for one in config.by_model()
+        }
 
     @property
     def context(self) -> Context:
@@ -107,12 +118,16 @@ class LocalProcesses(Processes):
 
     def _make(self, name: str) -> LocalProcess:
         command = self._commands[kind_of(name)]
-        memory = self._memory if kind_of(name) in KEEPERS else None
-        process = LocalProcess(name, command, self._environment, self._incarnations, memory)
+        model = name.rpartition("/")[0]
+        memory = self._memory[model] if kind_of(name) in KEEPERS else None
+        gpus = self._gpus.get(model)
+        environment = self._environment | ({} if gpus is None else {GPUS_VARIABLE: gpus})
+        process = LocalProcess(name, command, environment, self._incarnations, memory)
         process.log = Log(partial(self._policy.take_line, process))
         return process
 
     async def close(self) -> None:
         await super().close()
-        self._memory.close()
+        for memory in self._memory.values():
+            memory.close()
         self.context.destroy(linger=0)

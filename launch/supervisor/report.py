@@ -33,7 +33,7 @@ class Report:
         self._watchdog = watchdog
         self._poison = poison
         self._loop = asyncio.get_running_loop()
-        at = endpoints(config).results
+        at = endpoints(config.by_model()[0]).results
         # one report waits at most for a gateway that is not there; newer ones are dropped
         self._channel = processes.context.connect(zmq.PUSH, at, max_queue=1, wait=False)
         self._is_draining = False

@@ -114,11 +114,15 @@ class Supervisor:
         where = self._config.endpoint
         if self._config.http:
             where += f" and {base_url(self._config)}"
-        size = f"tp {self._config.tp}" + (f", dp {self._config.dp}" * (self._config.dp > 1))
-        ready = (
-            f"ready: {model_name(self._config)} on {where} ({size}, "
-            f"{len(self._processes.by_name)} processes, {seconds:.1f} s)"
-        )
+        number = f"{len(self._processes.by_name)} processes, {seconds:.1f} s"
+        sizes = [
+            (one.model_name, f"tp {one.tp}" + f", dp {one.dp}" * (one.dp > 1))
+            for one in self._config.by_model()
+        ]
+        ready = f"ready: {model_name(self._config)} on {where} ({sizes[0][1]}, {number})"
+        if len(sizes) > 1:
+            names = ", ".join(f"{name} ({size})" for name, size in sizes)
+            ready = f"ready: {names} on {where} ({number})"
         self._write(self._plain(ready))
         notify_ready()
 

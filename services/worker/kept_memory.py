@@ -84,7 +84,7 @@ class KeptMemory:
         """client: None where the supervisor keeps no memory."""
         self.device = device
         self._client = client
-        self._place = f"{config.prefix}{assignment.replica}.{assignment.rank}"
+        self._place = f"{assignment.replica}.{assignment.rank}"
         files = sorted(path for path in config.model_folder.iterdir() if path.is_file())
         stats = [(str(path), *_version_of(path)) for path in files]
         facts = stats, torch.__version__, str(device), assignment.rank, assignment.tp_size

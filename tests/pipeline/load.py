@@ -18,8 +18,9 @@ class Load:
     The block begins when all first streams have begun. Its end raises what a stream has raised.
     """
 
-    def __init__(self, endpoint: str, num_streams: int) -> None:
+    def __init__(self, endpoint: str, num_streams: int, model: str | None = None) -> None:
         self.num_answers = 0
+        self._model = model
         self._endpoint = endpoint
         self._prompts = [count_prompt(1, SHORTEST + 5 * number) for number in range(num_streams)]
         self._begun: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -48,7 +49,7 @@ class Load:
         """Send one request after the other; a lost or doubled token would show."""
         answer = answer_to(prompt)
         while not self._is_ending:
-            stream, text = client.stream(prompt), ""
+            stream, text = client.stream(prompt, model=self._model), ""
             async for delta in stream:
                 if not text and delta.text:
                     self._begun.put(None)

@@ -1,0 +1,62 @@
+"""Options of several models.
+
+An option after a `--model` belongs to that model, one before the first `--model` to every model.
+Options of the pipeline (`--http-port`) belong to it wherever they are.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec.structs import asdict
+
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.hub import resolve
+from penstock.launch.pipeline.options import given_options
+from penstock.protocol.config import Config, ModelOptions, PipelineConfig
+
+_FIELDS = ModelOptions.__struct_fields__
+
+
+class NextModel(argparse.Action):
+    """`--model`, which begins the options of a model."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,  # noqa: ARG002
+    ) -> None:
+        before = given_options(namespace, ModelOptions)
+        for field in before:
+            delattr(namespace, field)
+        namespace.before = [*getattr(namespace, "before", []), before]
+        setattr(namespace, self.dest, values)
+
+
+def options_by_model(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the options that were given, those of the pipeline for each model again."""
+    before: list[dict[str, Any]] = getattr(arguments, "before", [])
+    common, *own = [*before, given_options(arguments, ModelOptions)]
+    given = given_options(arguments, Config)
+    pipeline = {field: given[field] for field in given if field not in _FIELDS}
+    return [pipeline | common | one for one in own or [{}]]
+
+
+def config_of(models: Sequence[dict[str, Any]]) -> Config:
+    """Return the configuration of a pipeline of several models. Raises LaunchError."""
+    if models[0].get("backend") == "ray":
+        raise LaunchError(f"--model: got {len(models)}, expected one with --backend ray")
+    resolved = [resolve(one) for one in models]
+    options = [ModelOptions(**{f: one[f] for f in _FIELDS if f in one}) for one in resolved]
+    pipeline = {name: value for name, value in resolved[0].items() if name not in _FIELDS}
+    config = PipelineConfig(**pipeline, **asdict(options[0]), models=tuple(options))
+    groups = [one.group for one in options]
+    for one, group in zip(options, groups, strict=True):
+        if not group or groups.count(group) > 1:
+            raise LaunchError(
+                f"--served-model-name: got {one.model_name!r}, expected a name of its own for each "
+                "model, also without what is before a slash"
+            )
+    return config
