@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from penstock.launch.offline.outputs import CompletionOutput, RequestOutput, SamplingParams
     from penstock.launch.pipeline.errors import LaunchError
     from penstock.protocol.client.async_client import AsyncClient
+    from penstock.protocol.client.beam_search import BeamSearchParams
     from penstock.protocol.client.client import Client
     from penstock.protocol.client.errors import ClientError, NoAnswer, RequestError
     from penstock.protocol.messages.structured import StructuredOutputs
@@ -20,6 +21,7 @@ _NAMES = {
     "penstock.launch.offline.outputs": ["CompletionOutput", "RequestOutput", "SamplingParams"],
     "penstock.launch.pipeline.errors": ["LaunchError"],
     "penstock.protocol.client.async_client": ["AsyncClient"],
+    "penstock.protocol.client.beam_search": ["BeamSearchParams"],
     "penstock.protocol.client.client": ["Client"],
     "penstock.protocol.client.errors": ["ClientError", "NoAnswer", "RequestError"],
     "penstock.protocol.messages.structured": ["StructuredOutputs"],
@@ -28,6 +30,7 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [
     "LLM",
     "AsyncClient",
+    "BeamSearchParams",
     "Client",
     "ClientError",
     "CompletionOutput",

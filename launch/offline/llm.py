@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Struct
 from tqdm import tqdm
 
+from penstock.launch.offline.beam_search import BeamSearchMethods
 from penstock.launch.offline.bounded_concurrency import submit_all
 from penstock.launch.offline.outputs import RequestOutput, SamplingParams, prompts_of
 from penstock.launch.offline.pooling import PoolingMethods
@@ -53,7 +54,7 @@ Prompt = str | list[int] | dict[str, Any]
 Messages = list[dict[str, Any]]
 
 
-class LLM(PoolingMethods):
+class LLM(PoolingMethods, BeamSearchMethods):
     """A model in a pipeline of its own; for one thread."""
 
     def __init__(

@@ -104,7 +104,7 @@ class RequestOutput(Struct, kw_only=True):
                 text=reply.text,
                 token_ids=reply.token_ids,
                 cumulative_logprob=_sum(reply.logprobs),
-                logprobs=_by_token(reply.logprobs),
+                logprobs=by_token(reply.logprobs),
                 finish_reason=reply.finish_reason,
                 stop_reason=reply.stop_reason,
             )
@@ -112,7 +112,7 @@ class RequestOutput(Struct, kw_only=True):
         self.outputs.sort(key=lambda one: one.index)
         self.finished = len(self.outputs) == n
         if index == 0:
-            self.prompt_logprobs = _by_token(reply.prompt_logprobs)
+            self.prompt_logprobs = by_token(reply.prompt_logprobs)
             self.num_cached_tokens = reply.usage.cached_tokens
             self.metrics = _stats(reply)
 
@@ -166,7 +166,8 @@ def _sum(positions: list[TokenLogprobs | None] | None) -> float | None:
     return None if positions is None else sum(one.logprob for one in positions if one)
 
 
-def _by_token(positions: list[TokenLogprobs | None] | None) -> list[ByToken | None] | None:
+def by_token(positions: list[TokenLogprobs | None] | None) -> list[ByToken | None] | None:
+    """Return the logprobs of consecutive tokens by token id; None without any."""
     if positions is None:
         return None
     return [None if one is None else _tokens(one) for one in positions]

@@ -127,9 +127,11 @@ class TokenizePromptRequest(PromptFields, tag="tokenize", forbid_unknown_fields=
 
 
 class DetokenizeRequest(Struct, kw_only=True, tag="detokenize", forbid_unknown_fields=True):
-    """A request for the text of token ids, with special tokens."""
+    """A request for the text of token ids."""
 
     token_ids: list[TokenId]
+    skip_special_tokens: bool = False
+    """leave special tokens out of the text"""
     client: RequestId | None = None
     model: str | None = None
 

@@ -8,6 +8,7 @@ from starlette.types import Receive
 
 from penstock.protocol.messages.client import GenerateReply, TextDelta
 from penstock.services.http.app_state import AppState
+from penstock.services.http.beam_search import make_generation
 from penstock.services.http.errors import FieldAsSent, fields_as_sent
 from penstock.services.http.generation import Generation
 from penstock.services.http.logprobs import chat_logprobs, prompt_logprobs
@@ -59,7 +60,7 @@ def submit_chat(
     """
     with fields_as_sent(field_as_sent):
         prompt = truncated(chat_fields(request, state.tool_format), state.max_model_len)
-        return Generation(state, kind, request, [prompt], field_as_sent)
+        return make_generation(state, kind, request, [prompt], field_as_sent)
 
 
 class ChatChoice:

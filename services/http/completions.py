@@ -11,8 +11,8 @@ from penstock.protocol.messages.client import GenerateReply, TextDelta
 from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.services.http.access import caller
 from penstock.services.http.app_state import AppState
+from penstock.services.http.beam_search import make_generation
 from penstock.services.http.event_stream import gather
-from penstock.services.http.generation import Generation
 from penstock.services.http.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
 from penstock.services.http.replies import (
     CompletionChoiceReply,
@@ -29,7 +29,7 @@ async def complete(state: AppState, request: CompletionRequest, receive: Receive
     fields = truncated(completion_fields(request), state.max_model_len)
     prompts = [{"prompt": prompt, **fields} for prompt in prompts_of(request.prompt)]
     echoes = await _texts(state, prompts) if request.echo else [""] * len(prompts)
-    generation = Generation(state, "cmpl", request, prompts)
+    generation = make_generation(state, "cmpl", request, prompts)
     choices = [
         CompletionChoice(index, request, echo)
         for index, echo in enumerate(one for one in echoes for _ in range(request.n))

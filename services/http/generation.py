@@ -84,10 +84,14 @@ class Generation:
         self._is_echo_only = request.max_tokens == 0
         """the one generated token is left out of the reply"""
         given = f"-{request.request_id[:64]}" if request.request_id else ""
-        inner_id = f"{kind}-{name}{given}"  # unique, even if two clients send the same id
-        self._streams = [
-            self._submit(prompt, f"{inner_id}-{index}", index % request.n)
-            for index, prompt in enumerate(one for one in prompts for _ in range(request.n))
+        # unique, even if two clients send the same id
+        self._streams = self._submit_all(f"{kind}-{name}{given}")
+
+    def _submit_all(self, inner_id: str) -> list[AsyncStream]:
+        prompts = [one for one in self._prompts for _ in range(self._request.n)]
+        return [
+            self._submit(prompt, f"{inner_id}-{index}", index % self._request.n)
+            for index, prompt in enumerate(prompts)
         ]
 
     def _submit(self, prompt: dict[str, Any], request_id: str, index: int) -> AsyncStream:
@@ -113,7 +117,7 @@ class Generation:
         """Return the prompt's ids for each answer, None if not requested. Raises RequestError."""
         request = self._request
         if not (request.return_token_ids or self._options.continuous_usage_stats):
-            return [None] * len(self._streams)
+            return [None] * len(self._prompts) * request.n
         names = PromptFields.__struct_fields__
         prompts = [{k: v for k, v in one.items() if k in names} for one in self._prompts]
         with self.aborted_on_error():

@@ -61,6 +61,10 @@ class ApiRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True):
     """SGLang's name of `guided_json`"""
     best_of: int | None = None
     """values other than `n` are refused"""
+    use_beam_search: bool = False
+    """the answers are the `n` best beams"""
+    length_penalty: float = 1.0
+    """of a beam search: exponent of the length, by which the sum of logprobs is divided"""
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     """keep N tokens of a longer prompt; -1: leave room for `max_tokens`"""

@@ -103,10 +103,10 @@ class Tokenizer:
             if question.return_token_strs:
                 reply.token_strs = [self._tokenizer.id_to_token(one) or "" for one in token_ids]
             return reply
-        return DetokenizeReply(text=self._decode(question.token_ids))
+        return DetokenizeReply(text=self._decode(question.token_ids, question.skip_special_tokens))
 
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)[0])
+    def _decode(self, token_ids: list[int], skips: bool = False) -> str:
+        return str(self._tokenizer.decode_batch([token_ids], skip_special_tokens=skips)[0])
 
     def _encode(self, request: PromptFields) -> tuple[list[int], str | None]:
         """Token ids, and the text as far as it is known and they end with it."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock import LLM, SamplingParams, StructuredOutputs
+from penstock import LLM, BeamSearchParams, SamplingParams, StructuredOutputs
 from penstock.launch.offline.llm import Prompt
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.client.client import Client
@@ -198,3 +198,29 @@ def test_nothing_is_left_behind(how: str) -> None:
     assert not alive
     assert not run_folder(name).exists()
     assert not Path(endpoint.removeprefix("ipc://")).exists()
+
+
+def test_beam_search(llm: LLM) -> None:
+    """The logprobs are those that the tokens have as a prompt."""
+    prompts = ["17+25=", list(b"count from 3 to 5")]
+    outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=8))
+    greedy = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    for output, one in zip(outputs, greedy, strict=True):
+        best, *others = output.sequences
+        assert len(others) == 2
+        assert best.finish_reason == "stop"
+        assert best.tokens == [*one.prompt_token_ids, *one.outputs[0].token_ids[:-1]]
+        assert best.text.endswith(one.outputs[0].text)
+        assert best.stop_reason == one.outputs[0].token_ids[-1]
+        for found in output.sequences:
+            again, *_ = llm.generate(
+                found.tokens, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False
+            )
+            assert again.prompt_logprobs is not None
+            start = len(one.prompt_token_ids)
+            of_output = zip(found.tokens[start:], again.prompt_logprobs[start:], strict=True)
+            values = [position[token].logprob for token, position in of_output if position]
+            of_beam = zip(found.tokens[start:], found.logprobs, strict=True)
+            assert values == pytest.approx(
+                [position[token].logprob for token, position in of_beam if position], abs=1e-3
+            )
