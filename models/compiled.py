@@ -11,6 +11,7 @@ from penstock.kernels.cpu.compiled_layers import CompiledLayers
 from penstock.kernels.cpu.compiled_step import compiled_step
 from penstock.kernels.cpu.decode_step import DecodeStep
 from penstock.kernels.cpu.integers import quantize
+from penstock.kernels.cpu.shared_memory import SharedMemory
 from penstock.kernels.cpu.types import MATRICES, LayerShape, LayerWeights, Matrix
 from penstock.kernels.step.forward_batch import ForwardBatch
 from penstock.kernels.step.types import Slots, StepBuffers
@@ -65,14 +66,20 @@ class CompiledDecoder:
             for matrix in narrowed:  # torch needs one type
                 matrix.data = matrix.data.float()
             raise
+        self._shared: SharedMemory | None = None
+        """of the ranks of this step"""
         self._has_experts = any(isinstance(layer.mlp, MoE) for layer in self._layers)
 
     def forward(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:
         """Compute `Qwen3.forward`."""
         residual = self._embedded(batch.input_ids)
         self._compiled.begin(batch, rope, kv_caches)
-        if self._tp.size == 1 and not self._has_experts:
-            self._compiled.run(range(2 * len(self._layers)), residual)
+        self._shared = self._tp.shared
+        if self._shared and residual.nbytes > self._shared.part_bytes:
+            self._shared = None
+        if not self._has_experts and (self._shared or self._tp.size == 1):
+            halves = range(2 * len(self._layers))
+            self._compiled.run(halves, residual, ranks=self._shared)
             return residual
         for index, layer in enumerate(self._layers):
             residual = self._half(2 * index, residual)
@@ -112,8 +119,8 @@ class CompiledDecoder:
     def _half(self, half: int, residual: Tensor) -> Tensor:
         """Return the residual stream after half a layer of all ranks."""
         halves = range(half, half + 1)
-        if self._tp.size == 1:
-            self._compiled.run(halves, residual)
+        if self._shared or self._tp.size == 1:
+            self._compiled.run(halves, residual, ranks=self._shared)
             return residual
         part = torch.zeros_like(residual)
         self._compiled.run(halves, residual, part)

@@ -6,11 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import cycle
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from penstock.models.shared_ranks import share_memory
+
+if TYPE_CHECKING:
+    from penstock.kernels.cpu.shared_memory import SharedMemory  # llvmlite
 
 log = logging.getLogger(__name__)
 TIMEOUT = timedelta(seconds=120)
@@ -37,7 +42,8 @@ class TensorParallel:
 
     GPUs of one node exchange through symmetric memory (torch.distributed._symmetric_memory): each
     rank reads and writes its peers' memory in kernels that a CUDA graph can hold. GPUs of several
-    nodes, and GPUs of a node without peer access, use NCCL, which CUDA graphs can hold too.
+    nodes, and GPUs of a node without peer access, use NCCL, which CUDA graphs can hold too. CPUs of
+    one machine exchange through shared memory, other CPUs through gloo.
     """
 
     def __init__(
@@ -52,6 +58,8 @@ class TensorParallel:
         self._push: Any = None
         self._pushes_all = False
         """True if no tensor is too large to be pushed, in pieces"""
+        self.shared: SharedMemory | None = None
+        """of ranks on CPUs of one machine, after `reserve`"""
 
     @classmethod
     def join(
@@ -108,7 +116,10 @@ class TensorParallel:
         return self.on_gpus and not self.spans_nodes
 
     def reserve(self, num_elements: int, dtype: torch.dtype) -> None:
-        """Allocate the memory of `empty`, for up to `num_elements`. Raises GroupError."""
+        """Allocate the memory of exchanges, for up to `num_elements`. Raises GroupError."""
+        if self.size > 1 and self.device.type == "cpu" and not self.spans_nodes:
+            part_bytes = num_elements * dtype.itemsize
+            self.shared = share_memory(self.rank, self.size, self._all_objects, part_bytes)
         if not self.shares_memory:
             return
         from penstock.kernels.collectives.triton_all_reduce import (  # Triton: GPUs only
@@ -181,13 +192,19 @@ class TensorParallel:
                 dist.all_reduce(x)
             return x
         # Added in the order of the ranks; gloo's order depends on the tensor's size.
-        total, *parts = self.all_gather(x)
+        first, *parts = self.all_gather(x)
+        total = first.clone()
         for part in parts:
             total += part
         return total
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """Return every rank's x, in the order of the ranks, on all ranks."""
+        """Return every rank's x, in the order of the ranks, on all ranks.
+
+        They may lie in memory that the next exchange overwrites.
+        """
+        if self.shared and x.nbytes <= self.shared.part_bytes:
+            return self.shared.all_gather(x)
         parts = [torch.empty_like(x) for _ in range(self.size)]
         with self._exchange():
             dist.all_gather(parts, x.contiguous())
@@ -214,6 +231,9 @@ class TensorParallel:
         """Return all ranks' x on rank 0, joined in the last dimension; None on other ranks."""
         if self.size == 1:
             return x
+        if self.shared and x.nbytes <= self.shared.part_bytes:
+            gathered = self.shared.all_gather(x)
+            return torch.cat(gathered, dim=-1) if self.rank == 0 else None
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
         with self._exchange():
             dist.gather(x.contiguous(), parts)
@@ -221,6 +241,8 @@ class TensorParallel:
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Return rank 0's x on all ranks, whose x is overwritten."""
+        if self.shared and x.nbytes <= self.shared.part_bytes:
+            return x.copy_(self.shared.all_gather(x)[0])
         if self.size > 1:
             with self._exchange():
                 dist.broadcast(x, src=0)

@@ -16,10 +16,13 @@ from torch import Tensor
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
 from penstock.kernels.attention.types import KVCache
 from penstock.kernels.cpu.compiler import Target, host, load
-from penstock.kernels.cpu.integers import GROUP, Integers
+from penstock.kernels.cpu.integers import Integers
+from penstock.kernels.cpu.layer_checks import check_layer, check_matrix, elements
 from penstock.kernels.cpu.llvm_attention import KEYS
+from penstock.kernels.cpu.llvm_barrier import WORDS
 from penstock.kernels.cpu.llvm_decoder import Kinds, build_module
 from penstock.kernels.cpu.llvm_linear import scratch_words
+from penstock.kernels.cpu.shared_memory import SharedMemory
 from penstock.kernels.cpu.types import (
     MATRICES,
     HeadFields,
@@ -67,10 +70,10 @@ class CompiledLayers:
         """
         if reason := unsupported(shape):
             raise ValueError(reason)
-        dtype = _elements(layers[0].qkv).dtype
+        dtype = elements(layers[0].qkv).dtype
         for layer in layers:
-            _check_layer(layer, shape, dtype)
-        self._head_dtype = dtype if head is None else _elements(head).dtype
+            check_layer(layer, shape, dtype)
+        self._head_dtype = dtype if head is None else elements(head).dtype
         self._embedding_dtype = torch.float32 if embedding is None else embedding.dtype
         self._layers = layers  # keeps the memory
         self._shape, self._block_size = shape, block_size
@@ -88,7 +91,7 @@ class CompiledLayers:
             torch.tensor(number, dtype=torch.float32)
             for number in (shape.head_dim**-0.5, shape.eps)
         )
-        self._barrier = torch.zeros(1, dtype=torch.int64)
+        self._barrier = torch.zeros(WORDS, dtype=torch.int64)
         inputs = shape.hidden, shape.heads * shape.head_dim, shape.intermediate
         self._scratch_words = scratch_words(target or host(), inputs)
         self._num_rows = 0
@@ -162,17 +165,28 @@ class CompiledLayers:
         """Compute `embed`; addresses: of token_ids, weight and result, which are not checked."""
         self._embed(*addresses, number, self._shape.hidden)
 
-    def run(self, halves: range, residual: Tensor, target: Tensor | None = None) -> None:
+    def run(
+        self,
+        halves: range,
+        residual: Tensor,
+        target: Tensor | None = None,
+        ranks: SharedMemory | None = None,
+    ) -> None:
         """Add halves of layers to the residual stream; layer i has the halves 2i and 2i + 1.
 
         residual: float32 [num_tokens, hidden]. target: of the same shape, takes the sums instead.
+        ranks: whose products are added, too. Raises ConnectionError if one has exited.
         """
         target = residual if target is None else target
         for name, tensor in (("residual", residual), ("target", target)):
             check_tensor(name, tensor, (self._num_tokens, self._shape.hidden), torch.float32)
             check_contiguous(name, tensor)
         fields = self._fields._replace(residual=residual.data_ptr(), target=target.data_ptr())
+        if ranks:
+            fields = fields._replace(**ranks.fields(len(halves)))
         self.call_decoder(np.array(fields, np.int64).ctypes.data, halves)
+        if ranks:
+            ranks.check()
 
     def call_decoder(self, fields: int, halves: range) -> None:
         """Compute `run`; fields: address of StepFields, which are not checked."""
@@ -186,7 +200,7 @@ class CompiledLayers:
         """Compute `rms_norm(x) @ weight.T`, float32 [num_rows, columns]."""
         num_rows, size = x.shape
         check_tensor("x", x, (-1, self._shape.hidden), torch.float32)
-        _check_matrix("weight", weight, (-1, size), self._head_dtype)
+        check_matrix("weight", weight, (-1, size), self._head_dtype)
         check_tensor("norm", norm, (size,), torch.float32)
         x = x.contiguous()
         out = x.new_empty(num_rows, len(weight)) if out is None else out
@@ -206,7 +220,7 @@ class CompiledLayers:
             x=x.data_ptr(),
             norm=norm.data_ptr(),
             eps=eps.data_ptr(),
-            weight=_elements(weight).data_ptr(),
+            weight=elements(weight).data_ptr(),
             scale=weight.scale.data_ptr() if isinstance(weight, Integers) else 0,
             out=out.data_ptr(),
             normed=self._normed.data_ptr(),
@@ -244,13 +258,8 @@ class CompiledLayers:
         self.version += 1
 
 
-def _elements(matrix: Matrix) -> Tensor:
-    """Return the tensor of a matrix's elements."""
-    return matrix.codes if isinstance(matrix, Integers) else matrix
-
-
 def _addresses(layer: LayerWeights) -> list[int]:
-    tensors = [None if matrix is None else _elements(matrix) for matrix in layer]
+    tensors = [None if matrix is None else elements(matrix) for matrix in layer]
     matrices = [getattr(layer, name) for name in MATRICES]
     scales = [matrix.scale if isinstance(matrix, Integers) else None for matrix in matrices]
     return [0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, *scales)]
@@ -258,37 +267,5 @@ def _addresses(layer: LayerWeights) -> list[int]:
 
 def _num_threads(layer: LayerWeights) -> int:
     """Return the number of threads that pays for layers of this size."""
-    num_bytes = sum(_elements(matrix).nbytes for matrix in layer if matrix is not None)
+    num_bytes = sum(elements(matrix).nbytes for matrix in layer if matrix is not None)
     return max(1, min(torch.get_num_threads(), num_bytes // MIN_THREAD_BYTES))
-
-
-def _check_layer(layer: LayerWeights, shape: LayerShape, dtype: torch.dtype) -> None:
-    """Raise ValueError unless the weights have these sizes."""
-    inputs = shape.heads * shape.head_dim
-    expected = {
-        "input_norm": (shape.hidden,),
-        "qkv": (shape.qkv, shape.hidden),
-        "q_norm": (shape.head_dim,),
-        "k_norm": (shape.head_dim,),
-        "o": (shape.hidden, inputs),
-        "post_norm": (shape.hidden,),
-        "gate_up": (2 * shape.intermediate, shape.hidden),
-        "down": (shape.hidden, shape.intermediate),
-    }
-    for name, matrix in layer._asdict().items():
-        if matrix is not None:
-            is_matrix = name in MATRICES
-            _check_matrix(name, matrix, expected[name], dtype if is_matrix else torch.float32)
-
-
-def _check_matrix(name: str, matrix: Matrix, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise ValueError unless a weight has this shape, and elements of this type."""
-    elements = _elements(matrix)
-    if isinstance(matrix, Integers):
-        *others, columns = shape
-        check_tensor(name, elements, (*others, columns * matrix.bits // 8), dtype)
-        check_tensor(f"{name}'s scale", matrix.scale, (len(elements), columns // GROUP))
-        check_contiguous(f"{name}'s scale", matrix.scale)
-    else:
-        check_tensor(name, elements, shape, dtype)
-    check_contiguous(name, elements)

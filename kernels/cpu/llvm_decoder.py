@@ -2,6 +2,7 @@
 
 A layer has two halves: attention, then SwiGLU. Their products are added to `target`, which is the
 residual stream itself, or zeros for a rank of a group, whose results are added up between halves.
+Ranks that share memory store their products there, wait for one another and add up all of them.
 Threads share the rows or the columns of each operation and wait for one another in between.
 """
 
@@ -12,8 +13,14 @@ from llvmlite import ir
 from penstock.kernels.cpu.compiler import Target
 from penstock.kernels.cpu.emitter import Kernel
 from penstock.kernels.cpu.integers import BITS
-from penstock.kernels.cpu.llvm_attention import emit_attention
-from penstock.kernels.cpu.llvm_elementwise import emit_embedding, emit_norm, emit_rope_store
+from penstock.kernels.cpu.llvm_attention import KEYS, emit_attention
+from penstock.kernels.cpu.llvm_barrier import emit_barrier
+from penstock.kernels.cpu.llvm_elementwise import (
+    emit_embedding,
+    emit_norm,
+    emit_rope_store,
+    emit_total,
+)
 from penstock.kernels.cpu.llvm_integer_dot import emit_rounding
 from penstock.kernels.cpu.llvm_linear import (
     ADD,
@@ -23,12 +30,10 @@ from penstock.kernels.cpu.llvm_linear import (
     emit_product,
 )
 from penstock.kernels.cpu.types import LAYER, HeadFields, StepFields
-from penstock.kernels.cpu.values import INT32, INT64, Pointer, Value
+from penstock.kernels.cpu.values import Pointer, Value
 
 QUERY_TOKENS = 32
 """tokens of a chunk that one thread attends to at a time"""
-SPINS = 2000
-"""reads of the barrier before a waiting thread yields its core"""
 
 
 class _Team:
@@ -71,7 +76,11 @@ def build_module(target: Target, kinds: Kinds, head_dim: int, group: int) -> ir.
     attention = Kernel(module, "attention", arguments)
     emit_attention(attention, target, head_dim, group)
     attention.end()
-    barrier = _barrier(module)
+    barrier = Kernel(module, "barrier", "i64 int")
+    emit_barrier(barrier)
+    total = Kernel(module, "total", "f32 f32 int int int int")
+    emit_total(total, target)
+    total.end()
     embed = Kernel(module, "embed", f"i64 {kinds.embedding} f32 int int", public=True)
     emit_embedding(embed, target)
     embed.end()
@@ -80,7 +89,7 @@ def build_module(target: Target, kinds: Kinds, head_dim: int, group: int) -> ir.
     decoder = Kernel(module, "decoder", "i64 i64 int int int int", public=True)
     layers = element(kinds.layers), head_dim, group
     product = products[kinds.layers]
-    _Decoder(decoder, *layers, norm, product, rope, attention, barrier).emit()
+    _Decoder(decoder, *layers, norm, product, rope, attention, barrier, total).emit()
     return module
 
 
@@ -99,28 +108,6 @@ def _product(module: ir.Module, target: Target, kind: str) -> Kernel:
     emit_product(product, target, kind, rounding)
     product.end()
     return product
-
-
-def _barrier(module: ir.Module) -> Kernel:
-    k = Kernel(module, "barrier", "i64 int")
-    count, size = k.arguments
-    b = k.builder
-    yields = ir.Function(module, ir.FunctionType(INT32, []), "sched_yield")
-    with k.when(size > 1):
-        ticket = Value(b, b.atomic_rmw("add", count.raw, INT64(1), "acq_rel"))
-        wanted = (ticket // size + 1) * size
-        spins = k.variable(k.integer(0))
-        loop, done = b.append_basic_block(), b.append_basic_block()
-        b.branch(loop)
-        b.position_at_end(loop)
-        arrived = Value(b, b.load_atomic(count.raw, "acquire", 8, typ=INT64))
-        spins.value = spins.value + 1
-        with k.when(spins.value > SPINS):
-            b.call(yields, [])
-        b.cbranch((arrived >= wanted).raw, done, loop)
-        b.position_at_end(done)
-    k.end()
-    return k
 
 
 def _emit_head(k: Kernel, weight: str, norm: Kernel, product: Kernel, barrier: Kernel) -> None:
@@ -155,7 +142,9 @@ class _Decoder:
         rope: Kernel,
         attention: Kernel,
         barrier: Kernel,
+        total: Kernel,
     ) -> None:
+        self.total = total
         self.k, self.weight, self.head_dim, self.group = k, weight, head_dim, group
         self.norm, self.product, self.rope, self.attention = norm, product, rope, attention
         fields, self.layers, self.begin, self.end, self.thread, num_threads = k.arguments
@@ -168,6 +157,13 @@ class _Decoder:
         self.residual, self.normed = self.at("residual"), self.at("normed")
         self.qkv, self.attended, self.inner = self.at("qkv"), self.at("attended"), self.at("inner")
         self.eps = self.at("eps")
+        self.num_ranks, self.part_size = self.size("num_ranks"), self.size("part_size")
+        self.parts = self.at("parts")
+        self.ranks = _Team(k, barrier, self.at("ranks_barrier", "i64"), self.rank, self.num_ranks)
+
+    @property
+    def rank(self) -> Value:
+        return self.size("rank")
 
     def size(self, name: str) -> Value:
         return self._fields[StepFields._fields.index(name)]
@@ -180,9 +176,9 @@ class _Decoder:
         with k.range(self.begin, self.end) as half:
             layer = self.layers + half // 2 * len(LAYER)
             with k.when((half % 2).compare("==", 0)):
-                self._attention_half(layer)
+                self._attention_half(layer, half)
             with k.when((half % 2).compare("==", 1)):
-                self._mlp_half(layer)
+                self._mlp_half(layer, half)
         k.end()
 
     def _normed(self, layer: Pointer, name: str) -> None:
@@ -193,7 +189,7 @@ class _Decoder:
 
     def _multiply(
         self,
-        mode: int,
+        mode: Value | int,
         layer: Pointer,
         name: str,
         x: Pointer,
@@ -209,7 +205,28 @@ class _Decoder:
         self.k.call(self.product, mode, x, matrix, scales, size, columns, *bounds, *rest)
         self.team.wait()
 
-    def _attention_half(self, layer: Pointer) -> None:
+    def _add(self, layer: Pointer, name: str, half: Value, x: Pointer, size: Value) -> None:
+        """Add the product of x with a weight to the target.
+
+        With ranks that share memory, add the products of all ranks to the residual stream.
+        """
+        k, b = self.k, self.k.builder
+        has_peers = self.num_ranks > 1
+        turn = (self.size("turn") + (half - self.begin)) % 2
+        parts = self.parts + turn * self.num_ranks * self.part_size
+        own = parts + self.rank * self.part_size
+        out = Pointer(b, b.select(has_peers.raw, own.raw, self.at("target").raw), "f32")
+        mode = has_peers.choose(k.integer(STORE), ADD)
+        self._multiply(mode, layer, name, x, size, self.hidden, out)
+        with k.when(has_peers):
+            with k.when(self.thread.compare("==", 0)):
+                self.ranks.wait()
+            self.team.wait()
+            bounds = self.team.share(self.num_tokens * self.hidden, KEYS)
+            k.call(self.total, self.residual, parts, self.part_size, self.num_ranks, *bounds)
+            self.team.wait()
+
+    def _attention_half(self, layer: Pointer, half: Value) -> None:
         self._normed(layer, "input_norm")
         width = (self.heads + self.kv_heads * 2) * self.head_dim
         self._multiply(STORE, layer, "qkv", self.normed, self.hidden, width, self.qkv)
@@ -227,8 +244,7 @@ class _Decoder:
         self._attend(k_cache, v_cache, width)
         self.team.wait()
         inputs = self.heads * self.head_dim
-        target = self.at("target")
-        self._multiply(ADD, layer, "o", self.attended, inputs, self.hidden, target)
+        self._add(layer, "o", half, self.attended, inputs)
 
     def _attend(self, k_cache: Pointer, v_cache: Pointer, width: Value) -> None:
         """Attend in items: tokens of a row with one KV head, dealt out in turns."""
@@ -253,8 +269,8 @@ class _Decoder:
                         lengths[row] - count, begin, end, head * self.group,
                     )  # fmt: skip
 
-    def _mlp_half(self, layer: Pointer) -> None:
+    def _mlp_half(self, layer: Pointer, half: Value) -> None:
         self._normed(layer, "post_norm")
         inner = self.intermediate
         self._multiply(SWIGLU, layer, "gate_up", self.normed, self.hidden, inner, self.inner)
-        self._multiply(ADD, layer, "down", self.inner, inner, self.hidden, self.at("target"))
+        self._add(layer, "down", half, self.inner, inner)

@@ -106,6 +106,27 @@ def emit_norm(k: Kernel, target: Target) -> None:
             to[at] = source[at] * factor * weight[at]
 
 
+def emit_total(k: Kernel, target: Target) -> None:
+    """Add the parts of all ranks to the elements `begin` to `end` of x, in the order of the ranks.
+
+    Arguments: x, parts, elements between two parts, number of parts, begin, end.
+    """
+    x, parts, size, number, begin, end = k.arguments
+    lanes = target.lanes
+
+    def add(at: Value, width: int) -> None:
+        total = k.variable(parts.vector(at, width))
+        with k.range(1, number) as part:
+            total.value = total.value + (parts + part * size).vector(at, width)
+        x[at] = x.vector(at, width) + total.value
+
+    rest = (end - begin) % lanes
+    with k.range(begin, end - rest, lanes) as at:
+        add(at, lanes)
+    with k.range(end - rest, end) as at:
+        add(at, 1)
+
+
 def emit_rope_store(k: Kernel, target: Target, head_dim: int) -> None:
     """Norm and rotate the query and key heads of tokens `begin` to `end`; store keys and values.
 

@@ -79,6 +79,16 @@ class StepFields(NamedTuple):
     residual: int = 0
     target: int = 0
     """receives the sums: the residual stream or memory for a part of it"""
+    num_ranks: int = 1
+    """ranks that share the memory of the following fields; 1: none"""
+    rank: int = 0
+    ranks_barrier: int = 0
+    parts: int = 0
+    """products of each rank, in two turns"""
+    part_size: int = 0
+    """float32 of a rank and a turn"""
+    turn: int = 0
+    """of the first half"""
 
 
 class HeadFields(NamedTuple):

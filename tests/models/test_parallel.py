@@ -1,4 +1,4 @@
-"""Tensor parallelism: the logits of one rank, from real groups of processes joined by gloo."""
+"""Tensor parallelism: the logits of one rank, from processes joined by gloo or shared memory."""
 
 import atexit
 import socket
@@ -55,6 +55,7 @@ def test_logits_are_those_of_one_rank(tmp_path: Path, size: int) -> None:
         expected = prefill_logits(load_model(Path(folder)), prompts)
         for name in (folder, f"{folder}-ep") if "num_experts" in shape else (folder,):
             torch.testing.assert_close(logits[name], expected, atol=1e-4, rtol=0.0)
+        assert torch.equal(logits[f"{folder}-shared"], logits[folder])
 
 
 def test_the_residual_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """One rank of a tensor-parallel group: `python -m tests.models.tp_rank RANK SIZE …`.
 
 Arguments: rank, size, rendezvous, output file, checkpoint folders. Rank 0 writes the logits of
-every checkpoint to the output file, by folder; of one with experts also what they are if each rank
-has whole ones, by folder and "-ep".
+every checkpoint to the output file, by folder, also with memory that the ranks share ("-shared");
+of one with experts also what they are if each rank has whole ones ("-ep").
 """
 
 import sys
@@ -14,6 +14,9 @@ from safetensors.torch import save_file
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.checkpoint import read_model_config
 from tests.models.forward import load_model, prefill_logits, random_prompts
+
+NUM_ELEMENTS = 171 * 128
+"""of the activations; a rank's logits may be more"""
 
 
 def main() -> None:
@@ -28,6 +31,11 @@ def main() -> None:
         if config.expert_count:
             model = load_model(Path(folder), tp, expert_parallel=True)
             logits[f"{folder}-ep"] = prefill_logits(model, prompts)
+    tp.reserve(NUM_ELEMENTS, torch.float32)
+    assert tp.shared
+    for folder in folders:
+        prompts = random_prompts(read_model_config(Path(folder)).vocab_size, 1, 30, 140)
+        logits[f"{folder}-shared"] = prefill_logits(load_model(Path(folder), tp), prompts)
     if tp.rank == 0:
         save_file({name: tensor.contiguous() for name, tensor in logits.items()}, out)
 
