@@ -166,7 +166,7 @@ def test_beam_search(http: httpx.Client) -> None:
         tokens = choice["logprobs"]["tokens"]
         if "\ufffd" not in choice["text"]:  # the demo model's worst beams are broken characters
             assert "".join(one for one in tokens if one[:2] != "<|") == choice["text"]
-        assert all(len(top) == 1 for top in choice["logprobs"]["top_logprobs"])
+        assert all(1 <= len(top) <= 2 for top in choice["logprobs"]["top_logprobs"])
     messages = [{"role": "user", "content": "17+25="}]
     chat = http.post("/v1/chat/completions", json=beams | {"messages": messages}).json()
     texts = [one["message"]["content"] for one in chat["choices"]]
