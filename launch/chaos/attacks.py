@@ -23,7 +23,7 @@ POISON_WORKER = """
 import os, signal
 from penstock.protocol.messages.packed import unpack
 from penstock.services.worker import loading
-from penstock.services.worker.process import main
+from penstock.services.worker.start import main
 def load(*given):
     runner = loading.load(*given)
     launch = runner.launch

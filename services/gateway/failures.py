@@ -9,10 +9,11 @@ from penstock.protocol.messages.tokenizer import RequestFailed
 from penstock.protocol.poison import REFUSED
 from penstock.services.gateway.entry import Entry, GapError
 from penstock.services.gateway.ledger import Ledger
+from penstock.services.gateway.poison import GIVEN_UP, Poison, digest
 from penstock.services.gateway.router import Router
 from penstock.services.gateway.tokenizer_queries import Query
 from penstock.services.gateway.tokenizers import Work
-from penstock.services.gateway.validation import GIVEN_UP, Poison, WorkRequest, digest
+from penstock.services.gateway.validation import WorkRequest
 
 log = logging.getLogger("gateway")
 DEFECT = "the gateway failed at this request; its log has the reason"

@@ -22,11 +22,11 @@ from penstock.services.gateway.connections import Client
 from penstock.services.gateway.entry import Entry, GapError, estimated_tokens
 from penstock.services.gateway.failures import Failures
 from penstock.services.gateway.ledger import Admission, Ledger
+from penstock.services.gateway.poison import Poison
 from penstock.services.gateway.router import Router
 from penstock.services.gateway.tokenizer_queries import Queries, num_query_tokens
 from penstock.services.gateway.tokenizers import Tokenizers
 from penstock.services.gateway.validation import (
-    Poison,
     RefusedError,
     TokenizerRequest,
     Validation,
@@ -70,7 +70,8 @@ class Requests:
 
     def submit(self, client: Client, request: GenerateRequest, num_bytes: int) -> None:
         """Accept a request, or attach the client to the open one. Raises RefusedError."""
-        self.poison.check(request)
+        if self.poison.known:
+            self.poison.check(request)
         entry = self._ledger.find(request.request_id) if request.request_id else None
         if entry is None:
             self._accept(client, request, num_bytes)
@@ -82,7 +83,8 @@ class Requests:
         """Accept a request that a tokenizer answers alone. Raises RefusedError."""
         if client.connection.is_closed:
             return
-        self.poison.check(query)
+        if self.poison.known:
+            self.poison.check(query)
         self._check_drain(query)
         self._admission.check(num_bytes, num_query_tokens(query), client.share)
         self.validation.check_query(query)

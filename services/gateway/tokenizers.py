@@ -11,8 +11,8 @@ from penstock.protocol.fair_queue import FairQueue
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.peers import Peer, Peers, predecessors
 from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.poison import MAX_DEATHS, Poison
 from penstock.services.gateway.tokenizer_queries import Query
-from penstock.services.gateway.validation import MAX_DEATHS, Poison
 
 MAX_BYTES = 1 << 17
 """of work that one tokenizer has at a time, if it is not one piece: other work can be dropped"""
@@ -45,7 +45,7 @@ class Tokenizers:
 
     def submit(self, work: Work) -> None:
         """Send work to a tokenizer, now or when one has room."""
-        if num_deaths := self._poison.num_deaths(work.request):
+        if self._poison.known and (num_deaths := self._poison.num_deaths(work.request)):
             self._suspects[work] = num_deaths
         self._enqueue(work, work.priority)
         self._assign()

@@ -19,19 +19,11 @@ from penstock.protocol.messages.client import (
 from penstock.protocol.messages.codec import REQUEST_TYPES, Codec, RequestKind
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.nesting import MAX_DEPTH, is_too_deep
-from penstock.protocol.poison import REFUSED, PoisonList, comparable, digest_of
+from penstock.protocol.poison import comparable
 from penstock.protocol.transport.channel import DECODE_ERRORS
-from penstock.protocol.transport.death_reports import DeathReports
-from penstock.protocol.transport.process import Identity
 
 TokenizerRequest = TokenizePromptRequest | DetokenizeRequest
 WorkRequest = GenerateRequest | TokenizerRequest
-IGNORED_FIELDS = {"seed", "request_id", "stream", "timeout", "priority", "client"}
-IGNORED_FIELDS |= {"output_token_ids"}
-"""fields that do not change what a process has to do for a request"""
-MAX_DEATHS = 2
-"""of tokenizers that worked at a request and nothing else"""
-GIVEN_UP = f"{MAX_DEATHS} tokenizers died while they worked at the request; it is not tried again"
 TOKEN_BYTES = 5
 """of a token id in MessagePack, at most"""
 _DEFAULTS = GenerateRequest()
@@ -203,51 +195,3 @@ def check_same(request: GenerateRequest, known: GenerateRequest) -> None:
     text = f"got {request.request_id!r}, which another open request has; choose another id"
     if not is_same:
         raise RefusedError(f"request_id: {text}", "request_id", request_id=request.request_id)
-
-
-class Poison:
-    """Digests of requests that were given up, or are suspects."""
-
-    def __init__(self, reports: DeathReports) -> None:
-        self._reports = reports
-        self._known = PoisonList()
-
-    def num_deaths(self, request: WorkRequest) -> int:
-        """Return at how many deaths of tokenizers the same request was the only one."""
-        return self._known.num_deaths(digest(request)) if self._known else 0
-
-    def report_death(self, tokenizer: bytes, requests: list[WorkRequest]) -> None:
-        """Report the death of a tokenizer, by its routing id, that had these requests."""
-        dead = Identity.decode(tokenizer)
-        self._reports.died([(dead.name, dead.pid)], [digest(request) for request in requests])
-
-    def set_num_deaths(self, request: WorkRequest, num_deaths: int) -> None:
-        """Remember at how many deaths a request was the only one."""
-        self._known.put(digest(request), num_deaths)
-
-    def clear(self, request: WorkRequest) -> None:
-        """Forget the deaths of a request, which a tokenizer has processed since."""
-        self.set_num_deaths(request, 0)
-        self._reports.clear([digest(request)])
-
-    def learn(self, digests: list[bytes]) -> None:
-        """Refuse requests that an earlier gateway has given up, as the supervisor reports."""
-        for one in digests:
-            self._known.put(one, MAX_DEATHS)
-
-    def check(self, request: WorkRequest) -> None:
-        if self.num_deaths(request) >= MAX_DEATHS:
-            raise RefusedError(REFUSED, code="failed")
-
-    def give_up(self, request: WorkRequest) -> bytes:
-        """Refuse a request from now on. Return its digest."""
-        poison = digest(request)
-        self._known.put(poison, MAX_DEATHS)
-        self._reports.found(poison)
-        return poison
-
-
-def digest(request: WorkRequest) -> bytes:
-    """Return equal bytes for equal requests, of whichever client."""
-    fields = [field for field in request.__struct_fields__ if field not in IGNORED_FIELDS]
-    return digest_of(type(request).__name__, [getattr(request, field) for field in fields])

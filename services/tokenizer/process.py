@@ -23,6 +23,7 @@ from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
+from penstock.services.tokenizer.bad_words import encode_bad_words
 from penstock.services.tokenizer.grammar_check import GrammarChecker
 from penstock.services.tokenizer.prompts import PromptError, Tokenizer
 
@@ -74,7 +75,8 @@ class TokenizerProcess:
         try:
             with self.heartbeats.working():
                 prompt = self.tokenizer.encode(request)
-                bad_words = self.tokenizer.encode_bad_words(request.sampling.bad_words)
+                words = request.sampling.bad_words
+                bad_words = encode_bad_words(self.tokenizer.backend, words) if words else []
         except Exception as error:  # noqa: BLE001
             self._refuse(request, error)
             return

@@ -41,11 +41,11 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads for one text help nobody
         try:
-            self._tokenizer = HuggingFaceTokenizer.from_file(str(path))
+            self.backend = HuggingFaceTokenizer.from_file(str(path))
         except Exception as error:  # it raises nothing more exact
             raise ModelError(f"{path} can't be read: {error}") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self.backend.no_truncation()
+        self.backend.no_padding()
         self._chat_template = ChatTemplate(folder)
         self._max_model_len = max_model_len
 
@@ -69,30 +69,6 @@ class Tokenizer:
             text = self._decode(token_ids)
         return token_ids, _reasoning_after(text or "", self._chat_template.opens_reasoning)
 
-    def encode_bad_words(self, words: list[str]) -> list[list[int]]:
-        """Return the token sequences that must not be generated. Raises PromptError.
-
-        As in vLLM a word is encoded twice, as at the start of a text and following a space. The
-        second sequence is left out where it ends with the first, which then forbids both.
-        """
-        if not words:
-            return []
-        stripped = [word.lstrip(" ") or word for word in words]
-        texts = [text for word in stripped for text in (word, f" {word}")]
-        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        sequences = []
-        for number, word in enumerate(words):
-            plain, spaced = (list(one.ids) for one in encoded[2 * number : 2 * number + 2])
-            if not plain:
-                raise PromptError(
-                    "bad_words",
-                    f"bad_words[{number}]: got {word!r}, expected a string that has a token",
-                )
-            sequences.append(plain)
-            if spaced[-len(plain) :] != plain:
-                sequences.append(spaced)
-        return sequences
-
     def answer(
         self, question: TokenizePromptRequest | DetokenizeRequest
     ) -> TokenizeReply | DetokenizeReply:
@@ -101,12 +77,12 @@ class Tokenizer:
             token_ids, _ = self._encode(question)
             reply = TokenizeReply(token_ids=token_ids, max_model_len=self._max_model_len)
             if question.return_token_strs:
-                reply.token_strs = [self._tokenizer.id_to_token(one) or "" for one in token_ids]
+                reply.token_strs = [self.backend.id_to_token(one) or "" for one in token_ids]
             return reply
         return DetokenizeReply(text=self._decode(question.token_ids, question.skip_special_tokens))
 
     def _decode(self, token_ids: list[int], skips: bool = False) -> str:
-        return str(self._tokenizer.decode_batch([token_ids], skip_special_tokens=skips)[0])
+        return str(self.backend.decode_batch([token_ids], skip_special_tokens=skips)[0])
 
     def _encode(self, request: PromptFields) -> tuple[list[int], str | None]:
         """Token ids, and the text as far as it is known and they end with it."""
@@ -115,9 +91,9 @@ class Tokenizer:
         if most is None or len(token_ids) <= most:
             return token_ids, text
         if isinstance(request.prompt, str) and self._adds_tokens(request, most):
-            self._tokenizer.enable_truncation(most, direction=request.truncation_side)
+            self.backend.enable_truncation(most, direction=request.truncation_side)
             token_ids, _ = self._all_tokens(request)
-            self._tokenizer.no_truncation()
+            self.backend.no_truncation()
             return token_ids, None
         if request.truncation_side == "right":
             return token_ids[:most], None
@@ -125,7 +101,7 @@ class Tokenizer:
 
     def _adds_tokens(self, request: PromptFields, most: int) -> bool:
         """Return True if a text of `most` tokens has, and keeps, some that the tokenizer adds."""
-        number = self._tokenizer.num_special_tokens_to_add(False)
+        number = self.backend.num_special_tokens_to_add(False)
         return request.add_special_tokens is not False and 0 < number < most
 
     def _all_tokens(self, request: PromptFields) -> tuple[list[int], str | None]:
@@ -137,7 +113,7 @@ class Tokenizer:
         if request.add_special_tokens is not None:
             adds_special = request.add_special_tokens
         # of the methods that encode, those of a batch let other threads run meanwhile
-        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)
+        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=adds_special)
         return list(encoding.ids), text
 
     def _render(self, request: PromptFields) -> str:

@@ -1,6 +1,6 @@
 """Entry point of a worker process."""
 
 from penstock.services.worker.loading import load
-from penstock.services.worker.process import main
+from penstock.services.worker.start import main
 
 main(load)

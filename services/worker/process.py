@@ -1,31 +1,25 @@
-"""The worker process: gets its rank in the group from the scheduler, runs plans, sends tokens.
-
-The process is crash-only: any error it can't handle ends the process, which is then restarted.
-"""
+"""The worker process: gets its rank in the group from the scheduler, runs plans, sends tokens."""
 
 import contextlib
-import logging
 import os
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import zmq
 
-from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.worker import ToWorker, WorkerAssignment, WorkerExit, WorkerState
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
-from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
 from penstock.protocol.transport.process_exit import ProcessExit
 from penstock.services.worker.launched_step import LaunchedStep
 from penstock.services.worker.model_runner import ModelRunner
-from penstock.services.worker.network import free_rendezvous, use_interface_of
+from penstock.services.worker.network import free_rendezvous
 
 MAX_END = 5.0
 """maximum seconds in which a killed worker ends"""
@@ -160,37 +154,3 @@ def wait_for_end(pid: int) -> None:
     """Wait until a process of this machine has exited and freed its memory, up to MAX_END."""
     with contextlib.suppress(ProcessLookupError), contextlib.closing(ProcessExit(pid)) as process:
         process.wait(MAX_END)
-
-
-def main(load: Load) -> NoReturn:
-    """Run the process until it is stopped, or fails.
-
-    It exits as if killed. In an orderly exit, NCCL would wait for ever for CUDA graphs that hold
-    its communicators, and for a rank that has exited.
-    """
-    process = Process("worker")
-    code = 1
-    try:
-        _run(process, load)
-        code = 0
-    except ModelError as error:
-        process.log.error("%s", error)
-        code = os.EX_CONFIG
-    except (WorkerError, ConnectionError, SystemExit) as error:
-        process.log.error("%s", error)
-    except Exception:
-        process.log.exception("unexpected error")
-        code = os.EX_SOFTWARE  # its memory is not used again: it may have written something wrong
-    logging.shutdown()
-    os._exit(code)
-
-
-def _run(process: Process, load: Load) -> None:
-    worker = Worker(process, load)
-    worker.heartbeats.start()
-    loop = EventLoop(process.context, worker.send_state)
-    loop.add(worker.channel, worker.receive)
-    process.context.on_connected(worker.channel, worker.send_state)
-    if process.context.node_id:
-        use_interface_of(process.context.host)
-    loop.run()

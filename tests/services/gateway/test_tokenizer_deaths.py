@@ -16,8 +16,8 @@ from penstock.protocol.messages.tokenizer import TokenizeDone, ToTokenizer
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
 from penstock.protocol.transport.process import Identity
 from penstock.services.gateway.connections import Share
+from penstock.services.gateway.poison import MAX_DEATHS, Poison
 from penstock.services.gateway.tokenizers import MAX_SILENT, Tokenizers
-from penstock.services.gateway.validation import MAX_DEATHS, Poison
 from tests.services.gateway.conftest import GatewayHarness
 
 Start = Callable[..., GatewayHarness]

@@ -242,6 +242,6 @@ def test_a_model_that_can_not_be_served_ends_it_with_a_sentence(start: Start) ->
     identity = next(iter(workers.members))
     workers.channel.send(WorkerAssignment(1, "group", 0, 1, ""), identity)
     _, log = workers.processes["worker.1"].communicate(timeout=TIMEOUT)
-    assert workers.processes["worker.1"].returncode == 1
+    assert workers.processes["worker.1"].returncode == os.EX_CONFIG
     assert log.splitlines()[-1] == "E model folder /nowhere does not exist"
     assert "Traceback" not in log

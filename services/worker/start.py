@@ -1,0 +1,48 @@
+"""The start and the end of a worker process.
+
+The process is crash-only: any error it can't handle ends the process, which is then restarted.
+"""
+
+import logging
+import os
+from typing import NoReturn
+
+from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.transport.event_loop import EventLoop
+from penstock.protocol.transport.process import Process
+from penstock.services.worker.network import use_interface_of
+from penstock.services.worker.process import Load, Worker, WorkerError
+
+
+def main(load: Load) -> NoReturn:
+    """Run the process until it is stopped, or fails.
+
+    It exits as if killed. In an orderly exit, NCCL would wait for ever for CUDA graphs that hold
+    its communicators, and for a rank that has exited.
+    """
+    process = Process("worker")
+    code = 1
+    try:
+        _run(process, load)
+        code = 0
+    except ModelError as error:
+        process.log.error("%s", error)
+        code = os.EX_CONFIG
+    except (WorkerError, ConnectionError, SystemExit) as error:
+        process.log.error("%s", error)
+    except Exception:
+        process.log.exception("unexpected error")
+        code = os.EX_SOFTWARE  # its memory is not used again: it may have written something wrong
+    logging.shutdown()
+    os._exit(code)
+
+
+def _run(process: Process, load: Load) -> None:
+    worker = Worker(process, load)
+    worker.heartbeats.start()
+    loop = EventLoop(process.context, worker.send_state)
+    loop.add(worker.channel, worker.receive)
+    process.context.on_connected(worker.channel, worker.send_state)
+    if process.context.node_id:
+        use_interface_of(process.context.host)
+    loop.run()
