@@ -15,7 +15,6 @@ from penstock.protocol.messages.codec import codec_of
 from penstock.protocol.transport.channel import OVERSIZE_SLACK, Channel, traffic
 from penstock.protocol.transport.context import Context, check_reach, stays_on_host
 from penstock.protocol.transport.curve import ZAP_DOMAIN, secure_server
-from penstock.services.gateway.client_watch import MAX_RECEIVE_QUEUE, ClientWatch
 from penstock.services.gateway.connections import Client, Connection, Connections
 from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.ledger import Ledger
@@ -24,6 +23,8 @@ from penstock.services.gateway.reply_batches import ReplyBatches
 log = logging.getLogger("gateway")
 MAX_SEND_QUEUE = 4096
 """messages in libzmq's queue for one client; further output waits in the ledger"""
+MAX_RECEIVE_QUEUE = 8
+"""messages of one client that libzmq receives ahead; then the client has to wait"""
 OPTIONS = {
     zmq.HANDSHAKE_IVL: 10_000,  # milliseconds in which a client shows its key
     zmq.RCVHWM: MAX_RECEIVE_QUEUE,
@@ -59,12 +60,11 @@ class ClientSocket:
         check_reach(config)
         address = "inproc://clients-monitor"  # connected first: libzmq waits until events are read
         self.connections = Connections(context.connect(zmq.PAIR, address))
-        self._max_frame_bytes = max_request_bytes(config) + OVERSIZE_SLACK
+        self.max_frame_bytes = max_request_bytes(config) + OVERSIZE_SLACK
         self._bind(context, config, inner, address)
-        self.watch = ClientWatch(config, self.channel, self.connections, self._max_frame_bytes)
         self._frame_overhead = CURVE_FRAME_BYTES if config.curve_keys else FRAME_BYTES
-        self._max_unread_bytes = config.max_unread_bytes
-        self._ledger = ledger
+        self.max_unread_bytes = config.max_unread_bytes
+        self.ledger = ledger
         self.collected: dict[str, Entry] | None = None
         """requests with output to be delivered later, by id; None: output is delivered at once"""
         self._batches = ReplyBatches()
@@ -102,7 +102,7 @@ class ClientSocket:
         elif connection.is_full:
             connection.unsent[entry.request_id] = None
             if monotonic() >= connection.retry_at:
-                self._flush(connection)
+                self.flush(connection)
         else:
             self._send_new(entry)
 
@@ -113,45 +113,19 @@ class ClientSocket:
 
     def send_batches(self) -> None:
         """Send what `deliver_in_batch` has kept: one message for each HTTP server."""
-        for connection, frames, replies in self._batches.take():
+        for connection, frames, replies in self._batches.take() if self._batches.unsent else ():
             error = self._try_send(connection, frames)
             for entry, reply in replies:
                 self._on_sent(entry, reply, error)
 
     def release(self, entry: Entry) -> None:
         self.connections.detach(entry.request_id, entry.client)
-        self._ledger.remove(entry)
+        self.ledger.remove(entry)
 
-    def retry_full(self) -> list[Connection]:
-        """Try full queues again. Return connections that have left too much unread.
-
-        Our HTTP servers are not among them: they drop their own clients.
-        """
-        full = [one for one in self.connections if one.is_full]
-        for connection in full:
-            connection.traffic.update_num_read()
-            self._flush(connection)
-        limit = self._max_unread_bytes
-        return [
-            one
-            for one in full
-            if not one.is_inner
-            and one.traffic.take_progress()
-            < limit
-            < self.num_unread_bytes(one) - one.traffic.largest
-        ]
-
-    def num_unread_bytes(self, connection: Connection) -> int:
-        """Return the bytes that wait for one connection, here and in libzmq's queue."""
-        entries = (self._ledger.find(request_id) for request_id in connection.unsent)
-        num_bytes = sum(len(frame) for frames in connection.replies for frame in frames)
-        num_bytes += sum(entry.num_unread_bytes for entry in entries if entry)
-        return connection.traffic.num_queued + num_bytes
-
-    def _flush(self, connection: Connection) -> None:
+    def flush(self, connection: Connection) -> None:
         """Send what waits, until the queue is full again."""
         for request_id in list(connection.unsent):
-            entry = self._ledger.find(request_id)
+            entry = self.ledger.find(request_id)
             if entry and not self._send_new(entry):
                 return
             connection.unsent.pop(request_id, None)
@@ -184,9 +158,9 @@ class ClientSocket:
     def _try_send(self, connection: Connection, frames: list[bytes]) -> int:
         """As `Channel.try_send`; EAGAIN, too, where too much of what was sent is not read."""
         error = 0
-        if connection.traffic.num_queued > self._max_unread_bytes:
+        if connection.traffic.num_queued > self.max_unread_bytes:
             connection.traffic.update_num_read()
-            if connection.traffic.num_queued > self._max_unread_bytes:
+            if connection.traffic.num_queued > self.max_unread_bytes:
                 error = zmq.EAGAIN
         error = error or self.channel.try_send(frames)
         if not error:
@@ -224,7 +198,7 @@ class ClientSocket:
         options = {int(option): value for option, value in OPTIONS.items()}
         options[zmq.SNDHWM] = MAX_SEND_QUEUE
         self.channel: Channel[Any] = context.bind(
-            zmq.ROUTER, endpoint, None, self._max_frame_bytes, options, monitor
+            zmq.ROUTER, endpoint, None, self.max_frame_bytes, options, monitor
         )
         if is_inner_first:
             self.connections.inner = self.channel.last_endpoint

@@ -1,4 +1,4 @@
-"""Clients that libzmq ignores, and clients whose messages do not end, are disconnected.
+"""Clients that libzmq ignores, whose messages do not end, or that do not read, are found.
 
 libzmq keeps any number of frames until the last of a message has arrived. So each heartbeat checks
 how much each connection has received since its last message; on ipc, how often bytes were arriving.
@@ -7,15 +7,11 @@ libzmq silently ignores a client with the ZeroMQ identity of another client, unt
 more than a handshake was received, and no message. On ipc an idle client looks the same.
 """
 
-from typing import Any
-
 from penstock.protocol.config import Config
-from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.socket_info import num_unread_bytes, tcp_counters
-from penstock.services.gateway.connections import Connection, Connections
+from penstock.services.gateway.client_socket import MAX_RECEIVE_QUEUE, ClientSocket
+from penstock.services.gateway.connections import Connection
 
-MAX_RECEIVE_QUEUE = 8
-"""messages of one client that libzmq receives ahead; then the client has to wait"""
 KERNEL_BYTES = 1 << 23
 """more than the system receives ahead for one connection"""
 EXPANSION = 32
@@ -31,24 +27,19 @@ UNFINISHED = "a message was begun that is longer than any request, or all that w
 class ClientWatch:
     """Heartbeats of the clients' socket."""
 
-    def __init__(
-        self,
-        config: Config,
-        channel: Channel[Any],
-        connections: Connections,
-        max_frame_bytes: int,
-    ) -> None:
-        self._channel, self._connections = channel, connections
-        self._max_frame_bytes = max_frame_bytes
+    def __init__(self, clients: ClientSocket, config: Config) -> None:
+        self._clients, self._connections = clients, clients.connections
         self._may_be_curve = bool(config.curve_keys) or config.backend != "local"
         self._max_unfinished_bytes = config.max_open_bytes // EXPANSION
 
     def on_heartbeat(self) -> None:
         """Disconnect clients that libzmq ignores, and clients whose messages do not end."""
         unfinished: list[tuple[int, Connection]] = []
-        # Whole messages may wait in libzmq's queue.
-        waits = self._channel.has_message
-        limit = self._max_frame_bytes * (MAX_RECEIVE_QUEUE + 1 if waits else 1) + KERNEL_BYTES
+        waits = self._clients.channel.has_message
+        num_messages = (
+            MAX_RECEIVE_QUEUE + 1 if waits else 1
+        )  # whole ones may wait in libzmq's queue
+        limit = self._clients.max_frame_bytes * num_messages + KERNEL_BYTES
         shortest = self._connections.take_shortest_identity()
         for connection in self._connections:
             counters = tcp_counters(connection.fd)
@@ -69,3 +60,29 @@ class ClientWatch:
                 break
             num_all -= num_bytes
             self._connections.cut_off(connection, UNFINISHED)
+
+    def retry_full(self) -> list[Connection]:
+        """Try full queues again. Return connections that have left too much unread.
+
+        Our HTTP servers are not among them: they drop their own clients.
+        """
+        full = [one for one in self._connections if one.is_full]
+        for connection in full:
+            connection.traffic.update_num_read()
+            self._clients.flush(connection)
+        limit = self._clients.max_unread_bytes
+        return [
+            one
+            for one in full
+            if not one.is_inner
+            and one.traffic.take_progress()
+            < limit
+            < self.num_unread_bytes(one) - one.traffic.largest
+        ]
+
+    def num_unread_bytes(self, connection: Connection) -> int:
+        """Return the bytes that wait for one connection, here and in libzmq's queue."""
+        entries = (self._clients.ledger.find(request_id) for request_id in connection.unsent)
+        num_bytes = sum(len(frame) for frames in connection.replies for frame in frames)
+        num_bytes += sum(entry.num_unread_bytes for entry in entries if entry)
+        return connection.traffic.num_queued + num_bytes

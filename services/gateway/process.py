@@ -19,6 +19,7 @@ from penstock.protocol.transport.context import Handlers
 from penstock.protocol.transport.event_loop import CallLater
 from penstock.protocol.transport.process import Process, first_number
 from penstock.services.gateway.client_socket import ClientSocket
+from penstock.services.gateway.client_watch import ClientWatch
 from penstock.services.gateway.connections import Client, Totals
 from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.model import Model
@@ -44,6 +45,7 @@ class Gateway:
             process.context, process.config, process.endpoints.inner_clients, self.ledger
         )
         self.connections = self.clients.connections
+        self.watch = ClientWatch(self.clients, process.config)
         self.status_queries = StatusQueries(self.clients, self.status)
         self.models = [self._model(one) for one in process.by_model()]
         self.default = self.models[0]
@@ -150,15 +152,15 @@ class Gateway:
             model.on_heartbeat()
         self.connections.handle_events()
         self._drop(self.connections.take_lost())
-        for connection in self.clients.retry_full():
+        for connection in self.watch.retry_full():
             log.warning(
                 "a client has left %d bytes of answers unread: its %d requests are aborted",
-                self.clients.num_unread_bytes(connection),
+                self.watch.num_unread_bytes(connection),
                 len(connection.request_ids),
             )
             self._drop(set(connection.request_ids))
             self.connections.cut_off(connection, UNREAD)
-        self.clients.watch.on_heartbeat()
+        self.watch.on_heartbeat()
         self.status_queries.drop_closed()
 
     def _drop(self, request_ids: set[str]) -> None:

@@ -12,7 +12,7 @@ class ReplyBatches:
     """Unsent replies by the connection of an HTTP server."""
 
     def __init__(self) -> None:
-        self._batches: dict[Connection, list[tuple[Entry, Output]]] = {}
+        self.unsent: dict[Connection, list[tuple[Entry, Output]]] = {}
 
     def add(self, entry: Entry) -> bool:
         """Add new output of a request; False if it can't be in a batch."""
@@ -21,12 +21,12 @@ class ReplyBatches:
         if not is_batched or connection.is_full or connection.is_closed:
             return False
         if replies := entry.unsent_replies():
-            self._batches.setdefault(connection, []).extend((entry, one) for one in replies)
+            self.unsent.setdefault(connection, []).extend((entry, one) for one in replies)
         return True
 
     def take(self) -> Iterator[tuple[Connection, list[bytes], list[tuple[Entry, Output]]]]:
         """Yield each connection, the frames of its message, and what they deliver."""
-        batches, self._batches = self._batches, {}
+        batches, self.unsent = self.unsent, {}
         for connection, batch in batches.items():
             numbers = [entry.client.envelope[1] for entry, _ in batch]
             frame = MSGPACK.encode(ReplyBatch(numbers, [reply for _, reply in batch]))
