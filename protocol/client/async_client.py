@@ -1,6 +1,8 @@
 """The client for asyncio; `client.py` has the one that blocks, and says more."""
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator
 from copy import copy
 from pathlib import Path
@@ -54,6 +56,13 @@ class AsyncStream:
             await self._change()
         return delta
 
+    def block(self) -> None:
+        """Note that the task may wait for a client of its own from now on, until `unblock`."""
+        self._answer.blocked_since = time.monotonic()
+
+    def unblock(self) -> None:
+        self._answer.blocked_since = math.inf
+
     async def result(self) -> GenerateReply:
         """Wait for the whole answer. Raises RequestError."""
         while not self._answer.final:
@@ -82,9 +91,15 @@ class AsyncClient:
         keys: str | Path | None = None,
         client: str = DEFAULT_CLIENT,
         context: Context | None = None,
+        max_unread_bytes: float = math.inf,
     ) -> None:
-        """`context`: instead of one of its own, which ends with the block."""
-        self._where = endpoint, keys, client, context
+        """Prepare; `async with` connects.
+
+        context: instead of one of its own, which ends with the block. max_unread_bytes: what a
+        stream may have while its task is blocked; then it fails. Many open ones divide it.
+        """
+        self._where = endpoint, keys, client, context, max_unread_bytes
+        self._rest: asyncio.Handle | None = None
         self._model: str | None = None
 
     def of_model(self, name: str) -> Self:
@@ -96,13 +111,26 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         """Raise ClientError for unreadable keys and an invalid address."""
         self._connection = Connection(*self._where)
+        self._connection.on_rest = self._take_rest
         for descriptor in self._descriptors():
             asyncio.get_running_loop().add_reader(descriptor, self._connection.take)
         return self
 
+    def _take_rest(self) -> None:
+        """Take further messages after others had their turn."""
+
+        def take() -> None:
+            self._rest = None
+            self._connection.take()
+
+        if self._rest is None:
+            self._rest = asyncio.get_running_loop().call_soon(take)
+
     async def __aexit__(self, *_: object) -> None:
         for descriptor in self._descriptors():
             asyncio.get_running_loop().remove_reader(descriptor)
+        if self._rest:
+            self._rest.cancel()
         self._connection.leave()
         await asyncio.to_thread(self._connection.close)
 

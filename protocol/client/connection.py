@@ -1,7 +1,9 @@
 """A client's connection to the gateway, which may be lost and come back."""
 
 import contextlib
+import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,6 +15,7 @@ from penstock.protocol.client.failover import Addresses, check_addresses
 from penstock.protocol.client.session import Answer, Session
 from penstock.protocol.messages.client import (
     AbortReply,
+    AbortRequest,
     DetokenizeReply,
     ErrorReply,
     GenerateReply,
@@ -34,6 +37,8 @@ MAX_HANG_UPS = 3
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 CONNECT_TIMEOUT = 2000
 """milliseconds after which the next one of several addresses is tried"""
+TURN = 0.005
+"""seconds for which replies are taken in a row, where others have to work between"""
 HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT = 1000, 5000
 """milliseconds between two of ZeroMQ's heartbeats, and of silence after which the next address is
 tried"""
@@ -63,6 +68,7 @@ class Connection:
         keys: str | Path | None,
         client: str,
         context: Context | None = None,
+        max_unread_bytes: float = math.inf,
     ) -> None:
         """Connect; raise ClientError for unreadable keys and an invalid address.
 
@@ -77,7 +83,9 @@ class Connection:
         """the current address can't be connected, or its connection is lost"""
         self._context = context or Context()
         self._owns_context = context is None
-        self._session = Session()
+        self._session = Session(max_unread_bytes)
+        self.on_rest: Callable[[], None] | None = None
+        """called where messages wait after the TURN of one `take`; None: it takes all"""
         self._is_connected = False
         self._num_hang_ups: Counter[bytes] = Counter()
         """by the number of the question, of those longer than OVERSIZE_SLACK"""
@@ -127,17 +135,29 @@ class Connection:
         A connection that fails before its handshake is not a sign.
         """
         self._has_sign = False
-        drain(self._handlers)
+        self._take()
         while self._is_failing:
             self._try_next()
-            drain(self._handlers)
+            self._take()
+        while self._session.cut:
+            self.ask(AbortRequest(request_id=self._session.cut.pop().request_id))
         return self._has_sign
+
+    def _take(self) -> None:
+        if self.on_rest is None:
+            drain(self._handlers)
+            return
+        for channel, handler in self._handlers:
+            if channel.has_message:
+                handler()
+        if any(channel.has_message for channel, _ in self._handlers):
+            self.on_rest()
 
     def _on_monitor(self) -> None:
         self._has_sign |= self._on_event(recv_monitor_message(self.monitor)["event"])
 
     def _on_reply(self) -> None:
-        for frames in self._replies.receive_frames():
+        for frames in self._replies.receive_frames(math.inf if self.on_rest is None else TURN):
             self._session.receive(frames)
         self._has_sign = True
 

@@ -7,7 +7,10 @@ missing at the end. The pieces of a stream always add up to the text of its repl
 
 import itertools
 import logging
+import math
+import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -34,6 +37,14 @@ log = logging.getLogger(__name__)
 _decode_batch = msgspec.msgpack.Decoder(ReplyBatch).decode
 Done = GenerateReply | TokenizeReply | DetokenizeReply | AbortReply | StatusReply
 Final = Done | ErrorReply
+MAX_PIECE = 64
+"""tokens with logprobs that are taken at once: converting more would delay other streams"""
+LOGPROB_BYTES = 256
+"""of memory, more or less"""
+PATIENCE = 1.0
+"""seconds in which a client that reads at all makes room for the next piece"""
+FAIR_ANSWERS = 16
+"""open answers of which each may leave the whole limit unread; more of them divide it"""
 
 
 class Answer:
@@ -45,8 +56,12 @@ class Answer:
         self._frame = MSGPACK.encode(question)
         self.final: Final | None = None
         self.on_change: Callable[[], None] = lambda: None
-        self._waiting: TextDelta | None = None
-        """what has arrived and is not taken, as one piece"""
+        self._waiting: deque[TextDelta] = deque()
+        """what has arrived and is not taken, as few pieces"""
+        self.num_unread = 0
+        """bytes of it beyond its first part, more or less"""
+        self.blocked_since = math.inf
+        """time.monotonic() since when its reader can't pass on a piece; inf: it can"""
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs | None] = []
         self._num_chars = 0
@@ -60,9 +75,19 @@ class Answer:
         return [self.number, self._frame]
 
     def take_delta(self) -> TextDelta | None:
-        """Return what has arrived of the stream since the last call, as one piece."""
-        delta, self._waiting = self._waiting, None
+        """Return what has arrived of the stream since the last call, or a part of it."""
+        if not self._waiting:
+            return None
+        delta = self._waiting.popleft()
+        self.num_unread = max(0, self.num_unread - _num_bytes(delta)) if self._waiting else 0
         return delta
+
+    def cut(self) -> None:
+        """End a stream that its client does not read, and drop what has arrived."""
+        message = f"the client has left {self.num_unread} bytes unread, which is too much"
+        self._waiting.clear()
+        self.num_unread = 0
+        self.final = ErrorReply(code="failed", message=message, request_id=self.request_id)
 
     def result(self) -> Done:
         """Return the reply, once `final` is set. Raises RequestError if it is an error."""
@@ -86,7 +111,18 @@ class Answer:
             self._token_ids += delta.token_ids
             self._logprobs += delta.logprobs or []
             self._num_chars += len(delta.text)
-            self._waiting = _joined(self._waiting, delta) if self._waiting else delta
+            self._keep(delta)
+
+    def _keep(self, delta: TextDelta) -> None:
+        if not self._waiting:
+            self._waiting.append(delta)
+            return
+        self.num_unread += _num_bytes(delta)
+        last = self._waiting[-1]
+        if last.logprobs and len(last.token_ids) >= MAX_PIECE:
+            self._waiting.append(delta)
+        else:
+            _join(last, delta)
 
     def finish(self, reply: Final) -> None:
         """Set the reply, and add what the stream has missed."""
@@ -111,14 +147,19 @@ class Answer:
         return len(self._token_ids) < len(reply.token_ids) or self._num_chars < len(reply.text)
 
 
-def _joined(first: TextDelta, then: TextDelta) -> TextDelta:
-    """Return two consecutive pieces as one, which is the first one changed."""
+def _num_bytes(delta: TextDelta) -> int:
+    num_logprobs = sum(1 + len(one.top) for one in delta.logprobs or () if one)
+    return len(delta.text) + 8 * len(delta.token_ids) + LOGPROB_BYTES * num_logprobs
+
+
+def _join(first: TextDelta, then: TextDelta) -> None:
+    """Add the next piece to a piece."""
     first.token_ids += then.token_ids
     first.text += then.text
     if then.logprobs:
-        first.logprobs = (first.logprobs or []) + then.logprobs
+        first.logprobs = first.logprobs or []
+        first.logprobs += then.logprobs
     first.finish_reason, first.stop_reason = then.finish_reason, then.stop_reason
-    return first
 
 
 def _as_delta(reply: GenerateReply) -> TextDelta:
@@ -142,7 +183,11 @@ class Session:
     A frame with a number precedes each question; the gateway puts it before its answers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_unread_bytes: float = math.inf) -> None:
+        """max_unread_bytes: of a stream whose reader is blocked; then it is `cut`."""
+        self.cut: list[Answer] = []
+        """streams to be aborted"""
+        self._max_unread = max_unread_bytes
         self._answers: dict[bytes, Answer] = {}
         self._numbers = itertools.count()
 
@@ -176,7 +221,19 @@ class Session:
             return  # a repeated reply
         if isinstance(reply, TextDelta):
             answer.add(reply)
+            if not self._is_unread(answer):
+                answer.on_change()
+                return
+            answer.cut()
+            self.cut.append(answer)
         else:
             answer.finish(reply)
-            del self._answers[number]
+        del self._answers[number]
         answer.on_change()
+
+    def _is_unread(self, answer: Answer) -> bool:
+        """Return whether a stream has too much that waits for its reader's client."""
+        share = max(1, len(self._answers) / FAIR_ANSWERS)
+        if answer.num_unread * share <= self._max_unread:
+            return False
+        return time.monotonic() - answer.blocked_since >= PATIENCE

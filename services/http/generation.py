@@ -188,7 +188,9 @@ class Generation:
                     await events.send(convert(last, None))
                 last = delta if delta.finish_reason else None  # the reply follows at once
                 if last is None:
+                    stream.block()
                     await events.send(convert(delta, None))
+                    stream.unblock()
             reply = await self._result(stream)
             await events.send(convert(last, reply))
         except asyncio.CancelledError:  # the stream notices it only while it is awaited

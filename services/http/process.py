@@ -64,7 +64,8 @@ async def serve(process: Process) -> None:
         heartbeats.beat()
 
     attend(process.context.handlers)
-    async with AsyncClient(process.endpoints.inner_clients, context=process.context) as client:
+    where, most = process.endpoints.inner_clients, config.max_unread_bytes
+    async with AsyncClient(where, context=process.context, max_unread_bytes=most) as client:
         models = Models(config, client)
         server = Server(uvicorn_config(config, models))
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -5,8 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.protocol.client import session as module
 from penstock.protocol.client.errors import RequestError
-from penstock.protocol.client.session import Answer, Session
+from penstock.protocol.client.session import MAX_PIECE, Answer, Session
 from penstock.protocol.messages.client import (
     ErrorReply,
     GenerateReply,
@@ -190,3 +191,53 @@ def test_a_stream_that_is_asked_for_again_brings_what_it_has() -> None:
     again = MSGPACK.decode_request(answer.frames[1])
     assert isinstance(again, GenerateRequest)
     assert again.output_token_ids == TOKEN_IDS[:2]
+
+
+def piece(number: int, text: str = "", has_logprobs: bool = False) -> TextDelta:
+    """Return one token as piece `number` of a stream of equal ones."""
+    return TextDelta(
+        request_id="",
+        token_offset=number,
+        char_offset=number * len(text),
+        token_ids=[number],
+        text=text,
+        logprobs=logprobs(number) if has_logprobs else None,
+    )
+
+
+def test_many_tokens_with_logprobs_are_several_pieces() -> None:
+    """To convert one of thousands of logprobs would hold up other streams."""
+    session, answer = ask()
+    for number in range(1000):
+        say(session, answer, piece(number, has_logprobs=True))
+    taken = list(iter(answer.take_delta, None))
+    assert [one for delta in taken for one in delta.token_ids] == list(range(1000))
+    assert max(len(delta.token_ids) for delta in taken) == MAX_PIECE
+    assert answer.num_unread == 0
+
+
+def test_a_stream_that_its_reader_can_not_pass_on_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    session = Session(max_unread_bytes=1000)
+    unread, slow = (session.ask(GenerateRequest(prompt="x", stream=True)) for _ in range(2))
+    unread.blocked_since = 0.0
+    for number in range(30):
+        say(session, unread, piece(number, "x" * 100))
+        say(session, slow, piece(number, "x" * 100))
+    assert session.cut == [unread]
+    assert unread.take_delta() is None
+    assert isinstance(unread.final, ErrorReply)
+    assert "bytes unread" in unread.final.message
+    assert session.unanswered() == [slow]
+    assert slow.final is None
+    assert len(slow.take_delta().text) == 3000  # type: ignore[union-attr]
+
+
+def test_many_streams_divide_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    session = Session(max_unread_bytes=16_000)
+    answers = [session.ask(GenerateRequest(prompt="x", stream=True)) for _ in range(64)]
+    answers[0].blocked_since = 0.0
+    for number in range(41):
+        say(session, answers[0], piece(number, "x" * 100))
+    assert session.cut == answers[:1]

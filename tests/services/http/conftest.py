@@ -62,7 +62,8 @@ class Served:
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        async with AsyncClient(self._endpoint) as client:
+        most = self._config.max_unread_bytes
+        async with AsyncClient(self._endpoint, max_unread_bytes=most) as client:
             state = Models(self._config, client)
             self._server = Server(uvicorn_config(self._config, state, self._limits))
             self._began.set()

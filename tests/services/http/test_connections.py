@@ -8,7 +8,14 @@ from contextlib import ExitStack, closing
 import msgspec
 import pytest
 
-from penstock.protocol.messages.client import GenerateRequest, Reply, Request
+from penstock.protocol.client import session
+from penstock.protocol.messages.client import (
+    AbortRequest,
+    GenerateRequest,
+    Reply,
+    Request,
+    TextDelta,
+)
 from penstock.services.http.connections import LimitedProtocol, Limits, limits_for
 from tests.services.http.conftest import NUM_AT_START, Served, behave
 
@@ -193,6 +200,39 @@ def test_an_answer_may_take_longer(serve: Serve, connect: Connect) -> None:
     assert rest(late) == b""  # so that much more than the limit has gone by
     served.stop()
     assert rest(patient).startswith(b"HTTP/1.1 503 ")
+
+
+def test_a_stream_that_its_client_does_not_read_is_aborted(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is limited, and others are answered."""
+    monkeypatch.setattr(session, "PATIENCE", 0.0)
+    is_aborted = threading.Event()
+    text = "x" * 10_000
+
+    def flood(request: Request) -> list[Reply]:
+        match request:
+            case GenerateRequest(stream=True, request_id=str(name)):
+                return [
+                    TextDelta(
+                        request_id=name,
+                        token_offset=number,
+                        char_offset=number * len(text),
+                        token_ids=[1],
+                        text=text,
+                    )
+                    for number in range(2000)
+                ]
+            case AbortRequest():
+                is_aborted.set()
+        return behave(request)
+
+    served = serve(flood, max_unread_bytes=1 << 20)
+    body = b'{"prompt": "one", "stream": true}'
+    connect(served).sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    assert is_aborted.wait(60)
+    with served.client() as client:
+        assert client.post("/v1/completions", json={"prompt": "two"}).status_code == 200
 
 
 def test_a_client_that_does_not_read(
