@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,11 +10,10 @@ import pytest
 import zmq
 
 from penstock.launch.pipeline.keys import make_keys
-from penstock.protocol.client import connection
 from penstock.protocol.client.client import AsyncClient, Client
 from penstock.protocol.client.connection import Connection
 from penstock.protocol.client.errors import ClientError, NoAnswer, RequestError
-from penstock.protocol.client.session import Answer, Session
+from penstock.protocol.client.session import Answer
 from penstock.protocol.messages.client import (
     AbortRequest,
     ErrorReply,
@@ -259,40 +257,6 @@ def test_an_async_stream(endpoint: str) -> None:
 
     with gateway(endpoint, pieces):
         assert asyncio.run(run()) == (TEXT, TEXT)
-
-
-def test_other_tasks_have_their_turn_between_messages(
-    endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Messages that come faster than they are taken would stop all else."""
-    monkeypatch.setattr(connection, "TURN", 0.0)
-    number = 500
-
-    def flood(request: Request) -> list[Reply]:
-        assert isinstance(request, GenerateRequest)
-        return [*(delta(request, 0, 1) for _ in range(number)), reply(request)]
-
-    received: Counter[int] = Counter()
-    """turn of the loop → messages"""
-    turn, receive = 0, Session.receive
-
-    def count(self: Session, frames: list[bytes]) -> None:
-        received[turn] += 1
-        receive(self, frames)
-
-    async def run() -> None:
-        nonlocal turn
-        async with AsyncClient(endpoint) as client:
-            result = asyncio.ensure_future(client.stream("x").result())
-            while not result.done():
-                await asyncio.sleep(0)
-                turn += 1
-
-    monkeypatch.setattr(Session, "receive", count)
-    with gateway(endpoint, flood):
-        asyncio.run(run())
-    assert sum(received.values()) == number + 1
-    assert max(received.values()) <= 3  # one for each descriptor, and for what is left
 
 
 def test_an_answer_that_came_while_sending_is_heard(
