@@ -26,8 +26,8 @@ from penstock.protocol.messages.control import (
     Spawned,
 )
 from penstock.protocol.messages.status import StatusReply
-from penstock.protocol.transport.asyncio_handlers import attend, drain, leave
-from penstock.protocol.transport.context import Context
+from penstock.protocol.transport.asyncio_handlers import attend, leave
+from penstock.protocol.transport.context import Context, drain
 
 Step = Callable[[], Awaitable[None]]
 

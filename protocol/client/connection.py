@@ -24,9 +24,8 @@ from penstock.protocol.messages.client import (
 )
 from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.messages.status import StatusReply
-from penstock.protocol.transport.asyncio_handlers import drain
 from penstock.protocol.transport.channel import MAX_FRAME_BYTES, OVERSIZE_SLACK, Channel
-from penstock.protocol.transport.context import CLUSTER, Context, Handlers, stays_on_host
+from penstock.protocol.transport.context import CLUSTER, Context, Handlers, drain, stays_on_host
 from penstock.protocol.transport.curve import KeysError, secure_client
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"

@@ -1,10 +1,10 @@
-"""Handlers of channels without an `EventLoop`: within asyncio, or of a caller that waits itself."""
+"""Handlers of channels within asyncio."""
 
 import asyncio
 
 import zmq
 
-from penstock.protocol.transport.context import Handlers
+from penstock.protocol.transport.context import Handlers, drain
 
 
 def attend(handlers: Handlers) -> None:
@@ -20,14 +20,3 @@ def leave(handlers: Handlers) -> None:
     loop = asyncio.get_running_loop()
     for channel, _ in handlers:
         loop.remove_reader(int(channel.socket.getsockopt(zmq.FD)))
-
-
-def drain(handlers: Handlers) -> None:
-    """Handle messages until none waits: a ZeroMQ file descriptor signals changes, not states."""
-    busy = True
-    while busy:
-        busy = False
-        for channel, handler in handlers:
-            if channel.has_message:
-                handler()
-                busy = True

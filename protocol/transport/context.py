@@ -218,3 +218,14 @@ class Context(zmq.Context["zmq.Socket[bytes]"]):
         socket.setsockopt(zmq.LINGER, 1000)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         return socket
+
+
+def drain(handlers: Handlers) -> None:
+    """Handle messages until none waits: a ZeroMQ file descriptor signals changes, not states."""
+    busy = True
+    while busy:
+        busy = False
+        for channel, handler in handlers:
+            if channel.has_message:
+                handler()
+                busy = True

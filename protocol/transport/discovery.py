@@ -15,15 +15,13 @@ from typing import Any
 import msgspec
 import zmq
 from msgspec import Struct
-from zmq.utils.monitor import recv_monitor_message
 
-from penstock.protocol.transport.asyncio_handlers import drain
 from penstock.protocol.transport.channel import (
     HEARTBEAT_INTERVAL,
     MAX_MISSED_HEARTBEATS,
     Channel,
 )
-from penstock.protocol.transport.context import CLUSTER, Context
+from penstock.protocol.transport.context import CLUSTER, Context, drain
 from penstock.protocol.transport.curve import secure_client, secure_server
 
 NODE_VARIABLE = "PENSTOCK_NODE"
@@ -183,7 +181,7 @@ class Cluster(Context):
 
         def handle() -> None:
             while events.has_message:
-                handler(recv_monitor_message(events.socket)["endpoint"].decode())
+                handler(events.socket.recv_multipart()[1].decode())
 
         self.handlers.append((events, handle))
 

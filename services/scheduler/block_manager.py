@@ -1,19 +1,8 @@
 """The block tables of sequences, over the pool of blocks."""
 
-from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import pack
 from penstock.services.scheduler.block_pool import BlockPool
-from penstock.services.scheduler.block_records import BlockRecords
 from penstock.services.scheduler.sequence import Sequence
-
-
-def make_block_manager(
-    config: Config, num_blocks: int, block_size: int, records: BlockRecords | None = None
-) -> "BlockManager":
-    """Return the manager of `num_blocks` blocks, as configured; records: as in `BlockPool`."""
-    pool = BlockPool(num_blocks, records=records)
-    watermark = int(num_blocks * config.watermark)
-    return BlockManager(pool, block_size, watermark, config.enable_prefix_caching)
 
 
 class BlockManager:

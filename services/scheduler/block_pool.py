@@ -3,17 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-import xxhash
-
-from penstock.services.scheduler.block_records import BlockRecords, Content
-
-ROOT = 0
-"""the parent of the first block of every sequence"""
-
-
-def hash_block(parent: bytes, token_ids: bytes) -> bytes:
-    """Return 128 bits, chained: equal only for equal prefixes (xxh3, xxhash.com)."""
-    return xxhash.xxh3_128_digest(parent + token_ids)
+from penstock.services.scheduler.block_records import ROOT, BlockRecords, Content, hash_block
 
 
 class BlockPool:
@@ -38,33 +28,12 @@ class BlockPool:
         self._contents: list[Content | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
         self._num_contents = ROOT
-        order = self._recover(records) if records else range(num_blocks)
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(order)
-
-    def _recover(self, records: BlockRecords) -> list[int]:
-        """Publish the recorded blocks. Return all blocks in the order in which to reuse them.
-
-        The last use of a content is taken to be the time when the last one after it was published.
-        """
-        last_uses = {ROOT: 0}
-        found = sorted(records.read(), key=lambda one: one[1].number)
-        for block, content in found:
-            if content.parent not in last_uses or content.hash in self._cached:
-                records.clear(block)  # it can't be found
-                continue
-            self._num_contents = last_uses[content.number] = content.number
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        for block, content in records.recover() if records else ():
+            self._num_contents = max(self._num_contents, content.number)
             self._contents[block] = content
             self._cached[content.hash] = block
-        for _, content in reversed(found):
-            if content.parent in last_uses:
-                last_use = last_uses.get(content.number, 0)
-                last_uses[content.parent] = max(last_uses[content.parent], last_use)
-
-        def key(block: int) -> tuple[int, int]:
-            content = self._contents[block]
-            return (last_uses[content.number], -content.number) if content else (0, block)
-
-        return sorted(range(self.num_blocks), key=key)
+            self._free.move_to_end(block)
 
     @property
     def num_free_blocks(self) -> int:

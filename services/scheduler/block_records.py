@@ -9,7 +9,11 @@ from collections.abc import Iterator
 from mmap import mmap
 from typing import NamedTuple
 
+import xxhash
+
 HASH_BYTES = 16
+ROOT = 0
+"""the parent of the first block of every sequence"""
 
 
 class Content(NamedTuple):
@@ -23,6 +27,11 @@ class Content(NamedTuple):
     parent: int
     hash: bytes
     token_ids: bytes
+
+
+def hash_block(parent: bytes, token_ids: bytes) -> bytes:
+    """Return 128 bits, chained: equal only for equal prefixes (xxh3, xxhash.com)."""
+    return xxhash.xxh3_128_digest(parent + token_ids)
 
 
 class BlockRecords:
@@ -57,6 +66,27 @@ class BlockRecords:
                 body = bytes(self._bytes[begin : begin + self._body_bytes])
                 parent, hash_ = self._parents[block], body[:HASH_BYTES]
                 yield block, Content(number, parent, hash_, body[HASH_BYTES:])
+
+    def recover(self) -> list[tuple[int, Content]]:
+        """Return blocks and content that can be found, in the order of last use; clear others.
+
+        The last use of a content is taken to be the time when the last one after it was published.
+        Of one sequence, the last blocks come first.
+        """
+        last_uses = {ROOT: 0}
+        found: list[tuple[int, Content]] = []
+        hashes: set[bytes] = set()
+        for block, content in sorted(self.read(), key=lambda one: one[1].number):
+            if content.parent in last_uses and content.hash not in hashes:
+                found.append((block, content))
+                last_uses[content.number] = content.number
+                hashes.add(content.hash)
+            else:
+                self.clear(block)
+        for _, content in reversed(found):
+            last_use = max(last_uses[content.parent], last_uses[content.number])
+            last_uses[content.parent] = last_use
+        return sorted(found, key=lambda one: (last_uses[one[1].number], -one[1].number))
 
     def write(self, block: int, content: Content) -> None:
         """Record confirmed content of a block without a record."""

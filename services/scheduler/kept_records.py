@@ -1,7 +1,19 @@
-"""Records of KV blocks in memory that the supervisor keeps."""
+"""Management of KV blocks with their records, in memory that the supervisor keeps."""
 
+from penstock.protocol.config import Config
 from penstock.protocol.transport.kept_memory import MemoryClient
+from penstock.services.scheduler.block_manager import BlockManager
+from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.block_records import BlockRecords
+
+
+def make_block_manager(
+    config: Config, num_blocks: int, block_size: int, records: BlockRecords | None = None
+) -> BlockManager:
+    """Return the manager of `num_blocks` blocks, as configured; records: as in `BlockPool`."""
+    pool = BlockPool(num_blocks, records=records)
+    watermark = int(num_blocks * config.watermark)
+    return BlockManager(pool, block_size, watermark, config.enable_prefix_caching)
 
 
 def open_records(

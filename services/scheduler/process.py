@@ -28,10 +28,9 @@ from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.peers import refusal
 from penstock.protocol.transport.process import Process, first_number
 from penstock.services.scheduler import poison, report
-from penstock.services.scheduler.block_manager import make_block_manager
 from penstock.services.scheduler.detokenizer_recovery import RecoverableStreams
 from penstock.services.scheduler.in_flight_plan import PlanDepth
-from penstock.services.scheduler.kept_records import open_records
+from penstock.services.scheduler.kept_records import make_block_manager, open_records
 from penstock.services.scheduler.lease import Lease
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence

@@ -11,9 +11,8 @@ import zmq
 from penstock.launch.pipeline.keys import make_keys
 from penstock.launch.supervisor.ray.directory import DirectoryServer, FixedNetwork
 from penstock.protocol.messages.registration import Heartbeat
-from penstock.protocol.transport.asyncio_handlers import drain
 from penstock.protocol.transport.channel import Channel
-from penstock.protocol.transport.context import CLUSTER, Context
+from penstock.protocol.transport.context import CLUSTER, Context, drain
 from penstock.protocol.transport.curve import secure_client, secure_server
 from penstock.protocol.transport.discovery import (
     KEYS_CLIENT,

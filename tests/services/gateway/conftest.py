@@ -16,8 +16,7 @@ from penstock.protocol.messages.detokenizer import TextDeltas
 from penstock.protocol.messages.registration import Heartbeat
 from penstock.protocol.messages.scheduler import ToScheduler
 from penstock.protocol.messages.tokenizer import TokenizeDone, ToTokenizer
-from penstock.protocol.transport.asyncio_handlers import drain
-from penstock.protocol.transport.context import Context, Endpoints
+from penstock.protocol.transport.context import Context, Endpoints, drain
 from penstock.protocol.transport.curve import secure_client
 from penstock.services.gateway.process import Gateway
 

@@ -11,8 +11,8 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.services.scheduler.block_manager import BlockManager
-from penstock.services.scheduler.block_pool import BlockPool, hash_block
-from penstock.services.scheduler.block_records import BlockRecords
+from penstock.services.scheduler.block_pool import BlockPool
+from penstock.services.scheduler.block_records import BlockRecords, hash_block
 from penstock.services.scheduler.in_flight_plan import StepOutput
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence, Status

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.services.scheduler.block_manager import BlockManager
-from penstock.services.scheduler.block_pool import ROOT, BlockPool
+from penstock.services.scheduler.block_pool import BlockPool
+from penstock.services.scheduler.block_records import ROOT
 from penstock.services.scheduler.sequence import Sequence
 from tests.services.scheduler.builders import make_sequence
 

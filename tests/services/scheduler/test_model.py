@@ -21,8 +21,7 @@ from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.sampling import Pooling
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.scheduler import speculative as speculation
-from penstock.services.scheduler.block_pool import hash_block
-from penstock.services.scheduler.block_records import HASH_BYTES
+from penstock.services.scheduler.block_records import HASH_BYTES, hash_block
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.sequence_limits import CannotFitError
 from tests.services.scheduler.builders import make_sequence
