@@ -20,6 +20,7 @@ from penstock.services.tokenizer.chat_template import (
     ChatTemplate,
     ChatTemplateError,
 )
+from penstock.services.tokenizer.fast_encoder import load_fast_encoder
 
 _THINK, _END_OF_THINKING = "<think>", "</think>"
 _TURN, _END_OF_TURN = "<|im_start|>assistant\n", "<|im_end|>"
@@ -46,6 +47,7 @@ class Tokenizer:
             raise ModelError(f"{path} can't be read: {error}") from error
         self.backend.no_truncation()
         self.backend.no_padding()
+        self._fast = load_fast_encoder(path, self.backend)
         self._chat_template = ChatTemplate(folder)
         self._max_model_len = max_model_len
 
@@ -92,9 +94,9 @@ class Tokenizer:
             return token_ids, text
         if isinstance(request.prompt, str) and self._adds_tokens(request, most):
             self.backend.enable_truncation(most, direction=request.truncation_side)
-            token_ids, _ = self._all_tokens(request)
+            [encoding] = self.backend.encode_batch_fast([request.prompt])
             self.backend.no_truncation()
-            return token_ids, None
+            return list(encoding.ids), None
         if request.truncation_side == "right":
             return token_ids[:most], None
         return token_ids[-most:], text
@@ -112,6 +114,8 @@ class Tokenizer:
             text, adds_special = self._render(request), False
         if request.add_special_tokens is not None:
             adds_special = request.add_special_tokens
+        if self._fast:
+            return list(self._fast.encode(text, add_special_tokens=adds_special).ids), text
         # of the methods that encode, those of a batch let other threads run meanwhile
         [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=adds_special)
         return list(encoding.ids), text
