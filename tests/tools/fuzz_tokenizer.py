@@ -71,7 +71,7 @@ def kinds(tokens: list[str], special: list[str], texts: list[str]) -> list[Calla
         return "".join(rng.choice(tokens) for _ in range(rng.randint(1, 20)))
 
     def of_special(rng: Random) -> str:
-        """Special tokens: whole, cut, doubled, and with something between their characters."""
+        """Make special tokens: whole, cut, doubled, and with something between their characters."""
         parts = []
         for _ in range(rng.randint(1, 6)):
             one = rng.choice(special)
