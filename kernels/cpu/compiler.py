@@ -1,6 +1,8 @@
 """Compilation of LLVM IR for the CPU at hand, with a cache of machine code on disk."""
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import gc
 import hashlib
@@ -77,12 +79,33 @@ def load(build: Callable[[Target], str], key: str, cpu: Target | None = None) ->
     path = folder / hashlib.sha256(full.encode()).hexdigest() if folder else None
     code = _read(path) if path else None
     if code is None:
-        with _without_garbage_collection():
-            source = build(cpu)
-        code = compile_object(source, machine)
-        if path:
-            _write(path, code)
+        with _alone(folder):  # ranks start together, and need the same code
+            code = _read(path) if path else None
+            if code is None:
+                code = _compile(build, cpu, machine)
+                if path:
+                    _write(path, code)
     return Library(code, machine)
+
+
+def _compile(build: Callable[[Target], str], cpu: Target, machine: Any) -> bytes:
+    with _without_garbage_collection():
+        source = build(cpu)
+    return compile_object(source, machine)
+
+
+@contextmanager
+def _alone(folder: Path | None) -> Iterator[None]:
+    """Let no other process that uses this folder compile meanwhile."""
+    with contextlib.ExitStack() as stack:
+        if folder:
+            try:
+                descriptor = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except OSError as error:  # of a file system without locks
+                log.warning("%s: could not lock the cache of kernels: %s", folder, error)
+        yield
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 import ctypes
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,30 @@ def test_processes_may_compile_at_once(folder: Path) -> None:
     ]
     assert [process.communicate()[0].strip() for process in processes] == [b"8"] * 3
     assert len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.usefixtures("folder")
+def test_one_compiles_while_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    builds, found_nothing = threading.Event(), threading.Event()
+    read = compiler._read
+
+    def note(path: Path) -> bytes | None:
+        code = read(path)
+        if builds.is_set():
+            found_nothing.set()
+        return code
+
+    def build_late(target: compiler.Target) -> str:
+        builds.set()
+        assert found_nothing.wait(60)
+        return build(target)
+
+    monkeypatch.setattr(compiler, "_read", note)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(compiler.load, build_late, "double")
+        assert builds.wait(60)
+        second = threads.submit(compiler.load, refuse, "double")
+        assert [doubled(one.result(), 6) for one in (first, second)] == [12, 12]
 
 
 def test_a_missing_function_is_an_error(folder: Path) -> None:
