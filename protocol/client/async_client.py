@@ -136,7 +136,7 @@ class AsyncClient:
 
     def submit(self, prompt: str | list[int] | None = None, **fields: Any) -> AsyncStream:
         """Send a request and return at once. `fields`: as in GenerateRequest."""
-        answer = self.ask(GenerateRequest(prompt=prompt, **{"model": self._model} | fields))
+        answer = self.ask(GenerateRequest(prompt=prompt, **fields))
         return AsyncStream(self, answer)
 
     def stream(self, prompt: str | list[int] | None = None, **fields: Any) -> AsyncStream:
@@ -160,19 +160,19 @@ class AsyncClient:
 
     async def tokenize(self, prompt: str | list[int] | None = None, **fields: Any) -> TokenizeReply:
         """Return the token ids of a prompt. `fields`: as in TokenizePromptRequest."""
-        question = TokenizePromptRequest(prompt=prompt, **{"model": self._model} | fields)
+        question = TokenizePromptRequest(prompt=prompt, **fields)
         return await self._wait_for(question, TokenizeReply)
 
     async def detokenize(self, token_ids: list[int], **fields: Any) -> str:
         """Return the text of token ids, with special tokens. `fields`: as in DetokenizeRequest."""
-        question = DetokenizeRequest(token_ids=token_ids, **{"model": self._model} | fields)
+        question = DetokenizeRequest(token_ids=token_ids, **fields)
         return (await self._wait_for(question, DetokenizeReply)).text
 
     async def status(
         self, wait: bool = False, fresh: bool = False, metrics: bool = False
     ) -> StatusReply:
         """Return the pipeline's status; `wait`, `fresh`, `metrics`: as in `StatusRequest`."""
-        request = StatusRequest(wait=wait, fresh=fresh, metrics=metrics, model=self._model)
+        request = StatusRequest(wait=wait, fresh=fresh, metrics=metrics)
         return await self._wait_for(request, StatusReply)
 
     async def change(self, answer: Answer) -> None:
@@ -187,6 +187,9 @@ class AsyncClient:
         await changed
 
     def ask(self, question: Request) -> Answer:
+        """Send a question without waiting."""
+        if not isinstance(question, AbortRequest) and question.model is None:
+            question.model = self._model
         return self._connection.ask(question)
 
     async def _wait_for(self, question: Request, kind: type[Kind]) -> Kind:

@@ -78,6 +78,22 @@ def test_the_name_chooses(client: openai.OpenAI) -> None:
         client.completions.create(model="embedder", prompt="17+25=")
 
 
+def test_every_route_reaches_the_named_model(client: openai.OpenAI) -> None:
+    """An embedding model refuses all that generates text."""
+    chat = {"messages": [{"role": "user", "content": "17+25="}], "max_tokens": 8}
+    bodies: dict[str, dict[str, object]] = {
+        "/chat/completions": chat,
+        "/messages": chat,
+        "/completions": {"prompt": "17+25=", "use_beam_search": True, "n": 2},
+        "/responses": {"input": "17+25="},
+    }
+    for path, body in bodies.items():
+        for is_stream in {False, "use_beam_search" not in body}:
+            sent = {"model": "embedder", "stream": is_stream, **body}
+            with pytest.raises(openai.BadRequestError, match="send inputs to /v1/embeddings"):
+                client.post(path, body=sent, cast_to=str)
+
+
 def test_the_name_chooses_over_zeromq(running: Pipeline) -> None:
     """The first model is the default."""
     with running.client() as client:
