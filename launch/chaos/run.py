@@ -196,8 +196,10 @@ def _present(status: StatusReply) -> set[str]:
     """Return the tokenizers and detokenizers of a pipeline that is ready."""
     if not status.ready:
         return set()
-    registered = [set(one.detokenizers) for one in status.schedulers]
-    return set(status.tokenizers) | set.intersection(*registered)
+    present = set(status.tokenizers)
+    for model in status.by_model:
+        present |= set.intersection(*(set(one.detokenizers) for one in model.schedulers))
+    return present
 
 
 def _used_blocks(status: StatusReply) -> int:

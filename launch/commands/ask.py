@@ -5,10 +5,12 @@ from typing import Any
 
 import msgspec
 
-from penstock.launch.commands.client_options import add_client_options, connect_client
-from penstock.launch.pipeline.options import given_options
+from penstock.launch.commands.client_options import (
+    add_client_options,
+    connect_client,
+    request_fields,
+)
 from penstock.protocol.client.client import Stream
-from penstock.protocol.messages.sampling import SamplingParams
 
 INTERRUPTED = 130
 """exit code after Ctrl-C, as in shells"""
@@ -37,7 +39,7 @@ def _run(arguments: Namespace) -> int:
     question: dict[str, Any] = {"prompt": arguments.question}
     if not arguments.raw:
         question = {"messages": [{"role": "user", "content": arguments.question}]}
-    question |= given_options(arguments, SamplingParams)
+    question |= request_fields(arguments)
     with connect_client(arguments) as client:
         stream = client.submit(stream=not arguments.json, **question)
         try:

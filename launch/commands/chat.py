@@ -6,11 +6,13 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from penstock.launch.commands.ask import print_stream
-from penstock.launch.commands.client_options import add_client_options, connect_client
-from penstock.launch.pipeline.options import given_options
+from penstock.launch.commands.client_options import (
+    add_client_options,
+    connect_client,
+    request_fields,
+)
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import ClientError
-from penstock.protocol.messages.sampling import SamplingParams
 
 
 def add_arguments(command: ArgumentParser) -> None:
@@ -21,10 +23,10 @@ def add_arguments(command: ArgumentParser) -> None:
 
 def _run(arguments: Namespace) -> int:
     with connect_client(arguments) as client:
-        return _chat(client, given_options(arguments, SamplingParams))
+        return _chat(client, request_fields(arguments))
 
 
-def _chat(client: Client, sampling: dict[str, Any]) -> int:
+def _chat(client: Client, fields: dict[str, Any]) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  gives `input` its editing keys
     messages: list[dict[str, str]] = []
@@ -37,14 +39,14 @@ def _chat(client: Client, sampling: dict[str, Any]) -> int:
                 print()
             return 0
         if text:
-            _turn(client, sampling, messages, text)
+            _turn(client, fields, messages, text)
 
 
 def _turn(
-    client: Client, sampling: dict[str, Any], messages: list[dict[str, str]], text: str
+    client: Client, fields: dict[str, Any], messages: list[dict[str, str]], text: str
 ) -> None:
     question = {"role": "user", "content": text}
-    stream = client.stream(messages=[*messages, question], **sampling)
+    stream = client.stream(messages=[*messages, question], **fields)
     try:
         try:
             print_stream(stream)

@@ -1,8 +1,9 @@
 """Options of the commands that send requests: which pipeline, which key, sampling parameters."""
 
 from argparse import ArgumentParser, Namespace
+from typing import Any
 
-from penstock.launch.pipeline.options import add_name, add_options, name_of
+from penstock.launch.pipeline.options import add_name, add_options, given_options, name_of
 from penstock.launch.pipeline.run_folder import running_config
 from penstock.protocol.client.client import Client
 from penstock.protocol.config import DEFAULT_CLIENT
@@ -19,8 +20,14 @@ def add_client_options(command: ArgumentParser) -> None:
     command.add_argument(
         "--client", metavar="NAME", default=DEFAULT_CLIENT, help="whose key (default: %(default)s)"
     )
+    command.add_argument("--model", help="of several models (default: the first one)")
     fields = [field for field in SamplingParams.__struct_fields__ if field != "n"]
     add_options(command, SamplingParams, fields)
+
+
+def request_fields(arguments: Namespace) -> dict[str, Any]:
+    """Return the fields of requests that were given."""
+    return given_options(arguments, SamplingParams) | {"model": arguments.model}
 
 
 def connect_client(arguments: Namespace) -> Client:

@@ -106,6 +106,13 @@ def test_the_name_chooses_over_zeromq(running: Pipeline) -> None:
             client.generate("17+25=", model="two")
 
 
+def test_a_command_names_a_model(running: Pipeline) -> None:
+    where = ("--endpoint", running.endpoint)
+    assert running.run("ask", "17+25=", "--model", "org/two", *where).stdout == "42\n"
+    refused = running.run("ask", "17+25=", "--model", "embedder", *where).stderr
+    assert "got an embedding model, which generates no text" in refused
+
+
 def test_metrics_have_the_name(running: Pipeline, port: int) -> None:
     assert running.process.poll() is None
     text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
