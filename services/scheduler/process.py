@@ -32,9 +32,9 @@ from penstock.services.scheduler.detokenizer_recovery import RecoverableStreams
 from penstock.services.scheduler.in_flight_plan import PlanDepth
 from penstock.services.scheduler.kept_records import make_block_manager, open_records
 from penstock.services.scheduler.lease import Lease
-from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.sequence_limits import CannotFitError
+from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from penstock.services.scheduler.workers import NO_GROUP, WorkerGroup, WorkerMessage
 
 Request = TokenizedRequest | Sequence
@@ -49,7 +49,7 @@ class SchedulerProcess:
         self.epoch = first_number(process.incarnation)
         self.model = read_model_config(self.config.model_folder)
         self.eos_token_ids = frozenset(read_eos_token_ids(self.config.model_folder))
-        self.scheduler: Scheduler | None = None
+        self.scheduler: RecoverableScheduler | None = None
         self.plan_depth = PlanDepth(self.config.num_plans_in_flight)
         self.replica = process.replica
         sizes = self.config.tp, self.config.spare_workers
@@ -200,8 +200,8 @@ class SchedulerProcess:
         if self.scheduler is None:
             records = open_records(self.replica, *size, self.group.memory)
             blocks = make_block_manager(self.config, *size, records)
-            max_model_len = self.model.context(self.config.max_model_len)
-            self.scheduler = Scheduler(self.config, max_model_len, blocks, self.group.epoch)
+            length = self.model.context(self.config.max_model_len)
+            self.scheduler = RecoverableScheduler(self.config, length, blocks, self.group.epoch)
             while self.early:
                 self.accept(self.early.pop(0))
         elif size[0] < self.scheduler.block_manager.pool.num_blocks:

@@ -14,8 +14,8 @@ from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.block_records import BlockRecords, hash_block
 from penstock.services.scheduler.in_flight_plan import StepOutput
-from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence, Status
+from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from tests.services.scheduler.builders import make_sequence
 from tests.services.scheduler.invariants import (
     check_blocks,
@@ -31,7 +31,7 @@ from tests.services.scheduler.reference import (
 
 
 class Simulation:
-    """Scheduler and worker without sockets. Each move checks the invariants after it.
+    """RecoverableScheduler and worker without sockets. Each move checks the invariants after it.
 
     The tokens of a step come only when `num_ahead` later plans are there: a worker launches one
     more before it waits.
@@ -90,14 +90,14 @@ class Simulation:
     def _new_worker(self, epoch: int) -> ReferenceWorker:
         return ReferenceWorker(self.config, self.num_blocks, epoch, self.computes_once)
 
-    def _new_scheduler(self, epoch: int) -> Scheduler:
+    def _new_scheduler(self, epoch: int) -> RecoverableScheduler:
         self.life = Life()
         block_size, caching = self.config.block_size, self.config.enable_prefix_caching
         records = MortalRecords(self.memory, self.num_blocks, block_size, self.life)
         records.begin(self.kv)
         pool = BlockPool(self.num_blocks, self.hash_block, records)
         blocks = BlockManager(pool, block_size, self.num_watermark_blocks, caching)
-        return Scheduler(self.config, self.limit, blocks, epoch)
+        return RecoverableScheduler(self.config, self.limit, blocks, epoch)
 
     @property
     def pool(self) -> BlockPool:
