@@ -74,20 +74,23 @@ def test_the_prefix_cache_outlives_the_process(served: Pipeline, name: str) -> N
         assert (again.text, again.usage.cached_tokens > 0) == (text, True)
 
 
-@pytest.mark.parametrize("names", [("scheduler.1",), ("scheduler.1", "worker.1")])
+@pytest.mark.parametrize(
+    "names", [("scheduler.1",), ("scheduler.1", "scheduler.1"), ("scheduler.1", "worker.1")]
+)
 def test_streams_continue_after_a_scheduler_in_their_blocks(
     served: Pipeline, names: tuple[str, ...]
 ) -> None:
-    """Kill the scheduler, and then the worker, too."""
+    """Kill the scheduler, and while the next one starts it or the worker, too."""
     prompts = [count_prompt(number, 200) for number in range(10, 10 + NUM_STREAMS)]
     with served.client() as client:
         streams = [client.stream(prompt) for prompt in prompts]
         deltas = [iter(stream) for stream in streams]
         texts = [next(one).text for one in deltas]
-        for name in names:
-            kill(served, name)
-            for number, one in enumerate(deltas):
-                texts[number] += next(one).text
+        for name in names[:-1]:
+            served.kill(name)
+        kill(served, names[-1])
+        for number, one in enumerate(deltas):
+            texts[number] += next(one).text
         status = scheduler(served)
         for number, rest in enumerate(deltas):
             texts[number] += "".join(delta.text for delta in rest)
