@@ -13,6 +13,7 @@ from penstock.protocol.client.errors import RequestError
 from penstock.services.http.errors import ApiError, as_api_error
 from penstock.services.http.replies import ENCODER
 
+S = TypeVar("S")
 T = TypeVar("T")
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -151,6 +152,19 @@ async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+async def bounded(
+    most: int, function: Callable[[S], Coroutine[Any, Any, T]], items: Iterable[S]
+) -> list[T]:
+    """Return the results of all items as `gather` does; `most` of them are awaited at a time."""
+    places = asyncio.Semaphore(most)
+
+    async def result(item: S) -> T:
+        async with places:
+            return await function(item)
+
+    return await gather(map(result, items))
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -1,13 +1,11 @@
 """`/v1/embeddings`, `/v1/rerank` and `/v1/score`."""
 
-import asyncio
-import base64
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec import UNSET
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive
 
 from penstock.protocol.client.scoring import LABELS, Scoring, label_id, result_of
@@ -16,11 +14,11 @@ from penstock.protocol.messages.sampling import Pooling
 from penstock.services.http.access import caller
 from penstock.services.http.app_state import AppState
 from penstock.services.http.errors import fields_as_sent, invalid
-from penstock.services.http.event_stream import gather, while_connected
+from penstock.services.http.event_stream import bounded, while_connected
+from penstock.services.http.pooling.embedding_pieces import embedding_pieces
 from penstock.services.http.pooling.schema import (
     MAX_INPUTS,
     Document,
-    EmbeddingData,
     EmbeddingReply,
     EmbeddingRequest,
     PoolingRequest,
@@ -32,6 +30,7 @@ from penstock.services.http.pooling.schema import (
     ScoreReply,
     ScoreRequest,
 )
+from penstock.services.http.pooling.truncation import Pairs, Truncation
 from penstock.services.http.replies import json_response
 from penstock.services.http.to_generate_request import prompts_of
 
@@ -58,12 +57,8 @@ class PoolingRoutes:
         """Return the embeddings of texts."""
         inputs = prompts_of(body.input, "input")
         _check_number("input", len(inputs))
-        if body.truncate_prompt_tokens == 0:
-            raise invalid("truncate_prompt_tokens", "got 0, expected -1 or more than 0")
-        names = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
-        fields = {name: getattr(body, name) for name in names}
-        if body.truncate_prompt_tokens == -1:
-            fields["truncate_prompt_tokens"] = self._state.max_model_len
+        fields = {name: getattr(body, name) for name in ("add_special_tokens", "truncation_side")}
+        fields["truncate_prompt_tokens"] = self._most(body.truncate_prompt_tokens)
         fields["pooling"] = Pooling(dimensions=body.dimensions)
         requests = [{"prompt": one, **fields} for one in inputs]
         is_list = not (isinstance(body.input, str) or isinstance(body.input[0], int))
@@ -75,18 +70,19 @@ class PoolingRoutes:
             self._check_size(_size(one), name(index))
         work = self._replies(body, len(inputs), requests.__getitem__, name)
         replies = await while_connected(receive, work)
-        data = [
-            EmbeddingData(index=index, embedding=_encoded(reply, body.encoding_format))
-            for index, reply in enumerate(replies)
-        ]
+        for reply in replies:
+            if reply.pooled is None:
+                result_of(reply)  # raises
         head = self._head("embd", body, replies)
-        return json_response(EmbeddingReply(**head, created=int(time.time()), data=data))
+        empty = EmbeddingReply(**head, created=int(time.time()), data=[])
+        pieces = embedding_pieces(empty, replies, body.encoding_format)
+        return StreamingResponse(pieces, media_type="application/json")
 
     async def rerank(self, body: RerankRequest, receive: Receive) -> Response:
         """Sort documents by their relevance to a query."""
         texts = [one if isinstance(one, str) else one.text for one in body.documents]
         pairs, names = [(body.query, text) for text in texts], ("query", "documents")
-        scores, replies = await self._scores(body, pairs, body.instruction, receive, names)
+        scores, replies = await self._scores(body, pairs, receive, names, body.max_tokens_per_doc)
         order = sorted(range(len(texts)), key=lambda index: -scores[index])
         results = [
             RerankResult(
@@ -101,25 +97,47 @@ class PoolingRoutes:
     async def score(self, body: ScoreRequest, receive: Receive) -> Response:
         """Return the scores of pairs of texts."""
         pairs, names = _pairs(body)
-        scores, replies = await self._scores(body, pairs, body.instruction, receive, names)
+        scores, replies = await self._scores(body, pairs, receive, names)
         data = [ScoreData(index=index, score=score) for index, score in enumerate(scores)]
         head = self._head("score", body, replies)
         return json_response(ScoreReply(**head, created=int(time.time()), data=data))
 
     async def _scores(
         self,
-        body: PoolingRequest,
-        pairs: Sequence[tuple[str, str]],
-        instruction: str | None,
+        body: RerankRequest | ScoreRequest,
+        pairs: Pairs,
         receive: Receive,
         names: tuple[str, str],
+        max_tokens_per_doc: int | None = None,
     ) -> tuple[list[float], list[GenerateReply]]:
         """Return scores and replies; names: of the fields with queries and documents."""
-        scoring = Scoring(pairs, await self._labels(), instruction)
+        labels, most = await self._labels(), self._most(body.truncate_prompt_tokens)
+        for text in {text for pair in pairs for text in pair} if most or max_tokens_per_doc else ():
+            self._check_size(_size(text), names[1])
+        truncation = Truncation(self._state.client, MAX_OPEN)
+        if max_tokens_per_doc:
+            pairs = await while_connected(receive, truncation.cut(pairs, max_tokens_per_doc))
+        if most and labels:
+            cutting = truncation.cut_prompts(pairs, most, labels, body.instruction)
+            pairs = await while_connected(receive, cutting)
+        scoring = Scoring(pairs, labels, body.instruction)
         self._check_parts(scoring.parts, names)
-        work = self._replies(body, len(scoring.parts), scoring.request, lambda _: names[1])
+        own: dict[str, Any] = {}
+        if most and not labels:
+            own = {"truncate_prompt_tokens": most, "truncation_side": "right"}
+
+        def request(index: int) -> dict[str, Any]:
+            return scoring.request(index) | own
+
+        work = self._replies(body, len(scoring.parts), request, lambda _: names[1])
         replies = await while_connected(receive, work)
         return scoring.scores(replies), replies
+
+    def _most(self, given: int | None) -> int | None:
+        """Return the tokens that `truncate_prompt_tokens` leaves. Raises ApiError."""
+        if given == 0:
+            raise invalid("truncate_prompt_tokens", "got 0, expected -1 or more than 0")
+        return self._state.max_model_len if given == -1 else given
 
     async def _labels(self) -> list[int] | None:
         state = self._state
@@ -141,21 +159,17 @@ class PoolingRoutes:
 
         request: makes one, when it is sent: each may have a copy of a long query.
         """
-        places = asyncio.Semaphore(MAX_OPEN)
         sender = caller.get()
         own: dict[str, Any] = {"priority": body.priority, "cache_salt": body.cache_salt}
         own["client"] = sender.client
 
         async def reply(index: int) -> GenerateReply:
-            async with places:
-                with fields_as_sent({"prompt": name(index)}.get):
-                    request_id = f"{sender.unique_id}-{index}"
-                    stream = self._state.client.submit(
-                        **request(index), **own, request_id=request_id
-                    )
-                    return await stream.result()
+            with fields_as_sent({"prompt": name(index)}.get):
+                request_id = f"{sender.unique_id}-{index}"
+                stream = self._state.client.submit(**request(index), **own, request_id=request_id)
+                return await stream.result()
 
-        return await gather(map(reply, range(number)))
+        return await bounded(MAX_OPEN, reply, range(number))
 
     def _check_size(self, size: int, name: str, what: str = "") -> None:
         """Raise ApiError for an input that the gateway would not receive."""
@@ -182,11 +196,6 @@ class PoolingRoutes:
             "model": self._state.model,
             "usage": PromptUsage(prompt_tokens=number, total_tokens=number),
         }
-
-
-def _encoded(reply: GenerateReply, encoding: str) -> list[float] | str:
-    numbers = result_of(reply)
-    return numbers if encoding == "float" else base64.b64encode(reply.pooled or b"").decode()
 
 
 def _size(prompt: str | list[int]) -> int:

@@ -10,6 +10,7 @@ from penstock.protocol.messages.sampling import Positive, TokenId
 MAX_INPUTS = 2048
 """of one request, as in OpenAI's API"""
 Texts = str | list[str]
+TruncateTo = Annotated[int, Meta(ge=-1, lt=2**31)]
 
 
 class PoolingRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -32,7 +33,7 @@ class EmbeddingRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True)
     encoding_format: Literal["float", "base64"] = "float"
     """base64: of float32 numbers, little-endian"""
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    truncate_prompt_tokens: TruncateTo | None = None
     """keep N tokens of a longer text; -1: as many as the context has"""
     truncation_side: Literal["left", "right"] = "right"
     """where tokens are cut off; those that the tokenizer adds are kept"""
@@ -54,6 +55,10 @@ class RerankRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
     return_documents: bool = True
     instruction: str | None = None
     """the task, for the model's prompt"""
+    max_tokens_per_doc: Positive | None = None
+    """keep the first N tokens of a longer document"""
+    truncate_prompt_tokens: TruncateTo | None = None
+    """cut documents so that a prompt has N tokens; -1: as many as the context has"""
 
 
 class ScoreRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
@@ -65,6 +70,8 @@ class ScoreRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
     """other names of `text_1` and `text_2`"""
     documents: Texts | None = None
     instruction: str | None = None
+    truncate_prompt_tokens: TruncateTo | None = None
+    """as in RerankRequest"""
 
 
 class PromptUsage(Struct, kw_only=True):
