@@ -92,7 +92,7 @@ def _route(operation: Operation, models: Models) -> Route:
     async def endpoint(request: Request) -> Response:
         if key:
             check_key(request.headers, key)
-        given: Any = request.path_params
+        given: Any = {**request.query_params, **request.path_params}
         if operation.body:
             is_batch = operation.is_batch
             limit = models.max_batch_bytes if is_batch else models.max_request_bytes

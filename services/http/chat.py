@@ -6,7 +6,8 @@ from msgspec import UNSET
 from starlette.responses import Response
 from starlette.types import Receive
 
-from penstock.protocol.messages.client import GenerateReply, TextDelta
+from penstock.protocol.messages.client import GenerateReply, PromptFields, TextDelta
+from penstock.services.http.access import caller
 from penstock.services.http.app_state import AppState
 from penstock.services.http.beam_search import make_generation
 from penstock.services.http.errors import FieldAsSent, fields_as_sent
@@ -61,6 +62,17 @@ def submit_chat(
     with fields_as_sent(field_as_sent):
         prompt = truncated(chat_fields(request, state.tool_format), state.max_model_len)
         return make_generation(state, kind, request, [prompt], field_as_sent)
+
+
+async def count_prompt_tokens(
+    state: AppState, request: ChatRequest, field_as_sent: FieldAsSent
+) -> int:
+    """Return the length of a conversation's prompt. Raises ApiError, MessageError, RequestError."""
+    with fields_as_sent(field_as_sent):
+        fields = truncated(chat_fields(request, state.tool_format), state.max_model_len)
+        prompt = {name: fields[name] for name in PromptFields.__struct_fields__ if name in fields}
+        reply = await state.client.tokenize(**prompt, client=caller.get().client)
+    return len(reply.token_ids)
 
 
 class ChatChoice:

@@ -41,9 +41,15 @@ from penstock.services.http.replies import (
     TokenizeResult,
     json_response,
 )
-from penstock.services.http.responses.replies import DeletedResponse, ResponseReply
+from penstock.services.http.responses.input import count_input_tokens, list_input_items
+from penstock.services.http.responses.replies import (
+    DeletedResponse,
+    InputItems,
+    InputTokens,
+    ResponseReply,
+)
 from penstock.services.http.responses.routes import cancel, delete, respond, retrieve
-from penstock.services.http.responses.schema import ResponsesRequest
+from penstock.services.http.responses.schema import InputTokensRequest, ResponsesRequest
 from penstock.services.http.schema import (
     ChatRequest,
     CompletionRequest,
@@ -58,7 +64,7 @@ SCORE = "/v1/score", "/score"
 
 
 class Operation(Struct, frozen=True):
-    """One route; `run` gets the decoded body, or the parameters of the path if it has no body."""
+    """One route; `run` gets the decoded body, or without one the parameters of path and query."""
 
     method: str
     path: str
@@ -115,6 +121,11 @@ class Routes:
         return [
             Operation("POST", path, self.respond, ResponseReply, ResponsesRequest, stream),
             Operation("GET", one, self.response, ResponseReply),
+            Operation("GET", f"{one}/input_items", self.input_items, InputItems),
+            Operation(
+                *("POST", f"{path}/input_tokens", self.input_tokens),
+                *(InputTokens, InputTokensRequest),
+            ),
             Operation("DELETE", one, self.delete_response, DeletedResponse),
             Operation("POST", f"{one}/cancel", self.cancel_response, ResponseReply),
         ]
@@ -174,6 +185,15 @@ class Routes:
     async def response(self, path: Texts, _: Receive) -> Response:
         """Return a stored response."""
         return await retrieve(self._models.default, path["response_id"])
+
+    async def input_items(self, given: Texts, _: Receive) -> Response:
+        """List the input of a stored response."""
+        return await list_input_items(self._models.default, given)
+
+    async def input_tokens(self, body: InputTokensRequest, _: Receive) -> Response:
+        """Return the length of the prompt of such items."""
+        state = await self._models.started(body.model)
+        return await count_input_tokens(state, body)
 
     async def delete_response(self, path: Texts, _: Receive) -> Response:
         """Forget a stored response."""

@@ -157,3 +157,20 @@ def test_agents(url: str, is_streamed: bool) -> None:
 
     assert asyncio.run(run()) == "x"
     assert len(called) == 1
+
+
+def test_input_tokens_and_items(client: Client) -> None:
+    fields: dict[str, Any] = {"instructions": "Count.", "tools": [TOOL]}
+    first = client.create(store=True, max_output_tokens=4, **fields)
+    count = client.responses.input_tokens.count
+    assert count(model=MODEL, input=COUNT, **fields).input_tokens == first.usage.input_tokens
+    later: dict[str, Any] = {"previous_response_id": first.id, "input": "17+25="}
+    second = client.create(later.pop("input"), store=True, max_output_tokens=4, **later)
+    found = count(model=MODEL, input="17+25=", **later).input_tokens
+    assert found == second.usage.input_tokens > first.usage.input_tokens
+    items = list(client.responses.input_items.list(second.id, limit=2, order="asc"))
+    assert [one.type for one in items] == [
+        "message",
+        *(one.type for one in first.output),
+        "message",
+    ]

@@ -3,17 +3,14 @@
 from starlette.responses import Response
 from starlette.types import Receive
 
-from penstock.protocol.messages.client import PromptFields
 from penstock.services.http.access import caller
 from penstock.services.http.app_state import AppState
-from penstock.services.http.chat import submit_chat
-from penstock.services.http.errors import fields_as_sent
+from penstock.services.http.chat import count_prompt_tokens, submit_chat
 from penstock.services.http.messages.events import MessageEvents
 from penstock.services.http.messages.replies import TokenCount
 from penstock.services.http.messages.schema import CountTokensRequest, MessagesRequest
 from penstock.services.http.messages.to_chat_request import chat_request, name_in_messages
 from penstock.services.http.replies import json_response
-from penstock.services.http.to_generate_request import chat_fields
 
 
 async def answer_messages(state: AppState, request: MessagesRequest, receive: Receive) -> Response:
@@ -31,8 +28,6 @@ async def answer_messages(state: AppState, request: MessagesRequest, receive: Re
 
 async def count_tokens(state: AppState, request: CountTokensRequest) -> Response:
     """Return the length of the prompt that `/v1/messages` would make. Raises ApiError."""
-    with fields_as_sent(name_in_messages):
-        fields = chat_fields(chat_request(request, state.max_model_len), state.tool_format)
-        prompt = {name: fields[name] for name in PromptFields.__struct_fields__ if name in fields}
-        reply = await state.client.tokenize(**prompt, client=caller.get().client)
-    return json_response(TokenCount(input_tokens=len(reply.token_ids)))
+    chat = chat_request(request, state.max_model_len)
+    number = await count_prompt_tokens(state, chat, name_in_messages)
+    return json_response(TokenCount(input_tokens=number))

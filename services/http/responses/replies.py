@@ -129,6 +129,23 @@ class ResponseReply(Struct, kw_only=True):
     metadata: dict[str, str]
 
 
+class InputItems(Struct, kw_only=True):
+    """A part of a response's input."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(Struct, kw_only=True):
+    """The length of a prompt."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class DeletedResponse(Struct, kw_only=True):
     """Reply to the deletion of a response."""
 

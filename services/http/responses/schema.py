@@ -107,6 +107,16 @@ class ResponseStreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     """changes nothing"""
 
 
+class InputItemsQuery(Struct, kw_only=True):
+    """Parameters of `GET /v1/responses/{response_id}/input_items`."""
+
+    response_id: str
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+    """id of the item before the first one"""
+
+
 class ResponsesRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/responses`."""
 
@@ -145,3 +155,9 @@ class ResponsesRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True)
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+
+class InputTokensRequest(ResponsesRequest, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/responses/input_tokens`: the fields that make a prompt count."""
+
+    input: str | Annotated[list[Item], Meta(max_length=MAX_ITEMS)] = field(default_factory=list)

@@ -83,6 +83,10 @@ class ResponseStore:
         """Return a response in JSON. Raises ApiError."""
         return self._find(response_id, "response_id").body
 
+    def input_items(self, response_id: str) -> list[Item]:
+        """Return the conversation up to the output of a response. Raises ApiError."""
+        return _DECODER.decode(self._find(response_id, "response_id").input)
+
     def items(self, response_id: str) -> list[Item]:
         """Return the conversation up to the end of a response. Raises ApiError."""
         entry = self._find(response_id, "previous_response_id", "previous_response_not_found")
