@@ -9,6 +9,8 @@ from penstock.protocol.messages.logprobs import Logprob, TokenLogprobs
 
 MAX_WIDTH = 10
 """beams; twice as many logprobs are requested, of which 20 are allowed"""
+MAX_PENALTY = 10
+"""exponent of a length; a much greater one is infinite"""
 
 
 class BeamSearchParams(Struct):
@@ -29,6 +31,9 @@ class BeamSearchParams(Struct):
             raise ValueError(f"beam_width: got {self.beam_width}, expected 1 to {MAX_WIDTH}")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens: got {self.max_tokens}, expected 1 or more")
+        if not abs(self.length_penalty) <= MAX_PENALTY:
+            problem = f"got {self.length_penalty}, expected -{MAX_PENALTY} to {MAX_PENALTY}"
+            raise ValueError(f"length_penalty: {problem}")
 
 
 class Beam(Struct, kw_only=True):

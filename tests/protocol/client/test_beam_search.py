@@ -103,10 +103,19 @@ def test_an_eos_is_kept_where_it_is_wanted() -> None:
         assert other.cum_logprob == one.cum_logprob
 
 
-@pytest.mark.parametrize("fields", [{"beam_width": 0}, {"beam_width": 11}, {"max_tokens": 0}])
-def test_invalid_parameters(fields: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(fields))}: got "):
-        BeamSearchParams(**{"beam_width": 1, "max_tokens": 1} | fields)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("beam_width", 0),
+        ("beam_width", 11),
+        ("max_tokens", 0),
+        ("length_penalty", 10.1),
+        ("length_penalty", math.nan),
+    ],
+)
+def test_invalid_parameters(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{field}: got "):
+        BeamSearchParams(**{"beam_width": 1, "max_tokens": 1} | {field: value})
 
 
 def test_a_request_that_was_aborted() -> None:
