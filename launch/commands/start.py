@@ -21,6 +21,7 @@ from penstock.launch.pipeline.procfile import PROCFILE, read_procfile
 from penstock.launch.pipeline.run_folder import claim, control_endpoint
 from penstock.launch.pipeline.several_models import (
     NextModel,
+    check_names,
     config_of,
     options_by_model,
 )
@@ -76,6 +77,7 @@ def start(config: Config, procfile: Path, max_deaths: int, source: HubModel | No
     source: from where nodes of a Ray cluster download the model.
     """
     commands = read_procfile(procfile)
+    check_names(config, commands)
     try:
         check_addresses(config.endpoint)
     except ClientError as error:

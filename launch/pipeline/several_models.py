@@ -5,7 +5,7 @@ Options of the pipeline (`--http-port`) belong to it wherever they are.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec.structs import asdict
@@ -13,6 +13,7 @@ from msgspec.structs import asdict
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import resolve
 from penstock.launch.pipeline.options import given_options
+from penstock.launch.pipeline.procfile import kind_of
 from penstock.protocol.config import Config, ModelOptions, PipelineConfig
 
 _FIELDS = ModelOptions.__struct_fields__
@@ -60,3 +61,23 @@ def config_of(models: Sequence[dict[str, Any]]) -> Config:
                 "model, also without what is before a slash"
             )
     return config
+
+
+def check_names(config: Config, kinds: Iterable[str]) -> None:
+    """Raise LaunchError for a name that breaks lines and quotes, or means processes, too.
+
+    kinds: of the procfile.
+    """
+    words = {"all", *kinds}
+    for one in config.by_model():
+        name = one.model_name
+        if not name.isprintable() or set(name) & set("\"'"):
+            raise LaunchError(
+                f"--served-model-name: got {name!r}, expected a name without control characters "
+                "and quotes"
+            )
+        if one.prefix and kind_of(one.group) in words:
+            raise LaunchError(
+                f"--served-model-name: got {name!r}, expected a name other than "
+                f"{', '.join(sorted(words))}, which commands take for processes"
+            )

@@ -1,6 +1,7 @@
 """ASGI application: routes, the page and middleware."""
 
 import asyncio
+import logging
 import mimetypes
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
@@ -21,12 +22,13 @@ from penstock.protocol.messages.chat import MessageError
 from penstock.services.http.access import Gate, caller, check_key
 from penstock.services.http.app_state import Models
 from penstock.services.http.body import decode_body, read_body
-from penstock.services.http.errors import ApiError, answer_error
+from penstock.services.http.errors import ApiError, answer_error, as_api_error
 from penstock.services.http.openapi import describe
 from penstock.services.http.routes import Operation, Routes
 from penstock.services.http.schema import ApiRequest
 
-_HANDLED = (ApiError, MessageError, RequestError, HTTPException, ClientDisconnect, Exception)
+_log = logging.getLogger("http")
+_HANDLED = (ApiError, MessageError, RequestError, HTTPException, ClientDisconnect)
 _PAGE_HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": (
@@ -64,7 +66,7 @@ def make_app(models: Models) -> ASGIApp:
     )
     app = Starlette(
         routes=routes,
-        exception_handlers=dict.fromkeys(_HANDLED, answer_error),
+        exception_handlers=dict.fromkeys((*_HANDLED, Exception), answer_error),
         middleware=[cors] if models.config.origins else [],
     )
     return Gate(app, models.config)
@@ -104,6 +106,12 @@ def _route(operation: Operation, models: Models) -> Route:
             return await operation.run(given, request.receive)
         except asyncio.CancelledError:  # uvicorn cancels what is not finished in time
             raise ApiError(503, "the server is stopping") from None
+        except _HANDLED:
+            raise
+        except Exception as error:  # noqa: BLE001  answered and logged
+            # starlette would raise it again after its answer, and uvicorn close the connection
+            _log.exception("%s failed", operation.path)
+            raise as_api_error(error) from None
 
     path = operation.path.replace("{model}", "{model:path}")
     return Route(path, endpoint, methods=[operation.method])

@@ -22,7 +22,9 @@ from penstock.services.http.app_state import AppState
 from penstock.services.http.errors import ApiError, FieldAsSent, fields_as_sent, invalid
 from penstock.services.http.event_stream import gather
 from penstock.services.http.generation import Generation
-from penstock.services.http.schema import ApiRequest
+from penstock.services.http.schema import ApiRequest, ChatRequest
+from penstock.services.http.to_generate_request import name_as_sent
+from penstock.services.http.tool_choice import is_forced
 
 _WITH = "with use_beam_search"
 _DEFAULTS = SamplingParams()
@@ -30,6 +32,8 @@ _USED = {"n", "max_tokens", "ignore_eos", "include_stop_str_in_output", "logprob
 _USED |= {"skip_special_tokens"}
 _OF_NOISE = {"temperature", "top_k", "top_p", "min_p", "seed", "speculative"}
 """change nothing: a search draws no tokens"""
+_NEUTRAL: dict[str, Any] = {"repetition_penalty": 1.0, "stop": []}
+"""further values that change nothing"""
 _REFUSED = [one for one in SamplingParams.__struct_fields__ if one not in _USED | _OF_NOISE]
 
 
@@ -63,12 +67,8 @@ class BeamGeneration(Generation):
             raise invalid("stream", f"got true, expected false {_WITH}")
         if request.n > MAX_WIDTH:
             raise invalid("n", f"got {request.n}, expected 1 to {MAX_WIDTH} {_WITH}")
-        if self._is_echo_only:
-            raise invalid("max_tokens", f"got 0, expected 1 or more {_WITH}")
-        for name in _REFUSED:
-            if any(one.get(name) not in (None, getattr(_DEFAULTS, name)) for one in self._prompts):
-                sent = self._field_as_sent(name) or name
-                raise invalid(sent, f"got a value, expected none {_WITH}")
+        for fields in self._prompts:
+            check_beam_fields(request, fields)
         return []
 
     async def results(self) -> list[GenerateReply]:
@@ -108,6 +108,28 @@ class BeamGeneration(Generation):
         request.client = caller.get().client
         request.cache_salt, request.priority = fields["cache_salt"], fields["priority"]
         return await AsyncStream(self._client, self._client.ask(request)).result()
+
+
+def check_beam_fields(request: ApiRequest, fields: dict[str, Any]) -> None:
+    """Raise ApiError for a field that has a meaning for sampled answers only.
+
+    fields: those of `GenerateRequest`; the error names the client's.
+    """
+    if getattr(request, "echo", False) and request.logprobs is not None:
+        raise invalid("echo", f"got true with logprobs, expected only one of them {_WITH}")
+    for name in _REFUSED:
+        if _is_neutral(name, fields.get(name)):
+            continue
+        if name == "structured_outputs" and isinstance(request, ChatRequest) and is_forced(request):
+            raise invalid("tool_choice", f"got a forced call, expected auto or none {_WITH}")
+        sent = name_as_sent(name, request).partition(".")[0]  # of a schema its `response_format`
+        raise invalid(sent, f"got a value, expected none {_WITH}")
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    if name == "logit_bias":
+        return not any((value or {}).values())
+    return value in (None, getattr(_DEFAULTS, name), _NEUTRAL.get(name))
 
 
 @cache

@@ -58,6 +58,8 @@ def completion_fields(request: CompletionRequest) -> dict[str, Any]:
         raise invalid("suffix", "got a text, expected null: the model can't fill in the middle")
     fields = _fields(request)
     if request.max_tokens == 0:
+        if request.use_beam_search:
+            raise invalid("max_tokens", "got 0, expected 1 or more with use_beam_search")
         if not request.echo:
             raise invalid("max_tokens", "got 0, expected 1 or more, or echo: true")
         fields["max_tokens"] = 1  # it is left out of the reply
@@ -100,7 +102,9 @@ def name_as_sent(field: str, request: ApiRequest) -> str:
         if isinstance(request, ChatRequest) and is_forced(request):
             return _tools_path(request)
         name = next(iter(_structured_names(request)), field)
-        return _SCHEMA if name == "response_format" else name
+        given = request.response_format
+        has_schema = name == "response_format" and given and given.type == "json_schema"
+        return _SCHEMA if has_schema else name
     if field == "max_tokens" and getattr(request, "max_completion_tokens", None) is not None:
         return "max_completion_tokens"
     return field

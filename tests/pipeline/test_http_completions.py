@@ -156,6 +156,7 @@ def streamed(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[s
 def test_beam_search(http: httpx.Client) -> None:
     beams = {"use_beam_search": True, "n": 3, "max_tokens": 8}
     body = beams | {"prompt": ["17+25=", COUNT], "logprobs": 1, "max_tokens": 40}
+    body |= {"stop": [], "repetition_penalty": 1.0}
     reply = http.post("/v1/completions", json=body).json()
     first, *others = reply["choices"]
     assert [one["index"] for one in reply["choices"]] == list(range(6))

@@ -10,7 +10,7 @@ from penstock.launch.commands import gpus
 from penstock.launch.commands.start import add_arguments, start
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.procfile import PROCFILE, process_names, read_procfile
-from penstock.launch.pipeline.several_models import config_of, options_by_model
+from penstock.launch.pipeline.several_models import check_names, config_of, options_by_model
 from penstock.protocol.config import Config, ModelOptions, PipelineConfig
 
 
@@ -107,3 +107,26 @@ def test_models_with_caches_of_a_fixed_size_share(monkeypatch: pytest.MonkeyPatc
     two = small | {"tp": 2}
     assert on_gpus(2, monkeypatch, a=small, b=two) == {"a": "0", "b": "1,0"}
     assert on_gpus(2, monkeypatch, a={}, b=small, c=small) == {"a": "0", "b": "1", "c": "1"}
+
+
+@pytest.mark.parametrize("name", ["all", "http", "org/worker", "gateway.1", "own"])
+def test_a_name_does_not_mean_processes(name: str) -> None:
+    """`launch restart gateway` has one meaning, also with kinds of one's own procfile."""
+    kinds = [*read_procfile(), "own"]
+    demo = ("--model", "", "--served-model-name")
+    config = served(*demo, "one", *demo, name)
+    with pytest.raises(LaunchError, match=f"--served-model-name: got '{name}', .* other than all"):
+        check_names(config, kinds)
+    check_names(Config(served_model_name=name), kinds)
+    check_names(served(*demo, "one", *demo, "workers"), kinds)
+
+
+@pytest.mark.parametrize("name", ["a\nb", 'a"b', "a'b", "a\x1b[1m", "a\u2028b", "a\udcff"])
+def test_a_name_fits_into_a_line(name: str) -> None:
+    demo = ("--model", "", "--served-model-name")
+    long = ("--max-model-len", "9999")  # refused next, so that nothing starts
+    one = Config(served_model_name=name, max_model_len=9999)
+    for config in (one, served(*long, *demo, "one", *demo, name)):
+        with pytest.raises(LaunchError, match="expected a name without control characters"):
+            start(config, PROCFILE, 5)
+    check_names(Config(served_model_name="Modèle 8B\\1"), read_procfile())

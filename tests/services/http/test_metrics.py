@@ -187,3 +187,10 @@ def test_each_model_has_a_label() -> None:
     for name in ("penstock:ready", "penstock:prompt_tokens", "penstock:num_steps"):
         samples = [one for one in families[name].samples if one.name.startswith(name)]
         assert {one.labels["model_name"] for one in samples} == set(names)
+
+
+def test_a_name_is_escaped() -> None:
+    name = 'a\\n"b\\'
+    text = render(STATUS, Config(served_model_name=name)).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert families["penstock:ready"].samples[0].labels["model_name"] == name

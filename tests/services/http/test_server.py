@@ -1,6 +1,8 @@
 """The server over real connections: bodies, and its end."""
 
+import contextlib
 import gzip
+import http.client
 import itertools
 import re
 import threading
@@ -185,3 +187,25 @@ def test_the_page_about_security_names_the_paths_without_a_key(serve: Serve) -> 
     page = (Path(__file__).parents[3] / "docs/operations/security.md").read_text()
     sentence = page.partition("No key is needed")[2].partition(",\nwhich")[0].split("asks for")[0]
     assert set(re.findall(r"`(/[^`]*)`", sentence)) == is_open
+
+
+def test_a_connection_outlives_an_unexpected_exception(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: object) -> None:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr("penstock.services.http.completions.completion_fields", fail)
+    connection = http.client.HTTPConnection(*serve().address, timeout=60)
+    with contextlib.closing(connection):
+        connection.connect()
+        socket = connection.sock
+        for path, body, status in (
+            ("/v1/completions", PROMPT, 500),
+            ("/tokenize", PROMPT, 200),
+        ):
+            connection.request("POST", path, msgspec.json.encode(body))
+            answer = connection.getresponse()
+            assert (answer.status, b"secret" in answer.read()) == (status, False)
+            assert connection.sock is socket
+    assert "ZeroDivisionError: secret" in caplog.text
