@@ -76,7 +76,7 @@ class Row:
         self.token_ids = list(unpack(added.token_ids))
         self.block_table = list(unpack(added.block_ids))
         self.num_given = len(self.token_ids)
-        self.num_computed = added.num_computed_tokens
+        self.num_computed = self.num_found = added.num_computed_tokens
         self.seed = added.seed
         extras = added.extras
         self.tells_logprobs = extras is not None and extras.num_logprobs >= 0
@@ -242,7 +242,11 @@ class ReferenceWorker:
         if not is_end or position >= row.num_given or row.is_hidden:
             return
         prefix = row.prefixes[position]
-        if self.computes_once and position + 1 < row.num_given and not row.num_prompt_logprobs:
+        # a row that returns within a block continues it, whoever else has computed it meanwhile
+        size = self.config.block_size
+        begun = row.num_found % size and position // size == row.num_found // size
+        is_due = position + 1 < row.num_given and not row.num_prompt_logprobs and not begun
+        if self.computes_once and is_due:
             assert prefix not in self.known_blocks, "a block is computed again"
         self._writes[-1][1].update({prefix} - self.known_blocks)
         self.known_blocks.add(prefix)

@@ -1,6 +1,6 @@
 """Deaths of workers whose KV memory outlives them: only what was in flight is computed again."""
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.protocol.messages.packed import unpack
@@ -119,6 +119,7 @@ def test_memory_that_is_lost_after_all_is_forgotten() -> None:
     deaths=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4)), max_size=4),
     speculates=st.booleans(),
 )
+@example([1, 2, 14, 17], 1, 4, [(9, 0)], False)  # a prompt and another one's output are equal
 def test_at_most_what_was_in_flight_is_computed_again(
     prompts: list[int],
     num_plans: int,
