@@ -153,9 +153,10 @@ async def restart(
                 await start()
                 await _until(client, lambda present: names <= present)
             case "scheduler" | "worker":  # without them nothing is ready
+                await stop()
+                # the next report misses them: one before their end would not
                 answer = client.ask(StatusRequest(wait=True, fresh=True))
                 await client.status()  # asked after it: the gateway has both
-                await stop()
                 await start()
                 while not answer.final:
                     await client.change(answer)

@@ -245,9 +245,10 @@ def test_serve(
     }
     for one in report["kinds"].values():
         for figures in (one["idle"], *one["runs"], one["median"]):
-            for name in ("ttft", "itl", "tpot"):
-                assert 0 < figures[f"median_{name}_ms"] <= figures[f"p99_{name}_ms"]
-            assert figures["p99_ttft_ms"] < figures["p99_e2el_ms"]
+            assert 0 < figures["median_ttft_ms"] <= figures["p99_ttft_ms"]
+            for name in ("itl", "tpot"):  # 0 where all tokens came in one piece
+                assert 0 <= figures[f"median_{name}_ms"] <= figures[f"p99_{name}_ms"]
+            assert figures["p99_ttft_ms"] <= figures["p99_e2el_ms"]
 
 
 @pytest.mark.pipeline

@@ -57,3 +57,22 @@ def test_a_predecessor_is_not_taken_for_its_successor(tmp_path: Path) -> None:
         ["detokenizer.1"],
         "ready",
     ]
+
+
+def test_a_report_before_the_end_of_a_worker_does_not_count(tmp_path: Path) -> None:
+    """The report is requested when the worker has ended, and before its successor starts."""
+    happened: list[str] = []
+
+    def behaviour(request: Request) -> list[Reply]:
+        assert isinstance(request, StatusRequest)
+        happened.append("report" if request.fresh else "status")
+        return [status()]
+
+    async def step(name: str) -> None:
+        happened.append(name)
+
+    endpoint = f"ipc://{tmp_path}/clients"
+    with contextlib.closing(Gateway(endpoint, behaviour)):
+        names, steps = {"worker.1"}, (lambda: step("stop"), lambda: step("start"))
+        asyncio.run(restart(lambda: AsyncClient(endpoint), names, *steps))
+    assert happened == ["stop", "report", "status", "start", "status"]

@@ -39,6 +39,9 @@ def test_each_new_connection_is_told(tmp_path: Path) -> None:
 
     def connected() -> None:
         if len(peers) == 1:
+            with peers[0].socket.get_monitor_socket(zmq.EVENT_CLOSED) as events:
+                peers[0].socket.unbind(address)
+                events.recv_multipart()  # it has removed the file, and will not remove the next one
             peers[0].socket.close()
             peers.append(context.bind(zmq.ROUTER, address, None))
         else:

@@ -69,7 +69,7 @@ def test_a_message_without_an_end(start_gateway: Start, endpoint: str) -> None:
     while not hostile.is_closed:
         num_bytes += hostile.send_some(PIECE[num_bytes % len(PIECE) :])
         harness.run_heartbeats(1)
-        assert num_bytes < 1 << 26
+        assert num_bytes < 1 << 28  # on ipc more, the less bytes the heartbeats find
         assert is_served(harness, client)
 
 
