@@ -246,8 +246,8 @@ def test_serve(
     for one in report["kinds"].values():
         for figures in (one["idle"], *one["runs"], one["median"]):
             assert 0 < figures["median_ttft_ms"] <= figures["p99_ttft_ms"]
-            for name in ("itl", "tpot"):  # 0 where all tokens came in one piece
-                assert 0 <= figures[f"median_{name}_ms"] <= figures[f"p99_{name}_ms"]
+            for name in ("itl", "tpot"):  # 0 or None where all tokens came in one piece
+                assert 0 <= (figures[f"median_{name}_ms"] or 0) <= (figures[f"p99_{name}_ms"] or 0)
             assert figures["p99_ttft_ms"] <= figures["p99_e2el_ms"]
 
 
@@ -266,6 +266,7 @@ def test_latency_of_a_running_pipeline(
     for one in report["batches"]:
         assert [run["total_output_tokens"] for run in one["runs"]] == [4 * one["batch"]]
         assert one["streaming"]["median_ttft_ms"] > 0
-        assert one["streaming"]["p99_itl_ms"] >= one["streaming"]["median_itl_ms"] > 0
+        median, worst = (one["streaming"][f"{name}_itl_ms"] for name in ("median", "p99"))
+        assert (worst or 0) >= (median or 0) >= 0  # None where all tokens came in one piece
     assert [line[:5] for line in table.splitlines()[-2:]] == ["| 1 |", "| 3 |"]
     assert "prefix caching" not in table  # what the endpoint's options are is not known
