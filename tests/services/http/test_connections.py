@@ -205,7 +205,7 @@ def test_an_answer_may_take_longer(serve: Serve, connect: Connect) -> None:
 def test_a_stream_that_its_client_does_not_read_is_aborted(
     serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its memory is limited, and others are answered."""
+    """The memory of its streams is limited, and others are answered."""
     monkeypatch.setattr(session, "PATIENCE", 0.0)
     is_aborted = threading.Event()
     text = "x" * 10_000

@@ -67,7 +67,7 @@ def text_of(tree: list[Any]) -> str:
 
 
 def html_of(tree: list[Any]) -> str:
-    """As elements, without attributes other than the address of a link."""
+    """Nodes become elements without attributes other than the address of a link."""
     return "".join(
         node
         if isinstance(node, str)
@@ -207,7 +207,7 @@ def test_long_texts_take_linear_time(call: Call, piece: str, start: str) -> None
 
 
 def test_samples(call: Call) -> None:
-    """As the client library of Prometheus writes them."""
+    """The expected text is from the client library of Prometheus."""
     registry = CollectorRegistry()
     odd = 'a"b\\c\nd},e="f'
     Gauge("penstock:one", "A text.", ["x", "y"], registry=registry).labels(odd, "z").set(1.5e-7)

@@ -7,7 +7,7 @@ from penstock.services.scheduler.block_records import BlockRecords
 
 
 class SchedulerDiedError(Exception):
-    """As SIGKILL."""
+    """The effect is that of SIGKILL."""
 
 
 class Life:
