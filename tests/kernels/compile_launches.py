@@ -1,10 +1,10 @@
 """Compiles launches of the kernels for a GPU that need not be there.
 
-Run as a program, without Triton's interpreter: `compile_launches.py ARCHITECTURES
-whole|largest|listed` writes one line of JSON for each launch; listed: of all launches, without
-compiling them. Each architecture has a process of its own, forked after
-the slow imports, because the kernels read the GPU's properties when they are imported. As many run
-at once as there are cores.
+Run as a program, without Triton's interpreter: `compile_launches.py ARCHITECTURES [COMPILED]`
+writes one line of JSON for each launch. With COMPILED, only the largest launches are compiled, and
+only for this architecture; the others are listed. Each architecture has a process of its own,
+forked after the slow imports, because the kernels read the GPU's properties when they are imported.
+As many run at once as there are cores.
 """
 
 import contextlib
@@ -31,6 +31,16 @@ GPUS = {
     100: "sm_100,shared=227,sms=148",
     120: "sm_120,shared=99,sms=170",
 }
+LARGE = {
+    "_decode_kernel",
+    "_prefill_attention_kernel",
+    "multiply",
+    "_block_product",
+    "_weight_only_kernel",
+    "packed_gemm_kernel",
+    "multiply_packed",
+}
+"""kernels whose tiles may be too large for a GPU"""
 CUOBJDUMP = Path(triton.__file__).with_name("backends") / "nvidia/bin/cuobjdump"
 
 
@@ -103,30 +113,41 @@ def compiled(launch: Launch, target: GPUTarget) -> dict[str, Any]:
     }
 
 
+def largest(launches: Launches) -> set[int]:
+    """Return the ids of one launch of each kernel with large tiles, the last one in its case."""
+    last = {
+        launch.source.fn.fn.__name__: id(launch)
+        for launch in launches.found.values()
+        if launch.options["case"] != "float16"
+    }
+    return {last[name] for name in LARGE & last.keys()}
+
+
 def main() -> None:
     from tests.kernels.launch_cases import record
 
-    architectures, which = sys.argv[1].split(","), sys.argv[2]
+    architectures, only = sys.argv[1].split(","), sys.argv[2:]
     statuses = []
-    for number, arch in enumerate(map(int, architectures)):
+    for number, arch in enumerate(architectures):
         if number >= (os.cpu_count() or 1):
             statuses.append(os.wait()[1])
         if not os.fork():
-            _compile(arch, which, record)
+            _compile(int(arch), [int(one) for one in only], record)
             sys.exit(0)
     statuses += [os.wait()[1] for _ in range(len(architectures) - len(statuses))]
     sys.exit(any(statuses))
 
 
-def _compile(arch: int, which: str, record: Callable[[Launches, str], None]) -> None:
+def _compile(arch: int, only: list[int], record: Callable[[Launches], None]) -> None:
     """Write the reports of one architecture, each in one piece: others write beside this one."""
     os.environ["PENSTOCK_SIMULATED_GPU"] = GPUS[arch]
     launches = Launches(arch)
     with torch.device("meta"), launches.recorded():
-        record(launches, which)
+        record(launches)
+    chosen = largest(launches) if arch in only else set()
     for launch in launches.found.values():
         report = describe(launch, arch)
-        if which != "listed":
+        if not only or id(launch) in chosen:
             report |= compiled(launch, launches.target)
         os.write(sys.stdout.fileno(), json.dumps(report).encode() + b"\n")
 

@@ -40,47 +40,20 @@ def numbers(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=activations)
 
 
-def record(launches: Any, which: str) -> None:
-    """Launch all kernels, or those with the largest tiles of each."""
+def record(launches: Any) -> None:
+    """Launch all kernels, each with its larger tiles later."""
     global activations
     for activations, is_fp8 in product((torch.bfloat16, torch.float16), (False, True)):
         launches.case = "fp8" if is_fp8 else str(activations).removeprefix("torch.")
-        if which == "largest":
-            _largest(is_fp8)
-        elif is_fp8 and activations == torch.float16:
+        if is_fp8 and activations == torch.float16:
             _few_in_fp8()
         else:
             _all(is_fp8)
             _elementwise()
         launches.case = "packed"
-        sizes = product((4, 8), (32, 128), (1, 64, 128)) if which != "largest" else [(4, 128, 64)]
-        for one in sizes if not is_fp8 else ():
+        for one in product((8, 4), (32, 128), (1, 128, 64)) if not is_fp8 else ():
             _packed(*one)
-    if which != "largest":
-        _others()
-    else:
-        large = (
-            "_decode_kernel",
-            "_prefill_attention_kernel",
-            "multiply",
-            "_block_product",
-            "_weight_only_kernel",
-            "packed_gemm_kernel",
-            "multiply_packed",
-        )
-        first: dict[Any, Any] = {}
-        for (kernel, _), launch in launches.found.items():
-            if kernel in large:
-                first.setdefault((kernel, launch.options["case"]), launch)
-        launches.found = first
-
-
-def _largest(is_fp8: bool) -> None:
-    _decode(*ATTENTION[-1], 16, is_fp8)
-    _prefill(128, 128, is_fp8)
-    _experts(MOE_TOKENS[-1], is_fp8)
-    if is_fp8:
-        _many_rows(512)
+    _others()
 
 
 def _few_in_fp8() -> None:
