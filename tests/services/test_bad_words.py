@@ -5,21 +5,19 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from penstock.protocol.config import Config
 from penstock.services.tokenizer.bad_words import encode_bad_words
 from penstock.services.tokenizer.prompts import PromptError, Tokenizer
 
 
-def test_bad_words_of_qwen3(qwen3_folder: Path) -> None:
+def test_bad_words_of_qwen3(qwen3_tokenizer: Tokenizer) -> None:
     """With and without a space before it, where that makes other tokens."""
-    tokenizer = Tokenizer(qwen3_folder, max_model_len=64).backend
-    vocabulary = HuggingFaceTokenizer.from_file(str(qwen3_folder / "tokenizer.json"))
+    tokenizer = qwen3_tokenizer.backend
 
     def texts(word: str) -> list[list[str]]:
         found = encode_bad_words(tokenizer, [word])
-        return [[vocabulary.decode([one], skip_special_tokens=False) for one in w] for w in found]
+        return [[tokenizer.decode([one], skip_special_tokens=False) for one in w] for w in found]
 
     assert texts("dog") == texts(" dog") == [["dog"], [" dog"]]
     assert texts("penstock") == [["pen", "stock"], [" pen", "stock"]]

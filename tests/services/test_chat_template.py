@@ -14,12 +14,9 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.client import (
     ChatMessage,
     PromptFields,
-    TokenizePromptRequest,
-    TokenizeReply,
 )
 from penstock.services.tokenizer import chat_template as module
 from penstock.services.tokenizer.chat_template import ChatTemplate, ChatTemplateError
-from penstock.services.tokenizer.prompts import Tokenizer
 
 FOLDER = Config().model_folder
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"é": [1, 2], "<b>": None}}}
@@ -214,27 +211,6 @@ def test_files_that_are_none(tmp_path: Path, config: object) -> None:
         ModelError, match=r"(the chat template of .*|tokenizer_config.json) can't be read"
     ):
         ChatTemplate(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
-def test_the_template_and_vocabulary_of_qwen3(qwen3_folder: Path, kwargs: dict[str, Any]) -> None:
-    reference = PreTrainedTokenizerFast(
-        tokenizer_file=str(qwen3_folder / "tokenizer.json"),
-        chat_template=json.loads((qwen3_folder / "tokenizer_config.json").read_text())[
-            "chat_template"
-        ],
-    )
-    messages = MESSAGES[:2]
-    expected = reference.apply_chat_template(
-        msgspec.to_builtins(messages), tokenize=False, add_generation_prompt=True, **kwargs
-    )
-    text = render(ChatTemplate(qwen3_folder), messages, None, kwargs)
-    assert text == expected
-    assert text.endswith("</think>\n\n") == (kwargs == {"enable_thinking": False})
-    question = TokenizePromptRequest(messages=messages, chat_template_kwargs=kwargs)
-    reply = Tokenizer(qwen3_folder, 4096).answer(question)
-    assert reply == TokenizeReply(token_ids=reference.encode(expected), max_model_len=4096)
 
 
 @pytest.mark.parametrize("source", ["{{ 'a' * 10**9 }}", "{{ 'a'.ljust(10**9) }}"])

@@ -6,7 +6,6 @@ OpenAI does not have, and numbers that JSON can't write (1e400).
 
 import functools
 import json
-import shutil
 from pathlib import Path
 
 import msgspec
@@ -19,6 +18,7 @@ from penstock.services.http.body import decode_body
 from penstock.services.http.schema import ChatRequest
 from penstock.services.http.to_generate_request import chat_fields
 from penstock.services.tokenizer.prompts import PromptError, Tokenizer
+from tests.services.conftest import WithTemplate
 from tests.services.dialogues import Dialogues, for_transformers
 
 TEMPLATES = ["qwen3", "qwen3_older", "qwen3_instruct_2507", "qwen3_thinking_2507", "qwen3_coder"]
@@ -49,12 +49,10 @@ def our_ids(tokenizer: Tokenizer, body: dict[str, object]) -> list[int]:
 @pytest.mark.parametrize("number", [40, pytest.param(500, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_token_ids_are_those_of_transformers(
-    tmp_path: Path, qwen3_folder: Path, name: str, number: int
+    with_template: WithTemplate, qwen3_folder: Path, name: str, number: int
 ) -> None:
     source = source_of(name, qwen3_folder)
-    shutil.copy(qwen3_folder / "tokenizer.json", tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(source)
-    tokenizer, theirs = Tokenizer(tmp_path, 1 << 20), reference(qwen3_folder)
+    tokenizer, theirs = with_template(source), reference(qwen3_folder)
     assert all(len(theirs.encode(token)) == 1 for token in SPECIAL)
     dialogues, num_equal = Dialogues(seed=number), 0
     while num_equal < number:

@@ -1,7 +1,5 @@
 """Beginnings of answers, by Qwen3's own vocabulary and template."""
 
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +8,7 @@ from penstock.protocol.messages.client import ChatMessage
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.messages.tokenizer import TokenizeRequest
-from penstock.services.tokenizer.prompts import Tokenizer
+from tests.services.conftest import WithTemplate
 
 USER = ChatMessage(role="user", content="What do <think> and </think> mean? <think>")
 THINKING = """{%- for message in messages -%}
@@ -56,16 +54,12 @@ REASONING: dict[str, tuple[str | None, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("template", "asked", "reasoning"), REASONING.values(), ids=REASONING)
 def test_how_an_answer_begins(
-    qwen3_folder: Path, tmp_path: Path, template: str | None, asked: dict[str, Any], reasoning: str
+    with_template: WithTemplate, template: str | None, asked: dict[str, Any], reasoning: str
 ) -> None:
     """Text of the user does not count."""
-    shutil.copytree(qwen3_folder, tmp_path, dirs_exist_ok=True)
-    if template:
-        (tmp_path / "chat_template.jinja").write_text(template)
-    tokenizer = Tokenizer(tmp_path, max_model_len=1000)
+    tokenizer = with_template(template)
     token_ids, found = tokenizer.encode(TokenizeRequest("r", 0, SamplingParams(), **asked))
     assert found == reasoning
     ids = TokenizeRequest("r", 0, SamplingParams(), prompt=token_ids)
