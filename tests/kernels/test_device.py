@@ -1,7 +1,8 @@
 """Launches by GPU: an H200's are those that were measured, and others fit the GPU's limits.
 
 The compiler needs no GPU. It runs in a process without Triton's interpreter: in `make test` for one
-launch of each large kernel, in `make test-long` all launches for all six architectures since Ampere.
+launch of each large kernel, in `make test-long` for all launches on the six architectures since
+Ampere.
 """
 
 import ast
