@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """of the messages in this folder; those that register a process carry it"""
 
 

@@ -30,6 +30,10 @@ class WorkerState(Struct, array_like=True, tag=True):
     """a larger one was started later"""
     memory: int = 0
     """id of its KV memory, which may be an earlier worker's; 0: the memory ends with the worker"""
+    epoch: int = -1
+    """of the plans that it expects"""
+    num_plans_before: int = 0
+    """that it has run of the epoch before, which was another scheduler's"""
 
 
 class WorkerAssignment(Struct, array_like=True, tag=True):

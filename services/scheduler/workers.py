@@ -14,6 +14,9 @@ NO_GROUP = -1
 """an epoch that no group has"""
 LISTENING = 2
 """heartbeats for which a restarted scheduler waits for workers of its predecessor"""
+MAX_UNHEARD = 4
+"""heartbeats for which it waits for the other ranks of a worker: they may wait for that worker in
+a collective, for a plan that only some ranks have got"""
 
 
 class WorkerGroup:
@@ -43,8 +46,8 @@ class WorkerGroup:
         self._node = node
         self._replica = replica
         self._num_expected = tp_size + num_spares
-        self._num_heartbeats = 0
-        self._had_group = False
+        self._num_heartbeats = self._num_unheard = 0
+        self._had_group = self._is_adopted = False
         self.epoch = 0
         """of this group's plans; 0 while there is no group"""
         self.ready = False
@@ -113,38 +116,56 @@ class WorkerGroup:
         self._peers.alive(identity, hello.name)
         if not self.members:
             return messages + self._seat()
-        self._check_ready()
-        return messages
+        return messages + self._check_ready()
 
     def lost(self, identity: bytes) -> list[WorkerMessage]:
         """Dissolve the group of a lost worker; spare workers make the next one."""
-        if identity not in self.members:
-            self._forget(identity)
-            return []
-        if self.ready:
-            self._num_blocks_before, self._memory_before = self.num_blocks, self.memory
-        hellos = [self._hellos[member] for member in self.members]
-        self._pids_before = [(hello.node, hello.pid) for hello in hellos if hello.pid > 0]
-        self.members_before = [(hello.name, hello.pid) for hello in hellos]
-        reason = f"{self._hellos[identity].name} exited or is unreachable"
+        if identity in self.members:
+            name = self._hellos[identity].name
+            return self._dissolve(f"{name} exited or is unreachable", identity)
         self._forget(identity)
-        rest = [member for member in self.members if member != identity]
-        self.members, self.epoch, self._assignments, self.ready = [], 0, [], False
-        return self._dismiss(rest, reason) + self._seat()
+        return []
 
     def heartbeat(self) -> list[WorkerMessage]:
         """Return the members' places again, once an interval.
 
         They change nothing and show which worker can't be reached; a worker at a long step can.
-        Other workers that miss MAX_MISSED_HEARTBEATS intervals are forgotten.
+        Other workers that miss MAX_MISSED_HEARTBEATS intervals are forgotten. Ranks of an earlier
+        scheduler's group whose others are not heard are dismissed after MAX_UNHEARD intervals.
         """
         self._num_heartbeats += 1
         for identity in set(self._peers.silent()).difference(self.members):
             self._forget(identity)
+        ranks = [] if self._had_group else [i for i, h in self._hellos.items() if h.group]
+        self._num_unheard = self._num_unheard + 1 if ranks else 0
+        if self._num_unheard > MAX_UNHEARD:
+            return self._dismiss(ranks, "another rank of its group is not heard")
         return self._assignments
 
-    def _check_ready(self) -> None:
-        self.ready = all(self._hellos[member].num_blocks for member in self.members)
+    def _check_ready(self) -> list[WorkerMessage]:
+        """Check whether all ranks have loaded, and those of an adopted group have run equal plans.
+
+        A scheduler may die when some ranks have a plan that others never get. These ranks wait in
+        a collective, which the first one of the next epoch would be taken for.
+        """
+        states = [self._hellos[member] for member in self.members]
+        has_begun = not self._is_adopted or all(one.epoch == self.epoch for one in states)
+        if has_begun and len({one.num_plans_before for one in states}) > 1:
+            return self._dissolve("its group's ranks have got different plans")
+        self.ready = has_begun and all(one.num_blocks for one in states)
+        return []
+
+    def _dissolve(self, reason: str, lost: bytes = b"") -> list[WorkerMessage]:
+        """End the group, of which one member may be lost; spare workers make the next one."""
+        if self.ready:
+            self._num_blocks_before, self._memory_before = self.num_blocks, self.memory
+        hellos = [self._hellos[member] for member in self.members]
+        self._pids_before = [(hello.node, hello.pid) for hello in hellos if hello.pid > 0]
+        self.members_before = [(hello.name, hello.pid) for hello in hellos]
+        self._forget(lost)
+        rest = [member for member in self.members if member != lost]
+        self.members, self.epoch, self._assignments, self.ready = [], 0, [], False
+        return self._dismiss(rest, reason) + self._seat()
 
     def _forget(self, identity: bytes) -> None:
         self._hellos.pop(identity, None)
@@ -195,8 +216,8 @@ class WorkerGroup:
     def _assign(self, members: list[bytes], group: str) -> list[WorkerMessage]:
         self.epoch = next(self._epochs)
         self.members = members
+        self._had_group, self._is_adopted = True, group != "" and self.tp_size > 1
         self._check_ready()
-        self._had_group = True
         rendezvous = self._hellos[members[0]].rendezvous
         nodes = [self._hellos[member].node for member in members]
         self._assignments = [

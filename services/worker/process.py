@@ -50,7 +50,7 @@ class Worker:
         self._group = ""
         self._rank = -1
         self._epoch = -1
-        self._next_step = 0
+        self._next_step = self._num_plans_before = 0
         self._steps: deque[_Step] = deque()
         """launched, their tokens not yet sent"""
         self._max_running = min(1, process.config.num_plans_in_flight - 1)
@@ -60,6 +60,7 @@ class Worker:
     def send_state(self) -> None:
         state = WorkerState(self._process.name, self._group, self._rank, pid=os.getpid())
         state.node, state.incarnation = self._process.context.node_id, self._process.incarnation
+        state.epoch, state.num_plans_before = self._epoch, self._num_plans_before
         if not self._group:
             state.rendezvous = free_rendezvous(self._process.context.host)
         if self._runner:
@@ -95,12 +96,13 @@ class Worker:
             self._begin(assignment.epoch)
 
     def _begin(self, epoch: int) -> None:
-        """Expect the plans of `epoch` from step 0, for an empty batch."""
-        self._epoch = epoch
+        """Expect the plans of `epoch` from step 0, for an empty batch, and report it."""
+        self._epoch, self._num_plans_before = epoch, self._next_step
         self._next_step = 0
         self._steps.clear()
         if self._runner:
             self._runner.clear()
+        self.send_state()
 
     def _join(self, assignment: WorkerAssignment) -> None:
         self._group, self._rank = assignment.group, assignment.rank
@@ -109,7 +111,6 @@ class Worker:
         for pid in assignment.pids_before:
             wait_for_end(pid)
         self._runner = self._load(self._process.config, assignment, self._on_progress)
-        self.send_state()
 
     def _on_progress(self) -> None:
         """Send the state during loading, which may take long."""

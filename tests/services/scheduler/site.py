@@ -17,6 +17,8 @@ class Site:
         self.hellos: dict[bytes, WorkerState] = {}
         self.assignments: dict[bytes, WorkerAssignment] = {}
         self.exits: list[bytes] = []
+        self.num_plans: dict[bytes, int] = {}
+        """that members have run before the scheduler's restart"""
         self._numbers = count()
 
     def start(
@@ -72,7 +74,13 @@ class Site:
             else:
                 self.assignments[identity] = letter
                 old = self.hellos[identity]
-                self.hellos[identity] = replace(old, group=letter.group, rank=letter.rank)
+                is_new = letter.epoch > old.epoch
+                self.hellos[identity] = replace(
+                    old, group=letter.group, rank=letter.rank, epoch=letter.epoch
+                )
+                if is_new and old.group:
+                    self.hellos[identity].num_plans_before = self.num_plans.get(identity, 0)
+                    self.say_hello(identity)
 
     def restart_scheduler(self) -> None:
         """Restart the scheduler, which knows nothing; the workers live on."""

@@ -99,39 +99,6 @@ def test_successor_of_a_waiting_worker_takes_its_place() -> None:
     assert site.group.members == []
 
 
-def test_group_that_survives_the_scheduler_is_adopted() -> None:
-    site = Site()
-    members = site.start("w1", "w2", num_blocks=8)
-    before = site.assignments[members[0]]
-    site.restart_scheduler()
-    site.say_hello(*reversed(members))
-    assert site.group.members == members
-    assert site.group.ready
-    after = site.assignments[members[0]]
-    assert (after.group, after.rank) == (before.group, 0)
-    assert after.epoch == site.group.epoch > before.epoch
-
-
-def test_group_that_is_not_whole_waits_for_its_members() -> None:
-    site = Site()
-    members = site.start("w1", "w2", num_blocks=8)
-    site.restart_scheduler()
-    site.say_hello(members[0])
-    assert (site.group.members, site.exits) == ([], [])
-
-
-def test_group_that_is_not_whole_is_dismissed_when_a_fresh_worker_is_there() -> None:
-    site = Site()
-    one, two = site.start("w1", "w2", num_blocks=8)
-    site.restart_scheduler()
-    site.say_hello(one)
-    del site.hellos[two]
-    [fresh] = site.start("w2")
-    assert site.exits == [one]
-    [successor] = site.start("w1")
-    assert site.group.members == [fresh, successor]
-
-
 def test_dismissed_worker_is_not_seated_again() -> None:
     """The worker's last heartbeat comes after the loss of the group."""
     site = Site()

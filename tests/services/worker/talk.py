@@ -139,8 +139,9 @@ class Talk:
         return isinstance(self.answer(), WorkerState)
 
 
-def hello(*fields: Any) -> WorkerState:
+def hello(*fields: Any, epoch: int = -1, num_plans_before: int = 0) -> WorkerState:
     state = WorkerState(*fields, pid=os.getpid(), node="node-a", incarnation=17)
+    state.epoch, state.num_plans_before = epoch, num_plans_before
     state.memory = FakeRunner.memory if state.num_blocks else 0
     return state
 

@@ -40,9 +40,9 @@ def test_says_who_it_is_and_then_what_it_holds(talk: Talk) -> None:
     first.rendezvous = ""
     assert first == hello("worker.1")
     talk.tell(assignment(rank=1))
-    assert talk.answer() == hello("worker.1", "g", 1, 5, 16, (3.0, 4.0))
+    assert talk.answer() == hello("worker.1", "g", 1, 5, 16, (3.0, 4.0), epoch=1)
     talk.worker.send_state()
-    assert talk.answer() == hello("worker.1", "g", 1, 5, 16, (3.0, 4.0))
+    assert talk.answer() == hello("worker.1", "g", 1, 5, 16, (3.0, 4.0), epoch=1)
 
 
 def test_says_hello_while_it_loads(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_says_hello_while_it_loads(talk: Talk, monkeypatch: pytest.MonkeyPatch) 
     talk.tell(assignment())
     assert talk.answer() == hello("worker.1", "g", 0, 0)
     assert talk.answer() == hello("worker.1", "g", 0, 0)
-    assert talk.answer() == hello("worker.1", "g", 0, 5, 16, (3.0, 4.0))
+    assert talk.answer() == hello("worker.1", "g", 0, 5, 16, (3.0, 4.0), epoch=1)
 
 
 def test_every_plan_is_answered_with_its_tokens(seated: Talk) -> None:
@@ -109,7 +109,7 @@ def test_says_hello_no_oftener_than_need_be(talk: Talk, monkeypatch: pytest.Monk
     monkeypatch.setattr("penstock.services.worker.process.HEARTBEAT_INTERVAL", 3600.0)
     talk.num_progress_calls = 2
     talk.tell(assignment())
-    assert talk.answer() == hello("worker.1", "g", 0, 5, 16, (3.0, 4.0))
+    assert talk.answer() == hello("worker.1", "g", 0, 5, 16, (3.0, 4.0), epoch=1)
 
 
 def test_a_new_epoch_keeps_the_model_and_drops_the_batch(seated: Talk) -> None:
@@ -118,6 +118,9 @@ def test_a_new_epoch_keeps_the_model_and_drops_the_batch(seated: Talk) -> None:
     assert seated.runner.num_clears == 2
     assert seated.num_loads == 1
     seated.runner.steps_are_done = True
+    assert seated.answer() == hello(
+        "worker.1", "g", 0, 5, 16, (3.0, 4.0), epoch=2, num_plans_before=1
+    )
     seated.tell(plan(1, epoch=1), plan(0, epoch=2))
     assert seated.answer() == tokens_of(2, 0)
     assert seated.says_nothing_more()

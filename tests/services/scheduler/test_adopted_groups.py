@@ -1,0 +1,83 @@
+"""Workers that outlive their scheduler, and the next one, which adopts their group or ends it."""
+
+from penstock.services.scheduler.workers import MAX_UNHEARD
+from tests.services.scheduler.site import Site
+
+
+def test_group_that_survives_the_scheduler_is_adopted() -> None:
+    site = Site()
+    members = site.start("w1", "w2", num_blocks=8)
+    before = site.assignments[members[0]]
+    site.restart_scheduler()
+    site.say_hello(*reversed(members))
+    assert site.group.members == members
+    assert site.group.ready
+    after = site.assignments[members[0]]
+    assert (after.group, after.rank) == (before.group, 0)
+    assert after.epoch == site.group.epoch > before.epoch
+
+
+def test_group_that_is_not_whole_waits_for_its_members() -> None:
+    site = Site()
+    members = site.start("w1", "w2", num_blocks=8)
+    site.restart_scheduler()
+    site.say_hello(members[0])
+    assert (site.group.members, site.exits) == ([], [])
+
+
+def test_group_that_is_not_whole_is_dismissed_when_a_fresh_worker_is_there() -> None:
+    site = Site()
+    one, two = site.start("w1", "w2", num_blocks=8)
+    site.restart_scheduler()
+    site.say_hello(one)
+    del site.hellos[two]
+    [fresh] = site.start("w2")
+    assert site.exits == [one]
+    [successor] = site.start("w1")
+    assert site.group.members == [fresh, successor]
+
+
+def test_ranks_that_ran_different_plans_are_dismissed() -> None:
+    """The scheduler died when one had a plan that the other one never got."""
+    site = Site()
+    members = one, two = site.start("w1", "w2", num_blocks=8)
+    site.num_plans = {one: 7, two: 6}
+    site.restart_scheduler()
+    site.say_hello(*members)
+    assert sorted(site.exits) == sorted(members)
+    assert (site.group.members, site.group.ready) == ([], False)
+    successors = site.start("w1", "w2", num_blocks=8)
+    assert site.group.members == successors
+    assert site.assignments[successors[0]].pids_before == [1, 2]
+    assert site.group.ready
+
+
+def test_an_adopted_group_is_ready_when_every_rank_has_run_all_earlier_plans() -> None:
+    """The first hello may come before plans that wait at the worker's socket."""
+    site = Site()
+    one, two = site.start("w1", "w2", num_blocks=8)
+    before = site.hellos[two]
+    site.restart_scheduler()
+    site.say_hello(one)
+    site.group.hello(two, before)
+    assert site.group.members == [one, two]
+    assert not site.group.ready
+    site.deliver(site.group.heartbeat())
+    assert site.group.ready
+
+
+def test_ranks_whose_others_are_not_heard_are_dismissed() -> None:
+    """They wait for this one, for a plan that it never got."""
+    site = Site()
+    one, two = site.start("w1", "w2", num_blocks=8)
+    site.restart_scheduler()
+    site.pass_time(MAX_UNHEARD + 2)
+    assert site.exits == []
+    site.say_hello(one)
+    site.pass_time(MAX_UNHEARD)
+    assert site.exits == []
+    site.pass_time(1)
+    assert site.exits == [one]
+    del site.hellos[two]
+    successors = site.start("w1", "w2", num_blocks=8)
+    assert site.group.members == successors
