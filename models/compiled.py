@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.kernels.attention.types import KVCache
-from penstock.kernels.cpu.compiled_layers import CompiledLayers
+from penstock.kernels.cpu.compiled_layers import CompiledLayers, unsupported
 from penstock.kernels.cpu.compiled_step import compiled_step
+from penstock.kernels.cpu.compiler import host
 from penstock.kernels.cpu.decode_step import DecodeStep
-from penstock.kernels.cpu.integers import quantize
 from penstock.kernels.cpu.shared_memory import SharedMemory
 from penstock.kernels.cpu.types import MATRICES, LayerShape, LayerWeights, Matrix
+from penstock.kernels.quantize.integers import Integers, quantize, without_needless_shift
 from penstock.kernels.step.forward_batch import ForwardBatch
 from penstock.kernels.step.types import Slots, StepBuffers
 from penstock.models.moe import MoE
@@ -27,26 +28,18 @@ class CompiledDecoder:
     def __init__(
         self, model: Qwen3, config: ModelConfig, bits: int = 16, quantize_lm_head: bool = False
     ) -> None:
-        """Compile a loaded model, whose matrices become bfloat16 if that changes none.
+        """Compile a loaded model, whose matrices become 16 bits where that changes no number.
 
         bits: 8 or 4 make integers of the layers' matrices, which are freed. quantize_lm_head: the
         output layer likewise, with 8 bits. Raises ValueError for a model that can't be compiled,
         OSError.
         """
-        if config.weight_format:
+        if config.fp8 or (config.weight_format and bits != 16):
             raise ValueError(f"weights in {config.format_name}")
         self._tp, self._rope, self._norm = model.tp, model.rope, model.model.norm
         self._embed = model.model.embed_tokens
         self._layers: list[DecoderLayer] = list(model.model.layers)  # type: ignore[arg-type]
-        attention = self._layers[0].self_attn
-        shape = LayerShape(
-            config.hidden_size,
-            attention.num_heads,
-            attention.num_kv_heads,
-            config.head_dim,
-            config.intermediate_size // model.tp.size,
-            config.rms_norm_eps,
-        )
+        shape = _layer_shape(config, model.tp.size)
         weight = model.head.weight
         narrowed = narrow(model)
         head: Matrix | None = weight if isinstance(weight, Tensor) else None  # e4m3: in torch
@@ -134,6 +127,22 @@ class CompiledDecoder:
         return self._compiled.logits(hidden_states, norm.weight, norm.eps, matrix, out)
 
 
+def can_compile(config: ModelConfig, tp_size: int) -> bool:
+    """Return True if the layers of a rank have sizes that can be compiled."""
+    return not unsupported(_layer_shape(config, tp_size))
+
+
+def _layer_shape(config: ModelConfig, tp_size: int) -> LayerShape:
+    return LayerShape(
+        config.hidden_size,
+        config.num_attention_heads // tp_size,
+        max(1, config.num_key_value_heads // tp_size),
+        config.head_dim,
+        config.intermediate_size // tp_size,
+        config.rms_norm_eps,
+    )
+
+
 def _weights(layer: DecoderLayer) -> LayerWeights:
     attention: Any = layer.self_attn
     mlp: Any = layer.mlp
@@ -164,14 +173,19 @@ def _quantized(layer: LayerWeights, bits: int) -> LayerWeights:
 
 
 def narrow(model: Qwen3) -> list[nn.Parameter]:
-    """Replace matrices by bfloat16 if that changes no number of any, and return them."""
+    """Replace float32 by 16 bits and integers' shifts by nothing where that changes no number.
+
+    Returns the matrices of floats.
+    """
     others = model.model.embed_tokens.weight, model.head.weight
     layers: list[DecoderLayer] = list(model.model.layers)  # type: ignore[arg-type]
     matrices = [*_matrices(layers), *(one for one in others if isinstance(one, nn.Parameter))]
-    if not all(_has_16_bits(matrix) for matrix in matrices):
-        return []
     for matrix in matrices:
-        matrix.data = matrix.data.bfloat16()
+        if matrix.dtype == torch.float32:
+            matrix.data = _narrowed(matrix.data)
+    for module in model.modules():
+        if isinstance(weight := getattr(module, "weight", None), Integers):
+            weight.scale.data = without_needless_shift(weight).data
     return matrices
 
 
@@ -182,8 +196,9 @@ def _matrices(layers: list[DecoderLayer]) -> Iterator[nn.Parameter]:
                 yield weight
 
 
-def _has_16_bits(weight: Tensor) -> bool:
-    """Return True if the low halves of all float32 are zeros."""
-    if weight.dtype == torch.bfloat16:
-        return True
-    return not weight.data.view(torch.int16)[..., ::2].any()  # little-endian
+def _narrowed(weight: Tensor) -> Tensor:
+    """Return float32 as bfloat16 or float16 if either has all of the numbers."""
+    if not weight.view(torch.int16)[..., ::2].any():  # the low halves, little-endian
+        return weight.bfloat16()
+    half = weight.half()
+    return half if host().widens_half and torch.equal(half.float(), weight) else weight

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from penstock.kernels.moe.moe import norm_moe
-from penstock.models.parallel import Layer, RMSNorm, Slice, add_weight, parameter
+from penstock.models.allocation import add_weight, parameter
+from penstock.models.parallel import Layer, RMSNorm, Slice
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.checkpoint import ModelConfig
 from penstock.protocol.quantization import WeightFormat

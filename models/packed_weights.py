@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.kernels.quantize.integers import UNIT, Integers, pack
 from penstock.kernels.quantize.packed import Packed, pack_codes, pack_groups
 from penstock.models.checkpoint_tensors import CheckpointTensors
 from penstock.protocol.checkpoint import ModelError
@@ -146,10 +147,21 @@ class _Source:
             )
 
 
-def copy_codes(target: Packed, source: Codes, name: str) -> None:
+def why_dequantized(name: str, columns: int, weight_format: WeightFormat) -> str:
+    """Return why a rank's part of a weight with `columns` columns does not stay packed."""
+    if ".experts." in name:
+        return "experts stay packed on GPUs only"
+    if weight_format.act_order:
+        return "the columns of a group are not adjacent (desc_act)"
+    if columns % UNIT:
+        return f"got {columns} columns, expected a multiple of {UNIT}"
+    return "layers are not compiled, or have --dtype float32"
+
+
+def copy_codes(target: Packed | Integers, source: Codes, name: str) -> None:
     """Pack a matrix into its place, with sorted columns if that has an order. Raises ModelError."""
     codes, groups = source.codes, source.groups
-    if target.order is not None:
+    if isinstance(target, Packed) and target.order is not None:
         order = groups.argsort(stable=True)
         codes, groups = codes[:, order], groups[order]
         if target.order[0] == target.order[-1]:  # not loaded yet
@@ -166,5 +178,12 @@ def copy_codes(target: Packed, source: Codes, name: str) -> None:
             f"{name}: got g_idx with columns of a group that are not adjacent, expected "
             f"groups of {size}, or desc_act: true in quantization_config"
         )
-    target.words.copy_(pack_codes(codes.contiguous(), target.bits))
-    target.groups.copy_(pack_groups(source.scale[:, firsts], source.zeros[:, firsts]).t())
+    scale, zeros = source.scale[:, firsts], source.zeros[:, firsts]
+    if isinstance(target, Packed):
+        target.words.copy_(pack_codes(codes.contiguous(), target.bits))
+        target.groups.copy_(pack_groups(scale, zeros).t())
+        return
+    half = 1 << (target.bits - 1)
+    target.codes.copy_(pack(codes.short() - half, target.bits))
+    scale = scale.float()
+    target.scale.copy_(torch.stack([scale, (half - zeros.float()) * scale], -1))

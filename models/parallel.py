@@ -6,8 +6,6 @@ built on torch's default device, in its default dtype, for inference only.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -15,10 +13,10 @@ from torch import Tensor, nn
 
 from penstock.kernels.elementwise.elementwise import embedding
 from penstock.kernels.linear.linear import linear, linear_add, norm_linear
-from penstock.kernels.quantize.packed import BLOCK as PACKED_BLOCK
-from penstock.kernels.quantize.packed import Packed, num_groups
-from penstock.kernels.quantize.types import BLOCK, FP8, Matrix, Quantized, Rows
+from penstock.kernels.quantize.integers import Integers
+from penstock.kernels.quantize.types import Matrix, Rows
 from penstock.kernels.sampling.sampling import shard_size
+from penstock.models.allocation import add_weight, parameter
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.quantization import FP8_ROWS, WeightFormat
 
@@ -33,7 +31,7 @@ class Slice(NamedTuple):
     """the dimension that is cut"""
     start: int
     stop: int
-    target: Matrix
+    target: Matrix | Integers
     """destination, of the slice's shape"""
 
 
@@ -41,6 +39,7 @@ class Layer(nn.Module, ABC):
     """A layer whose `weight` consists of checkpoint tensors."""
 
     weight: Matrix
+    """or `Integers`, which only compiled layers multiply"""
 
     @abstractmethod
     def slices(self, name: str) -> Iterator[Slice]:
@@ -202,62 +201,3 @@ class RMSNorm(Layer):
     def slices(self, name: str) -> Iterator[Slice]:
         (size,) = self.weight.shape
         yield Slice(f"{name}.weight", (size,), 0, 0, size, self.weight)
-
-
-def add_weight(layer: Layer, *shape: int, weight_format: WeightFormat | None) -> None:
-    """Make `layer.weight`, [..., out_features, in_features], in 16 bits without a format.
-
-    On a CPU, a weight of integers is in 16 bits.
-    """
-    if weight_format is None or not (weight_format.is_fp8 or stays_packed()):
-        layer.weight = parameter(*shape)
-    elif weight_format.is_fp8:
-        _add_fp8_weight(layer, *shape, in_blocks=weight_format.scales == "blocks")
-    else:
-        _add_packed_weight(layer, *shape, weight_format=weight_format)
-
-
-def stays_packed() -> bool:
-    """Return True if the products of torch's default device take packed integers."""
-    return torch.get_default_device().type != "cpu"
-
-
-def _add_fp8_weight(layer: Layer, *shape: int, in_blocks: bool) -> None:
-    *others, rows, columns = shape
-    blocks = -(-rows // BLOCK), -(-columns // BLOCK)
-    layer.values = parameter(*shape, dtype=FP8)
-    layer.scale = parameter(*others, *(blocks if in_blocks else (rows,)), dtype=torch.float32)
-    layer.weight = Quantized(layer.values, layer.scale)
-
-
-def _add_packed_weight(layer: Layer, *shape: int, weight_format: WeightFormat) -> None:
-    *others, rows, columns = shape
-    group_size = weight_format.group_size or columns
-    blocks, groups = num_groups(columns, PACKED_BLOCK), num_groups(columns, group_size)
-    words = *others, blocks, rows, 4 * weight_format.bits
-    layer.words = parameter(*words, dtype=torch.int32)
-    layer.groups = parameter(*others, groups, rows, dtype=torch.int32)
-    order = None
-    if weight_format.act_order:
-        order = layer.order = parameter(*others, columns, dtype=torch.int32)
-    layer.weight = Packed(layer.words, layer.groups, order, columns, group_size)
-
-
-_has_memory: ContextVar[bool] = ContextVar("has_memory", default=True)
-
-
-@contextmanager
-def without_memory() -> Iterator[None]:
-    """Make parameters that have no memory yet, only a type and a shape."""
-    token = _has_memory.set(False)
-    try:
-        yield
-    finally:
-        _has_memory.reset(token)
-
-
-def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """Return a parameter to be loaded."""
-    if _has_memory.get():
-        return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
-    return nn.Parameter(torch.zeros((), dtype=dtype).expand(shape), requires_grad=False)

@@ -3,9 +3,10 @@
 Only this rank's slice of every tensor is read. A weight in e4m3 keeps the scales of its rows, or of
 its blocks of 128 by 128 (Qwen3-*-FP8). If the rank's part does not consist of whole blocks, or for
 a weight of 16 bits that is served in 8, each row of the part gets a scale. Weights of integers are
-packed in one way, or where that is not possible, and on CPUs, dequantized.
+packed in one way for GPUs and another for CPUs, or where that is not possible, dequantized.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,16 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from penstock.kernels.quantize.integers import Integers
 from penstock.kernels.quantize.packed import Packed, unpack_groups
 from penstock.kernels.quantize.quantize import copy_into
 from penstock.kernels.quantize.types import BLOCK, FP8, Quantized, Rows
 from penstock.models.checkpoint_tensors import CheckpointTensors
-from penstock.models.packed_weights import copy_codes, read_codes
+from penstock.models.packed_weights import copy_codes, read_codes, why_dequantized
 from penstock.models.parallel import Layer, Slice
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.expected_weights import BARE, check_names
 from penstock.protocol.quantization import WeightFormat
 
+log = logging.getLogger(__name__)
 NAN_CODE = 0x7F
 """of e4m3, without its sign"""
 SCALES = "_scale_inv"
@@ -47,11 +50,17 @@ def load_weights(
         tensors = CheckpointTensors(folder, "model.")
     slices = list(_slices(model))
     check_names(folder, {part.name for part in slices}, tensors.weights())
+    dequantized = []
     for part in sorted(slices, key=lambda part: tensors.file(tensors.matrix(part.name))):
         if part.start < part.stop:
-            _load(tensors, part, weight_format)
+            if _load(tensors, part, weight_format):
+                dequantized.append(part)
             _check_numbers(tensors, part)
         on_progress()
+    if dequantized and weight_format:
+        first, rest = dequantized[0], (len(dequantized), len(slices))
+        reason = why_dequantized(first.name, first.target.shape[1], weight_format)
+        log.warning("%d of %d weights are dequantized, such as %s: %s", *rest, first.name, reason)
 
 
 def _slices(model: nn.Module) -> Iterator[Slice]:
@@ -60,8 +69,8 @@ def _slices(model: nn.Module) -> Iterator[Slice]:
             yield from module.slices(name)
 
 
-def _load(tensors: CheckpointTensors, part: Slice, weight_format: WeightFormat | None) -> None:
-    """Read a slice into its target."""
+def _load(tensors: CheckpointTensors, part: Slice, weight_format: WeightFormat | None) -> bool:
+    """Read a slice into its target, and return True if that has dequantized integers."""
     matrix = tensors.matrix(part.name)
     cut = slice(part.start, part.stop)
     cuts = (cut, slice(0, part.shape[-1])) if part.dim == 0 else (slice(0, part.shape[0]), cut)
@@ -75,17 +84,18 @@ def _load(tensors: CheckpointTensors, part: Slice, weight_format: WeightFormat |
         tensor = tensors.read(matrix, *cuts[: len(shape)])
         if tensor.dtype != torch.int8:
             _copy(tensor, part, tensors)
-            return
+            return False
     if weight_format is None or weight_format.is_fp8:
         raise ModelError(
             f"{matrix}: got packed integers, expected their format in quantization_config"
         )
     device = part.target.device
     codes = read_codes(tensors, part.name, part.shape, cuts, weight_format, device)
-    if isinstance(part.target, Packed):
+    if isinstance(part.target, Packed | Integers):
         copy_codes(part.target, codes, part.name)
-    else:
-        copy_into(part.target, codes.dequantized())
+        return False
+    copy_into(part.target, codes.dequantized())
+    return True
 
 
 def _check_numbers(tensors: CheckpointTensors, part: Slice) -> None:
@@ -109,7 +119,7 @@ def _check_numbers(tensors: CheckpointTensors, part: Slice) -> None:
 def _copy(tensor: Tensor, part: Slice, tensors: CheckpointTensors) -> None:
     """Copy the slice of a weight that is not of integers."""
     target = part.target
-    if isinstance(target, Packed) or not tensor.is_floating_point():
+    if isinstance(target, Packed | Integers) or not tensor.is_floating_point():
         raise ModelError(
             f"{part.name}: got {tensor.dtype}, expected packed integers, or the layer's name among "
             "the layers that quantization_config excludes"

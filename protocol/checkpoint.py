@@ -98,6 +98,11 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
         return self.weight_format.name if self.weight_format else ""
 
     @property
+    def is_packed(self) -> bool:
+        """Return True if the layers' weights are integers."""
+        return self.weight_format is not None and not self.weight_format.is_fp8
+
+    @property
     def own_dtype(self) -> str:
         """Return the type of the checkpoint's numbers; auto: not given."""
         return self.torch_dtype if self.dtype == "auto" else self.dtype

@@ -61,7 +61,7 @@ def check_tensors(folder: Path, config: ModelConfig) -> None:
 
     Shapes of packed matrices and of scales are checked when they are loaded.
     """
-    is_packed = config.weight_format is not None and not config.fp8
+    is_packed = config.is_packed
     tensors = _read_tensors(folder, _SIZES if is_packed else _FLOATS)
     path = folder / "config.json"
     if config.is_embedding_model and BARE in tensors:

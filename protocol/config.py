@@ -54,12 +54,12 @@ class ModelOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     """each worker has whole experts instead of a part of every expert (MoE)"""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """type in which the model computes; auto: on GPUs the checkpoint's if it is float16, otherwise
-    bfloat16; on CPUs float32, which is the only one there"""
+    bfloat16; on CPUs float32: the only one there, which dequantizes integers if it is given"""
     quantization: Literal["none", "fp8", "int8", "int4"] = "none"
     """weights of the layers in 8 bits, on CPUs also as integers of 8 or 4 bits; a checkpoint in fp8
     is known as such"""
     quantize_lm_head: bool = False
-    """the head in 8 bits (e4m3, with int8 and int4: integers), too"""
+    """the head in 8 bits (e4m3, on CPUs with integers: integers), too"""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """keys and values as the model computes them, or in 8 bits (e4m3)"""
     speculative_method: Literal["none", "ngram"] = "none"

@@ -1,8 +1,9 @@
 """Decoder layers of a CPU in compiled functions, in place of a torch call for each operation.
 
 The functions compute what `penstock.kernels.attention`, `linear` and `elementwise` compute in
-torch, in float32. Weights are float32 or bfloat16, which is widened in registers. The bits of a row
-depend neither on the other rows, nor on the chunks of its sequence, nor on the number of threads.
+torch, in float32. Weights are float32, 16 bits or integers, each matrix of its own kind. The bits
+of a row depend neither on the other rows, nor on the chunks of its sequence, nor on the number of
+threads.
 """
 
 import math
@@ -16,8 +17,14 @@ from torch import Tensor
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
 from penstock.kernels.attention.types import KVCache
 from penstock.kernels.cpu.compiler import Target, host, load
-from penstock.kernels.cpu.integers import Integers
-from penstock.kernels.cpu.layer_checks import check_layer, check_matrix, elements
+from penstock.kernels.cpu.integer_pointer import Kind
+from penstock.kernels.cpu.layer_checks import (
+    KINDS,
+    check_layer,
+    check_matrix,
+    elements,
+    kind_of,
+)
 from penstock.kernels.cpu.llvm_attention import KEYS
 from penstock.kernels.cpu.llvm_barrier import WORDS
 from penstock.kernels.cpu.llvm_decoder import Kinds, build_module
@@ -31,12 +38,11 @@ from penstock.kernels.cpu.types import (
     Matrix,
     StepFields,
 )
+from penstock.kernels.quantize.integers import Integers
 from penstock.kernels.step.forward_batch import ForwardBatch
 
 MIN_THREAD_BYTES = 256 << 10
 """of a layer's weights, below which another thread costs more than it computes"""
-KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "q8", torch.uint8: "q4"}
-"""of matrices by the type of their elements"""
 
 
 def unsupported(shape: LayerShape) -> str:
@@ -70,14 +76,15 @@ class CompiledLayers:
         """
         if reason := unsupported(shape):
             raise ValueError(reason)
-        dtype = elements(layers[0].qkv).dtype
         for layer in layers:
-            check_layer(layer, shape, dtype)
-        self._head_dtype = dtype if head is None else elements(head).dtype
+            check_layer(layer, shape)
+        matrices = [getattr(layer, name) for layer in layers for name in MATRICES]
+        of_layers = tuple(dict.fromkeys(kind_of(one) for one in matrices if one is not None))
+        self._head_kind = kind_of(layers[0].qkv if head is None else head)
         self._embedding_dtype = torch.float32 if embedding is None else embedding.dtype
         self._layers = layers  # keeps the memory
         self._shape, self._block_size = shape, block_size
-        kinds = Kinds(KINDS[dtype], KINDS[self._head_dtype], KINDS[self._embedding_dtype])
+        kinds = Kinds(of_layers, self._head_kind, KINDS[self._embedding_dtype])
         sizes = kinds, shape.head_dim, shape.heads // shape.kv_heads
         self._library = load(lambda cpu: str(build_module(cpu, *sizes)), repr(sizes), target)
         self._decoder = self._library.function("decoder", 6)
@@ -85,7 +92,7 @@ class CompiledLayers:
         self._embed = self._library.function("embed", 5)
         self._num_threads = _num_threads(layers[0])
         self._pool = ThreadPoolExecutor(max(1, self._num_threads - 1), "layers")
-        self._addresses = [_addresses(layer) for layer in layers]
+        self._addresses = [_addresses(layer, of_layers) for layer in layers]
         self._kv_caches: Sequence[KVCache] | None = None
         self._scale, self._eps = (
             torch.tensor(number, dtype=torch.float32)
@@ -200,7 +207,9 @@ class CompiledLayers:
         """Compute `rms_norm(x) @ weight.T`, float32 [num_rows, columns]."""
         num_rows, size = x.shape
         check_tensor("x", x, (-1, self._shape.hidden), torch.float32)
-        check_matrix("weight", weight, (-1, size), self._head_dtype)
+        check_matrix("weight", weight, (-1, size))
+        if kind_of(weight) != self._head_kind:
+            raise ValueError(f"weight: got {kind_of(weight)}, expected {self._head_kind}")
         check_tensor("norm", norm, (size,), torch.float32)
         x = x.contiguous()
         out = x.new_empty(num_rows, len(weight)) if out is None else out
@@ -258,11 +267,14 @@ class CompiledLayers:
         self.version += 1
 
 
-def _addresses(layer: LayerWeights) -> list[int]:
+def _addresses(layer: LayerWeights, kinds: tuple[Kind, ...]) -> list[int]:
+    """Return `LAYER` without the caches."""
     tensors = [None if matrix is None else elements(matrix) for matrix in layer]
     matrices = [getattr(layer, name) for name in MATRICES]
     scales = [matrix.scale if isinstance(matrix, Integers) else None for matrix in matrices]
-    return [0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, *scales)]
+    numbers = [0 if matrix is None else kinds.index(kind_of(matrix)) for matrix in matrices]
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, *scales)]
+    return [*addresses, *numbers]
 
 
 def _num_threads(layer: LayerWeights) -> int:

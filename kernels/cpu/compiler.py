@@ -35,6 +35,11 @@ class Target(NamedTuple):
         """Return True for a feature by its name in LLVM."""
         return f"+{feature}" in self.features.split(",")
 
+    @property
+    def widens_half(self) -> bool:
+        """True if instructions convert float16 to float32; every CPU of 64-bit ARM has them."""
+        return self.has("f16c") or self.has("neon")
+
 
 class Library:
     """Compiled functions, which exist as long as this object."""

@@ -4,8 +4,12 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
-from penstock.kernels.cpu.integers import GROUP, Integers
+from penstock.kernels.cpu.integer_pointer import Kind, integer_kind
 from penstock.kernels.cpu.types import MATRICES, LayerShape, LayerWeights, Matrix
+from penstock.kernels.quantize.integers import UNIT, Integers, fitting_group
+
+KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+"""of matrices by the type of their elements"""
 
 
 def elements(matrix: Matrix) -> Tensor:
@@ -13,7 +17,12 @@ def elements(matrix: Matrix) -> Tensor:
     return matrix.codes if isinstance(matrix, Integers) else matrix
 
 
-def check_layer(layer: LayerWeights, shape: LayerShape, dtype: torch.dtype) -> None:
+def kind_of(matrix: Matrix) -> Kind:
+    """Return the kind of a matrix."""
+    return integer_kind(matrix) if isinstance(matrix, Integers) else KINDS[matrix.dtype]
+
+
+def check_layer(layer: LayerWeights, shape: LayerShape) -> None:
     """Raise ValueError unless the weights have these sizes."""
     inputs = shape.heads * shape.head_dim
     expected = {
@@ -27,19 +36,25 @@ def check_layer(layer: LayerWeights, shape: LayerShape, dtype: torch.dtype) -> N
         "down": (shape.hidden, shape.intermediate),
     }
     for name, matrix in layer._asdict().items():
-        if matrix is not None:
-            is_matrix = name in MATRICES
-            check_matrix(name, matrix, expected[name], dtype if is_matrix else torch.float32)
+        if name in MATRICES and matrix is not None:
+            check_matrix(name, matrix, expected[name])
+        elif matrix is not None:
+            check_tensor(name, matrix, expected[name], torch.float32)
+            check_contiguous(name, matrix)
 
 
-def check_matrix(name: str, matrix: Matrix, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise ValueError unless a weight has this shape, and elements of this type."""
-    numbers = elements(matrix)
-    if isinstance(matrix, Integers):
-        *others, columns = shape
-        check_tensor(name, numbers, (*others, columns * matrix.bits // 8), dtype)
-        check_tensor(f"{name}'s scale", matrix.scale, (len(numbers), columns // GROUP))
-        check_contiguous(f"{name}'s scale", matrix.scale)
-    else:
-        check_tensor(name, numbers, shape, dtype)
-    check_contiguous(name, numbers)
+def check_matrix(name: str, matrix: Matrix, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a weight has this shape, and elements of a known type."""
+    if not isinstance(matrix, Integers):
+        check_tensor(name, matrix, shape, *KINDS)
+        check_contiguous(name, matrix)
+        return
+    codes, scale, columns = matrix.codes, matrix.scale, shape[-1]
+    check_tensor(name, codes, (*shape[:-1], columns * matrix.bits // 8), torch.int8, torch.uint8)
+    rest = (2,) if matrix.has_shift else ()
+    check_tensor(f"{name}'s scale", scale, (len(codes), -1, *rest), torch.float32)
+    groups = scale.shape[1]
+    if columns % UNIT or fitting_group(columns, columns // groups) * groups != columns:
+        raise ValueError(f"{name}'s scale: got {groups} groups of {columns} columns")
+    check_contiguous(f"{name}'s scale", scale)
+    check_contiguous(name, codes)

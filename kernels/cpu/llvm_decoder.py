@@ -12,7 +12,7 @@ from llvmlite import ir
 
 from penstock.kernels.cpu.compiler import Target
 from penstock.kernels.cpu.emitter import Kernel
-from penstock.kernels.cpu.integers import BITS
+from penstock.kernels.cpu.integer_pointer import Kind, element, name_of
 from penstock.kernels.cpu.llvm_attention import KEYS, emit_attention
 from penstock.kernels.cpu.llvm_barrier import emit_barrier
 from penstock.kernels.cpu.llvm_elementwise import (
@@ -55,10 +55,11 @@ class _Team:
 
 
 class Kinds(NamedTuple):
-    """Kinds of matrices: "f32", "bf16", "q8" or "q4"."""
+    """Kinds of matrices."""
 
-    layers: str
-    head: str
+    layers: tuple[Kind, ...]
+    """by the numbers that a layer's fields give; others are 0"""
+    head: Kind
     embedding: str
 
 
@@ -68,7 +69,8 @@ def build_module(target: Target, kinds: Kinds, head_dim: int, group: int) -> ir.
     norm = Kernel(module, "norm", "f32 f32 f32 f32 int int int")
     emit_norm(norm, target)
     norm.end()
-    products = {kind: _product(module, target, kind) for kind in {kinds.layers, kinds.head}}
+    all_kinds = dict.fromkeys([*kinds.layers, kinds.head])
+    products = {kind: _product(module, target, kind) for kind in all_kinds}
     rope = Kernel(module, "rope", "f32 int int f32 f32 f32 f32 f32 i64 i64 f32 f32 int int int")
     emit_rope_store(rope, target, head_dim)
     rope.end()
@@ -87,24 +89,18 @@ def build_module(target: Target, kinds: Kinds, head_dim: int, group: int) -> ir.
     head = Kernel(module, "head", "i64 int int", public=True)
     _emit_head(head, element(kinds.head), norm, products[kinds.head], barrier)
     decoder = Kernel(module, "decoder", "i64 i64 int int int int", public=True)
-    layers = element(kinds.layers), head_dim, group
-    product = products[kinds.layers]
-    _Decoder(decoder, *layers, norm, product, rope, attention, barrier, total).emit()
+    of_layers = [(element(kind), products[kind]) for kind in kinds.layers]
+    _Decoder(decoder, of_layers, head_dim, group, norm, rope, attention, barrier, total).emit()
     return module
 
 
-def element(kind: str) -> str:
-    """Return the elements in memory of a kind of matrix."""
-    return "i8" if kind in BITS else kind
-
-
-def _product(module: ir.Module, target: Target, kind: str) -> Kernel:
+def _product(module: ir.Module, target: Target, kind: Kind) -> Kernel:
     rounding = None
-    if kind in BITS:
-        rounding = Kernel(module, f"rounding_{kind}", "f32 int f32")
-        emit_rounding(rounding, target, BITS[kind])
+    if not isinstance(kind, str):
+        rounding = Kernel(module, f"rounding_{name_of(kind)}", "f32 int f32")
+        emit_rounding(rounding, target, kind)
     arguments = f"int f32 {element(kind)} f32 int int int int int f32 f32"
-    product = Kernel(module, f"product_{kind}", arguments)
+    product = Kernel(module, f"product_{name_of(kind)}", arguments)
     emit_product(product, target, kind, rounding)
     product.end()
     return product
@@ -134,19 +130,18 @@ class _Decoder:
     def __init__(
         self,
         k: Kernel,
-        weight: str,
+        products: list[tuple[str, Kernel]],
         head_dim: int,
         group: int,
         norm: Kernel,
-        product: Kernel,
         rope: Kernel,
         attention: Kernel,
         barrier: Kernel,
         total: Kernel,
     ) -> None:
         self.total = total
-        self.k, self.weight, self.head_dim, self.group = k, weight, head_dim, group
-        self.norm, self.product, self.rope, self.attention = norm, product, rope, attention
+        self.k, self.products, self.head_dim, self.group = k, products, head_dim, group
+        self.norm, self.rope, self.attention = norm, rope, attention
         fields, self.layers, self.begin, self.end, self.thread, num_threads = k.arguments
         self._fields: Pointer = fields
         self.team = _Team(k, barrier, self.at("barrier", "i64"), self.thread, num_threads)
@@ -198,11 +193,14 @@ class _Decoder:
         out: Pointer,
     ) -> None:
         """Multiply x with a weight of the layer, and wait."""
-        matrix = layer.pointer(LAYER.index(name), self.weight)
         scales = layer.pointer(LAYER.index(f"{name}_scale"), "f32")
         bounds = self.team.share(columns, COLUMNS)
-        rest = self.num_tokens, out, self.scratch
-        self.k.call(self.product, mode, x, matrix, scales, size, columns, *bounds, *rest)
+        rest = size, columns, *bounds, self.num_tokens, out, self.scratch
+        own = layer[LAYER.index(f"{name}_kind")]
+        for number, (elements, product) in enumerate(self.products):
+            with self.k.when(own.compare("==", number)):
+                matrix = layer.pointer(LAYER.index(name), elements)
+                self.k.call(product, mode, x, matrix, scales, *rest)
         self.team.wait()
 
     def _add(self, layer: Pointer, name: str, half: Value, x: Pointer, size: Value) -> None:

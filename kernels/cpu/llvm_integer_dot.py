@@ -10,22 +10,29 @@ from collections.abc import Sequence
 
 from penstock.kernels.cpu.compiler import Target
 from penstock.kernels.cpu.emitter import Kernel, Variable
-from penstock.kernels.cpu.integers import GROUP, IntegerPointer
+from penstock.kernels.cpu.integer_pointer import IntegerKind, IntegerPointer
 from penstock.kernels.cpu.llvm_elementwise import ROUND, add_lanes
 from penstock.kernels.cpu.values import FLOAT, INT8, INT16, INT32, Pointer, Value
+from penstock.kernels.quantize.integers import UNIT
 
 BLOCK = 32
 """columns of an activation's scale"""
 LANES = BLOCK // 4
 """sums of a block"""
-GROUP_WORDS = 3 * GROUP // 4
-"""of 4 bytes, of a group of activations: codes; of each 4 codes the beginning of the sum, int32;
-and the scale, float32"""
-SUMS, SCALES = GROUP // 4, 2 * GROUP // 4
-"""words of a group before the sums and the scales"""
+PART = UNIT // 4
+"""words of 4 bytes of the codes of a unit of activations, and of each part that follows: of each 4
+codes the beginning of the sum, int32; their scale; for a shift, their sum times the scale"""
+SUMS, SCALES, SHIFTED = PART, 2 * PART, 3 * PART
+"""words of a unit before a part"""
+MAX_UNIT_WORDS = 4 * PART
 MAX_CODE = 127
 UNROLLED = 4
-"""groups of a turn of a loop with few sums"""
+"""units of a turn of a loop with few sums"""
+
+
+def unit_words(kind: IntegerKind) -> int:
+    """Return the words of a unit of activations, for weights of a kind."""
+    return MAX_UNIT_WORDS if kind.has_shift else 3 * PART
 
 
 def code_offset(target: Target, bits: int) -> int:
@@ -40,14 +47,14 @@ def _has_vnni(target: Target) -> bool:
     return target.has("avxvnni" if target.lanes == LANES else "avx512vnni")
 
 
-def emit_rounding(k: Kernel, target: Target, bits: int) -> None:
-    """Round rows to 8 bits, for products with weights of `bits` bits.
+def emit_rounding(k: Kernel, target: Target, kind: IntegerKind) -> None:
+    """Round rows to 8 bits, for products with weights of a kind.
 
-    Arguments: x, number of elements (whole groups), out. The scale of a block with NaN or an
+    Arguments: x, number of elements (whole units), out. The scale of a block with NaN or an
     infinity is NaN.
     """
     x, size, out = k.arguments
-    lanes = target.lanes
+    lanes, bits = target.lanes, kind.bits
     offset = code_offset(target, bits)
     with k.range(0, size, BLOCK) as at:
         values = [x.vector(at + first, lanes) for first in range(0, BLOCK, lanes)]
@@ -58,18 +65,21 @@ def emit_rounding(k: Kernel, target: Target, bits: int) -> None:
             wrong = vector.fma(vector.constant(0.0), wrong)
         most = largest.intrinsic("vector.reduce.fmax", FLOAT)
         factor = (most > 0.0).choose(MAX_CODE / most, 0.0)
-        group = out + at // GROUP * GROUP_WORDS
-        block = at % GROUP // 4
-        codes = group + block
+        codes = out + at // UNIT * unit_words(kind) + at % UNIT // 4
         for index, vector in enumerate(values):
             shifted = vector.fma(vector.splat(factor), vector.constant(ROUND))
             codes[index * lanes // 4] = shifted.bits(INT32).truncate(INT8)
         words = codes.vector(0, LANES).bits(INT32)
         zeros, whole = words.constant(0), words.bits(INT8, BLOCK)
         sums = dot(target, bits, zeros, whole.constant(offset), whole)
-        (group + block + SUMS)[0] = zeros - sums
+        (codes + SUMS)[0] = zeros - sums
         scale = most * (1.0 / MAX_CODE) + add_lanes([wrong], lanes).lane(0)
-        (group + block + SCALES)[0] = k.zeros(LANES).splat(scale)
+        scales = k.zeros(LANES).splat(scale)
+        (codes + SCALES)[0] = scales
+        if kind.has_shift:
+            # codes of 4 bits: a byte that is positive with and without a sign
+            ones = dot(target, 4, zeros, whole.constant(1), whole)
+            (codes + SHIFTED)[0] = ones.to_float() * scales
     k.end()
 
 
@@ -84,52 +94,56 @@ def integer_dot_tile(
     """Compute `llvm_linear.dot_tile`; xs: rows from `emit_rounding`."""
     sums = [[k.variable(k.zeros(target.lanes)) for _ in ws] for _ in xs]
     unrolled = UNROLLED if len(xs) * len(ws) <= 2 else 1  # few sums take little time each
-    whole = size - size % (unrolled * GROUP)
+    whole, words = size - size % (unrolled * UNIT), unit_words(ws[0].kind)
 
     def accumulate(at: Value, number: int) -> None:
-        groups, rows = [w + at for w in ws], [x + at // GROUP * GROUP_WORDS for x in xs]
+        units, rows = [w + at for w in ws], [x + at // UNIT * words for x in xs]
         for index in range(number):
-            own = [group + index * GROUP for group in groups]
+            own = [unit + index * UNIT for unit in units]
             if ahead is not None:
-                for group in own:
-                    group.prefetch(ahead)
-            _add_group(target, own, [row + index * GROUP_WORDS for row in rows], sums)
+                for unit in own:
+                    unit.prefetch(ahead)
+            _add_unit(target, own, [row + index * words for row in rows], sums)
 
-    with k.range(0, whole, unrolled * GROUP) as at:
+    with k.range(0, whole, unrolled * UNIT) as at:
         accumulate(at, unrolled)
     if unrolled > 1:
-        with k.range(whole, size, GROUP) as at:
+        with k.range(whole, size, UNIT) as at:
             accumulate(at, 1)
     return [add_lanes([total.value for total in row], target.lanes) for row in sums]
 
 
-def _add_group(
+def _add_unit(
     target: Target,
-    groups: list[IntegerPointer],
+    units: list[IntegerPointer],
     xs: list[Pointer],
     sums: list[list[Variable]],
 ) -> None:
-    """Add the products of a group of columns to the sums of each x with each weight."""
-    lanes = target.lanes
-    for lane in range(0, GROUP // 4, lanes):
-        columns = [_codes(group, 4 * lane, 4 * lanes, target) for group in groups]
+    """Add the products of a unit of columns to the sums of each x with each weight."""
+    lanes, kind = target.lanes, units[0].kind
+    for lane in range(0, PART, lanes):
+        place = 4 * lane, 4 * lanes
+        columns = [_codes(unit, *place, target) for unit in units]
         for x, row in zip(xs, sums, strict=True):
             own = x + lane
             codes = own.vector(0, lanes).bits(INT8, 4 * lanes)
             first = (own + SUMS).vector(0, lanes).bits(INT32)
             scales = (own + SCALES).vector(0, lanes)
-            for group, column, total in zip(groups, columns, row, strict=True):
-                products = dot(target, group.bits, first, column, codes).to_float()
-                total.value = group.scale.fma(products * scales, total.value)
+            for unit, column, total in zip(units, columns, row, strict=True):
+                products = dot(target, kind.bits, first, column, codes).to_float()
+                total.value = unit.scale(*place).fma(products * scales, total.value)
+                if kind.has_shift:
+                    ones = (own + SHIFTED).vector(0, lanes)
+                    total.value = unit.shift(*place).fma(ones, total.value)
 
 
-def _codes(group: IntegerPointer, first: int, count: int, target: Target) -> Value:
-    """Return codes of a group as bytes, with their offset."""
-    if group.bits == 8:
-        codes = group.codes.vector(first, count)
+def _codes(unit: IntegerPointer, first: int, count: int, target: Target) -> Value:
+    """Return codes of a unit as bytes, with their offset."""
+    if unit.kind.bits == 8:
+        codes = unit.codes.vector(first, count)
         return codes ^ 128 if _has_vnni(target) else codes
-    both = group.codes.vector(0, GROUP // 2)
-    if count == GROUP // 2:
+    both = unit.codes.vector(0, UNIT // 2)
+    if count == UNIT // 2:
         return (both.shift_right(4) if first else both) & 15
     twice = both.lanes([*range(count // 2)] * 2).bits(INT32, count // 4)
     shifts = [0] * (count // 8) + [4] * (count // 8)

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from penstock.kernels.cpu.compiler import Target
 from penstock.kernels.cpu.emitter import Kernel
-from penstock.kernels.cpu.integers import GROUP, IntegerPointer, weight_pointer
+from penstock.kernels.cpu.integer_pointer import IntegerPointer, Kind, weight_pointer
 from penstock.kernels.cpu.llvm_elementwise import add_lanes, silu
-from penstock.kernels.cpu.llvm_integer_dot import GROUP_WORDS, integer_dot_tile
+from penstock.kernels.cpu.llvm_integer_dot import MAX_UNIT_WORDS, integer_dot_tile, unit_words
 from penstock.kernels.cpu.values import Pointer, Value
+from penstock.kernels.quantize.integers import UNIT
 
 STORE, ADD, SWIGLU = range(3)
 COLUMNS = 4
@@ -63,7 +64,7 @@ def dot_tile(
     return [add_lanes([total.value for total in row], lanes) for row in sums]
 
 
-def emit_product(k: Kernel, target: Target, kind: str, rounding: Kernel | None) -> None:
+def emit_product(k: Kernel, target: Target, kind: Kind, rounding: Kernel | None) -> None:
     """Multiply rows with columns `begin` to `end` of a weight of a kind.
 
     Arguments: mode (STORE, ADD to `out`, SWIGLU), x, weight, its scales, size (in_features),
@@ -80,7 +81,7 @@ def emit_product(k: Kernel, target: Target, kind: str, rounding: Kernel | None) 
         rows = _Rows(x + first * size, size)
         if rounding:
             k.call(rounding, rows.x, (last - first) * size, scratch)
-            rows = _Rows(scratch, size // GROUP * GROUP_WORDS)
+            rows = _Rows(scratch, size // UNIT * unit_words(weight.kind))
         place = _Place(k, target, mode, rows, size, columns, out + first * columns)
         # a CPU foresees one stream of memory better than four
         rest = num_rows.compare("==", 1).choose(end - begin, (end - begin) % step)
@@ -96,7 +97,7 @@ def emit_product(k: Kernel, target: Target, kind: str, rounding: Kernel | None) 
 
 def scratch_words(target: Target, inputs: Sequence[int]) -> int:
     """Return the words of 4 bytes of a thread's scratch; inputs: in_features of all weights."""
-    return (BLOCK_BYTES // 4 + target.rows * max(inputs)) // GROUP * GROUP_WORDS
+    return (BLOCK_BYTES // 4 + target.rows * max(inputs)) // UNIT * MAX_UNIT_WORDS
 
 
 class _Rows(NamedTuple):
@@ -149,9 +150,10 @@ class _Place:
         k = self.k
         # the next columns; a CPU foresees neither four streams nor what comes after a page
         ahead = self.size * COLUMNS if len(ws) == COLUMNS else None
-        if len(ws) < COLUMNS and ws[0].kind == "q4":
+        is_integer = isinstance(ws[0], IntegerPointer)
+        if len(ws) < COLUMNS and is_integer and ws[0].kind.bits == 4:
             ahead = k.integer(AHEAD)
-        multiply = integer_dot_tile if isinstance(ws[0], IntegerPointer) else dot_tile
+        multiply = integer_dot_tile if is_integer else dot_tile
         sums = multiply(k, self.target, [self.rows.at(row) for row in rows], ws, self.size, ahead)
         places = [self.out + (row * self.columns + column) for row in rows]
         if half := len(ws) // 2:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from penstock.kernels.cpu.integers import Integers
+from penstock.kernels.quantize.integers import Integers
 from penstock.kernels.step.types import Slots, StepBuffers
 
 Matrix = Tensor | Integers
@@ -12,7 +12,7 @@ MATRICES = "qkv", "o", "gate_up", "down"
 
 
 class LayerWeights(NamedTuple):
-    """Weights of a layer: norms in float32; matrices in float32, bfloat16 or integers."""
+    """Weights of a layer: norms in float32; matrices in float32, 16 bits or integers."""
 
     input_norm: Tensor
     qkv: Matrix
@@ -41,8 +41,13 @@ class LayerShape(NamedTuple):
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
-LAYER = (*LayerWeights._fields, *(f"{name}_scale" for name in MATRICES), "k_cache", "v_cache")
-"""int64 of a layer: addresses"""
+LAYER = (
+    *LayerWeights._fields,
+    *(f"{name}_scale" for name in MATRICES),
+    *(f"{name}_kind" for name in MATRICES),
+    *("k_cache", "v_cache"),
+)
+"""int64 of a layer: addresses, and numbers of kinds of matrices"""
 
 
 class StepFields(NamedTuple):

@@ -8,9 +8,10 @@ from llvmlite import ir
 INT64, INT32, INT16, INT8, INT1 = (ir.IntType(bits) for bits in (64, 32, 16, 8, 1))
 FLOAT = ir.FloatType()
 POINTER = ir.PointerType()
-KINDS = {"f32": FLOAT, "bf16": INT16, "i8": INT8, "i32": INT32, "i64": INT64}
+HALF = ir.HalfType()
+KINDS = {"f32": FLOAT, "bf16": INT16, "f16": INT16, "i8": INT8, "i32": INT32, "i64": INT64}
 PREFETCH = "llvm.prefetch.p0"
-BYTES = {"f32": 4, "bf16": 2, "i8": 1, "i32": 4, "i64": 8}
+BYTES = {"f32": 4, "bf16": 2, "f16": 2, "i8": 1, "i32": 4, "i64": 8}
 
 
 class Value:
@@ -180,7 +181,7 @@ class Value:
 
 
 class Pointer:
-    """A place in an array of "f32", "bf16" (read as float32), "i8", "i32" or "i64" (as int64)."""
+    """A place in an array of a kind; 16 bits are read as float32, "i32" as int64."""
 
     def __init__(self, builder: Any, raw: Any, kind: str) -> None:
         self._builder = builder
@@ -214,6 +215,9 @@ class Pointer:
             iota = Value(self._builder, ir.Constant(ir.VectorType(INT64, size), list(range(size))))
             arguments = [at.raw, (iota < count).raw, ir.Constant(kind, [0] * size)]
             raw = intrinsic(self._builder, "masked.load", kind, arguments, kind, ".p0")
+        if self.kind == "f16":
+            half = self._builder.bitcast(raw, ir.VectorType(HALF, size))
+            return Value(self._builder, self._builder.fpext(half, ir.VectorType(FLOAT, size)))
         if self.kind != "bf16":
             return Value(self._builder, raw)
         wide = Value(self._builder, self._builder.zext(raw, ir.VectorType(INT32, size)))

@@ -3,6 +3,7 @@
 Weights and KV cache are exact; what a step takes in addition is an estimate from above.
 """
 
+import math
 from typing import NamedTuple
 
 from penstock.protocol.checkpoint import ModelConfig
@@ -11,11 +12,13 @@ from penstock.protocol.quantization import BLOCK, LINEAR, WeightFormat
 RUN = 4096
 """token ids between which the vocabulary is cut on GPUs"""
 SCALE_BYTES = 4
+"""in packed integers with the zero point in the same word"""
 INTEGER_GROUP = 64
 """columns of a scale of integers on CPUs"""
+MAX_CPU_GROUP = 128
+"""columns of a scale of a checkpoint's integers on CPUs"""
 TEMPORARIES = 4
 """copies of a matrix while it becomes integers"""
-"""in packed integers with the zero point in the same word"""
 GPU_CONTEXT_BYTES = 700 << 20
 """of the driver, and of compiled kernels, in each worker"""
 
@@ -138,6 +141,8 @@ def _experts(model: ModelConfig, layout: Layout, name: str) -> int:
     inner, hidden = model.moe_intermediate_size // cut_by, model.hidden_size
     number = model.expert_count // (layout.tp // cut_by)
     weight_format = model.format_of(f"{name}.experts.0", *LINEAR[4:])
+    if model.is_packed and not layout.on_gpus:
+        weight_format = None  # dequantized
     gate_up = _joined(weight_format, layout, [inner, inner], hidden)
     down = _cut(weight_format, layout, hidden, inner, cut_by)
     return number * (gate_up + down) + model.expert_count * hidden * layout.element_bytes
@@ -168,8 +173,10 @@ def _integers(number: int, bits: int) -> int:
 def _matrix(weight_format: WeightFormat | None, layout: Layout, rows: int, columns: int) -> int:
     if layout.integer_bits:
         return _integers(rows * columns, layout.integer_bits)
-    if weight_format is None or not (weight_format.is_fp8 or layout.on_gpus):
+    if weight_format is None:
         return rows * columns * layout.element_bytes
+    if not (weight_format.is_fp8 or layout.on_gpus):
+        return rows * _cpu_row(weight_format, layout, columns)
     if weight_format.scales == "rows":
         return rows * (columns + SCALE_BYTES)
     blocks = -(-columns // BLOCK)
@@ -178,6 +185,14 @@ def _matrix(weight_format: WeightFormat | None, layout: Layout, rows: int, colum
     groups = -(-columns // (weight_format.group_size or columns))
     order = 4 * columns if weight_format.act_order else 0
     return rows * (blocks * BLOCK * weight_format.bits // 8 + groups * SCALE_BYTES) + order
+
+
+def _cpu_row(weight_format: WeightFormat, layout: Layout, columns: int) -> int:
+    """Return the bytes of a row of integers, or of its numbers where they are dequantized."""
+    group = math.gcd(weight_format.group_size, columns, MAX_CPU_GROUP)
+    if columns % INTEGER_GROUP or weight_format.act_order or layout.fp8_kv_cache:
+        return columns * layout.element_bytes
+    return columns * weight_format.bits // 8 + columns // group * 2 * SCALE_BYTES
 
 
 def _step_bytes(model: ModelConfig, layout: Layout, num_rows: int, num_tokens: int) -> int:

@@ -3,7 +3,10 @@
 import contextlib
 import logging
 
+from torch import Tensor
+
 from penstock.kernels.cpu.compiled_step import compiled_step
+from penstock.models.allocation import dequantize
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.checkpoint import ModelConfig, ModelError
 from penstock.protocol.config import Config
@@ -16,6 +19,20 @@ INTEGER_BITS = {"int8": 8, "int4": 4}
 def may_compile(config: Config) -> bool:
     """Return whether layers on a CPU are compiled, where that is possible."""
     return config.attention == "auto" and config.kv_cache_dtype != "fp8"
+
+
+def takes_integers(config: Config, model_config: ModelConfig, tp_size: int) -> bool:
+    """Return whether compiled layers will multiply weights of integers as a checkpoint has them.
+
+    `--dtype float32` dequantizes them.
+    """
+    if config.dtype == "float32" or not may_compile(config):
+        return False
+    with contextlib.suppress(ImportError, OSError):
+        from penstock.models.compiled import can_compile  # llvmlite
+
+        return can_compile(model_config, tp_size)
+    return False
 
 
 def narrow_weights(model: Qwen3) -> None:
@@ -35,9 +52,11 @@ def compile_layers(config: Config, model_config: ModelConfig, model: Qwen3) -> N
     try:
         from penstock.models.compiled import CompiledDecoder  # llvmlite
 
-        head = bool(bits) and config.quantize_lm_head and model.has_head
+        in_16_bits = isinstance(model.head.weight, Tensor)
+        head = config.quantize_lm_head and model.has_head and in_16_bits
         model.compiled = CompiledDecoder(model, model_config, bits or 16, head)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         if bits:
             raise ModelError(f"--quantization {config.quantization}: {error}") from error
         log.warning("layers run in torch, not compiled: %s", error)
+        dequantize(model)

@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from penstock.models.parallel import without_memory
+from penstock.models.allocation import without_memory
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.config import Config
 from penstock.protocol.messages.worker import WorkerAssignment

@@ -13,6 +13,7 @@ from penstock.kernels.attention.backends import choose_attention
 from penstock.kernels.attention.reference import AttentionBackend
 from penstock.kernels.quantize.types import FP8
 from penstock.kernels.step.forward_batch import BatchShape
+from penstock.models.allocation import with_integers
 from penstock.models.moe import MoE
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
@@ -36,6 +37,7 @@ from penstock.services.worker.compiling import (
     compile_layers,
     may_compile,
     narrow_weights,
+    takes_integers,
 )
 from penstock.services.worker.cuda_graphs import decode_shapes, prefill_shapes
 from penstock.services.worker.device import check_capability, choose_device, compute_dtype
@@ -126,17 +128,19 @@ def _load_model(
     num_positions: int,
     on_progress: Callable[[], None],
 ) -> Qwen3:
-    in_fp8 = config.quantize_lm_head and config.quantization not in INTEGER_BITS
-    choices = config.enable_expert_parallel, in_fp8
+    on_cpu = memory.device.type == "cpu"
+    integers = on_cpu and takes_integers(config, model_config, tp.size)
+    makes_integers = config.quantization in INTEGER_BITS or (integers and model_config.is_packed)
+    choices = config.enable_expert_parallel, config.quantize_lm_head and not makes_integers
 
     def make() -> Qwen3:
-        with torch.device(memory.device), default_dtype(dtype):
+        keep = with_integers() if integers else contextlib.nullcontext()
+        with torch.device(memory.device), default_dtype(dtype), keep:
             return Qwen3(model_config, tp, attention, num_positions, *choices)
 
     def fill(model: Qwen3) -> None:
         load_weights(model, config.model_folder, on_progress, model_config.weight_format)
-        compiles = may_compile(config) and not model_config.weight_format
-        if memory.device.type == "cpu" and compiles:
+        if on_cpu and may_compile(config) and not model_config.fp8:
             narrow_weights(model)
 
     return load_model(memory, config, make, fill)

@@ -1,5 +1,6 @@
 """Penstock's model of a checkpoint, and its logits after whole prompts."""
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from penstock.kernels.attention.reference import AttentionBackend
 from penstock.kernels.attention.types import KVCache
 from penstock.kernels.cpu.llvm_attention import KEYS
 from penstock.kernels.step.forward_batch import BatchShape, ForwardBatch
+from penstock.models.allocation import with_integers
 from penstock.models.compiled import CompiledDecoder
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
@@ -23,18 +25,21 @@ def load_model(
     quantization: str = "none",
     quantize_lm_head: bool = False,
     is_compiled: bool = True,
+    keeps_integers: bool = False,
 ) -> Qwen3:
     """Return the model of a checkpoint, or one rank's part.
 
     is_compiled: with compiled layers, as on a CPU by default, if the model can have them.
+    keeps_integers: as on a CPU by default.
     """
     config = quantized(read_model_config(folder), quantization)
     attention = AttentionBackend(16, config.head_dim**-0.5)
     num_positions = config.max_position_embeddings
     choices = expert_parallel, quantize_lm_head
-    model = Qwen3(config, tp or TensorParallel(), attention, num_positions, *choices)
+    with with_integers() if keeps_integers else contextlib.nullcontext():
+        model = Qwen3(config, tp or TensorParallel(), attention, num_positions, *choices)
     load_weights(model, folder, lambda: None, config.weight_format)
-    if is_compiled and not config.weight_format and config.head_dim % KEYS == 0:
+    if is_compiled and not config.fp8 and config.head_dim % KEYS == 0:
         model.compiled = CompiledDecoder(model, config)
     return model
 

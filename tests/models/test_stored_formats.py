@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from penstock.kernels.quantize.integers import Integers
 from penstock.kernels.quantize.packed import Packed
 from penstock.kernels.quantize.types import Quantized
-from penstock.models import parallel
+from penstock.models import allocation
 from penstock.models.checkpoint_tensors import SINGLE_FILE
 from penstock.models.parallel import Layer
 from penstock.models.qwen3 import Qwen3
@@ -80,7 +81,7 @@ def assert_equal(found: Qwen3, wanted: Qwen3, scale_type: torch.dtype = HALF) ->
     for name, weight in weights(wanted).items():
         other = of_found[name]
         numbers = other if isinstance(other, Tensor) else other.dequantized()
-        if isinstance(other, Packed):
+        if isinstance(other, Packed | Integers):
             numbers = numbers.to(scale_type)
         assert torch.equal(numbers.float(), weight), name
     return {type(weight) for weight in of_found.values()}
@@ -89,7 +90,7 @@ def assert_equal(found: Qwen3, wanted: Qwen3, scale_type: torch.dtype = HALF) ->
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep weights packed on a CPU, as on a GPU."""
-    monkeypatch.setattr(parallel, "stays_packed", lambda: True)
+    monkeypatch.setattr(allocation, "stays_packed", lambda: True)
 
 
 @pytest.mark.slow
@@ -104,23 +105,25 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bits_are_those_of_the_published_definition(
     tmp_path: Path, name: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dequantized, as on CPUs, and packed, as on GPUs."""
+    """Dequantized, in the layout of CPUs where that is possible, and in that of GPUs."""
     quantization = INTEGERS[name]
     scale_type = HALF if "bits" in quantization else torch.bfloat16
     narrow, wide = write(tmp_path, quantization, shape)
     for tp in RANKS.values():
         wanted = load_model(wide, tp, is_compiled=False)
         assert Packed not in assert_equal(load_model(narrow, tp, is_compiled=False), wanted)
+        found = load_model(narrow, tp, is_compiled=False, keeps_integers=True)
+        has_order = quantization.get("desc_act", False)
+        assert (Integers in assert_equal(found, wanted, scale_type)) != has_order
         with monkeypatch.context() as changed:
-            changed.setattr(parallel, "stays_packed", lambda: True)
+            changed.setattr(allocation, "stays_packed", lambda: True)
             found = load_model(narrow, tp, is_compiled=False)
         assert Packed in assert_equal(found, wanted, scale_type)
         weight = found.model.layers[0].self_attn.qkv_proj.weight
         assert isinstance(weight, Packed)
         assert weight.bits == quantization.get("bits", weight.bits)
         down = found.model.layers[0].mlp.down_proj.weight
-        is_cut_by_order = tp.size > 1 and quantization.get("desc_act", False)
-        assert isinstance(down, Packed) != is_cut_by_order
+        assert isinstance(down, Packed) != (tp.size > 1 and has_order)
 
 
 @pytest.mark.parametrize("quantization", [awq(), gptq(desc_act=True)], ids=["awq", "act-order"])

@@ -10,9 +10,9 @@ from penstock.kernels.attention.rope import qk_norm_rope_store
 from penstock.kernels.attention.types import KVCache
 from penstock.kernels.cpu import compiler
 from penstock.kernels.cpu.compiled_layers import CompiledLayers
-from penstock.kernels.cpu.integers import Integers, quantize
 from penstock.kernels.cpu.types import MATRICES, LayerShape, LayerWeights, Matrix
 from penstock.kernels.linear.linear import linear_add, norm_linear, norm_swiglu
+from penstock.kernels.quantize.integers import Integers, pack, quantize
 from penstock.kernels.step.forward_batch import BatchShape, ForwardBatch
 from penstock.models.rope_table import rope_table
 
@@ -21,6 +21,7 @@ WHOLE_GROUPS = SHAPE._replace(hidden=128, intermediate=192)
 """sizes that integers can have"""
 LENGTHS = [1, 2, 15, 16, 17, 40, 70]
 NUM_LAYERS = 2
+MIXED = 0
 BLOCK = 16
 
 
@@ -91,16 +92,28 @@ def integer_layers(shape: LayerShape, bits: int) -> list[LayerWeights]:
     return [one._replace(**own) for one, own in zip(layers, matrices, strict=True)]
 
 
+def mixed_layers(shape: LayerShape) -> list[LayerWeights]:
+    """Return layers whose matrices are of several kinds."""
+    first, second = integer_layers(shape, 4)
+    plain, half = random_layers(shape, torch.bfloat16)[0], random_layers(shape, torch.float16)[1]
+    codes = torch.randint(-128, 128, plain.down.shape)
+    scale = torch.rand(len(codes), codes.shape[1] // 32, 2) / codes.shape[1]
+    down = Integers(pack(codes, 8), scale)
+    return [first._replace(o=plain.o, down=down), second._replace(qkv=half.qkv, down=half.down)]
+
+
 class Case:
     """Layers, and the residual stream of all tokens of all sequences before and after them."""
 
     def __init__(
         self, kind: torch.dtype | int = torch.float32, target: compiler.Target | None = None
     ) -> None:
-        """Compile layers of a type, or of integers of 8 or 4 bits."""
-        is_integer = isinstance(kind, int)
-        self.shape = shape = WHOLE_GROUPS if is_integer else SHAPE
-        self.layers = integer_layers(shape, kind) if is_integer else random_layers(shape, kind)
+        """Compile layers of a type, or of integers of 8 or 4 bits, or of several (`MIXED`)."""
+        self.shape = shape = WHOLE_GROUPS if isinstance(kind, int) else SHAPE
+        if isinstance(kind, int):
+            self.layers = mixed_layers(shape) if kind == MIXED else integer_layers(shape, kind)
+        else:
+            self.layers = random_layers(shape, kind)
         self.compiled = CompiledLayers(self.layers, shape, BLOCK, target)
         self.rope = rope_table(shape.head_dim, max(LENGTHS), 1e4)
         self.inputs = list(torch.randn(sum(LENGTHS), shape.hidden).split(LENGTHS))
@@ -168,7 +181,7 @@ def reference(case: Case) -> Tensor:
         residual = linear_add(attended.flatten(1), o, residual)
         inner = norm_swiglu(residual, layer.post_norm, case.shape.eps, gate_up)
         residual = linear_add(inner, down, residual)
-    most = 1e-5 if isinstance(case.layers[0].qkv, Tensor) else 0.1
+    most = 1e-5 if isinstance(case.layers[0].qkv, Tensor) else 0.15
     for own, its in zip(case.caches, caches, strict=True):
         torch.testing.assert_close(by_token(own.k), its.k, atol=most, rtol=1e-5)
         torch.testing.assert_close(by_token(own.v), its.v, atol=most, rtol=1e-5)

@@ -13,6 +13,7 @@ from penstock.kernels.linear.linear import linear_add, norm_swiglu
 from tests.kernels.cpu.layers_case import (
     BLOCK,
     LENGTHS,
+    MIXED,
     NUM_LAYERS,
     SHAPE,
     Case,
@@ -24,7 +25,7 @@ from tests.kernels.cpu.layers_case import (
 )
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("make_target", [compiler.host, avx2])
 def test_layers_compute_what_the_reference_computes(
     kind: torch.dtype, make_target: Callable[[], compiler.Target]
@@ -35,7 +36,13 @@ def test_layers_compute_what_the_reference_computes(
 
 @pytest.mark.parametrize(
     ("kind", "make_target"),
-    [(torch.bfloat16, compiler.host), (torch.bfloat16, avx2), (8, compiler.host), (4, avx2)],
+    [
+        (torch.bfloat16, compiler.host),
+        (torch.bfloat16, avx2),
+        (8, compiler.host),
+        (4, avx2),
+        (MIXED, avx2),
+    ],
 )
 def test_bits_of_a_row_depend_on_no_other_row_and_no_chunk(
     kind: torch.dtype | int, make_target: Callable[[], compiler.Target]

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from penstock.kernels.cpu import compiler
 from penstock.kernels.cpu.compiled_layers import CompiledLayers
-from penstock.kernels.cpu.integers import quantize
 from penstock.kernels.linear.linear import norm_linear
+from penstock.kernels.quantize.integers import Integers, pack, quantize
 from tests.kernels.cpu.layers_case import (
     BLOCK,
+    MIXED,
     SHAPE,
     WHOLE_GROUPS,
     Case,
@@ -23,6 +24,8 @@ from tests.kernels.cpu.layers_case import (
 )
 
 NUM_COLUMNS = 141
+HIDDEN = 640
+"""two turns of an unrolled loop, and a rest"""
 MAX_ERROR = 0.01
 """of a product by rounding, relative to its result: root of the mean squares"""
 MAX_LAYERS_ERROR = 0.02
@@ -48,48 +51,71 @@ def rms(x: Tensor) -> float:
     return float(x.square().mean().sqrt())
 
 
-def product(matrix_bits: int, target: compiler.Target, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norm of x times a matrix, and the matrix."""
-    weight = torch.randn(NUM_COLUMNS, x.shape[1])
+GROUPS = [(64, False), (128, False), (32, False), (128, True), (64, True), (32, True)]
+"""columns with one scale, whether they have a shift, too"""
+
+
+def matrix_of(bits: int, columns: int, group_size: int = 64, has_shift: bool = False) -> Integers:
+    """Return a matrix with a row of zeros, and one with the largest sums."""
+    weight = torch.randn(NUM_COLUMNS, columns)
     weight[3] = 0
-    weight[4] = weight[4].sign()  # the largest sums
-    matrix = quantize(weight, matrix_bits)
-    layers = random_layers(WHOLE_GROUPS, torch.bfloat16)
-    compiled = CompiledLayers(layers, WHOLE_GROUPS, BLOCK, target, head=matrix)
+    weight[4] = weight[4].sign()
+    if (group_size, has_shift) == (64, False):
+        return quantize(weight, bits)
+    most = 1 << (bits - 1)
+    codes = torch.randint(-most, most, weight.shape)
+    codes[3], codes[4] = 0, most - 1
+    scale = torch.rand(NUM_COLUMNS, columns // group_size) / most
+    if has_shift:
+        scale = torch.stack([scale, torch.randint(1 - most, most, scale.shape) * scale], -1)
+        scale[3] = 0
+    return Integers(pack(codes, bits), scale)
+
+
+def product(matrix: Integers, target: compiler.Target, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the norm of x times a matrix, and the matrix."""
+    shape = WHOLE_GROUPS._replace(hidden=x.shape[1])
+    compiled = CompiledLayers(
+        random_layers(shape, torch.bfloat16), shape, BLOCK, target, head=matrix
+    )
     return compiled.logits(x, torch.ones(x.shape[1]), 1e-6, matrix), wide(matrix)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("group_size", "has_shift"), GROUPS)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("make_target", TARGETS)
 def test_products_of_activations_of_8_bits_are_exact(
-    make_target: Callable[[], compiler.Target], bits: int
+    make_target: Callable[[], compiler.Target], bits: int, group_size: int, has_shift: bool
 ) -> None:
-    codes = torch.randint(-127, 128, (7, WHOLE_GROUPS.hidden)).float()
+    codes = torch.randint(-127, 128, (7, HIDDEN)).float()
     codes[:, ::32] = 127  # so each block's scale makes these codes
     codes[0], codes[1, 32:] = 127, 0
     codes[2] = codes[2].sign() * 127
-    x = codes * torch.logspace(-2, 1, 4).repeat_interleave(32)
-    result, weight = product(bits, make_target(), x)
+    x = codes * torch.logspace(-2, 1, HIDDEN // 32).repeat_interleave(32)
+    matrix = matrix_of(bits, x.shape[1], group_size, has_shift)
+    result, weight = product(matrix, make_target(), x)
     normed = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     expected = normed @ weight.double().T
     torch.testing.assert_close(result.double(), expected, rtol=2e-6, atol=2e-5)
 
 
+@pytest.mark.parametrize(("group_size", "has_shift"), GROUPS)
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("make_target", TARGETS)
+@pytest.mark.parametrize("make_target", [compiler.host, avx2])
 def test_activations_are_rounded_to_the_nearest(
-    make_target: Callable[[], compiler.Target], bits: int
+    make_target: Callable[[], compiler.Target], bits: int, group_size: int, has_shift: bool
 ) -> None:
-    x = torch.randn(9, WHOLE_GROUPS.hidden)
-    result, weight = product(bits, make_target(), x)
+    x = torch.randn(9, HIDDEN)
+    matrix = matrix_of(bits, x.shape[1], group_size, has_shift)
+    result, weight = product(matrix, make_target(), x)
     normed = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     torch.testing.assert_close(result, rounded(normed) @ weight.T, rtol=1e-5, atol=1e-4)
     exact = normed @ weight.T
     assert 0.001 < rms(result - exact) / rms(exact) < MAX_ERROR
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, MIXED])
 @pytest.mark.parametrize("make_target", [compiler.host, avx2])
 def test_layers_of_integers_are_close_to_the_reference(
     make_target: Callable[[], compiler.Target], bits: int
@@ -103,9 +129,9 @@ def test_layers_of_integers_are_close_to_the_reference(
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_nan_and_infinities_are_not_rounded_to_numbers(bits: int, wrong: float) -> None:
-    x = torch.randn(6, WHOLE_GROUPS.hidden)
+    x = torch.randn(6, HIDDEN)
     x[2, 77] = wrong
-    result, _ = product(bits, compiler.host(), x)
+    result, _ = product(matrix_of(bits, x.shape[1], 32, has_shift=True), compiler.host(), x)
     assert result[2].isnan().all()
     assert result[[0, 1, 3, 4, 5]].isfinite().all()
 

@@ -4,9 +4,11 @@ import llvmlite.binding as llvm
 import pytest
 
 from penstock.kernels.cpu import compiler
+from penstock.kernels.cpu.integer_pointer import IntegerKind
 from penstock.kernels.cpu.llvm_decoder import Kinds, build_module
 from penstock.kernels.cpu.llvm_step import build_step
 
+INTEGERS = Kinds((IntegerKind(4, 128, has_shift=True), IntegerKind(8, 32), "f16"), "f16", "f32")
 CPUS = {
     "apple-m1": ("arm64-apple-darwin23", "+dotprod", False),
     "cortex-a72": ("aarch64-unknown-linux-gnu", "", False),
@@ -20,7 +22,7 @@ CPUS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [Kinds("bf16", "bf16", "bf16"), Kinds("q4", "q8", "f32")])
+@pytest.mark.parametrize("kinds", [Kinds(("bf16",), "bf16", "bf16"), INTEGERS])
 @pytest.mark.parametrize("name", CPUS)
 def test_code_is_emitted_for(name: str, kinds: Kinds) -> None:
     triple, features, has_wide_registers = CPUS[name]

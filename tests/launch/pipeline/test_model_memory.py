@@ -8,7 +8,8 @@ from penstock.kernels.attention.backends import AttentionBackend
 from penstock.kernels.cpu.types import MATRICES
 from penstock.kernels.quantize.types import FP8
 from penstock.launch.pipeline.model_memory import Layout, needs, weight_bytes
-from penstock.models import parallel
+from penstock.models import allocation
+from penstock.models.allocation import with_integers
 from penstock.models.compiled import CompiledDecoder
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
@@ -55,7 +56,7 @@ def published(name: str) -> ModelConfig:
 def test_weights_are_the_parameters(
     name: str, layout: Layout, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel, "stays_packed", lambda: layout.on_gpus)
+    monkeypatch.setattr(allocation, "stays_packed", lambda: layout.on_gpus)
     config = published(name)
     if quantization == "fp8" and not (config.fp8 or config.weight_format is None):
         with pytest.raises(ModelError, match="quantization: got fp8, expected none for weights in"):
@@ -70,7 +71,7 @@ def test_weights_are_the_parameters(
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16 if layout.on_gpus else torch.float32)
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), with_integers():
                 choices = expert_parallel, layout.quantize_lm_head
                 model = Qwen3(config, group, attention, 16, *choices)
         finally:
@@ -113,7 +114,8 @@ def test_integers_are_the_compiled_ones(bits: int, quantize_lm_head: bool) -> No
     matrices = [getattr(one, name) for one in compiled._compiled._layers for name in MATRICES]
     if quantize_lm_head:
         matrices.append(compiled._head)
-    tensors = [*model.parameters(), *(part for one in matrices for part in one)]
+    parts = (part for one in matrices for part in (one.codes, one.scale))
+    tensors = [*model.parameters(), *parts]
     assert weight_bytes(config, layout) == sum(one.nbytes for one in tensors)
     need = needs(config, layout)
     assert need.start > start

@@ -3,12 +3,13 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
 
-from penstock.models.parallel import parameter, without_memory
+from penstock.models.allocation import parameter, without_memory
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
@@ -19,6 +20,8 @@ from penstock.protocol.transport.kept_memory import MemoryClient, Taken
 from penstock.services.worker import kept_memory
 from penstock.services.worker.loading import load
 from penstock.services.worker.model_runner import ModelRunner
+from tests.models.checkpoints import save_checkpoint
+from tests.models.stored_formats import awq, gptq, quantize_checkpoint
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 
@@ -81,9 +84,19 @@ def tokens(runner: ModelRunner, num_computed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("attention", ["auto", "torch"])
+@pytest.mark.parametrize("quantization", [None, awq(64), gptq()], ids=["16", "awq", "gptq"])
 def test_the_next_worker_has_weights_and_kv(
-    folder: Path, keeper: Keeper, fills: list[str], attention: str
+    tmp_path: Path,
+    folder: Path,
+    keeper: Keeper,
+    fills: list[str],
+    attention: str,
+    quantization: dict[str, Any] | None,
 ) -> None:
+    if quantization:
+        folder = tmp_path / "packed"
+        save_checkpoint(folder, hidden_size=128, intermediate_size=192)
+        quantize_checkpoint(folder, quantization)
     first = start(folder, attention=attention)
     expected = tokens(first)
     number = first.memory
