@@ -57,7 +57,6 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
     attention_bias: bool = False
     eos_token_id: int | list[int] | None = None
     quantization_config: dict[str, Any] | None = None
-    """of weights in 8 or 4 bits"""
     is_embedding_model: bool = False
     """makes vectors and generates no text; known by other files than config.json"""
     # of Qwen3MoeForCausalLM
@@ -98,11 +97,6 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
         return self.weight_format.name if self.weight_format else ""
 
     @property
-    def is_packed(self) -> bool:
-        """Return True if the layers' weights are integers."""
-        return self.weight_format is not None and not self.weight_format.is_fp8
-
-    @property
     def own_dtype(self) -> str:
         """Return the type of the checkpoint's numbers; auto: not given."""
         return self.torch_dtype if self.dtype == "auto" else self.dtype
@@ -111,6 +105,10 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
     def fp8(self) -> bool:
         """Return True if the layers' weights are in e4m3."""
         return self.weight_format is not None and self.weight_format.is_fp8
+
+    @property
+    def is_packed(self) -> bool:
+        return self.weight_format is not None and not self.weight_format.is_fp8
 
     @property
     def rope(self) -> Rope:

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLTokenizer
-from torch import Tensor
 
 from penstock.kernels.cpu import compiled_layers
-from penstock.kernels.quantize.integers import Integers
 from penstock.kernels.sampling.types import BIAS, DEFERRED, MASK, PENALTIES
 from penstock.kernels.step.forward_batch import BatchShape
 from penstock.models.qwen3 import Qwen3
@@ -27,7 +25,6 @@ from penstock.services.worker.loading import load, worst_case_plan
 from penstock.services.worker.logits_processor import MAX_PROMPT_TOKENS
 from penstock.services.worker.persistent_batch import PersistentBatch
 from tests.models.checkpoints import save_checkpoint
-from tests.models.stored_formats import awq, quantize_checkpoint
 
 ASSIGNMENT = WorkerAssignment(1, "g", 0, 1, "")
 
@@ -68,46 +65,6 @@ def test_integers_replace_the_weights_of_the_layers(quantization: str) -> None:
     assert model.model.embed_tokens.weight.dtype == torch.bfloat16
 
 
-@pytest.fixture
-def awq_model(tmp_path: Path) -> Path:
-    save_checkpoint(tmp_path, hidden_size=128, intermediate_size=192)
-    quantize_checkpoint(tmp_path, awq(64))
-    return tmp_path
-
-
-def test_a_packed_checkpoint_stays_packed(
-    awq_model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = loaded_model(Config(device="cpu", model=str(awq_model), quantize_lm_head=True))
-    assert isinstance(model.model.layers[0].self_attn.qkv_proj.weight, Integers)
-    assert model.compiled is not None
-    assert isinstance(model.compiled._head, Integers)  # type: ignore[attr-defined]
-    assert "dequantized" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("options", "is_compiled"),
-    [({"attention": "torch"}, False), ({"dtype": "float32"}, True)],
-    ids=str,
-)
-def test_a_packed_checkpoint_is_dequantized(
-    awq_model: Path,
-    options: dict[str, str],
-    is_compiled: bool,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    config = Config(device="cpu", model=str(awq_model), **options)  # type: ignore[arg-type]
-    model = loaded_model(config)
-    assert isinstance(model.model.layers[0].self_attn.qkv_proj.weight, Tensor)
-    assert (model.compiled is not None) == is_compiled
-    assert "14 of 25 weights are dequantized, such as model.layers.0.self_attn" in caplog.text
-
-
-def test_a_packed_checkpoint_is_not_made_integers_again(awq_model: Path) -> None:
-    with pytest.raises(ModelError, match="--quantization int8: weights in 4-bit AWQ"):
-        loaded_model(Config(device="cpu", model=str(awq_model), quantization="int8"))
-
-
 @pytest.mark.parametrize("options", [{"attention": "torch"}, {"kv_cache_dtype": "fp8"}], ids=str)
 def test_integers_without_compiled_layers_are_refused(options: dict[str, str]) -> None:
     with pytest.raises(ModelError, match="--quantization: got int8 with --attention"):
@@ -129,16 +86,12 @@ def test_without_a_compiler_layers_run_in_torch(
     assert "layers run in torch, not compiled" in caplog.text
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_a_failed_compilation_leaves_the_weights_to_torch(
-    is_packed: bool, awq_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_compilation_leaves_the_weights_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("LLVM knows no such CPU")
 
     monkeypatch.setattr(compiled_layers, "load", fail)
-    more = {"model": str(awq_model)} if is_packed else {}
-    model = loaded_model(Config(device="cpu", **more))  # type: ignore[arg-type]
+    model = loaded_model(Config(device="cpu"))
     assert model.compiled is None
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 

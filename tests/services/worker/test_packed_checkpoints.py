@@ -1,0 +1,69 @@
+"""Checkpoints of integers on a CPU: what a worker keeps packed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu import compiled_layers
+from penstock.kernels.quantize.integers import Integers
+from penstock.models.qwen3 import Qwen3
+from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.config import Config
+from penstock.protocol.messages.worker import WorkerAssignment
+from penstock.services.worker.loading import load
+from tests.models.checkpoints import save_checkpoint
+from tests.models.stored_formats import awq, quantize_checkpoint
+
+
+def loaded_model(folder: Path, **options: object) -> Qwen3:
+    config = Config(device="cpu", model=str(folder), **options)  # type: ignore[arg-type]
+    return load(config, WorkerAssignment(1, "g", 0, 1, ""), lambda: None)._model
+
+
+@pytest.fixture
+def awq_model(tmp_path: Path) -> Path:
+    save_checkpoint(tmp_path, hidden_size=128, intermediate_size=192)
+    quantize_checkpoint(tmp_path, awq(64))
+    return tmp_path
+
+
+def test_integers_stay_and_the_head_becomes_such(
+    awq_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = loaded_model(awq_model, quantize_lm_head=True)
+    assert isinstance(model.model.layers[0].self_attn.qkv_proj.weight, Integers)
+    assert model.compiled is not None
+    assert isinstance(model.compiled._head, Integers)  # type: ignore[attr-defined]
+    assert "dequantized" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "is_compiled"), [({"attention": "torch"}, False), ({"dtype": "float32"}, True)]
+)
+def test_integers_are_dequantized(
+    awq_model: Path,
+    options: dict[str, str],
+    is_compiled: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = loaded_model(awq_model, **options)
+    assert isinstance(model.model.layers[0].self_attn.qkv_proj.weight, Tensor)
+    assert (model.compiled is not None) == is_compiled
+    assert "14 of 25 weights are dequantized, such as model.layers.0.self_attn" in caplog.text
+
+
+def test_integers_are_not_made_again(awq_model: Path) -> None:
+    with pytest.raises(ModelError, match="--quantization int8: weights in 4-bit AWQ"):
+        loaded_model(awq_model, quantization="int8")
+
+
+def test_a_failed_compilation_dequantizes(awq_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("LLVM knows no such CPU")
+
+    monkeypatch.setattr(compiled_layers, "load", fail)
+    model = loaded_model(awq_model)
+    assert model.compiled is None
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
