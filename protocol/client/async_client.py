@@ -12,7 +12,7 @@ import zmq
 
 from penstock.protocol.client.connection import DEFAULT_ENDPOINT, Connection, Kind, expect
 from penstock.protocol.client.scoring import result_of
-from penstock.protocol.client.session import Answer
+from penstock.protocol.client.session import Answer, Take
 from penstock.protocol.config import DEFAULT_CLIENT
 from penstock.protocol.messages.client import (
     AbortReply,
@@ -47,14 +47,18 @@ class AsyncStream:
         while delta := await self.next_delta():
             yield delta
 
-    async def next_delta(self) -> TextDelta | None:
-        """Wait for output; return all that has arrived, or None after the end of the stream."""
-        while (delta := self._answer.take_delta()) is None:
+    async def next_delta(self, take: Take | None = None) -> TextDelta | None:
+        """Wait for output; return all that has arrived, or None after the end of the stream.
+
+        take: gets output as it arrives, without waking this task; it returns False to refuse a
+        piece, which is then returned.
+        """
+        while self._answer.offer(take):
             if self._answer.final:
                 self._answer.result()
                 return None
-            await self._change()
-        return delta
+            await self._change(take)
+        return self._answer.take_delta()
 
     def block(self) -> None:
         """Note that the task may wait for a client of its own from now on, until `unblock`."""
@@ -73,9 +77,9 @@ class AsyncStream:
         """End the request early; `result()` has the output until then."""
         await self._client.abort(self.request_id)
 
-    async def _change(self) -> None:
+    async def _change(self, take: Take | None = None) -> None:
         try:
-            await self._client.change(self._answer)
+            await self._client.change(self._answer, take)
         except asyncio.CancelledError:
             self._client.ask(AbortRequest(request_id=self.request_id))
             raise
@@ -175,12 +179,19 @@ class AsyncClient:
         request = StatusRequest(wait=wait, fresh=fresh, metrics=metrics)
         return await self._wait_for(request, StatusReply)
 
-    async def change(self, answer: Answer) -> None:
-        """Wait until something has arrived for `answer`."""
+    async def change(self, answer: Answer, take: Take | None = None) -> None:
+        """Wait until something has arrived for `answer` that `take`, if given, refuses."""
         changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def wake() -> None:
-            if not changed.done():
+            if changed.done():
+                return
+            try:
+                if take and answer.final is None and answer.offer(take):
+                    return
+            except Exception as error:  # noqa: BLE001  raised in the task that waits
+                changed.set_exception(error)
+            else:
                 changed.set_result(None)
 
         answer.on_change = wake

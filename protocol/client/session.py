@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 _decode_batch = msgspec.msgpack.Decoder(ReplyBatch).decode
 Done = GenerateReply | TokenizeReply | DetokenizeReply | AbortReply | StatusReply
 Final = Done | ErrorReply
+Take = Callable[[TextDelta], bool]
+"""taker of new output; it returns False where it refuses it"""
 MAX_PIECE = 64
 """tokens with logprobs that are taken at once: converting more would delay other streams"""
 LOGPROB_BYTES = 256
@@ -81,6 +83,14 @@ class Answer:
         delta = self._waiting.popleft()
         self.num_unread = max(0, self.num_unread - _num_bytes(delta)) if self._waiting else 0
         return delta
+
+    def offer(self, take: Take | None) -> bool:
+        """Give what waits to `take`, piece by piece. Return False if a piece is left."""
+        while self._waiting:
+            if take is None or not take(self._waiting[0]):
+                return False
+            self.take_delta()
+        return True
 
     def cut(self) -> None:
         """End a stream that its client does not read, and drop what has arrived."""

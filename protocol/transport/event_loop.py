@@ -1,6 +1,7 @@
 """The loop in which every process waits: for sockets, files, timers, heartbeats and signals."""
 
 import contextlib
+import gc
 import math
 import signal
 import socket
@@ -98,6 +99,7 @@ class EventLoop:
         """Return after SIGTERM, SIGINT or `stop`."""
         for channel, handler in self._context.handlers:
             self.add(channel, handler)
+        gc.freeze()  # modules, configuration and vocabulary stay: collections need not visit them
         with contextlib.closing(self._catch_signals()):
             try:
                 self._beat()

@@ -58,6 +58,8 @@ class AppState:
 
         A request to a model that was ready waits in the gateway while processes restart.
         """
+        if self._was_ready.is_set():
+            return
         try:
             await asyncio.wait_for(self._was_ready.wait(), START_TIMEOUT)
         except TimeoutError:

@@ -5,19 +5,14 @@ They hold for everybody who reaches the port, before a key is checked.
 
 import asyncio
 import resource
-from functools import partial
 from typing import Any
 
 import msgspec
 from msgspec import Struct
-from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from penstock.services.http.chunk_writer import WRITER, ChunkWriter, WriteBurst
 from penstock.services.http.errors import ApiError
-from penstock.services.http.event_stream import WRITE
 
 MIN_READ_RATE = 1000
 """bytes/s at which a request must arrive"""
@@ -62,6 +57,7 @@ class LimitedProtocol(HttpToolsProtocol):
     limits: Limits
     without_request: dict["LimitedProtocol", None]
     """connections without a running request, oldest first"""
+    burst: WriteBurst
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -110,7 +106,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self.without_request.pop(self, None)
         super().on_headers_complete()
-        self.scope[WRITE] = partial(write_chunk, self.cycle)  # type: ignore[literal-required]
+        self.scope[WRITER] = ChunkWriter(self.cycle, self.burst)  # type: ignore[literal-required]
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
@@ -195,20 +191,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def write_chunk(cycle: RequestResponseCycle, data: bytes) -> bool:
-    """Write a piece of a response that has begun, without ASGI's coroutines: they cost more.
-
-    Return False where it must be sent by ASGI: the client has to read first, or the response has
-    no chunks.
-    """
-    if cycle.flow.write_paused or not cycle.chunked_encoding:
-        return False
-    if not (cycle.disconnected or cycle.response_complete):
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-    return True
-
-
 def limited_protocol(limits: Limits) -> type[LimitedProtocol]:
     """Return the class of one server's connections."""
-    shared: dict[str, Any] = {"limits": limits, "without_request": {}}
+    shared: dict[str, Any] = {"limits": limits, "without_request": {}, "burst": WriteBurst()}
     return type("LimitedProtocol", (LimitedProtocol,), shared)

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.protocol.client.errors import RequestError
+from penstock.services.http.chunk_writer import WRITER, ChunkWriter
 from penstock.services.http.errors import ApiError, as_api_error
 from penstock.services.http.replies import ENCODER
 
@@ -19,8 +20,6 @@ _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
 ]
-WRITE = "penstock.write"
-"""key of a connection's `write_chunk` in the scope of its request, if the server has one"""
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
 SILENCE = 15.0
@@ -88,13 +87,14 @@ class EventStream(Response):
         self._produce = produce
         self._is_started = False
         self._num_sending = 0
+        self._writer: ChunkWriter | None = None
         self._is_silent = True
         """since the timer was started"""
         self._keeper: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send = send
-        self._write: Callable[[bytes], bool] = scope.get(WRITE, lambda _: False)
+        self._writer = scope.get(WRITER)
         self._start_timer()
         try:
             await while_connected(receive, self._produce(self))
@@ -116,12 +116,23 @@ class EventStream(Response):
             data += self._form.end
         elif not data:
             return
-        self._is_silent = False
-        if is_last or not (self._is_started and self._write(data)):
-            await self._send_bytes(data, is_last)
+        await self._send_bytes(data, is_last)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the stream has begun, and its client reads: then `write` need not wait."""
+        return self._is_started and self._writer is not None and self._writer.is_ready
+
+    def write(self, bodies: Iterable[Struct]) -> None:
+        """Send each body as an event, where `is_ready`."""
+        if data := self._form.encode(bodies):
+            self._is_silent = False
+            self._writer.write(data)  # type: ignore[union-attr]
 
     async def _send_bytes(self, data: bytes, is_last: bool = False) -> None:
         self._is_silent = False
+        if self._writer:
+            self._writer.flush()
         self._num_sending += 1  # a slow client may make it wait
         if not self._is_started:
             self._is_started = True

@@ -180,10 +180,17 @@ class Generation:
     ) -> GenerateReply:
         """Send all events of one answer except those after its reply."""
         last: TextDelta | None = None
+
+        def pass_on(delta: TextDelta) -> bool:
+            """Send new output without waking this task; False if it has to wait."""
+            if not self._is_echo_only:
+                if last or delta.finish_reason or not events.is_ready:
+                    return False
+                events.write(convert(delta, None))
+            return True
+
         try:
-            while delta := await stream.next_delta():
-                if self._is_echo_only:
-                    continue
+            while delta := await stream.next_delta(pass_on):
                 if last:
                     await events.send(convert(last, None))
                 last = delta if delta.finish_reason else None  # the reply follows at once

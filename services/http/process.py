@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -79,6 +80,7 @@ async def serve(process: Process) -> None:
 async def run(server: Server, models: Models, listener: socket.socket) -> None:
     """Serve until the server stops."""
     start = asyncio.create_task(models.start())
+    gc.freeze()  # modules and routes stay: collections need not visit them
     await server.serve([listener])
     start.cancel()
     await models.responses.stop()
