@@ -39,7 +39,7 @@ class ChunkWriter:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the client reads; a response without chunks must be sent by ASGI."""
+        """True while the client reads; a response without chunks must be sent by ASGI."""
         return bool(self._cycle.chunked_encoding) and not self._cycle.flow.write_paused
 
     def write(self, data: bytes) -> None:

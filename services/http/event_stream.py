@@ -120,7 +120,7 @@ class EventStream(Response):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the stream has begun, and its client reads: then `write` need not wait."""
+        """True once the stream has begun, while its client reads: then `write` need not wait."""
         return self._is_started and self._writer is not None and self._writer.is_ready
 
     def write(self, bodies: Iterable[Struct]) -> None:
