@@ -5,7 +5,9 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Self
 
 import psutil
 
@@ -18,40 +20,56 @@ UNDERWAY = frozenset({psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP})
 
 
 class ChildProcess:
-    """One run of a command, in a session and process group of its own."""
+    """One run of a process, in a session and process group of its own."""
 
-    def __init__(
-        self,
+    def __init__(self, pid: int, wait: Callable[[], int], log: Log) -> None:
+        """Take over a child, in a running event loop; wait: collects it and returns its exit code.
+
+        log: its standard output. Raises OSError; the child is then killed.
+        """
+        self.pid = pid
+        self._wait = wait
+        self._log = log
+        self._loop = asyncio.get_running_loop()
+        self.end: asyncio.Future[str] = self._loop.create_future()
+        """how the process ended, set after all its lines were passed on"""
+        try:
+            self._exit = ProcessExit(pid, wait)
+        except OSError:  # no descriptor is left
+            os.kill(pid, signal.SIGKILL)
+            wait()
+            raise
+        self._loop.add_reader(self._exit, self._on_exit)
+
+    @classmethod
+    def start(
+        cls,
         command: str,
         environment: Mapping[str, str],
         log: Log,
-        descriptors: Collection[int] = (),
-    ) -> None:
-        """Start a command of the procfile, which inherits `descriptors`, in a running event loop.
+        descriptors: Mapping[str, int] = MappingProxyType({}),
+    ) -> Self:
+        """Start a command of the procfile.
 
-        Raises OSError.
+        descriptors: that it inherits, by the environment variables for their numbers. Raises
+        OSError.
         """
-        self._log = log
-        self._loop = asyncio.get_running_loop()
-        self._popen = subprocess.Popen(
+        numbers = {variable: str(number) for variable, number in descriptors.items()}
+        popen = subprocess.Popen(
             ["sh", "-c", shell_line(command)],
-            env=environment,
+            env={**environment, **numbers},
             stdin=subprocess.DEVNULL,
             stdout=log.writer,
             stderr=log.writer,
             start_new_session=True,
-            pass_fds=descriptors,
+            pass_fds=tuple(descriptors.values()),
         )
-        self.pid = self._popen.pid
-        self.end: asyncio.Future[str] = self._loop.create_future()
-        """how the process ended, set after all its lines were passed on"""
-        try:
-            self._exit = ProcessExit(self.pid, self._popen.wait)
-        except OSError:  # no descriptor is left
-            self._popen.kill()
-            self._popen.wait()
-            raise
-        self._loop.add_reader(self._exit, self._on_exit)
+        return cls(popen.pid, popen.wait, log)
+
+    @classmethod
+    def adopt(cls, pid: int, log: Log) -> Self:
+        """Take over a child that the fork server has forked. Raises OSError."""
+        return cls(pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), log)
 
     def signal(self, number: int) -> None:
         """Send a signal to the process; without effect after its end."""
@@ -77,7 +95,7 @@ class ChildProcess:
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._exit)
         self._exit.close()
-        exit_code = self._popen.wait()
+        exit_code = self._wait()
         self._log.finish()
         self.end.set_result(describe_exit(exit_code))
 

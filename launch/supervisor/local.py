@@ -8,9 +8,11 @@ from functools import partial
 from itertools import count
 from types import MappingProxyType
 
-from penstock.launch.pipeline.procfile import kind_of
+from penstock.launch.pipeline.procfile import kind_of, read_procfile
 from penstock.launch.pipeline.run_folder import environment
+from penstock.launch.supervisor.child_events import ChildEvents
 from penstock.launch.supervisor.child_process import ChildProcess, vitals
+from penstock.launch.supervisor.fork_server import ForkServer
 from penstock.launch.supervisor.logs import Log
 from penstock.launch.supervisor.memory_server import MemoryServer
 from penstock.launch.supervisor.processes import GRACE, ManagedProcess, Policy, Processes
@@ -25,6 +27,10 @@ from penstock.protocol.transport.process import (
 )
 
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+FORKED = "worker"
+"""kind of processes that are forked, unless their command is another one than the package's"""
+STOPPED_SHARE = 1 / 20
+"""of --hang-timeout: seconds after which a process that was stopped (SIGSTOP) is killed"""
 KEEPERS = ("worker", "scheduler")
 """kinds of processes with memory that outlives them"""
 
@@ -39,10 +45,12 @@ class LocalProcess(ManagedProcess):
         environment: dict[str, str],
         incarnations: "count[int]",
         memory: MemoryServer | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
         """memory: serves the process, if it may have memory that outlives it."""
         super().__init__(name)
         self._memory = memory
+        self._fork_server = fork_server
         self._command = command
         self._environment = environment | {PROCESS_VARIABLE: name}
         self._incarnations = incarnations
@@ -53,15 +61,22 @@ class LocalProcess(ManagedProcess):
         environment = self._environment | {INCARNATION_VARIABLE: str(next(self._incarnations))}
         pair = socket_pair() if self._memory else None
         if self._memory is None or pair is None:
-            self._child = ChildProcess(self._command, environment, self.log)
+            self._child = await self._start(environment, {})
         else:
             ours, theirs = pair
             with theirs:
-                environment[MEMORY_VARIABLE] = str(theirs.fileno())
-                inherited = (theirs.fileno(),)
-                self._child = ChildProcess(self._command, environment, self.log, inherited)
+                self._child = await self._start(environment, {MEMORY_VARIABLE: theirs.fileno()})
             self._memory.serve(ours, self._child.end)
         self.pid = self._child.pid
+
+    async def _start(self, environment: dict[str, str], inherited: dict[str, int]) -> ChildProcess:
+        if self._fork_server:
+            forked = await self._fork_server.fork(environment, self.log, inherited)
+            if forked and not self.wanted.is_set():  # stopped meanwhile
+                forked.kill()
+            if forked:
+                return forked
+        return ChildProcess.start(self._command, environment, self.log, inherited)
 
     async def wait(self) -> str:
         return await asyncio.shield(self._child.end)
@@ -108,6 +123,10 @@ class LocalProcesses(Processes):
         self._commands = commands
         self._environment = environment(config) | {SUPERVISOR_VARIABLE: str(os.getpid())}
         self._incarnations = count(1)
+        self._forked_command = read_procfile()[FORKED]
+        share = self._forked_command, self._environment, tasks, policy.say
+        self._fork_server = ForkServer(*share) if hasattr(os, "pidfd_open") else None
+        self._events = ChildEvents(config.hang_timeout * STOPPED_SHARE, self._on_stopped)
         self._memory = {
             one.prefix.rstrip("/"): MemoryServer(tasks, policy.say) for one in config.by_model()
         }
@@ -122,12 +141,23 @@ class LocalProcesses(Processes):
         memory = self._memory[model] if kind_of(name) in KEEPERS else None
         gpus = self._gpus.get(model)
         environment = self._environment | ({} if gpus is None else {GPUS_VARIABLE: gpus})
-        process = LocalProcess(name, command, environment, self._incarnations, memory)
+        forks = self._fork_server if command == self._forked_command else None
+        process = LocalProcess(name, command, environment, self._incarnations, memory, forks)
         process.log = Log(partial(self._policy.take_line, process))
         return process
 
+    def _on_stopped(self, pid: int) -> None:
+        if self._fork_server and pid == self._fork_server.pid:
+            self._fork_server.kill()
+        for process in self.by_name.values():
+            if process.pid == pid:
+                self._policy.stopped(process)
+
     async def close(self) -> None:
         await super().close()
+        if self._fork_server:
+            await self._fork_server.close()
+        self._events.close()
         for memory in self._memory.values():
             memory.close()
         self.context.destroy(linger=0)

@@ -99,6 +99,9 @@ class Policy(Protocol):
     def exited(self, process: ManagedProcess) -> None:
         """Take note of an end."""
 
+    def stopped(self, process: ManagedProcess) -> None:
+        """Take note of a process that was stopped (SIGSTOP) and did not continue."""
+
     def take_line(self, process: ManagedProcess, text: str) -> None:
         """Take a line that the process wrote."""
 

@@ -186,6 +186,9 @@ class Supervisor:
     def exited(self, process: ManagedProcess) -> None:
         self._watchdog.exited(process)
 
+    def stopped(self, process: ManagedProcess) -> None:
+        self._watchdog.stopped(process)
+
     def take_line(self, process: ManagedProcess, text: str) -> None:
         process.last_lines.append(text)
         self._write(process.format_line(text))

@@ -108,6 +108,11 @@ class Watchdog:
             watched.has_exited = True
             self._kill_group(watched, "has exited")
 
+    def stopped(self, process: ManagedProcess) -> None:
+        """Kill a process that was stopped (SIGSTOP) for too long."""
+        if watched := self._watched.get(process.name):
+            self._kill(watched, "was stopped")
+
     def newest_pulse(self, name: str) -> Pulse:
         """Return the last pulse of a process that runs, an empty one without any."""
         watched = self._watched.get(name)

@@ -80,7 +80,7 @@ class Process:
         self.identity = Identity(self.name, os.getpid(), self.incarnation).encode()
         _start_log(self.config, self.name)
         sys.excepthook = _end
-        _die_with_parent()
+        die_with_parent()
         self.context: Context = context_from_environment(folder, self.incarnation)
 
     def by_model(self) -> list[Self]:
@@ -185,7 +185,7 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
     os._exit(os.EX_CONFIG)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Have the kernel kill this process when its parent exits (prctl(2)); elsewhere a thread."""
     parent = int(os.environ.get(SUPERVISOR_VARIABLE) or os.getppid())
     prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)

@@ -1,6 +1,7 @@
 """Measurements of a worker: parts of its start, the GPU's idle times, and traces of steps."""
 
 import logging
+import os
 import time
 from collections import deque
 from pathlib import Path
@@ -23,11 +24,11 @@ class StartTimes:
 
     def __init__(self) -> None:
         self._parts: dict[str, float] = {}
-        self._last = psutil.Process().create_time()
+        self._last = _started_at()
 
     def end(self, part: str, at: float | None = None) -> None:
         """End a part, now or at a time in seconds since 1970, and start the next."""
-        now = time.time() if at is None else at
+        now = time.time() if at is None else max(at, self._last)  # forked: nothing to import
         self._parts[part] = now - self._last
         self._last = now
 
@@ -71,6 +72,15 @@ class IdleTimes:
             return 0.0, 0.0
         median, p99 = np.percentile(self._microseconds, [50, 99])
         return float(median), float(p99)
+
+
+def _started_at() -> float:
+    """Return the creation of this process in seconds since 1970; psutil's may be 1 s off."""
+    if not hasattr(time, "CLOCK_BOOTTIME"):
+        return float(psutil.Process().create_time())
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
 
 
 def _event() -> Any:

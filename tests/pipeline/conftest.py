@@ -194,8 +194,9 @@ def disturbed() -> Iterator[Pipeline]:
 def shared() -> Iterator[Pipeline]:
     """Start a pipeline with HTTP for all tests that only send requests."""
     port = str(free_port())
-    flags = ("--http", "1", "--http-port", port, "--api-key", KEY, "--served-model-name", MODEL)
-    with Pipeline(*flags, "--max-request-bytes", "100000") as one:
+    flags = (*PATIENT, "--http", "1", "--http-port", port, "--api-key", KEY)
+    more = ("--served-model-name", MODEL, "--max-request-bytes", "100000")
+    with Pipeline(*flags, *more) as one:
         yield one
 
 

@@ -17,7 +17,7 @@ PROMPT = count_prompt(1, 40)
 
 def test_all_stand_still_and_go_on(pipeline: Callable[..., Pipeline]) -> None:
     """For longer than any of them waits for another one."""
-    running = pipeline("--tp", "2", "--hang-timeout", "1")
+    running = pipeline("--tp", "2", "--hang-timeout", "3")
     before = running.processes()
     everyone = [psutil.Process(running.process.pid), *running.children()]
     with running.client() as client:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from tests.pipeline.conftest import START_TIMEOUT, Pipeline
+from tests.pipeline.conftest import PATIENT, START_TIMEOUT, Pipeline
 from tests.pipeline.ports import free_port
 
 pytestmark = pytest.mark.pipeline
@@ -20,7 +20,7 @@ LONG = {"prompt": "count from 1 to 100", "max_tokens": 250, "ignore_eos": True, 
 @pytest.fixture(scope="module")
 def served(pipeline: Callable[..., Pipeline]) -> tuple[Pipeline, str]:
     port = free_port()
-    return pipeline("--http", "1", "--http-port", str(port)), f"http://127.0.0.1:{port}"
+    return pipeline("--http", "1", "--http-port", str(port), *PATIENT), f"http://127.0.0.1:{port}"
 
 
 def metric(url: str, name: str) -> float:

@@ -103,7 +103,8 @@ class ProcessActor:
             self._number = number
             self._output.clear()
             self._log = self._log or Log(self._on_line)
-            self._child = ChildProcess(self._spec.command, self._environment(config), self._log)
+            environment = self._environment(config)
+            self._child = ChildProcess.start(self._spec.command, environment, self._log)
             self._child.end.add_done_callback(lambda _: self._changed.set())
         return Started(self._child.pid, self._node)
 

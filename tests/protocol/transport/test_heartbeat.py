@@ -47,7 +47,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv(SUPERVISOR_VARIABLE, str(os.getppid()))
     monkeypatch.setenv("PENSTOCK_CONFIG", str(write_config(Config(name="p"))))
-    monkeypatch.setattr("penstock.protocol.transport.process._die_with_parent", lambda: None)
+    monkeypatch.setattr("penstock.protocol.transport.process.die_with_parent", lambda: None)
     one = Site()
     yield one
     one.heartbeats.stop()

@@ -31,7 +31,7 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv(SUPERVISOR_VARIABLE, str(os.getppid()))
     monkeypatch.setenv("PENSTOCK_CONFIG", str(write_config(Config(name="p"))))
-    monkeypatch.setattr("penstock.protocol.transport.process._die_with_parent", lambda: None)
+    monkeypatch.setattr("penstock.protocol.transport.process.die_with_parent", lambda: None)
     one = Process("gateway")
     yield one
     one.context.destroy(linger=0)

@@ -1,0 +1,148 @@
+"""Fork server: a process that has imported what workers import, and from which they are forked.
+
+So imports cost time and memory once. It holds no state: when it dies, workers start by themselves
+until the next fork server is ready.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from penstock.launch.supervisor.child_events import adopting
+from penstock.launch.supervisor.child_process import ChildProcess
+from penstock.launch.supervisor.logs import Log
+from penstock.launch.supervisor.tasks import Tasks
+from penstock.protocol.messages.forks import Forked, ForkRequest
+from penstock.protocol.transport.forks import FORKS_VARIABLE, MAX_MESSAGE
+
+MAX_FORK_SECONDS = 5.0
+"""in which a fork server that is ready must reply"""
+SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
+"""NumPy would start threads when it is imported, and a process with threads should not fork"""
+
+
+class ForkServer:
+    """Fork server of one command, restarted when it dies; in the running event loop."""
+
+    def __init__(
+        self,
+        command: str,
+        environment: Mapping[str, str],
+        tasks: Tasks,
+        say: Callable[[str], None],
+    ) -> None:
+        """Prepare it; the first `fork` starts it.
+
+        command: of the processes. environment: they share. tasks: reports exceptions. say: takes a
+        line for the log.
+        """
+        self._command = command
+        self._environment = {**environment, **SINGLE_THREADED}
+        self._tasks = tasks
+        self._say = say
+        self._log: Log
+        self._turn = asyncio.Lock()
+        self._child: ChildProcess | None = None
+        self._socket: socket.socket
+        self._number = 0
+        self._is_ready = self._is_useless = False
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid if self._child and not self._child.end.done() else 0
+
+    async def fork(
+        self, environment: Mapping[str, str], log: Log, descriptors: Mapping[str, int]
+    ) -> ChildProcess | None:
+        """Return a process as `ChildProcess.start` does; None: it must be started that way."""
+        asking = asyncio.ensure_future(self._fork(environment, log.writer, descriptors))
+        try:
+            pid = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            asking.add_done_callback(_kill_forked)
+            raise
+        return ChildProcess.adopt(pid, log) if pid else None
+
+    def kill(self) -> None:
+        if self._child:
+            self._child.kill()
+
+    async def close(self) -> None:
+        self._is_useless = True
+        self.kill()
+        if self._child:
+            await asyncio.wait([self._child.end])
+
+    async def _fork(
+        self, environment: Mapping[str, str], output: int, descriptors: Mapping[str, int]
+    ) -> int:
+        """Return the pid of a forked process, or 0."""
+        async with self._turn:
+            if self._child is None and not self._is_useless:
+                self._log = Log(lambda line: self._say(f"fork server: {line}"))
+                self._start()
+                self._tasks.start(self._keep())
+            if self._is_useless or not (self._is_ready or await self._receive()):
+                return 0
+            self._is_ready = True
+            self._number += 1
+            changes = dict(environment.items() - self._environment.items())
+            request = ForkRequest(self._number, changes, list(descriptors))
+            numbers = [output, *descriptors.values()]
+            reply = None
+            try:
+                with adopting():
+                    socket.send_fds(self._socket, [msgspec.msgpack.encode(request)], numbers)
+                    async with asyncio.timeout(MAX_FORK_SECONDS):
+                        reply = await self._receive()
+            except (OSError, TimeoutError) as error:
+                self._say(f"fork server: {error or 'no reply'}")
+            if reply is None:
+                self.kill()
+            return reply.pid if reply else 0
+
+    async def _receive(self) -> Forked | None:
+        """Return the next reply; None when the fork server has exited."""
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):
+            if data := await loop.sock_recv(self._socket, MAX_MESSAGE):
+                return msgspec.msgpack.decode(data, type=Forked)
+        return None
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        self._is_ready = False
+        with theirs:
+            descriptors = {FORKS_VARIABLE: theirs.fileno()}
+            start = ChildProcess.start
+            self._child = start(self._command, self._environment, self._log, descriptors)
+
+    async def _keep(self) -> None:
+        """Start another fork server when one has died, unless it died before it was ready."""
+        while self._child and not self._is_useless:
+            await asyncio.wait([self._child.end])
+            async with self._turn:
+                self._socket.close()
+                how = self._child.end.result()
+                if self._is_useless:
+                    break
+                if self._is_ready:
+                    self._say(f"the fork server died with {how}; restarted")
+                    self._start()
+                else:
+                    self._say(f"the fork server died with {how}; workers start without it")
+                    self._is_useless = True
+        self._log.close()
+
+
+def _kill_forked(asking: "asyncio.Future[int]") -> None:
+    """Kill a process for which nobody waits any more."""
+    if not asking.cancelled() and not asking.exception() and (pid := asking.result()):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)

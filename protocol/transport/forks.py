@@ -1,0 +1,96 @@
+"""Server that forks processes which have imported everything already.
+
+A forked process is a child of the supervisor, which is the subreaper of its descendants (prctl(2)):
+the process between the two exits at once.
+"""
+
+import contextlib
+import gc
+import os
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from penstock.protocol.messages.forks import Forked, ForkRequest
+from penstock.protocol.transport.process import die_with_parent
+from penstock.protocol.transport.process_exit import ProcessExit
+
+FORKS_VARIABLE = "PENSTOCK_FORKS"
+"""number of the fork server's inherited socket; processes without it are no fork servers"""
+MAX_MESSAGE = 1 << 16
+"""bytes"""
+MAX_DESCRIPTORS = 8
+"""of one request"""
+
+
+def serve_forks(prepare: Callable[[], None]) -> None:
+    """Return in each process that is forked; without FORKS_VARIABLE return at once.
+
+    prepare: called before the first fork. Neither it nor the caller starts threads or CUDA.
+    """
+    given = os.environ.pop(FORKS_VARIABLE, "")
+    if not given:
+        return
+    die_with_parent()
+    prepare()
+    supervisor = os.getppid()
+    connection = socket.socket(fileno=int(given))
+    os.set_inheritable(connection.fileno(), False)
+    gc.collect()
+    gc.freeze()  # the collector would write to pages that all forked processes share
+    connection.send(msgspec.msgpack.encode(Forked()))
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(
+            connection, MAX_MESSAGE, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+        if not data:
+            os._exit(0)
+        request = msgspec.msgpack.decode(data, type=ForkRequest)
+        between = _fork()
+        if between == 0:
+            _become(request, descriptors, supervisor)
+            connection.send(msgspec.msgpack.encode(Forked(request.number, os.getpid())))
+            connection.close()
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if between < 0 or os.waitpid(between, 0)[1] != 0:
+            connection.send(msgspec.msgpack.encode(Forked(request.number)))
+
+
+def _fork() -> int:
+    """Fork twice: return 0 in the last process, and the pid of the one between in the first.
+
+    Return -1 if the first fork failed; the process between exits with 1 if the second one did.
+    """
+    try:
+        between = os.fork()
+        if between:
+            return between
+    except OSError:
+        return -1
+    try:
+        if os.fork():
+            os._exit(0)
+    except OSError:
+        os._exit(1)
+    return 0
+
+
+def _become(request: ForkRequest, descriptors: list[int], supervisor: int) -> None:
+    """Be a process as `ChildProcess` starts it."""
+    os.setsid()
+    parent = os.getppid()
+    if parent != supervisor:  # the process between: its exit makes us the supervisor's child
+        with contextlib.suppress(ProcessLookupError):
+            between = ProcessExit(parent)
+            between.wait()
+            between.close()
+    output, *others = descriptors
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.environ.update(request.environment)
+    for variable, descriptor in zip(request.inherited, others, strict=True):
+        os.environ[variable] = str(descriptor)

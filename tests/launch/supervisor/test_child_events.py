@@ -1,0 +1,132 @@
+"""Stops of children, and orphans: real processes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+
+from penstock.launch.supervisor.child_events import ChildEvents, adopting
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+MAX_STOP = 0.2
+JUMP = 10.0
+
+
+class Site:
+    """Children, and the pids of those that were stopped for too long."""
+
+    def __init__(self) -> None:
+        self.stopped: asyncio.Queue[int] = asyncio.Queue()
+        self.events = ChildEvents(MAX_STOP, self.stopped.put_nowait)
+        self.children: list[subprocess.Popen[str]] = []
+
+    def start(self, code: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-c", code]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.children.append(
+            subprocess.Popen(command, text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
+        )
+        return self.children[-1]
+
+
+@asynccontextmanager
+async def site() -> AsyncIterator[Site]:
+    one = Site()
+    try:
+        yield one
+    finally:
+        one.events.close()
+        for child in one.children:
+            child.kill()
+            child.communicate()
+
+
+def run(test: Coroutine[None, None, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+def test_only_a_child_that_stays_stopped_is_reported() -> None:
+    async def test() -> None:
+        async with site() as one:
+            other, child = one.start("input()"), one.start("input()")
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                os.kill(other.pid, number)
+            os.kill(child.pid, signal.SIGSTOP)
+            assert await one.stopped.get() == child.pid
+            assert one.stopped.empty()
+            assert not one.events._timers
+
+    run(test())
+
+
+def test_a_child_that_continues_and_is_stopped_again_has_its_time_again() -> None:
+    async def test() -> None:
+        async with site() as one:
+            child = one.start("input()")
+            os.kill(child.pid, signal.SIGSTOP)
+            while not (first := dict(one.events._timers)):
+                await asyncio.sleep(0)
+            os.kill(child.pid, signal.SIGCONT)
+            while one.events._timers:
+                await asyncio.sleep(0)
+            assert first[child.pid].cancelled()
+            os.kill(child.pid, signal.SIGSTOP)
+            assert await one.stopped.get() == child.pid
+
+    run(test())
+
+
+def test_nobody_is_reported_at_once_after_all_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop's clock jumps, as when this process was stopped, too."""
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        async with site() as one:
+            child = one.start("input()")
+            os.kill(child.pid, signal.SIGSTOP)
+            while not one.events._timers:
+                await asyncio.sleep(0)
+            clock = loop.time
+            monkeypatch.setattr(loop, "time", lambda: clock() + JUMP)
+            begin = clock()
+            assert await one.stopped.get() == child.pid
+            assert clock() >= begin + MAX_STOP  # from the moment at which it ran again
+
+    run(test())
+
+
+def test_orphans_of_children_are_collected() -> None:
+    """A compiler that a worker has started, for example, when the worker is killed."""
+
+    async def test() -> None:
+        async with site() as one:
+            code = "import os; pid = os.fork(); pid and print(pid, flush=True); os.read(0, 1)"
+            with adopting():
+                child = one.start(code)
+                assert child.stdout
+                orphan = psutil.Process(int(child.stdout.readline()))
+                child.kill()
+                child.wait()
+            assert orphan.ppid() == os.getpid()
+            orphan.kill()
+            while psutil.pid_exists(orphan.pid):
+                await asyncio.sleep(0)
+
+    run(test())
+
+
+def test_exits_of_children_are_left_to_whoever_started_them() -> None:
+    async def test() -> None:
+        async with site() as one:
+            child = one.start("raise SystemExit(7)")
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+            one.events.receive()
+            assert child.wait() == 7
+
+    run(test())
