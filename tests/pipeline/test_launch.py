@@ -221,7 +221,7 @@ def test_two_pipelines_and_stop(main: Pipeline, pipeline: Start) -> None:
 def test_nothing_outlives_a_killed_supervisor(pipeline: Start) -> None:
     killed = pipeline()
     children = killed.children()
-    assert len(children) == 5
+    assert len(children) == 6  # with the fork server
     killed.expected_exit_code = -signal.SIGKILL
     killed.process.kill()
     assert killed.wait() == -signal.SIGKILL
