@@ -17,7 +17,7 @@ from penstock.protocol.transport.process import die_with_parent
 from penstock.protocol.transport.process_exit import ProcessExit
 
 FORKS_VARIABLE = "PENSTOCK_FORKS"
-"""number of the fork server's inherited socket; processes without it are no fork servers"""
+"""number of the inherited socket; set for the fork server alone"""
 MAX_MESSAGE = 1 << 16
 """bytes"""
 MAX_DESCRIPTORS = 8
