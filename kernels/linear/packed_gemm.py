@@ -5,7 +5,6 @@ all SMs have several programs.
 """
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,11 +22,13 @@ from penstock.kernels.triton_pdl import LAUNCH
 
 MAX_ROWS = 128
 """rows up to which reading the weights once for 64 rows is faster than dequantizing them"""
-MIN_BM = 16  # Triton 3.6 computes 8 rows without the asynchronous tensor cores
+MIN_BM = 8
 BN = 64
 """rows of a tile of the weight: those of an asynchronous product of compute capability 9.0"""
-PROGRAMS_PER_SM = {16: (4, 3), 32: (2, 2), 64: (2, 2)}
+PROGRAMS_PER_SM = {8: (6, 3), 16: (3, 3), 32: (2, 2), 64: (2, 2)}
 """rows of a tile → programs of products with one and with two weights, measured on an H200"""
+MAX_STAGES = {8: (5, 3), 16: (4, 3), 32: (3, 3), 64: (3, 3)}
+"""rows of a tile → stages, likewise"""
 MIN_STEPS = 4
 """steps of a program, at least, where the inner dimension is split"""
 
@@ -44,12 +45,20 @@ class PackedTile(NamedTuple):
     num_warps: int
 
 
+def is_synchronous(device: Device, bm: int) -> bool:
+    """Return whether Triton computes a tile of bm rows with synchronous tensor cores.
+
+    For 8 rows they are faster than asynchronous ones, which take as long as for 32.
+    """
+    return bm < 16 or device.capability[0] not in (9, 10)
+
+
 def max_tile_rows(device: Device) -> int:
     """Return the most rows of x in a tile whose sums fit into registers.
 
     Synchronous tensor cores need more registers for the weights.
     """
-    return 64 if device.capability[0] in (9, 10) else 32
+    return 32 if is_synchronous(device, 64) else 64
 
 
 def step_columns(weight: Packed) -> tuple[int, int]:
@@ -62,24 +71,34 @@ def step_columns(weight: Packed) -> tuple[int, int]:
 def packed_shared_bytes(bits: int, num_weights: int, tile: PackedTile) -> int:
     """Return the shared memory of a product with num_weights weights: tiles in flight.
 
-    Synchronous tensor cores get a tile of weights through shared memory, too.
+    A stage has two steps. Asynchronous tensor cores hold one more stage of x.
     """
     words_of_groups = num_weights * BN
     codes = num_weights * BN * tile.bk * bits // 8
-    of_stage = 2 * tile.bm * tile.bk + codes + 4 * words_of_groups
-    return (tile.num_stages - 1) * of_stage + 2 * BN * tile.bk
+    of_step = 2 * tile.bm * tile.bk + codes + 4 * words_of_groups
+    return (tile.num_stages - 1) * 2 * of_step
 
 
 def fitting(
-    device: Device, weight: Packed, num_weights: int, bm: int, split_k: int = 1
+    device: Device, weight: Packed, num_weights: int, bm: int, split_k: int = 1, per_sm: int = 1
 ) -> PackedTile:
-    """Return the tile of bm rows with the most stages that fit the device."""
+    """Return the tile of bm rows with the most stages of which per_sm programs fit an SM.
+
+    Fewer programs if not even two stages fit.
+    """
     bk, _ = step_columns(weight)
     is_large = num_weights * bm > 64 and device.capability[0] != 9
     num_warps = 8 if is_large else 4  # otherwise registers are spilled
-    most = 3 if num_weights == 2 else 6 if bm == MIN_BM else 4
-    stages = (PackedTile(bm, bk, split_k, number, num_warps) for number in range(most, 1, -1))
-    return device.fitting(stages, partial(packed_shared_bytes, weight.bits, num_weights))
+    most = MAX_STAGES[bm][num_weights - 1]
+    stages = [PackedTile(bm, bk, split_k, number, num_warps) for number in range(most, 1, -1)]
+
+    more = 0 if is_synchronous(device, bm) else 2 * 2 * bm * bk
+
+    def shared_bytes(tile: PackedTile) -> int:
+        return packed_shared_bytes(weight.bits, num_weights, tile) + more
+
+    resident = [tile for tile in stages if per_sm * shared_bytes(tile) <= device.shared_bytes]
+    return device.fitting([*resident, stages[-1]], shared_bytes)
 
 
 def choose(
@@ -98,14 +117,15 @@ def choose(
     bk, _ = step_columns(weight)
     tiles = triton.cdiv(num_columns, BN)
     split_k = 1
+    per_sm = PROGRAMS_PER_SM[bm][num_weights - 1]
     if num_rows <= bm and tiles <= MAX_TILES:
         steps = triton.cdiv(weight.num_columns, bk)
-        per_sm = PROGRAMS_PER_SM[bm][num_weights - 1]
         wanted = per_sm * device.num_sms // tiles
         sums = num_rows * num_columns * num_weights + num_rows
         most = min(MAX_SPLIT_K.value, steps // MIN_STEPS, MAX_PARTIALS // sums)
         split_k = max(1, min(wanted, most))
-    return fitting(device, weight, num_weights, bm, split_k)
+    resident = min(per_sm, triton.cdiv(tiles * split_k, device.num_sms))
+    return fitting(device, weight, num_weights, bm, split_k, resident)
 
 
 def multiply(
@@ -141,8 +161,9 @@ def multiply(
         x, weight.words, weight.groups, weight.order, residual, out,
         partials, counters, num_rows, num_columns, inner,
         SWIGLU=swiglu, ADD=residual is not None, SPLIT=is_split, GROUP=group,
-        BITS=weight.bits, BM=tile.bm, BN=BN, BK=tile.bk, EVEN=inner % tile.bk == 0,
-        EARLY=weight.words.nbytes <= EARLY, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        BITS=weight.bits, BM=tile.bm, BN=BN, BK=tile.bk, EVEN=inner % (2 * tile.bk) == 0,
+        EARLY=weight.words.nbytes <= EARLY, SYNC=is_synchronous(this_device(), tile.bm),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
         **LAUNCH,
     )  # fmt: skip
     return out

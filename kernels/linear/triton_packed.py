@@ -83,10 +83,10 @@ def _minus(pairs, shift, dtype: tl.constexpr):
 
 
 @triton.jit
-def integers(words, zero, dtype: tl.constexpr, BITS: tl.constexpr):
+def integers(words, zero, dtype: tl.constexpr, BITS: tl.constexpr, SYNC: tl.constexpr = False):
     """Return code - zero of words [BN, W], in dtype: [BN, columns].
 
-    zero: float32 [BN].
+    zero: float32 [BN]. SYNC: columns in the order of `_for_sync`.
     """
     BN: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
@@ -96,8 +96,27 @@ def integers(words, zero, dtype: tl.constexpr, BITS: tl.constexpr):
     else:
         low = ((pairs & 0xFF).to(tl.float32) - zero[:, None, None]).to(dtype)
         high = ((pairs >> 16).to(tl.float32) - zero[:, None, None]).to(dtype)
-    numbers = tl.reshape(tl.join(low, high), (BN, W // 4, 4, 16 // BITS, 2))  # r, c, p, h
-    return tl.reshape(tl.permute(numbers, (0, 1, 3, 2, 4)), (BN, W * 32 // BITS))
+    both = tl.join(low, high)
+    if SYNC:
+        numbers = tl.reshape(both, (BN, W // 4, 4, 8 // BITS, 2, 2))  # r, c, half of p, p, h
+        numbers = tl.permute(numbers, (0, 1, 3, 2, 4, 5))
+    else:
+        numbers = tl.permute(tl.reshape(both, (BN, W // 4, 4, 16 // BITS, 2)), (0, 1, 3, 2, 4))
+    return tl.reshape(numbers, (BN, W * 32 // BITS))
+
+
+@triton.jit
+def _for_sync(x_tile, BITS: tl.constexpr):
+    """Return x_tile [BK, BM] with its columns in the order of synchronous tensor cores.
+
+    There a thread has four adjacent columns of the product. Those of a word are two pairs, eight
+    columns apart: the order of all columns changes, and the sums are the same.
+    """
+    BK: tl.constexpr = x_tile.shape[0]
+    BM: tl.constexpr = x_tile.shape[1]
+    HALVES: tl.constexpr = 8 // BITS
+    tile = tl.reshape(x_tile, (BK // (16 * HALVES), HALVES, 2, 4, 2, BM))
+    return tl.reshape(tl.permute(tile, (0, 1, 3, 2, 4, 5)), (BK, BM))
 
 
 @triton.jit
@@ -109,44 +128,72 @@ def _group(words):
 
 @triton.jit
 def _scaled(
-    x_tile, acc, words, groups, rows, first, R,
-    GROUP: tl.constexpr, BITS: tl.constexpr, BK: tl.constexpr,
+    x_tile, acc, words, group, rows, step, R,
+    BITS: tl.constexpr, BK: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
-    """Return acc plus the product of BK columns from `first` on, of one group."""
-    word = tl.arange(0, BK * BITS // 32)
-    block = first // BLOCK
-    at = (rows + block * R) * (4 * BITS) + (first - block * BLOCK) * BITS // 32
-    tile = tl.load(words + at[:, None] + word[None, :])
-    factor, zero = _group(tl.load(groups + rows + first // GROUP * R))
-    weight = integers(tile, zero, x_tile.dtype, BITS)
+    """Return acc plus the product of the BK columns of a step. group: words of groups, [BN]."""
+    WORDS: tl.constexpr = BK * BITS // 32
+    block = step * BK // BLOCK
+    at = rows * (4 * BITS) + block * (R * (4 * BITS)) + (step * BK - block * BLOCK) * BITS // 32
+    tile = tl.load(words + at[:, None] + tl.arange(0, WORDS)[None, :])
+    factor, zero = _group(group)
+    weight = integers(tile, zero, x_tile.dtype, BITS, SYNC)
     return acc + tl.dot(weight, x_tile, input_precision="ieee") * factor[:, None]
+
+
+@triton.jit
+def _x_tile(x_at, x_exists, order, step, K, BK: tl.constexpr, EVEN: tl.constexpr):
+    """Return the columns of x of a step, [BK, BM]; zeros from column K on."""
+    column = step * BK + tl.arange(0, BK)[:, None]
+    exists = x_exists
+    if not EVEN:
+        exists = exists & (column < K)
+    if order is not None:
+        column = tl.load(order + column, column < K, 0)
+    return tl.load(x_at + column, exists, 0.0)
+
+
+@triton.jit
+def _two_groups(
+    groups, rows, step, end, R, GROUP: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """Return the words of the groups of two steps, each [BN].
+
+    A load of fewer numbers than threads would be done twice, once without copying ahead.
+    """
+    steps = step + tl.arange(0, 2)[None, :]
+    if not EVEN:
+        steps = tl.minimum(steps, end - 1)
+    return tl.split(tl.load(groups + rows[:, None] + steps * BK // GROUP * R))
 
 
 @triton.jit
 def packed_sums(
     x_at, x_exists, words, groups, order, rows, begin, end, N, R, K,
     SWIGLU: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
-    """Return sums over columns [begin, end), [BN, BM]: of gate (or the only product), and of up.
+    """Return sums over steps [begin, end), [BN, BM]: of gate (or the only product), and of up.
 
     x_at: addresses of x's rows, [1, BM]. rows: of the weight, [BN], of R; up's are N further on.
-    GROUP: columns with one scale, a multiple of BK. EVEN: BK divides K.
+    GROUP: columns with one scale, a multiple of BK, the columns of a step. EVEN: 2 * BK divides K.
+    SYNC: the tensor cores are synchronous ones.
     """
-    k = tl.arange(0, BK)[:, None]
     acc = tl.zeros((rows.shape[0], BM), tl.float32)
     acc_up = acc
-    for first in tl.range(begin, end, BK):
-        column = first + k
-        exists = x_exists
-        if not EVEN:
-            exists = x_exists & (column < K)
-        if order is not None:
-            column = tl.load(order + column, column < K, 0)
-        x_tile = tl.load(x_at + column, exists, 0.0)
-        acc = _scaled(x_tile, acc, words, groups, rows, first, R, GROUP, BITS, BK)
+    for step in tl.range(begin, end, 2):
+        last = step + 1 if EVEN else tl.minimum(step + 1, end - 1)
+        x_tile = _x_tile(x_at, x_exists, order, step, K, BK, EVEN)
+        x_tile = _for_sync(x_tile, BITS) if SYNC else x_tile
+        group, group_2 = _two_groups(groups, rows, step, end, R, GROUP, BK, EVEN)
+        acc = _scaled(x_tile, acc, words, group, rows, step, R, BITS, BK, SYNC)
+        x_tile_2 = _x_tile(x_at, x_exists, order, step + 1, K, BK, EVEN)
+        x_tile_2 = _for_sync(x_tile_2, BITS) if SYNC else x_tile_2
+        acc = _scaled(x_tile_2, acc, words, group_2, rows, last, R, BITS, BK, SYNC)
         if SWIGLU:
-            acc_up = _scaled(x_tile, acc_up, words, groups, rows + N, first, R, GROUP, BITS, BK)
+            group, group_2 = _two_groups(groups, rows + N, step, end, R, GROUP, BK, EVEN)
+            acc_up = _scaled(x_tile, acc_up, words, group, rows + N, step, R, BITS, BK, SYNC)
+            acc_up = _scaled(x_tile_2, acc_up, words, group_2, rows + N, last, R, BITS, BK, SYNC)
     return acc, acc_up
 
 
@@ -155,7 +202,7 @@ def packed_gemm_kernel(
     x, words, groups, order, residual, out, partials, counters, num_rows, N, K,
     SWIGLU: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
     BITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    EVEN: tl.constexpr, EARLY: tl.constexpr,
+    EVEN: tl.constexpr, EARLY: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
     """Compute BN columns of BM rows of out over one range of the inner dimension.
 
@@ -166,18 +213,19 @@ def packed_gemm_kernel(
         launch_dependents()
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.minimum(column, N - 1)
-    share = tl.cdiv(tl.cdiv(K, BK), tl.num_programs(1)) * BK
+    num_steps = tl.cdiv(K, BK)
+    share = tl.cdiv(tl.cdiv(num_steps, 2), tl.num_programs(1)) * 2
     begin = tl.program_id(1) * share
-    end = tl.minimum(begin + share, K)
+    end = tl.minimum(begin + share, num_steps)
     row = tl.program_id(2) * BM + tl.arange(0, BM)[None, :]
     R = 2 * N if SWIGLU else N
-    _prefetch(words, groups, rows, begin, end, R, GROUP, BITS)
+    _prefetch(words, groups, rows, begin * BK, end * BK, R, GROUP, BITS)
     if SWIGLU:
-        _prefetch(words, groups, rows + N, begin, end, R, GROUP, BITS)
+        _prefetch(words, groups, rows + N, begin * BK, end * BK, R, GROUP, BITS)
     wait()
     acc, acc_up = packed_sums(
         x + row.to(tl.int64) * K, row < num_rows, words, groups, order, rows,
-        begin, end, N, R, K, SWIGLU, GROUP, BITS, BM, BK, EVEN,
+        begin, end, N, R, K, SWIGLU, GROUP, BITS, BM, BK, EVEN, SYNC,
     )  # fmt: skip
     exists = (row < num_rows) & (column < N)[:, None]
     at = row.to(tl.int64) * N + column[:, None]
