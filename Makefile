@@ -9,7 +9,7 @@ PACKAGES := kernels launch models protocol services
 PYTEST := $(BIN)/python -P -m pytest
 # some environments forbid bytecode files: then each of hundreds of processes compiles our sources
 unexport PYTHONDONTWRITEBYTECODE
-# in the order of tests/conftest.py; the tests of a file stay together
+# in the order of tests/conftest.py; tests of a file, or of files that share pipelines, stay together
 PARALLEL := --dist loadfile --no-loadscope-reorder --numprocesses
 
 .DEFAULT_GOAL := help
@@ -29,10 +29,10 @@ test-fast: $(VENV)/.dev  ## tests of modules, without a pipeline
 	$(PYTEST) $(PARALLEL) 2 -m 'not (pipeline or chaos or slow or search or long or gpu or clients)' \
 		--ignore tests/pipeline --ignore tests/chaos --ignore tests/cluster --ignore tests/gpu
 
-test-long: $(VENV)/.dev  ## what `make test` leaves out: many kills, four ranks, several machines
-	$(PYTEST) $(PARALLEL) 2 -m 'long and not gpu'
+test-long: $(VENV)/.dev  ## what `make test` leaves out: rare deaths, full searches, several machines
+	PENSTOCK_SEARCH=1 $(PYTEST) $(PARALLEL) 2 -m '(long or search) and not gpu'
 
-test-search: $(VENV)/.dev  ## searches by random examples, ten times as long as in `make test`
+test-search: $(VENV)/.dev  ## searches by random examples, ten times as long as in `make test-long`
 	PENSTOCK_SEARCH=10 $(PYTEST) $(PARALLEL) 2 -m 'search and not gpu' --timeout 3000
 
 test-clients: $(VENV)/.dev build/clients/.ready  ## clients in Python and on npm that `make test` lacks

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,14 +62,36 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def group_of(path: str) -> str:
+    """Return the folder below tests/pipeline, whose files share pipelines, otherwise the file."""
+    parts = path.split("/")
+    shares = parts[:2] == ["tests", "pipeline"] and len(parts) > 3
+    return "/".join(parts[:3]) if shares else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give all tests of a group to one process."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Groups(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid.partition("::")[0])
+
+    return Groups(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files with processes first, then files with slow tests.
+    """Run groups of files first, then files with processes, then files with slow tests.
 
     Short files are left for the end, when one worker may have nothing more to do.
     """
     slowest: dict[Path, int] = {}
     for item in items:
         marks = {one.name for one in item.iter_markers()}
-        place = 0 if marks & {"pipeline", "chaos"} else 1 if marks & {"slow", "search"} else 2
-        slowest[item.path] = min(place, slowest.get(item.path, 2))
+        place = 1 if marks & {"pipeline", "chaos"} else 2 if marks & {"slow", "search"} else 3
+        path = item.nodeid.partition("::")[0]
+        if group_of(path) != path:
+            place = 0
+        slowest[item.path] = min(place, slowest.get(item.path, 3))
     items.sort(key=lambda item: slowest[item.path])

@@ -20,9 +20,10 @@ from tests.engine import Engine
 from tests.search import scaled
 from tests.tools.demo.tasks import TASK_NAMES, Sizes, make_example
 
-NUM_GREEDY = scaled(15)
-NUM_SAMPLED = NUM_GREEDY // 5
+NUM_GREEDY = scaled(25)
+NUM_SAMPLED = scaled(5)
 MAX_TOKENS = 24
+pytestmark = pytest.mark.search
 DEMO = Config().model_folder
 
 

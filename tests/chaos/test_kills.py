@@ -16,7 +16,7 @@ pytestmark = pytest.mark.chaos
 NUM_STREAMS = 6
 PROMPT = count_prompt(1, 100)
 KILLED = ("detokenizer.1", "tokenizer.1", "scheduler.1", "worker.1", "gateway.1")
-"""`tests/pipeline/test_launch.py` kills each of them, too, with one rank"""
+"""`tests/pipeline/disturbed/test_launch.py` kills each of them, too, with one rank"""
 STOPPED = ("scheduler.1", "worker.1", "gateway.1")  # each takes the hang time-out
 
 

@@ -11,7 +11,7 @@ from penstock.protocol.client.errors import RequestError
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
 from tests.pipeline.load import Load
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.long]
 NUM_STREAMS = 4
 TOKENIZER = Path(__file__).with_name("poison_tokenizer.py")
 

@@ -32,6 +32,7 @@ def test_a_spare_worker_goes_on_and_the_killed_one_comes_back_as_spare(
         assert sum("with the KV of the last ones" in line for line in served.output) == 2
 
 
+@pytest.mark.long
 def test_all_ranks_of_a_group_have_the_memory_of_the_last_ones(
     pipeline: Callable[..., Pipeline],  # noqa: F811
 ) -> None:

@@ -115,8 +115,10 @@ def test_fp8_has_a_scale_for_each_block(checkpoint: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["awq", "gptq"])
-@pytest.mark.parametrize("experts", [{}, {"num_experts": 4, "num_experts_per_tok": 2}])
+@pytest.mark.parametrize(
+    ("quantization", "experts"),
+    [("awq", {}), ("gptq", {"num_experts": 4, "num_experts_per_tok": 2})],
+)
 def test_integers_of_the_usual_deviation(
     tmp_path: Path, quantization: str, experts: dict[str, Any]
 ) -> None:

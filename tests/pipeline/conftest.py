@@ -75,6 +75,11 @@ class Pipeline:
         """Where its sockets are."""
         return run_folder(self.name)
 
+    @property
+    def url(self) -> str:
+        """Where it serves HTTP."""
+        return f"http://127.0.0.1:{running_config(self.name).http_port}"
+
     def wait_for(self, pattern: str, start: int = 0) -> str:
         """Wait for a line that begins like `pattern`, at `start` or later in `output`."""
 
@@ -186,7 +191,8 @@ def pipeline() -> Iterator[Callable[..., Pipeline]]:
 @pytest.fixture(scope="session")
 def disturbed() -> Iterator[Pipeline]:
     """Start a pipeline for all tests that kill, suspend or scale, and leave it whole."""
-    with Pipeline(*PATIENT, "--max-deaths", "1000") as one:
+    http = ("--http", "1", "--http-port", str(free_port()), "--api-key", KEY)
+    with Pipeline(*PATIENT, "--max-deaths", "1000", *http) as one:
         yield one
 
 
@@ -203,8 +209,7 @@ def shared() -> Iterator[Pipeline]:
 @pytest.fixture(scope="session")
 def url(shared: Pipeline) -> str:
     """Return where the shared pipeline serves HTTP."""
-    config = running_config(shared.name)
-    return f"http://127.0.0.1:{config.http_port}"
+    return shared.url
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from tests.pipeline import odd_numbers
 from tests.pipeline.conftest import Pipeline
 from tests.pipeline.ports import free_port
-from tests.search import scaled
+from tests.search import FACTOR, scaled
 
 pytestmark = pytest.mark.pipeline
 NUM_EXAMPLES = scaled(5)
@@ -52,7 +52,7 @@ def test_no_request_is_a_server_error(served: tuple[Pipeline, str], kind: str) -
             deadline=None,
             suppress_health_check=list(hypothesis.HealthCheck),
             database=None,
-            derandomize=scaled(1) == 1,
+            derandomize=FACTOR <= 1,
         )
         def ask(case: schemathesis.Case) -> None:
             case.call_and_validate(checks=[not_a_server_error], timeout=SECONDS)

@@ -168,7 +168,13 @@ def test_logprobs_and_structured_outputs(llm: LLM) -> None:
     assert llm.generate("17+25=", params, use_tqdm=False)[0].outputs[0].text in ("yes", "no")
 
 
-@pytest.mark.parametrize("how", ["SIGINT", "SIGKILL", "end of the program"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "SIGINT",
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("SIGKILL", "end of the program")),
+    ],
+)
 def test_nothing_is_left_behind(how: str) -> None:
     """The program neither closes its LLM nor handles the interrupt."""
     number = getattr(signal, how, None)

@@ -134,7 +134,10 @@ def streams_of_both(pipeline: Pipeline) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "victim",
-    ["one/worker.1", "two/worker.2", "two/scheduler.1", "one/tokenizer.1", "one/detokenizer.1"],
+    [
+        pytest.param("one/worker.1", marks=pytest.mark.long),
+        *("two/worker.2", "two/scheduler.1", "one/tokenizer.1", "one/detokenizer.1"),
+    ],
 )
 def test_a_death_is_of_one_model(running: Pipeline, victim: str) -> None:
     """Only processes of its model are restarted, and only its requests are submitted again."""

@@ -46,6 +46,7 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=STOP_TIMEOUT)[1]
 
 
+@pytest.mark.long
 def test_a_pipeline_serves_restarts_and_stops() -> None:
     port = str(free_port())
     flags = ("--tp", "2", "--http", "1", "--http-port", port)
@@ -80,6 +81,7 @@ def test_processes_end_with_a_killed_supervisor() -> None:
     pipeline.wait()
 
 
+@pytest.mark.long
 def test_a_pipeline_ends_with_its_killed_owner() -> None:
     with subprocess.Popen(
         [sys.executable, "-P", "-c", OWNER],

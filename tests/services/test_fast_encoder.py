@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from penstock.protocol.config import Config
 from penstock.services.tokenizer import fast_encoder
 from penstock.services.tokenizer.fast_encoder import load_fast_encoder
-from tests.search import FACTOR
+from tests.search import scaled
 from tests.tools.fuzz_tokenizer import differing
 
 DEMO = Config().model_folder / "tokenizer.json"
@@ -26,7 +26,7 @@ def changed(folder: Path, **fields: Any) -> tuple[Path, Tokenizer]:
 @pytest.mark.search
 def test_ids_of_random_strings(qwen3_folder: Path) -> None:
     """`python -m tests.tools.fuzz_tokenizer FOLDER` tries a million."""
-    assert differing(qwen3_folder, 3500 * FACTOR, seed=1) == []
+    assert differing(qwen3_folder, scaled(3500), seed=1) == []
 
 
 def test_the_demo_model_and_qwen3_are_encoded_fast(qwen3_folder: Path) -> None:

@@ -21,9 +21,15 @@ CPUS = {
 """name → triple, features, whether vectors have 16 float32"""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kinds", [Kinds(("bf16",), "bf16", "bf16"), INTEGERS])
-@pytest.mark.parametrize("name", CPUS)
+KINDS = Kinds(("bf16",), "bf16", "bf16"), INTEGERS
+COMBINATIONS = [
+    pytest.param(name, kinds, marks=pytest.mark.slow if number % 2 == at else pytest.mark.long)
+    for number, name in enumerate(CPUS)
+    for at, kinds in enumerate(KINDS)
+]
+
+
+@pytest.mark.parametrize(("name", "kinds"), COMBINATIONS)
 def test_code_is_emitted_for(name: str, kinds: Kinds) -> None:
     triple, features, has_wide_registers = CPUS[name]
     llvm.initialize_all_targets()

@@ -1,6 +1,6 @@
 """The table of clients in docs/guides/clients.md: each cell against running pipelines.
 
-`make test` has the clients of the extra `dev`, `make test-clients` the others.
+`make test-long` has the clients of the extra `dev`, `make test-clients` the others.
 """
 
 import json
@@ -75,7 +75,11 @@ def run(*command: str | Path) -> dict[str, str]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "name", [one if one in HERE else pytest.param(one, marks=pytest.mark.clients) for one in PYTHON]
+    "name",
+    [
+        pytest.param(one, marks=pytest.mark.long if one in HERE else pytest.mark.clients)
+        for one in PYTHON
+    ],
 )
 def test_python(name: str, url: str, embedding_url: str) -> None:
     python = sys.executable if name in HERE else ENVIRONMENT / "bin" / "python"

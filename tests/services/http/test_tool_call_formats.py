@@ -1,16 +1,16 @@
 """The three formats of tool calls: the same calls however an answer is cut into pieces."""
 
 import json
-import os
 from typing import Any
 
 import pytest
 
 from penstock.services.http.tool_call_parser import BareCallParser, format_of, make_parser
+from tests.search import scaled
 from tests.services.http.test_tool_calls import Answer
 from tests.services.http.tool_call_texts import FORMATS, SCHEMA, Texts
 
-NUM_TEXTS = 500 * int(os.environ.get("PENSTOCK_SEARCH", "1"))
+NUM_TEXTS = scaled(500)
 
 
 @pytest.mark.search

@@ -5,6 +5,7 @@ The reference worker asserts that every block it reads holds the KV of exactly t
 
 from contextlib import suppress
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -127,6 +128,7 @@ deaths = st.tuples(st.integers(0, 5), st.booleans())
 moves = st.lists(st.tuples(requests, steps) | steps | deaths, min_size=2, max_size=16)
 
 
+@pytest.mark.search
 @settings(settings.get_profile("scheduler"), max_examples=scaled(150))
 @given(
     moves=moves,

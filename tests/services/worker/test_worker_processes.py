@@ -198,7 +198,7 @@ def test_every_rank_decodes_the_tokens_of_rows_that_ask(start: Start, folder: Pa
     torch.testing.assert_close(torch.tensor([x for _, x in told]), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_on_several_nodes_draw_the_tokens_of_one(start: Start, folder: Path) -> None:
     """From candidates, or, for the last three rows, in the second pass."""
     workers = start(tp=2)

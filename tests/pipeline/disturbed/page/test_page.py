@@ -2,66 +2,26 @@
 
 import os
 import re
-import shutil
 import signal
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.pipeline.browser import (
-    API_KEY,
+from tests.pipeline.conftest import Pipeline
+from tests.pipeline.disturbed.page.browser import (
     Pages,
     answer_with,
     ask,
     expect,
     never_end,
     pid_of,
-    playwright,
     process_box,
     wait_for_answer,
 )
-from tests.pipeline.conftest import PATIENT
-from tests.pipeline.ports import free_port
+from tests.pipeline.http_api import KEY
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.pipeline,
-    pytest.mark.skipif(CHROMIUM is None, reason="the page is tested in chromium"),
-]
-
-
-@pytest.fixture(scope="module")
-def site(pipeline: Callable[..., Any]) -> tuple[Any, str]:
-    """Return a pipeline and the address of its page."""
-    port = free_port()
-    http = ("--http", "1", "--http-port", str(port), "--api-key", API_KEY)
-    running = pipeline("--detokenizers", "2", *http, *PATIENT)
-    running.wait_for(r"http\.1 +\| . listens")
-    return running, f"http://127.0.0.1:{port}"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """One Chromium for all tests."""
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def pages(site: tuple[Any, str], browser: Any) -> Iterator[Pages]:
-    """Open pages."""
-    with Pages(browser, site[1]) as opened:
-        yield opened
-
-
-@pytest.fixture
-def page(pages: Pages) -> Any:
-    """Return the page, with the key."""
-    return pages.open()
+pytestmark = pytest.mark.pipeline
 
 
 def test_asks_and_shows_the_answer_as_it_comes(page: Any) -> None:
@@ -90,17 +50,14 @@ def test_stops_and_asks_again(page: Any) -> None:
     assert wait_for_answer(ask(page, "17+25=")) == "42"
 
 
-def test_shows_a_killed_detokenizer_and_the_answer_goes_on(
-    site: tuple[Any, str], page: Any
-) -> None:
-    running, _ = site
+def test_shows_a_killed_detokenizer_and_the_answer_goes_on(site: Pipeline, page: Any) -> None:
     never_end(page, 300)
     undisturbed = wait_for_answer(ask(page, "count from 3 to 9"))
     page.locator("#new").click()
     busy = page.locator('.process[data-name^="detokenizer"]', has_text=re.compile("[1-9] request"))
     turn = ask(page, "count from 3 to 9")
     expect(turn.locator(".answer")).to_contain_text("3 4")
-    with running.suspended("worker.1"):  # the answer can't end before the page shows who is busy
+    with site.suspended("worker.1"):  # the answer can't end before the page shows who is busy
         expect(busy).to_have_count(1)
         name = busy.get_attribute("data-name")
         pid = pid_of(page, name)
@@ -114,14 +71,11 @@ def test_shows_a_killed_detokenizer_and_the_answer_goes_on(
     assert wait_for_answer(turn) == undisturbed
 
 
-def test_a_broken_stream_is_shown_and_asked_again(
-    site: tuple[Any, str], pages: Pages, page: Any
-) -> None:
-    running, _ = site
+def test_a_broken_stream_is_shown_and_asked_again(site: Pipeline, pages: Pages, page: Any) -> None:
     never_end(page, 3000)
     turn = ask(page, "count from 3 to 9")
     expect(turn.locator(".answer")).to_contain_text("3 4")
-    running.kill("http.1")
+    site.kill("http.1")
     expect(turn.locator(".failure")).to_have_text("The connection to the server broke.")
     expect(page.locator("#state")).to_have_text("ready")
     expect(process_box(page, "http.1").locator(".restarts")).to_have_text("restarted 1×")
@@ -159,7 +113,7 @@ def test_shows_why_a_request_was_refused(pages: Pages, page: Any) -> None:
 
 def test_asks_for_the_api_key(pages: Pages) -> None:
     page = pages.open(has_key=False)
-    for key in ("wrong", API_KEY):
+    for key in ("wrong", KEY):
         page.get_by_label("Key", exact=True).fill(key)
         page.keyboard.press("Enter")
         if key == "wrong":
@@ -281,9 +235,8 @@ def test_code_stands_apart(page: Any) -> None:
     assert page.evaluate("navigator.clipboard.readText()") == "x = 1"
 
 
-def test_processes_are_the_pipelines(site: tuple[Any, str], page: Any) -> None:
-    running, _ = site
-    processes = running.processes()
+def test_processes_are_the_pipelines(site: Pipeline, page: Any) -> None:
+    processes = site.processes()
     expect(page.locator(".process")).to_have_count(len(processes))
     for name, pid in processes.items():
         assert pid_of(page, name) == pid

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.protocol.config import Config
 from tests.pipeline.conftest import LAUNCH, START_TIMEOUT, Pipeline
 
 pytestmark = pytest.mark.pipeline
@@ -120,7 +121,7 @@ def test_another_file_is_left_alone(shared: Pipeline, tmp_path: Path) -> None:
 
 def test_a_pipeline_of_its_own(shared: Pipeline, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in", chat(1)), tmp_path / "out"
-    model = Path(__file__).parents[2] / "models" / "demo" / "checkpoint"
+    model = Config().model_folder
     flags = (
         "--model",
         str(model),

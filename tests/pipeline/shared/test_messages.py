@@ -12,8 +12,8 @@ import pydantic
 import pytest
 
 from tests.pipeline.conftest import Pipeline
+from tests.pipeline.disturbed.test_leases import wait_for_requests
 from tests.pipeline.http_api import COUNT, COUNTED, KEY, MODEL, SCHEMA, TIMEOUT
-from tests.pipeline.test_leases import wait_for_requests
 
 pytestmark = pytest.mark.pipeline
 COUNT_MESSAGES: list[Any] = [{"role": "user", "content": COUNT}]

@@ -6,7 +6,8 @@ from typing import Any, Self
 
 import pytest
 
-API_KEY = "the key of the page's test"
+from tests.pipeline.http_api import KEY
+
 TIMEOUT_MS = 60_000
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="the page is tested with the Python package playwright"
@@ -41,7 +42,7 @@ class Pages:
         self._contexts.append(context)
         context.set_default_timeout(TIMEOUT_MS)
         if has_key:
-            item = json.dumps(API_KEY)
+            item = json.dumps(KEY)
             context.add_init_script(f"sessionStorage.setItem('penstock-api-key', {item})")
         page = context.new_page()
         page.on("request", self._see_request)

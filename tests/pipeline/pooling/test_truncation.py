@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from penstock.protocol.client.scoring import Scoring
-from tests.pipeline.test_embeddings import Served, embedder, reranker  # noqa: F401  fixtures
+from tests.pipeline.pooling.conftest import Served
 
 pytestmark = pytest.mark.pipeline
 
 
-def test_documents_are_cut(reranker: Served) -> None:  # noqa: F811
+def test_documents_are_cut(reranker: Served) -> None:
     """A character of two tokens, and one of four, are left out where they would be cut."""
     full = ["abcdef", "abé", "ab🙂x", "abc", ""]
     cut = ["abc", "ab", "ab", "abc", ""]
@@ -40,7 +40,7 @@ def test_documents_are_cut(reranker: Served) -> None:  # noqa: F811
     assert reranker.refusal("/v1/rerank", query="q", documents=["a"], max_tokens_per_doc=0)
 
 
-def test_documents_of_an_embedding_model_are_cut(embedder: Served) -> None:  # noqa: F811
+def test_documents_of_an_embedding_model_are_cut(embedder: Served) -> None:
     (cut,) = embedder.post("/v1/score", text_1="q", text_2="abc")["data"]
     for fields in ({"truncate_prompt_tokens": 4}, {"max_tokens_per_doc": 3}):
         reply = embedder.post("/v1/rerank", query="q", documents=["abcdef"], **fields)

@@ -5,15 +5,16 @@ from typing import Any
 
 import pytest
 
-from tests.pipeline.browser import Pages, answer_with, ask, expect, never_end, wait_for_answer
-from tests.pipeline.test_page import CHROMIUM, browser, page, pages, site
+from tests.pipeline.disturbed.page.browser import (
+    Pages,
+    answer_with,
+    ask,
+    expect,
+    never_end,
+    wait_for_answer,
+)
 
-__all__ = ["browser", "page", "pages", "site"]
-"""fixtures"""
-pytestmark = [
-    pytest.mark.pipeline,
-    pytest.mark.skipif(CHROMIUM is None, reason="the page is tested in chromium"),
-]
+pytestmark = pytest.mark.pipeline
 MARKDOWN = """# Title
 Some **bold**, *italic* and `code <b>`; 2*3*4 and [a link](https://example.com/x), \
 [none](javascript:alert(1)).

@@ -47,7 +47,7 @@ def test_a_fresh_status_waits_for_the_scheduler(disturbed: Pipeline) -> None:
 
 def test_the_gateway_answers_for_every_process(disturbed: Pipeline) -> None:
     """The supervisor reports every heartbeat, so the next reports come with the scheduler's."""
-    names = ["gateway.1", "tokenizer.1", "scheduler.1", "worker.1", "detokenizer.1"]
+    names = ["gateway.1", "tokenizer.1", "scheduler.1", "worker.1", "detokenizer.1", "http.1"]
     with disturbed.client() as client:
         client.generate("17+25=")
         processes = client.status().processes
@@ -68,24 +68,19 @@ def test_the_gateway_answers_for_every_process(disturbed: Pipeline) -> None:
     assert [one["name"] for one in shown["gateway"]["processes"]] == names
 
 
-def test_batch_refuses_a_pipeline_without_http(disturbed: Pipeline, tmp_path: Path) -> None:
-    (tmp_path / "in").touch()
-    refused = disturbed.run("batch", str(tmp_path / "in"), str(tmp_path / "out"))
-    assert refused.returncode == 2
-    refusal = (
-        f"launch: pipeline {disturbed.name!r} has no HTTP process; `launch scale http 1 --name"
-    )
-    assert refused.stderr.splitlines()[-1] == f"{refusal} {disturbed.name}` starts one"
-
-
-def test_every_line_is_json() -> None:
-    """From the start to the end, of a process that dies, too."""
+def test_every_line_is_json(tmp_path: Path) -> None:
+    """From the start to the end, of a process that dies, too. A pipeline without HTTP."""
     running = Pipeline("--log-format", "json")
     with contextlib.ExitStack() as stack:
         stack.push(running)
         running.wait_for('.*"message": "ready: ')
         psutil.Process(running.processes()["tokenizer.1"]).kill()
         running.wait_for('.*"message": "tokenizer.1 died with signal 9; restarted"')
+        (tmp_path / "in").touch()
+        refused = running.run("batch", str(tmp_path / "in"), str(tmp_path / "out"))
+    assert refused.returncode == 2
+    refusal = f"launch: pipeline {running.name!r} has no HTTP process; `launch scale http 1 --name"
+    assert refused.stderr.splitlines()[-1] == f"{refusal} {running.name}` starts one"
     lines = [json.loads(line) for line in running.output]
     assert {"launch", "scheduler.1"} <= {line["process"] for line in lines}
     assert any(line.get("level") == "info" for line in lines)
