@@ -27,7 +27,7 @@ def served(disturbed: Pipeline) -> Iterator[tuple[Pipeline, str]]:
 
 
 def metric(url: str, name: str) -> float:
-    lines = httpx.get(f"{url}/metrics", timeout=START_TIMEOUT).text.splitlines()
+    lines = httpx.get(f"{url}/metrics", headers=HEADERS, timeout=START_TIMEOUT).text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
