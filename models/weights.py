@@ -22,7 +22,7 @@ from penstock.models.checkpoint_tensors import CheckpointTensors
 from penstock.models.packed_weights import copy_codes, read_codes, why_dequantized
 from penstock.models.parallel import Layer, Slice
 from penstock.protocol.checkpoint import ModelError
-from penstock.protocol.expected_weights import BARE, check_names
+from penstock.protocol.expected_weights import BARE, BIAS, check_names
 from penstock.protocol.quantization import WeightFormat
 
 log = logging.getLogger(__name__)
@@ -89,6 +89,9 @@ def _load(tensors: CheckpointTensors, part: Slice, weight_format: WeightFormat |
         raise ModelError(
             f"{matrix}: got packed integers, expected their format in quantization_config"
         )
+    bias = part.name.removesuffix(".weight") + BIAS
+    if bias in tensors and tensors.read(bias).any():
+        raise ModelError(f"{bias}: got numbers other than 0, expected no bias")
     device = part.target.device
     codes = read_codes(tensors, part.name, part.shape, cuts, weight_format, device)
     if isinstance(part.target, Packed | Integers):

@@ -30,6 +30,7 @@ _FLOATS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1}
 """bytes of a number of each type"""
 _SIZES = _FLOATS | {"I8": 1, "I32": 4, "I64": 8}
 """likewise, with those of packed weights, their zero points, groups and shapes"""
+_INTEGERS_HINT = "; integers need `quantization_config` in config.json, also if another file has it"
 
 
 class _Index(Struct):
@@ -76,16 +77,18 @@ def check_tensors(folder: Path, config: ModelConfig) -> None:
     if num_layers != config.num_hidden_layers:
         found = f"got {config.num_hidden_layers}, expected {num_layers}, as the weights have"
         raise ModelError(f"{path}: num_hidden_layers: {found}")
-    if TIED in names and TIED not in tensors:
+    weights = weight_names(tensors)
+    if TIED in names and TIED not in weights:
         found = "got false, expected true, as lm_head.weight is missing"
         raise ModelError(f"{path}: tie_word_embeddings: {found}")
-    check_names(folder, names, weight_names(tensors))
+    check_names(folder, names, weights)
 
 
 def _read_tensors(folder: Path, sizes: Mapping[str, int]) -> dict[str, _Tensor]:
     """Return all tensors by name. Raises ModelError, also for types without a size."""
     index = folder / INDEX_FILE
     if not index.exists():
+        _check_format(folder)
         return _read_header(folder / SINGLE_FILE, sizes)
     files = read_json(index, _Index).weight_map
     for name, file in files.items():
@@ -96,6 +99,16 @@ def _read_tensors(folder: Path, sizes: Mapping[str, int]) -> dict[str, _Tensor]:
         if name not in headers[file]:
             raise ModelError(f"{index}: got {name} in {file}, which has no such tensor")
     return {name: headers[file][name] for name, file in files.items()}
+
+
+def _check_format(folder: Path) -> None:
+    """Refuse pickled weights, which can run code. Raises ModelError."""
+    pickled = sorted(path.name for path in folder.glob("*.bin*"))
+    if pickled and not (folder / SINGLE_FILE).exists():
+        raise ModelError(
+            f"{folder}: got {pickled[0]}, expected {SINGLE_FILE}; load it with transformers and "
+            "save it with `save_pretrained`"
+        )
 
 
 def _read_header(path: Path, sizes: Mapping[str, int]) -> dict[str, _Tensor]:
@@ -121,7 +134,9 @@ def _check_layout(path: Path, tensors: dict[str, _Tensor], sizes: Mapping[str, i
     begin = 0
     for name, tensor in sorted(tensors.items(), key=lambda one: one[1].data_offsets):
         if tensor.dtype not in sizes:
-            raise ModelError(f"{path}: {name}: got {tensor.dtype}, expected {', '.join(sizes)}")
+            problem = f"got {tensor.dtype}, expected {', '.join(sizes)}"
+            hint = _INTEGERS_HINT if tensor.dtype in _SIZES else ""
+            raise ModelError(f"{path}: {name}: {problem}{hint}")
         expected = begin, begin + sizes[tensor.dtype] * math.prod(tensor.shape)
         if tensor.data_offsets != expected:
             problem = f"got the bytes {list(tensor.data_offsets)}, expected {list(expected)}"

@@ -14,6 +14,7 @@ BARE = "embed_tokens.weight"
 """as embedding models have it, whose names lack `model.`"""
 MATRICES = (".qweight", ".weight_packed")
 """ends of the names of packed matrices; others end in `.weight`"""
+BIAS = ".bias"
 _SCORES = ("score.", "classifier.")
 _PARTS = (
     *(".scales", ".qzeros", ".g_idx"),
@@ -72,10 +73,14 @@ def _mlp(config: ModelConfig, is_sparse: bool) -> Iterator[tuple[str, list[int],
 
 
 def weight_names(names: Iterable[str]) -> set[str]:
-    """Return the names of the weights among tensors: of a packed one, what it stands for."""
+    """Return the names of the weights among tensors: of a packed one, what it stands for.
+
+    Packed ones may have a bias, which AutoGPTQ wrote for all layers.
+    """
     names = [name for name in names if not name.endswith(_PARTS)]
-    ends = ((name, next((end for end in MATRICES if name.endswith(end)), "")) for name in names)
-    return {f"{name.removesuffix(end)}.weight" if end else name for name, end in ends}
+    packed = {name.removesuffix(end) for name in names for end in MATRICES if name.endswith(end)}
+    parts = {name + end for name in packed for end in (*MATRICES, BIAS)}
+    return {*names} - parts | {f"{name}.weight" for name in packed}
 
 
 def check_names(folder: Path, wanted: set[str], found: set[str]) -> None:

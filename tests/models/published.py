@@ -185,19 +185,12 @@ def _sparse_models() -> dict[str, Published]:
     return models
 
 
-def _others() -> dict[str, Published]:
-    """Return what generates text in another way, or no text."""
-    architecture = "architectures: got .*, expected Qwen3ForCausalLM or Qwen3MoeForCausalLM"
-    linear = f"{architecture}; .*linear attention"
-    images = f"{architecture}; .*images"
-    models = {
-        name: Published(sparse("30B-A3B", **LONG_SPARSE) | NEXT, refusal=linear)
-        for name in (
-            "Qwen3-Next-80B-A3B-Instruct",
-            "Qwen3-Next-80B-A3B-Thinking",
-            "Qwen3-Coder-Next",
-        )
-    }
+ARCHITECTURE = "architectures: got .*, expected Qwen3ForCausalLM or Qwen3MoeForCausalLM"
+
+
+def _judges() -> dict[str, Published]:
+    """Return models of embeddings, scores and verdicts."""
+    models = {}
     for size in ("0.6B", "4B", "8B"):
         is_small = size == "0.6B"
         own = {"max_position_embeddings": 32_768, "vocab_size": 151_669}
@@ -210,6 +203,31 @@ def _others() -> dict[str, Published]:
             dense(size, tie_word_embeddings=True),
             note="scores, and text: [guide](../guides/embeddings.md)",
         )
+    for size in ("0.6B", "4B", "8B"):
+        models[f"Qwen3Guard-Gen-{size}"] = Published(
+            dense(size, max_position_embeddings=32_768), note="judges as text"
+        )
+        models[f"Qwen3Guard-Stream-{size}"] = Published(
+            dense(size, architectures=["Qwen3ForGuardModel"], max_position_embeddings=32_768),
+            refusal=f"{ARCHITECTURE}; a classifier",
+        )
+    return models
+
+
+def _others() -> dict[str, Published]:
+    """Return what generates text in another way, or no text."""
+    linear = f"{ARCHITECTURE}; .*linear attention"
+    images = f"{ARCHITECTURE}; .*images"
+    models = {
+        name: Published(sparse("30B-A3B", **LONG_SPARSE) | NEXT, refusal=linear)
+        for name in (
+            "Qwen3-Next-80B-A3B-Instruct",
+            "Qwen3-Next-80B-A3B-Thinking",
+            "Qwen3-Coder-Next",
+        )
+    }
+    for name in list(models):
+        models[f"{name}-FP8"] = Published(quantized(models[name].config, FP8), refusal=linear)
     for size in ("2B", "4B", "8B", "32B"):
         text = dense("1.7B" if size == "2B" else size, **LONG)
         models[f"Qwen3-VL-{size}-Instruct"] = Published(
@@ -226,9 +244,11 @@ def _others() -> dict[str, Published]:
         ),
         refusal=images,
     )
-    models["Qwen3-8B-MLX-4bit"] = Published(
-        quantized(dense("8B"), {"bits": 4, "group_size": 128}), refusal="4-bit MLX"
-    )
+    for bits in (4, 6, 8):
+        models[f"Qwen3-8B-MLX-{bits}bit"] = Published(
+            quantized(dense("8B"), {"bits": bits, "group_size": 128}), refusal=f"{bits}-bit MLX"
+        )
+    models["Qwen3-8B-MLX-bf16"] = Published(dense("8B"))
     models["Qwen3-8B-GGUF"] = Published({}, {"Qwen3-8B-Q4_K_M.gguf": "GGUF"}, "GGUF.*Qwen3-8B-FP8")
     for name, weights in COMPRESSED.items():
         config = {
@@ -243,4 +263,4 @@ def _others() -> dict[str, Published]:
     return models
 
 
-PUBLISHED = _dense_models() | _sparse_models() | _others()
+PUBLISHED = _dense_models() | _sparse_models() | _judges() | _others()

@@ -234,10 +234,12 @@ def quantize_checkpoint(
 ) -> dict[str, Tensor]:
     """Rewrite a checkpoint in a format and return the numbers that its products stand for.
 
-    keep: regular expression of weights that stay in 16 bits.
+    keep: regular expression of weights that stay in 16 bits. The head is quantized with `lm_head`.
     """
     tensors, dense = load_file(folder / SINGLE_FILE), {}
-    for name in [name for name in tensors if "_proj.weight" in name and not re.search(keep, name)]:
+    wanted = r"_proj\.weight|lm_head" if quantization.get("lm_head") else r"_proj\.weight"
+    chosen = [name for name in tensors if re.search(wanted, name) and not re.search(keep, name)]
+    for name in chosen:
         stored, dense[name] = write(tensors.pop(name), quantization)
         module = name.removesuffix(".weight")
         tensors |= {module + end: one.contiguous() for end, one in stored.items()}

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from penstock.kernels.quantize.integers import Integers
 from penstock.kernels.quantize.quantize import quantize_blocks
 from penstock.models.checkpoint_tensors import SINGLE_FILE
 from penstock.models.weights import SCALES
@@ -28,6 +29,8 @@ KEPT = (
 )
 """fields of a configuration that a shrunken model keeps, besides the ratio of heads"""
 NUM_TOKENS = 12
+MAX_PACKED_ERROR = 0.04
+"""of logits whose activations are rounded to 8 bits, relative"""
 
 
 def shrunken(config: dict[str, Any]) -> dict[str, Any]:
@@ -122,9 +125,20 @@ def test_served_and_equal_to_transformers(tmp_path: Path, name: str) -> None:
     expected = reference(torch.tensor([tokens])).logits[0]
     found = prefill_logits(model, [tokens])
     assert found is not None
-    is_fp8 = read_model_config(tmp_path).fp8
-    torch.testing.assert_close(found, expected, atol=1e-3 if is_fp8 else 1e-4, rtol=0.0)
+    config = read_model_config(tmp_path)
+    torch.testing.assert_close(found, expected, atol=1e-3 if config.fp8 else 1e-4, rtol=0.0)
     assert found[len(prompt) - 1 : -1].argmax(1).tolist() == tokens[len(prompt) :]
+    if config.is_packed:
+        _check_packed(tmp_path, tokens, expected)
+
+
+def _check_packed(folder: Path, tokens: list[int], expected: torch.Tensor) -> None:
+    """Compare a model whose integers stay as they are, except for experts."""
+    model = load_model(folder, keeps_integers=True)
+    assert all(isinstance(one.self_attn.o_proj.weight, Integers) for one in model.model.layers)
+    found = prefill_logits(model, [tokens])
+    assert found is not None
+    assert (found - expected).norm() < MAX_PACKED_ERROR * expected.norm()
 
 
 @pytest.mark.parametrize("name", [name for name, one in PUBLISHED.items() if one.refusal])

@@ -17,7 +17,8 @@ from penstock.models.checkpoint_tensors import SINGLE_FILE
 from penstock.models.parallel import Layer
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
-from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.checkpoint import ModelError, read_model_config
+from penstock.protocol.checkpoint_files import check_tensors
 from tests.models.checkpoints import EXPERTS, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
 from tests.models.stored_formats import awq, floats, gptq, integers, quantize_checkpoint
@@ -230,6 +231,30 @@ def test_refuses_tensors_that_do_not_fit(
         load_model(narrow, is_compiled=False)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_head_of_integers_is_dequantized(tmp_path: Path, bits: int) -> None:
+    narrow, wide = write(tmp_path, gptq(bits, lm_head=True), SHAPE)
+    check_tensors(narrow, read_model_config(narrow))
+    found, wanted = load_model(narrow, keeps_integers=True), load_model(wide, is_compiled=False)
+    assert torch.equal(found.head.weight.float(), wanted.head.weight)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_biases_of_a_packed_checkpoint_are_zeros(tmp_path: Path, value: float) -> None:
+    """AutoGPTQ wrote one for each layer."""
+    narrow, wide = write(tmp_path, gptq(), SHAPE)
+    tensors = load_file(narrow / SINGLE_FILE)
+    modules = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    bias = {f"{name}.bias": torch.full((4,), value) for name in modules}
+    save_file(tensors | bias, narrow / SINGLE_FILE)
+    check_tensors(narrow, read_model_config(narrow))
+    if not value:
+        assert_equal(load_model(narrow, is_compiled=False), load_model(wide, is_compiled=False))
+        return
+    with pytest.raises(ModelError, match=r"q_proj\.bias: got numbers other"):
+        load_model(narrow, is_compiled=False)
+
+
 def test_integers_without_their_format(tmp_path: Path) -> None:
     narrow, _ = write(tmp_path, awq(), SHAPE)
     config = json.loads((narrow / "config.json").read_text())
@@ -237,3 +262,5 @@ def test_integers_without_their_format(tmp_path: Path) -> None:
     (narrow / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="got packed integers, expected their format in quantiz"):
         load_model(narrow)
+    with pytest.raises(ModelError, match=r"got I32, .*; integers need `quantization_config`"):
+        check_tensors(narrow, read_model_config(narrow))

@@ -91,6 +91,13 @@ def test_shards(folder: Path, shards: dict[str, bytes], sentence: str) -> None:
         check(folder)
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
+def test_pickled_weights(folder: Path, name: str) -> None:
+    (folder / SINGLE_FILE).rename(folder / name)
+    with pytest.raises(ModelError, match=f"got {name}, expected model.safetensors; load it with"):
+        check(folder)
+
+
 def test_a_pipeline_that_needs_no_weights(folder: Path) -> None:
     (folder / SINGLE_FILE).unlink()
     check_files(folder, read_model_config(folder), weights=False)
