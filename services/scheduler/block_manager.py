@@ -18,6 +18,7 @@ class BlockManager:
         self.block_size = block_size
         self.watermark = watermark
         self._caching = caching
+        self.records = pool.records if caching else None
 
     @property
     def num_free_blocks(self) -> int:
@@ -38,17 +39,68 @@ class BlockManager:
         if sequence.needs_prompt_logprobs:
             num_matchable = 0  # they are computed with the prompt
         matched = self.pool.match(self._full_blocks(sequence, num_matchable))
-        num_new = -(-num_tokens // self.block_size) - len(matched)
-        num_left = self.pool.num_free_without(matched) - num_new
+        last, num_kept = self._match_last(sequence, matched)
+        tail = [last] if num_kept else []
+        num_new = -(-num_tokens // self.block_size) - len(matched) - len(tail)
+        num_left = self.pool.num_free_without(matched + tail) - num_new
         if num_left < (self.watermark if keep_watermark else 0):
             return False
         sequence.published_content = self.pool.share(matched)
         sequence.num_published_blocks = len(matched)
-        sequence.block_table = matched + [self.pool.take() for _ in range(num_new)]
+        for block in tail:
+            self.pool.adopt(block)
+        sequence.block_table = matched + tail + [self.pool.take() for _ in range(num_new)]
         sequence.num_prefill_tokens = num_tokens
-        sequence.num_planned_tokens = len(matched) * self.block_size
+        sequence.num_planned_tokens = len(matched) * self.block_size + num_kept
         sequence.num_computed_tokens = 0
+        self._record_tail(sequence, sequence.num_planned_tokens)
+        sequence.record_place = 0
         return True
+
+    def _match_last(self, sequence: Sequence, matched: list[int]) -> tuple[int, int]:
+        """Return as `BlockPool.match_last`, for the block after those that matched."""
+        if not self._caching or sequence.needs_prompt_logprobs or not self.pool.has_left:
+            return -1, 0
+        begin = len(matched) * self.block_size
+        end = min(begin + self.block_size, len(sequence.token_ids) - 1)
+        before = self._hash_before(sequence, len(matched))
+        had_output = sequence.num_lost_tokens > 0
+        return self.pool.match_last(matched, before, sequence.token_ids[begin:end], had_output)
+
+    def confirm(self, sequence: Sequence) -> None:
+        """Publish or record the newest token that is computed: workers have sampled the next one.
+
+        Called once a token.
+        """
+        num_computed = len(sequence.token_ids)
+        if num_computed // self.block_size > sequence.num_published_blocks:
+            self.pool.confirm(self.publish(sequence, num_computed))
+        elif self.records:
+            if place := sequence.record_place:
+                self.records.tokens[place] = sequence.token_ids[-1] + 1
+                sequence.record_place = place + 1
+            else:
+                self._record_tail(sequence, num_computed)
+
+    def _record_tail(self, sequence: Sequence, num_computed: int) -> None:
+        """Record the confirmed tokens of the block that is being filled, if there is one.
+
+        From now on, `record_place` is the place of the next token.
+        """
+        index, num_tokens = divmod(num_computed, self.block_size)
+        table = sequence.block_table
+        is_next = index == sequence.num_published_blocks and index < len(table)
+        if self.records and num_tokens and is_next:
+            before = self.pool.hash_block(self._hash_before(sequence, index), b"")
+            token_ids = sequence.token_ids[num_computed - num_tokens : num_computed]
+            self.records.write_tail(table[index], sequence.published_content, before, token_ids)
+            sequence.record_place = self.records.token_place(table[index], num_tokens)
+
+    def _hash_before(self, sequence: Sequence, num_blocks: int) -> bytes:
+        """Return the hash of the first blocks, to be chained."""
+        if len(sequence.full_blocks) < num_blocks:
+            self._full_blocks(sequence, num_blocks)
+        return sequence.full_blocks[num_blocks - 1][0] if num_blocks else sequence.cache_root
 
     def roll_back(self, sequence: Sequence) -> None:
         """Continue after the confirmed positions; the table stays, and all else is prefilled.
@@ -103,11 +155,15 @@ class BlockManager:
             sequence.published_content = content
             published.append((block, content))
         sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
+        sequence.record_place = 0
         return published
 
     def unpublish(self, sequence: Sequence) -> None:
         """Hide every block of the sequence, its prompt included, from others."""
         self.pool.unpublish(hash_ for hash_, _ in sequence.full_blocks)
+        if self.records:
+            for block in sequence.block_table:
+                self.records.clear(block)
 
     def _full_blocks(self, sequence: Sequence, num_blocks: int) -> list[tuple[bytes, bytes]]:
         """Return (hash, token ids) of the first blocks; none without prefix caching."""

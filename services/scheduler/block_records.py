@@ -2,14 +2,18 @@
 
 Only content that a result has confirmed is recorded, and a record is cleared before its block may
 be written to. So whatever a killed scheduler leaves is right, as long as the workers have the same
-KV memory. A record counts if its number is not 0; the number is written last, by one store.
+KV memory. A record counts if its number is not 0; the number is written last, by one store. The
+record of a block that is not full yet has a negative number, and grows by one store a token.
 """
 
 from collections.abc import Iterator
+from itertools import takewhile
 from mmap import mmap
 from typing import NamedTuple
 
 import xxhash
+
+from penstock.protocol.messages.packed import pack, unpack
 
 HASH_BYTES = 16
 ROOT = 0
@@ -29,13 +33,36 @@ class Content(NamedTuple):
     token_ids: bytes
 
 
+class Tail(NamedTuple):
+    """The confirmed content of a block that is not full.
+
+    `parent` is the number of the preceding content; `hash` is the chained hash of no tokens.
+    """
+
+    parent: int
+    hash: bytes
+    token_ids: bytes
+
+
 def hash_block(parent: bytes, token_ids: bytes) -> bytes:
     """Return 128 bits, chained: equal only for equal prefixes (xxh3, xxhash.com)."""
     return xxhash.xxh3_128_digest(parent + token_ids)
 
 
+def _order(one: Content | Tail) -> tuple[bool, int]:
+    """Return the key of an order in which every content comes after its parent."""
+    return (False, one.number) if isinstance(one, Content) else (True, one.parent)
+
+
+def _last_full(one: Content | Tail) -> int:
+    return one.number if isinstance(one, Content) else one.parent
+
+
 class BlockRecords:
-    """One record per block: int64 numbers and parents, hashes, and int32 token ids."""
+    """One record per block: int64 numbers and parents, hashes, and int32 token ids.
+
+    The number of a tail is -1 - `parent`; 1 is added to its token ids, and a 0 ends them.
+    """
 
     def __init__(self, memory: mmap | bytearray, num_blocks: int, block_size: int) -> None:
         """memory: of `size_of` bytes, zeros or those of an earlier scheduler."""
@@ -45,6 +72,8 @@ class BlockRecords:
         self._numbers = view[8 : 8 + 8 * num_blocks].cast("q")
         self._parents = view[8 + 8 * num_blocks : self._bodies].cast("q")
         self._body_bytes = HASH_BYTES + 4 * block_size
+        self.tokens = view.cast("i")
+        """for `token_place`"""
 
     @staticmethod
     def size_of(num_blocks: int, block_size: int) -> int:
@@ -58,42 +87,69 @@ class BlockRecords:
             self._bytes[8 : 8 + self._numbers.nbytes] = bytes(self._numbers.nbytes)
             self._memory[0] = memory
 
-    def read(self) -> Iterator[tuple[int, Content]]:
+    def read(self) -> Iterator[tuple[int, Content | Tail]]:
         """Yield blocks and their content."""
         for block, number in enumerate(self._numbers):
             if number:
                 begin = self._bodies + block * self._body_bytes
                 body = bytes(self._bytes[begin : begin + self._body_bytes])
-                parent, hash_ = self._parents[block], body[:HASH_BYTES]
-                yield block, Content(number, parent, hash_, body[HASH_BYTES:])
+                parent, hash_, token_ids = (
+                    self._parents[block],
+                    body[:HASH_BYTES],
+                    body[HASH_BYTES:],
+                )
+                if number > 0:
+                    yield block, Content(number, parent, hash_, token_ids)
+                else:
+                    known = takewhile(bool, unpack(token_ids))
+                    yield block, Tail(-1 - number, hash_, pack(one - 1 for one in known))
 
-    def recover(self) -> list[tuple[int, Content]]:
+    def recover(self) -> list[tuple[int, Content | Tail]]:
         """Return blocks and content that can be found, in the order of last use; clear others.
 
         The last use of a content is taken to be the time when the last one after it was published.
         Of one sequence, the last blocks come first.
         """
         last_uses = {ROOT: 0}
-        found: list[tuple[int, Content]] = []
+        found: list[tuple[int, Content | Tail]] = []
+        contents: list[Content] = []
         hashes: set[bytes] = set()
-        for block, content in sorted(self.read(), key=lambda one: one[1].number):
-            if content.parent in last_uses and content.hash not in hashes:
-                found.append((block, content))
-                last_uses[content.number] = content.number
-                hashes.add(content.hash)
-            else:
+        for block, one in sorted(self.read(), key=lambda read: _order(read[1])):
+            is_double = isinstance(one, Content) and one.hash in hashes
+            if one.parent not in last_uses or is_double:
                 self.clear(block)
-        for _, content in reversed(found):
+                continue
+            found.append((block, one))
+            if isinstance(one, Content):
+                last_uses[one.number] = one.number
+                hashes.add(one.hash)
+                contents.append(one)
+        for content in reversed(contents):
             last_use = max(last_uses[content.parent], last_uses[content.number])
             last_uses[content.parent] = last_use
-        return sorted(found, key=lambda one: (last_uses[one[1].number], -one[1].number))
+        found.reverse()
+        return sorted(found, key=lambda read: last_uses[_last_full(read[1])])
 
     def write(self, block: int, content: Content) -> None:
-        """Record confirmed content of a block without a record."""
+        """Record confirmed content of a full block."""
+        self._write(block, content.number, content.hash + content.token_ids, content.parent)
+
+    def write_tail(self, block: int, parent: int, before: bytes, token_ids: list[int]) -> None:
+        """Record confirmed content of a block that is not full, as in `Tail`."""
+        body = before + pack([one + 1 for one in token_ids])
+        self._write(block, -1 - parent, body.ljust(self._body_bytes, b"\0"), parent)
+
+    def token_place(self, block: int, index: int) -> int:
+        """Return the place in `tokens` where a token id + 1 of a tail is to be stored."""
+        return (self._bodies + block * self._body_bytes + HASH_BYTES) // 4 + index
+
+    def _write(self, block: int, number: int, body: bytes, parent: int) -> None:
+        if self._numbers[block]:
+            self._numbers[block] = 0
         begin = self._bodies + block * self._body_bytes
-        self._bytes[begin : begin + self._body_bytes] = content.hash + content.token_ids
-        self._parents[block] = content.parent
-        self._numbers[block] = content.number
+        self._bytes[begin : begin + self._body_bytes] = body
+        self._parents[block] = parent
+        self._numbers[block] = number
 
     def clear(self, block: int) -> None:
         self._numbers[block] = 0

@@ -207,7 +207,7 @@ class Scheduler(RunningBatch):
         expected = self.in_flight[0] if self.in_flight else None
         if not expected or (expected.number, len(expected.sampled)) != (number, len(token_ids)):
             raise ValueError(f"got {len(token_ids)} tokens of step {number}; expected {expected}")
-        plan, pool = self.in_flight.popleft(), self.block_manager.pool
+        plan, confirm = self.in_flight.popleft(), self.block_manager.confirm
         output = StepOutput([], [], [], [])
         for sequence, end in zip(plan.chunks.values(), plan.chunk_ends, strict=True):
             sequence.num_computed_tokens = end
@@ -220,19 +220,20 @@ class Scheduler(RunningBatch):
             speculation = sequence.speculation
             if speculation and not speculation.accept_row():
                 continue
-            num_computed = len(sequence.token_ids)
-            if num_computed // self._block_size > sequence.num_published_blocks:
-                pool.confirm(self.block_manager.publish(sequence, num_computed))
+            confirm(sequence)
             sequence.token_ids.append(token_id)
             sequence.num_deaths = 0
             output.sequences.append(sequence)
             output.token_ids.append(token_id)
             if speculation:
                 self.proposer.check(sequence, speculation)
-            if token_id in sequence.stop_token_ids or num_computed + 1 >= sequence.max_length:
+            if (
+                token_id in sequence.stop_token_ids
+                or len(sequence.token_ids) >= sequence.max_length
+            ):
                 self._end_if_due(sequence)
                 output.finished.append(sequence)
-        pool.confirm(plan.published)
+        self.block_manager.pool.confirm(plan.published)
         return output
 
     def _fail(self, output: StepOutput, sequence: Sequence, token_id: int, reason: str) -> None:

@@ -46,7 +46,7 @@ class Sequence:
     - `Scheduler`: status, token_ids, last_step, num_deaths, num_planned_tokens,
       num_computed_tokens
     - `BlockManager`: block_table, num_prefill_tokens, num_planned_tokens, num_computed_tokens,
-      num_published_blocks, published_content
+      num_published_blocks, published_content, record_place
     - `NgramProposer`: speculation, num_planned_tokens, last_step
     - `WaitingQueue`: admission
     - `Streams`: detokenizer, stream_id
@@ -117,6 +117,8 @@ class Sequence:
     num_published_blocks: int = 0
     published_content: int = 0
     """number of its last published block's content; see `BlockPool.publish`"""
+    record_place: int = 0
+    """as `BlockRecords.token_place`, of the last confirmed token's successor; 0: not recorded"""
 
     def __post_init__(self, request: TokenizedRequest, eos_token_ids: frozenset[int]) -> None:
         self.request_id, self.attempt = request.request_id, request.attempt

@@ -99,7 +99,7 @@ def test_streams_continue_after_a_scheduler_in_their_blocks(
         for number, rest in enumerate(deltas):
             texts[number] += "".join(delta.text for delta in rest)
     assert texts == [answer_to(prompt) for prompt in prompts]
-    assert status.num_recomputed_tokens < len(names) * NUM_STREAMS * status.block_size
+    assert status.num_recomputed_tokens <= names.count("worker.1") * NUM_STREAMS * MAX_PLANS
 
 
 def test_a_crash_loses_the_memory(served: Pipeline) -> None:

@@ -52,5 +52,5 @@ class MortalRecords(BlockRecords):
     def __init__(self, memory: bytearray, num_blocks: int, block_size: int, life: Life) -> None:
         super().__init__(memory, num_blocks, block_size)
         views: Any = self
-        for name in ("_bytes", "_memory", "_numbers", "_parents"):
+        for name in ("_bytes", "_memory", "_numbers", "_parents", "tokens"):
             setattr(views, name, MortalView(getattr(self, name), life))

@@ -253,6 +253,7 @@ class Simulation:
                 pooling=old.pooling,
                 **msgspec.structs.asdict(old.sampling),
             )
+            new.cache_root = old.cache_root
             self._take(new, received[:num_given])
         self.check()
 

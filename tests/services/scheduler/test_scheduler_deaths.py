@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.protocol.messages.packed import unpack
-from penstock.services.scheduler.block_records import HASH_BYTES, BlockRecords, Content
+from penstock.protocol.messages.packed import pack, unpack
+from penstock.protocol.messages.structured import StructuredOutputs
+from penstock.services.scheduler.block_records import HASH_BYTES, BlockRecords, Content, Tail
 from tests.search import scaled
 from tests.services.scheduler.builders import long_prompt
 from tests.services.scheduler.mortal_records import Life, MortalRecords, SchedulerDiedError
+from tests.services.scheduler.reference import LOOP
 from tests.services.scheduler.simulation import Simulation
 
 BLOCK_SIZE = 4
@@ -28,10 +30,112 @@ def test_a_running_sequence_finds_its_blocks() -> None:
     sim.restart_scheduler()
     plan = sim.send()
     assert plan and (plan.epoch, plan.step) == (2, 0)
-    assert list(unpack(plan.added[0].block_ids))[:3] == table[:3]
-    assert plan.added[0].num_computed_tokens == 12
+    assert list(unpack(plan.added[0].block_ids)) == table
+    assert plan.added[0].num_computed_tokens == 13
     sim.run()
-    assert sim.scheduler.num_recomputed_tokens < BLOCK_SIZE
+    assert sim.scheduler.num_recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("num_undelivered", [1, 3])
+@pytest.mark.parametrize("num_tokens", range(10, 22))
+def test_no_token_is_computed_again(num_tokens: int, num_undelivered: int) -> None:
+    """Whatever the last block holds, and also if the gateway lacks tokens of a full one."""
+    sim = Simulation()
+    params = {"max_tokens": 26, "seed": LOOP, "cache_salt": "s"}
+    sequences = [sim.add(long_prompt(6, first), **params) for first in (1, 50)]  # type: ignore
+    while len(sequences[0].token_ids) < num_tokens:
+        sim.step()
+    sim.step()
+    for _ in range(10):  # deaths in a row
+        sim.restart_scheduler(num_undelivered)
+        assert sim.send()
+        assert sim.scheduler.num_recomputed_tokens == 0
+    sim.run()
+    assert sim.scheduler.num_recomputed_tokens == 0
+
+
+def test_a_tail_is_of_one_salt() -> None:
+    sim = Simulation()
+    sim.add([1, 2, 3], max_tokens=1, cache_salt="a")
+    sim.run()
+    sim.restart_scheduler()
+    for salt, num_cached in (("b", 0), ("", 0), ("a", 2)):
+        one = sim.add([1, 2, 3], max_tokens=1, cache_salt=salt)
+        sim.run()
+        assert one.num_cached_tokens == num_cached
+
+
+def test_a_full_block_that_another_sequence_has_is_not_taken() -> None:
+    """The gateway knows fewer tokens of one of two equal requests."""
+    sim = Simulation()
+    prompt = long_prompt(6)
+    sim.add(prompt, max_tokens=20, seed=LOOP)
+    while len(sim.sequences[0].token_ids) < 11:
+        sim.step()
+    sim.restart_scheduler()
+    sim.send()
+    sim.add(prompt, [1], max_tokens=20, seed=LOOP)
+    sim.run()
+
+
+def test_blocks_of_a_sequence_that_failed_are_not_found() -> None:
+    sim = Simulation()
+    sim.add(
+        long_prompt(6), max_tokens=20, seed=LOOP, structured_outputs=StructuredOutputs(regex="a")
+    )
+    while not sim.failed:
+        sim.step()
+    assert not list(sim.pool.records.read())  # type: ignore[union-attr]
+
+
+def test_blocks_that_failed_since_are_not_found() -> None:
+    sim = Simulation()
+    prompt = long_prompt(4)
+    sim.add(prompt, max_tokens=1)
+    sim.run()
+    sim.restart_scheduler()
+    one = sim.add([*prompt, 1, 2], seed=LOOP, structured_outputs=StructuredOutputs(regex="a"))
+    while not sim.failed:
+        sim.step()
+    assert one.num_cached_tokens == 4
+    other = sim.add(prompt[:3], prompt[3:], max_tokens=2)
+    sim.send()
+    assert other.num_cached_tokens == 0
+
+
+def test_equal_hashes_of_different_prefixes_are_told_apart() -> None:
+    sim = Simulation(hash_block=lambda _, token_ids: token_ids[:4].ljust(HASH_BYTES))
+    sim.add([1, 1, 1, 1, 5, 6, 7], max_tokens=1)
+    sim.run()
+    sim.restart_scheduler()
+    sim.add([5, 6, 7, 8, 9], max_tokens=1)
+    sim.run()
+
+
+def test_a_tail_is_used_once() -> None:
+    """Two requests of one prompt each write a last block."""
+    sim = Simulation()
+    sim.add(long_prompt(6), max_tokens=20, seed=LOOP)
+    sim.step()
+    sim.restart_scheduler()
+    sim.add(long_prompt(6), max_tokens=20, seed=LOOP)
+    sim.step()
+    tables = [one.block_table for one in sim.sequences]
+    assert tables[0][1] != tables[1][1]
+    sim.run()
+
+
+def test_a_block_with_a_tail_is_given_to_others_after_empty_ones() -> None:
+    sim = Simulation(num_blocks=4)
+    sim.add([1, 2, 3], max_tokens=1)
+    sim.run()
+    sim.restart_scheduler()
+    [tail] = sim.pool._left
+    assert list(sim.pool._free)[-1] == tail
+    sim.add(long_prompt(15, 50), max_tokens=1)
+    sim.run()
+    assert sim.add([1, 2, 3], max_tokens=1).num_cached_tokens == 0
+    sim.run()
 
 
 def test_the_prefix_cache_outlives_the_scheduler() -> None:
@@ -82,7 +186,9 @@ def test_blocks_are_reused_in_the_same_order() -> None:
         sim.run()
     order = list(sim.pool._free)
     sim.restart_scheduler()
-    assert list(sim.pool._free)[-9:] == order[-9:]
+    full = [block for block in order if sim.pool._contents[block]]
+    assert len(full) == 9
+    assert [block for block in sim.pool._free if sim.pool._contents[block]] == full
     assert set(sim.pool._free) == set(order)
 
 
@@ -90,7 +196,7 @@ def test_a_record_is_whole_or_none() -> None:
     """Whatever its body held before."""
     old, new = (Content(n, n - 1, bytes([n]) * HASH_BYTES, bytes([n] * 8)) for n in (1, 2))
     found = []
-    for num_stores in range(9):
+    for num_stores in range(12):
         memory, life = bytearray(BlockRecords.size_of(1, 2)), Life()
         records = MortalRecords(memory, 1, 2, life)
         records.write(0, old)
@@ -102,6 +208,23 @@ def test_a_record_is_whole_or_none() -> None:
     assert [] in found
     assert all(one in ([], [(0, new)]) for one in found)
     assert found[-1]
+
+
+def test_a_tail_becomes_a_record_or_none() -> None:
+    tail = Tail(0, bytes(HASH_BYTES), pack([7]))
+    new = Content(2, 1, bytes([2]) * HASH_BYTES, pack([5, 6]))
+    found = []
+    for num_stores in range(9):
+        memory, life = bytearray(BlockRecords.size_of(1, 2)), Life()
+        records = MortalRecords(memory, 1, 2, life)
+        records.write_tail(0, 0, tail.hash, [7])
+        life.num_stores = num_stores
+        with suppress(SchedulerDiedError):
+            records.write(0, new)
+        found.append(list(records.read()))
+    assert found[0] == [(0, tail)]
+    assert all(one in ([(0, tail)], [], [(0, new)]) for one in found)
+    assert found[-1] == [(0, new)]
 
 
 def test_a_block_that_another_sequence_got_meanwhile_is_not_confirmed() -> None:
