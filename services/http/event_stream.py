@@ -27,6 +27,20 @@ SILENCE = 15.0
 proxies close silent connections"""
 
 
+class EventSink(Protocol):
+    """Taker of events: an HTTP client's stream, or a log."""
+
+    @property
+    def is_ready(self) -> bool:
+        """True while `write` need not wait."""
+
+    def write(self, bodies: Iterable[Struct]) -> None:
+        """Take each body as an event, where `is_ready`."""
+
+    async def send(self, bodies: Iterable[Struct], is_last: bool = False) -> None:
+        """Take each body as an event; after the last one, the end of the stream."""
+
+
 class EventForm(Protocol):
     """Form of an API's events; subclasses of `Chunks` and `NamedEvents` differ in their errors."""
 
@@ -116,7 +130,7 @@ class EventStream(Response):
             data += self._form.end
         elif not data:
             return
-        await self._send_bytes(data, is_last)
+        await self.send_encoded(data, is_last)
 
     @property
     def is_ready(self) -> bool:
@@ -129,7 +143,8 @@ class EventStream(Response):
             self._is_silent = False
             self._writer.write(data)  # type: ignore[union-attr]
 
-    async def _send_bytes(self, data: bytes, is_last: bool = False) -> None:
+    async def send_encoded(self, data: bytes, is_last: bool = False) -> None:
+        """Send events that are encoded, or the end of the stream."""
         self._is_silent = False
         if self._writer:
             self._writer.flush()
@@ -152,7 +167,7 @@ class EventStream(Response):
 
     async def _keep_alive(self) -> None:
         if self._is_silent and not self._num_sending:
-            await self._send_bytes(self._form.keep_alive)
+            await self.send_encoded(self._form.keep_alive)
 
 
 async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

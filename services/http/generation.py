@@ -18,6 +18,7 @@ from penstock.services.http.errors import FieldAsSent, fields_as_sent, invalid
 from penstock.services.http.event_stream import (
     Chunks,
     EventForm,
+    EventSink,
     EventStream,
     gather,
     while_connected,
@@ -148,13 +149,13 @@ class Generation:
 
     def stream_events(self, source: Events) -> EventStream:
         """Return the only answer as it arrives, in the events of another API."""
+        return EventStream(source, partial(self.send_events, source))
 
-        async def send_all(events: EventStream) -> None:
-            with fields_as_sent(self._field_as_sent):
-                await self._send_one(events, self._streams[0], source.events)
-            await events.send([], is_last=True)
-
-        return EventStream(source, send_all)
+    async def send_events(self, source: Events, events: EventSink) -> None:
+        """Send the only answer as it arrives. Raises RequestError, ApiError."""
+        with fields_as_sent(self._field_as_sent):
+            await self._send_one(events, self._streams[0], source.events)
+        await events.send([], is_last=True)
 
     async def _send_all(self, events: EventStream, kind: str, choices: Sequence[Choice]) -> None:
         with fields_as_sent(self._field_as_sent):
@@ -176,7 +177,7 @@ class Generation:
         return partial(_chunks, chunk, choice)
 
     async def _send_one(
-        self, events: EventStream, stream: AsyncStream, convert: Convert
+        self, events: EventSink, stream: AsyncStream, convert: Convert
     ) -> GenerateReply:
         """Send all events of one answer except those after its reply."""
         last: TextDelta | None = None

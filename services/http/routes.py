@@ -120,7 +120,7 @@ class Routes:
         one = f"{path}/{{response_id}}"
         return [
             Operation("POST", path, self.respond, ResponseReply, ResponsesRequest, stream),
-            Operation("GET", one, self.response, ResponseReply),
+            Operation("GET", one, self.response, ResponseReply, media_type=stream),
             Operation("GET", f"{one}/input_items", self.input_items, InputItems),
             Operation(
                 *("POST", f"{path}/input_tokens", self.input_tokens),
@@ -183,8 +183,8 @@ class Routes:
         return PoolingRoutes(await self._models.started(body.model))
 
     async def response(self, path: Texts, _: Receive) -> Response:
-        """Return a stored response."""
-        return await retrieve(self._models.default, path["response_id"])
+        """Return a stored response, or the events of one in the background."""
+        return await retrieve(self._models.default, path)
 
     async def input_items(self, given: Texts, _: Receive) -> Response:
         """List the input of a stored response."""

@@ -81,8 +81,7 @@ class ResponseEvents(NamedEvents):
     ) -> Iterator[Struct]:
         """Yield the events of new tokens, and, with the reply, the last ones."""
         if not self._num_events:
-            yield ResponseCreated(**self._next(), response=self.response)
-            yield ResponseInProgress(**self._next(), response=self.response)
+            yield from self.begin()
         if new and new.logprobs is not None:
             for text in self._logprobs.split(new):
                 for delta in self._choice.deltas(replace(new, text=text), None):
@@ -94,6 +93,11 @@ class ResponseEvents(NamedEvents):
             for delta in self._choice.deltas(None, reply):
                 yield from self._piece(delta)
             yield from self._end(reply)
+
+    def begin(self) -> Iterator[Struct]:
+        """Yield the first events, which need no token."""
+        yield ResponseCreated(**self._next(), response=self.response)
+        yield ResponseInProgress(**self._next(), response=self.response)
 
     def whole(self, reply: GenerateReply) -> ResponseReply:
         """Return the response that the events of a whole answer add up to."""
@@ -113,10 +117,11 @@ class ResponseEvents(NamedEvents):
         self._keep(self.response)
         yield ResponseFailed(**self._next(), response=self.response)
 
-    def cancel(self) -> None:
-        """End the response without its reply."""
+    def cancel(self) -> Iterator[Struct]:
+        """Yield the last event of a response without its reply."""
         self.response.status = "cancelled"
         self._keep(self.response)
+        yield ResponseIncomplete(**self._next(), response=self.response)
 
     def _next(self) -> dict[str, Any]:
         self._num_events += 1

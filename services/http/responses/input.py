@@ -1,8 +1,9 @@
 """`/v1/responses/{response_id}/input_items` and `/v1/responses/input_tokens`."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+from msgspec import Struct
 from starlette.responses import Response
 
 from penstock.protocol.field_errors import explain
@@ -18,17 +19,24 @@ from penstock.services.http.responses.to_chat_request import (
     name_in_responses,
 )
 
+Query = TypeVar("Query", bound=Struct)
+
+
+def decode_query(given: dict[str, str], kind: type[Query]) -> Query:
+    """Decode parameters of a path and its query; unknown ones change nothing. Raises ApiError."""
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        path, message = explain(str(error), given, kind)
+        raise ApiError(400, message, path) from None
+
 
 async def list_input_items(state: AppState, given: dict[str, str]) -> Response:
     """Return a part of a stored response's input, with that of the responses before it.
 
     given: the fields of InputItemsQuery, and others, which change nothing. Raises ApiError.
     """
-    try:
-        query = msgspec.convert(given, InputItemsQuery, strict=False)
-    except msgspec.ValidationError as error:
-        path, message = explain(str(error), given, InputItemsQuery)
-        raise ApiError(400, message, path) from None
+    query = decode_query(given, InputItemsQuery)
     found = state.responses.input_items(query.response_id)
     suffix = query.response_id.partition("_")[2]
     items = [_listed(one, f"item_{suffix}_{number}") for number, one in enumerate(found)]

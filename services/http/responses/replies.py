@@ -184,6 +184,14 @@ class ResponseFailed(_ResponseEvent, tag="response.failed"):
     """The last event of an answer that failed."""
 
 
+class StreamFailed(Struct, kw_only=True, tag_field="type", tag="error"):
+    """The last event of a stream that can't follow its response."""
+
+    code: str
+    message: str
+    param: None = None
+
+
 class _ItemEvent(Event, kw_only=True):
     output_index: int
     item: OutputItem

@@ -3,7 +3,9 @@
 import asyncio
 import time
 import uuid
+from collections.abc import Iterable
 
+from msgspec import Struct
 from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.types import Receive
@@ -15,7 +17,9 @@ from penstock.services.http.chat import ChatChoice, submit_chat
 from penstock.services.http.errors import ApiError, as_api_error, invalid
 from penstock.services.http.generation import Generation
 from penstock.services.http.replies import json_response
+from penstock.services.http.responses.event_log import EventLog
 from penstock.services.http.responses.events import ResponseEvents
+from penstock.services.http.responses.input import decode_query
 from penstock.services.http.responses.replies import (
     DeletedResponse,
     ReasoningUsed,
@@ -23,7 +27,7 @@ from penstock.services.http.responses.replies import (
     ResponseReply,
     TextUsed,
 )
-from penstock.services.http.responses.schema import ResponsesRequest, TextFormat
+from penstock.services.http.responses.schema import ResponsesRequest, RetrieveQuery, TextFormat
 from penstock.services.http.responses.to_chat_request import (
     chat_request,
     input_items,
@@ -46,11 +50,13 @@ async def respond(state: AppState, request: ResponsesRequest, receive: Receive) 
     generation = submit_chat(state, "resp", chat, name_in_responses)
     choice = ChatChoice(0, chat, state.tool_format)
 
+    log = EventLog() if request.background and request.stream else None
+
     def keep(response: ResponseReply) -> None:
         if request.store is False:
             return
         try:
-            store.put(response, items)
+            store.put(response, items, log)
         except ApiError as error:
             response.store = False
             if request.background:
@@ -59,18 +65,24 @@ async def respond(state: AppState, request: ResponsesRequest, receive: Receive) 
     events = ResponseEvents(begun(request, state.model), choice, state.end_of_thought, keep)
     if request.background:
         with generation.aborted_on_error():
-            store.put(events.response, items)
-        store.run(events.response.id, _run(generation, events))
-        return json_response(events.response)
+            store.put(events.response, items, log)
+        store.run(events.response.id, _run(generation, events, log))
+        return log.follow(0) if log else json_response(events.response)
     if request.stream:
         return generation.stream_events(events)
     (reply,) = await generation.replies(receive)
     return json_response(events.whole(reply))
 
 
-async def retrieve(state: AppState, response_id: str) -> Response:
-    """Return a stored response. Raises ApiError."""
-    return Response(state.responses.body(response_id), media_type="application/json")
+async def retrieve(state: AppState, given: dict[str, str]) -> Response:
+    """Return a stored response, or its events. given: fields of RetrieveQuery. Raises ApiError."""
+    query = decode_query(given, RetrieveQuery)
+    if query.stream:
+        after = -1 if query.starting_after is None else query.starting_after
+        return state.responses.log(query.response_id).follow(after + 1)
+    if query.starting_after is not None:
+        raise invalid("starting_after", f"got {query.starting_after}, expected stream=true with it")
+    return Response(state.responses.body(query.response_id), media_type="application/json")
 
 
 async def delete(state: AppState, response_id: str) -> Response:
@@ -82,7 +94,7 @@ async def delete(state: AppState, response_id: str) -> Response:
 async def cancel(state: AppState, response_id: str) -> Response:
     """End the generation of a response in the background. Raises ApiError."""
     await state.responses.cancel(response_id)
-    return await retrieve(state, response_id)
+    return await retrieve(state, {"response_id": response_id})
 
 
 def begun(request: ResponsesRequest, model: str) -> ResponseReply:
@@ -115,20 +127,29 @@ def _failed(response: ResponseReply, error: ApiError) -> ResponseReply:
 def _check_background(request: ResponsesRequest) -> None:
     if request.background and not request.store:
         raise invalid("background", "got true, expected store: true with it")
-    if request.background and request.stream:
-        raise invalid("stream", "got true, expected false with background: true; retrieve it")
 
 
-async def _run(generation: Generation, events: ResponseEvents) -> None:
-    """Complete a response without a client that waits for it."""
+async def _run(generation: Generation, events: ResponseEvents, log: EventLog | None) -> None:
+    """Complete a response without a client that waits for it.
+
+    log: takes its events; None: it is not streamed.
+    """
+    last: Iterable[Struct] = ()
     try:
-        (reply,) = await generation.results()
-        events.whole(reply)
+        if log:
+            log.write(events.begin())
+            await generation.send_events(events, log)
+        else:
+            (reply,) = await generation.results()
+            events.whole(reply)
     except asyncio.CancelledError:
-        events.cancel()
+        last = events.cancel()
         raise
     except Exception as error:
-        for _ in events.failed(as_api_error(error)):
-            pass
+        last = events.failed(as_api_error(error))
         if not isinstance(error, (RequestError, ApiError)):
             raise
+    finally:
+        found = list(last)
+        if log:
+            await log.send(found, is_last=True)

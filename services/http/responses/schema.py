@@ -107,6 +107,15 @@ class ResponseStreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     """changes nothing"""
 
 
+class RetrieveQuery(Struct, kw_only=True):
+    """Parameters of `GET /v1/responses/{response_id}`."""
+
+    response_id: str
+    stream: bool = False
+    starting_after: Annotated[int, Meta(ge=0)] | None = None
+    """sequence number of the event before the first one"""
+
+
 class InputItemsQuery(Struct, kw_only=True):
     """Parameters of `GET /v1/responses/{response_id}/input_items`."""
 
@@ -129,7 +138,7 @@ class ResponsesRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True)
     store: bool | None = None
     """keep the response in this process; default: no"""
     background: bool = False
-    """answer at once, with a response that is in progress; needs `store`"""
+    """answer at once, with a response that is in progress, or its stream; needs `store`"""
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Positive | None = None

@@ -10,6 +10,7 @@ from msgspec import Struct
 from penstock.services.http.access import caller
 from penstock.services.http.errors import ApiError, invalid
 from penstock.services.http.replies import ENCODER
+from penstock.services.http.responses.event_log import MAX_LOG_BYTES, EventLog
 from penstock.services.http.responses.replies import ResponseReply
 from penstock.services.http.responses.schema import Item
 
@@ -36,9 +37,13 @@ class _Entry(Struct):
     is_background: bool
     is_running: bool
     """keeps a place for the error that it may end with"""
+    log: EventLog | None
+    """of a stream in the background"""
+    log_bytes: int
+    """for which it has a place"""
 
     def num_bytes(self) -> int:
-        texts = len(self.input) + len(self.output) + len(self.body)
+        texts = len(self.input) + len(self.output) + len(self.body) + self.log_bytes
         return texts + _OVERHEAD * (1 + len(self.names) + self.is_running)
 
 
@@ -54,7 +59,9 @@ class ResponseStore:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """of responses that are being made in the background"""
 
-    def put(self, response: ResponseReply, items: Sequence[Item]) -> None:
+    def put(
+        self, response: ResponseReply, items: Sequence[Item], log: EventLog | None = None
+    ) -> None:
         """Keep a response; items: its input, and that of the responses before it.
 
         Of a response that is not stored, only the output is kept. Responses that are being made are
@@ -69,6 +76,8 @@ class ResponseStore:
             names=[item.id for item in response.output],
             is_background=response.background,
             is_running=response.status == "in_progress",
+            log=log,
+            log_bytes=_log_bytes(log, response),
         )
         self._check_room(response.id, entry.num_bytes())
         self._remove(response.id)
@@ -82,6 +91,13 @@ class ResponseStore:
     def body(self, response_id: str) -> bytes:
         """Return a response in JSON. Raises ApiError."""
         return self._find(response_id, "response_id").body
+
+    def log(self, response_id: str) -> EventLog:
+        """Return the events of a response. Raises ApiError for one without a log."""
+        if log := self._find(response_id, "response_id").log:
+            return log
+        problem = "expected false: this response was not made with background and stream: true"
+        raise invalid("stream", f"got true, {problem}")
 
     def input_items(self, response_id: str) -> list[Item]:
         """Return the conversation up to the output of a response. Raises ApiError."""
@@ -173,3 +189,11 @@ class ResponseStore:
             self.num_bytes -= entry.num_bytes()
             for name in entry.names:
                 self._items.pop(name, None)
+
+
+def _log_bytes(log: EventLog | None, response: ResponseReply) -> int:
+    """Return the bytes of a log: the most it may have, or with the event that will be its last."""
+    if log is None:
+        return 0
+    is_running = response.status == "in_progress"
+    return MAX_LOG_BYTES if is_running else log.num_bytes + len(ENCODER.encode(response))

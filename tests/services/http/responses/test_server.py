@@ -228,7 +228,6 @@ def test_the_end_of_an_answer_in_the_background(serve: Serve, how: str) -> None:
     ("given", "path"),
     [
         ({"background": True}, "background"),
-        ({"background": True, "store": True, "stream": True}, "stream"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
         ({"input": [{"type": "item_reference", "id": "msg_x"}]}, "input[0].id"),
     ],
