@@ -84,6 +84,8 @@ class ModelOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     kv_cache_gib: Annotated[float, Meta(ge=0)] = 0.0
     """memory for the KV cache of each worker, GiB; 0: what --gpu-memory-utilization leaves; 1 on a
     CPU"""
+    kv_offload_gib: Annotated[float, Meta(ge=0)] = 0.0
+    """host memory of each worker for KV blocks that the prefix cache evicts, GiB; 0: none"""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """share of the GPU's memory that may be in use"""
     enable_cuda_graphs: bool = True

@@ -52,6 +52,10 @@ class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     """whose KV was computed again, after a preemption or a death"""
+    num_offload_hits: int = 0
+    """tokens whose KV was copied back from the host tier"""
+    num_offloaded_blocks: int = 0
+    """KV blocks in the host tier"""
     block_size: int = 0
     """tokens per KV block; 0: not known yet"""
     step_tokens: Histogram | None = None

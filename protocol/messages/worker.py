@@ -1,7 +1,10 @@
 """Messages between a scheduler and its workers, in addition to plans and sampled tokens."""
 
+from typing import ClassVar
+
 from msgspec import Struct
 
+from penstock.protocol.messages.packed import PackedLists
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.registration import PROTOCOL_VERSION
 
@@ -34,6 +37,10 @@ class WorkerState(Struct, array_like=True, tag=True):
     """of the plans that it expects"""
     num_plans_before: int = 0
     """that it has run of the epoch before, which was another scheduler's"""
+    host_slots: int = 0
+    """KV blocks that fit into its host tier; 0: there is none, or none yet"""
+    host_memory: int = 0
+    """id of the host tier's memory, as `memory`"""
 
 
 class WorkerAssignment(Struct, array_like=True, tag=True):
@@ -57,11 +64,27 @@ class WorkerAssignment(Struct, array_like=True, tag=True):
     """whether the group's workers are on several machines"""
 
 
+class CopyBlocks(Struct, PackedLists, array_like=True, tag=True):
+    """Scheduler → workers: copies between KV blocks and host slots, ahead of a plan.
+
+    Each list is int32 [num_copies, 2]: (block, slot) of a copy to the host, or (block, -1 - slot)
+    of one from there, in order.
+    """
+
+    item_bytes: ClassVar = {"before": 8, "beside": 8}
+
+    epoch: int
+    before: bytes = b""
+    """between the steps of earlier plans and that of the next one"""
+    beside: bytes = b""
+    """after these; they may end after the step of the next plan, but before the one that follows"""
+
+
 class WorkerExit(Struct, array_like=True, tag=True):
     """Scheduler → worker: your group has lost a member; leave, to be started afresh."""
 
     reason: str
 
 
-ToWorker = WorkerAssignment | WorkerExit | BatchPlan
+ToWorker = WorkerAssignment | WorkerExit | CopyBlocks | BatchPlan
 FromWorker = WorkerState | SampledTokens

@@ -58,6 +58,12 @@ _OF_SCHEDULER = {
         "num_recomputed_tokens",
         "Tokens whose KV was computed again, after a preemption or the death of a worker.",
     ),
+    "kv_offload_hits": (
+        CounterMetricFamily,
+        "num_offload_hits",
+        "Tokens whose KV was copied back from the host tier.",
+    ),
+    "kv_offload_blocks": (GaugeMetricFamily, "num_offloaded_blocks", "Blocks in the host tier."),
     "num_steps": (CounterMetricFamily, "num_steps", "Steps of the model."),
 }
 _BY_REPLICA = ["model_name", "replica"]

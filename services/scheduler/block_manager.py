@@ -38,24 +38,53 @@ class BlockManager:
         num_matchable = (num_tokens - 1) // self.block_size  # one token is always computed
         if sequence.needs_prompt_logprobs:
             num_matchable = 0  # they are computed with the prompt
-        matched = self.pool.match(self._full_blocks(sequence, num_matchable))
-        last, num_kept = self._match_last(sequence, matched)
+        full_blocks = self._full_blocks(sequence, num_matchable)
+        matched = self.pool.match(full_blocks)
+        loads = self._find_offloaded(full_blocks[len(matched) :])
+        if loads is None:
+            return False
+        last, num_kept = (-1, 0) if loads else self._match_last(sequence, matched)
         tail = [last] if num_kept else []
         num_new = -(-num_tokens // self.block_size) - len(matched) - len(tail)
         num_left = self.pool.num_free_without(matched + tail) - num_new
         if num_left < (self.watermark if keep_watermark else 0):
             return False
+        if self.pool.offload and loads:
+            sequence.loads.extend(loads)
+            self.pool.offload.pin(loads)
         sequence.published_content = self.pool.share(matched)
         sequence.num_published_blocks = len(matched)
         for block in tail:
             self.pool.adopt(block)
         sequence.block_table = matched + tail + [self.pool.take() for _ in range(num_new)]
         sequence.num_prefill_tokens = num_tokens
-        sequence.num_planned_tokens = len(matched) * self.block_size + num_kept
+        num_found = len(matched) + len(loads)
+        sequence.num_planned_tokens = num_found * self.block_size + num_kept
         sequence.num_computed_tokens = 0
         self._record_tail(sequence, sequence.num_planned_tokens)
         sequence.record_place = 0
         return True
+
+    def _find_offloaded(self, full_blocks: list[tuple[bytes, bytes]]) -> list[bytes] | None:
+        """Return the hashes of the first of these blocks, those that lie on the host.
+
+        Return None while another sequence loads them: it publishes them soon.
+        """
+        offload = self.pool.offload
+        if offload is None or not full_blocks:
+            return []
+        if offload.is_loading(full_blocks[0][0]):
+            return None
+        return offload.find(hash_ for hash_, _ in full_blocks)
+
+    def load(self, sequence: Sequence, beside: bool) -> None:
+        """Plan the copies of blocks on the host; beside: those for which the step has room."""
+        offload, loads = self.pool.offload, sequence.loads
+        begin = sequence.num_planned_tokens // self.block_size - len(loads)
+        for block in sequence.block_table[begin : begin + len(loads)]:
+            if offload is None or (beside and not offload.has_room_beside):
+                break
+            offload.load(loads.popleft(), block, beside)
 
     def _match_last(self, sequence: Sequence, matched: list[int]) -> tuple[int, int]:
         """Return as `BlockPool.match_last`, for the block after those that matched."""
@@ -131,12 +160,17 @@ class BlockManager:
         """
         self.pool.release(sequence.block_table)
         sequence.block_table = []
+        if self.pool.offload and sequence.loads:
+            self.pool.offload.unpin(sequence.loads)
+        sequence.loads.clear()
 
     def forget(self, memory: int) -> None:
         """Empty the cache: the KV memory is another one. No sequence may have blocks."""
         if self.pool.records:
             self.pool.records.begin(memory)
-        self.pool = BlockPool(self.pool.num_blocks, self.pool.hash_block, self.pool.records)
+        old = self.pool
+        self.pool = BlockPool(old.num_blocks, old.hash_block, old.records)
+        self.pool.offload = old.offload
 
     def publish(self, sequence: Sequence, num_computed: int) -> list[tuple[int, int]]:
         """Publish every block whose tokens are known and computed by the plans so far.
@@ -157,6 +191,12 @@ class BlockManager:
         sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
         sequence.record_place = 0
         return published
+
+    def confirm_plan(self, published: list[tuple[int, int]], number: int) -> None:
+        """Note that a plan has run: `published` is computed, and its copies are made."""
+        self.pool.confirm(published)
+        if self.pool.offload:
+            self.pool.offload.confirm(number)
 
     def unpublish(self, sequence: Sequence) -> None:
         """Hide every block of the sequence, its prompt included, from others."""

@@ -3,6 +3,7 @@
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from operator import itemgetter
 
 from penstock.services.scheduler.block_records import (
@@ -13,6 +14,7 @@ from penstock.services.scheduler.block_records import (
     hash_block,
 )
 from penstock.services.scheduler.left_blocks import LeftBlocks
+from penstock.services.scheduler.offload_index import OffloadIndex
 
 
 class BlockPool:
@@ -33,6 +35,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.hash_block = hash_block
         self.records = records
+        self.offload: OffloadIndex | None = None
+        """the tier to which evicted content goes"""
         self._ref_counts = [0] * num_blocks
         self._contents: list[Content | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
@@ -129,6 +133,8 @@ class BlockPool:
     def take(self) -> int:
         """Return a block to write to; its content is evicted. Raises KeyError if none is free."""
         block, _ = self._free.popitem(last=False)
+        if self.offload and (content := self._contents[block]):
+            self.offload.store(block, content.hash)
         self._take(block)
         if self.records:
             self.records.clear(block)
@@ -140,6 +146,14 @@ class BlockPool:
             self._left_blocks.remove(key, one.token_ids, block)
         self.hide([block])
         self._ref_counts[block] = 1
+
+    def store_ahead(self, offload: OffloadIndex) -> None:
+        """Copy content that is evicted next, while the step runs; no step has to wait for it."""
+        for block in islice(self._free, 2 * offload.copies_per_step):
+            if not offload.has_room_beside:
+                break
+            if content := self._contents[block]:
+                offload.store(block, content.hash, beside=True)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each block of a block table."""
@@ -170,7 +184,10 @@ class BlockPool:
 
     def unpublish(self, hashes: Iterable[bytes]) -> None:
         """Hide the blocks of these hashes; sequences that have them keep them."""
-        self.hide(self._cached[hash_] for hash_ in list(hashes) if hash_ in self._cached)
+        hashes = list(hashes)
+        self.hide(self._cached[hash_] for hash_ in hashes if hash_ in self._cached)
+        if self.offload:
+            self.offload.discard(hashes)
 
     def hide(self, blocks: Iterable[int]) -> None:
         """Hide blocks, some of which may not be published; sequences that have them keep them."""

@@ -7,6 +7,7 @@ record of a block that is not full yet has a negative number, and grows by one s
 """
 
 from collections.abc import Iterator
+from hashlib import sha256
 from itertools import takewhile
 from mmap import mmap
 from typing import NamedTuple
@@ -16,6 +17,8 @@ import xxhash
 from penstock.protocol.messages.packed import pack, unpack
 
 HASH_BYTES = 16
+PREFIX_HASH_BYTES = 32
+"""of `hash_prefix`"""
 ROOT = 0
 """the parent of the first block of every sequence"""
 
@@ -49,6 +52,11 @@ def hash_block(parent: bytes, token_ids: bytes) -> bytes:
     return xxhash.xxh3_128_digest(parent + token_ids)
 
 
+def hash_prefix(parent: bytes, token_ids: bytes) -> bytes:
+    """Return 256 bits, chained: nobody can make two prefixes with the same hash (SHA-256)."""
+    return sha256(parent + token_ids).digest()
+
+
 def _order(one: Content | Tail) -> tuple[bool, int]:
     """Return the key of an order in which every content comes after its parent."""
     return (False, one.number) if isinstance(one, Content) else (True, one.parent)
@@ -64,21 +72,28 @@ class BlockRecords:
     The number of a tail is -1 - `parent`; 1 is added to its token ids, and a 0 ends them.
     """
 
-    def __init__(self, memory: mmap | bytearray, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        memory: mmap | bytearray,
+        num_blocks: int,
+        block_size: int,
+        hash_bytes: int = HASH_BYTES,
+    ) -> None:
         """memory: of `size_of` bytes, zeros or those of an earlier scheduler."""
         self._bytes = view = memoryview(memory)
         self._bodies = 8 + 16 * num_blocks
         self._memory = view[:8].cast("q")
         self._numbers = view[8 : 8 + 8 * num_blocks].cast("q")
         self._parents = view[8 + 8 * num_blocks : self._bodies].cast("q")
-        self._body_bytes = HASH_BYTES + 4 * block_size
+        self._hash_bytes = hash_bytes
+        self._body_bytes = hash_bytes + 4 * block_size
         self.tokens = view.cast("i")
         """for `token_place`"""
 
     @staticmethod
-    def size_of(num_blocks: int, block_size: int) -> int:
+    def size_of(num_blocks: int, block_size: int, hash_bytes: int = HASH_BYTES) -> int:
         """Return the number of bytes of the memory."""
-        return 8 + num_blocks * (16 + HASH_BYTES + 4 * block_size)
+        return 8 + num_blocks * (16 + hash_bytes + 4 * block_size)
 
     def begin(self, memory: int) -> None:
         """Keep the records if they are of this KV memory, `WorkerGroup.memory`, or clear them."""
@@ -93,11 +108,8 @@ class BlockRecords:
             if number:
                 begin = self._bodies + block * self._body_bytes
                 body = bytes(self._bytes[begin : begin + self._body_bytes])
-                parent, hash_, token_ids = (
-                    self._parents[block],
-                    body[:HASH_BYTES],
-                    body[HASH_BYTES:],
-                )
+                parent, hash_bytes = self._parents[block], self._hash_bytes
+                hash_, token_ids = body[:hash_bytes], body[hash_bytes:]
                 if number > 0:
                     yield block, Content(number, parent, hash_, token_ids)
                 else:
@@ -141,7 +153,7 @@ class BlockRecords:
 
     def token_place(self, block: int, index: int) -> int:
         """Return the place in `tokens` where a token id + 1 of a tail is to be stored."""
-        return (self._bodies + block * self._body_bytes + HASH_BYTES) // 4 + index
+        return (self._bodies + block * self._body_bytes + self._hash_bytes) // 4 + index
 
     def _write(self, block: int, number: int, body: bytes, parent: int) -> None:
         if self._numbers[block]:

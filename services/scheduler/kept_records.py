@@ -1,33 +1,80 @@
-"""Management of KV blocks with their records, in memory that the supervisor keeps."""
+"""Records of KV blocks and host slots, in memory that the supervisor keeps."""
 
+import logging
+
+from penstock.protocol.checkpoint import ModelConfig
 from penstock.protocol.config import Config
 from penstock.protocol.transport.kept_memory import MemoryClient
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
-from penstock.services.scheduler.block_records import BlockRecords
+from penstock.services.scheduler.block_records import (
+    HASH_BYTES,
+    PREFIX_HASH_BYTES,
+    BlockRecords,
+    hash_block,
+    hash_prefix,
+)
+from penstock.services.scheduler.offload_index import OffloadIndex
+from penstock.services.scheduler.worker_recovery import RecoverableScheduler
+from penstock.services.scheduler.workers import WorkerGroup
+
+log = logging.getLogger(__name__)
 
 
 def make_block_manager(
     config: Config, num_blocks: int, block_size: int, records: BlockRecords | None = None
 ) -> BlockManager:
     """Return the manager of `num_blocks` blocks, as configured; records: as in `BlockPool`."""
-    pool = BlockPool(num_blocks, records=records)
+    hashes = hash_prefix if config.kv_offload_gib else hash_block
+    pool = BlockPool(num_blocks, hashes, records)
     watermark = int(num_blocks * config.watermark)
     return BlockManager(pool, block_size, watermark, config.enable_prefix_caching)
 
 
+def make_scheduler(
+    config: Config, model: ModelConfig, replica: int, group: WorkerGroup
+) -> RecoverableScheduler:
+    """Return a scheduler for a group that is ready, with what its predecessor has recorded."""
+    size = group.num_blocks, group.block_size
+    hash_bytes = PREFIX_HASH_BYTES if config.kv_offload_gib else HASH_BYTES
+    records = open_records(f"blocks.{replica}", *size, group.memory, hash_bytes)
+    blocks = make_block_manager(config, *size, records)
+    length = model.context(config.max_model_len)
+    return RecoverableScheduler(config, length, blocks, group.epoch)
+
+
 def open_records(
-    replica: int, num_blocks: int, block_size: int, memory: int
+    name: str, num_blocks: int, block_size: int, memory: int, hash_bytes: int = HASH_BYTES
 ) -> BlockRecords | None:
-    """Return the records of the last scheduler of a replica, or empty ones; memory: as in `begin`.
+    """Return the records that the last scheduler kept, or empty ones; memory: as in `begin`.
 
     Return None where the supervisor keeps no memory.
     """
     client = MemoryClient.from_environment()
     if client is None:
         return None
-    size = num_blocks, block_size
-    kept = client.open(f"blocks.{replica}", BlockRecords.size_of(*size), repr(size).encode())
+    size = num_blocks, block_size, hash_bytes
+    kept = client.open(name, BlockRecords.size_of(*size), repr(size).encode())
     records = BlockRecords(kept, *size)
     records.begin(memory)
     return records
+
+
+def use_host_tier(
+    scheduler: RecoverableScheduler, config: Config, replica: int, group: WorkerGroup
+) -> None:
+    """Use the host tier of a group that is ready, if all of its workers have one by now."""
+    num_slots, memory = group.host_tier
+    offload, pool = scheduler.offload, scheduler.block_manager.pool
+    if not num_slots or not config.enable_prefix_caching:
+        scheduler.use_offload(None)
+    elif offload is None or offload.memory != memory:
+        if offload and offload.num_blocks:
+            log.warning("host tier: its %d blocks ended with the workers", offload.num_blocks)
+        records = open_records(f"slots.{replica}", num_slots, 0, memory, PREFIX_HASH_BYTES)
+        per_step = max(1, config.max_num_batched_tokens // scheduler.block_manager.block_size)
+        offload = OffloadIndex(num_slots, per_step, memory, records)
+        scheduler.use_offload(offload)
+        log.info("host tier: %d blocks, %d of them in use", num_slots, offload.num_blocks)
+    elif pool.offload is None:
+        scheduler.use_offload(offload)

@@ -30,7 +30,7 @@ from penstock.protocol.transport.process import Process, first_number
 from penstock.services.scheduler import poison, report
 from penstock.services.scheduler.detokenizer_recovery import RecoverableStreams
 from penstock.services.scheduler.in_flight_plan import PlanDepth
-from penstock.services.scheduler.kept_records import make_block_manager, open_records
+from penstock.services.scheduler.kept_records import make_scheduler, use_host_tier
 from penstock.services.scheduler.lease import Lease
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.sequence_limits import CannotFitError
@@ -186,6 +186,8 @@ class SchedulerProcess:
         self.send_to_workers(self.group.hello(identity, hello))
         if self.group.ready and not was_ready:
             self.start_group()
+        if self.group.ready and self.scheduler and self.config.kv_offload_gib:
+            use_host_tier(self.scheduler, self.config, self.replica, self.group)
 
     def send_to_workers(self, messages: list[WorkerMessage]) -> None:
         """Send messages to workers; a worker that can't be reached is lost."""
@@ -196,16 +198,12 @@ class SchedulerProcess:
     def start_group(self) -> None:
         """Begin an epoch with a group of workers that is ready."""
         self.log.info("workers ready: %s", self.group)
-        size = self.group.num_blocks, self.group.block_size
         if self.scheduler is None:
-            records = open_records(self.replica, *size, self.group.memory)
-            blocks = make_block_manager(self.config, *size, records)
-            length = self.model.context(self.config.max_model_len)
-            self.scheduler = RecoverableScheduler(self.config, length, blocks, self.group.epoch)
+            self.scheduler = make_scheduler(self.config, self.model, self.replica, self.group)
             while self.early:
                 self.accept(self.early.pop(0))
-        elif size[0] < self.scheduler.block_manager.pool.num_blocks:
-            raise SystemExit(f"num_blocks: the restarted workers have {size[0]}, fewer than before")
+        elif (number := self.group.num_blocks) < self.scheduler.block_manager.pool.num_blocks:
+            raise SystemExit(f"num_blocks: the restarted workers have {number}, fewer than before")
         else:
             self.end_group()
             self.scheduler.begin(self.group.epoch, self.group.has_memory, self.group.memory)
@@ -239,10 +237,12 @@ class SchedulerProcess:
             plan = scheduler.schedule()
             if plan is None:
                 break
-            frame = self.workers.encode(plan)
-            self.plan_bytes += len(frame)
+            frames = [self.workers.encode(plan)]
+            if scheduler.copies:
+                frames.insert(0, self.workers.encode(scheduler.copies))
+            self.plan_bytes += len(frames[-1])
             for member in self.group.members:
-                if not self.workers.send_bytes(frame, member):
+                if not all(self.workers.send_bytes(frame, member) for frame in frames):
                     self.send_to_workers(self.group.lost(member))
                     break
         for identity, delta in self.streams.take_deltas():

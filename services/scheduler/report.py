@@ -8,11 +8,15 @@ from penstock.protocol.transport.channel import traffic
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.streams import Streams
+from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from penstock.services.scheduler.workers import WorkerGroup
 
 
 def fill_status(
-    status: SchedulerStatus, scheduler: Scheduler | None, group: WorkerGroup, streams: Streams
+    status: SchedulerStatus,
+    scheduler: RecoverableScheduler | None,
+    group: WorkerGroup,
+    streams: Streams,
 ) -> None:
     """Fill in this process's peers; once there are workers, queues, blocks and steps."""
     status.detokenizers = {peer.name: len(peer.work) for peer in streams.detokenizers}
@@ -32,6 +36,9 @@ def fill_status(
     status.num_steps = scheduler.num_steps
     status.num_preemptions = scheduler.num_preemptions
     status.num_recomputed_tokens = scheduler.num_recomputed_tokens
+    if offload := scheduler.offload:
+        status.num_offloaded_blocks = offload.num_blocks
+        status.num_offload_hits = offload.num_loaded * scheduler.block_manager.block_size
     status.block_size = scheduler.block_manager.block_size
     status.step_tokens = scheduler.step_tokens
 

@@ -16,6 +16,7 @@ from penstock.protocol.messages.histogram import Histogram
 from penstock.protocol.messages.metrics import ITERATION_TOKENS
 from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
+from penstock.protocol.messages.worker import CopyBlocks
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.in_flight_plan import InFlightPlan, PlanBuilder, StepOutput
 from penstock.services.scheduler.ngram_proposer import NgramProposer
@@ -38,6 +39,8 @@ class Scheduler(RunningBatch):
         self.num_recomputed_tokens = 0
         """after preemptions and deaths"""
         self.step_tokens = Histogram.of(ITERATION_TOKENS)
+        self.copies: CopyBlocks | None = None
+        """those of the newest plan, which workers must get before it"""
         self._block_size = block_manager.block_size
         self._max_tokens_per_step = config.max_num_batched_tokens
         self._max_length = min(max_model_len, block_manager.num_tokens)
@@ -78,7 +81,7 @@ class Scheduler(RunningBatch):
         num_decoding = len(plan.sampled)
         budget = self._max_tokens_per_step - num_decoding
         for sequence in prefilling:
-            if budget and sequence.status is RUNNING:
+            if sequence.status is RUNNING and self._loads(sequence, builder) and budget:
                 budget -= self._add_chunk(sequence, builder, budget)
         budget = self._admit(builder, budget)
         num_rows = self._max_rows - num_decoding - len(plan.chunks)
@@ -152,6 +155,17 @@ class Scheduler(RunningBatch):
             builder.plan.sampled.append(sequence)
         return num_tokens
 
+    def _loads(self, sequence: Sequence, builder: PlanBuilder) -> bool:
+        """Plan copies of its KV from the host; return whether it may compute in this plan.
+
+        Copies run beside the step of other sequences. Where there are none, they precede it.
+        """
+        if sequence.loads:
+            beside = builder.plan.computes
+            self.block_manager.load(sequence, beside)
+            return not beside
+        return True
+
     def _admit(self, builder: PlanBuilder, budget: int) -> int:
         may_admit = budget and self._free_slots and self.block_manager.has_room(bool(self.running))
         for sequence in self.waiting.candidates() if may_admit else ():
@@ -166,7 +180,8 @@ class Scheduler(RunningBatch):
             if sequence.is_suspect:
                 self._trial.suspect = sequence
             self._add_row(sequence, builder)
-            budget -= self._add_chunk(sequence, builder, budget)
+            if self._loads(sequence, builder):
+                budget -= self._add_chunk(sequence, builder, budget)
             if not budget or not self._free_slots:
                 break
         return budget
@@ -192,6 +207,10 @@ class Scheduler(RunningBatch):
         for sequence in builder.plan.sampled:
             if sequence.status is DRAINING:
                 self._leave_slot(sequence)
+        if offload := self.block_manager.pool.offload:
+            if offload.is_pressed:
+                self.block_manager.pool.store_ahead(offload)
+            self.copies = offload.flush(self.epoch, self.num_steps)
         self.in_flight.append(builder.plan)
         self.num_steps += 1
         return message
@@ -233,7 +252,7 @@ class Scheduler(RunningBatch):
             ):
                 self._end_if_due(sequence)
                 output.finished.append(sequence)
-        self.block_manager.pool.confirm(plan.published)
+        self.block_manager.confirm_plan(plan.published, number)
         return output
 
     def _fail(self, output: StepOutput, sequence: Sequence, token_id: int, reason: str) -> None:

@@ -1,5 +1,6 @@
 """A request in the scheduler: a growing list of tokens."""
 
+from collections import deque
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from hashlib import sha256
@@ -46,7 +47,7 @@ class Sequence:
     - `Scheduler`: status, token_ids, last_step, num_deaths, num_planned_tokens,
       num_computed_tokens
     - `BlockManager`: block_table, num_prefill_tokens, num_planned_tokens, num_computed_tokens,
-      num_published_blocks, published_content, record_place
+      num_published_blocks, published_content, record_place, loads
     - `NgramProposer`: speculation, num_planned_tokens, last_step
     - `WaitingQueue`: admission
     - `Streams`: detokenizer, stream_id
@@ -109,6 +110,8 @@ class Sequence:
     """prompt tokens found in the prefix cache when it was first admitted"""
     num_preemptions: int = 0
     block_table: list[int] = field(default_factory=list)
+    loads: deque[bytes] = field(default_factory=deque)
+    """hashes of the last ones of its planned blocks, whose copies from the host are not planned"""
     full_blocks: list[tuple[bytes, bytes]] = field(default_factory=list)
     """(hash, token ids) of its full blocks, as far as they have been needed"""
     detokenizer: bytes | None = None

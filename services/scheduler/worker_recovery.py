@@ -4,6 +4,7 @@ from bisect import insort
 from heapq import heappop
 from operator import attrgetter
 
+from penstock.services.scheduler.offload_index import OffloadIndex
 from penstock.services.scheduler.poison import count_death
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence, Status
@@ -14,6 +15,15 @@ _, RUNNING, DRAINING, _ = Status
 
 class RecoverableScheduler(Scheduler):
     """A scheduler that outlives its workers."""
+
+    offload: OffloadIndex | None = None
+    """index of the host tier, which the workers at hand may not have yet"""
+
+    def use_offload(self, offload: OffloadIndex | None) -> None:
+        """Use an index, or none while the workers have no host tier."""
+        self.offload = offload or self.offload
+        self.block_manager.pool.offload = offload
+        self.copies = None
 
     def lose_plans(self) -> list[Sequence]:
         """Forget the plans in flight: the workers died, and other ones may have their memory.
@@ -46,6 +56,8 @@ class RecoverableScheduler(Scheduler):
         for sequence in self.waiting:
             sequence.last_step = -1
         self.waiting.find_suspects()
+        if self.block_manager.pool.offload:
+            self.block_manager.pool.offload.lose()
         self._removed.clear()
         self.num_steps = 0
         self.epoch = NO_GROUP

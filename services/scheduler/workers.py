@@ -93,6 +93,13 @@ class WorkerGroup:
         return 0 if 0 in ids else xxh3_64_intdigest(repr(ids).encode()) >> 1
 
     @property
+    def host_tier(self) -> tuple[int, int]:
+        """Slots that every rank has, 0 until all have them; and the id of their memory."""
+        hellos = [self._hellos[member] for member in self.members]
+        ids = [hello.host_memory for hello in hellos]
+        return min(hello.host_slots for hello in hellos), xxh3_64_intdigest(repr(ids).encode()) >> 1
+
+    @property
     def idle_us(self) -> tuple[float, float]:
         """Idle times of rank 0's GPU between steps; 0 while there is no group."""
         return self._hellos[self.members[0]].idle_us if self.members else (0.0, 0.0)

@@ -11,6 +11,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Callable, Iterable
+from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,6 +90,12 @@ class KeptMemory:
         stats = [(str(path), *_version_of(path)) for path in files]
         facts = stats, torch.__version__, str(device), assignment.rank, assignment.tp_size
         self._facts = msgspec.json.encode(config) + repr(facts).encode()
+
+    def on_host(self) -> "KeptMemory":
+        """Return the same for memory of the host."""
+        other = copy(self)
+        other.device = torch.device("cpu")
+        return other
 
     @property
     def lasts(self) -> bool:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,26 @@ from penstock.protocol.messages.plan import MAX_BLOCKS
 from penstock.services.worker.kept_memory import Region
 
 log = logging.getLogger(__name__)
+
+
+class KVMemory(NamedTuple):
+    """The KV cache of one rank: [num_layers, 2, num_blocks, ...]."""
+
+    values: Tensor
+    """[..., block_size, num_kv_heads, head_dim]"""
+    scales: Tensor | None
+    """of FP8: float32 [..., num_kv_heads, block_size]"""
+
+    @property
+    def layers(self) -> list[KVCache]:
+        if self.scales is None:
+            return [KVCache(*layer) for layer in self.values]
+        pairs = zip(self.values, self.scales, strict=True)
+        return [KVCache(k, v, (ks, vs)) for (k, v), (ks, vs) in pairs]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [one for one in self if one is not None]
 
 
 def kv_block_shape(model: ModelConfig, tp_size: int, block_size: int) -> tuple[int, int, int]:
@@ -48,8 +69,8 @@ def allocate_kv_cache(
     dtype: torch.dtype,
     device: torch.device,
     region: Region | None = None,
-) -> list[KVCache]:
-    """Return one rank's KV cache of each layer, in `region` or filled with zeros."""
+) -> KVMemory:
+    """Return one rank's KV cache, in `region` or filled with zeros."""
     shape = kv_block_shape(model, tp_size, block_size)
     size = (model.num_hidden_layers, 2, num_blocks)
     log.info(
@@ -61,12 +82,12 @@ def allocate_kv_cache(
     values, scale_shape = (*size, *shape), (*size, shape[1], shape[0])
     kv = region.view(0, values, dtype) if region else _zeros(values, dtype, device)
     if dtype != FP8:
-        return [KVCache(*layer) for layer in kv]
+        return KVMemory(kv, None)
     if region:
         scales = region.view(kv.nbytes, scale_shape, torch.float32)
     else:
         scales = _zeros(scale_shape, torch.float32, device)
-    return [KVCache(k, v, (ks, vs)) for (k, v), (ks, vs) in zip(kv, scales, strict=True)]
+    return KVMemory(kv, scales)
 
 
 def _num_bytes(shape: tuple[int, int, int], dtype: torch.dtype) -> int:

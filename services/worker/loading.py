@@ -49,6 +49,7 @@ from penstock.services.worker.kv_cache import (
     kv_block_bytes,
     num_fitting_blocks,
 )
+from penstock.services.worker.kv_offload import make_offload
 from penstock.services.worker.model_runner import ModelRunner
 from penstock.services.worker.persistent_batch import PersistentBatch
 from penstock.services.worker.timings import StartTimes, step_profiler
@@ -99,6 +100,8 @@ def load(
         times.end("compilation")
     blocks = dtype, max_blocks, assignment.num_blocks
     runner = _make_runner(config, model_config, model, *blocks, grammars, memory)
+    if config.kv_offload_gib:
+        runner.offload = make_offload(config, memory, runner.kv.tensors)
     times.end("KV cache")
     on_progress()
     if device.type == "cuda" and config.enable_cuda_graphs and attention.can_be_captured:
@@ -213,9 +216,10 @@ def _make_runner(
     def make(num_blocks: int, region: Region | None = None) -> ModelRunner:
         num_slots = config.max_num_seqs
         batch = PersistentBatch(num_slots, max_blocks, block_size, num_blocks, vocab_size)
-        kv_caches = allocate_kv_cache(*shape, num_blocks, kv_dtype, weight.device, region)
+        kv = allocate_kv_cache(*shape, num_blocks, kv_dtype, weight.device, region)
         sizes = num_slots, config.max_num_batched_tokens
-        runner = ModelRunner(model, batch, kv_caches, *sizes, grammars)
+        runner = ModelRunner(model, batch, kv.layers, *sizes, grammars)
+        runner.kv = kv
         runner.memory = region.manifest.number if region else 0
         return runner
 

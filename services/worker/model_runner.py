@@ -15,6 +15,8 @@ from penstock.models.qwen3 import Qwen3
 from penstock.protocol.messages.plan import BatchPlan
 from penstock.services.worker.cuda_graphs import Computed, CudaGraphs
 from penstock.services.worker.grammars import Grammars
+from penstock.services.worker.kv_cache import KVMemory
+from penstock.services.worker.kv_offload import KvOffload
 from penstock.services.worker.launched_step import LaunchedStep, to_device, to_host
 from penstock.services.worker.logits_processor import LogitsProcessor
 from penstock.services.worker.persistent_batch import PersistentBatch
@@ -43,6 +45,10 @@ class ModelRunner:
         self.num_blocks, self.block_size = kv_caches[0].k.shape[:2]
         self.memory = 0
         """as `WorkerState.memory`"""
+        self.kv: KVMemory
+        """set by the loader"""
+        self.offload: KvOffload | None = None
+        """the host tier"""
         self._model = model
         self._batch = batch
         self._kv_caches = kv_caches
@@ -91,6 +97,8 @@ class ModelRunner:
         Raises ValueError for an invalid plan, GroupError.
         """
         self._complete_last()
+        if self.offload:
+            self.offload.before_step()
         self._batch.apply(plan)
         may_process = any(row.extras for row in plan.added) or self._model.tp.spans_nodes
         if may_process or self.logits_processor.rows:

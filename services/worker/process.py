@@ -12,7 +12,13 @@ import zmq
 from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
-from penstock.protocol.messages.worker import ToWorker, WorkerAssignment, WorkerExit, WorkerState
+from penstock.protocol.messages.worker import (
+    CopyBlocks,
+    ToWorker,
+    WorkerAssignment,
+    WorkerExit,
+    WorkerState,
+)
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
@@ -66,6 +72,8 @@ class Worker:
         if self._runner:
             state.num_blocks, state.block_size = self._runner.num_blocks, self._runner.block_size
             state.idle_us, state.memory = self._runner.idle_us(), self._runner.memory
+            if offload := self._runner.offload:
+                state.host_slots, state.host_memory = offload.num_slots, offload.memory
         self.channel.send(state)
         self._sent_state_at = time.monotonic()
 
@@ -75,6 +83,8 @@ class Worker:
             match message:
                 case BatchPlan():
                     self._run(message)
+                case CopyBlocks():
+                    self._copy(message)
                 case WorkerAssignment():
                     self._take_place(message)
                 case WorkerExit(reason):
@@ -128,6 +138,13 @@ class Worker:
         self.heartbeats.progress()
         self._steps.append(_Step(plan.step, self._runner.launch(plan)))
         self._send_done()
+
+    def _copy(self, copies: CopyBlocks) -> None:
+        if copies.epoch < self._epoch:
+            return
+        if self._runner is None or self._runner.offload is None:
+            raise WorkerError("copies: got some, but there is no host tier")
+        self._runner.offload.copy(copies)
 
     def _send_done(self) -> None:
         while self._steps and self._steps[0].launched.done():

@@ -1,6 +1,6 @@
 """Invariants between any two moves, recomputed from the sequences."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,16 @@ def check_cache(pool: BlockPool) -> None:
     assert {content.hash: block for block, content in contents.items()} == pool._cached
     assert len(pool._cached) == len(contents)
     assert len({content.number for content in contents.values()}) == len(contents)
+
+
+def check_offload(pool: BlockPool, sequences: list[Sequence]) -> None:
+    """Every slot is free or has one content, and pins are those of sequences that load."""
+    if offload := pool.offload:
+        slots = [entry.slot for entry in offload._entries.values()]
+        assert sorted(slots + offload._free) == list(range(offload.num_slots))
+        pins = Counter(hash_ for sequence in sequences for hash_ in sequence.loads)
+        assert offload._pins == pins + Counter(offload._loaded)
+        assert set(pins) <= set(offload._entries)
 
 
 def check_slots(scheduler: Scheduler, config: Config) -> None:

@@ -49,8 +49,8 @@ class MortalView:
 class MortalRecords(BlockRecords):
     """Records in memory that outlives them."""
 
-    def __init__(self, memory: bytearray, num_blocks: int, block_size: int, life: Life) -> None:
-        super().__init__(memory, num_blocks, block_size)
+    def __init__(self, memory: bytearray, *sizes: int, life: Life) -> None:
+        super().__init__(memory, *sizes)
         views: Any = self
         for name in ("_bytes", "_memory", "_numbers", "_parents", "tokens"):
             setattr(views, name, MortalView(getattr(self, name), life))

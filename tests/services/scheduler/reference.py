@@ -10,6 +10,7 @@ from penstock.protocol.messages.logprobs import PackedLogprobs
 from penstock.protocol.messages.packed import pack, unpack
 from penstock.protocol.messages.plan import BatchPlan, RowAdded, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.worker import CopyBlocks
 from tests.services.scheduler.packed_plans import blocks, pairs, split
 
 EOS = 0
@@ -90,6 +91,8 @@ class Row:
         self.num_drafted = 0
         """tokens of its draft, if the last plan that it is part of has one"""
         self.has_grammar = extras is not None and extras.structured_outputs is not None
+        self.is_loading = added.num_computed_tokens > 0
+        """blocks of it may be copied from the host, until it first computes"""
         self.is_hidden = False
         """others may compute its blocks again"""
         self.prefixes: list[int] = []
@@ -107,8 +110,22 @@ class ReferenceWorker:
     nothing is evicted.
     """
 
-    def __init__(self, config: Config, num_blocks: int, epoch: int, computes_once: bool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        num_blocks: int,
+        epoch: int,
+        computes_once: bool,
+        num_host_slots: int = 0,
+    ) -> None:
         self.config = config
+        self.host: list[list[int | None]] = [[None] * config.block_size] * num_host_slots
+        self.last_beside: list[tuple[int, int]] = []
+        """copies that run beside the last step"""
+        self._copied_slots: list[set[int]] = []
+        """host slots that the copies of each plan have written, and those beside the plan before"""
+        self._copied_blocks: list[set[int]] = []
+        """blocks, likewise"""
         self.computes_once = computes_once
         self.known_blocks: set[int] = set()
         """full blocks of given tokens that were computed, by the number of the prefix"""
@@ -131,15 +148,65 @@ class ReferenceWorker:
             self.known_blocks -= known_blocks
             for cell in () if is_whole else cells:
                 self.memory[cell] = GARBAGE
+        self.host = dead.host
+        for copied in () if is_whole else dead._copied_blocks[num_confirmed:]:
+            for block in copied:
+                self._spoil(block)
+        for copied in () if is_whole else dead._copied_slots[num_confirmed:]:
+            for slot in copied:
+                self.host[slot] = [GARBAGE] * self.config.block_size
+        for block, slot in dead.last_beside:
+            if is_whole:
+                self._copy(block, slot)
+            elif slot < 0:
+                self._spoil(block)
+            else:
+                self.host[slot] = [GARBAGE] * self.config.block_size
 
-    def run(self, frame: bytes) -> bytes:
-        """One step: an encoded `BatchPlan` in, encoded `SampledTokens` out."""
+    def _block(self, block: int) -> slice:
+        size = self.config.block_size
+        return slice(block * size, (block + 1) * size)
+
+    def _spoil(self, block: int) -> None:
+        self.memory[self._block(block)] = [GARBAGE] * self.config.block_size
+
+    def _copy(self, block: int, slot: int) -> None:
+        if slot >= 0:
+            self.host[slot] = self.memory[self._block(block)]
+        else:
+            self.memory[self._block(block)] = self.host[-1 - slot]
+
+    def _run_copies(self, copies: CopyBlocks | None) -> None:
+        """Run copies beside the last step as late as possible, those before this one, and begin
+        those beside it: until these end, what they write is garbage, and what they read stays."""
+        before = pairs(copies.before) if copies else []
+        beside = pairs(copies.beside) if copies else []
+        for block, slot in self.last_beside:
+            if slot >= 0:
+                assert self.memory[self._block(block)] == self._sources[block], "a race"
+        for block, slot in [*self.last_beside, *before]:
+            self._copy(block, slot)
+        written = [*self.last_beside, *before]
+        self._copied_slots.append({slot for _, slot in written if slot >= 0})
+        self._copied_blocks.append({block for block, slot in written if slot < 0})
+        self._sources = {block: self.memory[self._block(block)] for block, slot in beside}
+        for block, slot in beside:
+            if slot < 0:
+                self._spoil(block)
+        self.last_beside = list(beside)
+
+    def run(self, frame: bytes, copies: CopyBlocks | None = None) -> bytes:
+        """One step: an encoded `BatchPlan` in, encoded `SampledTokens` out.
+
+        copies: those that come before the plan.
+        """
         plan = msgspec.msgpack.decode(frame, type=BatchPlan)
         assert (plan.epoch, plan.step) == (self.epoch, self.num_steps), "a plan is missing"
         self.num_steps += 1
         self._writes.append((set(), set()))
-        self._read()
+        self._run_copies(copies)
         self._change_rows(plan)
+        self._read()
         tokens = SampledTokens(plan.epoch, plan.step, b"", [], self._prompt_logprobs(plan), [])
         work = self._work(plan)
         self._compute(work)
@@ -262,7 +329,13 @@ class ReferenceWorker:
 
     def _read(self) -> None:
         """Every computed token of every row is where its block table says."""
+        loading = {block for block, slot in self.last_beside if slot < 0}
         for row in self.rows.values():
+            row.is_loading &= row.num_computed == row.num_found
+            if row.is_loading or loading.intersection(row.block_table):
+                assert row.num_computed == row.num_found, "it computes, and lacks KV"
+                row.is_loading = True
+                continue
             found = [self.memory[cell] for cell in self._cells(row)[: row.num_computed]]
             assert found == row.prefixes[: row.num_computed], "the KV is not that of this prefix"
 

@@ -12,14 +12,22 @@ from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
-from penstock.services.scheduler.block_records import BlockRecords, hash_block
+from penstock.services.scheduler.block_records import (
+    HASH_BYTES,
+    PREFIX_HASH_BYTES,
+    BlockRecords,
+    hash_block,
+    hash_prefix,
+)
 from penstock.services.scheduler.in_flight_plan import StepOutput
+from penstock.services.scheduler.offload_index import OffloadIndex
 from penstock.services.scheduler.sequence import Sequence, Status
 from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from tests.services.scheduler.builders import make_sequence
 from tests.services.scheduler.invariants import (
     check_blocks,
     check_logprobs,
+    check_offload,
     check_output,
     check_slots,
 )
@@ -47,6 +55,7 @@ class Simulation:
         num_ahead: int = 0,
         computes_once: bool = False,
         keeps_memory: bool = False,
+        num_host_slots: int = 0,
         **options: object,
     ) -> None:
         defaults = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
@@ -55,9 +64,17 @@ class Simulation:
         block_size = self.config.block_size
         self.limit = min(max_model_len, num_blocks * block_size)
         self.num_blocks = num_blocks
+        self.num_host_slots = num_host_slots
+        if num_host_slots:
+            hash_block = hash_prefix
         self.num_watermark_blocks, self.hash_block = num_watermark_blocks, hash_block
-        self.memory = bytearray(BlockRecords.size_of(num_blocks, block_size))
+        self.hash_bytes = PREFIX_HASH_BYTES if num_host_slots else HASH_BYTES
+        sizes = num_blocks, block_size, self.hash_bytes
+        self.memory = bytearray(BlockRecords.size_of(*sizes))
         """of the records"""
+        slots = num_host_slots, 0, PREFIX_HASH_BYTES
+        self.slot_memory = bytearray(BlockRecords.size_of(*slots))
+        """of the records of host slots"""
         self.kv = 1
         """id of the worker's memory"""
         self.life = Life()
@@ -88,16 +105,33 @@ class Simulation:
         """of workers while a sequence was at risk, since its last token"""
 
     def _new_worker(self, epoch: int) -> ReferenceWorker:
-        return ReferenceWorker(self.config, self.num_blocks, epoch, self.computes_once)
+        sizes = epoch, self.computes_once, self.num_host_slots
+        return ReferenceWorker(self.config, self.num_blocks, *sizes)
 
     def _new_scheduler(self, epoch: int) -> RecoverableScheduler:
         self.life = Life()
         block_size, caching = self.config.block_size, self.config.enable_prefix_caching
-        records = MortalRecords(self.memory, self.num_blocks, block_size, self.life)
+        sizes = self.num_blocks, block_size, self.hash_bytes
+        records = MortalRecords(self.memory, *sizes, life=self.life)
         records.begin(self.kv)
         pool = BlockPool(self.num_blocks, self.hash_block, records)
         blocks = BlockManager(pool, block_size, self.num_watermark_blocks, caching)
-        return RecoverableScheduler(self.config, self.limit, blocks, epoch)
+        scheduler = RecoverableScheduler(self.config, self.limit, blocks, epoch)
+        self._use_host(scheduler)
+        return scheduler
+
+    def _use_host(self, scheduler: RecoverableScheduler) -> None:
+        """Use the host tier of the worker, which is as old as its KV memory."""
+        if not self.num_host_slots or not self.config.enable_prefix_caching:
+            return
+        offload = scheduler.offload
+        if offload is None or offload.memory != self.kv:
+            sizes = self.num_host_slots, 0, PREFIX_HASH_BYTES
+            records = MortalRecords(self.slot_memory, *sizes, life=self.life)
+            records.begin(self.kv)
+            per_step = max(1, self.config.max_num_batched_tokens // self.config.block_size)
+            offload = OffloadIndex(self.num_host_slots, per_step, self.kv, records)
+        scheduler.use_offload(offload)
 
     @property
     def pool(self) -> BlockPool:
@@ -140,7 +174,8 @@ class Simulation:
         if plan is not None:
             self.plans.append(plan)
             try:
-                self.results.append(self.worker.run(msgspec.msgpack.encode(plan)))
+                frame = msgspec.msgpack.encode(plan)
+                self.results.append(self.worker.run(frame, self.scheduler.copies))
             except WorkerDiedError:
                 self.restart(keeps_memory=self.keeps_memory)
             self.check()
@@ -220,6 +255,7 @@ class Simulation:
             given_up = self.scheduler.lose_plans()
             self.check()
             self.scheduler.begin(epoch, keeps_memory, self.kv)
+            self._use_host(self.scheduler)
         except SchedulerDiedError:
             self.restart_scheduler()
             return
@@ -269,6 +305,7 @@ class Simulation:
         assert len(self.scheduler.in_flight) <= self.config.num_plans_in_flight
         check_blocks(self.pool, self.sequences, self.config.block_size)
         check_slots(self.scheduler, self.config)
+        check_offload(self.pool, self.sequences)
         for sequence in self.sequences:
             assert self.received[sequence] == sequence.output_token_ids
             check_logprobs(sequence, self.num_old[sequence])

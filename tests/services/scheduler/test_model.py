@@ -38,7 +38,9 @@ def weak_hash(parent: bytes, token_ids: bytes) -> bytes:
 
 
 @st.composite
-def simulations(draw: st.DrawFn, num_plans: int) -> Simulation:
+def simulations(
+    draw: st.DrawFn, num_plans: int, num_host_slots: st.SearchStrategy[int] | None = None
+) -> Simulation:
     """Pools from one that barely holds the longest sequence to one with room for all."""
     block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
     max_model_len = draw(st.integers(2, 40))
@@ -57,6 +59,7 @@ def simulations(draw: st.DrawFn, num_plans: int) -> Simulation:
         num_speculative_tokens=draw(st.integers(1, 6)),
         enable_prefix_caching=draw(st.integers(0, 7)) > 0,
         keeps_memory=draw(st.booleans()),
+        num_host_slots=draw(num_host_slots) if num_host_slots else 0,
     )
 
 

@@ -198,7 +198,7 @@ def test_a_record_is_whole_or_none() -> None:
     found = []
     for num_stores in range(12):
         memory, life = bytearray(BlockRecords.size_of(1, 2)), Life()
-        records = MortalRecords(memory, 1, 2, life)
+        records = MortalRecords(memory, 1, 2, life=life)
         records.write(0, old)
         records.clear(0)
         life.num_stores = num_stores

@@ -31,7 +31,8 @@ def test_is_as_large_as_asked_for(
     folder: Path, block_size: int, tp_size: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     model = read_model_config(folder)
-    kv_caches = allocate_kv_cache(model, tp_size, block_size, 7, dtype, torch.device("cpu"))
+    memory = allocate_kv_cache(model, tp_size, block_size, 7, dtype, torch.device("cpu"))
+    kv_caches = memory.layers
     assert len(kv_caches) == 2
     num_bytes = 0
     for k, v, scales in kv_caches:

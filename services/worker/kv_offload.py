@@ -1,0 +1,149 @@
+"""The host tier of the KV cache: slots of host memory, and copies between them and KV blocks.
+
+The scheduler knows what lies where; see `penstock.services.scheduler.offload_index`. On a GPU the
+slots are pinned, and copies have their own stream.
+"""
+
+import logging
+import mmap
+import secrets
+import threading
+from collections.abc import Sequence
+
+import psutil
+import torch
+from torch import Tensor
+
+from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.config import Config
+from penstock.protocol.messages.packed import unpack
+from penstock.protocol.messages.worker import CopyBlocks
+from penstock.services.worker.kept_memory import KeptMemory
+
+log = logging.getLogger(__name__)
+PAGE = 4096
+PINNED_AT_ONCE = 1 << 28
+"""bytes, after which steps may go on: the driver holds a lock meanwhile"""
+
+
+class KvOffload:
+    """Copies of blocks in the order in which the scheduler plans them."""
+
+    def __init__(self, kv: Sequence[Tensor], host: Tensor, num_slots: int, memory: int) -> None:
+        """Use host memory, uint8 [num_slots * slot_bytes(kv)]; memory: its id.
+
+        kv: the tensors of the KV cache, [num_layers, 2, num_blocks, ...].
+        """
+        self._kv = [_words(one) for one in kv]
+        self._host = host.view(num_slots, -1)
+        begin, self._slots = 0, []
+        for words in self._kv:
+            num_bytes = words[:, :, 0].nbytes
+            part = self._host[:, begin : begin + num_bytes].view(words.dtype)
+            self._slots.append(part.view(num_slots, *words.shape[:2], -1))
+            begin += -(-num_bytes // 16) * 16
+        self.memory = memory
+        self.num_slots = 0
+        """0 until they are pinned"""
+        self._device = kv[0].device
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+        """the end of the copies for which a step has to wait"""
+        self._are_new = False
+        """they run beside the next step"""
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            threading.Thread(target=self._pin, args=(num_slots,), daemon=True).start()
+        else:
+            self.num_slots = num_slots
+
+    def copy(self, copies: CopyBlocks) -> None:
+        """Run copies; on a GPU they are launched."""
+        if self._stream is None:
+            self._run(copies.before)
+            self._run(copies.beside)
+            return
+        step = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(step)
+        with torch.cuda.stream(self._stream):
+            self._run(copies.before)
+            step.wait_stream(self._stream)
+            self._run(copies.beside)
+            self._copied = self._stream.record_event()
+        self._are_new = True
+
+    def before_step(self) -> None:
+        """Let a step wait for the copies that ran beside the last one."""
+        if self._copied and not self._are_new:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+            self._copied = None
+        self._are_new = False
+
+    def _run(self, packed: bytes) -> None:
+        """Run copies, on the current stream."""
+        numbers = iter(unpack(packed))
+        for block, slot in zip(numbers, numbers, strict=True):
+            for words, slots in zip(self._kv, self._slots, strict=True):
+                there = words[:, :, block]
+                if slot < 0:
+                    here = slots[-1 - slot]
+                    there.copy_(here.to(self._device, non_blocking=True))
+                elif self._stream is None:
+                    slots[slot].copy_(there)
+                else:
+                    slots[slot].copy_(there.contiguous(), non_blocking=True)
+
+    def _pin(self, num_slots: int) -> None:
+        """Pin the slots, a part at a time."""
+        torch.cuda.set_device(self._device)
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        step = max(1, PINNED_AT_ONCE // self._host.shape[1])
+        for begin in range(0, num_slots, step):
+            part = self._host[begin : begin + step]
+            if int(code := runtime.cudaHostRegister(part.data_ptr(), part.nbytes, 0)):
+                log.warning("no host tier: its memory can't be pinned: %s", code)
+                return
+        self.num_slots = num_slots
+        log.info("host tier: %d blocks are pinned", num_slots)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return [num_layers, 2, num_blocks, words of a block], the widest words that fit."""
+    raw = tensor.view(torch.uint8).flatten(3)
+    wide = next(
+        t for t in (torch.int64, torch.int32, torch.uint8) if raw.shape[3] % t.itemsize == 0
+    )
+    return raw.view(wide)
+
+
+def slot_bytes(kv: Sequence[Tensor]) -> int:
+    """Return the bytes of a slot, whole pages."""
+    num_bytes = sum(-(-one[:, :, 0].nbytes // 16) * 16 for one in kv)
+    return -(-num_bytes // PAGE) * PAGE
+
+
+def make_offload(config: Config, memory: KeptMemory, kv: Sequence[Tensor]) -> KvOffload:
+    """Return the host tier, in the last worker's memory or in new memory. Raises ModelError."""
+    size = slot_bytes(kv)
+    num_slots = int(config.kv_offload_gib * 2**30 / size)
+    if not num_slots:
+        raise ModelError(
+            f"--kv-offload-gib: got {config.kv_offload_gib}, expected {size / 2**30:.3f} or more "
+            "for one block"
+        )
+    facts = [(str(one.dtype), one.shape[:2], one.shape[3:]) for one in kv]
+    memory = memory.on_host()
+    if kept := memory.take("host", *facts):
+        return KvOffload(kv, kept.memory, num_slots, kept.manifest.number)
+    available = psutil.virtual_memory().available
+    if num_slots * size > available:
+        raise ModelError(
+            f"--kv-offload-gib: got {config.kv_offload_gib} for each worker, expected less than "
+            f"the {available / 2**30:.1f} GiB of memory that are available"
+        )
+    new = memory.allocate("host", num_slots * size, *facts)
+    if new is None:
+        host = torch.frombuffer(mmap.mmap(-1, num_slots * size), dtype=torch.uint8)
+        return KvOffload(kv, host, num_slots, 1 + secrets.randbits(53))
+    new.keep()
+    return KvOffload(kv, new.region.memory, num_slots, new.region.manifest.number)

@@ -1,0 +1,96 @@
+"""The tiers of the KV cache: what is evicted comes back, whatever dies, and texts stay the same."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from penstock.protocol.messages.status import SchedulerStatus
+from tests.pipeline.conftest import Pipeline
+from tests.tools.demo.tasks import answer_to, count_prompt
+
+pytestmark = [
+    pytest.mark.pipeline,
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux"),
+]
+SMALL = ("--num-blocks", "48", "--max-deaths", "1000", "--kv-offload-gib", "0.05")
+"""KV blocks for two of the prompts, host slots for all"""
+PROMPTS = [f"{number} " + f"reverse: {'penstock' * 3} " * 12 for number in range(8)]
+
+
+class Answers(NamedTuple):
+    """Texts of all prompts, and the tokens of these that were found in a cache."""
+
+    texts: list[str]
+    num_cached: list[int]
+
+
+def ask(served: Pipeline) -> Answers:
+    with served.client() as client:
+        results = [client.generate(prompt, max_tokens=16) for prompt in PROMPTS]
+    return Answers([one.text for one in results], [one.usage.cached_tokens for one in results])
+
+
+def scheduler(served: Pipeline) -> SchedulerStatus:
+    with served.client() as client:
+        status = client.status(fresh=True).scheduler
+    assert status
+    return status
+
+
+@pytest.fixture(scope="module")
+def served(pipeline: Callable[..., Pipeline]) -> Pipeline:
+    return pipeline(*SMALL)
+
+
+@pytest.fixture(scope="module")
+def first(served: Pipeline) -> Answers:
+    """Return answers whose KV was computed."""
+    answers = ask(served)
+    assert max(answers.num_cached) == 0
+    return answers
+
+
+def test_evicted_blocks_come_back(served: Pipeline, first: Answers) -> None:
+    before = scheduler(served).num_offload_hits
+    again = ask(served)
+    assert again.texts == first.texts
+    assert min(again.num_cached) > 250
+    num_hits = scheduler(served).num_offload_hits - before
+    assert num_hits > 6 * 250
+
+
+@pytest.mark.parametrize("name", ["worker.1", "scheduler.1"])
+def test_the_host_tier_outlives_a_process(served: Pipeline, first: Answers, name: str) -> None:
+    start = len(served.output)
+    served.kill(name)
+    served.wait_for(r"scheduler\.1 +\| I workers ready", start)
+    again = ask(served)
+    assert again.texts == first.texts
+    assert min(again.num_cached) > 250
+
+
+def test_preempted_sequences_get_their_blocks_back(served: Pipeline) -> None:
+    before = scheduler(served)
+    prompts = [count_prompt(number, 100) for number in range(4)]
+    with served.client() as client:
+        streams = [client.stream(prompt) for prompt in prompts]
+        texts = ["".join(delta.text for delta in stream) for stream in streams]
+    after = scheduler(served)
+    assert texts == [answer_to(prompt) for prompt in prompts]
+    num_preempted = after.num_preemptions - before.num_preemptions
+    num_recomputed = after.num_recomputed_tokens - before.num_recomputed_tokens
+    assert num_preempted > 0
+    assert after.num_offload_hits > before.num_offload_hits
+    assert num_recomputed < 2 * after.block_size * num_preempted
+
+
+def test_a_crash_loses_the_host_tier(served: Pipeline, first: Answers) -> None:
+    start = len(served.output)
+    served.kill("worker.1", signal.SIGSEGV)
+    served.wait_for(r"scheduler\.1 +\| W host tier: its \d+ blocks ended with the workers", start)
+    again = ask(served)
+    assert again.texts == first.texts
+    assert max(again.num_cached) == 0
