@@ -55,6 +55,7 @@ class FakeRunner:
     num_blocks = 5
     block_size = 16
     memory = 7
+    offload = None
 
     def __init__(self) -> None:
         self.launched: list[BatchPlan] = []
