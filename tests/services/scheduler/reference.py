@@ -12,6 +12,7 @@ from penstock.protocol.messages.plan import BatchPlan, RowAdded, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.worker import CopyBlocks
 from tests.services.scheduler.packed_plans import blocks, pairs, split
+from tests.services.scheduler.reference_host import GARBAGE, Cells, ReferenceHost
 
 EOS = 0
 NUM_TOKEN_IDS = 4
@@ -22,7 +23,6 @@ LATE_POISON = POISON + 1
 DEAD_END = 3
 """the token id that a row with a grammar fails at"""
 VOID = -1
-GARBAGE = -1  # in a cell: no prefix has this number
 LOOP = -1
 
 
@@ -110,29 +110,16 @@ class ReferenceWorker:
     nothing is evicted.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        num_blocks: int,
-        epoch: int,
-        computes_once: bool,
-        num_host_slots: int = 0,
-    ) -> None:
+    def __init__(self, config: Config, num_blocks: int, epoch: int, computes_once: bool) -> None:
         self.config = config
-        self.host: list[list[int | None]] = [[None] * config.block_size] * num_host_slots
-        self.last_beside: list[tuple[int, int]] = []
-        """copies that run beside the last step"""
-        self._copied_slots: list[set[int]] = []
-        """host slots that the copies of each plan have written, and those beside the plan before"""
-        self._copied_blocks: list[set[int]] = []
-        """blocks, likewise"""
         self.computes_once = computes_once
         self.known_blocks: set[int] = set()
         """full blocks of given tokens that were computed, by the number of the prefix"""
         self.epoch = epoch
         self.num_steps = 0
         self.rows: dict[int, Row] = {}
-        self.memory: list[int | None] = [None] * (num_blocks * config.block_size)
+        self.memory: Cells = [None] * (num_blocks * config.block_size)
+        self.host = ReferenceHost(self.memory, config.block_size, 0)
         self._numbers: dict[tuple[int, int], int] = {}
         self._writes: list[tuple[set[int], set[int]]] = []
         """cells and known blocks that each plan has written"""
@@ -142,69 +129,22 @@ class ReferenceWorker:
 
         is_whole: they have run, and are unknown to the scheduler.
         """
-        self.memory, self._numbers = dead.memory, dead._numbers
+        self.memory = self.host.memory = dead.memory
+        self._numbers = dead._numbers
         self.known_blocks = dead.known_blocks
         for cells, known_blocks in dead._writes[num_confirmed:]:
             self.known_blocks -= known_blocks
             for cell in () if is_whole else cells:
                 self.memory[cell] = GARBAGE
-        self.host = dead.host
-        for copied in () if is_whole else dead._copied_blocks[num_confirmed:]:
-            for block in copied:
-                self._spoil(block)
-        for copied in () if is_whole else dead._copied_slots[num_confirmed:]:
-            for slot in copied:
-                self.host[slot] = [GARBAGE] * self.config.block_size
-        for block, slot in dead.last_beside:
-            if is_whole:
-                self._copy(block, slot)
-            elif slot < 0:
-                self._spoil(block)
-            else:
-                self.host[slot] = [GARBAGE] * self.config.block_size
-
-    def _block(self, block: int) -> slice:
-        size = self.config.block_size
-        return slice(block * size, (block + 1) * size)
-
-    def _spoil(self, block: int) -> None:
-        self.memory[self._block(block)] = [GARBAGE] * self.config.block_size
-
-    def _copy(self, block: int, slot: int) -> None:
-        if slot >= 0:
-            self.host[slot] = self.memory[self._block(block)]
-        else:
-            self.memory[self._block(block)] = self.host[-1 - slot]
-
-    def _run_copies(self, copies: CopyBlocks | None) -> None:
-        """Run copies beside the last step as late as possible, those before this one, and begin
-        those beside it: until these end, what they write is garbage, and what they read stays."""
-        before = pairs(copies.before) if copies else []
-        beside = pairs(copies.beside) if copies else []
-        for block, slot in self.last_beside:
-            if slot >= 0:
-                assert self.memory[self._block(block)] == self._sources[block], "a race"
-        for block, slot in [*self.last_beside, *before]:
-            self._copy(block, slot)
-        written = [*self.last_beside, *before]
-        self._copied_slots.append({slot for _, slot in written if slot >= 0})
-        self._copied_blocks.append({block for block, slot in written if slot < 0})
-        self._sources = {block: self.memory[self._block(block)] for block, slot in beside}
-        for block, slot in beside:
-            if slot < 0:
-                self._spoil(block)
-        self.last_beside = list(beside)
+        self.host.inherit(dead.host, num_confirmed, is_whole)
 
     def run(self, frame: bytes, copies: CopyBlocks | None = None) -> bytes:
-        """One step: an encoded `BatchPlan` in, encoded `SampledTokens` out.
-
-        copies: those that come before the plan.
-        """
+        """One step, after copies: an encoded `BatchPlan` in, encoded `SampledTokens` out."""
         plan = msgspec.msgpack.decode(frame, type=BatchPlan)
         assert (plan.epoch, plan.step) == (self.epoch, self.num_steps), "a plan is missing"
         self.num_steps += 1
         self._writes.append((set(), set()))
-        self._run_copies(copies)
+        self.host.run(copies)
         self._change_rows(plan)
         self._read()
         tokens = SampledTokens(plan.epoch, plan.step, b"", [], self._prompt_logprobs(plan), [])
@@ -329,10 +269,9 @@ class ReferenceWorker:
 
     def _read(self) -> None:
         """Every computed token of every row is where its block table says."""
-        loading = {block for block, slot in self.last_beside if slot < 0}
         for row in self.rows.values():
             row.is_loading &= row.num_computed == row.num_found
-            if row.is_loading or loading.intersection(row.block_table):
+            if row.is_loading or self.host.loading.intersection(row.block_table):
                 assert row.num_computed == row.num_found, "it computes, and lacks KV"
                 row.is_loading = True
                 continue

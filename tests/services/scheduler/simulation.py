@@ -12,15 +12,8 @@ from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
-from penstock.services.scheduler.block_records import (
-    HASH_BYTES,
-    PREFIX_HASH_BYTES,
-    BlockRecords,
-    hash_block,
-    hash_prefix,
-)
+from penstock.services.scheduler.block_records import hash_block
 from penstock.services.scheduler.in_flight_plan import StepOutput
-from penstock.services.scheduler.offload_index import OffloadIndex
 from penstock.services.scheduler.sequence import Sequence, Status
 from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from tests.services.scheduler.builders import make_sequence
@@ -31,11 +24,13 @@ from tests.services.scheduler.invariants import (
     check_output,
     check_slots,
 )
-from tests.services.scheduler.mortal_records import Life, MortalRecords, SchedulerDiedError
+from tests.services.scheduler.kept_tables import KeptTables
+from tests.services.scheduler.mortal_records import Life, SchedulerDiedError
 from tests.services.scheduler.reference import (
     ReferenceWorker,
     WorkerDiedError,
 )
+from tests.services.scheduler.reference_host import ReferenceHost
 
 
 class Simulation:
@@ -64,17 +59,8 @@ class Simulation:
         block_size = self.config.block_size
         self.limit = min(max_model_len, num_blocks * block_size)
         self.num_blocks = num_blocks
-        self.num_host_slots = num_host_slots
-        if num_host_slots:
-            hash_block = hash_prefix
-        self.num_watermark_blocks, self.hash_block = num_watermark_blocks, hash_block
-        self.hash_bytes = PREFIX_HASH_BYTES if num_host_slots else HASH_BYTES
-        sizes = num_blocks, block_size, self.hash_bytes
-        self.memory = bytearray(BlockRecords.size_of(*sizes))
-        """of the records"""
-        slots = num_host_slots, 0, PREFIX_HASH_BYTES
-        self.slot_memory = bytearray(BlockRecords.size_of(*slots))
-        """of the records of host slots"""
+        self.num_watermark_blocks, self.num_host_slots = num_watermark_blocks, num_host_slots
+        self.kept = KeptTables(self.config, num_blocks, num_host_slots, hash_block)
         self.kv = 1
         """id of the worker's memory"""
         self.life = Life()
@@ -105,33 +91,19 @@ class Simulation:
         """of workers while a sequence was at risk, since its last token"""
 
     def _new_worker(self, epoch: int) -> ReferenceWorker:
-        sizes = epoch, self.computes_once, self.num_host_slots
-        return ReferenceWorker(self.config, self.num_blocks, *sizes)
+        worker = ReferenceWorker(self.config, self.num_blocks, epoch, self.computes_once)
+        sizes = self.config.block_size, self.num_host_slots
+        worker.host = ReferenceHost(worker.memory, *sizes)
+        return worker
 
     def _new_scheduler(self, epoch: int) -> RecoverableScheduler:
         self.life = Life()
         block_size, caching = self.config.block_size, self.config.enable_prefix_caching
-        sizes = self.num_blocks, block_size, self.hash_bytes
-        records = MortalRecords(self.memory, *sizes, life=self.life)
-        records.begin(self.kv)
-        pool = BlockPool(self.num_blocks, self.hash_block, records)
+        pool = self.kept.pool(self.kv, self.life)
         blocks = BlockManager(pool, block_size, self.num_watermark_blocks, caching)
         scheduler = RecoverableScheduler(self.config, self.limit, blocks, epoch)
-        self._use_host(scheduler)
+        self.kept.use_host(scheduler, self.kv, self.life)
         return scheduler
-
-    def _use_host(self, scheduler: RecoverableScheduler) -> None:
-        """Use the host tier of the worker, which is as old as its KV memory."""
-        if not self.num_host_slots or not self.config.enable_prefix_caching:
-            return
-        offload = scheduler.offload
-        if offload is None or offload.memory != self.kv:
-            sizes = self.num_host_slots, 0, PREFIX_HASH_BYTES
-            records = MortalRecords(self.slot_memory, *sizes, life=self.life)
-            records.begin(self.kv)
-            per_step = max(1, self.config.max_num_batched_tokens // self.config.block_size)
-            offload = OffloadIndex(self.num_host_slots, per_step, self.kv, records)
-        scheduler.use_offload(offload)
 
     @property
     def pool(self) -> BlockPool:
@@ -255,7 +227,7 @@ class Simulation:
             given_up = self.scheduler.lose_plans()
             self.check()
             self.scheduler.begin(epoch, keeps_memory, self.kv)
-            self._use_host(self.scheduler)
+            self.kept.use_host(self.scheduler, self.kv, self.life)
         except SchedulerDiedError:
             self.restart_scheduler()
             return

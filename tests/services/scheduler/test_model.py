@@ -37,9 +37,12 @@ def weak_hash(parent: bytes, token_ids: bytes) -> bytes:
     return bytes([hash_block(parent, token_ids)[0] & 3]) * HASH_BYTES
 
 
+NONE = st.just(0)
+
+
 @st.composite
 def simulations(
-    draw: st.DrawFn, num_plans: int, num_host_slots: st.SearchStrategy[int] | None = None
+    draw: st.DrawFn, num_plans: int, num_host_slots: st.SearchStrategy[int] = NONE
 ) -> Simulation:
     """Pools from one that barely holds the longest sequence to one with room for all."""
     block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
@@ -59,7 +62,7 @@ def simulations(
         num_speculative_tokens=draw(st.integers(1, 6)),
         enable_prefix_caching=draw(st.integers(0, 7)) > 0,
         keeps_memory=draw(st.booleans()),
-        num_host_slots=draw(num_host_slots) if num_host_slots else 0,
+        num_host_slots=draw(num_host_slots),
     )
 
 

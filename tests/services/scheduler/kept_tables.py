@@ -1,0 +1,49 @@
+"""The memory that outlives a scheduler: records of blocks and of host slots."""
+
+from collections.abc import Callable
+
+from penstock.protocol.config import Config
+from penstock.services.scheduler.block_pool import BlockPool
+from penstock.services.scheduler.block_records import (
+    HASH_BYTES,
+    PREFIX_HASH_BYTES,
+    BlockRecords,
+    hash_prefix,
+)
+from penstock.services.scheduler.offload_index import OffloadIndex
+from penstock.services.scheduler.worker_recovery import RecoverableScheduler
+from tests.services.scheduler.mortal_records import Life, MortalRecords
+
+Hash = Callable[[bytes, bytes], bytes]
+
+
+class KeptTables:
+    """Records that schedulers make, one after the other; some die while they write."""
+
+    def __init__(self, config: Config, num_blocks: int, num_slots: int, hash_block: Hash) -> None:
+        """hash_block: without a host tier."""
+        self._config, self._num_slots = config, num_slots
+        self.hash_block = hash_prefix if num_slots else hash_block
+        hash_bytes = PREFIX_HASH_BYTES if num_slots else HASH_BYTES
+        self._of_blocks = num_blocks, config.block_size, hash_bytes
+        self._of_slots = num_slots, 0, PREFIX_HASH_BYTES
+        self._blocks = bytearray(BlockRecords.size_of(*self._of_blocks))
+        self._slots = bytearray(BlockRecords.size_of(*self._of_slots))
+
+    def pool(self, kv: int, life: Life) -> BlockPool:
+        """Return a pool over blocks of the memory `kv`."""
+        records = MortalRecords(self._blocks, *self._of_blocks, life=life)
+        records.begin(kv)
+        return BlockPool(self._of_blocks[0], self.hash_block, records)
+
+    def use_host(self, scheduler: RecoverableScheduler, kv: int, life: Life) -> None:
+        """Let a scheduler use the host tier of its workers, which is as old as their blocks."""
+        if not self._num_slots or not self._config.enable_prefix_caching:
+            return
+        offload = scheduler.offload
+        if offload is None or offload.memory != kv:
+            records = MortalRecords(self._slots, *self._of_slots, life=life)
+            records.begin(kv)
+            per_step = max(1, self._config.max_num_batched_tokens // self._config.block_size)
+            offload = OffloadIndex(self._num_slots, per_step, kv, records)
+        scheduler.use_offload(offload)
