@@ -216,7 +216,7 @@ def test_a_tail_becomes_a_record_or_none() -> None:
     found = []
     for num_stores in range(9):
         memory, life = bytearray(BlockRecords.size_of(1, 2)), Life()
-        records = MortalRecords(memory, 1, 2, life)
+        records = MortalRecords(memory, 1, 2, life=life)
         records.write_tail(0, 0, tail.hash, [7])
         life.num_stores = num_stores
         with suppress(SchedulerDiedError):
