@@ -58,8 +58,9 @@ class OffloadIndex:
         """(number of a plan; entries that are certain once it is confirmed)"""
         self._num_copies = ROOT
         for slot, content in records.recover() if records else ():
-            self._entries[content.hash] = _Entry(slot, content.number)
-            self._num_copies = max(self._num_copies, content.number)
+            if isinstance(content, Content):
+                self._entries[content.hash] = _Entry(slot, content.number)
+                self._num_copies = max(self._num_copies, content.number)
         used = {entry.slot for entry in self._entries.values()}
         self._free = [slot for slot in range(num_slots) if slot not in used]
 
