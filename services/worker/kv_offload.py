@@ -23,7 +23,7 @@ from penstock.services.worker.kept_memory import KeptMemory
 log = logging.getLogger(__name__)
 PAGE = 4096
 PINNED_AT_ONCE = 1 << 28
-"""bytes, after which steps may go on: the driver holds a lock meanwhile"""
+"""bytes, after which steps continue: the driver holds a lock meanwhile"""
 
 
 class KvOffload:
