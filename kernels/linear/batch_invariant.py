@@ -33,9 +33,11 @@ def batched_product(x: Tensor, y: Tensor, out: Tensor, *, add: bool = False) -> 
     """Compute `out[:] = x @ y`, or with `add` the sum of both.
 
     x: [batch, num_rows, inner]. y: [batch, inner, num_columns]. out: [batch, num_rows,
-    num_columns]. num_rows divides by 8; inner and num_columns should divide by 16, up to 512.
+    num_columns]. num_rows divides by 8; inner and num_columns should divide by 16, up to 512. Not
+    batch invariant on a GPU.
     """
-    _batched_product(x, y, out, add, _rows_of_call(torch.get_num_threads()))
+    rows_of_call = MAX_ROWS if x.is_cuda else _rows_of_call(torch.get_num_threads())
+    _batched_product(x, y, out, add, rows_of_call)
 
 
 def pad_rows(x: Tensor, alignment: int) -> Tensor:

@@ -22,10 +22,9 @@ from penstock.kernels.triton_pdl import LAUNCH
 
 MAX_ROWS = 128
 """rows up to which reading the weights once for 64 rows is faster than dequantizing them"""
-MIN_BM = 8
 BN = 64
 """rows of a tile of the weight: those of an asynchronous product of compute capability 9.0"""
-PROGRAMS_PER_SM = {8: (6, 3), 16: (3, 3), 32: (2, 2), 64: (2, 2)}
+PROGRAMS_PER_SM = {8: (4, 3), 16: (3, 3), 32: (2, 2), 64: (2, 2)}
 """rows of a tile → programs of products with one and with two weights, measured on an H200"""
 MAX_STAGES = {8: (5, 3), 16: (4, 3), 32: (3, 3), 64: (3, 3)}
 """rows of a tile → stages, likewise"""
@@ -43,14 +42,18 @@ class PackedTile(NamedTuple):
     split_k: int
     num_stages: int
     num_warps: int
+    steps: int = 2
+    """steps of an iteration, 1 or 2"""
 
 
-def is_synchronous(device: Device, bm: int) -> bool:
-    """Return whether Triton computes a tile of bm rows with synchronous tensor cores.
+def is_synchronous(device: Device) -> bool:
+    """Return whether Triton uses synchronous tensor cores."""
+    return device.capability[0] not in (9, 10)
 
-    For 8 rows they are faster than asynchronous ones, which take as long as for 32.
-    """
-    return bm < 16 or device.capability[0] not in (9, 10)
+
+def min_tile_rows(device: Device) -> int:
+    """Return the fewest rows of x in a tile: Triton computes 8 with synchronous tensor cores."""
+    return 8 if is_synchronous(device) else 16
 
 
 def max_tile_rows(device: Device) -> int:
@@ -58,7 +61,7 @@ def max_tile_rows(device: Device) -> int:
 
     Synchronous tensor cores need more registers for the weights.
     """
-    return 32 if is_synchronous(device, 64) else 64
+    return 32 if is_synchronous(device) else 64
 
 
 def step_columns(weight: Packed) -> tuple[int, int]:
@@ -71,12 +74,12 @@ def step_columns(weight: Packed) -> tuple[int, int]:
 def packed_shared_bytes(bits: int, num_weights: int, tile: PackedTile) -> int:
     """Return the shared memory of a product with num_weights weights: tiles in flight.
 
-    A stage has two steps. Asynchronous tensor cores hold one more stage of x.
+    Asynchronous tensor cores hold one more stage of x.
     """
     words_of_groups = num_weights * BN
     codes = num_weights * BN * tile.bk * bits // 8
     of_step = 2 * tile.bm * tile.bk + codes + 4 * words_of_groups
-    return (tile.num_stages - 1) * 2 * of_step
+    return (tile.num_stages - 1) * tile.steps * of_step
 
 
 def fitting(
@@ -87,18 +90,18 @@ def fitting(
     Fewer programs if not even two stages fit.
     """
     bk, _ = step_columns(weight)
-    is_large = num_weights * bm > 64 and device.capability[0] != 9
-    num_warps = 8 if is_large else 4  # otherwise registers are spilled
+    # Larger tiles would spill registers.
+    num_warps = 8 if num_weights * bm > 64 and device.capability[0] != 9 else 4
+    steps = 1 if num_weights * bm > max_tile_rows(device) else 2
     most = MAX_STAGES[bm][num_weights - 1]
-    stages = [PackedTile(bm, bk, split_k, number, num_warps) for number in range(most, 1, -1)]
-
-    more = 0 if is_synchronous(device, bm) else 2 * 2 * bm * bk
+    tiles = [PackedTile(bm, bk, split_k, n, num_warps, steps) for n in range(most, 1, -1)]
+    more = 0 if is_synchronous(device) else steps * 2 * bm * bk
 
     def shared_bytes(tile: PackedTile) -> int:
         return packed_shared_bytes(weight.bits, num_weights, tile) + more
 
-    resident = [tile for tile in stages if per_sm * shared_bytes(tile) <= device.shared_bytes]
-    return device.fitting([*resident, stages[-1]], shared_bytes)
+    resident = [tile for tile in tiles if per_sm * shared_bytes(tile) <= device.shared_bytes]
+    return device.fitting([*resident, tiles[-1]], shared_bytes)
 
 
 def choose(
@@ -113,7 +116,8 @@ def choose(
     device = device or this_device()
     num_weights = 2 if kind == "swiglu" else 1
     num_columns = len(weight) // num_weights
-    bm = min(max_tile_rows(device), max(MIN_BM, triton.next_power_of_2(num_rows)))
+    bm = max(min_tile_rows(device), triton.next_power_of_2(num_rows))
+    bm = min(max_tile_rows(device), bm)
     bk, _ = step_columns(weight)
     tiles = triton.cdiv(num_columns, BN)
     split_k = 1
@@ -161,8 +165,8 @@ def multiply(
         x, weight.words, weight.groups, weight.order, residual, out,
         partials, counters, num_rows, num_columns, inner,
         SWIGLU=swiglu, ADD=residual is not None, SPLIT=is_split, GROUP=group,
-        BITS=weight.bits, BM=tile.bm, BN=BN, BK=tile.bk, EVEN=inner % (2 * tile.bk) == 0,
-        EARLY=weight.words.nbytes <= EARLY, SYNC=is_synchronous(this_device(), tile.bm),
+        BITS=weight.bits, BM=tile.bm, BN=BN, BK=tile.bk, EVEN=inner % (tile.steps * tile.bk) == 0,
+        EARLY=weight.words.nbytes <= EARLY, SYNC=is_synchronous(this_device()), STEPS=tile.steps,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
         **LAUNCH,
     )  # fmt: skip

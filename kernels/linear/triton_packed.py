@@ -154,17 +154,22 @@ def _x_tile(x_at, x_exists, order, step, K, BK: tl.constexpr, EVEN: tl.constexpr
 
 
 @triton.jit
-def _two_groups(
-    groups, rows, step, end, R, GROUP: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr
+def _groups(
+    groups, rows, step, end, R,
+    GROUP: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Return the words of the groups of two steps, each [BN].
+    """Return the words of the groups of one or two steps, each [BN].
 
-    A load of fewer numbers than threads would be done twice, once without copying ahead.
+    Two are loaded together: the compiler loads fewer numbers than a program has threads twice, once
+    without copying ahead.
     """
-    steps = step + tl.arange(0, 2)[None, :]
-    if not EVEN:
-        steps = tl.minimum(steps, end - 1)
-    return tl.split(tl.load(groups + rows[:, None] + steps * BK // GROUP * R))
+    if STEPS == 1:
+        return (tl.load(groups + rows + step * BK // GROUP * R),)
+    else:
+        steps = step + tl.arange(0, 2)[None, :]
+        if not EVEN:
+            steps = tl.minimum(steps, end - 1)
+        return tl.split(tl.load(groups + rows[:, None] + steps * BK // GROUP * R))
 
 
 @triton.jit
@@ -172,28 +177,29 @@ def packed_sums(
     x_at, x_exists, words, groups, order, rows, begin, end, N, R, K,
     SWIGLU: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SYNC: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
     """Return sums over steps [begin, end), [BN, BM]: of gate (or the only product), and of up.
 
     x_at: addresses of x's rows, [1, BM]. rows: of the weight, [BN], of R; up's are N further on.
-    GROUP: columns with one scale, a multiple of BK, the columns of a step. EVEN: 2 * BK divides K.
+    GROUP: columns with one scale, a multiple of BK, the columns of a step. EVEN: the STEPS of an
+    iteration divide K.
     SYNC: the tensor cores are synchronous ones.
     """
     acc = tl.zeros((rows.shape[0], BM), tl.float32)
     acc_up = acc
-    for step in tl.range(begin, end, 2):
-        last = step + 1 if EVEN else tl.minimum(step + 1, end - 1)
-        x_tile = _x_tile(x_at, x_exists, order, step, K, BK, EVEN)
-        x_tile = _for_sync(x_tile, BITS) if SYNC else x_tile
-        group, group_2 = _two_groups(groups, rows, step, end, R, GROUP, BK, EVEN)
-        acc = _scaled(x_tile, acc, words, group, rows, step, R, BITS, BK, SYNC)
-        x_tile_2 = _x_tile(x_at, x_exists, order, step + 1, K, BK, EVEN)
-        x_tile_2 = _for_sync(x_tile_2, BITS) if SYNC else x_tile_2
-        acc = _scaled(x_tile_2, acc, words, group_2, rows, last, R, BITS, BK, SYNC)
+    for first in tl.range(begin, end, STEPS):
+        words_of_groups = _groups(groups, rows, first, end, R, GROUP, BK, EVEN, STEPS)
+        ups = words_of_groups
         if SWIGLU:
-            group, group_2 = _two_groups(groups, rows + N, step, end, R, GROUP, BK, EVEN)
-            acc_up = _scaled(x_tile, acc_up, words, group, rows + N, step, R, BITS, BK, SYNC)
-            acc_up = _scaled(x_tile_2, acc_up, words, group_2, rows + N, last, R, BITS, BK, SYNC)
+            ups = _groups(groups, rows + N, first, end, R, GROUP, BK, EVEN, STEPS)
+        for n in tl.static_range(STEPS):
+            x_tile = _x_tile(x_at, x_exists, order, first + n, K, BK, EVEN)
+            x_tile = _for_sync(x_tile, BITS) if SYNC else x_tile
+            step = first + n if EVEN else tl.minimum(first + n, end - 1)
+            acc = _scaled(x_tile, acc, words, words_of_groups[n], rows, step, R, BITS, BK, SYNC)
+            if SWIGLU:
+                acc_up = _scaled(x_tile, acc_up, words, ups[n], rows + N, step, R, BITS, BK, SYNC)
     return acc, acc_up
 
 
@@ -202,7 +208,7 @@ def packed_gemm_kernel(
     x, words, groups, order, residual, out, partials, counters, num_rows, N, K,
     SWIGLU: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
     BITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    EVEN: tl.constexpr, EARLY: tl.constexpr, SYNC: tl.constexpr,
+    EVEN: tl.constexpr, EARLY: tl.constexpr, SYNC: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Compute BN columns of BM rows of out over one range of the inner dimension.
 
@@ -214,7 +220,7 @@ def packed_gemm_kernel(
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.minimum(column, N - 1)
     num_steps = tl.cdiv(K, BK)
-    share = tl.cdiv(tl.cdiv(num_steps, 2), tl.num_programs(1)) * 2
+    share = tl.cdiv(tl.cdiv(num_steps, STEPS), tl.num_programs(1)) * STEPS
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, num_steps)
     row = tl.program_id(2) * BM + tl.arange(0, BM)[None, :]
@@ -225,7 +231,7 @@ def packed_gemm_kernel(
     wait()
     acc, acc_up = packed_sums(
         x + row.to(tl.int64) * K, row < num_rows, words, groups, order, rows,
-        begin, end, N, R, K, SWIGLU, GROUP, BITS, BM, BK, EVEN, SYNC,
+        begin, end, N, R, K, SWIGLU, GROUP, BITS, BM, BK, EVEN, SYNC, STEPS,
     )  # fmt: skip
     exists = (row < num_rows) & (column < N)[:, None]
     at = row.to(tl.int64) * N + column[:, None]

@@ -22,7 +22,7 @@ def pairs_of_tile(num_pairs: int, num_experts: int) -> int:
     """Return the pairs of a token and an expert in a tile; most experts then have one."""
     per_expert = num_pairs / num_experts
     largest = max_tile_rows(this_device())
-    return next((bm for most, bm in ((4, 8), (8, 16), (24, 32)) if per_expert <= most), largest)
+    return next((bm for most, bm in ((8, 16), (24, 32)) if per_expert <= most), largest)
 
 
 def packed_grouped(
@@ -38,7 +38,7 @@ def packed_grouped(
     multiply_packed[grid](
         x, sources, tiles, weight.words, weight.groups, weight.order, out,
         columns, inner, SWIGLU=swiglu, GROUP=group, BITS=weight.bits, BM=bm, BN=BN, BK=bk,
-        EVEN=inner % (2 * bk) == 0, SYNC=is_synchronous(this_device(), bm),
+        EVEN=inner % (tile.steps * bk) == 0, SYNC=is_synchronous(this_device()), STEPS=tile.steps,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **LAUNCH,
     )  # fmt: skip
     return out
@@ -49,7 +49,7 @@ def multiply_packed(
     x, sources, tiles, words, groups, order, out, N, K,
     SWIGLU: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    SYNC: tl.constexpr,
+    SYNC: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Compute BN columns of one tile's pairs, out [num_pairs, N], in each program.
 
@@ -75,7 +75,7 @@ def multiply_packed(
         acc, acc_up = packed_sums(
             x + row.to(tl.int64) * K, exists, words, groups, order,
             tl.minimum(column, N - 1), 0, tl.cdiv(K, BK), N, R, K,
-            SWIGLU, GROUP, BITS, BM, BK, EVEN, SYNC,
+            SWIGLU, GROUP, BITS, BM, BK, EVEN, SYNC, STEPS,
         )  # fmt: skip
         if SWIGLU:
             acc = acc / (1 + tl.exp(-acc)) * acc_up

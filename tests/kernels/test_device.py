@@ -194,7 +194,9 @@ def estimate(report: dict[str, Any]) -> int | None:
             tile = GemmTile(constants["BN"], constants["BK"], warps, stages)
             return gemm_shared_bytes(tile, constants["BM"], 1 + constants["SWIGLU"], fp8)
         case "packed_gemm_kernel" | "multiply_packed":
-            packed = PackedTile(constants["BM"], constants["BK"], 1, stages, warps)
+            packed = PackedTile(
+                constants["BM"], constants["BK"], 1, stages, warps, constants["STEPS"]
+            )
             number = 1 + constants["SWIGLU"]
             return packed_shared_bytes(constants["BITS"], number, packed)
         case "_block_product":

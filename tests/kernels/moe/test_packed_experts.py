@@ -65,4 +65,4 @@ def test_experts_of_integers(
 
 def test_tiles_of_pairs() -> None:
     chosen = [pairs_of_tile(pairs, 128) for pairs in (8, 256, 512, 2048, 4096, 1 << 20)]
-    assert chosen == [8, 8, 8, 32, 64, 64]
+    assert chosen == [16, 16, 16, 32, 64, 64]
