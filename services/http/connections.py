@@ -7,6 +7,7 @@ import asyncio
 import resource
 from typing import Any
 
+import httptools
 import msgspec
 from msgspec import Struct
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -47,6 +48,23 @@ def limits_for(max_request_bytes: int, max_answers: int) -> Limits:
     )
 
 
+class RequestParser(httptools.HttpRequestParser):
+    """Parser that ignores the header `Upgrade`, with which httptools skips the request's body.
+
+    Java's HttpClient and `curl --http2` send it with each request.
+    """
+
+    def __init__(self, protocol: "LimitedProtocol") -> None:
+        super().__init__(protocol)
+        self._protocol = protocol
+
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._protocol.parse_without_upgrade(data[upgrade.args[0] :])
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits; `limited_protocol` makes a subclass for each server.
 
@@ -61,6 +79,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.parser = RequestParser(self)
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
@@ -103,7 +122,19 @@ class LimitedProtocol(HttpToolsProtocol):
             raise ValueError  # ends the parser, which calls `send_400_response`
         super().on_header(name, value)
 
+    def parse_without_upgrade(self, rest: bytes) -> None:
+        """Parse a request's headers once more, without `Upgrade`, and the bytes after them."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            raise httptools.HttpParserError("CONNECT is for proxies")
+        lines = [b"%b %b HTTP/%b" % (method, self.url, self.parser.get_http_version().encode())]
+        lines += [b"%b: %b" % one for one in self.headers if one[0] != b"upgrade"]
+        self.parser = RequestParser(self)
+        self.parser.feed_data(b"\r\n".join([*lines, b"", rest]))
+
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self.without_request.pop(self, None)
         super().on_headers_complete()
         self.scope[WRITER] = ChunkWriter(self.cycle, self.burst)  # type: ignore[literal-required]
@@ -113,6 +144,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._end_arrival()
         super().on_message_complete()
         if self.cycle.response_complete:  # uvicorn has stopped the timer of idle connections
