@@ -135,31 +135,6 @@ def test_a_chunk_that_is_not_one_is_a_400(serve: Serve, connect: Connect) -> Non
     assert answer.count(b"HTTP/1.1 ") == 1
 
 
-@pytest.mark.parametrize("split", [0, 30, len(POST) + 60, len(POST) + 110, len(POST) + 150])
-@pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"TLS/1.0, h2c"])
-def test_a_request_that_would_upgrade_is_answered_as_any_other(
-    serve: Serve, connect: Connect, protocol: bytes, split: int
-) -> None:
-    """Java's HttpClient sends such requests; the connection is kept for the next ones."""
-    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %b\r\nHTTP2-Settings: AAMAAAB\r\n"
-    request = POST + upgrade % protocol + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
-    connection = connect(serve())
-    for _ in range(2):
-        connection.sendall(request[:split])
-        connection.sendall(request[split:])
-    connection.sendall(GET + b"Connection: close\r\n\r\n")
-    answers = rest(connection)
-    assert answers.count(b"HTTP/1.1 200 OK\r\n") == 3
-    assert answers.count(b'"text":"one"') == 2
-    assert b'{"version":' in answers
-
-
-def test_a_request_to_a_proxy_is_refused(serve: Serve, connect: Connect) -> None:
-    connection = connect(serve())
-    connection.sendall(b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert rest(connection).startswith(b"HTTP/1.1 400 ")
-
-
 def test_a_running_request_is_not_answered_with_the_next_ones_error(
     serve: Serve, connect: Connect
 ) -> None:
