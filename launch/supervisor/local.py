@@ -27,8 +27,8 @@ from penstock.protocol.transport.process import (
 )
 
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
-FORKED = "worker"
-"""kind of processes that are forked, unless their command is another one than the package's"""
+FORKED = ("worker", "scheduler")
+"""kinds of processes that are forked, unless their command is another one than the package's"""
 STOPPED_SHARE = 1 / 20
 """of --hang-timeout: seconds after which a process that was stopped (SIGSTOP) is killed"""
 KEEPERS = ("worker", "scheduler")
@@ -123,9 +123,11 @@ class LocalProcesses(Processes):
         self._commands = commands
         self._environment = environment(config) | {SUPERVISOR_VARIABLE: str(os.getpid())}
         self._incarnations = count(1)
-        self._forked_command = read_procfile()[FORKED]
-        share = self._forked_command, self._environment, tasks, policy.say
-        self._fork_server = ForkServer(*share) if hasattr(os, "pidfd_open") else None
+        packaged = read_procfile()
+        forked = [packaged[kind] for kind in FORKED] if hasattr(os, "pidfd_open") else []
+        self._fork_servers = {
+            one: ForkServer(one, self._environment, tasks, policy.say) for one in forked
+        }
         self._events = ChildEvents(config.hang_timeout * STOPPED_SHARE, self._on_stopped)
         self._memory = {
             one.prefix.rstrip("/"): MemoryServer(tasks, policy.say) for one in config.by_model()
@@ -141,22 +143,23 @@ class LocalProcesses(Processes):
         memory = self._memory[model] if kind_of(name) in KEEPERS else None
         gpus = self._gpus.get(model)
         environment = self._environment | ({} if gpus is None else {GPUS_VARIABLE: gpus})
-        forks = self._fork_server if command == self._forked_command else None
+        forks = self._fork_servers.get(command)
         process = LocalProcess(name, command, environment, self._incarnations, memory, forks)
         process.log = Log(partial(self._policy.take_line, process))
         return process
 
     def _on_stopped(self, pid: int) -> None:
-        if self._fork_server and pid == self._fork_server.pid:
-            self._fork_server.kill()
+        for fork_server in self._fork_servers.values():
+            if fork_server.pid == pid:
+                fork_server.kill()
         for process in self.by_name.values():
             if process.pid == pid:
                 self._policy.stopped(process)
 
     async def close(self) -> None:
         await super().close()
-        if self._fork_server:
-            await self._fork_server.close()
+        for fork_server in self._fork_servers.values():
+            await fork_server.close()
         self._events.close()
         for memory in self._memory.values():
             memory.close()

@@ -1,7 +1,8 @@
-"""`python -P -m penstock.services.scheduler`."""
+"""Entry point of a scheduler process, and of the process from which schedulers are forked."""
 
 import os
 
+from penstock.protocol.transport.forks import serve_forks
 from penstock.protocol.transport.process import Process
 from penstock.services.scheduler.process import SchedulerProcess
 
@@ -17,4 +18,5 @@ def main() -> None:
     process.context.destroy()
 
 
+serve_forks(lambda: None)
 main()

@@ -129,7 +129,7 @@ def test_nothing_outlives_a_killed_supervisor(pipeline: Callable[..., Pipeline])
     pids = killed.processes()
     assert shared_memory(pids["worker.1"]) | shared_memory(pids["scheduler.1"]) == held
     children, killed.expected_exit_code = killed.children(), -signal.SIGKILL
-    assert len(children) == 6  # with the fork server
+    assert len(children) == 7  # with the fork servers of workers and schedulers
     killed.process.kill()
     assert killed.wait() == -signal.SIGKILL
     assert not killed.alive(children)
