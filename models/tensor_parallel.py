@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.kernels.determinism import is_deterministic
 from penstock.models.shared_ranks import share_memory
 
 if TYPE_CHECKING:
@@ -127,7 +128,8 @@ class TensorParallel:
             inbox_size,
         )
 
-        self._pushes_all = self.size == 2 or dtype == torch.float16  # two-shot takes no float16
+        # two-shot takes no float16, and adds in another order
+        self._pushes_all = self.size == 2 or dtype == torch.float16 or is_deterministic()
         if not self._pushes_all:
             self._turns = cycle([self.symmetric(num_elements, dtype)[0] for _ in range(2)])
         most = PUSHED_BYTES.get(self.size, 64 << 10) // dtype.itemsize
@@ -187,11 +189,11 @@ class TensorParallel:
                 return torch.ops.symm_mem.two_shot_all_reduce_(  # type: ignore[no-any-return]
                     x, "sum", self._group.group_name
                 )
-        if self.on_gpus:
+        if self.on_gpus and not is_deterministic():
             with self._exchange():
                 dist.all_reduce(x)
             return x
-        # Added in the order of the ranks; gloo's order depends on the tensor's size.
+        # Added in the order of the ranks; gloo's and NCCL's order depends on the tensor's size.
         first, *parts = self.all_gather(x)
         total = first.clone()
         for part in parts:

@@ -88,6 +88,9 @@ class ModelOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     """host memory of each worker for KV blocks that the prefix cache evicts, GiB; 0: none"""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """share of the GPU's memory that may be in use"""
+    deterministic: bool = False
+    """on GPUs, compute the same bits of a sequence's logits in every batch, after every recovery,
+    by slower kernels; on CPUs they always are the same"""
     enable_cuda_graphs: bool = True
     """replay steps as CUDA graphs"""
     max_model_len: Number = 0

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.kernels.attention.reference import AttentionBackend
 from penstock.kernels.attention.types import KVCache
+from penstock.kernels.determinism import is_deterministic
 from penstock.kernels.step.forward_batch import ForwardBatch
 
 FLASH_BLOCK = 256
@@ -32,7 +33,7 @@ class GpuAttentionBackend(AttentionBackend):
     def __init__(self, name: str, block_size: int, scale: float, decode: Any, prefill: Any) -> None:
         super().__init__(block_size, scale)
         self.name = name
-        self.can_capture_prefill = prefill is triton_prefill
+        self.can_capture_prefill = prefill is not flash_prefill
         self._decode = decode
         self._prefill = prefill
 
@@ -155,12 +156,19 @@ def choose_attention(
     if device.type != "cuda":
         raise ValueError(f"attention: got {name!r} without a GPU, expected 'torch'")
     if name == "triton":
+        from penstock.kernels.attention.fixed_splits import FixedSplitDecode, fixed_split_prefill
         from penstock.kernels.attention.triton_decode import DecodeAttention
 
         block_size = block_size or TRITON_BLOCK
         layout = num_heads, num_kv_heads, head_dim, block_size
-        decode = DecodeAttention(max_rows, *layout, device, is_fp8=kv_cache_dtype == "fp8")
+        is_fp8 = kv_cache_dtype == "fp8"
+        if is_deterministic():
+            fixed = FixedSplitDecode(max_rows, *layout, device, is_fp8=is_fp8)
+            return GpuAttentionBackend(name, block_size, scale, fixed, fixed_split_prefill)
+        decode = DecodeAttention(max_rows, *layout, device, is_fp8=is_fp8)
         return GpuAttentionBackend(name, block_size, scale, decode, triton_prefill)
+    if is_deterministic():
+        raise ValueError(f"attention: got {name!r} with --deterministic, expected 'triton'")
     if kv_cache_dtype == "fp8":
         raise ValueError(f"attention: got {name!r} with a KV cache in fp8, expected 'triton'")
     if find_spec("flash_attn") is None:

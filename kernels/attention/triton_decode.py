@@ -9,6 +9,7 @@ it the last bits of its result, depends on the lengths of the other rows.
 """
 
 import math
+from functools import partial
 
 import torch
 import triton
@@ -61,12 +62,16 @@ class DecodeAttention:
         # the interpreter has one SM
         self._num_sms = 1 if torch.device(device).type == "cpu" else this_device().num_sms
         max_items = max(self.max_items(rows) for rows in range(1, max_rows + 1))
-        parts = (max_items, num_kv_heads, self._group)
         self.items = torch.full((max_items, ITEM_INTS.value), -1, dtype=torch.int32, device=device)
-        self._partials = torch.empty((*parts, head_dim), dtype=torch.float32, device=device)
-        self._lses = torch.empty(parts, dtype=torch.float32, device=device)
+        self._allocate(max_items, device)
         # The program that merges a row's splits resets the row's counters to 0.
         self._arrived = torch.zeros((max_rows, num_kv_heads), dtype=torch.int32, device=device)
+
+    def _allocate(self, max_items: int, device: torch.device | str) -> None:
+        """Allocate memory for the results of rows with several items."""
+        empty = partial(torch.empty, dtype=torch.float32, device=device)
+        self._partials = empty(max_items, self._num_heads, self._head_dim)
+        self._lses = empty(max_items, self._num_heads)
 
     def max_items(self, num_rows: int) -> int:
         """Return the maximum number of items of `num_rows` rows of any lengths."""
@@ -117,7 +122,6 @@ class DecodeAttention:
         factor of the scores. out: like q, contiguous.
         """
         num_rows = q.shape[0]
-        tuning = self._tuning(num_rows)
         self._check_rows(num_rows)
         self._check_tensors(q, kv_cache, out)
         check_tensor("context_lens", context_lens, (num_rows,), torch.int32)
@@ -126,6 +130,13 @@ class DecodeAttention:
             raise ValueError(
                 f"block_tables: got stride {block_tables.stride(1)} in a row, expected 1"
             )
+        self._attend(q, kv_cache, block_tables, scale, out)
+
+    def _attend(
+        self, q: Tensor, kv_cache: KVCache, block_tables: Tensor, scale: float, out: Tensor
+    ) -> None:
+        num_rows = q.shape[0]
+        tuning = self._tuning(num_rows)
         _decode_kernel[(self._num_kv_heads, self.max_items(num_rows))](
             q, as_operand(kv_cache.k), as_operand(kv_cache.v), *(kv_cache.scales or (None, None)),
             block_tables, self.items, out,

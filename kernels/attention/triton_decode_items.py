@@ -11,7 +11,8 @@ from penstock.kernels.triton_pdl import launch_dependents, wait
 
 ITEM_INTS = tl.constexpr(8)
 """int32 per item, 32 bytes so that one sector holds an item: row (-1: no item), first key, end of
-keys, the row's first item, number of the row's items"""
+keys, the row's first item, number of the row's items, and with fixed splits the place of the row's
+first split and the row's length"""
 
 FEW_ROWS = 32
 """maximum rows for which splits, rather than rows, fill a GPU"""
@@ -97,9 +98,12 @@ def _split_tiles(tiles, target_items, min_tiles):
 @triton.jit(do_not_specialize=["num_rows", "max_items", "target_items", "min_tiles"])
 def plan_kernel(
     context_lens_ptr, items_ptr, num_rows, max_items, target_items, min_tiles,
-    BLOCK_N: tl.constexpr, ROWS: tl.constexpr
+    BLOCK_N: tl.constexpr, ROWS: tl.constexpr, CAPACITY: tl.constexpr = 0
 ):  # fmt: skip
-    """Cuts every row into items of equal length, the longest items first, in one program."""
+    """Cuts every row into items of equal length, the longest items first, in one program.
+
+    CAPACITY: of splits, of BLOCK_N keys, whose results are stored; a row without room has one item.
+    """
     launch_dependents()
     wait()
     index = tl.arange(0, ROWS)
@@ -111,6 +115,13 @@ def plan_kernel(
     row, size = order % ROWS, tl.maximum(order // ROWS, 1) * BLOCK_N
     context_len = tl.load(context_lens_ptr + row, row < num_rows, 0)
     num_splits = tl.cdiv(context_len, size)
+    place = index * 0
+    if CAPACITY:
+        stored = tl.where(num_splits > 1, tl.cdiv(context_len, BLOCK_N), 0)
+        place = tl.cumsum(stored, 0) - stored
+        has_room = place + stored <= CAPACITY
+        size = tl.where(has_room, size, tl.maximum(context_len, 1))
+        num_splits = tl.cdiv(context_len, size)
     first = tl.cumsum(num_splits, 0) - num_splits
     for split in range(tl.max(num_splits)):
         item_ptr = items_ptr + (first + split) * ITEM_INTS
@@ -120,5 +131,8 @@ def plan_kernel(
         tl.store(item_ptr + 2, tl.minimum((split + 1) * size, context_len), used)
         tl.store(item_ptr + 3, first, used)
         tl.store(item_ptr + 4, num_splits, used)
+        if CAPACITY:
+            tl.store(item_ptr + 5, place, used)
+            tl.store(item_ptr + 6, context_len, used)
     for unused in range(tl.sum(num_splits), max_items, ROWS):
         tl.store(items_ptr + (unused + index) * ITEM_INTS, -1, unused + index < max_items)

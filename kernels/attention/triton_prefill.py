@@ -167,13 +167,13 @@ def _attend_keys(
     MASKED: a query precedes a key, or `end` lies within a tile. positions: of the queries.
     """
     row_size: tl.constexpr = NUM_KV_HEADS * q.shape[1]
-    slots = _slots(table, begin, end, BLOCK_SIZE, BLOCK_N)
+    slots = slots_of(table, begin, end, BLOCK_SIZE, BLOCK_N)
     for key in range(begin, end, BLOCK_N):
-        offsets = _offsets(slots, row_size, q.shape[1], BLOCK_N)
+        offsets = offsets_of(slots, row_size, q.shape[1], BLOCK_N)
         if k_scale_ptr is not None:
             places = scale_places(slots, NUM_KV_HEADS, BLOCK_SIZE)
-            places = _offsets(places, 1, 1, BLOCK_N)
-        slots = _slots(table, key + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+            places = offsets_of(places, 1, 1, BLOCK_N)
+        slots = slots_of(table, key + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         key_positions = key + tl.arange(0, BLOCK_N)
         # memory after the last key may hold NaN, which a weight of 0 would not remove
         stored = (key_positions < end)[:, None] if MASKED else None
@@ -193,7 +193,7 @@ def _attend_keys(
 
 
 @triton.jit
-def _slots(table, key, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def slots_of(table, key, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return slots of the keys from `key` on, int64 [BLOCK_N], or the first of adjacent slots.
 
     Slots are read one iteration ahead, so that no key waits for its slot.
@@ -208,7 +208,7 @@ def _slots(table, key, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _offsets(slots, ROW_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr):
+def offsets_of(slots, ROW_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return offsets of the keys in `slots` within a head's cache: [BLOCK_N, HEAD_DIM]."""
     columns = tl.arange(0, HEAD_DIM)[None, :]
     if len(slots.shape) == 0:

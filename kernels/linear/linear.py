@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
+from penstock.kernels.determinism import is_deterministic
 from penstock.kernels.device import this_device
 from penstock.kernels.elementwise.elementwise import rms_norm, silu_and_mul
 from penstock.kernels.linear.batch_invariant import product
@@ -176,7 +177,7 @@ def _fused(
     """Compute a product in one kernel if that is faster, otherwise returns None."""
     if isinstance(x, Quantized) or not x.is_cuda:
         return None
-    from penstock.kernels.linear import packed_gemm
+    from penstock.kernels.linear import deterministic, packed_gemm
     from penstock.kernels.linear.small_m_gemm import multiply
 
     check_contiguous("x", x)
@@ -188,6 +189,8 @@ def _fused(
         check_contiguous("residual", residual)
     if isinstance(weight, Packed):
         return packed_gemm.multiply(kind, x, weight, norm_weight, eps, residual, out)
+    if is_deterministic():
+        return deterministic.multiply(kind, x, weight, norm_weight, eps, residual, out)
     return multiply(kind, x, weight, norm_weight, eps, residual, out)
 
 

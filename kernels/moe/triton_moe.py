@@ -13,7 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
+from penstock.kernels.determinism import is_deterministic
 from penstock.kernels.device import Device, this_device
+from penstock.kernels.linear import deterministic
 from penstock.kernels.linear.gemm_config import MAX_ROWS, GemmConfig
 from penstock.kernels.linear.small_m_gemm import Product, choose, launch
 from penstock.kernels.moe.triton_moe_kernels import TILE, combine, multiply, route, sort
@@ -118,6 +120,8 @@ class Routing(NamedTuple):
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Compute `x @ weight.T` in float32."""
+    if is_deterministic():
+        return deterministic.multiply("logits", x, weight)
     num_rows, inner = x.shape
     if num_rows > MAX_ROWS or inner % 16:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
@@ -135,7 +139,8 @@ def sort_by_expert(
     num_pairs = num_tokens * top_k
     used = min(num_pairs, num_here)  # each expert has one tile that may not be full
     most_tiles = used + (num_pairs - used) // bm
-    chunk = 16 if num_tokens <= 16 else 64
+    # threads share the sum of a token's probabilities by the size of the chunk
+    chunk = 16 if num_tokens <= 16 and not is_deterministic() else 64
     num_chunks = triton.cdiv(num_tokens, chunk)
     here = triton.next_power_of_2(num_here)
     empty = partial(logits.new_empty, dtype=torch.int32)

@@ -11,6 +11,7 @@ import torch
 
 from penstock.kernels.attention.backends import choose_attention
 from penstock.kernels.attention.reference import AttentionBackend
+from penstock.kernels.determinism import is_deterministic, use_deterministic_kernels
 from penstock.kernels.quantize.types import FP8
 from penstock.kernels.step.forward_batch import BatchShape
 from penstock.models.allocation import with_integers
@@ -40,6 +41,7 @@ from penstock.services.worker.compiling import (
     takes_integers,
 )
 from penstock.services.worker.cuda_graphs import decode_shapes, prefill_shapes
+from penstock.services.worker.determinism import check_products
 from penstock.services.worker.device import check_capability, choose_device, compute_dtype
 from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.kept_memory import KeptMemory, Region, load_model
@@ -79,6 +81,7 @@ def load(
     model_config = quantized(read_model_config(config.model_folder), config.quantization)
     check_tp(model_config, assignment.tp_size, config.enable_expert_parallel)
     dtype = compute_dtype(model_config, config.dtype, device)
+    use_deterministic_kernels(config.deterministic and device.type == "cuda")
     # Its thread loads while this thread waits for the group, the device and the disk.
     grammars = None if assignment.rank else Grammars(config.model_folder)
     place = assignment.rendezvous, assignment.rank, assignment.tp_size
@@ -94,6 +97,8 @@ def load(
     memory = KeptMemory(config, assignment, device, MemoryClient.from_environment())
     sizes = dtype, max_blocks * attention.block_size
     model = _load_model(config, model_config, memory, tp, attention, *sizes, on_progress)
+    if is_deterministic():
+        check_products(model)
     times.end("weights")
     if device.type == "cpu":
         compile_layers(config, model_config, model)

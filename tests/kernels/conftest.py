@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -87,3 +88,23 @@ def on_gpu(*values: Any) -> Any:
     The interpreter is slow, and other values take the same branches of the kernel.
     """
     return pytest.param(*values, marks=pytest.mark.gpu)
+
+
+@pytest.fixture
+def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter add products in steps of 16, each rounded once, as tensor cores do.
+
+    Otherwise BLAS adds them in an order that depends on the numbers of rows and columns.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.runtime import interpreter
+
+    def create_dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
+        acc, wide_a, wide_b = d.data, a.data.astype(np.float64), b.data.astype(np.float64)
+        for k in range(0, a.data.shape[-1], 16):
+            one, other = wide_a[..., k : k + 16, None], wide_b[..., None, k : k + 16, :]
+            acc = (acc + (one * other).sum(-2)).astype(np.float32)
+        return interpreter.TensorHandle(acc, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

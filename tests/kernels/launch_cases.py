@@ -77,6 +77,7 @@ def _all(is_fp8: bool) -> None:
         _many_rows(rows)
     _products(is_fp8)
     _rope(is_fp8)
+    _deterministic(is_fp8)
 
 
 def _packed(bits: int, group: int, rows: int) -> None:
@@ -109,11 +110,13 @@ def _cache(block_size: int, kv_heads: int, is_fp8: bool) -> Any:
     return KVCache(k, v, scales if is_fp8 else None)
 
 
-def _decode(heads: int, kv_heads: int, block_size: int, rows: int, is_fp8: bool) -> None:
+def _decode(
+    heads: int, kv_heads: int, block_size: int, rows: int, is_fp8: bool, kind: Any = None
+) -> None:
     from penstock.kernels.attention.triton_decode import DecodeAttention
 
     sizes = 256, heads, kv_heads, HEAD_DIM, block_size
-    attention = DecodeAttention(*sizes, "meta", is_fp8=is_fp8)
+    attention = (kind or DecodeAttention)(*sizes, "meta", is_fp8=is_fp8)
     lengths, q = ints(rows), numbers(rows, heads, HEAD_DIM)
     attention.plan(lengths)
     attention(
@@ -141,6 +144,27 @@ def _prefill(block_size: int, tile_size: int, is_fp8: bool) -> None:
         scale=0.1,
         out=torch.empty_like(q),
     )
+
+
+def _deterministic(is_fp8: bool, largest: bool = False) -> None:
+    """Launch products and attention whose bits do not depend on other rows."""
+    from penstock.kernels.attention.fixed_splits import FixedSplitDecode, fixed_split_prefill
+    from penstock.kernels.linear import deterministic
+    from penstock.kernels.step.forward_batch import BatchShape, ForwardBatch
+
+    rows = (4096,) if largest else (1, 64, 200, 4096)
+    for (kind, num_weights, inner), number in product(PRODUCTS, rows):
+        residual = numbers(number, num_weights) if kind == "add" else None
+        weight = _weight(is_fp8, num_weights, inner)
+        deterministic.multiply(kind, numbers(number, inner), weight, None, 0.0, residual)
+    for heads, kv_heads, block_size in ATTENTION[-1:] if largest else ATTENTION:
+        _decode(heads, kv_heads, block_size, 16, is_fp8, FixedSplitDecode)
+        cache, q = _cache(block_size, kv_heads, is_fp8), numbers(4096, heads, HEAD_DIM)
+        for size in (128,) if largest else (64, 128):
+            shape = BatchShape(4, 4096, 0, 64, size, 4096, 4096)
+            fields = longs(1), longs(1), longs(1), ints(5), ints(5), ints(4), ints(0)
+            batch = ForwardBatch(shape, *fields, ints(64, 2), ints(4, 64))
+            fixed_split_prefill(q, cache, batch, 0.1, torch.empty_like(q))
 
 
 def _rope(is_fp8: bool) -> None:

@@ -1,0 +1,283 @@
+"""The kernels of `penstock.kernels.attention.fixed_splits`.
+
+Sums over keys are computed by tensor cores, the sum of the weights too: the order of other sums in
+a tile depends on how the threads share it. The kernels are compiled without fusing multiplications
+and additions, which the compiler may choose otherwise in another kernel.
+"""
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.attention.triton_decode_items import ITEM_INTS
+from penstock.kernels.attention.triton_fp8_cache import scale_places
+from penstock.kernels.attention.triton_prefill import offsets_of, slots_of
+from penstock.kernels.quantize.triton_e4m3 import widen
+from penstock.kernels.triton_pdl import launch_dependents, wait
+
+MASSES = tl.constexpr(8)
+"""columns with the same sum of weights; tensor cores compute no fewer"""
+UNROLLED = tl.constexpr(4)
+"""splits whose results are read at once"""
+
+
+@triton.jit
+def _empty(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Return the weighted sum of values, the sum of weights and the largest score of no keys."""
+    return (
+        tl.zeros([ROWS, HEAD_DIM], tl.float32),
+        tl.zeros([ROWS], tl.float32),
+        tl.full([ROWS], float("-inf"), tl.float32),
+    )
+
+
+@triton.jit
+def _finite(top):
+    """Return the largest scores, 0 for rows that have seen no key."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def _numbers(tile, scale_ptr, places, stored, dtype: tl.constexpr):
+    """Return keys or values in the queries' type; scale_ptr: of 8 bits."""
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + places, stored, 0.0 if stored is not None else None)
+        tile = (widen(tile).to(tl.float32) * scale).to(dtype)
+    return tile
+
+
+@triton.jit
+def _add_keys(acc, masses, top, scores, v, scale):
+    """Add a tile of keys to the sums of a split: scores [ROWS, BLOCK_N], values v."""
+    before = top
+    top = tl.maximum(top, tl.max(scores, 1) * scale)
+    base = _finite(top)
+    fade = tl.exp2(before - base)[:, None]
+    shift = tl.broadcast_to(-base[:, None], scores.shape)
+    weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + scale, shift)).to(v.dtype)
+    ones = tl.full([v.shape[0], MASSES], 1.0, v.dtype)
+    masses = tl.dot(weights, ones, masses * fade, input_precision="ieee")
+    acc = tl.dot(weights, v, acc * fade, input_precision="ieee")
+    return acc, masses, top
+
+
+@triton.jit
+def _add_split(result, total, highest, acc, mass, top):
+    """Add the sums of a split to those of the splits before; without keys, they stay the same."""
+    before = highest
+    highest = tl.maximum(highest, top)
+    base = _finite(highest)
+    fade, factor = tl.exp2(before - base), tl.exp2(top - base)
+    wide_fade = tl.broadcast_to(fade[:, None], result.shape)
+    result = tl.fma(result, wide_fade, acc * factor[:, None])
+    total = tl.fma(total, fade, mass * factor)
+    return result, total, highest
+
+
+@triton.jit
+def _store_split(partials, index, acc, mass, top, GROUP: tl.constexpr):
+    """Store the sums of a split of the first GROUP rows; partials: see `decode_kernel`."""
+    values_ptr, masses_ptr, tops_ptr, head_stride = partials
+    rows = tl.arange(0, acc.shape[0])
+    at = index.to(tl.int64) * head_stride + rows
+    columns = tl.arange(0, acc.shape[1])[None, :]
+    real = rows < GROUP
+    tl.store(values_ptr + at[:, None] * acc.shape[1] + columns, acc, real[:, None])
+    tl.store(masses_ptr + at, mass, real)
+    tl.store(tops_ptr + at, top, real)
+
+
+@triton.jit
+def _attend(
+    q, cache, table, begin, end, positions, scale, partials, first,
+    acc, masses, top, result, total, highest,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, MASKED: tl.constexpr, STORES: tl.constexpr,
+):  # fmt: skip
+    """Attend the keys from `begin`, a multiple of BLOCK_N, to `end`.
+
+    cache: pointers to a head's keys, values and their scales. MASKED: a query precedes a key, or
+    `end` lies within a tile. STORES: each split's sums are stored, instead of added to the result.
+    """
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr = cache
+    row_size: tl.constexpr = NUM_KV_HEADS * q.shape[1]
+    slots = slots_of(table, begin, end, BLOCK_SIZE, BLOCK_N)
+    for key in range(begin, end, BLOCK_N):
+        offsets = offsets_of(slots, row_size, q.shape[1], BLOCK_N)
+        places = offsets
+        if k_scale_ptr is not None:
+            places = offsets_of(scale_places(slots, NUM_KV_HEADS, BLOCK_SIZE), 1, 1, BLOCK_N)
+        slots = slots_of(table, key + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+        key_positions = key + tl.arange(0, BLOCK_N)
+        # memory after the last key may hold NaN, which a weight of 0 would not remove
+        stored = (key_positions < end)[:, None] if MASKED else None
+        k = tl.load(k_ptr + offsets, stored, 0.0 if MASKED else None)
+        v = tl.load(v_ptr + offsets, stored, 0.0 if MASKED else None)
+        k = _numbers(k, k_scale_ptr, places, stored, q.dtype)
+        v = _numbers(v, v_scale_ptr, places, stored, q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            seen = key_positions[None, :] <= positions[:, None]
+            scores = tl.where(seen, scores, float("-inf"))
+        acc, masses, top = _add_keys(acc, masses, top, scores, v, scale)
+        if (key + BLOCK_N) % SPLIT == 0:
+            mass = tl.max(masses, 1)
+            if STORES:
+                _store_split(partials, first + key // SPLIT, acc, mass, top, GROUP)
+            else:
+                result, total, highest = _add_split(result, total, highest, acc, mass, top)
+            acc, masses = tl.zeros_like(acc), tl.zeros_like(masses)
+            top = tl.full(top.shape, float("-inf"), tl.float32)
+    return acc, masses, top, result, total, highest
+
+
+@triton.jit(do_not_specialize=["max_blocks"])
+def prefill_kernel(
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr,
+    tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr, block_tables_ptr, max_blocks, scale,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Attends BLOCK_M queries of one head in each program; heads of a group are neighbors.
+
+    scale: of the scores, as powers of 2.
+    """
+    launch_dependents()
+    wait()
+    head, tile = tl.program_id(0), tl.program_id(1)
+    seq, first = tl.load(tiles_ptr + 2 * tile), tl.load(tiles_ptr + 2 * tile + 1)
+    if seq < 0:
+        return
+    begin = tl.load(cu_seqlens_q_ptr + seq)
+    num_queries = tl.load(cu_seqlens_q_ptr + seq + 1) - begin
+    context_len = tl.load(context_lens_ptr + seq)
+    table = block_tables_ptr + seq.to(tl.int64) * max_blocks
+    kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+    k_ptr += kv_head * HEAD_DIM
+    v_ptr += kv_head * HEAD_DIM
+    rows = tl.arange(0, BLOCK_M)
+    q_ptr += (begin + first).to(tl.int64) * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
+    out_ptr += (begin + first).to(tl.int64) * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
+    offsets = rows[:, None] * (NUM_HEADS * HEAD_DIM) + tl.arange(0, HEAD_DIM)[None, :]
+    exists = (first + rows < num_queries)[:, None]
+    q = tl.load(q_ptr + offsets, exists, 0)
+    if k_scale_ptr is not None:
+        k_scale_ptr += kv_head * BLOCK_SIZE
+        v_scale_ptr += kv_head * BLOCK_SIZE
+        q = q.to(tl.float32 if q.dtype == tl.float32 else tl.float16)  # as in decode attention
+    position = context_len - num_queries + first  # of the first query
+    positions = position + rows
+    acc, total, top = _empty(BLOCK_M, HEAD_DIM)
+    result, highest = acc, top
+    masses = tl.zeros([BLOCK_M, MASSES], tl.float32)
+    end = tl.minimum(context_len, position + BLOCK_M)
+    full_end = (position + 1) // BLOCK_N * BLOCK_N  # every query sees every key before
+    cache = k_ptr, v_ptr, k_scale_ptr, v_scale_ptr
+    acc, masses, top, result, total, highest = _attend(
+        q, cache, table, 0, full_end, positions, scale, None, 0,
+        acc, masses, top, result, total, highest,
+        1, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, SPLIT, False, False,
+    )  # fmt: skip
+    acc, masses, top, result, total, highest = _attend(
+        q, cache, table, full_end, end, positions, scale, None, 0,
+        acc, masses, top, result, total, highest,
+        1, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, SPLIT, True, False,
+    )  # fmt: skip
+    result, total, _ = _add_split(result, total, highest, acc, tl.max(masses, 1), top)
+    tl.store(out_ptr + offsets, (result / total[:, None]).to(out_ptr.dtype.element_ty), exists)
+
+
+@triton.jit
+def _merge(partials, first, num_splits, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr):
+    """Return the first GROUP rows' sums over all splits, and their sums of weights."""
+    values_ptr, masses_ptr, tops_ptr, head_stride = partials
+    FILLED: tl.constexpr = triton.next_power_of_2(GROUP)
+    heads = tl.minimum(tl.arange(0, FILLED), GROUP - 1)  # padded with the last head
+    columns = tl.arange(0, HEAD_DIM)[None, :]
+    result, total, highest = _empty(FILLED, HEAD_DIM)
+    for turn in range(0, num_splits, UNROLLED):
+        for number in tl.static_range(UNROLLED):
+            split = turn + number
+            there = split + heads * 0 < num_splits
+            at = (first + split).to(tl.int64) * head_stride + heads
+            acc = tl.load(
+                values_ptr + at[:, None] * HEAD_DIM + columns, there[:, None], 0.0,
+                cache_modifier=".cg",
+            )  # fmt: skip
+            mass = tl.load(masses_ptr + at, there, 0.0, cache_modifier=".cg")
+            top = tl.load(tops_ptr + at, there, float("-inf"), cache_modifier=".cg")
+            result, total, highest = _add_split(result, total, highest, acc, mass, top)
+    return result, total
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def decode_kernel(
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, block_tables_ptr, items_ptr, out_ptr,
+    values_ptr, masses_ptr, tops_ptr, arrived_ptr, scale, q_stride, table_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Attends one item, whole splits of one row, with one KV head in each program.
+
+    The sums of the splits of rows with several items: values [splits, NUM_KV_HEADS, GROUP,
+    HEAD_DIM], masses and tops without the last dimension. scale: as powers of 2.
+    """
+    head, item = tl.program_id(0), tl.program_id(1)
+    items_ptr += item * ITEM_INTS
+    row = tl.load(items_ptr).to(tl.int64)
+    if row < 0:
+        wait()
+        return
+    begin, end = tl.load(items_ptr + 1), tl.load(items_ptr + 2)
+    num_items, first, context_len = (
+        tl.load(items_ptr + 4), tl.load(items_ptr + 5), tl.load(items_ptr + 6)
+    )  # fmt: skip
+    table = block_tables_ptr + row * table_stride
+    wait()
+    query = tl.arange(0, 16)
+    tile = query[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    q_ptr += row * q_stride + head * (GROUP * HEAD_DIM)
+    q = tl.load(q_ptr + tile, (query < GROUP)[:, None], 0.0)
+    k_ptr += head * HEAD_DIM
+    v_ptr += head * HEAD_DIM
+    if k_scale_ptr is not None:
+        k_scale_ptr += head * BLOCK_SIZE
+        v_scale_ptr += head * BLOCK_SIZE
+        q = q.to(tl.float32 if q.dtype == tl.float32 else tl.float16)
+    cache = k_ptr, v_ptr, k_scale_ptr, v_scale_ptr
+    at_head = head * GROUP
+    partials = (
+        values_ptr + at_head * HEAD_DIM, masses_ptr + at_head, tops_ptr + at_head,
+        NUM_KV_HEADS * GROUP,
+    )  # fmt: skip
+    positions = query * 0 + (context_len - 1)
+    acc, total, top = _empty(16, HEAD_DIM)
+    result, highest = acc, top
+    masses = tl.zeros([16, MASSES], tl.float32)
+    out_ptr += (row * NUM_KV_HEADS + head) * (GROUP * HEAD_DIM)
+    if num_items == 1:
+        acc, masses, top, result, total, highest = _attend(
+            q, cache, table, begin, end, positions, scale, partials, first,
+            acc, masses, top, result, total, highest,
+            GROUP, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, SPLIT, True, False,
+        )  # fmt: skip
+        result, total, _ = _add_split(result, total, highest, acc, tl.max(masses, 1), top)
+        result = (result / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + tile, result, (query < GROUP)[:, None])
+    else:
+        acc, masses, top, result, total, highest = _attend(
+            q, cache, table, begin, end, positions, scale, partials, first,
+            acc, masses, top, result, total, highest,
+            GROUP, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, SPLIT, True, True,
+        )  # fmt: skip
+        if end % SPLIT != 0:
+            _store_split(partials, first + end // SPLIT, acc, tl.max(masses, 1), top, GROUP)
+        tl.debug_barrier()  # every thread's stores come before the counter's addition
+        counter_ptr = arrived_ptr + row * NUM_KV_HEADS + head
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_items - 1:
+            tl.store(counter_ptr, 0)
+            merged, mass = _merge(
+                partials, first, tl.cdiv(context_len, SPLIT), HEAD_DIM, GROUP
+            )  # fmt: skip
+            merged = (merged / mass[:, None]).to(out_ptr.dtype.element_ty)
+            heads = tl.minimum(tl.arange(0, merged.shape[0]), GROUP - 1)[:, None]
+            tl.store(out_ptr + heads * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], merged)

@@ -1,0 +1,66 @@
+"""The check that this GPU's products do not depend on the number of rows (`--deterministic`)."""
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.linear.linear import linear, norm_linear, norm_swiglu
+from penstock.kernels.moe.moe import norm_moe
+from penstock.kernels.quantize.packed import Packed
+from penstock.kernels.quantize.types import Rows, parts
+from penstock.models.moe import MoE
+from penstock.models.parallel import ColumnParallelLinear, ParallelLMHead, RowParallelLinear
+from penstock.models.qwen3 import Qwen3
+from penstock.protocol.checkpoint import ModelError
+
+ROWS = 1, 17, 64, 65, 256
+EPS = 1e-6
+
+
+@torch.inference_mode()
+def check_products(model: Qwen3) -> None:
+    """Multiply each shape of weight with different numbers of rows. Raises ModelError.
+
+    Few and many rows may use different instructions of the tensor cores, and these may add
+    otherwise on another GPU.
+    """
+    seen = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, ColumnParallelLinear | RowParallelLinear | ParallelLMHead | MoE):
+            continue
+        weight = module.gate_up_proj.weight if isinstance(module, MoE) else module.weight
+        if isinstance(weight, Packed):
+            raise ModelError("--deterministic: got packed integers on a GPU, expected bf16 or fp8")
+        key = type(module), tuple(weight.shape)
+        if key in seen:
+            continue
+        seen.add(key)
+        x = torch.randn(max(ROWS), weight.shape[-1], device=weight.device)
+        x = (x * torch.randn_like(x).exp()).to(model.model.norm.weight.dtype)
+        whole, _ = parts(_product(module, x))
+        for rows in ROWS:
+            some, _ = parts(_product(module, x[-rows:].contiguous()))
+            if not torch.equal(some, whole[-rows:]):
+                gpu = torch.cuda.get_device_name(weight.device)
+                raise ModelError(
+                    f"--deterministic: {name} has other bits with {rows} rows on {gpu}, which adds "
+                    "otherwise than the GPUs that were tested; leave the option out"
+                )
+
+
+def _product(
+    module: ColumnParallelLinear | RowParallelLinear | ParallelLMHead | MoE, x: Tensor
+) -> Rows:
+    norm = torch.ones(x.shape[1], dtype=x.dtype, device=x.device)
+    if isinstance(module, MoE):
+        experts = module.gate_up_proj.weight, module.down_proj.weight
+        return norm_moe(
+            x, norm, EPS, module.gate.weight, *experts,
+            top_k=module.top_k, normalize=module.normalize, first_expert=module.first,
+        )  # fmt: skip
+    if isinstance(module, ParallelLMHead):
+        return norm_linear(x, norm, EPS, module.weight, torch.float32)
+    if isinstance(module, RowParallelLinear):
+        return linear(x, module.weight)
+    if "gate_proj" in module.outputs:
+        return norm_swiglu(x, norm, EPS, module.weight)
+    return norm_linear(x, norm, EPS, module.weight)
