@@ -31,6 +31,21 @@ def _empty(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
+def _start(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Return the state of `_attend` before the first key: sums of a split, and of all before."""
+    acc, total, top = _empty(ROWS, HEAD_DIM)
+    return acc, tl.zeros([ROWS, MASSES], tl.float32), top, acc, total, top
+
+
+@triton.jit
+def _finish(state):
+    """Return the attention of all keys, after those of a split that is not whole."""
+    acc, masses, top, result, total, highest = state
+    result, total, highest = _add_split(result, total, highest, acc, tl.max(masses, 1), top)
+    return result / total[:, None]
+
+
+@triton.jit
 def _finite(top):
     """Return the largest scores, 0 for rows that have seen no key."""
     return tl.where(top == float("-inf"), 0.0, top)
@@ -88,8 +103,7 @@ def _store_split(partials, index, acc, mass, top, GROUP: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q, cache, table, begin, end, positions, scale, partials, first,
-    acc, masses, top, result, total, highest,
+    q, cache, table, begin, end, positions, scale, partials, first, state,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, MASKED: tl.constexpr, STORES: tl.constexpr,
 ):  # fmt: skip
@@ -99,6 +113,7 @@ def _attend(
     `end` lies within a tile. STORES: each split's sums are stored, instead of added to the result.
     """
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr = cache
+    acc, masses, top, result, total, highest = state
     row_size: tl.constexpr = NUM_KV_HEADS * q.shape[1]
     slots = slots_of(table, begin, end, BLOCK_SIZE, BLOCK_N)
     for key in range(begin, end, BLOCK_N):
@@ -166,29 +181,23 @@ def prefill_kernel(
         q = q.to(tl.float32 if q.dtype == tl.float32 else tl.float16)  # as in decode attention
     position = context_len - num_queries + first  # of the first query
     positions = position + rows
-    acc, total, top = _empty(BLOCK_M, HEAD_DIM)
-    result, highest = acc, top
-    masses = tl.zeros([BLOCK_M, MASSES], tl.float32)
     end = tl.minimum(context_len, position + BLOCK_M)
     full_end = (position + 1) // BLOCK_N * BLOCK_N  # every query sees every key before
     cache = k_ptr, v_ptr, k_scale_ptr, v_scale_ptr
-    acc, masses, top, result, total, highest = _attend(
-        q, cache, table, 0, full_end, positions, scale, None, 0,
-        acc, masses, top, result, total, highest,
+    state = _attend(
+        q, cache, table, 0, full_end, positions, scale, None, 0, _start(BLOCK_M, HEAD_DIM),
         1, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, SPLIT, False, False,
     )  # fmt: skip
-    acc, masses, top, result, total, highest = _attend(
-        q, cache, table, full_end, end, positions, scale, None, 0,
-        acc, masses, top, result, total, highest,
+    state = _attend(
+        q, cache, table, full_end, end, positions, scale, None, 0, state,
         1, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, SPLIT, True, False,
     )  # fmt: skip
-    result, total, _ = _add_split(result, total, highest, acc, tl.max(masses, 1), top)
-    tl.store(out_ptr + offsets, (result / total[:, None]).to(out_ptr.dtype.element_ty), exists)
+    tl.store(out_ptr + offsets, _finish(state).to(out_ptr.dtype.element_ty), exists)
 
 
 @triton.jit
-def _merge(partials, first, num_splits, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr):
-    """Return the first GROUP rows' sums over all splits, and their sums of weights."""
+def _merge(partials, first, num_splits, out_ptr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr):
+    """Write the attention of the first GROUP rows from the sums of all splits."""
     values_ptr, masses_ptr, tops_ptr, head_stride = partials
     FILLED: tl.constexpr = triton.next_power_of_2(GROUP)
     heads = tl.minimum(tl.arange(0, FILLED), GROUP - 1)  # padded with the last head
@@ -206,7 +215,8 @@ def _merge(partials, first, num_splits, HEAD_DIM: tl.constexpr, GROUP: tl.conste
             mass = tl.load(masses_ptr + at, there, 0.0, cache_modifier=".cg")
             top = tl.load(tops_ptr + at, there, float("-inf"), cache_modifier=".cg")
             result, total, highest = _add_split(result, total, highest, acc, mass, top)
-    return result, total
+    merged = (result / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + heads[:, None] * HEAD_DIM + columns, merged)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -250,34 +260,23 @@ def decode_kernel(
         NUM_KV_HEADS * GROUP,
     )  # fmt: skip
     positions = query * 0 + (context_len - 1)
-    acc, total, top = _empty(16, HEAD_DIM)
-    result, highest = acc, top
-    masses = tl.zeros([16, MASSES], tl.float32)
     out_ptr += (row * NUM_KV_HEADS + head) * (GROUP * HEAD_DIM)
     if num_items == 1:
-        acc, masses, top, result, total, highest = _attend(
-            q, cache, table, begin, end, positions, scale, partials, first,
-            acc, masses, top, result, total, highest,
+        state = _attend(
+            q, cache, table, begin, end, positions, scale, partials, first, _start(16, HEAD_DIM),
             GROUP, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, SPLIT, True, False,
         )  # fmt: skip
-        result, total, _ = _add_split(result, total, highest, acc, tl.max(masses, 1), top)
-        result = (result / total[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + tile, result, (query < GROUP)[:, None])
+        attended = _finish(state).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + tile, attended, (query < GROUP)[:, None])
     else:
-        acc, masses, top, result, total, highest = _attend(
-            q, cache, table, begin, end, positions, scale, partials, first,
-            acc, masses, top, result, total, highest,
+        acc, masses, top, _, _, _ = _attend(
+            q, cache, table, begin, end, positions, scale, partials, first, _start(16, HEAD_DIM),
             GROUP, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, SPLIT, True, True,
         )  # fmt: skip
-        if end % SPLIT != 0:
+        if tl.cdiv(end, BLOCK_N) * BLOCK_N % SPLIT != 0:  # the last tile does not end a split
             _store_split(partials, first + end // SPLIT, acc, tl.max(masses, 1), top, GROUP)
         tl.debug_barrier()  # every thread's stores come before the counter's addition
         counter_ptr = arrived_ptr + row * NUM_KV_HEADS + head
         if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_items - 1:
             tl.store(counter_ptr, 0)
-            merged, mass = _merge(
-                partials, first, tl.cdiv(context_len, SPLIT), HEAD_DIM, GROUP
-            )  # fmt: skip
-            merged = (merged / mass[:, None]).to(out_ptr.dtype.element_ty)
-            heads = tl.minimum(tl.arange(0, merged.shape[0]), GROUP - 1)[:, None]
-            tl.store(out_ptr + heads * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], merged)
+            _merge(partials, first, tl.cdiv(context_len, SPLIT), out_ptr, HEAD_DIM, GROUP)
