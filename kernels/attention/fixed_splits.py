@@ -31,10 +31,17 @@ STORED_FLOATS = 8 << 20
 """elements of the stored sums of splits (32 MB)"""
 
 
+def keys_of_tile(is_fp8: bool) -> int:
+    """Return the keys of a tile on this device, for decode and prefill alike."""
+    widens = is_fp8 and not this_device().has_fp8  # more keys would spill registers
+    return BLOCK_N // 2 if widens else BLOCK_N
+
+
 def prefill_tuning(tile_size: int, head_dim: int, is_fp8: bool) -> PrefillTuning:
     """Return the tuning that fits this device; every tuning gives the same bits."""
     num_warps = 4 if tile_size <= SMALL_TILE else 8
-    tunings = [PrefillTuning(BLOCK_N, num_warps, num_stages) for num_stages in (3, 2, 1)]
+    block_n = keys_of_tile(is_fp8)
+    tunings = [PrefillTuning(block_n, num_warps, num_stages) for num_stages in (3, 2, 1)]
     size = partial(prefill_shared_bytes, tile_size=tile_size, head_dim=head_dim, is_fp8=is_fp8)
     return this_device().fitting(tunings, size)
 
@@ -56,9 +63,10 @@ class FixedSplitDecode(DecodeAttention):
     ) -> None:
         """Allocate the workspace; capacity: splits that are stored, default by STORED_FLOATS."""
         sizes = num_heads, num_kv_heads, head_dim, block_size, device
-        key_bytes = (head_dim + 4 if is_fp8 else 2 * head_dim) * 2 * BLOCK_N
+        block_n = keys_of_tile(is_fp8)
+        key_bytes = (head_dim + 4 if is_fp8 else 2 * head_dim) * 2 * block_n
         num_stages = 3 if 2 * key_bytes + 32 * head_dim <= this_device().shared_bytes else 2
-        tuning = DecodeTuning(BLOCK_N, 4, num_stages, 2, SPLIT)
+        tuning = DecodeTuning(block_n, 4, num_stages, 2, SPLIT)
         self._capacity = capacity or max(1, STORED_FLOATS // (num_heads * head_dim))
         super().__init__(max_rows, *sizes, is_fp8=is_fp8, tuning=tuning)
 
@@ -91,7 +99,7 @@ class FixedSplitDecode(DecodeAttention):
             q, as_operand(kv_cache.k), as_operand(kv_cache.v), *(kv_cache.scales or (None, None)),
             tables, self.items, out, self._partials, self._masses, self._tops, self._arrived,
             scale * math.log2(math.e), q.stride(0), tables.stride(0),
-            self._num_kv_heads, self._group, self._head_dim, self._block_size, BLOCK_N,
+            self._num_kv_heads, self._group, self._head_dim, self._block_size, tuning.block_n,
             SPLIT, num_warps=tuning.num_warps, num_stages=tuning.num_stages, enable_fp_fusion=False,
             **LAUNCH
         )  # fmt: skip
@@ -111,6 +119,6 @@ def fixed_split_prefill(
         q, as_operand(kv_cache.k), as_operand(kv_cache.v), *(kv_cache.scales or (None, None)), out,
         tiles, batch.cu_seqlens_q, batch.context_lens, tables, tables.stride(0),
         scale * math.log2(math.e), num_heads, num_kv_heads, head_dim, block_size, tile_size,
-        BLOCK_N, SPLIT, num_warps=tuning.num_warps, num_stages=tuning.num_stages,
+        tuning.block_n, SPLIT, num_warps=tuning.num_warps, num_stages=tuning.num_stages,
         enable_fp_fusion=False, **LAUNCH,
     )  # fmt: skip

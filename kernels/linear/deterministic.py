@@ -91,9 +91,11 @@ def tile_of(
 ) -> RangedTile:
     """Return the largest tile that fits and keeps nearly all SMs busy, otherwise a small one.
 
-    weights: for a column, two with SwiGLU. Totals of ranges need the registers of the widest tile.
+    weights: for a column, two with SwiGLU. The totals of ranges need the registers of the widest
+    tile, and so do weights for synchronous tensor cores.
     """
-    tiles = TILES[1:] if has_ranges else TILES
+    is_asynchronous = device.capability[0] in (9, 10)
+    tiles = TILES if is_asynchronous and not has_ranges else TILES[1:]
 
     def is_filled(tile: RangedTile) -> bool:
         columns = triton.cdiv(num_columns * weights, tile.bn)

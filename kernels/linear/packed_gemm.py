@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from penstock.kernels.determinism import is_deterministic
 from penstock.kernels.device import Device, this_device
 from penstock.kernels.elementwise.triton_elementwise import rms_norm
 from penstock.kernels.linear.gemm_config import MAX_PARTIALS
@@ -109,9 +110,11 @@ def choose(
 ) -> PackedTile | None:
     """Return tile sizes that fit the device, or None if cuBLAS is faster.
 
-    kind: add, norm or swiglu. device: default `this_device`.
+    With deterministic kernels, split_k is the same for every number of rows. kind: of a product.
+    device: default `this_device`.
     """
-    if not 1 <= num_rows <= MAX_ROWS:
+    always = is_deterministic()
+    if not 1 <= num_rows <= MAX_ROWS and not always:
         return None
     device = device or this_device()
     num_weights = 2 if kind == "swiglu" else 1
@@ -121,11 +124,12 @@ def choose(
     bk, _ = step_columns(weight)
     tiles = triton.cdiv(num_columns, BN)
     split_k = 1
-    per_sm = PROGRAMS_PER_SM[bm][num_weights - 1]
-    if num_rows <= bm and tiles <= MAX_TILES:
+    per_sm = PROGRAMS_PER_SM[16 if always else bm][num_weights - 1]
+    if (num_rows <= bm or always) and tiles <= MAX_TILES:
+        rows = max_tile_rows(device) if always else num_rows
         steps = triton.cdiv(weight.num_columns, bk)
         wanted = per_sm * device.num_sms // tiles
-        sums = num_rows * num_columns * num_weights + num_rows
+        sums = rows * num_columns * num_weights + rows
         most = min(MAX_SPLIT_K.value, steps // MIN_STEPS, MAX_PARTIALS // sums)
         split_k = max(1, min(wanted, most))
     resident = min(per_sm, triton.cdiv(tiles * split_k, device.num_sms))
@@ -146,7 +150,8 @@ def multiply(
 
     x is in bfloat16 or float16. tile: default `choose`.
     """
-    if kind == "logits" or x.dtype not in (torch.bfloat16, torch.float16):
+    is_logits = kind == "logits"
+    if (is_logits and not is_deterministic()) or x.dtype not in (torch.bfloat16, torch.float16):
         return None
     tile = tile or choose(kind, len(x), weight)
     if tile is None:
@@ -156,15 +161,18 @@ def multiply(
     num_rows, inner = x.shape
     swiglu = kind == "swiglu"
     num_columns = len(weight) // (2 if swiglu else 1)
-    out = x.new_empty(num_rows, num_columns) if out is None else out
-    is_split = tile.split_k > 1
+    if out is None:
+        dtype = torch.float32 if is_logits else x.dtype
+        out = x.new_empty(num_rows, num_columns, dtype=dtype)
+    ranges = tile.split_k if num_rows > tile.bm else 1
+    is_split = tile.split_k > ranges
     partials, counters = workspace(x.device) if is_split else (None, None)
     _, group = step_columns(weight)
-    grid = triton.cdiv(num_columns, BN), tile.split_k, triton.cdiv(num_rows, tile.bm)
+    grid = triton.cdiv(num_columns, BN), tile.split_k // ranges, triton.cdiv(num_rows, tile.bm)
     packed_gemm_kernel[grid](
         x, weight.words, weight.groups, weight.order, residual, out,
         partials, counters, num_rows, num_columns, inner,
-        SWIGLU=swiglu, ADD=residual is not None, SPLIT=is_split, GROUP=group,
+        SWIGLU=swiglu, ADD=residual is not None, SPLIT=is_split, RANGES=ranges, GROUP=group,
         BITS=weight.bits, BM=tile.bm, BN=BN, BK=tile.bk, EVEN=inner % (tile.steps * tile.bk) == 0,
         EARLY=weight.words.nbytes <= EARLY, SYNC=is_synchronous(this_device()), STEPS=tile.steps,
         num_warps=tile.num_warps, num_stages=tile.num_stages,

@@ -206,11 +206,11 @@ def packed_sums(
 @triton.jit(do_not_specialize=["num_rows"])
 def packed_gemm_kernel(
     x, words, groups, order, residual, out, partials, counters, num_rows, N, K,
-    SWIGLU: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
-    BITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SWIGLU: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr, RANGES: tl.constexpr,
+    GROUP: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, EARLY: tl.constexpr, SYNC: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute BN columns of BM rows of out over one range of the inner dimension.
+    """Compute BN columns of BM rows of out over one range of the inner dimension, or over RANGES.
 
     SPLIT: programs on axis 1 are ranges. Programs on axis 2 have other rows of x. EARLY: the next
     kernel may overlap this kernel.
@@ -220,7 +220,7 @@ def packed_gemm_kernel(
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.minimum(column, N - 1)
     num_steps = tl.cdiv(K, BK)
-    share = tl.cdiv(tl.cdiv(num_steps, STEPS), tl.num_programs(1)) * STEPS
+    share = tl.cdiv(tl.cdiv(num_steps, 2), tl.num_programs(1) * RANGES) * 2  # for any STEPS
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, num_steps)
     row = tl.program_id(2) * BM + tl.arange(0, BM)[None, :]
@@ -233,6 +233,15 @@ def packed_gemm_kernel(
         x + row.to(tl.int64) * K, row < num_rows, words, groups, order, rows,
         begin, end, N, R, K, SWIGLU, GROUP, BITS, BM, BK, EVEN, SYNC, STEPS,
     )  # fmt: skip
+    if RANGES > 1:
+        for number in tl.range(1, RANGES):
+            other, other_up = packed_sums(
+                x + row.to(tl.int64) * K, row < num_rows, words, groups, order, rows,
+                number * share, tl.minimum((number + 1) * share, num_steps), N, R, K,
+                SWIGLU, GROUP, BITS, BM, BK, EVEN, SYNC, STEPS,
+            )  # fmt: skip
+            acc += other
+            acc_up += other_up
     exists = (row < num_rows) & (column < N)[:, None]
     at = row.to(tl.int64) * N + column[:, None]
     if SPLIT:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from penstock.kernels.attention.types import KVCache
+from penstock.kernels.determinism import use_deterministic_kernels
 from penstock.kernels.device import Device
 from penstock.kernels.quantize import triton_e4m3
 from penstock.kernels.quantize.types import FP8
@@ -88,6 +89,14 @@ def on_gpu(*values: Any) -> Any:
     The interpreter is slow, and other values take the same branches of the kernel.
     """
     return pytest.param(*values, marks=pytest.mark.gpu)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Use the kernels of `--deterministic`."""
+    use_deterministic_kernels(True)
+    yield
+    use_deterministic_kernels(False)
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def record(launches: Any) -> None:
 
 def _few_in_fp8() -> None:
     """Launch one of each kernel that reads 8 bits."""
-    _decode(*ATTENTION[0], 16, True)
+    decode(*ATTENTION[0], 16, True)
     _prefill(128, 128, True)
     _experts(256, True)
     _many_rows(512)
@@ -67,8 +67,10 @@ def _few_in_fp8() -> None:
 
 
 def _all(is_fp8: bool) -> None:
+    from tests.kernels.deterministic_cases import deterministic
+
     for heads, rows in product(ATTENTION, (16, 64, 256)):
-        _decode(*heads, rows, is_fp8)
+        decode(*heads, rows, is_fp8)
     for block_size, tile_size in product((16, 128), (64, 128)):
         _prefill(block_size, tile_size, is_fp8)
     for tokens in MOE_TOKENS:
@@ -77,7 +79,7 @@ def _all(is_fp8: bool) -> None:
         _many_rows(rows)
     _products(is_fp8)
     _rope(is_fp8)
-    _deterministic(is_fp8)
+    deterministic(is_fp8)
 
 
 def _packed(bits: int, group: int, rows: int) -> None:
@@ -101,7 +103,7 @@ def _packed(bits: int, group: int, rows: int) -> None:
     experts(x, torch.empty(len(x), EXPERTS), gate_up, down, TOP_K, True, residual=x)
 
 
-def _cache(block_size: int, kv_heads: int, is_fp8: bool) -> Any:
+def cache_of(block_size: int, kv_heads: int, is_fp8: bool) -> Any:
     from penstock.kernels.attention.types import KVCache
 
     shape = 64, block_size, kv_heads, HEAD_DIM
@@ -110,7 +112,7 @@ def _cache(block_size: int, kv_heads: int, is_fp8: bool) -> Any:
     return KVCache(k, v, scales if is_fp8 else None)
 
 
-def _decode(
+def decode(
     heads: int, kv_heads: int, block_size: int, rows: int, is_fp8: bool, kind: Any = None
 ) -> None:
     from penstock.kernels.attention.triton_decode import DecodeAttention
@@ -121,7 +123,7 @@ def _decode(
     attention.plan(lengths)
     attention(
         q,
-        _cache(block_size, kv_heads, is_fp8),
+        cache_of(block_size, kv_heads, is_fp8),
         context_lens=lengths,
         block_tables=ints(rows, 64),
         scale=0.1,
@@ -135,7 +137,7 @@ def _prefill(block_size: int, tile_size: int, is_fp8: bool) -> None:
     q = numbers(4096, 32, HEAD_DIM)
     prefill_attention(
         q,
-        _cache(block_size, 8, is_fp8),
+        cache_of(block_size, 8, is_fp8),
         tiles=ints(64, 2),
         tile_size=tile_size,
         cu_seqlens_q=ints(5),
@@ -146,37 +148,16 @@ def _prefill(block_size: int, tile_size: int, is_fp8: bool) -> None:
     )
 
 
-def _deterministic(is_fp8: bool, largest: bool = False) -> None:
-    """Launch products and attention whose bits do not depend on other rows."""
-    from penstock.kernels.attention.fixed_splits import FixedSplitDecode, fixed_split_prefill
-    from penstock.kernels.linear import deterministic
-    from penstock.kernels.step.forward_batch import BatchShape, ForwardBatch
-
-    rows = (4096,) if largest else (1, 64, 200, 4096)
-    for (kind, num_weights, inner), number in product(PRODUCTS, rows):
-        residual = numbers(number, num_weights) if kind == "add" else None
-        weight = _weight(is_fp8, num_weights, inner)
-        deterministic.multiply(kind, numbers(number, inner), weight, None, 0.0, residual)
-    for heads, kv_heads, block_size in ATTENTION[-1:] if largest else ATTENTION:
-        _decode(heads, kv_heads, block_size, 16, is_fp8, FixedSplitDecode)
-        cache, q = _cache(block_size, kv_heads, is_fp8), numbers(4096, heads, HEAD_DIM)
-        for size in (128,) if largest else (64, 128):
-            shape = BatchShape(4, 4096, 0, 64, size, 4096, 4096)
-            fields = longs(1), longs(1), longs(1), ints(5), ints(5), ints(4), ints(0)
-            batch = ForwardBatch(shape, *fields, ints(64, 2), ints(4, 64))
-            fixed_split_prefill(q, cache, batch, 0.1, torch.empty_like(q))
-
-
 def _rope(is_fp8: bool) -> None:
     from penstock.kernels.attention.triton_rope import qk_norm_rope_store
 
     weights = numbers(HEAD_DIM), numbers(HEAD_DIM)
     step = torch.empty(4096, HEAD_DIM), longs(64), longs(64)
-    qkv, cache = numbers(64, 48 * HEAD_DIM), _cache(128, 8, is_fp8)
+    qkv, cache = numbers(64, 48 * HEAD_DIM), cache_of(128, 8, is_fp8)
     qk_norm_rope_store(qkv, weights, *step, cache, 1e-6)
 
 
-def _weight(is_fp8: bool, *shape: int) -> Tensor | Quantized:
+def weight_of(is_fp8: bool, *shape: int) -> Tensor | Quantized:
     """Return a weight in bfloat16, or in 8 bits with scales of blocks."""
     if not is_fp8:
         return numbers(*shape)
@@ -189,8 +170,8 @@ def _experts(tokens: int, is_fp8: bool) -> None:
     from penstock.kernels.moe.triton_moe import experts, router_logits
 
     x, size = numbers(tokens, 2048), 768
-    gate_up = _weight(is_fp8, EXPERTS, 2 * size, 2048)
-    down = _weight(is_fp8, EXPERTS, 2048, size)
+    gate_up = weight_of(is_fp8, EXPERTS, 2 * size, 2048)
+    down = weight_of(is_fp8, EXPERTS, 2048, size)
     if tokens <= 64:
         router_logits(x, numbers(EXPERTS, 2048))
     experts(x, torch.empty(tokens, EXPERTS), gate_up, down, TOP_K, True, residual=x)
@@ -202,7 +183,7 @@ def _many_rows(rows: int) -> None:
     from penstock.kernels.linear.triton_block_scales import block_product
     from penstock.kernels.linear.triton_weight_only import weight_only_product
 
-    weight = _weight(True, 2560, HIDDEN)
+    weight = weight_of(True, 2560, HIDDEN)
     assert isinstance(weight, Quantized)
     if this_device().has_fp8:
         block_product(
@@ -227,7 +208,7 @@ def _products(is_fp8: bool, some: list[tuple[str, int, int, int]] | None = None)
     for kind, num_weights, inner, rows in some or chosen:
         residual = numbers(rows, num_weights) if kind == "add" else None
         norm = None if kind == "add" else numbers(inner)
-        weight = _weight(is_fp8, num_weights, inner)
+        weight = weight_of(is_fp8, num_weights, inner)
         multiply(kind, numbers(rows, inner), weight, norm, 1e-6, residual)
 
 

@@ -154,3 +154,19 @@ def test_every_choice_fits(shared: int, group: int) -> None:
                 assert tile.bk == bk
                 assert of_group % bk == 0
     assert BN == 64
+
+
+@pytest.mark.usefixtures("tensor_cores", "deterministic")
+@pytest.mark.parametrize("kind", ["add", "swiglu"])
+def test_deterministic_rows_have_the_same_bits_for_every_number_of_rows(
+    device: str, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(packed_gemm, "MIN_STEPS", 1)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    weight = on(device, pack(2 * BN, 512, 4, 128))
+    assert choose(kind, 1, weight).split_k == choose(kind, 700, weight).split_k == 4  # type: ignore[union-attr]
+    x = torch.randn(70, 512).to(device, dtype)
+    whole = multiply(kind, x, weight)
+    assert whole is not None
+    for rows in (1, 17, 40):
+        assert torch.equal(multiply(kind, x[-rows:].contiguous(), weight), whole[-rows:])

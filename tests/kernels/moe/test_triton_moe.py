@@ -237,3 +237,21 @@ def test_tunings_for_few_and_many() -> None:
     ]
     in_fp8 = [choose_tuning(8 * tokens, 128, 768, is_fp8=True).bm for tokens in (1, 200, 8192)]
     assert in_fp8 == [16, 32, 64]
+
+
+@pytest.mark.usefixtures("tensor_cores", "deterministic")
+def test_deterministic_tokens_have_the_same_bits_for_every_number_of_tokens(
+    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With other tile sizes for each number, and the router's product."""
+    monkeypatch.setattr(moe, "choose_tuning", lambda pairs, *_: SMALL if pairs < 100 else UNEVEN)
+    some = operands(70, 8, 64, 32)
+    x, _, gate_up, down = (one.to(device, dtype) for one in some)
+    router = torch.randn(8, 64).to(device, dtype)
+
+    def run(x: Tensor) -> Tensor:
+        return experts(x, moe.router_logits(x, router), gate_up, down, 2, True)
+
+    whole = run(x)
+    for tokens in (1, 3, 17, 64):
+        assert torch.equal(run(x[-tokens:].contiguous()), whole[-tokens:])

@@ -1,0 +1,29 @@
+"""Launches of the kernels of `--deterministic`, as `launch_cases`."""
+
+from itertools import product
+
+import torch
+
+from tests.kernels import launch_cases as cases
+
+
+def deterministic(is_fp8: bool) -> None:
+    """Launch products and attention whose bits do not depend on other rows."""
+    from penstock.kernels.attention.fixed_splits import FixedSplitDecode, fixed_split_prefill
+    from penstock.kernels.linear.deterministic import multiply
+    from penstock.kernels.step.forward_batch import BatchShape, ForwardBatch
+
+    rows = 1, 64, 200, 4096
+    for (kind, num_weights, inner), number in product(cases.PRODUCTS, rows):
+        residual = cases.numbers(number, num_weights) if kind == "add" else None
+        weight = cases.weight_of(is_fp8, num_weights, inner)
+        multiply(kind, cases.numbers(number, inner), weight, None, 0.0, residual)
+    for heads, kv_heads, block_size in cases.ATTENTION:
+        cases.decode(heads, kv_heads, block_size, 16, is_fp8, FixedSplitDecode)
+        cache = cases.cache_of(block_size, kv_heads, is_fp8)
+        q, one = cases.numbers(4096, heads, cases.HEAD_DIM), cases.longs(1)
+        for size in (64, 128):
+            shape = BatchShape(4, 4096, 0, 64, size, 4096, 4096)
+            fields = one, one, one, cases.ints(5), cases.ints(5), cases.ints(4), cases.ints(0)
+            batch = ForwardBatch(shape, *fields, cases.ints(64, 2), cases.ints(4, 64))
+            fixed_split_prefill(q, cache, batch, 0.1, torch.empty_like(q))
