@@ -151,6 +151,8 @@ def choose_attention(
     scale = head_dim**-0.5
     if name == "auto":
         name = "triton" if device.type == "cuda" else "torch"
+    if is_deterministic() and name != "triton":
+        raise ValueError(f"attention: got {name!r} with --deterministic, expected 'triton'")
     if name == "torch":
         return AttentionBackend(block_size or DEFAULT_BLOCK, scale)
     if device.type != "cuda":
@@ -167,8 +169,6 @@ def choose_attention(
             return GpuAttentionBackend(name, block_size, scale, fixed, fixed_split_prefill)
         decode = DecodeAttention(max_rows, *layout, device, is_fp8=is_fp8)
         return GpuAttentionBackend(name, block_size, scale, decode, triton_prefill)
-    if is_deterministic():
-        raise ValueError(f"attention: got {name!r} with --deterministic, expected 'triton'")
     if kv_cache_dtype == "fp8":
         raise ValueError(f"attention: got {name!r} with a KV cache in fp8, expected 'triton'")
     if find_spec("flash_attn") is None:

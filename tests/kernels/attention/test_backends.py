@@ -5,6 +5,7 @@ import torch
 
 from penstock.kernels.attention.backends import choose_attention
 from penstock.kernels.attention.reference import AttentionBackend
+from penstock.kernels.determinism import use_deterministic_kernels
 
 CPU = torch.device("cpu")
 SIZES = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "max_rows": 4}
@@ -35,6 +36,16 @@ def test_flash_attn_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.kernels.attention.backends.find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"install flash-attn 2\.8 or use 'triton'"):
         choose("flash-attn", device=torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", ["torch", "flash-attn"])
+def test_only_triton_has_fixed_splits(name: str) -> None:
+    use_deterministic_kernels(True)
+    try:
+        with pytest.raises(ValueError, match=f"got '{name}' with --deterministic, expected 'trit"):
+            choose(name, device=torch.device("cuda"))
+    finally:
+        use_deterministic_kernels(False)
 
 
 def test_flash_attn_reads_no_8_bits() -> None:

@@ -10,6 +10,7 @@ import torch
 from llguidance import LLTokenizer
 
 from penstock.kernels.cpu import compiled_layers
+from penstock.kernels.determinism import is_deterministic
 from penstock.kernels.sampling.types import BIAS, DEFERRED, MASK, PENALTIES
 from penstock.kernels.step.forward_batch import BatchShape
 from penstock.models.qwen3 import Qwen3
@@ -38,6 +39,11 @@ def test_layers_of_a_cpu_are_compiled_with_the_checkpoints_16_bits() -> None:
     assert runner._model.compiled is not None
     assert runner._model.head.weight.dtype == torch.bfloat16
     assert {cache.k.dtype for cache in runner._kv_caches} == {torch.float32}
+
+
+def test_a_cpu_needs_no_other_kernels_to_be_deterministic() -> None:
+    assert loaded_model(Config(device="cpu", deterministic=True)).compiled is not None
+    assert not is_deterministic()
 
 
 def test_weights_of_32_bits_stay(tmp_path: Path) -> None:
