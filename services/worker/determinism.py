@@ -1,8 +1,9 @@
-"""The check that this GPU's products do not depend on the number of rows (`--deterministic`)."""
+"""The kernels of `--deterministic`, and the check that this GPU's products suit them."""
 
 import torch
 from torch import Tensor
 
+from penstock.kernels.determinism import is_deterministic, use_deterministic_kernels
 from penstock.kernels.linear.linear import linear, norm_linear, norm_swiglu
 from penstock.kernels.moe.moe import norm_moe
 from penstock.kernels.quantize.types import Rows, parts
@@ -10,19 +11,27 @@ from penstock.models.moe import MoE
 from penstock.models.parallel import ColumnParallelLinear, ParallelLMHead, RowParallelLinear
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.config import Config
 
 ROWS = 1, 17, 64, 65, 256
 EPS = 1e-6
 
 
+def use_kernels(config: Config, device: torch.device) -> None:
+    """Use the kernels of `--deterministic` in this process, or the fastest; on a GPU."""
+    use_deterministic_kernels(config.deterministic and device.type == "cuda")
+
+
 @torch.inference_mode()
-def check_products(model: Qwen3) -> None:
+def checked(model: Qwen3) -> Qwen3:
     """Multiply each shape of weight with different numbers of rows. Raises ModelError.
 
     Few and many rows may use different instructions of the tensor cores, and these may add
     otherwise on another GPU.
     """
     seen = set()
+    if not is_deterministic():
+        return model
     for name, module in model.named_modules():
         if not isinstance(module, ColumnParallelLinear | RowParallelLinear | ParallelLMHead | MoE):
             continue
@@ -42,6 +51,7 @@ def check_products(model: Qwen3) -> None:
                     f"--deterministic: {name} has other bits with {rows} rows on {gpu}, which adds "
                     "otherwise than the GPUs that were tested; leave the option out"
                 )
+    return model
 
 
 def _product(

@@ -11,7 +11,6 @@ import torch
 
 from penstock.kernels.attention.backends import choose_attention
 from penstock.kernels.attention.reference import AttentionBackend
-from penstock.kernels.determinism import is_deterministic, use_deterministic_kernels
 from penstock.kernels.quantize.types import FP8
 from penstock.kernels.step.forward_batch import BatchShape
 from penstock.models.allocation import with_integers
@@ -41,7 +40,7 @@ from penstock.services.worker.compiling import (
     takes_integers,
 )
 from penstock.services.worker.cuda_graphs import decode_shapes, prefill_shapes
-from penstock.services.worker.determinism import check_products
+from penstock.services.worker.determinism import checked, use_kernels
 from penstock.services.worker.device import check_capability, choose_device, compute_dtype
 from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.kept_memory import KeptMemory, Region, load_model
@@ -81,7 +80,6 @@ def load(
     model_config = quantized(read_model_config(config.model_folder), config.quantization)
     check_tp(model_config, assignment.tp_size, config.enable_expert_parallel)
     dtype = compute_dtype(model_config, config.dtype, device)
-    use_deterministic_kernels(config.deterministic and device.type == "cuda")
     # Its thread loads while this thread waits for the group, the device and the disk.
     grammars = None if assignment.rank else Grammars(config.model_folder)
     place = assignment.rendezvous, assignment.rank, assignment.tp_size
@@ -97,8 +95,6 @@ def load(
     memory = KeptMemory(config, assignment, device, MemoryClient.from_environment())
     sizes = dtype, max_blocks * attention.block_size
     model = _load_model(config, model_config, memory, tp, attention, *sizes, on_progress)
-    if is_deterministic():
-        check_products(model)
     times.end("weights")
     if device.type == "cpu":
         compile_layers(config, model_config, model)
@@ -151,7 +147,7 @@ def _load_model(
         if on_cpu and may_compile(config) and not model_config.fp8:
             narrow_weights(model)
 
-    return load_model(memory, config, make, fill)
+    return checked(load_model(memory, config, make, fill))
 
 
 def _check_integers(config: Config, device: torch.device) -> None:
@@ -170,6 +166,7 @@ def _check_integers(config: Config, device: torch.device) -> None:
 def _attention(
     config: Config, model: ModelConfig, tp_size: int, device: torch.device
 ) -> AttentionBackend:
+    use_kernels(config, device)
     try:
         return choose_attention(
             config.attention,
