@@ -20,6 +20,7 @@ _BIAS_BLOCK = tl.constexpr(256)
 _PENALTIES, _BIAS = tl.constexpr(types.PENALTIES), tl.constexpr(types.BIAS)
 _MASK, _DEFERRED = tl.constexpr(types.MASK), tl.constexpr(types.DEFERRED)
 _MAX_BIAS = tl.constexpr(types.MAX_BIAS)
+_NUM_COLUMNS = tl.constexpr(types.NUM_COLUMNS)
 _REPETITION, _FREQUENCY = tl.constexpr(types.REPETITION), tl.constexpr(types.FREQUENCY)
 _PRESENCE, _NUM_GIVEN = tl.constexpr(types.PRESENCE), tl.constexpr(types.NUM_GIVEN)
 _MIN_LENGTH = tl.constexpr(types.MIN_LENGTH)
@@ -142,7 +143,7 @@ def _process(
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     if slot >= 0:
-        parameters_ptr += slot * 8
+        parameters_ptr += slot * _NUM_COLUMNS
         flags = tl.load(parameters_ptr)
         if not deferred:
             flags = tl.where((flags & _DEFERRED) > 0, 0, flags)

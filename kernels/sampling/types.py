@@ -9,7 +9,9 @@ from torch import Tensor
 PENALTIES, BIAS, MASK, DEFERRED = 1, 2, 4, 8
 """flags of a slot: its row has penalties, a bias, or a bitmask; or the row is left to a second call
 of `process_logits`"""
-FLAGS, REPETITION, FREQUENCY, PRESENCE, NUM_GIVEN, MIN_LENGTH, NUM_BIAS, NUM_LONG_BIAS = range(8)
+NUM_COLUMNS = 8
+FLAGS, REPETITION, FREQUENCY, PRESENCE = range(4)
+NUM_GIVEN, MIN_LENGTH, NUM_BIAS, NUM_LONG_BIAS = range(4, NUM_COLUMNS)
 """columns of `LogitsState.parameters`; penalties as the bits of a float32"""
 MAX_BIAS = 2048
 """biased tokens of a row, including its end tokens"""
@@ -44,7 +46,7 @@ class LogitsState(NamedTuple):
     first_token: int
     """token id of the shard's first logit"""
     parameters: Tensor
-    """int32 [num_slots, 8]: the columns above"""
+    """int32 [num_slots, NUM_COLUMNS]: the columns above"""
     occurrences: Tensor
     """int32 [num_slots, tokens of the shard]: twice the occurrences in the output, plus 1 if the
     prompt has the token"""
@@ -61,7 +63,7 @@ def make_logits_state(
     empty = partial(torch.empty, dtype=torch.int32, device=device)
     return LogitsState(
         first_token,
-        parameters=torch.zeros(num_slots, 8, dtype=torch.int32, device=device),
+        parameters=torch.zeros(num_slots, NUM_COLUMNS, dtype=torch.int32, device=device),
         occurrences=empty(num_slots, num_tokens),
         bias=empty(num_slots, 2, MAX_BIAS),
         bitmask=empty(num_slots, -(-vocab_size // 32)),

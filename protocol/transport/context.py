@@ -8,7 +8,7 @@
 | requests      | PULL ← PUSH     | scheduler | tokenizers, gateway, detokenizers   |
 | workers       | ROUTER ↔ DEALER | scheduler | workers                             |
 | detokenizers  | ROUTER ↔ DEALER | scheduler | detokenizers                        |
-| results       | PULL ← PUSH     | gateway   | detokenizers, scheduler             |
+| results       | PULL ← PUSH     | gateway   | detokenizers, scheduler, supervisor |
 | pulses        | PULL ← PUSH     | launch    | every process (`launch all` binds)  |
 
 All but the first are `ipc://` files in the run folder, or, in a cluster, names whose addresses a

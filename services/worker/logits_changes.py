@@ -3,7 +3,13 @@
 import numpy as np
 import torch
 
-from penstock.kernels.sampling.types import DEFERRED, FLAGS, PENALTIES, make_logits_state
+from penstock.kernels.sampling.types import (
+    DEFERRED,
+    FLAGS,
+    NUM_COLUMNS,
+    PENALTIES,
+    make_logits_state,
+)
 from penstock.services.worker.launched_step import integers_to_device, to_device
 from penstock.services.worker.processed_row import ProcessedRow
 
@@ -18,7 +24,7 @@ class LogitsChanges:
         self.state = make_logits_state(num_slots, vocab_size, start, stop - start, device)
         self.deferred = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=device)
         """by slot: the slot if its row is deferred, otherwise -1; the last element: for slot -1"""
-        self._parameters = np.zeros((num_slots, 8), np.int32)
+        self._parameters = np.zeros((num_slots, NUM_COLUMNS), np.int32)
         self._start, self._stop, self._device = start, stop, device
 
     def remove(self, slots: list[int]) -> None:

@@ -81,10 +81,18 @@ def product(matrix: Integers, target: compiler.Target, x: Tensor) -> tuple[Tenso
     return compiled.logits(x, torch.ones(x.shape[1]), 1e-6, matrix), wide(matrix)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("group_size", "has_shift"), GROUPS)
+COMBINATIONS = [
+    pytest.param(
+        target, *group, marks=pytest.mark.slow if (at - number) % 4 == 0 else pytest.mark.long
+    )
+    for number, target in enumerate(TARGETS)
+    for at, group in enumerate(GROUPS)
+]
+"""each target and each kind of group with another one; all of them in `make test-long`"""
+
+
+@pytest.mark.parametrize(("make_target", "group_size", "has_shift"), COMBINATIONS)
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("make_target", TARGETS)
 def test_products_of_activations_of_8_bits_are_exact(
     make_target: Callable[[], compiler.Target], bits: int, group_size: int, has_shift: bool
 ) -> None:
