@@ -200,6 +200,8 @@ class ResponseEvents(NamedEvents):
         response = self.response
         if not response.output:
             yield from self._begin(OutputMessage(id=_new_id("msg")))
+            # clients that measure wait for a piece, even if no token had text
+            yield TextPiece(**self._here(), delta="", logprobs=[])
         is_whole = reply.finish_reason == "stop"
         yield from self._close("completed" if is_whole else "incomplete")
         response.usage = self._usage(reply)

@@ -166,6 +166,14 @@ def test_an_answer_that_is_cut_off_is_incomplete(text: str, kinds: list[str]) ->
     ]
 
 
+def test_an_answer_without_text_has_a_piece() -> None:
+    """`vllm bench serve` counts an answer without a piece as failed."""
+    found = streamed(events_of(request()), [], reply_of(""))
+    pieces = [one["delta"] for one in found if one["type"] == "response.output_text.delta"]
+    assert pieces == [""]
+    assert found[-1]["type"] == "response.completed"
+
+
 def test_logprobs_are_those_of_the_text() -> None:
     """Tokens of reasoning, of calls and of the tags around them are left out."""
     events = events_of(request(tools=[TOOL]))
