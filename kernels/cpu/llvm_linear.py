@@ -22,7 +22,7 @@ COLUMNS = 4
 BLOCK_BYTES = 256 << 10
 """of input rows that are multiplied with all columns before the next rows"""
 AHEAD = 8192
-"""columns of 4 bits that are prefetched of a single stream; a CPU foresees longer rows itself"""
+"""columns of integers that are prefetched of a single stream; a CPU foresees longer rows itself"""
 Weight = Pointer | IntegerPointer
 
 
@@ -151,7 +151,7 @@ class _Place:
         # the next columns; a CPU foresees neither four streams nor what comes after a page
         ahead = self.size * COLUMNS if len(ws) == COLUMNS else None
         is_integer = isinstance(ws[0], IntegerPointer)
-        if len(ws) < COLUMNS and is_integer and ws[0].kind.bits == 4:
+        if len(ws) < COLUMNS and is_integer:
             ahead = k.integer(AHEAD)
         multiply = integer_dot_tile if is_integer else dot_tile
         sums = multiply(k, self.target, [self.rows.at(row) for row in rows], ws, self.size, ahead)
