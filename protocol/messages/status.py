@@ -42,6 +42,8 @@ class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):
     replica: Annotated[int, Meta(ge=0)] = 0
     workers_ready: bool = False
     """plans can be run, whether or not there is a detokenizer"""
+    awaits_workers: bool = False
+    """plans may be run soon: the scheduler has restarted, and workers of its predecessor may live"""
     num_deaths: dict[str, int] = {}
     """while they can't be: requests that were in flight when workers died, and how often"""
     num_waiting: int = 0

@@ -26,11 +26,17 @@ class Replica:
         """requests that were ever assigned to it"""
         self.num_missed = 0
         """heartbeats since its last status"""
-        self.has_exited = False
+        self.num_absent = 0
+        """reports of the supervisor, the newest, in which its scheduler does not run"""
 
     def load(self) -> tuple[int, int]:
         """Return a key by which equally loaded replicas take turns."""
         return len(self.entries), self.num_given
+
+    @property
+    def has_exited(self) -> bool:
+        """Its scheduler did not run at two reports: a restart takes less than that."""
+        return self.num_absent > 1
 
     @property
     def is_silent(self) -> bool:
@@ -44,8 +50,8 @@ class Replica:
 
     @property
     def is_down(self) -> bool:
-        """The scheduler is silent, or has reported that it can't run anything."""
-        return self.is_silent or bool(self.status and not self.status.workers_ready)
+        """The scheduler is silent, or has reported that it can't run anything soon."""
+        return self.is_silent or bool(self.status and not _runs_soon(self.status))
 
     @property
     def is_ready(self) -> bool:
@@ -69,6 +75,11 @@ class Replica:
         if self.status is None or 0 < self.status.first_attempt < self.first_attempt:
             return None
         return self.status.unclaimed
+
+
+def _runs_soon(status: SchedulerStatus) -> bool:
+    """Return whether plans can be run, or may be soon, with the KV cache there was."""
+    return status.workers_ready or status.awaits_workers
 
 
 class Router:
@@ -121,7 +132,7 @@ class Router:
         if before and status.epoch < before.epoch:
             return None
         is_new = before is None or status.epoch > before.epoch
-        if before and (is_new or before.workers_ready > status.workers_ready):
+        if before and (is_new or _runs_soon(before)) and not _runs_soon(status):
             self._prefixes.forget(replica.index)
         replica.status, replica.num_missed = status, 0
         return is_new
@@ -129,7 +140,7 @@ class Router:
     def take_running(self, running: Collection[int]) -> None:
         """Record which replicas have a scheduler that runs, as the supervisor reports."""
         for one in self._all:
-            one.has_exited = one.index not in running
+            one.num_absent = 0 if one.index in running else one.num_absent + 1
             if one.has_exited:
                 one.status = None
 
@@ -170,7 +181,7 @@ class Router:
     def migrate(self, entry: Entry) -> int | None:
         """Leave a replica that can't run the request for one that can. Return the replica left."""
         before = self._all[entry.replica]
-        if before.runs or not any(one.runs for one in self._all):
+        if not before.is_down or not any(one.runs for one in self._all):
             return None
         deaths = before.status.num_deaths if before.status else {}
         entry.num_deaths = deaths.get(entry.request_id, 0)

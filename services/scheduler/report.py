@@ -22,7 +22,7 @@ def fill_status(
     status.detokenizers = {peer.name: len(peer.work) for peer in streams.detokenizers}
     status.workers = group.names
     status.num_bad_frames = traffic.bad_frames
-    status.workers_ready = group.ready
+    status.workers_ready, status.awaits_workers = group.ready, group.is_awaited
     if scheduler is None:
         return
     status.gpu_idle_us = group.idle_us

@@ -100,6 +100,14 @@ class WorkerGroup:
         return min(hello.host_slots for hello in hellos), xxh3_64_intdigest(repr(ids).encode()) >> 1
 
     @property
+    def is_awaited(self) -> bool:
+        """True while the group of an earlier scheduler may still be adopted."""
+        num_fresh = sum(not hello.group for hello in self._hellos.values())
+        is_whole = num_fresh <= self._num_expected - self.tp_size
+        is_listening = not self._had_group and self._num_heartbeats <= LISTENING and is_whole
+        return not self.ready and (is_listening or self._is_adopted)
+
+    @property
     def idle_us(self) -> tuple[float, float]:
         """Idle times of rank 0's GPU between steps; 0 while there is no group."""
         return self._hellos[self.members[0]].idle_us if self.members else (0.0, 0.0)
@@ -171,7 +179,8 @@ class WorkerGroup:
         self.members_before = [(hello.name, hello.pid) for hello in hellos]
         self._forget(lost)
         rest = [member for member in self.members if member != lost]
-        self.members, self.epoch, self._assignments, self.ready = [], 0, [], False
+        self.members, self.epoch, self._assignments = [], 0, []
+        self.ready = self._is_adopted = False
         return self._dismiss(rest, reason) + self._seat()
 
     def _forget(self, identity: bytes) -> None:

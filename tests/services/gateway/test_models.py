@@ -151,8 +151,8 @@ def test_a_scheduler_that_restarted_gets_its_model_s_requests(harness: TwoModels
     names = [ProcessStatus(name="a/scheduler.1", pid=1, uptime=1.0, restarts=0)]
     harness.its["a"].results.send(SupervisorReport(names))
     harness.run_until(lambda: harness.gateway.processes)
-    exited = [model.router._all[0].has_exited for model in harness.gateway.models]
-    assert exited == [False, True]
+    absent = [model.router._all[0].num_absent for model in harness.gateway.models]
+    assert absent == [0, 1]
 
 
 def test_a_client_that_left_leaves_nothing(harness: TwoModels) -> None:

@@ -29,9 +29,9 @@ def report(harness: GatewayHarness, replica: int, runs: bool = True, **fields: A
     harness.run_until(lambda: status in harness.gateway.default.router.statuses)
 
 
-def supervise(harness: GatewayHarness, *names: str) -> None:
+def supervise(harness: GatewayHarness, *names: str, uptime: float = 1.0) -> None:
     """Send the supervisor's report of the processes that run."""
-    processes = [ProcessStatus(name=name, pid=5, uptime=1.0, restarts=0) for name in names]
+    processes = [ProcessStatus(name=name, pid=5, uptime=uptime, restarts=0) for name in names]
     harness.detokenizer.send(SupervisorReport(processes))
     harness.run_until(lambda: harness.gateway.processes == processes)
 
@@ -48,7 +48,8 @@ def test_what_a_replica_without_a_scheduler_has_goes_on_at_once(start_gateway: S
     harness.submit(harness.connect(), "a")
     assert harness.tokenize().replica == 0
     supervise(harness, "gateway.1", "scheduler.1", "scheduler.2")
-    supervise(harness, "gateway.1", "scheduler.2")
+    for uptime in (1.0, 1.5):  # a restart takes less
+        supervise(harness, "gateway.1", "scheduler.2", uptime=uptime)
     assert harness.tokenize().replica == 1
     assert not harness.gateway.is_ready
     supervise(harness, "gateway.1", "scheduler.1", "scheduler.2")

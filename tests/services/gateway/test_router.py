@@ -163,6 +163,32 @@ def test_what_a_replica_without_workers_has_goes_on_elsewhere() -> None:
     assert placed(router, "b", TEXT) == 0, "the cache of the other one was lost"
 
 
+def test_who_is_about_to_be_back_is_not_left() -> None:
+    """The scheduler has restarted, and its workers have the KV cache of its requests."""
+    router = running(2)
+    router.assign(first := entry("a", TEXT))
+    router.take_running({1 - first.replica})
+    assert moved(router) == {}
+    assert router.take_status(status(0, epoch=2, runs=False, awaits_workers=True))
+    assert (moved(router), router.migrate(first)) == ({}, None)
+    assert placed(router, "b") == 1, "a new request does not wait"
+    router.take_status(status(0, epoch=2))
+    assert (moved(router), placed(router, "c", TEXT)) == ({}, 0)
+
+
+def test_who_does_not_come_back_is_left() -> None:
+    for report in ({1}, status(0, epoch=2, runs=False)):
+        router = running(2)
+        router.assign(entry("a", TEXT))
+        router.take_running({1})
+        router.take_status(status(0, epoch=2, runs=False, awaits_workers=True))
+        if isinstance(report, SchedulerStatus):
+            router.take_status(report)
+        else:
+            router.take_running({1})
+        assert moved(router) == {"a": 0}
+
+
 def test_a_detokenizer_that_is_gone_is_no_reason_to_leave() -> None:
     router = running(2)
     router.assign(entry("a"))

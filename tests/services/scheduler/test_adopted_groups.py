@@ -1,6 +1,6 @@
 """Workers that outlive their scheduler, and the next one, which adopts their group or ends it."""
 
-from penstock.services.scheduler.workers import MAX_UNHEARD
+from penstock.services.scheduler.workers import LISTENING, MAX_UNHEARD
 from tests.services.scheduler.site import Site
 
 
@@ -81,3 +81,26 @@ def test_ranks_whose_others_are_not_heard_are_dismissed() -> None:
     del site.hellos[two]
     successors = site.start("w1", "w2", num_blocks=8)
     assert site.group.members == successors
+
+
+def test_a_group_is_awaited_as_long_as_it_may_be_adopted() -> None:
+    site = Site()
+    members = site.start("w1", "w2", num_blocks=8)
+    assert not site.group.is_awaited
+    site.restart_scheduler()
+    assert site.group.is_awaited
+    site.say_hello(members[0])
+    assert site.group.is_awaited
+    site.pass_time(LISTENING)
+    assert site.group.is_awaited
+    site.pass_time(1)
+    assert not site.group.is_awaited
+
+
+def test_a_fresh_worker_shows_that_there_is_no_group_to_adopt() -> None:
+    for num_spares in (0, 1):
+        site = Site(num_spares=num_spares)
+        site.start("w1")
+        assert site.group.is_awaited == (num_spares == 1)
+        site.start("w2")
+        assert not site.group.is_awaited
