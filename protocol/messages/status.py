@@ -43,7 +43,7 @@ class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):
     workers_ready: bool = False
     """plans can be run, whether or not there is a detokenizer"""
     awaits_workers: bool = False
-    """plans may be run soon: the scheduler has restarted, and workers of its predecessor may live"""
+    """plans may be run soon: the scheduler has restarted, and may adopt the workers there were"""
     num_deaths: dict[str, int] = {}
     """while they can't be: requests that were in flight when workers died, and how often"""
     num_waiting: int = 0
