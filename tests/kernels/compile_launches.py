@@ -39,6 +39,9 @@ LARGE = {
     "_weight_only_kernel",
     "packed_gemm_kernel",
     "multiply_packed",
+    "decode_kernel",
+    "prefill_kernel",
+    "ranged_gemm_kernel",
 }
 """kernels whose tiles may be too large for a GPU"""
 CUOBJDUMP = Path(triton.__file__).with_name("backends") / "nvidia/bin/cuobjdump"
