@@ -20,8 +20,7 @@ from penstock.protocol.transport.socket_info import (
     shut_down,
     take_events,
 )
-from penstock.services.gateway.connection_limits import ConnectionLimits
-from penstock.services.gateway.connection_traffic import ConnectionTraffic
+from penstock.services.gateway.connection_limits import ConnectionLimits, ConnectionTraffic
 from penstock.services.gateway.validation import refuse_if
 
 log = logging.getLogger("gateway")

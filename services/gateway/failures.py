@@ -10,8 +10,8 @@ from penstock.protocol.poison import REFUSED
 from penstock.services.gateway.entry import Entry, GapError
 from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.poison import GIVEN_UP, Poison, digest
+from penstock.services.gateway.queries import Query
 from penstock.services.gateway.router import Router
-from penstock.services.gateway.tokenizer_queries import Query
 from penstock.services.gateway.tokenizers import Work
 from penstock.services.gateway.validation import WorkRequest
 

@@ -23,7 +23,7 @@ from penstock.services.gateway.client_watch import ClientWatch
 from penstock.services.gateway.connections import Client, Totals
 from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.model import Model
-from penstock.services.gateway.status_queries import StatusQueries
+from penstock.services.gateway.queries import StatusQueries
 from penstock.services.gateway.validation import RefusedError
 
 log = logging.getLogger("gateway")

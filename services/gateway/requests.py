@@ -23,8 +23,8 @@ from penstock.services.gateway.entry import Entry, GapError, estimated_tokens
 from penstock.services.gateway.failures import Failures
 from penstock.services.gateway.ledger import Admission, Ledger
 from penstock.services.gateway.poison import Poison
+from penstock.services.gateway.queries import Queries, num_query_tokens
 from penstock.services.gateway.router import Router
-from penstock.services.gateway.tokenizer_queries import Queries, num_query_tokens
 from penstock.services.gateway.tokenizers import Tokenizers
 from penstock.services.gateway.validation import (
     RefusedError,

@@ -12,7 +12,7 @@ from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.peers import Peer, Peers, predecessors
 from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.poison import MAX_DEATHS, Poison
-from penstock.services.gateway.tokenizer_queries import Query
+from penstock.services.gateway.queries import Query
 
 MAX_BYTES = 1 << 17
 """of work that one tokenizer has at a time, if it is not one piece: other work can be dropped"""

@@ -1,14 +1,93 @@
-"""Status requests of clients, and those that wait for readiness or a report."""
+"""Queries: requests that a tokenizer answers alone, and requests for the status."""
 
 from collections.abc import Callable
+from itertools import count
 from typing import NamedTuple
 
-from penstock.protocol.messages.client import StatusRequest
+from penstock.protocol.messages.client import ErrorReply, StatusRequest, TokenizePromptRequest
 from penstock.protocol.messages.codec import Codec
 from penstock.protocol.messages.status import StatusReply
+from penstock.protocol.messages.tokenizer import TokenizerQuery, TokenizerReply
 from penstock.services.gateway.client_socket import ClientSocket
-from penstock.services.gateway.connections import Client
-from penstock.services.gateway.validation import RefusedError
+from penstock.services.gateway.connections import Client, Totals
+from penstock.services.gateway.entry import estimated_tokens
+from penstock.services.gateway.validation import RefusedError, TokenizerRequest
+
+
+class Query:
+    """One request that a tokenizer answers alone: token ids of a prompt, or text of token ids."""
+
+    def __init__(
+        self, number: int, client: Client, request: TokenizerRequest, num_bytes: int
+    ) -> None:
+        self.key = number
+        self.client = client
+        self.size = num_bytes
+        self.share = client.share
+        self.priority = 0
+        self.num_tokens = num_query_tokens(request)
+        self.request = request
+
+    @property
+    def is_open(self) -> bool:
+        return not self.client.connection.is_closed
+
+    def submission(self) -> TokenizerQuery:
+        return TokenizerQuery(self.key, self.request)
+
+
+def num_query_tokens(request: TokenizerRequest) -> int:
+    """Return the estimated length of the prompt that is to be tokenized."""
+    return estimated_tokens(request) if isinstance(request, TokenizePromptRequest) else 0
+
+
+class Queries:
+    """All open queries by number, which is unique: an earlier gateway's answer may arrive."""
+
+    def __init__(
+        self,
+        first_number: int,
+        clients: ClientSocket,
+        totals: Totals,
+        send: Callable[[Query], None],
+        forget: Callable[[Query], None],
+    ) -> None:
+        """send, forget: of `Tokenizers`."""
+        self._numbers = count(first_number)
+        self._open: dict[int, Query] = {}
+        self._clients = clients
+        self._totals = totals
+        self._send, self._forget = send, forget
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def submit(self, client: Client, request: TokenizerRequest, num_bytes: int) -> None:
+        """Send a query, of a frame of `num_bytes`, to a tokenizer."""
+        query = Query(next(self._numbers), client, request, num_bytes)
+        self._open[query.key] = query
+        self._totals.count(query.share, 1, query.num_tokens, query.size)
+        self._send(query)
+
+    def answer(self, message: TokenizerReply) -> None:
+        """Send a tokenizer's reply to the client; the second one of a query is dropped."""
+        if query := self._remove(message.number):
+            self._clients.reply(query.client, message.reply)
+
+    def fail(self, query: Query, message: str) -> None:
+        self.answer(TokenizerReply(query.key, ErrorReply(code="failed", message=message)))
+
+    def drop_closed(self) -> None:
+        for query in [one for one in self._open.values() if not one.is_open]:
+            self._forget(query)
+            self._remove(query.key)
+
+    def _remove(self, number: int) -> Query | None:
+        query = self._open.pop(number, None)
+        if query:
+            self._totals.count(query.share, -1, -query.num_tokens, -query.size)
+        return query
+
 
 MAX_WAITING = 1024
 """status requests that are answered at once, when a report arrives: in a few milliseconds"""
