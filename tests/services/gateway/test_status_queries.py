@@ -7,12 +7,12 @@ import pytest
 from penstock.protocol.messages.client import StatusRequest
 from penstock.protocol.messages.codec import JSON
 from penstock.protocol.messages.status import SchedulerStatus, StatusReply
-from penstock.services.gateway import status_queries
+from penstock.services.gateway import queries
 from penstock.services.gateway.process import Gateway
 from tests.services.gateway.conftest import GatewayHarness
 
 Start = Callable[..., GatewayHarness]
-LIMIT = status_queries.MAX_WAITING_PER_CONNECTION
+LIMIT = queries.MAX_WAITING_PER_CONNECTION
 FRESH = StatusRequest(fresh=True)
 
 
@@ -50,11 +50,11 @@ def test_a_fresh_status_of_a_pipeline_that_is_ready(
 
 def test_all_of_them_have_a_limit(start_gateway: Start) -> None:
     harness = start_gateway()
-    clients = [harness.connect() for _ in range(status_queries.MAX_WAITING // LIMIT)]
+    clients = [harness.connect() for _ in range(queries.MAX_WAITING // LIMIT)]
     for client in clients:
         harness.send(client, *[FRESH] * LIMIT)
     waiting = harness.gateway.status_queries
-    harness.run_until(lambda: len(waiting.for_report) == status_queries.MAX_WAITING)
+    harness.run_until(lambda: len(waiting.for_report) == queries.MAX_WAITING)
     late = harness.connect()
     harness.send(late, FRESH)
     assert (
@@ -63,14 +63,14 @@ def test_all_of_them_have_a_limit(start_gateway: Start) -> None:
     )
     inner = harness.connect_inside()
     harness.send(inner, FRESH)
-    harness.run_until(lambda: len(waiting.for_report) == status_queries.MAX_WAITING + 1)
+    harness.run_until(lambda: len(waiting.for_report) == queries.MAX_WAITING + 1)
     inner.close()
     clients[0].close()
     harness.run_until(lambda: len(harness.gateway.connections) == len(clients))
     harness.run_heartbeats(1)
-    assert len(waiting.for_report) == status_queries.MAX_WAITING - LIMIT
+    assert len(waiting.for_report) == queries.MAX_WAITING - LIMIT
     harness.send(late, FRESH)
-    harness.run_until(lambda: len(waiting.for_report) == status_queries.MAX_WAITING - LIMIT + 1)
+    harness.run_until(lambda: len(waiting.for_report) == queries.MAX_WAITING - LIMIT + 1)
 
 
 def test_both_encodings_with_and_without_metrics(start_gateway: Start) -> None:
