@@ -81,13 +81,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Groups(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run groups of files first, then files with processes, then files with slow tests.
 
-    Short files are left for the end, when one worker may have nothing more to do.
+    Short files are left for the end, when one worker may have nothing more to do. Tests that load
+    Qwen3's tokenizer are slow.
     """
     slowest: dict[Path, int] = {}
     for item in items:
+        if "qwen3_folder" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
         marks = {one.name for one in item.iter_markers()}
         place = 1 if marks & {"pipeline", "chaos"} else 2 if marks & {"slow", "search"} else 3
         path = item.nodeid.partition("::")[0]

@@ -47,6 +47,7 @@ def test_init_files_hold_a_docstring_alone() -> None:
         assert not code or path == ROOT / "launch" / "api" / "__init__.py", path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     [

@@ -47,6 +47,7 @@ def assert_same(found: Qwen3, wanted: Qwen3) -> None:
             assert torch.equal(other, weight)
 
 
+@pytest.mark.slow
 @SHAPES
 @pytest.mark.parametrize("expert_parallel", [False, True])
 @pytest.mark.parametrize("tp", WHOLE_AND_PARTS, ids=["whole", "first", "second"])
@@ -222,6 +223,7 @@ def test_parts_within_blocks_are_quantised_anew(tmp_path: Path, shape: dict[str,
         load_model(folder)
 
 
+@pytest.mark.slow
 def test_the_demo_model_answers_in_8_bits() -> None:
     items = tasks()[:12]
     bits = {"quantization": "fp8", "quantize_lm_head": True}

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from penstock.protocol.config import Config
 from penstock.services.tokenizer import fast_encoder
 from penstock.services.tokenizer.fast_encoder import load_fast_encoder
+from penstock.services.tokenizer.prompts import Tokenizer as Prompts
 from tests.search import scaled
 from tests.tools.fuzz_tokenizer import differing
 
@@ -29,9 +30,9 @@ def test_ids_of_random_strings(qwen3_folder: Path) -> None:
     assert differing(qwen3_folder, scaled(3500), seed=1) == []
 
 
-def test_the_demo_model_and_qwen3_are_encoded_fast(qwen3_folder: Path) -> None:
-    for path in (DEMO, qwen3_folder / "tokenizer.json"):
-        assert load_fast_encoder(path, Tokenizer.from_file(str(path)))
+def test_the_demo_model_and_qwen3_are_encoded_fast(qwen3_tokenizer: Prompts) -> None:
+    assert load_fast_encoder(DEMO, Tokenizer.from_file(str(DEMO)))
+    assert qwen3_tokenizer._fast
 
 
 def test_an_unknown_kind_is_left_to_tokenizers(

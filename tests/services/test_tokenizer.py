@@ -200,6 +200,7 @@ DEEP: dict[str, Any] = {
 """overflows the stack"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wanted", "reason"),
     [
@@ -226,6 +227,7 @@ def test_a_grammar_that_does_not_compile(
     assert not pipeline.scheduler.socket.poll(0)
 
 
+@pytest.mark.slow
 def test_slow_grammars_delay_no_other_request(pipeline: Pipeline) -> None:
     for number in range(3):
         pipeline.ask(f"slow{number}", **SLOW)

@@ -92,6 +92,7 @@ def in_chunks(cache: Cache, sequence: int, bounds: list[int]) -> Tensor:
     return torch.cat([cache.attend([(sequence, begin, end)])[0] for begin, end in pairwise(bounds)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("block_size", [1, 16, 48, 256])
@@ -115,6 +116,7 @@ def test_a_step_mixes_prefill_chunks_and_decode() -> None:
         torch.testing.assert_close(result, expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_chunks_change_no_bit(num_heads: int, num_kv_heads: int, head_dim: int) -> None:

@@ -210,6 +210,7 @@ def test_a_terminal_has_a_progress_bar() -> None:
         assert b"Fetching 1 files: 100%" in lines.read1(1 << 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_download_ends_with_its_command(hub: FakeHub, number: signal.Signals) -> None:
     """A transfer that never ends, and Ctrl-C, which reaches the group, or the end of `launch`."""
@@ -252,6 +253,7 @@ def test_a_folder_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         resolve({"revision": "v1"})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hub")
 def test_the_downloader_is_a_process(tmp_path: Path) -> None:
     options = resolve({"model": NAME, "tp": 2, "revision": "v1"})
