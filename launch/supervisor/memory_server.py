@@ -72,6 +72,8 @@ class MemoryServer:
         except (OSError, msgspec.DecodeError):
             message = None
         match message:
+            case TakeMemory(name, shares=True):
+                self._send(self._regions.get(name), peer)
             case TakeMemory(name):
                 self._tasks.start(self._pass_on(name, peer))
             case KeepMemory(name, manifest) if descriptors:
@@ -98,6 +100,9 @@ class MemoryServer:
             else:
                 self._say(f"memory {name} is not used again: its process ended with {how}")
                 self._drop(name)
+        self._send(region, peer)
+
+    def _send(self, region: _Region | None, peer: _Peer) -> None:
         descriptors = [region.descriptor] if region else []
         self._reply(peer, MemoryReply(region.manifest if region else b""), descriptors)
 

@@ -10,6 +10,8 @@ class TakeMemory(Struct, tag=True):
     """Process → supervisor: pass on the memory of this name, once its last user has exited."""
 
     name: str
+    shares: bool = False
+    """at once, beside its user: it may only be read, and is taken before it is written"""
 
 
 class KeepMemory(Struct, tag=True):

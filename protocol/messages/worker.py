@@ -41,6 +41,8 @@ class WorkerState(Struct, array_like=True, tag=True):
     """KV blocks that fit into its host tier; 0: there is none, or none yet"""
     host_memory: int = 0
     """id of the host tier's memory, as `memory`"""
+    standby: bool = False
+    """whether it is in a standby group: see `WorkerAssignment`"""
 
 
 class WorkerAssignment(Struct, array_like=True, tag=True):
@@ -62,6 +64,8 @@ class WorkerAssignment(Struct, array_like=True, tag=True):
     replica: int = 0
     spans_nodes: bool = False
     """whether the group's workers are on several machines"""
+    standby: bool = False
+    """whether it only maps the memory of a group that runs, and prepares to continue with it"""
 
 
 class CopyBlocks(Struct, PackedLists, array_like=True, tag=True):

@@ -49,9 +49,9 @@ class MemoryClient:
         number = os.environ.get(MEMORY_VARIABLE)
         return cls(socket.socket(fileno=os.dup(int(number)))) if number else None
 
-    def take(self, name: str) -> Taken | None:
-        """Return the memory of this name; waits for the exit of its last user."""
-        manifest, descriptors = self._request(TakeMemory(name))
+    def take(self, name: str, *, shares: bool = False) -> Taken | None:
+        """Return the memory of this name; waits for its last user's exit, unless it `shares`."""
+        manifest, descriptors = self._request(TakeMemory(name, shares))
         return Taken(manifest, descriptors[0]) if descriptors else None
 
     def keep(self, name: str, manifest: bytes, descriptor: int) -> None:

@@ -34,6 +34,7 @@ from penstock.services.scheduler.kept_records import make_scheduler, use_host_ti
 from penstock.services.scheduler.lease import Lease
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.sequence_limits import CannotFitError
+from penstock.services.scheduler.worker_exits import WorkerExits
 from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from penstock.services.scheduler.workers import NO_GROUP, WorkerGroup, WorkerMessage
 
@@ -44,16 +45,15 @@ class SchedulerProcess:
     """Takes requests, keeps plans in flight, passes tokens on."""
 
     def __init__(self, process: Process) -> None:
-        self.log = process.log
-        self.config = process.config
+        self.log, self.config = process.log, process.config
         self.epoch = first_number(process.incarnation)
         self.model = read_model_config(self.config.model_folder)
         self.eos_token_ids = frozenset(read_eos_token_ids(self.config.model_folder))
         self.scheduler: RecoverableScheduler | None = None
         self.plan_depth = PlanDepth(self.config.num_plans_in_flight)
         self.replica = process.replica
-        sizes = self.config.tp, self.config.spare_workers
-        self.group = WorkerGroup(*sizes, self.replica, process.context.node_id, self.epoch + 1)
+        node, sizes = process.context.node_id, (self.config.tp, self.config.spare_workers)
+        self.group = WorkerGroup(*sizes, self.replica, node, self.epoch + 1)
         self.streams = RecoverableStreams(self.epoch)
         self.requests: dict[str, Sequence] = {}
         """requests that the gateway has not released"""
@@ -73,6 +73,7 @@ class SchedulerProcess:
             self.on_heartbeat,
             HeartbeatThread(process, lambda: report.counters(self.scheduler, self.plan_bytes)),
         )
+        self.worker_exits = WorkerExits(self.loop, node, self.lose_worker)
         self.loop.add(self.workers, self.on_workers)
         self.loop.add(self.inbox, self.on_requests)
         self.loop.add(self.detokenizers, self.on_detokenizers)
@@ -80,8 +81,6 @@ class SchedulerProcess:
     def on_gateway_returned(self) -> None:
         """Act as a restarted scheduler, so that the gateway resubmits what may be lost."""
         self.epoch += 1
-
-    # ---- requests ----------------------------------------------------------------------------
 
     def on_requests(self) -> None:
         for _, message in self.inbox.receive():
@@ -155,8 +154,6 @@ class SchedulerProcess:
                 self.poison.remember(sequence)
         self.early = [r for r in self.early if r.request_id != request_id or r.attempt > attempt]
 
-    # ---- workers -----------------------------------------------------------------------------
-
     def on_workers(self) -> None:
         """Handle tokens of the oldest step, and heartbeats of workers."""
         for identity, message in self.workers.receive():
@@ -183,6 +180,7 @@ class SchedulerProcess:
             self.workers.send(WorkerExit(reason), identity)
             return
         was_ready = self.group.ready
+        self.worker_exits.watch(identity, hello)
         self.send_to_workers(self.group.hello(identity, hello))
         if self.group.ready and not was_ready:
             self.start_group()
@@ -193,7 +191,10 @@ class SchedulerProcess:
         """Send messages to workers; a worker that can't be reached is lost."""
         for identity, message in messages:
             if not self.workers.send(message, identity):
-                self.send_to_workers(self.group.lost(identity))
+                self.lose_worker(identity)
+
+    def lose_worker(self, identity: bytes) -> None:
+        self.send_to_workers(self.group.lost(identity))
 
     def start_group(self) -> None:
         """Begin an epoch with a group of workers that is ready."""
@@ -243,7 +244,7 @@ class SchedulerProcess:
             self.plan_bytes += len(frames[-1])
             for member in self.group.members:
                 if not all(self.workers.send_bytes(frame, member) for frame in frames):
-                    self.send_to_workers(self.group.lost(member))
+                    self.lose_worker(member)
                     break
         for identity, delta in self.streams.take_deltas():
             if not self.detokenizers.send(delta, identity):

@@ -54,10 +54,13 @@ class WorkerGroup:
         """plans may be sent"""
         self.members: list[bytes] = []
         """identities by rank; empty while there is no group"""
+        self.standby: list[bytes] = []
+        """identities by rank of a standby group; empty while there is none"""
         self._hellos: dict[bytes, WorkerState] = {}
         self._peers: Peers[None] = Peers()
         self._assignments: list[WorkerMessage] = []
         """the latest ones to the members"""
+        self._standby_assignments: list[WorkerMessage] = []
         self._num_blocks_before = 0
         """of the last group that was ready"""
         self.members_before: list[tuple[str, int]] = []
@@ -127,11 +130,14 @@ class WorkerGroup:
             if hello.incarnation < self._hellos[other].incarnation:
                 return self._dismiss([identity], f"another {hello.name} was started later")
             messages += self.lost(other)
+        if identity in self.standby:  # it may not know that yet
+            old = self._hellos[identity]
+            hello.group, hello.rank, hello.standby = old.group, old.rank, True
         self._hellos[identity] = hello
         self._peers.alive(identity, hello.name)
         if not self.members:
             return messages + self._seat()
-        return messages + self._check_ready()
+        return messages + self._check_ready() + self._seat_standby()
 
     def lost(self, identity: bytes) -> list[WorkerMessage]:
         """Dissolve the group of a lost worker; spare workers make the next one."""
@@ -139,7 +145,11 @@ class WorkerGroup:
             name = self._hellos[identity].name
             return self._dissolve(f"{name} exited or is unreachable", identity)
         self._forget(identity)
-        return []
+        if identity not in self.standby:
+            return []
+        rest = [member for member in self.standby if member != identity]
+        self.standby, self._standby_assignments = [], []
+        return self._dismiss(rest, "a rank of its standby group was lost") + self._seat_standby()
 
     def heartbeat(self) -> list[WorkerMessage]:
         """Return the members' places again, once an interval.
@@ -149,13 +159,13 @@ class WorkerGroup:
         scheduler's group whose others are not heard are dismissed after MAX_UNHEARD intervals.
         """
         self._num_heartbeats += 1
-        for identity in set(self._peers.silent()).difference(self.members):
+        for identity in set(self._peers.silent()).difference(self.members, self.standby):
             self._forget(identity)
         ranks = [] if self._had_group else [i for i, h in self._hellos.items() if h.group]
         self._num_unheard = self._num_unheard + 1 if ranks else 0
         if self._num_unheard > MAX_UNHEARD:
             return self._dismiss(ranks, "another rank of its group is not heard")
-        return self._assignments
+        return self._assignments + self._standby_assignments
 
     def _check_ready(self) -> list[WorkerMessage]:
         """Check whether all ranks have loaded, and those of an adopted group have run equal plans.
@@ -167,7 +177,7 @@ class WorkerGroup:
         has_begun = not self._is_adopted or all(one.epoch == self.epoch for one in states)
         if has_begun and len({one.num_plans_before for one in states}) > 1:
             return self._dissolve("its group's ranks have got different plans")
-        self.ready = has_begun and all(one.num_blocks for one in states)
+        self.ready = has_begun and all(one.num_blocks and not one.standby for one in states)
         return []
 
     def _dissolve(self, reason: str, lost: bytes = b"") -> list[WorkerMessage]:
@@ -201,9 +211,11 @@ class WorkerGroup:
             or self._num_heartbeats > LISTENING
             or self._had_group
         )
-        for group in {hello.group for hello in self._hellos.values()} - {""}:
+        # a standby group may be heard before the one whose memory it shares
+        groups = {hello.group: hello.standby for hello in self._hellos.values() if hello.group}
+        for group in sorted(groups, key=lambda group: groups[group]):
             ranks = {h.rank: i for i, h in self._hellos.items() if h.group == group}
-            if set(ranks) == set(range(self.tp_size)):
+            if set(ranks) == set(range(self.tp_size)) and (all_heard or not groups[group]):
                 return self._assign([ranks[rank] for rank in range(self.tp_size)], group)
             if fresh and all_heard:  # a member was restarted: the group will never be whole again
                 return self._dismiss(list(ranks.values()), f"group {group} is not whole")
@@ -229,19 +241,47 @@ class WorkerGroup:
         )
         return [identity for node in nodes for identity in on_node[node]][: self.tp_size]
 
+    def _seat_standby(self) -> list[WorkerMessage]:
+        """Let spare workers prepare to continue with the memory of a group that is ready."""
+        if self.standby or not self.ready or not self.memory:
+            return []
+        rest = [identity for identity in self._hellos if identity not in self.members]
+        groups = {self._hellos[identity].group for identity in rest} - {""}
+        fresh = [identity for identity in rest if not self._hellos[identity].group]
+        if groups:  # of an earlier scheduler; all ranks will be heard
+            fresh = [identity for identity in rest if self._hellos[identity].group]
+            fresh.sort(key=lambda identity: self._hellos[identity].rank)
+        if len(fresh) < self.tp_size:
+            return []
+        self.standby = fresh if groups else self._neighbours(fresh)
+        epoch = next(self._epochs)
+        group = max(groups, default=str(epoch))
+        self._standby_assignments = self._places(self.standby, epoch, group, standby=True)
+        for rank, identity in enumerate(self.standby):
+            hello = self._hellos[identity]
+            hello.group, hello.rank, hello.standby = group, rank, True
+        return self._standby_assignments
+
     def _assign(self, members: list[bytes], group: str) -> list[WorkerMessage]:
         self.epoch = next(self._epochs)
         self.members = members
+        self.standby, self._standby_assignments = [], []
         self._had_group, self._is_adopted = True, group != "" and self.tp_size > 1
         self._check_ready()
+        self._assignments = self._places(members, self.epoch, group or str(self.epoch))
+        return self._assignments
+
+    def _places(
+        self, members: list[bytes], epoch: int, group: str, *, standby: bool = False
+    ) -> list[WorkerMessage]:
         rendezvous = self._hellos[members[0]].rendezvous
         nodes = [self._hellos[member].node for member in members]
-        self._assignments = [
+        return [
             (
                 member,
                 WorkerAssignment(
-                    self.epoch,
-                    group or str(self.epoch),
+                    epoch,
+                    group,
                     rank,
                     self.tp_size,
                     rendezvous,
@@ -249,8 +289,8 @@ class WorkerGroup:
                     [pid for other, pid in self._pids_before if other == node],
                     self._replica,
                     spans_nodes=len(set(nodes)) > 1,
+                    standby=standby,
                 ),
             )
             for rank, (member, node) in enumerate(zip(members, nodes, strict=True))
         ]
-        return self._assignments

@@ -2,7 +2,7 @@
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -92,14 +92,14 @@ class CudaGraphs:
         self._computed: dict[BatchShape, Computed] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def capture_all(self, on_progress: Callable[[], None]) -> None:
+    def capture_all(self) -> Iterator[None]:
         """Capture all graphs, the largest first, so that the others fit into its memory.
 
-        Calls `on_progress` after each graph.
+        A step for each. No graph writes to the KV cache, for its record has no row.
         """
         for shape in reversed(self._shapes):
             self._capture(shape)
-            on_progress()
+            yield
             if len(self._graphs) % PROGRESS == 0:
                 log.info("CUDA graphs: %d of %d", len(self._graphs), len(self._shapes))
         log.info("captured %d CUDA graphs", len(self._shapes))

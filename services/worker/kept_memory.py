@@ -72,8 +72,15 @@ def _version_of(path: Path) -> tuple[int, ...]:
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
+class SharedMemoryError(ConnectionError):
+    """Memory of a running worker that a standby worker can't share, or can't take over."""
+
+
 class KeptMemory:
-    """Memory of one rank, by kind: `weights` and `kv`."""
+    """Memory of one rank, by kind: `weights` and `kv`.
+
+    A standby worker shares the memory of the worker that runs, and makes none of its own.
+    """
 
     def __init__(
         self,
@@ -85,6 +92,9 @@ class KeptMemory:
         """client: None where the supervisor keeps no memory."""
         self.device = device
         self._client = client
+        self._shares = assignment.standby
+        self._numbers: dict[str, int] = {}
+        """of shared memory, by kind"""
         self._place = f"{assignment.replica}.{assignment.rank}"
         files = sorted(path for path in config.model_folder.iterdir() if path.is_file())
         stats = [(str(path), *_version_of(path)) for path in files]
@@ -97,6 +107,11 @@ class KeptMemory:
         other.device = torch.device("cpu")
         return other
 
+    def check_own(self, kind: str) -> None:
+        """Raise SharedMemoryError in a standby worker, which makes no memory of its own."""
+        if self._shares:
+            raise SharedMemoryError(f"{kind}: no memory of the running worker can be shared")
+
     @property
     def lasts(self) -> bool:
         """True if memory outlives this process."""
@@ -104,23 +119,38 @@ class KeptMemory:
 
     def take(self, kind: str, *facts: object) -> Region | None:
         """Return the memory of the last worker, if `facts`, the checkpoint and so on are equal."""
-        taken = self._client.take(self._name(kind)) if self._client else None
-        if taken is None:
-            return None
-        try:
-            manifest = msgspec.msgpack.decode(taken.manifest, type=Manifest)
-            if manifest.digest == self._digest(kind, facts):
-                memory = _map(taken.descriptor, manifest.num_bytes, self.device)
-                return Region(memory, manifest)
-        except (OSError, ValueError) as error:  # also of msgspec
-            log.warning("%s: memory of the last worker can't be used: %s", kind, error)
-        finally:
-            os.close(taken.descriptor)
+        taken = self._client.take(self._name(kind), shares=self._shares) if self._client else None
+        if taken is not None:
+            try:
+                manifest = msgspec.msgpack.decode(taken.manifest, type=Manifest)
+                if manifest.digest == self._digest(kind, facts):
+                    memory = _map(taken.descriptor, manifest.num_bytes, self.device)
+                    self._numbers[kind] = manifest.number
+                    return Region(memory, manifest)
+            except (OSError, ValueError) as error:  # also of msgspec
+                log.warning("%s: memory of the last worker can't be used: %s", kind, error)
+            finally:
+                os.close(taken.descriptor)
         self.drop(kind)
         return None
 
+    def take_over(self) -> None:
+        """Own what was shared, once the worker that ran has exited.
+
+        Raises SharedMemoryError if that worker may have damaged the memory.
+        """
+        for kind, number in self._numbers.items():
+            taken = self._client.take(self._name(kind)) if self._client else None
+            if taken is None:
+                raise SharedMemoryError(f"{kind}: the memory of the last worker was dropped")
+            os.close(taken.descriptor)
+            if msgspec.msgpack.decode(taken.manifest, type=Manifest).number != number:
+                raise SharedMemoryError(f"{kind}: the last worker had other memory")
+        self._shares = False
+
     def drop(self, kind: str) -> None:
-        """Let the memory of the last worker end."""
+        """Let the memory of the last worker end; raise SharedMemoryError if it still runs."""
+        self.check_own(kind)
         if self._client:
             self._client.drop(self._name(kind))
 
@@ -172,6 +202,7 @@ def load_model(
 ) -> Qwen3:
     """Return a model with the last worker's weights, or one that `make` makes and `fill` loads."""
     if config.quantization in INTEGER_BITS:  # made of the weights, which are then freed
+        memory.check_own("weights")
         model = make()
         fill(model)
         return model

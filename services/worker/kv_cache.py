@@ -15,6 +15,8 @@ from penstock.protocol.messages.plan import MAX_BLOCKS
 from penstock.services.worker.kept_memory import Region
 
 log = logging.getLogger(__name__)
+STANDBY_BYTES = 1 << 30
+"""of a standby worker's CUDA context, with kernels and the memory of cuBLAS and NCCL"""
 
 
 class KVMemory(NamedTuple):
@@ -106,13 +108,17 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def free_gpu_bytes(
-    worst_cases: Sequence[Callable[[], object]], utilization: float, device: torch.device
+    worst_cases: Sequence[Callable[[], object]],
+    utilization: float,
+    device: torch.device,
+    *,
+    has_standby: bool,
 ) -> int:
     """Return the bytes that remain for the KV cache on a GPU.
 
     worst_cases: run the largest step of rows without extras, for which CUDA graphs have their own
     memory, then of rows with all extras. utilization: share of the GPU's memory that all processes
-    together may use.
+    together may use. has_standby: another worker is to share weights and KV cache.
     """
     before = torch.cuda.memory_allocated(device)
     peaks = []
@@ -125,4 +131,9 @@ def free_gpu_bytes(
     free, total = torch.cuda.mem_get_info(device)
     log.info("the largest step takes %.2f GiB in addition to the weights", max(peaks) / 2**30)
     # once for the CUDA graphs' pool, once for eager steps and the logits processor
-    return int(free - (1 - utilization) * total - peaks[0] - max(peaks))
+    steps = peaks[0] + max(peaks)
+    # what remains allocated are buffers of the steps: these weights are no tensors of torch's
+    standby = has_standby * (STANDBY_BYTES + before + steps)
+    if has_standby:
+        log.info("the standby worker has %.2f GiB", standby / 2**30)
+    return int(free - (1 - utilization) * total - steps - standby)

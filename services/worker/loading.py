@@ -107,10 +107,9 @@ def load(
     on_progress()
     if device.type == "cuda" and config.enable_cuda_graphs and attention.can_be_captured:
         runner.use_graphs(_graph_shapes(config, model, max_blocks * attention.block_size))
-        if (
-            not assignment.num_blocks
-        ):  # otherwise requests wait; each graph is captured at its first use
-            runner.capture_graphs(on_progress)
+        if not (assignment.standby or assignment.num_blocks):
+            for _ in runner.capture_graphs():  # otherwise each is captured at its first use
+                on_progress()
         times.end("CUDA graphs")
     if grammars:
         grammars.wait()
@@ -222,7 +221,7 @@ def _make_runner(
         sizes = num_slots, config.max_num_batched_tokens
         runner = ModelRunner(model, batch, kv.layers, *sizes, grammars)
         runner.kv = kv
-        runner.memory = region.manifest.number if region else 0
+        runner.memory, runner.take_over = region.manifest.number if region else 0, memory.take_over
         return runner
 
     if kept:
@@ -237,7 +236,9 @@ def _make_runner(
             if model.has_head:
                 plans.append(worst_case_plan(*sizes, with_extras=True))
             steps = [partial(_run_alone, trial, plan) for plan in plans]
-            num_bytes = free_gpu_bytes(steps, config.gpu_memory_utilization, weight.device)
+            has_standby = memory.lasts and config.spare_workers >= config.tp
+            limits = config.gpu_memory_utilization, weight.device
+            num_bytes = free_gpu_bytes(steps, *limits, has_standby=has_standby)
             del trial, steps
         num_blocks = num_fitting_blocks(num_bytes or CPU_KV_BYTES, *shape, kv_dtype)
     new = memory.allocate("kv", num_blocks * kv_block_bytes(*shape, kv_dtype), *facts)

@@ -1,6 +1,6 @@
 """One rank of the model: weights, KV cache and persistent batch, and the steps that use them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,8 @@ class ModelRunner:
         """set by the loader"""
         self.offload: KvOffload | None = None
         """the host tier"""
+        self.take_over: Callable[[], None] = lambda: None
+        """as `KeptMemory.take_over`"""
         self._model = model
         self._batch = batch
         self._kv_caches = kv_caches
@@ -83,10 +85,10 @@ class ModelRunner:
         self._graphs = CudaGraphs(self._compute, shapes, self._device)
 
     @torch.inference_mode()
-    def capture_graphs(self, on_progress: Callable[[], None]) -> None:
-        """Capture all graphs, which are otherwise captured at their first use."""
+    def capture_graphs(self) -> Iterator[None]:
+        """Capture all graphs, in steps; otherwise each is captured at its first use."""
         if self._graphs:
-            self._graphs.capture_all(on_progress)
+            yield from self._graphs.capture_all()
 
     def profile(self, profiler: Any) -> None:
         self._profiler = profiler

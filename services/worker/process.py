@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 import zmq
 
 from penstock.protocol.config import Config
@@ -23,6 +24,7 @@ from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
 from penstock.protocol.transport.process_exit import ProcessExit
+from penstock.services.worker.kept_memory import SharedMemoryError
 from penstock.services.worker.launched_step import LaunchedStep
 from penstock.services.worker.model_runner import ModelRunner
 from penstock.services.worker.network import free_rendezvous
@@ -62,10 +64,14 @@ class Worker:
         self._max_running = min(1, process.config.num_plans_in_flight - 1)
         """steps that may run while the worker waits for a plan; one keeps the GPU busy"""
         self._sent_state_at = 0.0
+        self._is_standby = False
+        self._early: deque[ToWorker] = deque()
+        """messages that came while graphs were captured"""
 
     def send_state(self) -> None:
         state = WorkerState(self._process.name, self._group, self._rank, pid=os.getpid())
         state.node, state.incarnation = self._process.context.node_id, self._process.incarnation
+        state.standby = self._is_standby
         state.epoch, state.num_plans_before = self._epoch, self._num_plans_before
         if not self._group:
             state.rendezvous = free_rendezvous(self._process.context.host)
@@ -80,28 +86,44 @@ class Worker:
     def receive(self) -> None:
         """Handle what waits at the socket. Raises WorkerError and what the runner raises."""
         for _, message in self.channel.receive():
-            match message:
-                case BatchPlan():
-                    self._run(message)
-                case CopyBlocks():
-                    self._copy(message)
-                case WorkerAssignment():
-                    self._take_place(message)
-                case WorkerExit(reason):
-                    raise WorkerError(f"the scheduler ended this worker: {reason}")
+            self._handle(message)
+            while self._early:
+                self._handle(self._early.popleft())
         self._wait()
         self.heartbeats.rest()
+
+    def _handle(self, message: ToWorker) -> None:
+        match message:
+            case BatchPlan():
+                self._run(message)
+            case CopyBlocks():
+                self._copy(message)
+            case WorkerAssignment():
+                self._take_place(message)
+            case WorkerExit(reason):
+                raise WorkerError(f"the scheduler ended this worker: {reason}")
 
     def _take_place(self, assignment: WorkerAssignment) -> None:
         if assignment.epoch < self._epoch:
             return  # from an earlier scheduler
-        if self._runner is None:
-            self._join(assignment)
-        elif (assignment.group, assignment.rank) != (self._group, self._rank):
+        place = assignment.group, assignment.rank
+        is_first = not self._group
+        if not is_first and place != (self._group, self._rank):
             raise WorkerError(
                 f"assignment: got rank {assignment.rank} of group {assignment.group}, "
                 f"expected rank {self._rank} of group {self._group}"
             )
+        self._group, self._rank = place
+        self.heartbeats.sender.group = assignment.group
+        if assignment.standby:
+            if is_first:
+                self._prepare(assignment)
+        elif self._runner is None:
+            self._join(assignment)
+        elif self._is_standby:
+            wait_for_ends(assignment.pids_before)
+            self._runner.take_over()
+            self._is_standby = False
         if assignment.epoch > self._epoch:
             self._begin(assignment.epoch)
 
@@ -115,12 +137,38 @@ class Worker:
         self.send_state()
 
     def _join(self, assignment: WorkerAssignment) -> None:
-        self._group, self._rank = assignment.group, assignment.rank
-        self.heartbeats.sender.group = assignment.group
+        if self._is_standby and assignment.tp_size > 1:
+            raise WorkerError("the standby group was not prepared")  # other ranks may be
+        self._is_standby = False
         self._process.log.info("rank %d of %d: loading", assignment.rank, assignment.tp_size)
-        for pid in assignment.pids_before:
-            wait_for_end(pid)
+        wait_for_ends(assignment.pids_before)
         self._runner = self._load(self._process.config, assignment, self._on_progress)
+
+    def _prepare(self, assignment: WorkerAssignment) -> None:
+        """Load what a rank shares with the worker that runs, and capture graphs until it dies."""
+        self._is_standby = True
+        log, rank = self._process.log, assignment.rank
+        log.info("standby for rank %d of %d: loading", rank, assignment.tp_size)
+        try:
+            self._runner = self._load(self._process.config, assignment, self._on_progress)
+            for _ in self._runner.capture_graphs():
+                self._on_progress()
+                if self._is_called(assignment.tp_size):
+                    break
+            log.info("standby for rank %d of %d: ready", rank, assignment.tp_size)
+        except (SharedMemoryError, torch.OutOfMemoryError) as error:
+            self._runner = None
+            log.warning("standby for rank %d is not prepared: %s", rank, error)
+
+    def _is_called(self, tp_size: int) -> bool:
+        """Return whether something else than its place on standby waits for this worker.
+
+        Ranks of one group capture the same graphs.
+        """
+        self._early.extend(message for _, message in self.channel.receive())
+        return tp_size == 1 and any(
+            not (isinstance(one, WorkerAssignment) and one.standby) for one in self._early
+        )
 
     def _on_progress(self) -> None:
         """Send the state during loading, which may take long."""
@@ -166,6 +214,11 @@ class Worker:
         if self._rank == 0:
             output = step.launched.output()
             self.channel.send(SampledTokens(self._epoch, step.number, pack(token_ids), *output))
+
+
+def wait_for_ends(pids: list[int]) -> None:
+    for pid in pids:
+        wait_for_end(pid)
 
 
 def wait_for_end(pid: int) -> None:

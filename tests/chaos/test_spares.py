@@ -1,5 +1,6 @@
 """Other workers take the places of killed ones, with the memory of these."""
 
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -11,25 +12,67 @@ pytestmark = pytest.mark.chaos
 PROMPT = count_prompt(1, 100)
 
 
-def test_a_spare_worker_goes_on_and_the_killed_one_comes_back_as_spare(
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_standby_group_continues_and_the_killed_one_comes_back_as_standby(
+    pipeline: Callable[..., Pipeline],  # noqa: F811
+    tp: int,
+) -> None:
+    served = pipeline("--tp", str(tp), "--spare-workers", str(tp), "--hang-timeout", "4")
+    every = {f"worker.{number}" for number in range(1, 2 * tp + 1)}
+    begin = 0
+    with served.client() as client:
+        for how in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
+            for rank in range(tp):
+                served.wait_for(rf".*standby for rank {rank} of {tp}: ready", begin)
+            begin = len(served.output)
+            status = client.status(fresh=True).scheduler
+            assert status
+            stream = client.stream(PROMPT)
+            text = next(iter(stream)).text
+            served.kill(status.workers[-1], how)
+            assert client.status().num_requests == 1
+            assert text + "".join(delta.text for delta in stream) == answer_to(PROMPT)
+            after = client.status(fresh=True).scheduler
+            assert after
+            assert {*after.workers} == every - {*status.workers}
+    assert sum("with the KV of the last ones" in line for line in served.output) == 3
+
+
+def test_a_standby_worker_that_dies_disturbs_nobody(
     pipeline: Callable[..., Pipeline],  # noqa: F811
 ) -> None:
     served = pipeline("--spare-workers", "1")
     with served.client() as client:
-        seats = client.status(fresh=True).scheduler
-        assert seats
-        [first] = seats.workers
-        [spare] = {"worker.1", "worker.2"} - {first}
-        for victim, successor in ((first, spare), (spare, first)):
-            stream = client.stream(PROMPT)
-            begin = next(iter(stream)).text
-            served.kill(victim)
-            assert client.status().num_requests == 1
-            assert begin + "".join(delta.text for delta in stream) == answer_to(PROMPT)
-            status = client.status(fresh=True).scheduler
-            assert status
-            assert status.workers == [successor]
-        assert sum("with the KV of the last ones" in line for line in served.output) == 2
+        served.wait_for(r".*standby for rank 0 of 1: ready")
+        status = client.status(fresh=True).scheduler
+        assert status
+        [spare] = {"worker.1", "worker.2"} - {*status.workers}
+        begin = len(served.output)
+        stream = client.stream(PROMPT)
+        text = next(iter(stream)).text
+        served.kill(spare)
+        assert text + "".join(delta.text for delta in stream) == answer_to(PROMPT)
+        served.wait_for(r".*standby for rank 0 of 1: ready", begin)
+        after = client.status(fresh=True).scheduler
+        assert after
+        assert after.workers == status.workers
+        assert after.num_recomputed_tokens == 0
+
+
+def test_after_a_crash_the_standby_worker_does_not_use_the_memory(
+    pipeline: Callable[..., Pipeline],  # noqa: F811
+) -> None:
+    """What wrote outside its tensors may have damaged any of it: all is computed again."""
+    served = pipeline("--spare-workers", "1")
+    with served.client() as client:
+        served.wait_for(r".*standby for rank 0 of 1: ready")
+        status = client.status(fresh=True).scheduler
+        assert status
+        stream = client.stream(PROMPT)
+        text = next(iter(stream)).text
+        served.kill(status.workers[0], signal.SIGSEGV)
+        assert text + "".join(delta.text for delta in stream) == answer_to(PROMPT)
+        assert not any("with the KV of the last ones" in line for line in served.output)
 
 
 @pytest.mark.long

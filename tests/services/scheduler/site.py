@@ -17,6 +17,7 @@ class Site:
         self.hellos: dict[bytes, WorkerState] = {}
         self.assignments: dict[bytes, WorkerAssignment] = {}
         self.exits: list[bytes] = []
+        self.num_restarts = 0
         self.num_plans: dict[bytes, int] = {}
         """that members have run before the scheduler's restart"""
         self._numbers = count()
@@ -47,8 +48,9 @@ class Site:
         for identity in identities:
             self.deliver(self.group.hello(identity, self.hellos[identity]))
 
-    def load(self, identity: bytes, num_blocks: int) -> None:
+    def load(self, identity: bytes, num_blocks: int, memory: int = 0) -> None:
         self.hellos[identity].num_blocks = num_blocks
+        self.hellos[identity].memory = memory or self.hellos[identity].memory
         self.say_hello(identity)
 
     def pass_time(self, num_heartbeats: int, *speakers: bytes) -> list[bytes]:
@@ -76,7 +78,11 @@ class Site:
                 old = self.hellos[identity]
                 is_new = letter.epoch > old.epoch
                 self.hellos[identity] = replace(
-                    old, group=letter.group, rank=letter.rank, epoch=letter.epoch
+                    old,
+                    group=letter.group,
+                    rank=letter.rank,
+                    epoch=letter.epoch,
+                    standby=letter.standby,
                 )
                 if is_new and old.group:
                     self.hellos[identity].num_plans_before = self.num_plans.get(identity, 0)
@@ -84,5 +90,8 @@ class Site:
 
     def restart_scheduler(self) -> None:
         """Restart the scheduler, which knows nothing; the workers live on."""
-        self.group = WorkerGroup(self.group.tp_size, first_epoch=1 << 32)
+        self.num_restarts += 1
+        spares = self.group._num_expected - self.group.tp_size
+        first_epoch = self.num_restarts << 32
+        self.group = WorkerGroup(self.group.tp_size, spares, first_epoch=first_epoch)
         self.assignments.clear()

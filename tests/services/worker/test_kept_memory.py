@@ -18,6 +18,7 @@ from penstock.protocol.messages.plan import BatchPlan, RowAdded
 from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.protocol.transport.kept_memory import MemoryClient, Taken
 from penstock.services.worker import kept_memory
+from penstock.services.worker.kept_memory import SharedMemoryError
 from penstock.services.worker.loading import load
 from penstock.services.worker.model_runner import ModelRunner
 from tests.models.checkpoints import save_checkpoint
@@ -31,8 +32,10 @@ class Keeper(MemoryClient):
 
     def __init__(self) -> None:
         self.kept: dict[str, Taken] = {}
+        self.num_shared = 0
 
-    def take(self, name: str) -> Taken | None:
+    def take(self, name: str, *, shares: bool = False) -> Taken | None:
+        self.num_shared += shares
         taken = self.kept.get(name)
         return taken and taken._replace(descriptor=os.dup(taken.descriptor))
 
@@ -68,10 +71,13 @@ def fills(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def start(folder: Path, num_blocks: int = 0, **options: object) -> ModelRunner:
+def start(
+    folder: Path, num_blocks: int = 0, *, standby: bool = False, **options: object
+) -> ModelRunner:
     config = Config(model=str(folder), device="cpu", num_threads=1, num_blocks=9)
     config = replace(config, **options)
-    return load(config, WorkerAssignment(1, "g", 0, 1, "", num_blocks), lambda: None)
+    place = WorkerAssignment(1, "g", 0, 1, "", num_blocks, standby=standby)
+    return load(config, place, lambda: None)
 
 
 def tokens(runner: ModelRunner, num_computed: int = 0) -> list[int]:
@@ -170,3 +176,52 @@ def test_parameters_without_memory_take_none() -> None:
     with without_memory():
         one = parameter(1 << 20, 1 << 20)
     assert one.untyped_storage().nbytes() <= torch.float32.itemsize
+
+
+def test_a_standby_worker_shares_memory_that_it_takes_over(
+    folder: Path, keeper: Keeper, fills: list[str]
+) -> None:
+    first = start(folder)
+    standby = start(folder, standby=True)
+    assert (keeper.num_shared, len(fills)) == (2, 1)
+    assert standby.memory == first.memory > 0
+    expected = tokens(first)  # after the standby worker has loaded
+    del first
+    standby.take_over()
+    assert keeper.num_shared == 2
+    assert tokens(standby, num_computed=39) == expected
+
+
+def test_a_standby_worker_makes_no_memory_and_drops_none(
+    folder: Path, keeper: Keeper, fills: list[str]
+) -> None:
+    with pytest.raises(SharedMemoryError, match="weights"):
+        start(folder, standby=True)
+    assert (keeper.kept, fills) == ({}, [])
+    start(folder)
+    before = dict(keeper.kept)
+    with pytest.raises(SharedMemoryError, match="weights"):
+        start(folder, standby=True, max_model_len=64)  # another manifest
+    kv = keeper.kept.pop("kv.0.0")
+    with pytest.raises(SharedMemoryError, match="kv"):
+        start(folder, standby=True)
+    keeper.kept["kv.0.0"] = kv
+    assert (keeper.kept, len(fills)) == (before, 1)
+    with pytest.raises(SharedMemoryError, match="weights"):
+        start(folder, standby=True, quantization="int8")  # its weights end with the worker
+    assert keeper.kept == before
+
+
+@pytest.mark.parametrize("kind", ["weights.0.0", "kv.0.0"])
+@pytest.mark.parametrize("successor", [None, b""])
+def test_memory_that_was_dropped_or_replaced_is_not_taken_over(
+    folder: Path, keeper: Keeper, kind: str, successor: bytes | None
+) -> None:
+    """After a crash of the worker that ran, for example."""
+    start(folder)
+    standby = start(folder, standby=True)
+    keeper.drop(kind)
+    if successor is not None:
+        start(folder)
+    with pytest.raises(SharedMemoryError):
+        standby.take_over()
