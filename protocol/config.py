@@ -67,8 +67,8 @@ class ModelOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=32)] = 5
     """most tokens guessed for a row in one step"""
     spare_workers: Number = 0
-    """workers more of each replica that wait, everything imported, to take the place of those that
-    die"""
+    """workers more of each replica that wait, prepared as a standby group if they are enough for
+    one (--tp), to take the place of those that die"""
     tokenizers: Processes = 1
     """tokenizer processes at start"""
     detokenizers: Processes = 1

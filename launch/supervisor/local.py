@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from itertools import count
+from pathlib import Path
 from types import MappingProxyType
 
 from penstock.launch.pipeline.procfile import kind_of, read_procfile
@@ -27,6 +28,9 @@ from penstock.protocol.transport.process import (
 )
 
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+GPU_FORKS_VARIABLE = "PENSTOCK_FORK_GPU_WORKERS"
+GPU_FILE = Path("/dev/nvidiactl")
+"""present where NVIDIA's driver is"""
 FORKED = ("worker", "scheduler")
 """kinds of processes that are forked, unless their command is another one than the package's"""
 STOPPED_SHARE = 1 / 20
@@ -124,7 +128,7 @@ class LocalProcesses(Processes):
         self._environment = environment(config) | {SUPERVISOR_VARIABLE: str(os.getpid())}
         self._incarnations = count(1)
         packaged = read_procfile()
-        forked = [packaged[kind] for kind in FORKED] if hasattr(os, "pidfd_open") else []
+        forked = [packaged[kind] for kind in forked_kinds(config)]
         self._fork_servers = {
             one: ForkServer(one, self._environment, tasks, policy.say) for one in forked
         }
@@ -164,3 +168,15 @@ class LocalProcesses(Processes):
         for memory in self._memory.values():
             memory.close()
         self.context.destroy(linger=0)
+
+
+def forked_kinds(config: Config) -> list[str]:
+    """Return the kinds of processes with a fork server.
+
+    Workers that may use a GPU have none unless GPU_FORKS_VARIABLE is 1: that was not run on a GPU.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return []
+    may_use_gpus = any(one.device != "cpu" for one in config.by_model()) and GPU_FILE.exists()
+    is_off = may_use_gpus and os.environ.get(GPU_FORKS_VARIABLE) != "1"
+    return [kind for kind in FORKED if kind != "worker" or not is_off]

@@ -132,7 +132,7 @@ def free_gpu_bytes(
     log.info("the largest step takes %.2f GiB in addition to the weights", max(peaks) / 2**30)
     # once for the CUDA graphs' pool, once for eager steps and the logits processor
     steps = peaks[0] + max(peaks)
-    # what remains allocated are buffers of the steps: these weights are no tensors of torch's
+    # `before` is the size of the steps' buffers: torch has not allocated the weights
     standby = has_standby * (STANDBY_BYTES + before + steps)
     if has_standby:
         log.info("the standby worker has %.2f GiB", standby / 2**30)

@@ -226,8 +226,7 @@ def _make_runner(
 
     if kept:
         return make(kept.manifest.num_blocks, kept)
-    num_blocks = num_blocks or config.num_blocks
-    if not num_blocks:
+    if not (num_blocks := num_blocks or config.num_blocks):
         num_bytes = config.kv_cache_gib * 2**30
         if weight.is_cuda and not num_bytes:
             trial = make(1)
@@ -236,8 +235,8 @@ def _make_runner(
             if model.has_head:
                 plans.append(worst_case_plan(*sizes, with_extras=True))
             steps = [partial(_run_alone, trial, plan) for plan in plans]
-            has_standby = memory.lasts and config.spare_workers >= config.tp
             limits = config.gpu_memory_utilization, weight.device
+            has_standby = memory.lasts and config.spare_workers >= config.tp
             num_bytes = free_gpu_bytes(steps, *limits, has_standby=has_standby)
             del trial, steps
         num_blocks = num_fitting_blocks(num_bytes or CPU_KV_BYTES, *shape, kv_dtype)

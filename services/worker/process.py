@@ -217,6 +217,7 @@ class Worker:
 
 
 def wait_for_ends(pids: list[int]) -> None:
+    """Wait for each as `wait_for_end`."""
     for pid in pids:
         wait_for_end(pid)
 

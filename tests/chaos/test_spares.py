@@ -62,7 +62,7 @@ def test_a_standby_worker_that_dies_disturbs_nobody(
 def test_after_a_crash_the_standby_worker_does_not_use_the_memory(
     pipeline: Callable[..., Pipeline],  # noqa: F811
 ) -> None:
-    """What wrote outside its tensors may have damaged any of it: all is computed again."""
+    """A wild write may have damaged any of it: all is computed again."""
     served = pipeline("--spare-workers", "1")
     with served.client() as client:
         served.wait_for(r".*standby for rank 0 of 1: ready")
