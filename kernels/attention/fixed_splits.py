@@ -34,7 +34,7 @@ STORED_FLOATS = 8 << 20
 def keys_of_tile(is_fp8: bool) -> int:
     """Return the keys of a tile on this device, for decode and prefill alike."""
     is_synchronous = this_device().capability[0] not in (9, 10)
-    return BLOCK_N // 2 if is_fp8 and is_synchronous else BLOCK_N  # more would spill registers
+    return BLOCK_N // 4 if is_fp8 and is_synchronous else BLOCK_N  # more would spill registers
 
 
 def prefill_tuning(tile_size: int, head_dim: int, is_fp8: bool) -> PrefillTuning:
