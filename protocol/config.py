@@ -86,6 +86,11 @@ class ModelOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     CPU"""
     kv_offload_gib: Annotated[float, Meta(ge=0)] = 0.0
     """host memory of each worker for KV blocks that the prefix cache evicts, GiB; 0: none"""
+    kv_offload_folder: str = ""
+    """folder of files with KV blocks of the host tier, which outlive the pipeline; needs
+    --kv-offload-gib"""
+    kv_offload_folder_gib: Annotated[float, Meta(gt=0)] = 64.0
+    """most that each worker writes there, GiB"""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """share of the GPU's memory that may be in use"""
     deterministic: bool = False

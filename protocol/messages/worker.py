@@ -82,6 +82,37 @@ class CopyBlocks(Struct, PackedLists, array_like=True, tag=True):
     """between the steps of earlier plans and that of the next one"""
     beside: bytes = b""
     """after these; they may end after the step of the next plan, but before the one that follows"""
+    hashes: list[bytes] = []
+    """of the prefixes that are copied to the host, in this order, where there is a folder"""
+
+
+class FolderRequest(Struct, PackedLists, array_like=True, tag=True):
+    """Scheduler → workers: work at the files of KV blocks, which have the hashes of prefixes."""
+
+    item_bytes: ClassVar = {"slots": 4}
+
+    epoch: int
+    fetched: list[bytes] = []
+    """to be read into host slots"""
+    slots: bytes = b""
+    """int32 [num_fetched], of which nobody else uses any until it is reported"""
+    removed: list[bytes] = []
+    """content that may be wrong"""
+    lists: bool = False
+    """forget earlier requests, and report all files as added"""
+
+
+class FolderReport(Struct, array_like=True, tag=True):
+    """Worker → scheduler: what happened to files of KV blocks, by the hashes of prefixes."""
+
+    epoch: int
+    rank: int
+    added: list[bytes] = []
+    removed: list[bytes] = []
+    fetched: list[bytes] = []
+    """in their host slots"""
+    failed: list[bytes] = []
+    """requested, but missing or wrong"""
 
 
 class WorkerExit(Struct, array_like=True, tag=True):
@@ -90,5 +121,5 @@ class WorkerExit(Struct, array_like=True, tag=True):
     reason: str
 
 
-ToWorker = WorkerAssignment | WorkerExit | CopyBlocks | BatchPlan
-FromWorker = WorkerState | SampledTokens
+ToWorker = WorkerAssignment | WorkerExit | CopyBlocks | FolderRequest | BatchPlan
+FromWorker = WorkerState | SampledTokens | FolderReport

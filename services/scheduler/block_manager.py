@@ -40,7 +40,7 @@ class BlockManager:
             num_matchable = 0  # they are computed with the prompt
         full_blocks = self._full_blocks(sequence, num_matchable)
         matched = self.pool.match(full_blocks)
-        loads = self._find_offloaded(full_blocks[len(matched) :])
+        loads = self._find_offloaded(sequence, full_blocks[len(matched) :])
         if loads is None:
             return False
         last, num_kept = (-1, 0) if loads else self._match_last(sequence, matched)
@@ -49,6 +49,7 @@ class BlockManager:
         num_left = self.pool.num_free_without(matched + tail) - num_new
         if num_left < (self.watermark if keep_watermark else 0):
             return False
+        sequence.has_fetched = False
         if self.pool.offload and loads:
             sequence.loads.extend(loads)
             self.pool.offload.pin(loads)
@@ -65,17 +66,28 @@ class BlockManager:
         sequence.record_place = 0
         return True
 
-    def _find_offloaded(self, full_blocks: list[tuple[bytes, bytes]]) -> list[bytes] | None:
+    def _find_offloaded(
+        self, sequence: Sequence, full_blocks: list[tuple[bytes, bytes]]
+    ) -> list[bytes] | None:
         """Return the hashes of the first of these blocks, those that lie on the host.
 
-        Return None while another sequence loads them: it publishes them soon.
+        Return None if the sequence waits: for files, or for another sequence that loads the blocks.
         """
         offload = self.pool.offload
         if offload is None or not full_blocks:
             return []
-        if offload.is_loading(full_blocks[0][0]):
+        hashes = [hash_ for hash_, _ in full_blocks]
+        if offload.is_loading(hashes[0]):
             return None
-        return offload.find(hash_ for hash_, _ in full_blocks)
+        found = offload.find(hashes)
+        rest = hashes[len(found) :]
+        if rest and offload.is_fetching(rest[0]):
+            return None
+        if offload.folder and not sequence.has_fetched:
+            sequence.has_fetched = True
+            if offload.fetch(rest):
+                return None
+        return found
 
     def load(self, sequence: Sequence, beside: bool) -> None:
         """Plan the copies of blocks on the host; beside: those for which the step has room."""

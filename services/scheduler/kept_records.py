@@ -14,6 +14,7 @@ from penstock.services.scheduler.block_records import (
     hash_block,
     hash_prefix,
 )
+from penstock.services.scheduler.folder_index import FolderIndex
 from penstock.services.scheduler.offload_index import OffloadIndex
 from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from penstock.services.scheduler.workers import WorkerGroup
@@ -78,3 +79,6 @@ def use_host_tier(
         log.info("host tier: %d blocks, %d of them in use", num_slots, offload.num_blocks)
     elif pool.offload is None:
         scheduler.use_offload(offload)
+    is_listed = offload and offload.folder and offload.folder.epoch == group.epoch
+    if config.kv_offload_folder and pool.offload and not is_listed:
+        pool.offload.use_folder(FolderIndex(group.epoch, config.tp))

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from penstock.protocol.messages.packed import pack
-from penstock.protocol.messages.worker import CopyBlocks
+from penstock.protocol.messages.worker import CopyBlocks, FolderReport, FolderRequest
 from penstock.services.scheduler.block_records import ROOT, BlockRecords, Content
+from penstock.services.scheduler.folder_index import FolderIndex
 
 
 class _Entry(NamedTuple):
@@ -52,8 +53,13 @@ class OffloadIndex:
         """hashes whose pins end with the plan that is built"""
         self._before: list[int] = []
         self._beside: list[int] = []
-        self._new: list[tuple[bytes, _Entry]] = []
+        self._new: dict[bytes, _Entry] = {}
         """entries that the plan that is built copies to the host"""
+        self.folder: FolderIndex | None = None
+        self._request = FolderRequest(0)
+        """the next one"""
+        self.num_fetched = 0
+        """blocks that were read from files"""
         self._uncertain: deque[tuple[int, list[tuple[bytes, _Entry]]]] = deque()
         """(number of a plan; entries that are certain once it is confirmed)"""
         self._num_copies = ROOT
@@ -87,11 +93,14 @@ class OffloadIndex:
         if hash_ in self._entries:
             self._entries.move_to_end(hash_)
         elif (slot := self._take_slot()) is not None:
-            self._num_copies += 1
-            self._entries[hash_] = entry = _Entry(slot, self._num_copies)
-            self._new.append((hash_, entry))
+            self._new[hash_] = self._enter(hash_, slot)
             (self._beside if beside else self._before).extend((block, slot))
             self.is_pressed |= not beside
+
+    def _enter(self, hash_: bytes, slot: int) -> _Entry:
+        self._num_copies += 1
+        self._entries[hash_] = entry = _Entry(slot, self._num_copies)
+        return entry
 
     def pin(self, hashes: Iterable[bytes]) -> None:
         """Keep the slots of hashes that a sequence loads, until `load` or `unpin`."""
@@ -128,8 +137,12 @@ class OffloadIndex:
             return None
         copies = CopyBlocks(epoch, pack(self._before), pack(self._beside))
         if self._new:
-            self._uncertain.append((number + bool(self._beside), self._new))
-        self._before, self._beside, self._new, self.is_pressed = [], [], [], False
+            self._uncertain.append((number + bool(self._beside), list(self._new.items())))
+        if self.folder:
+            by_slot = {entry.slot: hash_ for hash_, entry in self._new.items()}
+            slots = [*self._before[1::2], *self._beside[1::2]]
+            copies.hashes = [by_slot[slot] for slot in slots if slot >= 0]
+        self._before, self._beside, self._new, self.is_pressed = [], [], {}, False
         return copies
 
     def confirm(self, number: int) -> None:
@@ -141,27 +154,78 @@ class OffloadIndex:
 
     def lose(self) -> None:
         """Forget the copies of plans in flight: the workers died."""
-        for _, entries in self._uncertain:
-            self._new += entries
-        for hash_, entry in self._new:
+        new = [entry for _, entries in self._uncertain for entry in entries]
+        for hash_, entry in (*new, *self._new.items()):
             if self._entries.get(hash_) == entry:
                 del self._entries[hash_]
                 self._free.append(entry.slot)
-        self._uncertain.clear()
-        for one in (self._before, self._beside, self._new, self._loaded, self._pins):
+        for one in (
+            *(self._before, self._beside, self._new, self._loaded, self._pins, self._uncertain),
+        ):
             one.clear()
+        self.use_folder(None)
+
+    # ---- the folder --------------------------------------------------------------------------
+
+    def use_folder(self, folder: FolderIndex | None) -> None:
+        """Use the files of other workers, which are requested to list them, or none."""
+        self._free += self.folder.slots if self.folder else []
+        self.folder, self._request = folder, FolderRequest(0, lists=folder is not None)
+
+    def fetch(self, hashes: Iterable[bytes]) -> bool:
+        """Let the longest prefix in the folder be read; return whether any of it is."""
+        slots = []
+        for hash_ in hashes:
+            if self.folder is None or hash_ not in self.folder or hash_ in self._entries:
+                break
+            if self.folder.is_reading(hash_) or (slot := self._take_slot()) is None:
+                break
+            self.folder.read(hash_, slot)
+            self._request.fetched.append(hash_)
+            slots.append(slot)
+        self._request.slots += pack(slots)
+        return bool(slots)
+
+    def is_fetching(self, hash_: bytes) -> bool:
+        return self.folder is not None and self.folder.is_reading(hash_)
+
+    def take_request(self, epoch: int) -> FolderRequest | None:
+        """Return what workers must get after the plan, if anything."""
+        request = self._request
+        if self.folder is None or not (request.fetched or request.removed or request.lists):
+            return None
+        self._request = FolderRequest(0)
+        request.epoch = epoch
+        return request
+
+    def take_report(self, report: FolderReport) -> None:
+        """Note what happened to files."""
+        if self.folder is None or report.epoch != self.folder.epoch:
+            return
+        for hash_, slot, is_right in self.folder.take(report):
+            if not is_right or hash_ in self._entries:
+                self._free.append(slot)
+                continue
+            self.num_fetched += 1
+            entry = self._enter(hash_, slot)
+            if self._records:
+                self._records.write(slot, Content(entry.number, ROOT, hash_, b""))
 
     def discard(self, hashes: Iterable[bytes]) -> None:
         """Forget content that may be wrong, unless a sequence loads it."""
         for hash_ in hashes:
-            if hash_ in self._entries and hash_ not in self._pins:
+            if hash_ in self._entries and hash_ not in self._pins and hash_ not in self._new:
                 self._free.append(self._drop(hash_))
+            if self.folder and self.folder.remove(hash_):
+                self._request.removed.append(hash_)
 
     def _take_slot(self) -> int | None:
         """Return a free slot, or that of the content used least recently."""
         if self._free:
             return self._free.pop()
-        victim = next((hash_ for hash_ in self._entries if hash_ not in self._pins), None)
+        kept = self._pins, self._new
+        victims = (one for one in self._entries if one not in kept[0] and one not in kept[1])
+        victim = next(victims, None)
         return None if victim is None else self._drop(victim)
 
     def _drop(self, hash_: bytes) -> int:

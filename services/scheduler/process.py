@@ -18,7 +18,7 @@ from penstock.protocol.messages.scheduler import (
 )
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.messages.tokenizer import RequestFailed
-from penstock.protocol.messages.worker import FromWorker, WorkerExit, WorkerState
+from penstock.protocol.messages.worker import FolderReport, FromWorker, WorkerExit, WorkerState
 from penstock.protocol.poison import REFUSED
 from penstock.protocol.tokenizer_file import read_eos_token_ids
 from penstock.protocol.tracing import Tracer
@@ -159,6 +159,9 @@ class SchedulerProcess:
         for identity, message in self.workers.receive():
             if isinstance(message, WorkerState):
                 self.on_hello(identity, message)
+            elif isinstance(message, FolderReport):
+                if self.scheduler:
+                    self.scheduler.on_folder(message)
             elif identity in self.group.members[:1]:  # rank 0
                 self.on_tokens(message)
         self.advance()
@@ -235,13 +238,10 @@ class SchedulerProcess:
         if scheduler := self.scheduler:
             scheduler.max_plans = self.plan_depth.num_plans
         while scheduler and self.group.ready and scheduler.epoch == self.group.epoch:
-            plan = scheduler.schedule()
-            if plan is None:
+            frames = [self.workers.encode(one) for one in scheduler.next_messages()]
+            if not frames:
                 break
-            frames = [self.workers.encode(plan)]
-            if scheduler.copies:
-                frames.insert(0, self.workers.encode(scheduler.copies))
-            self.plan_bytes += len(frames[-1])
+            self.plan_bytes += sum(map(len, frames))
             for member in self.group.members:
                 if not all(self.workers.send_bytes(frame, member) for frame in frames):
                     self.lose_worker(member)

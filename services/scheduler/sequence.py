@@ -47,7 +47,8 @@ class Sequence:
     - `Scheduler`: status, token_ids, last_step, num_deaths, num_planned_tokens,
       num_computed_tokens
     - `BlockManager`: block_table, num_prefill_tokens, num_planned_tokens, num_computed_tokens,
-      num_published_blocks, published_content, record_place, loads
+      num_published_blocks, published_content, record_place, loads,
+      has_fetched
     - `NgramProposer`: speculation, num_planned_tokens, last_step
     - `WaitingQueue`: admission
     - `Streams`: detokenizer, stream_id
@@ -112,6 +113,8 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     loads: deque[bytes] = field(default_factory=deque)
     """hashes of the last ones of its planned blocks, whose copies from the host are not planned"""
+    has_fetched: bool = False
+    """its files were requested since it waits"""
     full_blocks: list[tuple[bytes, bytes]] = field(default_factory=list)
     """(hash, token ids) of its full blocks, as far as they have been needed"""
     detokenizer: bytes | None = None

@@ -98,6 +98,9 @@ class KeptMemory:
         self._place = f"{assignment.replica}.{assignment.rank}"
         files = sorted(path for path in config.model_folder.iterdir() if path.is_file())
         stats = [(str(path), *_version_of(path)) for path in files]
+        names = [(path.name, *_version_of(path)) for path in files]
+        self.lasting_facts = names, assignment.rank, assignment.tp_size
+        """what must be equal in another pipeline, too"""
         facts = stats, torch.__version__, str(device), assignment.rank, assignment.tp_size
         self._facts = msgspec.json.encode(config) + repr(facts).encode()
 

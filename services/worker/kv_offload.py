@@ -4,11 +4,13 @@ The scheduler knows what lies where; see `penstock.services.scheduler.offload_in
 slots are pinned, and copies have their own stream.
 """
 
+import hashlib
 import logging
 import mmap
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import psutil
 import torch
@@ -17,8 +19,9 @@ from torch import Tensor
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import unpack
-from penstock.protocol.messages.worker import CopyBlocks
+from penstock.protocol.messages.worker import CopyBlocks, FolderRequest
 from penstock.services.worker.kept_memory import KeptMemory
+from penstock.services.worker.kv_folder import KvFolder
 
 log = logging.getLogger(__name__)
 PAGE = 4096
@@ -28,6 +31,8 @@ PINNED_AT_ONCE = 1 << 28
 
 class KvOffload:
     """Copies of blocks in the order in which the scheduler plans them."""
+
+    folder: KvFolder | None = None
 
     def __init__(self, kv: Sequence[Tensor], host: Tensor, num_slots: int, memory: int) -> None:
         """Use host memory, uint8 [num_slots * slot_bytes(kv)]; memory: its id.
@@ -57,8 +62,45 @@ class KvOffload:
         else:
             self.num_slots = num_slots
 
+    def use_folder(self, config: Config, memory: KeptMemory, *facts: object) -> None:
+        """Keep blocks in files, too; facts: of their content, in addition to the checkpoint."""
+        is_cuda = self._device.type == "cuda"
+        name = torch.cuda.get_device_name(self._device) if is_cuda else "cpu"
+        options = config.dtype, config.quantization, config.attention, config.enable_expert_parallel
+        all_facts = memory.lasting_facts, options, name, facts
+        digest = hashlib.sha256(repr(all_facts).encode()).digest()
+        path, num_bytes = Path(config.kv_offload_folder), config.kv_offload_folder_gib * 2**30
+        self.folder = KvFolder(path, digest, num_bytes, self._host.numpy())
+
+    def work(self, request: FolderRequest) -> None:
+        """Start what a request says."""
+        if self.folder is None:
+            return
+        if request.lists:
+            self.folder.restart()
+        self.folder.remove(request.removed)
+        self.folder.fetch(request.fetched, unpack(request.slots), self._end())
+
+    def clear(self) -> None:
+        """Forget requests: slots belong to another scheduler from now on."""
+        if self.folder:
+            self.folder.restart()
+
+    def _end(self) -> Callable[[], object]:
+        """Return a function that waits for the copies so far."""
+        return self._stream.record_event().synchronize if self._stream else int
+
     def copy(self, copies: CopyBlocks) -> None:
         """Run copies; on a GPU they are launched."""
+        slots = [slot for one in (copies.before, copies.beside) for slot in unpack(one)[1::2]]
+        written = [slot for slot in slots if slot >= 0]
+        if self.folder:
+            self.folder.overwrite(written)
+        self._launch(copies)
+        if self.folder:
+            self.folder.store(copies.hashes, written, self._end())
+
+    def _launch(self, copies: CopyBlocks) -> None:
         if self._stream is None:
             self._run(copies.before)
             self._run(copies.beside)
@@ -131,8 +173,17 @@ def make_offload(config: Config, memory: KeptMemory, kv: Sequence[Tensor]) -> Kv
             f"--kv-offload-gib: got {config.kv_offload_gib}, expected {size / 2**30:.3f} or more "
             "for one block"
         )
-    facts = [(str(one.dtype), one.shape[:2], one.shape[3:]) for one in kv]
-    memory = memory.on_host()
+    facts: list[object] = [(str(one.dtype), one.shape[:2], one.shape[3:]) for one in kv]
+    offload = _make_host(config, memory.on_host(), kv, num_slots, facts)
+    if config.kv_offload_folder:
+        offload.use_folder(config, memory, *facts)
+    return offload
+
+
+def _make_host(
+    config: Config, memory: KeptMemory, kv: Sequence[Tensor], num_slots: int, facts: list[object]
+) -> KvOffload:
+    size = slot_bytes(kv)
     if kept := memory.take("host", *facts):
         return KvOffload(kv, kept.memory, num_slots, kept.manifest.number)
     available = psutil.virtual_memory().available

@@ -77,6 +77,8 @@ class ModelRunner:
     def clear(self) -> None:
         """Remove every sequence; the KV cache keeps its contents."""
         self._complete_last()
+        if self.offload:
+            self.offload.clear()
         self._batch.clear()
         self.logits_processor.clear()
 

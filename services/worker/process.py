@@ -15,6 +15,7 @@ from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.worker import (
     CopyBlocks,
+    FolderRequest,
     ToWorker,
     WorkerAssignment,
     WorkerExit,
@@ -54,6 +55,8 @@ class Worker:
         self._process = process
         self._load = load
         self.heartbeats = HeartbeatThread(process)
+        self.add_file: Callable[[int, Callable[[], None]], None]
+        """as of the event loop, which sets it"""
         self._runner: ModelRunner | None = None
         self._group = ""
         self._rank = -1
@@ -80,6 +83,8 @@ class Worker:
             state.idle_us, state.memory = self._runner.idle_us(), self._runner.memory
             if offload := self._runner.offload:
                 state.host_slots, state.host_memory = offload.num_slots, offload.memory
+                if offload.folder:
+                    offload.folder.check_time()
         self.channel.send(state)
         self._sent_state_at = time.monotonic()
 
@@ -96,7 +101,7 @@ class Worker:
         match message:
             case BatchPlan():
                 self._run(message)
-            case CopyBlocks():
+            case CopyBlocks() | FolderRequest():
                 self._copy(message)
             case WorkerAssignment():
                 self._take_place(message)
@@ -124,6 +129,7 @@ class Worker:
             wait_for_ends(assignment.pids_before)
             self._runner.take_over()
             self._is_standby = False
+            self._watch_folder(self._runner)
         if assignment.epoch > self._epoch:
             self._begin(assignment.epoch)
 
@@ -143,6 +149,7 @@ class Worker:
         self._process.log.info("rank %d of %d: loading", assignment.rank, assignment.tp_size)
         wait_for_ends(assignment.pids_before)
         self._runner = self._load(self._process.config, assignment, self._on_progress)
+        self._watch_folder(self._runner)
 
     def _prepare(self, assignment: WorkerAssignment) -> None:
         """Load what a rank shares with the worker that runs, and capture graphs until it dies."""
@@ -187,12 +194,38 @@ class Worker:
         self._steps.append(_Step(plan.step, self._runner.launch(plan)))
         self._send_done()
 
-    def _copy(self, copies: CopyBlocks) -> None:
-        if copies.epoch < self._epoch:
+    def _copy(self, message: CopyBlocks | FolderRequest) -> None:
+        if message.epoch < self._epoch:
             return
         if self._runner is None or self._runner.offload is None:
             raise WorkerError("copies: got some, but there is no host tier")
-        self._runner.offload.copy(copies)
+        if isinstance(message, FolderRequest):
+            self._runner.offload.work(message)
+        else:
+            self._runner.offload.copy(message)
+
+    def _watch_folder(self, runner: ModelRunner) -> None:
+        """Send reports of the folder, whose threads write to a pipe when there is one."""
+        folder = runner.offload and runner.offload.folder
+        if not folder:
+            return
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+
+        def notify() -> None:
+            with contextlib.suppress(BlockingIOError):
+                os.write(writer, b"\0")
+
+        def send() -> None:
+            os.read(reader, 4096)
+            self.add_file(reader, send)
+            while report := folder.take_report():
+                report.epoch, report.rank = self._epoch, self._rank
+                self.channel.send(report)
+
+        folder.notify = notify
+        self.add_file(reader, send)
+        folder.start()
 
     def _send_done(self) -> None:
         while self._steps and self._steps[0].launched.done():

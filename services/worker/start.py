@@ -42,6 +42,7 @@ def _run(process: Process, load: Load) -> None:
     worker.heartbeats.start()
     loop = EventLoop(process.context, worker.send_state)
     loop.add(worker.channel, worker.receive)
+    worker.add_file = loop.add_file
     process.context.on_connected(worker.channel, worker.send_state)
     if process.context.node_id:
         use_interface_of(process.context.host)

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -94,3 +95,67 @@ def test_a_crash_loses_the_host_tier(served: Pipeline, first: Answers) -> None:
     again = ask(served)
     assert again.texts == first.texts
     assert max(again.num_cached) == 0
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*/??/*") if len(path.name) == 64]
+
+
+@pytest.fixture(scope="module")
+def folder(
+    first: Answers, tmp_path_factory: pytest.TempPathFactory, pipeline: Callable[..., Pipeline]
+) -> Path:
+    """Return a folder with the files of a pipeline that has ended."""
+    path = tmp_path_factory.mktemp("tier")
+    served = pipeline(*SMALL, "--kv-offload-folder", str(path))
+    while len(files(path)) < 100:
+        assert ask(served).texts == first.texts
+    served.process.terminate()
+    assert served.wait() == 0
+    return path
+
+
+LISTED = r"worker\.1 +\| I KV blocks in .*: [1-9]"
+
+
+def test_files_outlive_the_pipeline(
+    first: Answers, folder: Path, pipeline: Callable[..., Pipeline]
+) -> None:
+    served = pipeline(*SMALL, "--kv-offload-folder", str(folder))
+    served.wait_for(LISTED)
+    again = ask(served)
+    assert again.texts == first.texts
+    assert sum(again.num_cached) > 400
+
+
+def test_damaged_files_are_computed_again(
+    first: Answers, folder: Path, pipeline: Callable[..., Pipeline]
+) -> None:
+    for path in files(folder):
+        with path.open("r+b") as file:
+            file.seek(50_000)
+            byte = file.read(1)[0]
+            file.seek(50_000)
+            file.write(bytes([byte ^ 1]))
+    served = pipeline(*SMALL, "--kv-offload-folder", str(folder))
+    served.wait_for(LISTED)
+    again = ask(served)
+    assert again.texts == first.texts
+    served.wait_for(r"worker\.1 +\| W KV blocks in .* is damaged; its block is computed again")
+
+
+def test_other_layouts_and_bad_folders_change_nothing(
+    first: Answers, folder: Path, pipeline: Callable[..., Pipeline]
+) -> None:
+    """Blocks of another size have a folder of their own; a folder that can't be is not used."""
+    (used,) = folder.iterdir()
+    served = pipeline(
+        *SMALL[2:], *("--block-size", "8", "--num-blocks", "96"), "--kv-offload-folder", str(folder)
+    )
+    assert ask(served).texts == first.texts
+    assert {used} < set(folder.iterdir())
+    file = folder / "file"
+    file.write_text("")
+    served = pipeline(*SMALL, "--kv-offload-folder", str(file))
+    served.wait_for(r"worker\.1 +\| W KV blocks in .*Not a directory")
+    assert ask(served).texts == first.texts

@@ -51,6 +51,7 @@ def check_offload(pool: BlockPool, sequences: list[Sequence]) -> None:
     """Every slot is free or has one content, and pins are those of sequences that load."""
     if offload := pool.offload:
         slots = [entry.slot for entry in offload._entries.values()]
+        slots += offload.folder.slots if offload.folder else []
         assert sorted(slots + offload._free) == list(range(offload.num_slots))
         pins = Counter(hash_ for sequence in sequences for hash_ in sequence.loads)
         assert offload._pins == pins + Counter(offload._loaded)

@@ -10,6 +10,7 @@ from penstock.services.scheduler.block_records import (
     BlockRecords,
     hash_prefix,
 )
+from penstock.services.scheduler.folder_index import FolderIndex
 from penstock.services.scheduler.offload_index import OffloadIndex
 from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from tests.services.scheduler.mortal_records import Life, MortalRecords
@@ -21,7 +22,7 @@ class KeptTables:
     """Records that schedulers make, one after the other; some die while they write."""
 
     def __init__(self, config: Config, num_blocks: int, num_slots: int, hash_block: Hash) -> None:
-        """hash_block: without a host tier."""
+        """hash_block: without a host tier. With `kv_offload_folder`, there are files, too."""
         self._config, self._num_slots = config, num_slots
         self.hash_block = hash_prefix if num_slots else hash_block
         hash_bytes = PREFIX_HASH_BYTES if num_slots else HASH_BYTES
@@ -47,3 +48,5 @@ class KeptTables:
             per_step = max(1, self._config.max_num_batched_tokens // self._config.block_size)
             offload = OffloadIndex(self._num_slots, per_step, kv, records)
         scheduler.use_offload(offload)
+        if self._config.kv_offload_folder:
+            offload.use_folder(FolderIndex(scheduler.epoch, 1))

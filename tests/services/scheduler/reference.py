@@ -119,7 +119,7 @@ class ReferenceWorker:
         self.num_steps = 0
         self.rows: dict[int, Row] = {}
         self.memory: Cells = [None] * (num_blocks * config.block_size)
-        self.host = ReferenceHost(self.memory, config.block_size, 0)
+        self.host = ReferenceHost(self.memory, config.block_size)
         self._numbers: dict[tuple[int, int], int] = {}
         self._writes: list[tuple[set[int], set[int]]] = []
         """cells and known blocks that each plan has written"""

@@ -1,6 +1,10 @@
 """Reference for the host tier: copies that run as late as they may, and void ones after a death."""
 
-from penstock.protocol.messages.worker import CopyBlocks
+from collections import deque
+
+from penstock.protocol.messages.packed import unpack
+from penstock.protocol.messages.worker import CopyBlocks, FolderReport, FolderRequest
+from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from tests.services.scheduler.packed_plans import pairs
 
 Cells = list[int | None]
@@ -14,23 +18,29 @@ class ReferenceHost:
     asserted that what they read stays the same.
     """
 
-    def __init__(self, memory: Cells, block_size: int, num_slots: int) -> None:
+    def __init__(self, memory: Cells, block_size: int) -> None:
+        """Make a host with one slot."""
         self.memory = memory
         self._block_size = block_size
-        self.slots: list[Cells] = [[None] * block_size] * num_slots
+        self.slots: list[Cells] = [[None] * block_size]
         self._beside: list[tuple[int, int]] = []
         """copies beside the last step"""
         self._sources: dict[int, Cells] = {}
         """content of blocks that they read"""
         self._written: list[list[tuple[int, int]]] = []
         """copies that ended in each plan"""
+        self.files: dict[bytes, Cells] = {}
+        self._hashes: dict[int, bytes] = {}
+        """of slots that are written beside the last step"""
+        self._added: list[bytes] = []
+        self.requests: deque[FolderRequest] = deque()
 
     def inherit(self, dead: "ReferenceHost", num_confirmed: int, is_whole: bool) -> None:
         """Take the slots of a dead worker; plans after `num_confirmed` may have run in part.
 
         is_whole: they have run.
         """
-        self.slots = dead.slots
+        self.slots, self.files = dead.slots, dead.files
         if is_whole:
             for copy in dead._beside:
                 self._copy(*copy)
@@ -45,16 +55,57 @@ class ReferenceHost:
     def run(self, copies: CopyBlocks | None) -> None:
         """End the copies beside the last step, run those before the next one, begin others."""
         before = pairs(copies.before) if copies else []
+        beside = pairs(copies.beside) if copies else []
+        hashes = iter(copies.hashes if copies else [])
+        found = {slot: next(hashes, b"") for _, slot in [*before, *beside] if slot >= 0}
         for block, slot in self._beside:
             if slot >= 0:
                 assert self.memory[self._cells(block)] == self._sources[block], "a race"
         self._written.append([*self._beside, *before])
-        for block, slot in self._written[-1]:
+        for block, slot in self._beside:
             self._copy(block, slot)
-        self._beside = list(pairs(copies.beside)) if copies else []
+            self._write(slot, self._hashes)
+        for block, slot in before:
+            self._copy(block, slot)
+            self._write(slot, found)
+        self._beside, self._hashes = list(beside), found
         self._sources = {block: self.memory[self._cells(block)] for block, _ in self._beside}
         for block in self.loading:
             self.memory[self._cells(block)] = self._garbage
+
+    def _write(self, slot: int, hashes: dict[int, bytes]) -> None:
+        if hash_ := hashes.get(slot):
+            self.files[hash_] = self.slots[slot]
+            self._added.append(hash_)
+
+    def take_request(self, scheduler: RecoverableScheduler) -> None:
+        """Take what the scheduler sends after a plan, or without one."""
+        offload = scheduler.block_manager.pool.offload
+        if offload and (request := offload.take_request(scheduler.epoch)):
+            self.requests.append(request)
+
+    def answer(self, scheduler: RecoverableScheduler, fails: bool) -> bool:
+        """Do what the oldest request says, if any; fails: every other file is damaged."""
+        if not self.requests and not self._added:
+            return False
+        request = self.requests.popleft() if self.requests else FolderRequest(scheduler.epoch)
+        assert request.epoch == scheduler.epoch
+        added = list(self.files) if request.lists else self._added
+        report = FolderReport(scheduler.epoch, 0, added)
+        self._added = []
+        for hash_ in request.removed:
+            self.files.pop(hash_, None)
+        slots = unpack(request.slots)
+        for index, (hash_, slot) in enumerate(zip(request.fetched, slots, strict=True)):
+            if hash_ in self.files and not (fails and index % 2):
+                self.slots[slot] = self.files[hash_]
+                report.fetched.append(hash_)
+            else:
+                self.files.pop(hash_, None)
+                self.slots[slot] = self._garbage
+                report.failed.append(hash_)
+        scheduler.on_folder(report)
+        return True
 
     @property
     def loading(self) -> set[int]:

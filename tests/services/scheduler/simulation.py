@@ -30,7 +30,6 @@ from tests.services.scheduler.reference import (
     ReferenceWorker,
     WorkerDiedError,
 )
-from tests.services.scheduler.reference_host import ReferenceHost
 
 
 class Simulation:
@@ -92,8 +91,7 @@ class Simulation:
 
     def _new_worker(self, epoch: int) -> ReferenceWorker:
         worker = ReferenceWorker(self.config, self.num_blocks, epoch, self.computes_once)
-        sizes = self.config.block_size, self.num_host_slots
-        worker.host = ReferenceHost(worker.memory, *sizes)
+        worker.host.slots *= self.num_host_slots
         return worker
 
     def _new_scheduler(self, epoch: int) -> RecoverableScheduler:
@@ -151,7 +149,11 @@ class Simulation:
             except WorkerDiedError:
                 self.restart(keeps_memory=self.keeps_memory)
             self.check()
+        self.worker.host.take_request(self.scheduler)
         return plan
+
+    def answer(self, fails: bool = False) -> bool:
+        return self.worker.host.answer(self.scheduler, fails)
 
     @property
     def has_result(self) -> bool:
@@ -182,7 +184,7 @@ class Simulation:
 
     def step(self) -> StepOutput | None:
         """Every plan that may be sent, and one result; None if there is nothing to do."""
-        while self.send():
+        while self.send() or self.answer():
             pass
         return self.receive() if self.has_result else None
 

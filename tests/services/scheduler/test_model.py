@@ -63,6 +63,7 @@ def simulations(
         enable_prefix_caching=draw(st.integers(0, 7)) > 0,
         keeps_memory=draw(st.booleans()),
         num_host_slots=draw(num_host_slots),
+        kv_offload_folder=draw(st.sampled_from(["", "folder"])),
     )
 
 
@@ -153,6 +154,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def send(self) -> None:
         self.sim.send()
+
+    @rule(fails=st.booleans())
+    def answer(self, fails: bool) -> None:
+        """Read files."""
+        self.sim.answer(fails)
 
     @precondition(lambda self: self.sim.has_result)
     @rule()

@@ -114,3 +114,35 @@ class OffloadMachine(SchedulerMachine):
 @pytest.mark.timeout(3600)
 def test_the_host_tier_against_the_reference() -> None:
     run_state_machine_as_test(OffloadMachine, settings=settings.get_profile("scheduler"))
+
+
+def test_a_prefix_comes_from_files_after_everything_was_lost() -> None:
+    """Workers have new memory, and the scheduler is another one."""
+    sim = Simulation(num_blocks=8, num_host_slots=12, kv_offload_folder="folder")
+    sim.add(long_prompt(17), max_tokens=1)
+    sim.run()
+    fill(sim)
+    files = sim.worker.host.files
+    sim.restart(keeps_memory=False)
+    sim.worker.host.files = files
+    assert offload_of(sim).num_blocks == 0
+    sim.send()
+    sim.answer()
+    again = sim.add(long_prompt(17), max_tokens=2)
+    assert sim.send() is None, "it waits for its files"
+    assert sim.answer()
+    sim.run()
+    assert (again.num_cached_tokens, offload_of(sim).num_fetched) == (16, 4)
+
+
+def test_damaged_files_are_computed_again() -> None:
+    sim = Simulation(num_blocks=8, num_host_slots=4, kv_offload_folder="folder")
+    sim.add(long_prompt(17), max_tokens=1)
+    sim.run()
+    fill(sim)
+    sim.answer()
+    again = sim.add(long_prompt(17), max_tokens=2)
+    sim.send()
+    assert sim.answer(fails=True)
+    sim.run()
+    assert again.num_cached_tokens == 4

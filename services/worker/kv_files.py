@@ -1,0 +1,98 @@
+"""Files of KV blocks: a header and the content of a host slot, named by the hash of the prefix."""
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+MAGIC = b"penstKV1"
+HEADER_BYTES = len(MAGIC) + 32 + 32 + 16
+"""MAGIC, digest of what wrote it, hash of the prefix, checksum of all that and the content"""
+MAX_WRITE_SECONDS = 3600
+"""in which a file is written; older ones without their name are what a killed worker left"""
+HASH_DIGITS = 64
+
+
+class DamagedFileError(OSError):
+    """A file that is not what was written."""
+
+
+class KvFiles:
+    """A folder of files that were written for the same model and layout of KV."""
+
+    def __init__(self, folder: Path, digest: bytes, content_bytes: int) -> None:
+        """digest: 32 bytes, of all that must be equal for a file to be used."""
+        self.folder = folder / digest.hex()[:32]
+        self._digest = digest
+        self.file_bytes = HEADER_BYTES + content_bytes
+
+    def list(self) -> Iterator[bytes]:
+        """Yield the hashes of all files, the one used last last. Raises OSError."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found: list[tuple[float, bytes]] = []
+        for path in self.folder.glob("??/*"):
+            with suppress(FileNotFoundError):  # another worker has removed it
+                written = path.stat().st_mtime
+                if len(path.name) == HASH_DIGITS:
+                    found.append((written, bytes.fromhex(path.name)))
+                elif written < time.time() - MAX_WRITE_SECONDS:
+                    path.unlink()
+        for _, hash_ in sorted(found):
+            yield hash_
+
+    def write(self, hash_: bytes, content: Any, is_right: Callable[[], bool]) -> bool:
+        """Write a file. Return `is_right()`, without which it is dropped. Raises OSError."""
+        path = self._path(hash_)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT, 0o600), "wb", 0) as file:
+                for part in (self._header(hash_, content), content):
+                    if file.write(part) != len(part):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if is_right():
+                partial.rename(path)
+                return True
+        except OSError:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+        partial.unlink()
+        return False
+
+    def read(self, hash_: bytes, buffer: bytearray) -> memoryview:
+        """Read a file into `buffer`, of `file_bytes`; return its content.
+
+        Removes a file that is damaged. Raises OSError, DamagedFileError.
+        """
+        path, begin = self._path(hash_), 0
+        with path.open("rb", buffering=0) as file:
+            while num_bytes := file.readinto(memoryview(buffer)[begin:]):
+                begin += num_bytes
+            is_whole = begin == len(buffer) and not file.read(1)
+        content = memoryview(buffer)[HEADER_BYTES:]
+        if not is_whole or buffer[:HEADER_BYTES] != self._header(hash_, content):
+            self.remove(hash_)
+            raise DamagedFileError(f"{path} is damaged; its block is computed again")
+        with suppress(OSError):  # nothing may be changed there
+            os.utime(path)
+        return content
+
+    def remove(self, hash_: bytes) -> None:
+        self._path(hash_).unlink(missing_ok=True)
+
+    def _path(self, hash_: bytes) -> Path:
+        name = hash_.hex()
+        return self.folder / name[:2] / name
+
+    def _header(self, hash_: bytes, content: Any) -> bytes:
+        start = MAGIC + self._digest + hash_
+        checksum = xxhash.xxh3_128(start)
+        checksum.update(content)
+        return start + checksum.digest()

@@ -1,0 +1,270 @@
+"""The folder tier of the KV cache: blocks in files, named by the hash of their whole prefix.
+
+Threads read and write; the main thread waits for none of them. A file is read as a whole, compared
+with its checksum and then copied to its host slot. A disk that fails costs hits and nothing else:
+after an error on writing nothing more is written, and a disk that is too slow is not read again.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from queue import Empty, Full, Queue
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.protocol.messages.worker import FolderReport
+from penstock.services.worker.kv_files import KvFiles
+
+log = logging.getLogger(__name__)
+MAX_WRITES = 64
+"""that wait; more blocks are not written"""
+MAX_FETCH_SECONDS = 2.0
+"""in which a disk must have read all that was requested"""
+NUM_WRITERS = 2
+MAX_REPORTED = 10_000
+"""files in a message"""
+Wait = Callable[[], object]
+"""returns when the copies that use a slot have ended"""
+
+
+class _Write(NamedTuple):
+    hash: bytes
+    slot: int
+    number: int
+    """of the content of the slot"""
+    wait: Wait
+
+
+class _Fetch(NamedTuple):
+    hash: bytes
+    slot: int
+    number: int
+    """of the request; a later one cancels it"""
+    wait: Wait
+
+
+class KvFolder:
+    """Files of one rank, the one used last last."""
+
+    def __init__(
+        self,
+        folder: Path,
+        digest: bytes,
+        max_bytes: float,
+        host: NDArray[np.uint8],
+    ) -> None:
+        """Use a folder from `start` on.
+
+        digest: 32 bytes, of all that must be equal for a file to be used. host: the slots,
+        [num_slots, slot_bytes].
+        """
+        self._disk = KvFiles(folder, digest, host.shape[1])
+        self._host = host
+        self._max_files = int(max_bytes / self._disk.file_bytes)
+        self.notify: Callable[[], object] = int
+        """called by any thread when `take_report` may have something"""
+        self._lock = threading.Condition()
+        self._files: OrderedDict[bytes, None] = OrderedDict()
+        self._numbers = [0] * len(host)
+        """of the contents of slots"""
+        self._request = 0
+        """number of the last fetch; those before are cancelled"""
+        self._num_copying = 0
+        """threads that write to a slot"""
+        self._pending: set[bytes] = set()
+        """hashes that are read"""
+        self._deadline = 0.0
+        """the moment until which they must be"""
+        self._added: list[bytes] = []
+        self._removed: list[bytes] = []
+        self._fetched: list[bytes] = []
+        self._failed: list[bytes] = []
+        self._is_listed = self._has_logged = False
+        self.reads, self.writes = True, True
+        self._writes: Queue[_Write] = Queue(MAX_WRITES)
+        self._fetches: Queue[_Fetch] = Queue()
+
+    # ---- for the main thread -----------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the threads, one of which lists the files."""
+        self._start(self._list)
+        for _ in range(NUM_WRITERS):
+            self._start(self._write_all)
+        for _ in range(min(8, os.cpu_count() or 1)):
+            self._start(self._fetch_all)
+
+    def overwrite(self, slots: Iterable[int]) -> None:
+        """Note that the content of slots changes from now on."""
+        for slot in slots:
+            self._numbers[slot] += 1
+
+    def store(self, hashes: Sequence[bytes], slots: Sequence[int], wait: Wait) -> None:
+        """Write the content of slots to files, as far as the disk keeps up."""
+        if not self.writes:
+            return
+        for hash_, slot in zip(hashes, slots, strict=True):
+            with suppress(Full):
+                self._writes.put_nowait(_Write(hash_, slot, self._numbers[slot], wait))
+
+    def fetch(self, hashes: Sequence[bytes], slots: Sequence[int], wait: Wait) -> None:
+        """Read files into slots, which nothing else uses until they are reported."""
+        now = time.monotonic()
+        self.overwrite(slots)
+        with self._lock:
+            if not self.reads:
+                self._failed += hashes
+                self.notify()
+                return
+            self._deadline = MAX_FETCH_SECONDS + (self._deadline if self._pending else now)
+            for hash_, slot in zip(hashes, slots, strict=True):
+                self._pending.add(hash_)
+                self._fetches.put(_Fetch(hash_, slot, self._request, wait))
+
+    def remove(self, hashes: Iterable[bytes]) -> None:
+        """Delete files whose content may be wrong."""
+        with self._lock:
+            for hash_ in hashes:
+                self._files.pop(hash_, None)
+                self._fetches.put(_Fetch(hash_, -1, self._request, int))
+
+    def restart(self) -> None:
+        """Forget all requests: no slot is written from now on; list the files again."""
+        with self._lock:
+            self._cancel()
+            self._lock.wait_for(lambda: not self._num_copying)
+            self._removed, self._fetched, self._failed = [], [], []
+            self._added = list(self._files)
+            self.notify()
+
+    def check_time(self) -> None:
+        """Give up reading from a disk that is too slow."""
+        with self._lock:
+            if self._pending and self._deadline < time.monotonic():
+                self._failed += self._pending
+                self._cancel()
+                self._lock.wait_for(lambda: not self._num_copying)
+                self.reads = False
+                log.warning(
+                    "%s: more than %.0f s for a prefix; its files are not used any more",
+                    *(self._disk.folder, MAX_FETCH_SECONDS),
+                )
+                self.notify()
+
+    def take_report(self) -> FolderReport | None:
+        """Return what is new, if anything; the caller fills in epoch and rank."""
+        with self._lock:
+            added, self._added = self._added[:MAX_REPORTED], self._added[MAX_REPORTED:]
+            news = added, self._removed, self._fetched, self._failed
+            self._removed, self._fetched, self._failed = [], [], []
+        return FolderReport(-1, -1, *news) if any(news) else None
+
+    def _cancel(self) -> None:
+        self._request += 1
+        self._pending.clear()
+        with suppress(Empty):
+            while True:
+                self._fetches.get_nowait()
+
+    # ---- threads -----------------------------------------------------------------------------
+
+    def _start(self, function: Callable[[], None]) -> None:
+        threading.Thread(target=function, daemon=True).start()
+
+    def _list(self) -> None:
+        """Find the files of earlier workers."""
+        found: list[bytes] = []
+        try:
+            found.extend(self._disk.list())
+        except (OSError, ValueError) as error:
+            self.writes = False
+            log.warning("KV blocks in %s: %s; none are written", self._disk.folder, error)
+        with self._lock:
+            new, self._files = self._files, OrderedDict.fromkeys(found)
+            self._files.update(new)
+            self._added = list(self._files)
+            self._is_listed = True
+        self.notify()
+        log.info("KV blocks in %s: %d", self._disk.folder, len(found))
+
+    def _write_all(self) -> None:
+        while True:
+            write = self._writes.get()
+            if not self.writes or write.hash in self._files or not self._max_files:
+                continue
+            write.wait()
+            content = memoryview(self._host[write.slot])
+            try:
+                self._disk.write(write.hash, content, partial(self._is_written, write))
+                while oldest := self._oldest():
+                    self._disk.remove(oldest)
+            except OSError as error:
+                self.writes = False
+                log.warning("no more KV blocks are written to %s: %s", self._disk.folder, error)
+            self.notify()
+
+    def _is_written(self, write: _Write) -> bool:
+        """Return whether a slot has not changed meanwhile; then list its file."""
+        with self._lock:
+            is_right = self._numbers[write.slot] == write.number
+            if is_right:
+                self._files[write.hash] = None
+                self._added.append(write.hash)
+            return is_right
+
+    def _oldest(self) -> bytes | None:
+        """Take the file used least recently from the list, if there are too many."""
+        with self._lock:
+            if not self._is_listed or len(self._files) <= self._max_files:
+                return None
+            oldest, _ = self._files.popitem(last=False)
+            self._removed.append(oldest)
+            return oldest
+
+    def _fetch_all(self) -> None:
+        buffer = bytearray(self._disk.file_bytes)
+        while True:
+            fetch = self._fetches.get()
+            content: memoryview | None = None
+            try:
+                if fetch.slot < 0:
+                    self._disk.remove(fetch.hash)
+                    continue
+                content = self._disk.read(fetch.hash, buffer)
+            except FileNotFoundError:
+                pass  # removed meanwhile, by this worker or another one
+            except OSError as error:
+                if not self._has_logged:
+                    self._has_logged = True
+                    log.warning("KV blocks in %s: %s", self._disk.folder, error)
+            with self._lock:
+                if fetch.number != self._request:
+                    continue
+                self._num_copying += 1
+            if content is not None:
+                fetch.wait()
+                self._host[fetch.slot] = np.frombuffer(content, np.uint8)
+            self._end(fetch, content is not None)
+
+    def _end(self, fetch: _Fetch, is_right: bool) -> None:
+        """Report a fetch, unless it was cancelled."""
+        with self._lock:
+            self._num_copying -= 1
+            self._lock.notify_all()
+            if fetch.hash not in self._pending:
+                return
+            self._pending.remove(fetch.hash)
+            (self._fetched if is_right else self._failed).append(fetch.hash)
+            if fetch.hash in self._files and is_right:
+                self._files.move_to_end(fetch.hash)
+            else:
+                self._files.pop(fetch.hash, None)
+        self.notify()
