@@ -24,8 +24,6 @@ from penstock.protocol.messages.worker import FolderReport
 from penstock.services.worker.kv_files import KvFiles
 
 log = logging.getLogger(__name__)
-MAX_WRITES = 64
-"""that wait; more blocks are not written"""
 MAX_FETCH_SECONDS = 2.0
 """in which a disk must have read all that was requested"""
 NUM_WRITERS = 2
@@ -89,7 +87,7 @@ class KvFolder:
         self._failed: list[bytes] = []
         self._is_listed = self._has_logged = False
         self.reads, self.writes = True, True
-        self._writes: Queue[_Write] = Queue(MAX_WRITES)
+        self._writes: Queue[_Write] = Queue(len(host))
         self._fetches: Queue[_Fetch] = Queue()
 
     # ---- for the main thread -----------------------------------------------------------------
@@ -199,6 +197,8 @@ class KvFolder:
         while True:
             write = self._writes.get()
             if not self.writes or write.hash in self._files or not self._max_files:
+                continue
+            if self._numbers[write.slot] != write.number:
                 continue
             write.wait()
             content = memoryview(self._host[write.slot])

@@ -50,6 +50,7 @@ class KvOffload:
         self.memory = memory
         self.num_slots = 0
         """0 until they are pinned"""
+        self.pinning: threading.Thread | None = None
         self._device = kv[0].device
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
@@ -58,7 +59,8 @@ class KvOffload:
         """they run beside the next step"""
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            threading.Thread(target=self._pin, args=(num_slots,), daemon=True).start()
+            self.pinning = threading.Thread(target=self._pin, args=(num_slots,), daemon=True)
+            self.pinning.start()
         else:
             self.num_slots = num_slots
 
