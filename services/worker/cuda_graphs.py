@@ -14,6 +14,8 @@ from penstock.kernels.step.types import APPENDED, HEADER, PARAMETERS, ROW
 
 log = logging.getLogger(__name__)
 
+MODE = "thread_local"
+"""of captures: other threads pin memory and wait for copies meanwhile"""
 PROGRESS = 10
 """graphs between two log lines"""
 PREFILL_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -113,11 +115,11 @@ class CudaGraphs:
         del rest  # and its logits
         torch.cuda.synchronize(self._record.device)
         graph, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, self._pool, capture_error_mode=MODE):
             computed = self._compute(self._record, shape)
         rest = computed.sample_deferred
         if rest:
-            with torch.cuda.graph(second, pool=self._pool):
+            with torch.cuda.graph(second, self._pool, capture_error_mode=MODE):
                 rest()
             rest = second.replay
         borrowed = _borrowed(computed.logits), _borrowed(computed.hidden_states)

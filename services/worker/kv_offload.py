@@ -25,7 +25,7 @@ from penstock.services.worker.kv_folder import KvFolder
 
 log = logging.getLogger(__name__)
 PAGE = 4096
-PINNED_AT_ONCE = 1 << 28
+PINNED_AT_ONCE = 1 << 26
 """bytes, after which steps continue: the driver holds a lock meanwhile"""
 
 
@@ -173,7 +173,7 @@ def make_offload(config: Config, memory: KeptMemory, kv: Sequence[Tensor]) -> Kv
     if not num_slots:
         raise ModelError(
             f"--kv-offload-gib: got {config.kv_offload_gib}, expected {size / 2**30:.3f} or more "
-            "for one block"
+            "for one block, also with --kv-offload-folder"
         )
     facts: list[object] = [(str(one.dtype), one.shape[:2], one.shape[3:]) for one in kv]
     offload = _make_host(config, memory.on_host(), kv, num_slots, facts)

@@ -101,7 +101,7 @@ def load(
         times.end("compilation")
     blocks = dtype, max_blocks, assignment.num_blocks
     runner = _make_runner(config, model_config, model, *blocks, grammars, memory)
-    if config.kv_offload_gib:
+    if config.kv_offload_gib or config.kv_offload_folder:
         runner.offload = make_offload(config, memory, runner.kv.tensors)
     times.end("KV cache")
     on_progress()
