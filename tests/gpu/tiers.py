@@ -37,6 +37,9 @@ class TierEngine(Engine):
         self.scheduler = RecoverableScheduler(config, length, blocks)
         self.news = threading.Event()
         self.config, self.num_files = config, 0
+        if (offload := self.runner.offload) and offload.folder:
+            offload.folder.notify = self.news.set
+            offload.folder.start()
         self.forget()
 
     def forget(self) -> None:
@@ -49,7 +52,6 @@ class TierEngine(Engine):
             index = OffloadIndex(offload.num_slots, per_step)
             self.scheduler.use_offload(index)
             if offload.folder:
-                offload.folder.notify = self.news.set
                 index.use_folder(FolderIndex(self.scheduler.epoch, 1))
 
     def take_reports(self) -> None:
