@@ -14,8 +14,6 @@ from penstock.kernels.step.types import APPENDED, HEADER, PARAMETERS, ROW
 
 log = logging.getLogger(__name__)
 
-MODE = "thread_local"
-"""of captures: other threads pin memory and wait for copies meanwhile"""
 PROGRESS = 10
 """graphs between two log lines"""
 PREFILL_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -84,8 +82,14 @@ class CudaGraphs:
     """CUDA graphs by shape, captured at their first use, with a common memory pool."""
 
     def __init__(
-        self, compute: Compute, shapes: Iterable[BatchShape], device: torch.device
+        self,
+        compute: Compute,
+        shapes: Iterable[BatchShape],
+        device: torch.device,
+        other_threads: bool = False,
     ) -> None:
+        """other_threads: use the device during captures."""
+        self._error_mode = "thread_local" if other_threads else "global"
         self._compute = compute
         self._shapes = sorted(shapes, key=order)
         largest = max(map(_record_size, self._shapes))
@@ -115,11 +119,11 @@ class CudaGraphs:
         del rest  # and its logits
         torch.cuda.synchronize(self._record.device)
         graph, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, self._pool, capture_error_mode=MODE):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=self._error_mode):
             computed = self._compute(self._record, shape)
         rest = computed.sample_deferred
         if rest:
-            with torch.cuda.graph(second, self._pool, capture_error_mode=MODE):
+            with torch.cuda.graph(second, pool=self._pool, capture_error_mode=self._error_mode):
                 rest()
             rest = second.replay
         borrowed = _borrowed(computed.logits), _borrowed(computed.hidden_states)

@@ -84,7 +84,7 @@ class ModelRunner:
 
     def use_graphs(self, shapes: Iterable[BatchShape]) -> None:
         """Replay steps that fit into one of `shapes`."""
-        self._graphs = CudaGraphs(self._compute, shapes, self._device)
+        self._graphs = CudaGraphs(self._compute, shapes, self._device, self.offload is not None)
 
     @torch.inference_mode()
     def capture_graphs(self) -> Iterator[None]:
