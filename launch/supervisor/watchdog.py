@@ -6,7 +6,8 @@ for the hang timeout; as long as it uses some (a call of C that holds the interp
 as long as a step. One that says it has been at one step for too long is killed as well. All are
 restarted as any that died. When a worker dies, so do the others of its group: they may be waiting
 for it in a collective. The same happens when a worker is unreachable; the worker itself is left
-alone, because its machine may be cut off.
+alone, because its machine may be cut off. A worker that dies before its pulse names the group
+leaves others that wait for it: a group that lacks ranks for the hang timeout is killed, too.
 
 A supervisor that did not run itself (all of the machine stood still) can't know who was silent: all
 have their time once more.
@@ -14,6 +15,7 @@ have their time once more.
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import zmq
@@ -81,6 +83,8 @@ class Watchdog:
         self._processes = processes
         self._watched: dict[str, _Watched] = {}
         """by name"""
+        self._lacking: dict[str, float] = {}
+        """groups that lack ranks, and since when"""
         self._tasks = tasks
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
@@ -140,6 +144,9 @@ class Watchdog:
         now = self._loop.time()
         self._timer = self._loop.call_at(now + self._interval, self._judge)
         self._receive()
+        if now > due + MAX_LATE:
+            self._lacking.clear()
+        self._kill_lacking(now)
         for one in self._watched.values():
             is_busy = one.is_being_examined or one.is_being_killed or one.is_unreachable
             if now > due + MAX_LATE:
@@ -170,15 +177,28 @@ class Watchdog:
         if pulse.busy_seconds > self._step_timeout:
             self._kill(one, f"has been at one step for {pulse.busy_seconds:.0f} s")
 
+    def _kill_lacking(self, now: float) -> None:
+        """Kill groups that have lacked ranks for long."""
+        living = Counter(one.pulse.group for one in self._watched.values())
+        sizes = {one.pulse.group: one.pulse.group_size for one in self._watched.values()}
+        lacking = {group for group, size in sizes.items() if group and living[group] < size}
+        self._lacking = {group: self._lacking.get(group, now) for group in lacking}
+        for group, since in self._lacking.items():
+            if now - since > self._hang_timeout:
+                self._kill_ranks(group, "is in a group that lacks ranks")
+
     def _kill_group(self, lost: _Watched, reason: str) -> None:
-        group = lost.pulse.group
+        reason = f"is in a group with {lost.process.name}, which {reason}"
+        self._kill_ranks(lost.pulse.group, reason, lost)
+
+    def _kill_ranks(self, group: str, reason: str, lost: _Watched | None = None) -> None:
         for one in self._watched.values():
             is_stopped = not one.process.wanted.is_set()  # on request, perhaps all of the group
             if not group or one is lost or one.pulse.group != group or is_stopped:
                 continue
             if not one.is_being_killed:
                 one.process.killed_with_group = one.process.pid
-            self._kill(one, f"is in a group with {lost.process.name}, which {reason}")
+            self._kill(one, reason)
 
     def _kill(self, one: _Watched, reason: str) -> None:
         if not (one.is_being_killed or one.is_unreachable):

@@ -15,6 +15,8 @@ class Pulse(Struct, tag=True):
     """how long it has been at one step; 0 between steps"""
     group: str = ""
     """workers of one group die together: a collective can't lose a member"""
+    group_size: int = 1
+    """ranks of the group"""
     counters: dict[str, float] = {}
     """what the process counts about itself, for metrics; see `ProcessStatus.counters`"""
     cpu_seconds: float = 0.0

@@ -63,7 +63,8 @@ class HeartbeatThread:
         self._sockets.acquire()  # the main thread's, except in `working`
         self.clock = AwakeClock()
         self._due = math.inf
-        self._stopped = threading.Event()
+        self._is_stopped = False
+        self._called, self._sent = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def beat(self) -> None:
@@ -74,6 +75,12 @@ class HeartbeatThread:
 
     def start(self) -> None:
         self._thread.start()
+
+    def report(self) -> None:
+        """Send a pulse at once; return when it is sent."""
+        self._sent.clear()
+        self._called.set()
+        self._sent.wait()
 
     def progress(self) -> None:
         """Note the progress of work that has a time limit."""
@@ -104,16 +111,21 @@ class HeartbeatThread:
 
     def stop(self) -> None:
         """End the thread, before its context is destroyed."""
-        self._stopped.set()
+        self._is_stopped = True
+        self._called.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopped.is_set():
+        while not self._is_stopped:
+            is_called = self._called.is_set()
+            self._called.clear()
             self.sender.send(self.busy_seconds)
+            if is_called:
+                self._sent.set()
             if self._to_peers and self._sockets.acquire(blocking=False):
                 try:
                     self._to_peers()
                 finally:
                     self._sockets.release()
-            self.clock.wait(self._stopped)
+            self.clock.wait(self._called)

@@ -28,7 +28,7 @@ class PulseSender:
         self._counters = counters
         self._counted: dict[str, float] = {}
         self._counters_failed = False
-        self.group = ""
+        self.group, self.group_size = "", 1
         """of a worker, as in `Pulse`"""
         self._own = psutil.Process()
         self._rss_bytes = 0
@@ -48,7 +48,8 @@ class PulseSender:
             times = os.times()
             with contextlib.suppress(OSError):  # no descriptor is free
                 self._rss_bytes = self._own.memory_info().rss
-            pulse = Pulse(self._name, os.getpid(), busy_seconds, self.group, counters)
+            pulse = Pulse(self._name, os.getpid(), busy_seconds, self.group, self.group_size)
+            pulse.counters = counters
             pulse.cpu_seconds, pulse.rss_bytes = times.user + times.system, self._rss_bytes
             self._channel.send(pulse)
 

@@ -120,6 +120,9 @@ class Worker:
             )
         self._group, self._rank = place
         self.heartbeats.sender.group = assignment.group
+        self.heartbeats.sender.group_size = assignment.tp_size
+        if is_first:
+            self.heartbeats.report()  # before it waits for the other ranks
         if assignment.standby:
             if is_first:
                 self._prepare(assignment)

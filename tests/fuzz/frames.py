@@ -210,7 +210,7 @@ MESSAGES: dict[str, list[Struct]] = {
     ],
     "ToGateway": [TextDeltas([DELTA, DELTA]), FAILED, STATUS, SupervisorReport([PROCESS])],
     "ToSupervisor": [
-        Pulse("fuzz", 2**31 - 1, 1.0, "g", {"messages_sent": 1.0}),
+        Pulse("fuzz", 2**31 - 1, 1.0, "g", 2, {"messages_sent": 1.0}),
         ProcessesDied([("fuzz", 7)], [b"digest"]),
         PoisonFound(b"digest"),
         SuspectsCleared([b"digest"]),

@@ -50,6 +50,32 @@ def test_a_group_dies_together(supervised: Callable[..., Any]) -> None:
     asyncio.run(run())
 
 
+def test_a_group_that_lacks_ranks_is_killed(supervised: Callable[..., Any]) -> None:
+    """A rank that died before a pulse named its group leaves the others in their rendezvous."""
+
+    async def run() -> None:
+        async with supervised() as one:
+            groups = {"worker.1": "g", "worker.2": "h", "worker.3": "h", "worker.4": "late"}
+            children = {name: await one.child(name) for name in (*groups, "worker.5")}
+            for name, group in groups.items():
+                one.pulse(name, children[name].pid, group=group, group_size=2)
+            while len(one.watchdog._watched) < len(groups):
+                await asyncio.sleep(0)
+            one.watchdog._kill_lacking(1.0)
+            one.pulse("worker.5", children["worker.5"].pid, group="late", group_size=2)
+            while len(one.watchdog._watched) < len(children):
+                await asyncio.sleep(0)
+            one.watchdog._kill_lacking(LONG)
+            assert one.said == []
+            one.watchdog._kill_lacking(LONG + 2.0)
+            assert await children["worker.1"].wait() == -9
+            assert one.said == ["worker.1 is in a group that lacks ranks; killed"]
+            assert one.processes["worker.1"].killed_with_group == children["worker.1"].pid
+            assert [name for name, child in children.items() if child.returncode] == ["worker.1"]
+
+    asyncio.run(run())
+
+
 def test_a_group_that_is_stopped_on_request_is_left_alone(supervised: Callable[..., Any]) -> None:
     async def run() -> None:
         async with supervised() as one:
