@@ -66,12 +66,20 @@ class ChildEvents:
         return os.getsid(pid) not in (pid, self._session)
 
 
+class _Subreaper:
+    """Who wants orphans of this process's descendants."""
+
+    num_holders = 0
+
+
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
     """Make this process the parent of its descendants' orphans meanwhile (Linux)."""
     prctl = ctypes.CDLL(None).prctl
+    _Subreaper.num_holders += 1
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield
     finally:
-        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        _Subreaper.num_holders -= 1
+        prctl(_PR_SET_CHILD_SUBREAPER, int(_Subreaper.num_holders > 0), 0, 0, 0)

@@ -95,9 +95,12 @@ class ChildProcess:
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._exit)
         self._exit.close()
-        exit_code = self._wait()
+        try:
+            how = describe_exit(self._wait())
+        except ChildProcessError:
+            how = "an unknown exit code: it was not a child of this process"
         self._log.finish()
-        self.end.set_result(describe_exit(exit_code))
+        self.end.set_result(how)
 
 
 def describe_exit(exit_code: int) -> str:

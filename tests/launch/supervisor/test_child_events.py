@@ -1,12 +1,13 @@
 """Stops of children, and orphans: real processes."""
 
 import asyncio
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from penstock.launch.supervisor.child_events import ChildEvents, adopting
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+PR_GET_CHILD_SUBREAPER = 37
 MAX_STOP = 0.2
 JUMP = 10.0
 
@@ -119,6 +121,22 @@ def test_orphans_of_children_are_collected() -> None:
                 await asyncio.sleep(0)
 
     run(test())
+
+
+def test_orphans_are_adopted_until_nobody_wants_them() -> None:
+    """Two fork servers may fork at once."""
+
+    def is_adopting() -> int:
+        flag = ctypes.c_int()
+        ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(flag), 0, 0, 0)
+        return flag.value
+
+    with ExitStack() as first:
+        first.enter_context(adopting())
+        with adopting():
+            first.close()
+            assert is_adopting()
+    assert not is_adopting()
 
 
 def test_exits_of_children_are_left_to_whoever_started_them() -> None:

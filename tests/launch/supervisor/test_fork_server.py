@@ -172,6 +172,22 @@ def test_a_fork_server_that_dies_during_a_request_forks_nothing() -> None:
     run(test())
 
 
+def test_the_end_of_a_process_that_is_not_a_child_is_noticed() -> None:
+    """Its exit code is its parent's; whoever waits for the end must not wait forever."""
+
+    async def test() -> None:
+        async with site() as one:
+            code = "import os; pid = os.fork(); pid and print(pid, flush=True); os.read(0, 1)"
+            parent = started(code)
+            assert parent.stdout
+            process = ChildProcess.adopt(int(parent.stdout.readline()), one.log)
+            process.kill()
+            assert (await process.end).startswith("an unknown exit code")
+            parent.communicate("x")
+
+    run(test())
+
+
 def test_without_a_fork_server_that_starts_there_is_none() -> None:
     """Its imports fail: each process reports it by itself, and no server is started again."""
 
