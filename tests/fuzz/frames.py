@@ -51,7 +51,14 @@ from penstock.protocol.messages.tokenizer import (
     TokenizerQuery,
     TokenizerReply,
 )
-from penstock.protocol.messages.worker import WorkerAssignment, WorkerExit, WorkerState
+from penstock.protocol.messages.worker import (
+    CopyBlocks,
+    FolderReport,
+    FolderRequest,
+    WorkerAssignment,
+    WorkerExit,
+    WorkerState,
+)
 
 INNER_ID = "inner"
 """no client's request has it"""
@@ -201,12 +208,15 @@ MESSAGES: dict[str, list[Struct]] = {
         WorkerAssignment(1, "g", 0, 1, "tcp://127.0.0.1:1"),
         WorkerExit("no"),
         BatchPlan(1, 2, pack([3]), [ROW], pack([4]), pack([0, 6])),
+        CopyBlocks(1, pack([3, 0]), pack([4, -1])),
+        FolderRequest(1, [b"hash"], pack([0]), [b"other"], True),
     ],
     "FromWorker": [
         WorkerState("fuzz", "g", 0, 100, 16, (1.0, 2.0)),
         WorkerState("fuzz"),
         SampledTokens(1, 2, pack([52, 50]), [(1, PACKED)], [(0, [PACKED])], [(0, "no")]),
         SampledTokens(1, 2, pack([52, 50]), pooled=[(0, bytes(8))]),
+        FolderReport(1, 0, [b"hash"], [b"other"], [b"hash"], [b"hash"]),
     ],
     "ToGateway": [TextDeltas([DELTA, DELTA]), FAILED, STATUS, SupervisorReport([PROCESS])],
     "ToSupervisor": [

@@ -181,7 +181,7 @@ def test_the_end_of_a_process_that_is_not_a_child_is_noticed() -> None:
             parent = started(code)
             assert parent.stdout
             process = ChildProcess.adopt(int(parent.stdout.readline()), one.log)
-            process.kill()
+            os.kill(process.pid, signal.SIGKILL)
             assert (await process.end).startswith("an unknown exit code")
             parent.communicate("x")
 

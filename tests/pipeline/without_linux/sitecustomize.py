@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import termios
+import time
 from typing import Any
 
 MACOS_MAX_DESCRIPTORS = 10_240
@@ -15,6 +16,7 @@ for module, names in (
     (os, ("pidfd_open", "sched_getaffinity", "sched_setaffinity", "eventfd", "memfd_create")),
     (signal, ("pidfd_send_signal",)),
     (socket, ("TCP_INFO", "SO_PEERCRED", "SO_PASSCRED")),
+    (time, ("CLOCK_BOOTTIME",)),
 ):
     for name in names:
         delattr(module, name)
