@@ -134,7 +134,9 @@ class Pipeline:
     def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal that can't be handled to one process; return when it was restarted."""
         start = len(self.output)
-        psutil.Process(self.processes()[name]).send_signal(how)
+        while not (pid := self.processes().get(name)):
+            continue  # it has died, and the next one is being forked
+        psutil.Process(pid).send_signal(how)
         self.wait_for(rf"launch +\| {name} died", start)
 
     @contextlib.contextmanager
