@@ -77,7 +77,9 @@ class HeartbeatThread:
         self._thread.start()
 
     def report(self) -> None:
-        """Send a pulse at once; return when it is sent."""
+        """Send a pulse at once; return when it is sent. Before the thread's start, do nothing."""
+        if not self._thread.is_alive():
+            return
         self._sent.clear()
         self._called.set()
         self._sent.wait()
