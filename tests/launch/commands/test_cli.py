@@ -116,10 +116,12 @@ def test_signals(
 ) -> None:
     """A pipeline that does not run yet is stopped as one that runs; other commands fail."""
     before = signal.getsignal(signal.SIGTERM)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, code in zip((signal.SIGINT, signal.SIGTERM), codes, strict=True):
         monkeypatch.setattr(cli, "_run", lambda _, number=number: signal.raise_signal(number))
         assert launch(monkeypatch, *arguments) == code
     signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGINT, handler)
 
 
 def test_alone_it_says_what_to_do_first(
