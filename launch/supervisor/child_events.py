@@ -43,7 +43,7 @@ class ChildEvents:
                 if event.si_code != os.CLD_CONTINUED:
                     self._begin(event.si_pid)
         exits = os.WEXITED | os.WNOHANG
-        with contextlib.suppress(ChildProcessError):  # there are no children
+        with contextlib.suppress(ChildProcessError):  # this process has no children
             while event := os.waitid(os.P_ALL, 0, exits | os.WNOWAIT):
                 if not self._is_orphan(event.si_pid):
                     break  # whoever started it collects it

@@ -35,7 +35,7 @@ class Replica:
 
     @property
     def has_exited(self) -> bool:
-        """Its scheduler did not run at two reports: a restart takes less than that."""
+        """The scheduler was missing from two reports in a row; a restart takes less time."""
         return self.num_absent > 1
 
     @property

@@ -201,7 +201,7 @@ class Worker:
         if message.epoch < self._epoch:
             return
         if self._runner is None or self._runner.offload is None:
-            raise WorkerError("copies: got some, but there is no host tier")
+            raise WorkerError("CopyBlocks: got copies, expected none without --kv-offload-gib")
         if isinstance(message, FolderRequest):
             self._runner.offload.work(message)
         else:

@@ -173,7 +173,7 @@ def test_a_fork_server_that_dies_during_a_request_forks_nothing() -> None:
 
 
 def test_the_end_of_a_process_that_is_not_a_child_is_noticed() -> None:
-    """Its exit code is its parent's; whoever waits for the end must not wait forever."""
+    """The exit code goes to the parent, but the end must still be reported."""
 
     async def test() -> None:
         async with site() as one:
@@ -189,7 +189,7 @@ def test_the_end_of_a_process_that_is_not_a_child_is_noticed() -> None:
 
 
 def test_without_a_fork_server_that_starts_there_is_none() -> None:
-    """Its imports fail: each process reports it by itself, and no server is started again."""
+    """If imports fail, each process reports it, and no other fork server is started."""
 
     async def test() -> None:
         async with site("import sys; sys.exit('no module')") as one:

@@ -144,7 +144,7 @@ def test_an_event_that_is_not_there_yet(serve: Serve) -> None:
 
 
 def test_logs_have_a_place_in_the_store(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside one that is being made there is no place for a second one."""
+    """The store has room for one response; a second one is refused while it runs."""
     monkeypatch.setattr(ResponseStore.__init__, "__defaults__", (event_log.MAX_LOG_BYTES + 20_000,))
     with serve(Halting()).client() as client, client.stream("POST", PATH, json=ASKED) as response:
         assert response.status_code == 200
