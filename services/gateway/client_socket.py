@@ -1,7 +1,7 @@
 """The clients' socket: who may connect, requests in, replies out."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -10,15 +10,14 @@ import zmq
 
 from penstock.protocol.checkpoint import max_request_bytes
 from penstock.protocol.config import Config
-from penstock.protocol.messages.client import Reply, TextDelta
-from penstock.protocol.messages.codec import codec_of
+from penstock.protocol.messages.client import Reply, ReplyBatch, TextDelta
+from penstock.protocol.messages.codec import MSGPACK, codec_of
 from penstock.protocol.transport.channel import OVERSIZE_SLACK, Channel, traffic
 from penstock.protocol.transport.context import Context, check_reach, stays_on_host
 from penstock.protocol.transport.curve import ZAP_DOMAIN, secure_server
 from penstock.services.gateway.connections import Client, Connection, Connections
-from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.entry import Entry, Output
 from penstock.services.gateway.ledger import Ledger
-from penstock.services.gateway.reply_batches import ReplyBatches
 
 log = logging.getLogger("gateway")
 MAX_SEND_QUEUE = 4096
@@ -65,9 +64,10 @@ class ClientSocket:
         self._frame_overhead = CURVE_FRAME_BYTES if config.curve_keys else FRAME_BYTES
         self.max_unread_bytes = config.max_unread_bytes
         self.ledger = ledger
-        self.collected: dict[str, Entry] | None = None
-        """requests with output to be delivered later, by id; None: output is delivered at once"""
-        self._batches = ReplyBatches()
+        self._collected: dict[str, Entry] | None = None
+        """requests with output that is collected, by id; None: output is delivered at once"""
+        self._batches: dict[Connection, list[tuple[Entry, Output]]] = {}
+        """replies that leave in one message, by the connection of an HTTP server"""
 
     def receive(self) -> Iterator[tuple[Client, bytes]]:
         """Yield the messages that wait, not decoded. Clients beyond a limit are disconnected."""
@@ -97,8 +97,8 @@ class ClientSocket:
         connection = entry.client.connection
         if connection.is_closed:
             return
-        if self.collected is not None:
-            self.collected[entry.request_id] = entry
+        if self._collected is not None:
+            self._collected[entry.request_id] = entry
         elif connection.is_full:
             connection.unsent[entry.request_id] = None
             if monotonic() >= connection.retry_at:
@@ -106,16 +106,32 @@ class ClientSocket:
         else:
             self._send_new(entry)
 
+    def collect(self) -> None:
+        """Keep the output that `deliver` is called for, until `take_collected`."""
+        self._collected = {}
+
+    def take_collected(self) -> Iterable[Entry]:
+        """Return requests with collected output; from now on output is delivered at once."""
+        collected, self._collected = self._collected or {}, None
+        return collected.values()
+
     def deliver_in_batch(self, entry: Entry) -> None:
         """Send new output of a request with `send_batches`, where its client is an HTTP server."""
-        if not (entry.client.connection.is_inner and self._batches.add(entry)):
+        connection, number = entry.client.connection, entry.client.envelope[1:]
+        is_batched = connection.is_inner and len(number) == 1 and number != (b"",)
+        if not is_batched or connection.is_full or connection.is_closed:
             self.deliver(entry)
+        elif replies := entry.unsent_replies():
+            self._batches.setdefault(connection, []).extend((entry, one) for one in replies)
 
     def send_batches(self) -> None:
         """Send what `deliver_in_batch` has kept: one message for each HTTP server."""
-        for connection, frames, replies in self._batches.take() if self._batches.unsent else ():
-            error = self._try_send(connection, frames)
-            for entry, reply in replies:
+        batches, self._batches = self._batches, {}
+        for connection, batch in batches.items():
+            numbers = [entry.client.envelope[1] for entry, _ in batch]
+            frame = MSGPACK.encode(ReplyBatch(numbers, [reply for _, reply in batch]))
+            error = self._try_send(connection, [connection.identity, b"", frame])
+            for entry, reply in batch:
                 self._on_sent(entry, reply, error)
 
     def release(self, entry: Entry) -> None:

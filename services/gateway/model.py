@@ -93,7 +93,7 @@ class Model:
                         self.metrics.count_failure(message.reply.code)
 
     def on_results(self) -> None:
-        self._clients.collected = {}
+        self._clients.collect()
         for _, message in self.results.receive(MAX_MERGE_SECONDS):
             match message:
                 case TextDeltas(deltas):

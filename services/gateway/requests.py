@@ -139,12 +139,7 @@ class Requests:
 
     def deliver_collected(self) -> None:
         """Deliver the output that was collected: one piece for each request."""
-        entries, self._clients.collected = self._clients.collected or {}, None
-        for entry in entries.values():
-            try:
-                self._clients.deliver_in_batch(entry)
-            except Exception:  # noqa: BLE001
-                self.failures.on_defect(entry)
+        self.failures.for_each(self._clients.take_collected(), self._clients.deliver_in_batch)
         self._clients.send_batches()
 
     def on_deltas(self, deltas: list[TextDelta], now: float) -> None:
