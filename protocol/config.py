@@ -40,82 +40,82 @@ class ModelOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     served_model_name: str = ""
     """name by which requests choose the model; empty: its name on the hub, or its folder's"""
     trust_request_chat_template: bool = False
-    """let requests bring a `chat_template`: a program that a tokenizer runs"""
+    """accept a `chat_template` in requests, which is a program that a tokenizer runs"""
     tool_call_parser: Literal["auto", "hermes", "qwen3_coder", "json"] = "auto"
-    """how the model writes tool calls; auto: as its chat template does"""
+    """format of the model's tool calls; auto: taken from its chat template"""
     tp: Count = 1
     """tensor-parallel size: number of workers"""
     dp: Count = 1
     """data-parallel replicas: schedulers, each with --tp workers"""
     routing: Literal["prefix", "load", "random"] = "prefix"
-    """the replica of a request; prefix: one that has the beginning of its prompt, unless others
-    have much less to do; load: the one with the fewest"""
+    """how the replica of a request is chosen; prefix: most of the prompt in its cache, unless its
+    load is much higher; load: fewest requests"""
     enable_expert_parallel: bool = False
-    """each worker has whole experts instead of a part of every expert (MoE)"""
+    """distribute whole experts over the workers instead of a part of every expert (MoE)"""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """type in which the model computes; auto: on GPUs the checkpoint's if it is float16, otherwise
-    bfloat16; on CPUs float32: the only one there, which dequantizes integers if it is given"""
+    """data type of computations; auto: on GPUs float16 for checkpoints in float16, otherwise
+    bfloat16. CPUs compute in float32; float32 given explicitly also dequantizes integers"""
     quantization: Literal["none", "fp8", "int8", "int4"] = "none"
-    """weights of the layers in 8 bits, on CPUs also as integers of 8 or 4 bits; a checkpoint in fp8
-    is known as such"""
+    """quantize the layers while loading: fp8, or on CPUs int8 and int4. Quantized checkpoints are
+    recognised without this option"""
     quantize_lm_head: bool = False
-    """the head in 8 bits (e4m3, on CPUs with integers: integers), too"""
+    """quantize the output head to 8 bits, too: fp8 (e4m3), or int8 on CPUs with int8 or int4"""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """keys and values as the model computes them, or in 8 bits (e4m3)"""
+    """data type of the KV cache; auto: that of the model; fp8: e4m3"""
     speculative_method: Literal["none", "ngram"] = "none"
-    """ngram: guess tokens that followed the same ones before, check them"""
+    """speculative decoding; ngram: draft the tokens that followed the same n-gram earlier"""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=32)] = 5
-    """most tokens guessed for a row in one step"""
+    """maximum number of draft tokens for a sequence in one step"""
     spare_workers: Number = 0
-    """workers more of each replica that wait, prepared as a standby group if they are enough for
-    one (--tp), to take the place of those that die"""
+    """additional workers of each replica that replace workers that die; at least --tp of them form
+    a standby group that is ready to continue"""
     tokenizers: Processes = 1
     """tokenizer processes at start"""
     detokenizers: Processes = 1
     """detokenizer processes at start"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where the model runs; auto: on GPUs if there is one for each worker"""
+    """device of the model; auto: GPUs if there is one for each worker, otherwise the CPU"""
     attention: Literal["auto", "flash-attn", "triton", "torch"] = "auto"
     """attention back end; auto: the fastest that is installed"""
     block_size: Number = 0
-    """tokens per KV block; 0: the default of the attention back end"""
+    """tokens in a KV block; 0: default of the attention back end"""
     num_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
     """KV blocks; 0: as many as --kv-cache-gib holds"""
     kv_cache_gib: Annotated[float, Meta(ge=0)] = 0.0
-    """memory for the KV cache of each worker, GiB; 0: what --gpu-memory-utilization leaves; 1 on a
-    CPU"""
+    """memory for the KV cache of each worker, GiB; 0: what --gpu-memory-utilization leaves, or
+    1 on a CPU"""
     kv_offload_gib: Annotated[float, Meta(ge=0)] = 0.0
     """host memory of each worker for KV blocks that the prefix cache evicts, GiB; 0: none"""
     kv_offload_folder: str = ""
-    """folder of files with KV blocks of the host tier, which outlive the pipeline; needs
-    --kv-offload-gib"""
+    """folder where KV blocks of the host tier are also kept in files, which outlive the pipeline;
+    needs --kv-offload-gib"""
     kv_offload_folder_gib: Annotated[float, Meta(gt=0)] = 64.0
-    """most that each worker writes there, GiB"""
+    """maximum size of each worker's files in --kv-offload-folder, GiB"""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    """share of the GPU's memory that may be in use"""
+    """share of the GPU's memory that may be in use, by other processes too"""
     deterministic: bool = False
-    """on GPUs, compute the same bits of a sequence's logits in every batch, after every recovery,
-    by slower kernels; on CPUs they always are the same"""
+    """use batch-invariant kernels on GPUs: slower, but a sequence has the same logits, bit by bit,
+    in every batch and after every recovery. Always the case on CPUs"""
     enable_cuda_graphs: bool = True
     """replay steps as CUDA graphs"""
     max_model_len: Number = 0
-    """longest prompt and output, tokens; 0: the model's context"""
+    """maximum length of prompt and output together, tokens; 0: the model's context"""
     max_num_seqs: Annotated[int, Meta(ge=1, le=MAX_SLOTS)] = 256
-    """most sequences that run at once"""
+    """maximum number of sequences in the running batch"""
     max_num_batched_tokens: Count = 2048
-    """most tokens in one step"""
+    """maximum number of tokens in one step; longer prompts are processed in chunks"""
     max_waiting_requests: Number = 1024
-    """requests accepted beyond what runs; more are `overloaded`"""
+    """maximum number of waiting requests; further ones are refused as `overloaded`"""
     max_waiting_tokens: Count = 1 << 22
-    """prompt tokens of requests that wait; more are `overloaded`"""
+    """maximum number of prompt tokens of waiting requests; further requests are `overloaded`"""
     max_open_bytes: Count = 1 << 30
-    """bytes of open requests and their answers; more are `overloaded`"""
+    """maximum size of open requests and their answers, bytes; further requests are `overloaded`"""
     num_plans_in_flight: Annotated[int, Meta(ge=1, le=8)] = 4
-    """most plans sent ahead of their results; more than 2 where steps are short"""
+    """maximum number of plans sent ahead of their results; more than 2 only if steps are short"""
     enable_prefix_caching: bool = True
-    """share the KV blocks of equal prefixes"""
+    """reuse the KV blocks of prompts that begin with the same tokens"""
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01
-    """share of blocks kept free when a request is admitted"""
+    """share of KV blocks that stays free when a request is admitted"""
     num_threads: Number = 0
     """CPU threads of each worker; 0: (cores - 1) / (tp * dp)"""
 
@@ -138,48 +138,48 @@ class Config(ModelOptions, kw_only=True, frozen=True, forbid_unknown_fields=True
     backend: Literal["local", "ray"] = "local"
     """where processes run; local: on this machine; ray: on a Ray cluster"""
     address: str = "auto"
-    """of the Ray cluster, HOST:PORT; auto: the one this machine is in"""
+    """address of the Ray cluster, HOST:PORT; auto: the cluster of this machine"""
     endpoint: str = "tcp://127.0.0.1:5555"
-    """where clients connect"""
+    """address of the ZeroMQ socket for clients"""
     curve_keys: str = ""
-    """folder of `launch keys`: only clients with a key connect, encrypted"""
+    """folder made by `launch keys`; connections are encrypted and need a client key"""
     insecure: bool = False
-    """let other machines reach --endpoint without keys, and --http-host without --api-key: anyone
-    may ask, and anyone on the way reads prompts and answers"""
+    """allow addresses of other machines without --curve-keys and --api-key: anyone may send
+    requests, and the network sees prompts and answers"""
     http: Annotated[int, Meta(ge=0, le=256)] = 1
-    """HTTP processes at start: OpenAI's API, metrics, a page"""
+    """HTTP processes at start, which serve the HTTP APIs, metrics and the chat page"""
     http_host: str = "127.0.0.1"
-    """address where they listen"""
+    """address of the HTTP server"""
     http_port: Annotated[int, Meta(ge=1, le=65535)] = 8000
-    """port where they listen, all at the same one"""
+    """port of the HTTP server, which all HTTP processes share"""
     api_key: str = ""
-    """key of HTTP clients, `Authorization: Bearer …` or `X-API-Key: …`; better PENSTOCK_API_KEY or
-    --api-key-file, which no list of processes shows"""
+    """API key that HTTP clients send (`Authorization: Bearer` or `X-API-Key`). Prefer
+    PENSTOCK_API_KEY or --api-key-file, which are not visible in the list of processes"""
     api_key_file: str = ""
-    """file whose first line is the key"""
+    """file whose first line is the API key"""
     allowed_origins: str = ""
-    """web pages that may use the API: a JSON list of origins, or `*` for all"""
+    """origins of web pages that may use the API: a JSON list, or `*` for all"""
     max_unread_bytes: Count = 1 << 24
-    """bytes of answers that a client leaves unread before it is cut off"""
+    """bytes that a client may leave unread before it is disconnected"""
     max_request_bytes: Number = 0
-    """longest request, bytes; 0: 16 a token of the longest context, at least 1 MiB"""
+    """maximum size of a request, bytes; 0: 16 for each token of the context, at least 1 MiB"""
     hang_timeout: Seconds = 5.0
-    """seconds without a sign of life or use of a CPU after which a process is killed"""
+    """seconds after which a process without heartbeat and CPU use is killed"""
     step_timeout: Seconds = 60.0
-    """seconds after which a process that is at one piece of work is killed, or computes without a
-    sign of life"""
+    """seconds after which a process is killed that works at one step, starts, or computes without a
+    heartbeat"""
     lease_timeout: Seconds = 30.0
-    """seconds after a restart of the gateway in which clients must send running requests again"""
+    """seconds within which clients must resubmit running requests after a restart of the gateway"""
     drain_timeout: Annotated[float, Meta(ge=0)] = 30.0
-    """seconds that open requests have when a pipeline stops"""
+    """seconds that open requests have to finish when the pipeline stops"""
     profile: Number = 0
-    """steps, from the 100th on, that each worker writes a trace of"""
+    """number of steps that each worker profiles, beginning with step 100; 0: none"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """least log level shown"""
+    """lowest level of log lines that are shown"""
     log_format: Literal["text", "json"] = "text"
-    """log lines as text, or a JSON map each"""
+    """format of log lines; json: one JSON map a line"""
     otlp_endpoint: str = ""
-    """where traces of requests go: an OpenTelemetry collector's HTTP address"""
+    """HTTP address of an OpenTelemetry collector that receives traces of requests"""
 
     @property
     def max_running(self) -> int:

@@ -15,20 +15,20 @@ from penstock.protocol.config import Config
 
 COMMANDS = {
     "all": "start a pipeline and keep it running",
-    **{kind: f"run one more {kind} in the foreground of this terminal" for kind in read_procfile()},
+    **{kind: f"add a {kind} to the running pipeline, in this terminal" for kind in read_procfile()},
     "scale": "change the number of tokenizers, detokenizers or http",
-    "restart": "restart a process, a kind, or all in turn; requests continue",
-    "status": "show the processes and the queues",
-    "top": "show processes, queues and speed as they change; q quits",
-    "stop": "stop a pipeline, and wait until its process has ended",
+    "restart": "restart processes one after the other, while requests continue",
+    "status": "print the processes and the queues",
+    "top": "show processes, queues and speed as a live table; q quits",
+    "stop": "finish open requests, stop the pipeline and wait for its end",
     "ask": "print the answer to one question",
-    "chat": "talk; Ctrl-C ends an answer, Ctrl-D the conversation",
-    "keys": "make the keys of a gateway and of its clients",
-    "batch": "run a file of requests in OpenAI's batch format; run again, it continues",
+    "chat": "chat with the model; Ctrl-C ends an answer, Ctrl-D the conversation",
+    "keys": "create CURVE keys for a gateway and its clients",
+    "batch": "run a file in OpenAI's batch format; run it again to continue",
     "models": "list the models in the cache of the Hugging Face Hub, and the memory they need",
-    "tune": "measure a model's products on this GPU; from then on the fastest are used",
-    "bench": "measure: the pipeline without a model, or a model's throughput and latency",
-    "chaos": "kill processes at random moments of a load, and check every answer",
+    "tune": "find the fastest matrix products for a model on this GPU, and use them from now on",
+    "bench": "measure throughput and latency, with a model or without",
+    "chaos": "kill processes at random under load, and check every answer",
     "options": "print the options of `launch all` as a markdown table",
 }
 """name: description"""
@@ -46,9 +46,9 @@ Penstock serves Qwen3 models from a pipeline of small processes.
   launch all                  serve the demo model, on the CPU if there is no GPU
   launch all --model MODEL    serve a Qwen3 checkpoint: its folder, or its name on the
                               Hugging Face Hub, such as Qwen/Qwen3-8B
-  launch ask "17+25="         ask what is served, from another terminal; or open
+  launch ask "17+25="         send a prompt from another terminal; or open
                               http://127.0.0.1:8000 in a browser
-  launch status               show the processes and the queues
+  launch status               print the processes and the queues
   launch --help               list all commands; launch COMMAND --help, its options"""
 
 
@@ -91,7 +91,7 @@ def make_parser() -> Parser:
     """Return the parser of `launch`."""
     parser = Parser(
         prog="launch",
-        description="Runs a pipeline of Penstock, and talks to it.",
+        description="Start, use and manage a Penstock pipeline.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=PrintVersion, help="print the version, and exit")
