@@ -1,29 +1,100 @@
-"""Failures: work that is resubmitted after the loss of a process, and requests that fail alone."""
+"""Failures: work that is resubmitted after the loss of a process, requests that fail alone, and
+poison requests, at which tokenizers died and which are refused from then on.
+"""
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Protocol
 
 from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.tokenizer import RequestFailed
-from penstock.protocol.poison import REFUSED
+from penstock.protocol.poison import REFUSED, PoisonList, digest_of
+from penstock.protocol.transport.death_reports import DeathReports
+from penstock.protocol.transport.process import Identity
 from penstock.services.gateway.entry import Entry, GapError
 from penstock.services.gateway.ledger import Ledger
-from penstock.services.gateway.poison import GIVEN_UP, Poison, digest
-from penstock.services.gateway.queries import Query
+from penstock.services.gateway.queries import Query, Work
 from penstock.services.gateway.router import Router
-from penstock.services.gateway.tokenizers import Work
-from penstock.services.gateway.validation import WorkRequest
+from penstock.services.gateway.validation import RefusedError, WorkRequest
 
 log = logging.getLogger("gateway")
 DEFECT = "the gateway failed at this request; its log has the reason"
+IGNORED_FIELDS = {"seed", "request_id", "stream", "timeout", "priority", "client"}
+IGNORED_FIELDS |= {"output_token_ids"}
+"""fields that do not change what a process has to do for a request"""
+MAX_DEATHS = 2
+"""of tokenizers that worked at a request and nothing else"""
+GIVEN_UP = f"{MAX_DEATHS} tokenizers died while they worked at the request; it is not tried again"
+
+
+class Poison:
+    """Digests of requests that were given up, or are suspects."""
+
+    def __init__(self, reports: DeathReports) -> None:
+        self._reports = reports
+        self.known = PoisonList()
+        """empty until a tokenizer has died"""
+
+    def num_deaths(self, request: WorkRequest) -> int:
+        """Return at how many deaths of tokenizers the same request was the only one."""
+        return self.known.num_deaths(digest(request))
+
+    def report_death(self, tokenizer: bytes, requests: list[WorkRequest]) -> None:
+        """Report the death of a tokenizer, by its routing id, that had these requests."""
+        dead = Identity.decode(tokenizer)
+        self._reports.died([(dead.name, dead.pid)], [digest(request) for request in requests])
+
+    def set_num_deaths(self, request: WorkRequest, num_deaths: int) -> None:
+        """Remember at how many deaths a request was the only one."""
+        self.known.put(digest(request), num_deaths)
+
+    def clear(self, request: WorkRequest) -> None:
+        """Forget the deaths of a request, which a tokenizer has processed since."""
+        self.set_num_deaths(request, 0)
+        self._reports.clear([digest(request)])
+
+    def learn(self, digests: list[bytes]) -> None:
+        """Refuse requests that an earlier gateway has given up, as the supervisor reports."""
+        for one in digests:
+            self.known.put(one, MAX_DEATHS)
+
+    def check(self, request: WorkRequest) -> None:
+        if self.num_deaths(request) >= MAX_DEATHS:
+            raise RefusedError(REFUSED, code="failed")
+
+    def give_up(self, request: WorkRequest) -> bytes:
+        """Refuse a request from now on. Return its digest."""
+        poison = digest(request)
+        self.known.put(poison, MAX_DEATHS)
+        self._reports.found(poison)
+        return poison
+
+
+def digest(request: WorkRequest) -> bytes:
+    """Return equal bytes for equal requests, of whichever client."""
+    fields = [field for field in request.__struct_fields__ if field not in IGNORED_FIELDS]
+    return digest_of(type(request).__name__, [getattr(request, field) for field in fields])
+
+
+class Owner(Protocol):
+    """The part of `Requests` that failures need."""
+
+    prefix: str
+    """of the names of the model's processes"""
+
+    def submit_again(self, entry: Entry) -> None: ...
+
+    def answer(self, entry: Entry, reply: ErrorReply) -> None: ...
+
+    def fail_query(self, query: Query, message: str) -> None: ...
+
+    def release(self, entry: Entry) -> None: ...
 
 
 class Failures:
     """The handler of each failure of another process, and of exceptions at one request."""
 
-    def __init__(self, ledger: Ledger, router: Router, poison: Poison, owner: Any) -> None:
-        """owner: `Requests`, which submits, answers and releases requests."""
+    def __init__(self, ledger: Ledger, router: Router, poison: Poison, owner: Owner) -> None:
         self._ledger, self._router, self._poison, self._owner = ledger, router, poison, owner
 
     # ---- a process is lost -------------------------------------------------------------------
@@ -50,7 +121,7 @@ class Failures:
         extra = {"request_id": entry.request_id}
         log.warning("%s: %s; resubmitting it", entry.request_id, error, extra=extra)
         self._ledger.begin_attempt(entry)
-        self._owner.tokenizers.submit(entry)
+        self._owner.submit_again(entry)
 
     def _resubmit(self, entry: Entry) -> None:
         """Submit a request once more, to be resumed after the tokens that it has."""
@@ -60,7 +131,7 @@ class Failures:
         if left is not None:
             entry.left[attempt] = left
             self._router.release_left(entry, attempt)
-        self._owner.tokenizers.submit(entry)
+        self._owner.submit_again(entry)
 
     # ---- a request fails ---------------------------------------------------------------------
 
@@ -74,7 +145,7 @@ class Failures:
 
     def on_poison(self, work: Work) -> None:
         if isinstance(work, Query):
-            self._owner.queries.fail(work, GIVEN_UP)
+            self._owner.fail_query(work, GIVEN_UP)
         elif work.is_open:
             self._fail(work, ErrorReply(code="failed", message=GIVEN_UP))
         self._fail_likes(work.request)
@@ -83,7 +154,7 @@ class Failures:
         """Fail work that raises, in an `except` block: other requests continue."""
         if isinstance(work, Query):
             log.exception("a query raised and is failed")
-            self._owner.queries.fail(work, DEFECT)
+            self._owner.fail_query(work, DEFECT)
             return
         request_id, extra = work.request_id, {"request_id": work.request_id}
         log.exception("request %s raised and is failed", request_id, extra=extra)

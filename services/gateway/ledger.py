@@ -2,7 +2,7 @@
 
 from collections import deque
 from copy import copy
-from itertools import chain, count
+from itertools import count
 from typing import Self
 
 from penstock.protocol.config import Config
@@ -29,8 +29,7 @@ class Ledger:
         self.totals = totals
         self.first_attempt = first_attempt
         self._attempts = count(first_attempt)
-        self._open: dict[str, Entry] = {}
-        self._answered: dict[str, Entry] = {}
+        self._entries: dict[str, Entry] = {}
 
     def of_model(self, name: str) -> Self:
         """Return the same ledger with totals of one model's requests, which it opens."""
@@ -39,29 +38,30 @@ class Ledger:
         return ledger
 
     def __len__(self) -> int:
-        return len(self._open) + len(self._answered)
+        return len(self._entries)
 
     @property
     def num_open(self) -> int:
-        return len(self._open)
+        return sum(entry.is_open for entry in self._entries.values())
 
     @property
     def num_of_model(self) -> int:
         """Number of requests that `__len__` counts, of this model."""
-        entries = chain(self._open.values(), self._answered.values())
-        return sum(entry.totals is self.totals for entry in entries)
+        return sum(entry.totals is self.totals for entry in self._entries.values())
 
     def get(self, request_id: str) -> Entry | None:
-        return self._open.get(request_id)
+        """Return the entry of a request that is open."""
+        entry = self._entries.get(request_id)
+        return entry if entry and entry.is_open else None
 
     def find(self, request_id: str) -> Entry | None:
         """Return the entry of a request that is open, or whose answer is not delivered yet."""
-        return self._open.get(request_id) or self._answered.get(request_id)
+        return self._entries.get(request_id)
 
     def open(self, entry: Entry) -> None:
         entry.totals = self.totals
         self.begin_attempt(entry)
-        self._open[entry.request_id] = entry
+        self._entries[entry.request_id] = entry
         entry.totals.num_waiting += 1
         entry.totals.count(entry.share, 1, entry.num_waiting_tokens, entry.num_bytes)
 
@@ -85,11 +85,10 @@ class Ledger:
         """End a request, which stays until its client has the reply."""
         entry.answer = reply
         self._end(entry)
-        self._answered[entry.request_id] = self._open.pop(entry.request_id)
 
     def remove(self, entry: Entry) -> None:
         self._end(entry)
-        if self._open.pop(entry.request_id, None) or self._answered.pop(entry.request_id, None):
+        if self._entries.pop(entry.request_id, None):
             entry.totals.count(entry.share, num_bytes=-entry.num_bytes)
 
     def begin_attempt(self, entry: Entry) -> None:
@@ -104,7 +103,8 @@ class Ledger:
 
     def passed_on_by(self, tokenizer: bytes) -> list[Entry]:
         """Return open requests that a tokenizer has passed on and that have no output since."""
-        return [entry for entry in self._open.values() if entry.tokenizer == tokenizer]
+        entries = self._entries.values()
+        return [one for one in entries if one.is_open and one.tokenizer == tokenizer]
 
     def _end(self, entry: Entry) -> None:
         self._stop_waiting(entry)

@@ -1,16 +1,16 @@
 """Queries: requests that a tokenizer answers alone, and requests for the status."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import NamedTuple
 
-from penstock.protocol.messages.client import ErrorReply, StatusRequest, TokenizePromptRequest
+from penstock.protocol.messages.client import StatusRequest, TokenizePromptRequest
 from penstock.protocol.messages.codec import Codec
 from penstock.protocol.messages.status import StatusReply
 from penstock.protocol.messages.tokenizer import TokenizerQuery, TokenizerReply
 from penstock.services.gateway.client_socket import ClientSocket
 from penstock.services.gateway.connections import Client, Totals
-from penstock.services.gateway.entry import estimated_tokens
+from penstock.services.gateway.entry import Entry, estimated_tokens
 from penstock.services.gateway.validation import RefusedError, TokenizerRequest
 
 
@@ -36,6 +36,10 @@ class Query:
         return TokenizerQuery(self.key, self.request)
 
 
+Work = Entry | Query
+"""of a tokenizer"""
+
+
 def num_query_tokens(request: TokenizerRequest) -> int:
     """Return the estimated length of the prompt that is to be tokenized."""
     return estimated_tokens(request) if isinstance(request, TokenizePromptRequest) else 0
@@ -44,43 +48,32 @@ def num_query_tokens(request: TokenizerRequest) -> int:
 class Queries:
     """All open queries by number, which is unique: an earlier gateway's answer may arrive."""
 
-    def __init__(
-        self,
-        first_number: int,
-        clients: ClientSocket,
-        totals: Totals,
-        send: Callable[[Query], None],
-        forget: Callable[[Query], None],
-    ) -> None:
-        """send, forget: of `Tokenizers`."""
+    def __init__(self, first_number: int, clients: ClientSocket, totals: Totals) -> None:
         self._numbers = count(first_number)
         self._open: dict[int, Query] = {}
         self._clients = clients
         self._totals = totals
-        self._send, self._forget = send, forget
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def submit(self, client: Client, request: TokenizerRequest, num_bytes: int) -> None:
-        """Send a query, of a frame of `num_bytes`, to a tokenizer."""
+    def open(self, client: Client, request: TokenizerRequest, num_bytes: int) -> Query:
+        """Return a new query, of a frame of `num_bytes`."""
         query = Query(next(self._numbers), client, request, num_bytes)
         self._open[query.key] = query
         self._totals.count(query.share, 1, query.num_tokens, query.size)
-        self._send(query)
+        return query
 
     def answer(self, message: TokenizerReply) -> None:
         """Send a tokenizer's reply to the client; the second one of a query is dropped."""
         if query := self._remove(message.number):
             self._clients.reply(query.client, message.reply)
 
-    def fail(self, query: Query, message: str) -> None:
-        self.answer(TokenizerReply(query.key, ErrorReply(code="failed", message=message)))
-
-    def drop_closed(self) -> None:
+    def take_closed(self) -> Iterator[Query]:
+        """Remove and yield queries whose client has disconnected."""
         for query in [one for one in self._open.values() if not one.is_open]:
-            self._forget(query)
             self._remove(query.key)
+            yield query
 
     def _remove(self, number: int) -> Query | None:
         query = self._open.pop(number, None)

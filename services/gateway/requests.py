@@ -12,6 +12,7 @@ from uuid import uuid4
 from penstock.protocol.generation_config import read_generation_config
 from penstock.protocol.messages.client import ErrorReply, GenerateReply, GenerateRequest, TextDelta
 from penstock.protocol.messages.metrics import Metrics
+from penstock.protocol.messages.tokenizer import TokenizerReply
 from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.death_reports import DeathReports
@@ -20,10 +21,9 @@ from penstock.protocol.transport.process import Process
 from penstock.services.gateway.client_socket import ClientSocket
 from penstock.services.gateway.connections import Client
 from penstock.services.gateway.entry import Entry, GapError, estimated_tokens
-from penstock.services.gateway.failures import Failures
+from penstock.services.gateway.failures import Failures, Poison
 from penstock.services.gateway.ledger import Admission, Ledger
-from penstock.services.gateway.poison import Poison
-from penstock.services.gateway.queries import Queries, num_query_tokens
+from penstock.services.gateway.queries import Queries, Query, num_query_tokens
 from penstock.services.gateway.router import Router
 from penstock.services.gateway.tokenizers import Tokenizers
 from penstock.services.gateway.validation import (
@@ -60,8 +60,7 @@ class Requests:
         self.poison = Poison(DeathReports(process))
         self.failures = Failures(ledger, router, self.poison, self)
         self.tokenizers = Tokenizers(to_tokenizers, self.poison, self.failures)
-        send, forget = self.tokenizers.submit, self.tokenizers.forget
-        self.queries = Queries(ledger.first_attempt, clients, ledger.totals, send, forget)
+        self.queries = Queries(ledger.first_attempt, clients, ledger.totals)
         self.release = clients.release
         self._ledger, self._clients, self._router = ledger, clients, router
         self._call_later = call_later
@@ -88,7 +87,7 @@ class Requests:
         self._check_drain(query)
         self._admission.check(num_bytes, num_query_tokens(query), client.share)
         self.validation.check_query(query)
-        self.queries.submit(client, query, num_bytes)
+        self.tokenizers.submit(self.queries.open(client, query, num_bytes))
 
     def abort(self, client: Client, request_id: str) -> bool:
         """End a request with its output; False if it is not open, or another client's."""
@@ -183,7 +182,15 @@ class Requests:
 
     def on_heartbeat(self) -> None:
         self._admission.sample(time.monotonic())
-        self.queries.drop_closed()
+        for query in self.queries.take_closed():
+            self.tokenizers.forget(query)
+
+    def submit_again(self, entry: Entry) -> None:
+        self.tokenizers.submit(entry)
+
+    def fail_query(self, query: Query, message: str) -> None:
+        error = ErrorReply(code="failed", message=message)
+        self.queries.answer(TokenizerReply(query.key, error))
 
     def answer(self, entry: Entry, reply: GenerateReply | ErrorReply) -> None:
         self._end(entry, reply)

@@ -10,9 +10,8 @@ from weakref import WeakKeyDictionary
 from penstock.protocol.fair_queue import FairQueue
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.peers import Peer, Peers, predecessors
-from penstock.services.gateway.entry import Entry
-from penstock.services.gateway.poison import MAX_DEATHS, Poison
-from penstock.services.gateway.queries import Query
+from penstock.services.gateway.failures import MAX_DEATHS, Failures, Poison
+from penstock.services.gateway.queries import Work
 
 MAX_BYTES = 1 << 17
 """of work that one tokenizer has at a time, if it is not one piece: other work can be dropped"""
@@ -22,14 +21,10 @@ _LOST = 1 << 32
 """more than any difference of priorities"""
 
 
-Work = Entry | Query
-
-
 class Tokenizers:
     """All tokenizers and the work of each. Other work waits here; clients take turns."""
 
-    def __init__(self, channel: Channel[Any], poison: Poison, owner: Any) -> None:
-        """owner: `Failures`, which handles lost tokenizers, poison, and work that can't be sent."""
+    def __init__(self, channel: Channel[Any], poison: Poison, failures: Failures) -> None:
         self.peers: Peers[Work] = Peers()
         self.unassigned: FairQueue[Work] = FairQueue()
         self._num_losses = 0
@@ -37,7 +32,7 @@ class Tokenizers:
         """by tokenizer, of the work it has"""
         self._channel = channel
         self._poison = poison
-        self._owner = owner
+        self._failures = failures
         self._suspects: WeakKeyDictionary[Work, int] = WeakKeyDictionary()
         """→ deaths at which it was alone"""
         self._silent: dict[bytes, list[Work]] = {}
@@ -92,7 +87,7 @@ class Tokenizers:
             had = self._blame(identity, had)
         self._enqueue_first(had)
         self._num_bytes.pop(identity, None)
-        self._owner.resubmit_passed_on_by(identity)
+        self._failures.resubmit_passed_on_by(identity)
         self._assign()
         return had
 
@@ -105,7 +100,7 @@ class Tokenizers:
             self._suspects[work] += 1
             self._poison.set_num_deaths(work.request, self._suspects[work])
             if self._suspects[work] >= MAX_DEATHS:
-                self._owner.on_poison(work)
+                self._failures.on_poison(work)
                 return []
         return lost
 
@@ -148,7 +143,7 @@ class Tokenizers:
             is_sent = self._channel.send(work.submission(), peer.identity)
         except Exception:  # noqa: BLE001
             self._take_back(peer, work.key)
-            self._owner.on_defect(work)
+            self._failures.on_defect(work)
         else:
             if not is_sent:  # nobody died of this one
                 self._take_back(peer, work.key)

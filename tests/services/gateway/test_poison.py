@@ -6,7 +6,7 @@ from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.status import ProcessStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.protocol.messages.tokenizer import RequestFailed
-from penstock.services.gateway.poison import digest
+from penstock.services.gateway.failures import digest
 from tests.services.gateway.conftest import GatewayHarness, request
 
 Start = Callable[..., GatewayHarness]

@@ -16,7 +16,7 @@ from penstock.protocol.messages.tokenizer import TokenizeDone, ToTokenizer
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
 from penstock.protocol.transport.process import Identity
 from penstock.services.gateway.connections import Share
-from penstock.services.gateway.poison import MAX_DEATHS, Poison
+from penstock.services.gateway.failures import MAX_DEATHS, Poison
 from penstock.services.gateway.tokenizers import MAX_SILENT, Tokenizers
 from tests.services.gateway.conftest import GatewayHarness
 
@@ -102,7 +102,7 @@ def test_what_is_alone_at_two_deaths_is_given_up(successors: Successors) -> None
     successors.tokenize()
     assert successors.given() == ["late"]
     successors.tokenize()
-    assert set(harness.gateway.ledger._open) == {"before", "after", "late"}
+    assert set(harness.gateway.ledger._entries) == {"before", "after", "late"}
     assert successors.reports.num_found == 1
     assert successors.reports.num_cleared == 1, "what was tokenized after the deaths"
     assert successors.reports.died_with == [
@@ -137,13 +137,13 @@ def test_who_was_alone_once_and_is_done_begins_at_none(successors: Successors) -
         successors.start()
         assert (
             harness.gateway.default.requests.poison.num_deaths(
-                harness.gateway.ledger._open[f"r{number}"].request
+                harness.gateway.ledger._entries[f"r{number}"].request
             )
             == 1
         )
         successors.tokenize()
         harness.send_tokens(f"r{number}", 0, 1)
-    assert set(harness.gateway.ledger._open) == {"r0", "r1", "r2"}
+    assert set(harness.gateway.ledger._entries) == {"r0", "r1", "r2"}
 
 
 def test_who_leaves_and_asks_again_is_as_suspect_as_before(successors: Successors) -> None:
