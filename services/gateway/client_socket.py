@@ -10,7 +10,7 @@ import zmq
 
 from penstock.protocol.checkpoint import max_request_bytes
 from penstock.protocol.config import Config
-from penstock.protocol.messages.client import Reply, ReplyBatch, TextDelta
+from penstock.protocol.messages.client import ErrorReply, Reply, ReplyBatch, TextDelta
 from penstock.protocol.messages.codec import MSGPACK, codec_of
 from penstock.protocol.transport.channel import OVERSIZE_SLACK, Channel, traffic
 from penstock.protocol.transport.context import Context, check_reach, stays_on_host
@@ -91,6 +91,18 @@ class ClientSocket:
         frames = [*client.envelope, reply]
         if connection.is_full or self._try_send(connection, frames) == zmq.EAGAIN:
             connection.replies.append(frames)
+
+    def adopt(self, entry: Entry, client: Client) -> None:
+        """Deliver an answer, from its start, to the client that requested it last."""
+        request_id, previous = entry.request_id, entry.client
+        self.connections.detach(request_id, previous)
+        if previous.connection is not client.connection:
+            message = f"request {request_id!r} is answered on another connection now"
+            self.reply(previous, ErrorReply(code="failed", message=message, request_id=request_id))
+        entry.client = client
+        entry.rewind()
+        self.connections.attach(request_id, client)
+        self.deliver(entry)
 
     def deliver(self, entry: Entry) -> None:
         """Send new output of a request. With the whole answer it leaves the ledger."""

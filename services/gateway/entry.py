@@ -1,5 +1,7 @@
 """One accepted request: everything needed to run it again, and what its client was sent."""
 
+from time import monotonic
+
 from penstock.protocol.messages.client import (
     ErrorReply,
     FinishReason,
@@ -34,8 +36,6 @@ POOLED = SamplingParams(
 """of a request with `pooling`, whose logits nothing may change"""
 _LOGPROB_BYTES = 256
 """that one `Logprob` counts for: four objects and their struct"""
-
-
 Output = TextDelta | GenerateReply | ErrorReply
 
 
@@ -46,8 +46,13 @@ class GapError(Exception):
 class Entry:
     """One request: its client, tokens and text so far, and how much of them was delivered.
 
-    `Ledger` and `Requests` write its fields, `Router` writes `replica` and `num_deaths`, and
-    `ClientSocket` calls `mark_delivered`.
+    Besides its own methods, these classes write its fields (a test compares):
+
+    - `Ledger`: totals, attempt, num_attempts, tokenizer, num_prompt_tokens, num_waiting_tokens,
+      answer, is_open
+    - `Router`: replica, num_deaths, left
+    - `ClientSocket`: client
+    - `Requests`: timer
     """
 
     def __init__(
@@ -69,8 +74,7 @@ class Entry:
         self.replica = 0
         self.left: dict[int, int] = {}
         """attempt → replica, of attempts that were migrated to another replica"""
-        self.num_deaths = 0
-        """as in `TokenizeRequest`"""
+        self.num_deaths = 0  # as in `TokenizeRequest`
         self.timer: Timer | None = None
         self.num_bytes = num_bytes
         """of the request's frame, the text and the tokens"""
@@ -82,8 +86,9 @@ class Entry:
         self.is_open = True
         self.tokenizer = b""
         """that passed this attempt on; empty when there is output of it"""
-        self.accepted_at = self.first_token_at = self.last_token_at = 0.0
-        """moments of one clock, seconds; 0: not yet"""
+        self.accepted_at = monotonic()
+        self.first_token_at = self.last_token_at = 0.0
+        """moments of the same clock, seconds; 0: not yet"""
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.phase_seconds = (0.0, 0.0)  # as in `StreamOpened`
         self.token_ids: list[int] = list(request.output_token_ids)
@@ -96,8 +101,7 @@ class Entry:
             self._logprobs = [None] * len(self.token_ids)
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._pooled: bytes | None = None
-        self._result_bytes = 0
-        """of `_prompt_logprobs` and `_pooled`"""
+        self._result_bytes = 0  # of `_prompt_logprobs` and `_pooled`
         self._text: list[str] = []
         self._num_chars = 0
         self.rewind()
@@ -213,13 +217,8 @@ class Entry:
         return num_bytes + num_chars + self._token_bytes * num_tokens
 
     def reply(self, reason: FinishReason) -> GenerateReply:
-        stop_reason = self._stop_reason
-        if (
-            not stop_reason
-            and self.token_ids
-            and self.token_ids[-1] in self.sampling.stop_token_ids
-        ):
-            stop_reason = self.token_ids[-1]
+        last = self.token_ids[-1] if self.token_ids else None
+        stop_reason = self._stop_reason or (last if last in self.sampling.stop_token_ids else None)
         return GenerateReply(
             request_id=self.request_id,
             text="".join(self._text),

@@ -125,12 +125,8 @@ class Failures:
 
     def _resubmit(self, entry: Entry) -> None:
         """Submit a request once more, to be resumed after the tokens that it has."""
-        attempt = entry.attempt
-        left = self._router.migrate(entry)
+        self._router.migrate(entry)
         self._ledger.begin_attempt(entry)
-        if left is not None:
-            entry.left[attempt] = left
-            self._router.release_left(entry, attempt)
         self._owner.submit_again(entry)
 
     # ---- a request fails ---------------------------------------------------------------------

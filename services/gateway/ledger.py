@@ -65,8 +65,9 @@ class Ledger:
         entry.totals.num_waiting += 1
         entry.totals.count(entry.share, 1, entry.num_waiting_tokens, entry.num_bytes)
 
-    def take_prompt_length(self, entry: Entry, num_prompt_tokens: int) -> None:
-        entry.num_prompt_tokens = num_prompt_tokens
+    def take_tokenized(self, entry: Entry, num_prompt_tokens: int, tokenizer: bytes) -> None:
+        """Record that a tokenizer has passed a prompt on."""
+        entry.num_prompt_tokens, entry.tokenizer = num_prompt_tokens, tokenizer
         if entry.num_waiting_tokens:
             num_new = num_prompt_tokens - entry.num_waiting_tokens
             entry.totals.count(entry.share, num_tokens=num_new)

@@ -76,7 +76,7 @@ class Requests:
             self._accept(client, request, num_bytes)
         else:
             check_same(request, entry.request)
-            self._adopt(entry, client)
+            self._clients.adopt(entry, client)
 
     def submit_query(self, client: Client, query: TokenizerRequest, num_bytes: int) -> None:
         """Accept a request that a tokenizer answers alone. Raises RefusedError."""
@@ -103,7 +103,6 @@ class Requests:
         self._admission.check(num_bytes, estimated_tokens(request), client.share)
         self.validation.check(request, is_req_socket=client.envelope[-1] == b"")
         entry = Entry(request, request.request_id or uuid4().hex, client, num_bytes)
-        entry.accepted_at = time.monotonic()
         self._generation.fill(entry.sampling)
         self._ledger.open(entry)
         self._router.assign(entry)
@@ -113,19 +112,6 @@ class Requests:
                 request.timeout, lambda: self.answer(entry, entry.reply("abort"))
             )
         self.tokenizers.submit(entry)
-
-    def _adopt(self, entry: Entry, client: Client) -> None:
-        """Deliver an answer, from its start, to the client that asked for it last."""
-        request_id, previous = entry.request_id, entry.client
-        self._clients.connections.detach(request_id, previous)
-        if previous.connection is not client.connection:
-            message = f"request {request_id!r} is answered on another connection now"
-            error = ErrorReply(code="failed", message=message, request_id=request_id)
-            self._clients.reply(previous, error)
-        entry.client = client
-        entry.rewind()
-        self._clients.connections.attach(request_id, client)
-        self._clients.deliver(entry)
 
     def _check_drain(self, request: WorkRequest) -> None:
         if not self.is_draining:
@@ -175,8 +161,7 @@ class Requests:
         """Record that a tokenizer has passed a prompt of `num_tokens` on."""
         if entry := self._ledger.get(request_id):
             self._router.release_left(entry, attempt)
-            self._ledger.take_prompt_length(entry, num_tokens)
-            entry.tokenizer = by
+            self._ledger.take_tokenized(entry, num_tokens, by)
         else:  # ended meanwhile
             self._router.release_everywhere(request_id, attempt)
 

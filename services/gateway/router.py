@@ -178,16 +178,17 @@ class Router:
         replica.entries[entry.request_id] = entry
         replica.num_given += 1
 
-    def migrate(self, entry: Entry) -> int | None:
-        """Leave a replica that can't run the request for one that can. Return the replica left."""
+    def migrate(self, entry: Entry) -> None:
+        """Leave a replica that can't run the request for one that can, if there is one."""
         before = self._all[entry.replica]
         if not before.is_down or not any(one.runs for one in self._all):
-            return None
+            return
         deaths = before.status.num_deaths if before.status else {}
         entry.num_deaths = deaths.get(entry.request_id, 0)
+        entry.left[entry.attempt] = before.index
+        self.release_left(entry, entry.attempt)
         self.unassign(entry)
         self.assign(entry)
-        return before.index
 
     def unassign(self, entry: Entry) -> None:
         self._all[entry.replica].entries.pop(entry.request_id, None)

@@ -96,7 +96,7 @@ class BlockManager:
         for block in sequence.block_table[begin : begin + len(loads)]:
             if offload is None or (beside and not offload.has_room_beside):
                 break
-            offload.load(loads.popleft(), block, beside)
+            offload.load(sequence.loads.popleft(), block, beside)
 
     def _match_last(self, sequence: Sequence, matched: list[int]) -> tuple[int, int]:
         """Return as `BlockPool.match_last`, for the block after those that matched."""
@@ -226,5 +226,5 @@ class BlockManager:
             start = index * self.block_size
             token_ids = pack(sequence.token_ids[start : start + self.block_size])
             parent = known[-1][0] if known else sequence.cache_root
-            known.append((self.pool.hash_block(parent, token_ids), token_ids))
+            sequence.full_blocks.append((self.pool.hash_block(parent, token_ids), token_ids))
         return known[:num_blocks]

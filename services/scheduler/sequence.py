@@ -47,13 +47,13 @@ class Sequence:
     - `Scheduler`: status, token_ids, last_step, num_deaths, num_planned_tokens,
       num_computed_tokens
     - `BlockManager`: block_table, num_prefill_tokens, num_planned_tokens, num_computed_tokens,
-      num_published_blocks, published_content, record_place, loads,
-      has_fetched
+      num_published_blocks, published_content, record_place, loads, has_fetched, full_blocks
     - `NgramProposer`: speculation, num_planned_tokens, last_step
     - `WaitingQueue`: admission
     - `Streams`: detokenizer, stream_id
     - `RecoverableStreams`: detokenizer
     - `SchedulerProcess`: attempt
+    - `Poison`: num_deaths
     - `poison`: num_deaths
     """
 

@@ -217,7 +217,7 @@ def test_what_waits() -> None:
         ledger.totals.num_waiting_tokens,
         ledger.totals.num_started,
     ) == (2, 12, 0)
-    ledger.take_prompt_length(first, 30)
+    ledger.take_tokenized(first, 30, b"")
     assert ledger.totals.num_waiting_tokens == 32
     assert append(ledger, first, delta(0, 1))
     assert (
@@ -226,7 +226,7 @@ def test_what_waits() -> None:
         ledger.totals.num_started,
     ) == (1, 2, 1)
     ledger.begin_attempt(first)
-    ledger.take_prompt_length(first, 30)
+    ledger.take_tokenized(first, 30, b"")
     assert (ledger.totals.num_waiting, ledger.totals.num_waiting_tokens) == (1, 2)
     ledger.remove(second)
     assert (

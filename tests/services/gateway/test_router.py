@@ -59,9 +59,15 @@ def sizes(router: Router) -> list[int]:
     return [len(one.entries) for one in router._all]
 
 
+def migrated(router: Router, one: Entry) -> int | None:
+    """Migrate a request. Return its former replica."""
+    router.migrate(one)
+    return one.left.pop(one.attempt, None)
+
+
 def moved(router: Router) -> dict[str, int | None]:
     """Migrate stranded requests: their former replicas by id."""
-    return {one.request_id: router.migrate(one) for one in router.stranded()}
+    return {one.request_id: migrated(router, one) for one in router.stranded()}
 
 
 # ---- prompts -----------------------------------------------------------------------------------
@@ -170,7 +176,7 @@ def test_who_is_about_to_be_back_is_not_left() -> None:
     router.take_running({1 - first.replica})
     assert moved(router) == {}
     assert router.take_status(status(0, epoch=2, runs=False, awaits_workers=True))
-    assert (moved(router), router.migrate(first)) == ({}, None)
+    assert (moved(router), migrated(router, first)) == ({}, None)
     assert placed(router, "b") == 1, "a new request does not wait"
     router.take_status(status(0, epoch=2))
     assert (moved(router), placed(router, "c", TEXT)) == ({}, 0)
@@ -226,7 +232,7 @@ def test_one_replica_is_never_left() -> None:
     for report in (status(0, runs=False), status(0, epoch=2, runs=False), status(0, epoch=2)):
         router.take_status(report)
         assert moved(router) == {}
-        assert router.migrate(one) is None
+        assert migrated(router, one) is None
     for _ in range(2 * MAX_MISSED_HEARTBEATS):
         router.on_heartbeat()
     assert moved(router) == {}
