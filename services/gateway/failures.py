@@ -1,6 +1,4 @@
-"""Failures: work that is resubmitted after the loss of a process, requests that fail alone, and
-poison requests, at which tokenizers died and which are refused from then on.
-"""
+"""Failures: lost processes, whose work is resubmitted, failed requests, and poison requests."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -28,7 +26,7 @@ GIVEN_UP = f"{MAX_DEATHS} tokenizers died while they worked at the request; it i
 
 
 class Poison:
-    """Digests of requests that were given up, or are suspects."""
+    """Requests at which tokenizers died, by digest: suspects, and those that are refused."""
 
     def __init__(self, reports: DeathReports) -> None:
         self._reports = reports
