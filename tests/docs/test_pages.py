@@ -37,11 +37,10 @@ def test_readme_is_short() -> None:
 
 
 def test_the_site_leads_to_every_page() -> None:
-    """Decisions and raw results are linked from the page of their folder."""
+    """Raw results are linked from the page of the benchmarks."""
     linked = set(re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
-    for folder in ("decisions", "benchmarks"):
-        index = (DOCS / folder / "index.md").read_text()
-        linked |= {f"{folder}/{name}" for name in re.findall(r"\(([\w/-]+\.md)\)", index)}
+    index = (DOCS / "benchmarks" / "index.md").read_text()
+    linked |= {f"benchmarks/{name}" for name in re.findall(r"\(([\w/-]+\.md)\)", index)}
     assert linked == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
 
 
