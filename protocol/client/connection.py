@@ -146,10 +146,10 @@ class Connection:
         if self.on_rest is None:
             drain(self._handlers)
             return
-        for channel, handler in self._handlers:
-            if channel.has_message:
-                handler()
-        if any(channel.has_message for channel, _ in self._handlers):
+        waiting = [handler for channel, handler in self._handlers if channel.has_message]
+        for handler in waiting:
+            handler()
+        if waiting and any(channel.has_message for channel, _ in self._handlers):
             self.on_rest()
 
     def _on_monitor(self) -> None:

@@ -1,7 +1,6 @@
 """The loop in which every process waits: for sockets, files, timers, heartbeats and signals."""
 
 import contextlib
-import gc
 import math
 import signal
 import socket
@@ -14,6 +13,7 @@ import zmq
 
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, Channel
 from penstock.protocol.transport.context import Context
+from penstock.protocol.transport.garbage import tune_collector
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -99,7 +99,7 @@ class EventLoop:
         """Return after SIGTERM, SIGINT or `stop`."""
         for channel, handler in self._context.handlers:
             self.add(channel, handler)
-        gc.freeze()  # modules, configuration and vocabulary stay: collections need not visit them
+        tune_collector()
         with contextlib.closing(self._catch_signals()):
             try:
                 self._beat()

@@ -5,6 +5,7 @@ import hmac
 import re
 import uuid
 from contextvars import ContextVar
+from functools import lru_cache
 from ipaddress import ip_address, ip_network
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -20,6 +21,8 @@ from penstock.services.http.messages.errors import is_for_anthropic
 
 IPV6_PREFIX = 64
 """bits of an address that a provider assigns to one customer"""
+MAX_KNOWN = 256
+"""hosts and addresses whose form is remembered: a header may have 64 KB"""
 _MAX_ID = 128
 """characters of X-Request-Id; a longer one is replaced"""
 
@@ -113,11 +116,17 @@ class PageRules:
 
     def _is_known(self, host: str) -> bool:
         host = host.rstrip(".")
-        with contextlib.suppress(ValueError):
-            return bool(ip_address(host))
-        return host in self._hosts or host.endswith(".localhost")
+        return host in self._hosts or host.endswith(".localhost") or _is_address(host)
 
 
+@lru_cache(MAX_KNOWN)
+def _is_address(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ip_address(host))
+    return False
+
+
+@lru_cache(MAX_KNOWN)
 def _host_of(url: str) -> str:
     """Return the host's name in lower case, without brackets; empty where it is malformed."""
     try:
@@ -143,7 +152,11 @@ def _client_name(scope: Scope) -> str | None:
 
     Behind a proxy on this machine, uvicorn has put the address of `X-Forwarded-For` there.
     """
-    host = scope["client"][0] if scope.get("client") else ""
+    return _network(scope["client"][0] if scope.get("client") else "")
+
+
+@lru_cache(MAX_KNOWN)
+def _network(host: str) -> str | None:
     try:
         address = ip_address(host)
     except ValueError:

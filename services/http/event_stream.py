@@ -172,9 +172,12 @@ class EventStream(Response):
 
 async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Return all results; the first failure cancels the others."""
+    works = [*work]
+    if len(works) == 1:
+        return [await works[0]]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
+            tasks = [group.create_task(one) for one in works]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
@@ -198,19 +201,22 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
     Raises ClientDisconnect then; ApiError when the server stops.
     """
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnected(receive))
-    watch.add_done_callback(lambda _: task.cancel())
+    task, is_watched, is_lost = asyncio.current_task(), True, False
+
+    async def watch() -> None:
+        nonlocal is_lost
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if task and is_watched:  # otherwise `work` has ended
+            is_lost = task.cancel()
+
+    watcher = asyncio.ensure_future(watch())
     try:
-        return await task
+        return await work
     except asyncio.CancelledError:
-        if watch.done():
+        if task and is_lost and not task.uncancel():
             raise ClientDisconnect from None
         raise ApiError(503, "the server is stopping") from None
     finally:
-        watch.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        is_watched = False
+        watcher.cancel()

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 import socket
@@ -15,6 +14,7 @@ from penstock.protocol.client.errors import ClientError
 from penstock.protocol.config import Config
 from penstock.protocol.transport.asyncio_handlers import attend
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
+from penstock.protocol.transport.garbage import tune_collector
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
 from penstock.services.http.app import make_app
@@ -80,7 +80,7 @@ async def serve(process: Process) -> None:
 async def run(server: Server, models: Models, listener: socket.socket) -> None:
     """Serve until the server stops."""
     start = asyncio.create_task(models.start())
-    gc.freeze()  # modules and routes stay: collections need not visit them
+    tune_collector()
     await server.serve([listener])
     start.cancel()
     await models.responses.stop()
