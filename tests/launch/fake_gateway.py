@@ -76,6 +76,7 @@ class Gateway:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # a ROUTER drops what is beyond, silently
         self._socket.bind(endpoint)
         self._end = self._context.socket(zmq.PULL)
         self._end.bind("inproc://end")

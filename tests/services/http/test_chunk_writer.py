@@ -14,7 +14,7 @@ from tests.services.http.conftest import Served, behave
 
 LENGTH = 300
 NUM_DISCONNECTED = 10
-"""clients that disconnect during one stream: without a bound, their replies delay it for ever"""
+"""clients that disconnect during one stream"""
 
 
 def letters(request: Request) -> list[Reply]:
