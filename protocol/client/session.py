@@ -29,6 +29,7 @@ from penstock.protocol.messages.client import (
     TokenizeReply,
 )
 from penstock.protocol.messages.codec import MSGPACK
+from penstock.protocol.messages.envelope import BATCH, encode_number, split_reply
 from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.protocol.messages.status import StatusReply
 from penstock.protocol.transport.channel import DECODE_ERRORS
@@ -199,13 +200,13 @@ class Session:
         """streams to be aborted"""
         self._max_unread = max_unread_bytes
         self._answers: dict[bytes, Answer] = {}
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(1)
 
     def ask(self, question: Request) -> Answer:
         """Register a question, whose `frames` are to be sent. Raises msgspec's errors."""
         if isinstance(question, GenerateRequest) and question.request_id is None:
             question.request_id = uuid.uuid4().hex  # an id by which it can be sent again
-        number = b"%d" % next(self._numbers)
+        number = encode_number(next(self._numbers))
         answer = self._answers[number] = Answer(number, question)
         return answer
 
@@ -214,9 +215,9 @@ class Session:
         return list(self._answers.values())
 
     def receive(self, frames: list[bytes]) -> None:
-        number, frame = frames[0], frames[-1]
+        number, frame = split_reply(frames)
         try:
-            if number:
+            if number != BATCH:
                 self._receive(number, MSGPACK.decode_reply(frame))
             else:
                 batch = _decode_batch(frame)

@@ -12,6 +12,7 @@ from penstock.protocol.checkpoint import max_request_bytes
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import ErrorReply, Reply, ReplyBatch, TextDelta
 from penstock.protocol.messages.codec import MSGPACK, codec_of
+from penstock.protocol.messages.envelope import BATCH, has_number, reply_frames
 from penstock.protocol.transport.channel import OVERSIZE_SLACK, Channel, traffic
 from penstock.protocol.transport.context import Context, check_reach, stays_on_host
 from penstock.protocol.transport.curve import ZAP_DOMAIN, secure_server
@@ -88,7 +89,7 @@ class ClientSocket:
         connection = client.connection
         if connection.is_closed:
             return
-        frames = [*client.envelope, reply]
+        frames = reply_frames(client.envelope, reply)
         if connection.is_full or self._try_send(connection, frames) == zmq.EAGAIN:
             connection.replies.append(frames)
 
@@ -129,8 +130,8 @@ class ClientSocket:
 
     def deliver_in_batch(self, entry: Entry) -> None:
         """Send new output of a request with `send_batches`, where its client is an HTTP server."""
-        connection, number = entry.client.connection, entry.client.envelope[1:]
-        is_batched = connection.is_inner and len(number) == 1 and number != (b"",)
+        connection = entry.client.connection
+        is_batched = connection.is_inner and has_number(entry.client.envelope)
         if not is_batched or connection.is_full or connection.is_closed:
             self.deliver(entry)
         elif replies := entry.unsent_replies():
@@ -142,7 +143,7 @@ class ClientSocket:
         for connection, batch in batches.items():
             numbers = [entry.client.envelope[1] for entry, _ in batch]
             frame = MSGPACK.encode(ReplyBatch(numbers, [reply for _, reply in batch]))
-            error = self._try_send(connection, [connection.identity, b"", frame])
+            error = self._try_send(connection, [connection.identity, BATCH + frame])
             for entry, reply in batch:
                 self._on_sent(entry, reply, error)
 
@@ -166,7 +167,7 @@ class ClientSocket:
         """Send all new output of a request; False if the queue is full."""
         client = entry.client
         for reply in entry.unsent_replies():
-            frames = [*client.envelope, client.codec.encode(reply)]
+            frames = reply_frames(client.envelope, client.codec.encode(reply))
             if error := self._on_sent(entry, reply, self._try_send(client.connection, frames)):
                 return error != zmq.EAGAIN
         return True

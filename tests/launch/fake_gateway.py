@@ -18,6 +18,7 @@ from penstock.protocol.messages.client import (
     Usage,
 )
 from penstock.protocol.messages.codec import MSGPACK
+from penstock.protocol.messages.envelope import reply_frames
 from penstock.protocol.messages.status import StatusReply
 
 Behaviour = Callable[[Request], list[Reply]]
@@ -107,7 +108,7 @@ class Gateway:
                     self.heard.append(request)
                     self._news.notify()
                 for one in self._behaviour(request):
-                    self._socket.send_multipart([*envelope, MSGPACK.encode(one)])
+                    self._socket.send_multipart(reply_frames(envelope, MSGPACK.encode(one)))
 
 
 @contextlib.contextmanager

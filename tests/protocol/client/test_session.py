@@ -19,6 +19,7 @@ from penstock.protocol.messages.client import (
     Usage,
 )
 from penstock.protocol.messages.codec import MSGPACK
+from penstock.protocol.messages.envelope import BATCH
 from penstock.protocol.messages.logprobs import TokenLogprobs
 
 TEXT = "abcdef"
@@ -109,7 +110,7 @@ def test_replies_to_several_requests_in_one_message() -> None:
     numbers = [second.number, b"99", first.number, second.number]
     replies: list[Any] = [delta(0, 2), delta(0, 1), delta(0, 1), reply()]
     frame = msgspec.msgpack.encode(ReplyBatch(numbers=numbers, replies=replies))
-    session.receive([b"", frame])
+    session.receive([BATCH + frame])
     assert taken(first) == [([1], "ab")]
     assert taken(second) == [([1, 2, 3], "abcdef")]
     assert first.final is None

@@ -15,17 +15,22 @@ from penstock.protocol.messages.client import (
 )
 from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.messages.detokenizer import TextDeltas
+from penstock.protocol.messages.envelope import BATCH, encode_number, split_reply
 from tests.services.gateway.conftest import GatewayHarness
 
 Start = Callable[..., GatewayHarness]
 decode_batch = msgspec.msgpack.Decoder(ReplyBatch).decode
 
 
+def number_of(name: str) -> bytes:
+    return encode_number(1 + ord(name))
+
+
 def submit(harness: GatewayHarness, socket: "zmq.Socket[bytes]", *names: str) -> None:
     """Send streams as our HTTP servers do, with a number before each."""
     for name in names:
         request = GenerateRequest(prompt=[1], request_id=name, stream=True)
-        socket.send_multipart([name.encode(), MSGPACK.encode(request)])
+        socket.send_multipart([number_of(name), MSGPACK.encode(request)])
     harness.run_until(lambda: all(map(harness.gateway.ledger.get, names)))
 
 
@@ -56,19 +61,20 @@ def test_an_http_server_gets_a_step_of_all_requests_in_one_message(start_gateway
     for begin in range(3):
         step(harness, begin, "a", "b")
     step(harness, 3, "a", finish_reason="stop")
-    answers: dict[bytes, list[Any]] = {b"a": [], b"b": []}
+    answers: dict[bytes, list[Any]] = {number_of("a"): [], number_of("b"): []}
     first: list[bytes] = []
-    while not any(isinstance(one, GenerateReply) for one in answers[b"a"]):
-        number, frame = harness.receive_frames(socket)
-        assert number == b""
+    while not any(isinstance(one, GenerateReply) for one in answers[number_of("a")]):
+        [data] = harness.receive_frames(socket)
+        number, frame = split_reply([data])
+        assert number == BATCH
         batch = decode_batch(frame)
         first = first or batch.numbers
         for name, reply in zip(batch.numbers, batch.replies, strict=True):
             answers[name].append(reply)
-    assert set(first) == {b"a", b"b"}
-    *pieces, reply = answers[b"a"]
+    assert set(first) == set(answers)
+    *pieces, reply = answers[number_of("a")]
     assert [token for one in pieces for token in one.token_ids] == reply.token_ids == [0, 1, 2, 3]
-    assert [token for one in answers[b"b"] for token in one.token_ids] == [0, 1, 2]
+    assert [token for one in answers[number_of("b")] for token in one.token_ids] == [0, 1, 2]
     assert harness.gateway.ledger.find("a") is None
 
 
@@ -85,7 +91,8 @@ def test_steps_that_wait_are_one_piece_for_any_client(start_gateway: Start) -> N
         taken += results.receive_frames()
     results.receive_frames = lambda _: iter(taken)  # type: ignore[method-assign]
     harness.gateway.default.on_results()
-    assert harness.receive_reply(socket).token_ids == [0, 1, 2]
+    _, frame = split_reply(harness.receive_frames(socket))
+    assert MSGPACK.decode_reply(frame).token_ids == [0, 1, 2]
 
 
 def test_a_server_that_stands_still_gets_all_in_the_end(start_gateway: Start) -> None:
@@ -104,7 +111,7 @@ def test_a_server_that_stands_still_gets_all_in_the_end(start_gateway: Start) ->
     session = Session()
     answers: dict[str, Answer] = {}
     for name in names:
-        answer = Answer(name.encode(), GenerateRequest(prompt=[1], request_id=name, stream=True))
+        answer = Answer(number_of(name), GenerateRequest(prompt=[1], request_id=name, stream=True))
         answers[name] = session._answers[answer.number] = answer
     while session.unanswered():
         while not socket.poll(10):

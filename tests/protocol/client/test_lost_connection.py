@@ -1,0 +1,57 @@
+"""A connection that is lost while its messages are received, in a process that libzmq could end.
+
+With ZMQ_IMMEDIATE, libzmq drops what a lost connection has left. It ends the process (`Assertion
+failed: !_more`) if this happens between two frames of one message.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CLIENT = """
+import math, sys
+from penstock.protocol.client import connection
+from penstock.protocol.client.client import Client
+from penstock.protocol.transport import channel
+from tests.launch.fake_gateway import TEXT, Gateway, delta, gateway, reply
+
+endpoint, turn = sys.argv[1], float(sys.argv[2])
+connection.TURN = turn
+now, is_lost = channel.monotonic, False
+first = Gateway(endpoint, lambda request: [delta(request, 0, 1)] * 200)
+
+def lose():
+    '''Lose the connection when its first frame has been received; libzmq then knows of it.'''
+    global is_lost
+    if first.heard and not is_lost:
+        is_lost = True
+        first.close()
+        assert client._connection.monitor.poll(60_000)
+    return now()
+
+channel.monotonic = lose
+with Client(endpoint, timeout=60) as client:
+    if turn < math.inf:
+        client._connection.on_rest = lambda: None
+    stream = client.stream("x")
+    while not is_lost:
+        client.wait()
+    with gateway(endpoint, lambda request: [reply(request)]):
+        assert stream.result().text == TEXT
+"""
+
+
+@pytest.mark.parametrize("turn", ["0", "1", "inf"])
+def test_a_connection_that_is_lost_between_frames(tmp_path: Path, turn: str) -> None:
+    """After each frame, after up to 1 s of them, and in a blocking client."""
+    client = subprocess.run(
+        [sys.executable, "-c", CLIENT, f"ipc://{tmp_path}/clients", turn],
+        cwd=Path(__file__).parents[3],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (client.returncode, client.stderr) == (0, "")
