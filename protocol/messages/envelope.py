@@ -13,6 +13,7 @@ _MARK = b"\x01"
 
 
 def encode_number(number: int) -> bytes:
+    """Return the envelope of a request: NUMBER_BYTES bytes."""
     return _MARK + number.to_bytes(NUMBER_BYTES - 1, "big")
 
 
