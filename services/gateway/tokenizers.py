@@ -72,7 +72,7 @@ class Tokenizers:
                 del self._silent[silent]
         if peer := self.peers.get(identity):
             work = self._take_back(peer, key)
-            if work and self._suspects.pop(work, None) is not None:
+            if work and self._suspects and self._suspects.pop(work, None) is not None:
                 self._poison.clear(work.request)
             self._assign()
 

@@ -201,14 +201,13 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
     Raises ClientDisconnect then; ApiError when the server stops.
     """
-    task, is_watched, is_lost = asyncio.current_task(), True, False
+    task, is_lost = asyncio.current_task(), False
 
     async def watch() -> None:
         nonlocal is_lost
         while (await receive())["type"] != "http.disconnect":
             pass
-        if task and is_watched:  # otherwise `work` has ended
-            is_lost = task.cancel()
+        is_lost = bool(task and task.cancel())
 
     watcher = asyncio.ensure_future(watch())
     try:
@@ -218,5 +217,4 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             raise ClientDisconnect from None
         raise ApiError(503, "the server is stopping") from None
     finally:
-        is_watched = False
         watcher.cancel()

@@ -6,11 +6,18 @@ from typing import Any
 
 import pytest
 from msgspec import Struct
+from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from penstock.services.http import event_stream
 from penstock.services.http.errors import ApiError
-from penstock.services.http.event_stream import Chunks, EventForm, EventStream, NamedEvents
+from penstock.services.http.event_stream import (
+    Chunks,
+    EventForm,
+    EventStream,
+    NamedEvents,
+    while_connected,
+)
 
 
 class Added(Struct, tag_field="type", tag="text.added"):
@@ -119,3 +126,48 @@ def test_an_error_before_the_first_event_is_raised() -> None:
 
     with pytest.raises(ApiError, match="no"):
         streamed(Named(), refuse)
+
+
+def test_a_disconnect_ends_the_work_and_not_its_task() -> None:
+    async def run() -> None:
+        lost, task = asyncio.Event(), asyncio.current_task()
+        assert task
+
+        async def receive() -> Message:
+            await lost.wait()
+            return {"type": "http.disconnect"}
+
+        async def endless() -> None:
+            assert asyncio.current_task() is task  # a task for each request would cost more
+            lost.set()
+            await asyncio.Event().wait()
+
+        with pytest.raises(ClientDisconnect):
+            await while_connected(receive, endless())
+        assert not task.cancelling()
+
+        async def done() -> str:
+            return "done"
+
+        assert await while_connected(receive, done()) == "done"  # although nobody reads it
+        await asyncio.sleep(0)
+        assert not task.cancelling()
+
+    asyncio.run(run())
+
+
+def test_work_ends_when_the_server_stops() -> None:
+    async def run() -> None:
+        begun = asyncio.Event()
+
+        async def endless() -> Any:
+            begun.set()
+            await asyncio.Event().wait()
+
+        task = asyncio.ensure_future(while_connected(endless, endless()))
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(ApiError, match="the server is stopping"):
+            await task
+
+    asyncio.run(run())
