@@ -47,7 +47,11 @@ class Gateway:
         self.connections = self.clients.connections
         self.watch = ClientWatch(self.clients, process.config)
         self.status_queries = StatusQueries(self.clients, self.status)
-        self.models = [self._model(one) for one in process.by_model()]
+        callbacks = call_later, self.on_report, self.on_status
+        self.models = [
+            Model(one, self.ledger.of_model(one.config.model_name), self.clients, *callbacks)
+            for one in process.by_model()
+        ]
         self.default = self.models[0]
         self._by_name = {model.name: model for model in self.models}
         longest = max(self.models, key=lambda model: model.requests.validation.max_model_len)
@@ -60,24 +64,16 @@ class Gateway:
             *process.context.handlers,
         ]
 
-    def _model(self, process: Process) -> Model:
-        callbacks = self.on_report, self.on_status
-        return Model(
-            process,
-            self.ledger.of_model(process.config.model_name),
-            self.clients,
-            self.call_later,
-            *callbacks,
-        )
-
     def after_turn(self) -> None:
         """Answer requests that waited for readiness. End the process when it has drained."""
         before, self._ready = self._ready, {one.name for one in self.models if one.is_ready}
         if self._ready - before:
             self.status_queries.on_ready(self._is_ready_for)
+        if not self.default.requests.is_draining:
+            return
         is_idle = not (self.ledger or any(one.requests.queries for one in self.models))
         must_wait = self.has_drained or any(one.router.awaits_claims for one in self.models)
-        if self.default.requests.is_draining and is_idle and not must_wait:
+        if is_idle and not must_wait:
             self.has_drained = True
             end = partial(signal.raise_signal, signal.SIGTERM)
             if len(self.connections):

@@ -61,7 +61,7 @@ class Requests:
         self.failures = Failures(ledger, router, self.poison, self)
         self.tokenizers = Tokenizers(to_tokenizers, self.poison, self.failures)
         self.queries = Queries(ledger.first_attempt, clients, ledger.totals)
-        self.release = clients.release
+        self.release, self.submit_again = clients.release, self.tokenizers.submit
         self._ledger, self._clients, self._router = ledger, clients, router
         self._call_later = call_later
         self.prefix = config.prefix
@@ -124,7 +124,11 @@ class Requests:
 
     def deliver_collected(self) -> None:
         """Deliver the output that was collected: one piece for each request."""
-        self.failures.for_each(self._clients.take_collected(), self._clients.deliver_in_batch)
+        for entry in self._clients.take_collected():
+            try:
+                self._clients.deliver_in_batch(entry)
+            except Exception:  # noqa: BLE001
+                self.failures.on_defect(entry)
         self._clients.send_batches()
 
     def on_deltas(self, deltas: list[TextDelta], now: float) -> None:
@@ -169,9 +173,6 @@ class Requests:
         self._admission.sample(time.monotonic())
         for query in self.queries.take_closed():
             self.tokenizers.forget(query)
-
-    def submit_again(self, entry: Entry) -> None:
-        self.tokenizers.submit(entry)
 
     def fail_query(self, query: Query, message: str) -> None:
         error = ErrorReply(code="failed", message=message)

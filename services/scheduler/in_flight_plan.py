@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from penstock.protocol.messages.packed import pack
-from penstock.protocol.messages.plan import BLOCK_BITS, BatchPlan, RowAdded, SampledTokens
+from penstock.protocol.messages.plan import (
+    BLOCK_BITS,
+    BatchPlan,
+    RowAdded,
+    RowExtras,
+    SampledTokens,
+)
 from penstock.services.scheduler.sequence import Sequence
 
 MIN_PLANS = 2
@@ -95,6 +101,47 @@ class PlanBuilder:
         appended, chunks, drafts = pack(self.appended), pack(self._chunks), pack(self.drafts)
         number = self.plan.number
         return BatchPlan(epoch, number, pack(removed), self.added, appended, chunks, drafts)
+
+
+def row_of(sequence: Sequence) -> RowAdded:
+    """Return the row of a sequence in the persistent batch, for the workers."""
+    sampling = sequence.sampling
+    return RowAdded(
+        slot=sequence.slot,
+        token_ids=pack(sequence.token_ids),
+        block_ids=pack(sequence.block_table),
+        num_computed_tokens=sequence.num_planned_tokens,
+        temperature=sampling.temperature or 0.0,
+        top_k=max(0, sampling.top_k or 0),
+        top_p=1.0 if sampling.top_p is None else sampling.top_p,
+        min_p=sampling.min_p or 0.0,
+        seed=sequence.seed,
+        extras=_extras(sequence),
+    )
+
+
+def _extras(sequence: Sequence) -> RowExtras | None:
+    sampling, needs_prompt_logprobs = sequence.sampling, sequence.needs_prompt_logprobs
+    extras = RowExtras(
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty or 1.0,
+        logit_bias=sampling.logit_bias,
+        min_tokens=sampling.min_tokens,
+        num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
+        num_prompt_logprobs=(sampling.prompt_logprobs or 0) if needs_prompt_logprobs else -1,
+        structured_outputs=sampling.structured_outputs,
+        allowed_token_ids=sampling.allowed_token_ids or [],
+        bad_words=sequence.bad_words,
+        pooling=sequence.pooling,
+    )
+    if extras == RowExtras(sequence.num_prompt_tokens):
+        return None
+    extras.end_token_ids = sorted(sequence.stop_token_ids)
+    if sampling.structured_outputs:
+        extras.reasoning = sequence.reasoning
+    return extras
 
 
 def _without_failed(

@@ -32,8 +32,7 @@ from penstock.services.scheduler.detokenizer_recovery import RecoverableStreams
 from penstock.services.scheduler.in_flight_plan import PlanDepth
 from penstock.services.scheduler.kept_records import make_scheduler, use_host_tier
 from penstock.services.scheduler.lease import Lease
-from penstock.services.scheduler.sequence import Sequence
-from penstock.services.scheduler.sequence_limits import CannotFitError
+from penstock.services.scheduler.sequence import CannotFitError, Sequence
 from penstock.services.scheduler.worker_exits import WorkerExits
 from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from penstock.services.scheduler.workers import NO_GROUP, WorkerGroup, WorkerMessage

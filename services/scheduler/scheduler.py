@@ -18,7 +18,7 @@ from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.worker import CopyBlocks
 from penstock.services.scheduler.block_manager import BlockManager
-from penstock.services.scheduler.in_flight_plan import InFlightPlan, PlanBuilder, StepOutput
+from penstock.services.scheduler.in_flight_plan import InFlightPlan, PlanBuilder, StepOutput, row_of
 from penstock.services.scheduler.ngram_proposer import NgramProposer
 from penstock.services.scheduler.poison import WorkerTrial
 from penstock.services.scheduler.running_batch import RunningBatch
@@ -105,7 +105,7 @@ class Scheduler(RunningBatch):
         self._returning.clear()
 
     def _add_row(self, sequence: Sequence, builder: PlanBuilder) -> None:
-        builder.added.append(sequence.as_row())
+        builder.added.append(row_of(sequence))
         if self._speculates:
             self.proposer.begin(sequence, builder.added[-1])
 

@@ -8,20 +8,30 @@ from time import monotonic
 
 import xxhash
 
-from penstock.protocol.messages.client import FinishReason
+from penstock.protocol.messages.client import ErrorReply, FinishReason
 from penstock.protocol.messages.logprobs import PackedLogprobs
-from penstock.protocol.messages.packed import pack, unpack
-from penstock.protocol.messages.plan import RowAdded, RowExtras
+from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.structured import Reasoning
-from penstock.services.scheduler.sequence_limits import CannotFitError, check_limits
 from penstock.services.scheduler.speculative import Speculation
 
 MAX_WORKER_DEATHS = 3
 """of workers in a row at which a request may be in flight without a token in between"""
 MAX_PREEMPTIONS = 4
 """of a sequence by others with a better priority; afterwards it keeps its blocks"""
+MAX_PROMPT_LOGPROBS = 1 << 19
+"""of one prompt. They are sent at once: for this number a detokenizer takes a second, in which it
+handles nothing else; after five seconds it would be given up, and the next one too"""
+
+
+class CannotFitError(ValueError):
+    """A request that could not run even alone; the message names the numbers."""
+
+    @property
+    def reply(self) -> ErrorReply:
+        message = str(self)
+        return ErrorReply(code="invalid", message=message, field=message.partition(":")[0])
 
 
 class Status(Enum):
@@ -204,9 +214,30 @@ class Sequence:
         self.max_length = min(self.num_prompt_tokens + max_tokens, most + 1)
 
     def check(self, vocab_size: int) -> None:
-        """Check what gateway and tokenizer can't. Raises CannotFitError."""
-        ids = self.token_ids
-        check_limits(ids, self.num_prompt_tokens, self.sampling, self.pooling, vocab_size)
+        """Check what gateway and tokenizer can't. Raises CannotFitError.
+
+        The model must know each token id, and logprobs must not be too many.
+        """
+        most = f"expected up to {vocab_size - 1}"
+        if not self.num_prompt_tokens:
+            raise CannotFitError("prompt: got no token, expected one or more")
+        for extreme in (min(self.token_ids), max(self.token_ids)):
+            if not 0 <= extreme < vocab_size:  # every worker, and its successor, would exit
+                raise CannotFitError(f"prompt: got token id {extreme}, {most}")
+        named = {
+            "logit_bias": self.sampling.logit_bias,
+            "allowed_token_ids": self.sampling.allowed_token_ids or (),
+            "pooling.label_ids": self.pooling.label_ids if self.pooling else (),
+        }
+        for name, ids in named.items():
+            if (largest := max(ids, default=0)) >= vocab_size:
+                raise CannotFitError(f"{name}: got token id {largest}, {most}")
+        num_top = self.sampling.prompt_logprobs
+        if num_top is not None and (1 + num_top) * self.num_prompt_tokens > MAX_PROMPT_LOGPROBS:
+            raise CannotFitError(
+                f"prompt_logprobs: got {num_top} for a prompt of {self.num_prompt_tokens} tokens, "
+                f"expected up to {MAX_PROMPT_LOGPROBS} logprobs in total"
+            )
 
     def admit(self, slot: int) -> None:
         """Give the sequence, which has its blocks, a slot: it is part of the next plan."""
@@ -250,45 +281,6 @@ class Sequence:
             and num_prompt_tokens == self.num_prompt_tokens
             and known == self.token_ids[: len(known)]
         )
-
-    def as_row(self) -> RowAdded:
-        """Return the row of the persistent batch, for the workers."""
-        sampling = self.sampling
-        return RowAdded(
-            slot=self.slot,
-            token_ids=pack(self.token_ids),
-            block_ids=pack(self.block_table),
-            num_computed_tokens=self.num_planned_tokens,
-            temperature=sampling.temperature or 0.0,
-            top_k=max(0, sampling.top_k or 0),
-            top_p=1.0 if sampling.top_p is None else sampling.top_p,
-            min_p=sampling.min_p or 0.0,
-            seed=self.seed,
-            extras=self._extras(),
-        )
-
-    def _extras(self) -> RowExtras | None:
-        sampling, needs_prompt_logprobs = self.sampling, self.needs_prompt_logprobs
-        extras = RowExtras(
-            num_prompt_tokens=self.num_prompt_tokens,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            repetition_penalty=sampling.repetition_penalty or 1.0,
-            logit_bias=sampling.logit_bias,
-            min_tokens=sampling.min_tokens,
-            num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
-            num_prompt_logprobs=(sampling.prompt_logprobs or 0) if needs_prompt_logprobs else -1,
-            structured_outputs=sampling.structured_outputs,
-            allowed_token_ids=sampling.allowed_token_ids or [],
-            bad_words=self.bad_words,
-            pooling=self.pooling,
-        )
-        if extras == RowExtras(self.num_prompt_tokens):
-            return None
-        extras.end_token_ids = sorted(self.stop_token_ids)
-        if sampling.structured_outputs:
-            extras.reasoning = self.reasoning
-        return extras
 
 
 def seed_of(request: TokenizedRequest) -> int:

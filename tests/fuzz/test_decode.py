@@ -33,8 +33,7 @@ from penstock.services.gateway.validation import RefusedError, Validation, decod
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.scheduler import Scheduler
-from penstock.services.scheduler.sequence import Sequence
-from penstock.services.scheduler.sequence_limits import CannotFitError
+from penstock.services.scheduler.sequence import CannotFitError, Sequence
 from penstock.services.tokenizer.prompts import PromptError, Tokenizer
 from tests.fuzz.frames import INNER_ID, MESSAGES, UNIONS, encoded
 from tests.fuzz.mutator import Mutator

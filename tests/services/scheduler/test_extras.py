@@ -9,8 +9,8 @@ from penstock.protocol.messages.plan import RowExtras, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.services.scheduler.sequence import Sequence
-from penstock.services.scheduler.sequence_limits import CannotFitError, check_limits
+from penstock.services.scheduler.in_flight_plan import row_of
+from penstock.services.scheduler.sequence import CannotFitError, Sequence
 from penstock.services.scheduler.streams import _opened
 from tests.services.scheduler.builders import long_prompt, make_sequence
 from tests.services.scheduler.reference import EOS, logprobs_at
@@ -36,13 +36,13 @@ ASKING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_extras_of_a_row_that_asks(sampling: dict[str, Any], extras: dict[str, Any]) -> None:
     sequence = make_sequence((5, 6), (7,), stop_token_ids=[9, 8], **sampling)
     expected = RowExtras(2, end_token_ids=[EOS, 8, 9], **extras)
-    assert sequence.as_row().extras == expected
+    assert row_of(sequence).extras == expected
 
 
 @pytest.mark.parametrize("repetition_penalty", [None, 1.0])
 def test_a_row_that_asks_for_nothing_has_no_extras(repetition_penalty: float | None) -> None:
     sequence = make_sequence((5, 6), repetition_penalty=repetition_penalty, stop_token_ids=[9])
-    assert sequence.as_row().extras is None
+    assert row_of(sequence).extras is None
 
 
 @pytest.mark.parametrize(("grammar", "ends"), [(None, [9]), (StructuredOutputs(regex="a"), [0, 9])])
@@ -51,7 +51,7 @@ def test_a_grammar_has_an_end(grammar: StructuredOutputs | None, ends: list[int]
     sequence = make_sequence(
         ignore_eos=True, stop_token_ids=[9], structured_outputs=grammar, min_tokens=1
     )
-    extras = sequence.as_row().extras
+    extras = row_of(sequence).extras
     assert extras
     assert extras.end_token_ids == sorted(sequence.stop_token_ids) == ends
 
@@ -61,7 +61,7 @@ def test_bad_words_come_as_the_tokenizer_has_encoded_them() -> None:
     request = TokenizedRequest("r", 0, sampling, pack([5]), bad_words=[[97, 98], [3]])
     sequence = Sequence(request, frozenset())
     expected = RowExtras(1, bad_words=[[97, 98], [3]])
-    assert sequence.as_row().extras == expected
+    assert row_of(sequence).extras == expected
 
 
 def test_an_allowed_token_that_no_model_has_ends_no_worker() -> None:
@@ -84,7 +84,7 @@ def asked_for(sim: Simulation) -> list[int]:
 
 def test_a_prompt_without_a_token_is_refused() -> None:
     with pytest.raises(CannotFitError, match="prompt: got no token"):
-        check_limits([], 0, SamplingParams(), None, 264)
+        make_sequence(()).check(264)
 
 
 def test_prompt_logprobs_take_nothing_from_the_cache_and_publish() -> None:
@@ -180,10 +180,10 @@ def test_a_grammar_knows_how_its_answer_begins() -> None:
     """
     sequence = make_sequence(structured_outputs=StructuredOutputs(regex="a"))
     sequence.reasoning = "open"
-    extras = sequence.as_row().extras
+    extras = row_of(sequence).extras
     assert extras
     assert extras.reasoning == "open"
     plain = make_sequence()
     plain.reasoning = "open"
-    assert plain.as_row().extras is None
+    assert row_of(plain).extras is None
     assert [_opened(one).starts_reasoning for one in (plain, make_sequence())] == [True, False]

@@ -4,7 +4,8 @@ import pytest
 
 from penstock.protocol.messages.plan import RowExtras
 from penstock.protocol.messages.sampling import Pooling
-from penstock.services.scheduler.sequence_limits import CannotFitError
+from penstock.services.scheduler.in_flight_plan import row_of
+from penstock.services.scheduler.sequence import CannotFitError
 from tests.services.scheduler.builders import long_prompt, make_sequence
 from tests.services.scheduler.desk import Desk
 from tests.services.scheduler.reference import pooled_of
@@ -59,7 +60,7 @@ def test_the_result_outlives_preemption_and_workers() -> None:
 def test_a_row_of_labels_is_checked_and_sent_as_it_is() -> None:
     labels = Pooling(label_ids=[7, 264])
     sequence = make_sequence((5, 6), pooling=labels)
-    assert sequence.as_row().extras == RowExtras(2, end_token_ids=[0], pooling=labels)
+    assert row_of(sequence).extras == RowExtras(2, end_token_ids=[0], pooling=labels)
     with pytest.raises(CannotFitError, match=r"pooling.label_ids: got token id 264"):
         sequence.check(264)
 

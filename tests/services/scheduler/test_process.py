@@ -9,7 +9,7 @@ from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import StopFound, TokenizedRequest
 from penstock.protocol.messages.worker import WorkerState
 from penstock.protocol.transport.process import first_number
-from penstock.services.scheduler import sequence_limits
+from penstock.services.scheduler import sequence as sequence_module
 from penstock.services.scheduler.poison import Poison
 from penstock.services.scheduler.process import SchedulerProcess
 from penstock.services.scheduler.sequence import Status
@@ -276,7 +276,7 @@ def test_a_request_that_can_t_fit_is_answered_with_its_attempt(
     prompt_logprobs: int | None,
     message: str,
 ) -> None:
-    monkeypatch.setattr(sequence_limits, "MAX_PROMPT_LOGPROBS", 1000)
+    monkeypatch.setattr(sequence_module, "MAX_PROMPT_LOGPROBS", 1000)
     process.accept(request(2, "fits", prompt[:1] * 50, sampling=SamplingParams(prompt_logprobs=19)))
     sampling = SamplingParams(prompt_logprobs=prompt_logprobs)
     process.accept(request(3, prompt=prompt, sampling=sampling))

@@ -10,6 +10,7 @@ from penstock.protocol.messages.packed import pack, unpack
 from penstock.protocol.messages.plan import SampledTokens
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
+from penstock.services.scheduler.in_flight_plan import row_of
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence, Status
 from tests.services.scheduler.builders import long_prompt, make_sequence, seed_for_eos_after
@@ -241,7 +242,7 @@ def test_row_of_a_sequence() -> None:
         (5, 6), (7,), temperature=0.5, top_k=-1, top_p=0.9, min_p=0.1, seed=-(2**63)
     )
     sequence.slot, sequence.block_table, sequence.num_planned_tokens = 3, [8, 9], 2
-    row = sequence.as_row()
+    row = row_of(sequence)
     assert (row.slot, row.num_computed_tokens) == (3, 2)
     assert (row.token_ids, row.block_ids) == (pack([5, 6, 7]), pack([8, 9]))
     assert (row.temperature, row.top_k, row.top_p, row.min_p) == (0.5, 0, 0.9, 0.1)
@@ -252,7 +253,7 @@ def test_seed_follows_from_the_request_id() -> None:
     one, other = make_sequence(seed=None), make_sequence(seed=None)
     assert one.seed != other.seed
     assert 0 <= one.seed < 2**63
-    msgspec.msgpack.encode(one.as_row())
+    msgspec.msgpack.encode(row_of(one))
 
 
 def test_a_steady_decode_plan_is_under_100_bytes() -> None:
