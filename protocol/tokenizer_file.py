@@ -30,11 +30,23 @@ class _Token(Struct):
     content: str
 
 
+class _Template(Struct):
+    name: str
+    template: str
+
+
 class TokenizerConfig(Struct):
     """The parts of `tokenizer_config.json` that are read here."""
 
     eos_token: str | _Token | None = None
-    chat_template: str | None = None
+    chat_template: str | list[_Template] | None = None
+
+    def template(self) -> str:
+        """Return the chat template: of several, the one named `default`."""
+        if isinstance(self.chat_template, list):
+            named = {one.name: one.template for one in self.chat_template}
+            return named.get("default", "")
+        return self.chat_template or ""
 
 
 class TokenizerFile(Struct):
@@ -92,7 +104,10 @@ def read_chat_template(folder: Path) -> str:
             return read_bytes(file).decode()
     except UnicodeDecodeError as error:
         raise ModelError(f"{file} is not text in UTF-8: {error}") from error
-    return (read_json(config, TokenizerConfig).chat_template or "") if config.exists() else ""
+    for path in folder / "chat_template.json", config:
+        if path.exists() and (template := read_json(path, TokenizerConfig).template()):
+            return template
+    return ""
 
 
 def _tokenizer_eos(folder: Path) -> int | None:
