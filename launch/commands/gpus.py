@@ -1,11 +1,14 @@
-"""GPUs of this machine, counted without torch."""
+"""GPUs and memory of this machine, counted without torch."""
 
 import contextlib
 import ctypes
 import os
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config
@@ -34,6 +37,34 @@ def check_dtype(config: Config) -> None:
         raise LaunchError(f"--dtype: got {config.dtype} on a CPU, expected auto or float32")
     if config.dtype == "float32" and config.device == "cuda":
         raise LaunchError("--dtype: got float32 on a GPU, expected auto, bfloat16 or float16")
+
+
+def check_tiers(config: Config) -> None:
+    """Raise LaunchError where the tiers of the KV cache can't work."""
+    gib, number = config.kv_offload_gib, config.tp * config.dp
+    if config.kv_offload_folder and not gib:
+        raise LaunchError(
+            f"--kv-offload-folder: got {config.kv_offload_folder!r} without --kv-offload-gib, "
+            "expected both"
+        )
+    if gib and not config.enable_prefix_caching:
+        raise LaunchError(
+            f"--kv-offload-gib: got {gib:g} with --no-enable-prefix-caching, expected one of them"
+        )
+    available = _available_bytes() / 2**30
+    if config.backend == "local" and gib * number > available:
+        raise LaunchError(
+            f"--kv-offload-gib: got {gib:g} for each of {number} workers, expected less than "
+            f"{available / number:.2g}: {available:.2g} GiB of memory are available"
+        )
+
+
+def _available_bytes() -> int:
+    """Return the memory that this machine or container has left."""
+    available: int = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
+        available = min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return available
 
 
 def gpus_by_model(config: Config) -> dict[str, str]:

@@ -5,6 +5,7 @@ import ast
 import functools
 import inspect
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -143,11 +144,14 @@ def _converter(field: str, hint: Any, is_json: bool) -> Callable[[str], Any]:
         try:
             if is_json:
                 return msgspec.json.decode(text, type=hint)
-            return msgspec.convert(text, hint, strict=False)
+            value = msgspec.convert(text, hint, strict=False)
         except msgspec.DecodeError as error:
             reason = re.sub(", got `[a-z]+`", "", str(error).partition(" - at ")[0])
             reason = reason.replace("Expected", "expected")
             raise LaunchError(f"{flag(field)}: got {text!r}, {reason}") from None
+        if isinstance(value, float) and math.isinf(value):  # which JSON does not have
+            raise LaunchError(f"{flag(field)}: got {text!r}, expected a finite number")
+        return value
 
     return convert
 

@@ -2,7 +2,7 @@
 
 import errno
 import os
-import threading
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,9 +14,13 @@ import xxhash
 MAGIC = b"penstKV1"
 HEADER_BYTES = len(MAGIC) + 32 + 32 + 16
 """MAGIC, digest of what wrote it, hash of the prefix, checksum of all that and the content"""
+SUFFIX = ".partial"
+"""of a file that is being written"""
 MAX_WRITE_SECONDS = 3600
-"""in which a file is written; older ones without their name are what a killed worker left"""
+"""in which a file is written; a killed worker left others, and those of a wrong clock"""
 HASH_DIGITS = 64
+CHANGED = FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError
+"""errors that say nothing about the disk: somebody has changed the folder meanwhile"""
 
 
 class DamagedFileError(OSError):
@@ -32,27 +36,34 @@ class KvFiles:
         self._digest = digest
         self.file_bytes = HEADER_BYTES + content_bytes
 
-    def list(self) -> Iterator[bytes]:
+    def scan(self) -> Iterator[bytes]:
         """Yield the hashes of all files, the one used last last. Raises OSError."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found: list[tuple[float, bytes]] = []
-        for path in self.folder.glob("??/*"):
-            with suppress(FileNotFoundError):  # another worker has removed it
-                written = path.stat().st_mtime
-                if len(path.name) == HASH_DIGITS:
-                    found.append((written, bytes.fromhex(path.name)))
-                elif written < time.time() - MAX_WRITE_SECONDS:
-                    path.unlink()
+        for parent in self.folder.iterdir():
+            with suppress(*CHANGED), os.scandir(parent) as entries:
+                for entry in entries:
+                    with suppress(*CHANGED):
+                        self._note(entry, found)
         for _, hash_ in sorted(found):
             yield hash_
+
+    def _note(self, entry: os.DirEntry[str], found: list[tuple[float, bytes]]) -> None:
+        written = entry.stat(follow_symlinks=False).st_mtime
+        if _is_hash(entry.name) and entry.is_file(follow_symlinks=False):
+            found.append((written, bytes.fromhex(entry.name)))
+        elif SUFFIX in entry.name and abs(time.time() - written) > MAX_WRITE_SECONDS:
+            Path(entry).unlink()
 
     def write(self, hash_: bytes, content: Any, is_right: Callable[[], bool]) -> bool:
         """Write a file. Return `is_right()`, without which it is dropped. Raises OSError."""
         path = self._path(hash_)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+        # processes that share the folder may have the same pid, in containers or on other machines
+        descriptor, name = tempfile.mkstemp(SUFFIX, path.name, path.parent)
+        partial = Path(name)
         try:
-            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT, 0o600), "wb", 0) as file:
+            with os.fdopen(descriptor, "wb", 0) as file:
                 for part in (self._header(hash_, content), content):
                     if file.write(part) != len(part):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -72,7 +83,7 @@ class KvFiles:
         Removes a file that is damaged. Raises OSError, DamagedFileError.
         """
         path, begin = self._path(hash_), 0
-        with path.open("rb", buffering=0) as file:
+        with open(path, "rb", 0, opener=_open_at_once) as file:
             while num_bytes := file.readinto(memoryview(buffer)[begin:]):
                 begin += num_bytes
             is_whole = begin == len(buffer) and not file.read(1)
@@ -85,7 +96,8 @@ class KvFiles:
         return content
 
     def remove(self, hash_: bytes) -> None:
-        self._path(hash_).unlink(missing_ok=True)
+        with suppress(*CHANGED):
+            self._path(hash_).unlink()
 
     def _path(self, hash_: bytes) -> Path:
         name = hash_.hex()
@@ -96,3 +108,12 @@ class KvFiles:
         checksum = xxhash.xxh3_128(start)
         checksum.update(content)
         return start + checksum.digest()
+
+
+def _is_hash(name: str) -> bool:
+    return len(name) == HASH_DIGITS and set(name) <= set("0123456789abcdef")
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file as `os.open`; one that was replaced by a FIFO does not block."""
+    return os.open(path, flags | os.O_NONBLOCK)

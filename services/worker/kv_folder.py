@@ -10,18 +10,18 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from queue import Empty, Full, Queue
+from queue import Full, Queue
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.protocol.messages.worker import FolderReport
-from penstock.services.worker.kv_files import KvFiles
+from penstock.services.worker.kv_files import CHANGED, KvFiles
 
 log = logging.getLogger(__name__)
 MAX_FETCH_SECONDS = 2.0
@@ -66,7 +66,7 @@ class KvFolder:
         """
         self._disk = KvFiles(folder, digest, host.shape[1])
         self._host = host
-        self._max_files = int(max_bytes / self._disk.file_bytes)
+        self.max_files = int(max_bytes / self._disk.file_bytes)
         self.notify: Callable[[], object] = int
         """called by any thread when `take_report` may have something"""
         self._lock = threading.Condition()
@@ -168,9 +168,6 @@ class KvFolder:
     def _cancel(self) -> None:
         self._request += 1
         self._pending.clear()
-        with suppress(Empty):
-            while True:
-                self._fetches.get_nowait()
 
     # ---- threads -----------------------------------------------------------------------------
 
@@ -181,8 +178,8 @@ class KvFolder:
         """Find the files of earlier workers."""
         found: list[bytes] = []
         try:
-            found.extend(self._disk.list())
-        except (OSError, ValueError) as error:
+            found.extend(self._disk.scan())
+        except OSError as error:
             self.writes = False
             log.warning("KV blocks in %s: %s; none are written", self._disk.folder, error)
         with self._lock:
@@ -190,40 +187,56 @@ class KvFolder:
             self._files.update(new)
             self._added = list(self._files)
             self._is_listed = True
-        self.notify()
         log.info("KV blocks in %s: %d", self._disk.folder, len(found))
+        with self._reporting_errors():
+            self._remove_oldest()
+        self.notify()
 
     def _write_all(self) -> None:
         while True:
             write = self._writes.get()
-            if not self.writes or write.hash in self._files or not self._max_files:
+            if not self.writes or write.hash in self._files:
                 continue
-            if self._numbers[write.slot] != write.number:
+            if not self._is_right(write):
                 continue
             write.wait()
             content = memoryview(self._host[write.slot])
-            try:
-                self._disk.write(write.hash, content, partial(self._is_written, write))
-                while oldest := self._oldest():
-                    self._disk.remove(oldest)
-            except OSError as error:
-                self.writes = False
-                log.warning("no more KV blocks are written to %s: %s", self._disk.folder, error)
+            with self._reporting_errors():
+                if self._disk.write(write.hash, content, partial(self._is_right, write)):
+                    with self._lock:
+                        self._files[write.hash] = None
+                        self._added.append(write.hash)
+                self._remove_oldest()
             self.notify()
 
-    def _is_written(self, write: _Write) -> bool:
-        """Return whether a slot has not changed meanwhile; then list its file."""
-        with self._lock:
-            is_right = self._numbers[write.slot] == write.number
-            if is_right:
-                self._files[write.hash] = None
-                self._added.append(write.hash)
-            return is_right
+    @contextmanager
+    def _reporting_errors(self) -> Iterator[None]:
+        """Stop writing after an error of the disk."""
+        try:
+            yield
+        except CHANGED as error:
+            self._warn_once(error)
+        except OSError as error:
+            self.writes = False
+            log.warning("no more KV blocks are written to %s: %s", self._disk.folder, error)
+
+    def _warn_once(self, error: OSError) -> None:
+        if not self._has_logged:
+            self._has_logged = True
+            log.warning("KV blocks in %s: %s", self._disk.folder, error)
+
+    def _remove_oldest(self) -> None:
+        while oldest := self._oldest():
+            self._disk.remove(oldest)
+
+    def _is_right(self, write: _Write) -> bool:
+        """Return whether a slot has still the content that is to be written."""
+        return self._numbers[write.slot] == write.number
 
     def _oldest(self) -> bytes | None:
         """Take the file used least recently from the list, if there are too many."""
         with self._lock:
-            if not self._is_listed or len(self._files) <= self._max_files:
+            if not self._is_listed or len(self._files) <= self.max_files:
                 return None
             oldest, _ = self._files.popitem(last=False)
             self._removed.append(oldest)
@@ -237,14 +250,13 @@ class KvFolder:
             try:
                 if fetch.slot < 0:
                     self._disk.remove(fetch.hash)
+                if fetch.slot < 0 or fetch.number != self._request:
                     continue
                 content = self._disk.read(fetch.hash, buffer)
             except FileNotFoundError:
                 pass  # removed meanwhile, by this worker or another one
             except OSError as error:
-                if not self._has_logged:
-                    self._has_logged = True
-                    log.warning("KV blocks in %s: %s", self._disk.folder, error)
+                self._warn_once(error)
             with self._lock:
                 if fetch.number != self._request:
                     continue

@@ -10,9 +10,9 @@ import mmap
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -69,10 +69,16 @@ class KvOffload:
         is_cuda = self._device.type == "cuda"
         name = torch.cuda.get_device_name(self._device) if is_cuda else "cpu"
         options = config.dtype, config.quantization, config.attention, config.enable_expert_parallel
-        all_facts = memory.lasting_facts, options, name, facts
+        versions = version("penstock"), torch.__version__, config.deterministic
+        all_facts = memory.lasting_facts, options, versions, name, facts
         digest = hashlib.sha256(repr(all_facts).encode()).digest()
         path, num_bytes = Path(config.kv_offload_folder), config.kv_offload_folder_gib * 2**30
         self.folder = KvFolder(path, digest, num_bytes, self._host.numpy())
+        if not self.folder.max_files:
+            raise ModelError(
+                f"--kv-offload-folder-gib: got {config.kv_offload_folder_gib}, expected "
+                f"{self._host.shape[1] / 2**30:.2g} or more for one block"
+            )
 
     def work(self, request: FolderRequest) -> None:
         """Start what a request says."""
@@ -172,8 +178,8 @@ def make_offload(config: Config, memory: KeptMemory, kv: Sequence[Tensor]) -> Kv
     num_slots = int(config.kv_offload_gib * 2**30 / size)
     if not num_slots:
         raise ModelError(
-            f"--kv-offload-gib: got {config.kv_offload_gib}, expected {size / 2**30:.3f} or more "
-            "for one block, also with --kv-offload-folder"
+            f"--kv-offload-gib: got {config.kv_offload_gib}, expected {size / 2**30:.2g} or more "
+            "for one block"
         )
     facts: list[object] = [(str(one.dtype), one.shape[:2], one.shape[3:]) for one in kv]
     offload = _make_host(config, memory.on_host(), kv, num_slots, facts)
@@ -188,15 +194,14 @@ def _make_host(
     size = slot_bytes(kv)
     if kept := memory.take("host", *facts):
         return KvOffload(kv, kept.memory, num_slots, kept.manifest.number)
-    available = psutil.virtual_memory().available
-    if num_slots * size > available:
-        raise ModelError(
-            f"--kv-offload-gib: got {config.kv_offload_gib} for each worker, expected less than "
-            f"the {available / 2**30:.1f} GiB of memory that are available"
-        )
     new = memory.allocate("host", num_slots * size, *facts)
     if new is None:
-        host = torch.frombuffer(mmap.mmap(-1, num_slots * size), dtype=torch.uint8)
+        try:
+            host = torch.frombuffer(mmap.mmap(-1, num_slots * size), dtype=torch.uint8)
+        except OSError as error:
+            raise ModelError(
+                f"--kv-offload-gib: got {config.kv_offload_gib}, expected less: {error}"
+            ) from error
         return KvOffload(kv, host, num_slots, 1 + secrets.randbits(53))
     new.keep()
     return KvOffload(kv, new.region.memory, num_slots, new.region.manifest.number)

@@ -56,6 +56,13 @@ def test_a_bad_value_is_named_with_its_limit(field: str, value: str, limit: str)
     assert limit in str(refused.value)
 
 
+@pytest.mark.parametrize("field", ["kv_offload_gib", "hang_timeout"])
+def test_numbers_are_finite(field: str) -> None:
+    """The configuration is passed on as JSON, which has no infinity."""
+    with pytest.raises(LaunchError, match=f"{flag(field)}: got 'inf', expected a finite number"):
+        parse(flag(field), "inf")
+
+
 def test_sampling_parameters_are_flags_too() -> None:
     given = parse("--max-tokens", "5", "--temperature", "0.5", "--stop", "x", struct=SamplingParams)
     assert given == {"max_tokens": 5, "temperature": 0.5, "stop": "x"}

@@ -1,13 +1,19 @@
 """Copies between KV blocks and host slots, with the tensors of real KV caches."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from msgspec.structs import replace
 
 from penstock.kernels.quantize.types import FP8
+from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import pack
-from penstock.protocol.messages.worker import CopyBlocks
+from penstock.protocol.messages.worker import CopyBlocks, WorkerAssignment
+from penstock.services.worker.kept_memory import KeptMemory
 from penstock.services.worker.kv_cache import KVMemory
-from penstock.services.worker.kv_offload import PAGE, KvOffload, slot_bytes
+from penstock.services.worker.kv_offload import PAGE, KvOffload, make_offload, slot_bytes
 
 NUM_BLOCKS = 6
 
@@ -64,3 +70,30 @@ def test_slots_are_whole_pages() -> None:
     """Parts of the host's memory are pinned one by one, and pinned memory consists of pages."""
     for dtype in (torch.float32, FP8):
         assert slot_bytes(random_kv(dtype).tensors) % PAGE == 0
+
+
+def folder_of(config: Config) -> Path:
+    """Return the folder of the files of a worker."""
+    kv = random_kv(torch.float32).tensors
+    assignment = WorkerAssignment(1, "1", 0, 1, "")
+    memory = KeptMemory(config, assignment, torch.device("cpu"), None)
+    folder = make_offload(config, memory, kv).folder
+    assert folder
+    return folder._disk.folder
+
+
+BOTH = Config(kv_offload_gib=0.001, kv_offload_folder="folder")
+
+
+def test_deterministic_steps_do_not_use_files_of_others() -> None:
+    """Their bits must not depend on kernels that are not deterministic."""
+    assert folder_of(BOTH) == folder_of(replace(BOTH, num_blocks=7))
+    assert folder_of(BOTH) != folder_of(replace(BOTH, deterministic=True))
+
+
+@pytest.mark.parametrize("field", ["kv_offload_gib", "kv_offload_folder_gib"])
+def test_memory_and_folder_have_room_for_a_block(field: str) -> None:
+    with pytest.raises(
+        ModelError, match=f"--{field}: got 1e-08, expected 3.8e-06".replace("_", "-")
+    ):
+        folder_of(replace(BOTH, **{field: 1e-8}))
