@@ -1,74 +1,14 @@
 """KV blocks in real files: written, found again, damaged, too many, and on disks that fail."""
 
-import os
 import resource
-import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from penstock.services.worker import kv_folder
-from penstock.services.worker.kv_files import KvFiles
-from penstock.services.worker.kv_folder import KvFolder
-
-SLOT_BYTES = 8192
-NUM_SLOTS = 4
-DIGEST = bytes(range(32))
-A, B, C = (bytes([n]) * 32 for n in range(3))
-
-
-class Tier:
-    """A folder with its slots, and what it has reported."""
-
-    def __init__(self, path: Path, digest: bytes = DIGEST, num_files: float = 100) -> None:
-        self.slots = np.random.default_rng(1).integers(0, 256, (NUM_SLOTS, SLOT_BYTES), np.uint8)
-        self.old = self.slots.copy()
-        file_bytes = SLOT_BYTES + 88
-        self.folder = KvFolder(path, digest, num_files * file_bytes, self.slots)
-        self.reports: dict[str, list[bytes]] = {}
-        self._news = threading.Condition()
-        self.folder.notify = self._notify
-        self.folder.start()
-
-    def _notify(self) -> None:
-        with self._news:
-            self._news.notify_all()
-
-    def wait_for(self, kind: str, *hashes: bytes) -> None:
-        """Wait until these hashes are reported."""
-
-        def are_there() -> bool:
-            if report := self.folder.take_report():
-                for name in ("added", "removed", "fetched", "failed"):
-                    self.reports.setdefault(name, []).extend(getattr(report, name))
-            return set(hashes) <= set(self.reports.get(kind, []))
-
-        with self._news:
-            assert self._news.wait_for(are_there, 30), self.reports
-
-    def store(self, hash_: bytes, slot: int, wait: Callable[[], object] = int) -> None:
-        self.folder.overwrite([slot])
-        self.folder.store([hash_], [slot], wait)
-
-    def fetch(self, hash_: bytes, slot: int) -> None:
-        self.folder.fetch([hash_], [slot], int)
-
-
-def files(path: Path) -> dict[bytes, Path]:
-    return {bytes.fromhex(one.name): one for one in path.glob("*/??/*") if len(one.name) == 64}
-
-
-def stored(path: Path, *hashes: bytes) -> Tier:
-    """Return a tier that has written its first slots."""
-    tier = Tier(path)
-    for slot, hash_ in enumerate(hashes):
-        tier.store(hash_, slot)
-    tier.wait_for("added", *hashes)
-    return tier
+from tests.services.worker.folder_tier import SLOT_BYTES, A, B, C, Tier, files, stored
 
 
 def test_another_process_finds_the_files(tmp_path: Path) -> None:
@@ -192,118 +132,6 @@ def test_a_disk_that_does_not_answer_is_given_up(
     tier.wait_for("added", A)
     answers.set()
     assert (tier.slots == tier.old).all()
-
-
-def become_fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def become_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-    (path / "file").write_text("")
-
-
-def become_endless(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-def lose_parent(path: Path) -> None:
-    shutil.rmtree(path.parent)
-    path.parent.write_text("a file in place of the folder")
-
-
-@pytest.mark.parametrize("change", [become_fifo, become_folder, become_endless, lose_parent])
-def test_other_things_in_place_of_a_file_are_no_hit_and_change_nothing_else(
-    tmp_path: Path, change: Callable[[Path], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    tier = stored(tmp_path, A, B)
-    change(files(tmp_path)[A])
-    tier.fetch(A, 2)
-    tier.wait_for("failed", A)
-    assert "more than" not in caplog.text
-    assert (tier.slots == tier.old).all()
-    tier.store(A, 0)
-    tier.store(C, 1)
-    tier.wait_for("added", C)
-    tier.fetch(B, 3)
-    tier.wait_for("fetched", B)
-    assert tier.folder.writes
-    again = Tier(tmp_path)
-    again.wait_for("added", B, C)
-
-
-def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
-    tier = stored(tmp_path, A)
-    shutil.rmtree(tmp_path)
-    tier.fetch(A, 2)
-    tier.wait_for("failed", A)
-    tier.reports.clear()
-    for slot, hash_ in enumerate((A, B)):
-        tier.store(hash_, slot)
-    tier.wait_for("added", A, B)
-    assert set(files(tmp_path)) == {A, B}
-
-
-@pytest.mark.parametrize("hours", [-2, 2])
-def test_foreign_and_partial_files_are_no_blocks(tmp_path: Path, hours: int) -> None:
-    """Partial files are removed unless they are new; the clock may have been set back."""
-    stored(tmp_path, A)
-    parent = files(tmp_path)[A].parent
-    for name in ("z" * 64, "A " * 32, "0" * 64 + ".old.partial", "0" * 64 + ".new.partial"):
-        (parent / name).write_text("")
-    (parent / ("f" * 64)).mkdir()
-    when = time.time() + 3600 * hours
-    os.utime(parent / ("0" * 64 + ".old.partial"), (when, when))
-    tier = Tier(tmp_path)
-    tier.wait_for("added", A)
-    assert tier.reports["added"] == [A]
-    assert tier.folder.writes
-    left = {path.name.lstrip("0") for path in parent.iterdir()}
-    assert ".new.partial" in left
-    assert ".old.partial" not in left
-
-
-def test_a_lower_limit_holds_from_the_start(tmp_path: Path) -> None:
-    stored(tmp_path, A, B, C)
-    for when, hash_ in enumerate((B, C, A)):
-        os.utime(files(tmp_path)[hash_], (when, when))
-    Tier(tmp_path, num_files=1).wait_for("removed", B, C)
-    Tier(tmp_path).wait_for("added", A)
-
-
-def test_a_removal_is_carried_out_though_the_scheduler_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Content that may be wrong must not be found by the next worker."""
-    old = stored(tmp_path, A, B)
-    folder = KvFolder(tmp_path, DIGEST, 1e9, old.slots)
-    is_removed, remove = threading.Event(), folder._disk.remove
-
-    def noted(hash_: bytes) -> None:
-        remove(hash_)
-        is_removed.set()
-
-    monkeypatch.setattr(folder._disk, "remove", noted)
-    folder.remove([A])
-    folder.restart()
-    folder.start()
-    assert is_removed.wait(30)
-    assert set(files(tmp_path)) == {B}
-
-
-def test_processes_of_one_pid_may_write_the_same_file(tmp_path: Path) -> None:
-    """As in containers that share the folder: each writes to a file of its own first."""
-    files_ = [KvFiles(tmp_path, DIGEST, SLOT_BYTES) for _ in range(2)]
-    content = bytes(SLOT_BYTES)
-
-    def other_is_faster() -> bool:
-        return files_[1].write(A, content, lambda: True)
-
-    assert files_[0].write(A, content, other_is_faster)
-    assert bytes(files_[0].read(A, bytearray(files_[0].file_bytes))) == content
 
 
 def test_a_disk_that_is_full_stops_writing_and_not_reading(
