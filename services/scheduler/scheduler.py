@@ -16,10 +16,11 @@ from penstock.protocol.messages.histogram import Histogram
 from penstock.protocol.messages.metrics import ITERATION_TOKENS
 from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
-from penstock.protocol.messages.worker import CopyBlocks
+from penstock.protocol.messages.worker import CopyBlocks, FolderReport, FolderRequest
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.in_flight_plan import InFlightPlan, PlanBuilder, StepOutput, row_of
 from penstock.services.scheduler.ngram_proposer import NgramProposer
+from penstock.services.scheduler.offload_index import OffloadIndex
 from penstock.services.scheduler.poison import WorkerTrial
 from penstock.services.scheduler.running_batch import RunningBatch
 from penstock.services.scheduler.sequence import Sequence, Status
@@ -41,6 +42,8 @@ class Scheduler(RunningBatch):
         self.step_tokens = Histogram.of(ITERATION_TOKENS)
         self.copies: CopyBlocks | None = None
         """those of the newest plan, which workers must get before it"""
+        self.offload: OffloadIndex | None = None
+        """index of the host tier, which the workers at hand may not have yet"""
         self._block_size = block_manager.block_size
         self._max_tokens_per_step = config.max_num_batched_tokens
         self._max_length = min(max_model_len, block_manager.num_tokens)
@@ -60,7 +63,26 @@ class Scheduler(RunningBatch):
         if len(sequence.token_ids) > sequence.num_prompt_tokens:
             self._end_if_due(sequence)
 
+    def use_offload(self, offload: OffloadIndex | None) -> None:
+        """Use an index, or none while the workers have no host tier."""
+        self.offload = offload or self.offload
+        self.block_manager.pool.offload = offload
+        self.copies = None
+
+    def on_folder(self, report: FolderReport) -> None:
+        """Note what workers report about files."""
+        if self.offload:
+            self.offload.take_report(report)
+
     # ---- the next step -----------------------------------------------------------------------
+
+    def next_messages(self) -> list[BatchPlan | CopyBlocks | FolderRequest]:
+        """Return the next plan with the messages around it, or what else workers must get."""
+        plan = self.schedule()
+        if not (offload := self.block_manager.pool.offload):
+            return [plan] if plan else []
+        around = self.copies if plan else None, plan, offload.take_request(self.epoch)
+        return [one for one in around if one]
 
     def schedule(self) -> BatchPlan | None:
         """Return the next plan; None if `max_plans` are in flight or there is nothing to run.

@@ -4,9 +4,6 @@ from bisect import insort
 from heapq import heappop
 from operator import attrgetter
 
-from penstock.protocol.messages.plan import BatchPlan
-from penstock.protocol.messages.worker import CopyBlocks, FolderReport, FolderRequest
-from penstock.services.scheduler.offload_index import OffloadIndex
 from penstock.services.scheduler.poison import count_death
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence, Status
@@ -17,28 +14,6 @@ _, RUNNING, DRAINING, _ = Status
 
 class RecoverableScheduler(Scheduler):
     """A scheduler that outlives its workers."""
-
-    offload: OffloadIndex | None = None
-    """index of the host tier, which the workers at hand may not have yet"""
-
-    def use_offload(self, offload: OffloadIndex | None) -> None:
-        """Use an index, or none while the workers have no host tier."""
-        self.offload = offload or self.offload
-        self.block_manager.pool.offload = offload
-        self.copies = None
-
-    def next_messages(self) -> list[BatchPlan | CopyBlocks | FolderRequest]:
-        """Return the next plan with the messages around it, or what else workers must get."""
-        plan = self.schedule()
-        if not (offload := self.block_manager.pool.offload):
-            return [plan] if plan else []
-        around = self.copies if plan else None, plan, offload.take_request(self.epoch)
-        return [one for one in around if one]
-
-    def on_folder(self, report: FolderReport) -> None:
-        """Note what workers report about files."""
-        if self.offload:
-            self.offload.take_report(report)
 
     def lose_plans(self) -> list[Sequence]:
         """Forget the plans in flight: the workers died, and other ones may have their memory.
