@@ -24,9 +24,10 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,32}$")]
 Count = Annotated[int, Meta(ge=1)]
 Number = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
-Processes = Annotated[int, Meta(ge=1, le=256)]
 MAX_PROCESSES = 256
 """of one kind; each takes some descriptors of the supervisor"""
+Processes = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
+ProcessesOrNone = Annotated[int, Meta(ge=0, le=MAX_PROCESSES)]
 
 
 class ModelOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -43,9 +44,9 @@ class ModelOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     """accept a `chat_template` in requests, which is a program that a tokenizer runs"""
     tool_call_parser: Literal["auto", "hermes", "qwen3_coder", "json"] = "auto"
     """format of the model's tool calls; auto: taken from its chat template"""
-    tp: Count = 1
+    tp: Processes = 1
     """tensor-parallel size: number of workers"""
-    dp: Count = 1
+    dp: Processes = 1
     """data-parallel replicas: schedulers, each with --tp workers"""
     routing: Literal["prefix", "load", "random"] = "prefix"
     """how the replica of a request is chosen; prefix: most of the prompt in its cache, unless its
@@ -66,7 +67,7 @@ class ModelOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     """speculative decoding; ngram: draft the tokens that followed the same n-gram earlier"""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=32)] = 5
     """maximum number of draft tokens for a sequence in one step"""
-    spare_workers: Number = 0
+    spare_workers: ProcessesOrNone = 0
     """additional workers of each replica that replace workers that die; at least --tp of them form
     a standby group that is ready to continue"""
     tokenizers: Processes = 1
@@ -146,7 +147,7 @@ class Config(ModelOptions, kw_only=True, frozen=True, forbid_unknown_fields=True
     insecure: bool = False
     """allow addresses of other machines without --curve-keys and --api-key: anyone may send
     requests, and the network sees prompts and answers"""
-    http: Annotated[int, Meta(ge=0, le=256)] = 1
+    http: ProcessesOrNone = 1
     """HTTP processes at start, which serve the HTTP APIs, metrics and the chat page"""
     http_host: str = "127.0.0.1"
     """address of the HTTP server"""

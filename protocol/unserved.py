@@ -35,6 +35,11 @@ def served_instead(folder: Path) -> str:
 
 def without_config(name: str, files: Iterable[str]) -> str:
     """Return why files without a `config.json` are not served; name: of the folder or file."""
-    if name.lower().endswith(".gguf") or any(file.lower().endswith(".gguf") for file in files):
+    if name.lower().endswith(".gguf"):
         return f"{name}: got GGUF, expected safetensors; {served_instead(Path(name))}"
+    if found := sorted(file for file in files if file.lower().endswith(".gguf")):
+        return (
+            f"{name}: got GGUF files, expected config.json and safetensors; give the path of one "
+            f"file on this machine, such as {found[0]}"
+        )
     return f"{name} has no config.json; a checkpoint needs it"

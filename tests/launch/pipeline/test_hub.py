@@ -160,7 +160,8 @@ def test_gated_names_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_not_served_is_refused_before_its_weights_are_downloaded(hub: FakeHub) -> None:
     sentence = "got 4-bit MLX weights, expected 16 bits, FP8, AWQ, GPTQ, compressed-tensors or mod"
     assert sentence in refusal("Qwen/Qwen3-demo-4bit")
-    assert refusal("Qwen/Qwen3-8B-GGUF").startswith("Qwen/Qwen3-8B-GGUF: got GGUF, expected safet")
+    sentence = "Qwen/Qwen3-8B-GGUF: got GGUF files, expected config.json and safetensors; give the"
+    assert refusal("Qwen/Qwen3-8B-GGUF").startswith(sentence)
     assert not [line for line in hub.asked if ".safetensors" in line]
 
 

@@ -44,6 +44,7 @@ def test_every_field_is_a_flag() -> None:
         ("tp", "0", "expected `int` >= 1"),
         ("tp", "two", "expected `int`"),
         ("max_num_seqs", "2049", "expected `int` <= 2048"),
+        ("spare_workers", "257", "expected `int` <= 256"),
         ("watermark", "1", "expected `float` < 1.0"),
         ("watermark", "nan", "expected `float`"),
         ("name", "a/b", "regex"),
