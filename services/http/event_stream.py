@@ -1,6 +1,7 @@
 """Server-sent events, and work that ends when its client disconnects."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol, TypeVar
 
@@ -14,6 +15,7 @@ from penstock.services.http.chunk_writer import WRITER, ChunkWriter
 from penstock.services.http.errors import ApiError, as_api_error
 from penstock.services.http.replies import ENCODER
 
+_log = logging.getLogger("http")
 S = TypeVar("S")
 T = TypeVar("T")
 _EVENT_STREAM = [
@@ -114,9 +116,11 @@ class EventStream(Response):
             await while_connected(receive, self._produce(self))
         except ClientDisconnect:
             return
-        except (RequestError, ApiError) as error:
+        except Exception as error:
             if not self._is_started:
                 raise
+            if not isinstance(error, RequestError | ApiError):
+                _log.exception("%r failed in its stream", scope["path"])
             await self.send(self._form.failed(as_api_error(error)), is_last=True)
         finally:
             self._timer.cancel()

@@ -24,6 +24,7 @@ from penstock.protocol.messages.client import (
     TokenizePromptRequest,
     TokenizeReply,
 )
+from penstock.services.http import generation
 from tests.launch.fake_gateway import delta, reply
 from tests.services.http.conftest import NUM_AT_START, Served, behave
 
@@ -39,6 +40,13 @@ def silent(request: Request) -> list[Reply]:
 def begun(request: Request) -> list[Reply]:
     """Generate the beginning of a text."""
     return [delta(request, 0, 3)] if isinstance(request, GenerateRequest) else behave(request)
+
+
+def two_pieces(request: Request) -> list[Reply]:
+    """Generate two pieces of a text."""
+    if not isinstance(request, GenerateRequest):
+        return behave(request)
+    return [delta(request, 0, 3), delta(request, 3, 7), reply(request, "one two")]
 
 
 def test_what_is_not_finished_when_the_server_stops_is_a_503(
@@ -209,3 +217,36 @@ def test_a_connection_outlives_an_unexpected_exception(
             assert (answer.status, b"secret" in answer.read()) == (status, False)
             assert connection.sock is socket
     assert "ZeroDivisionError: secret" in caplog.text
+
+
+@pytest.mark.parametrize("num_chunks", [0, 1])
+def test_an_unexpected_exception_in_a_stream_is_answered_and_logged(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_chunks: int
+) -> None:
+    """It is a 500 before the first event, and an event afterwards; the connection stays."""
+    original, left = generation._chunks, [None] * num_chunks
+
+    def fail(*given: Any) -> Any:
+        if left:
+            left.pop()
+            return original(*given)
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(generation, "_chunks", fail)
+    connection = http.client.HTTPConnection(*serve(two_pieces).address, timeout=60)
+    with contextlib.closing(connection):
+        connection.connect()
+        socket = connection.sock
+        body = msgspec.json.encode(PROMPT | {"stream": True})
+        connection.request("POST", "/v1/completions", body)
+        answer = connection.getresponse()
+        text = answer.read()
+        assert (answer.status, text.endswith(b"data: [DONE]\n\n")) == ((500, False), (200, True))[
+            num_chunks
+        ]
+        assert (b"internal error" in text, b"secret" in text) == (True, False)
+        connection.request("GET", "/version")
+        assert connection.getresponse().status == 200
+        assert connection.sock is socket
+    assert caplog.text.count("ZeroDivisionError: secret") == 1
+    assert "ASGI" not in caplog.text
