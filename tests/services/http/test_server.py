@@ -223,7 +223,7 @@ def test_a_connection_outlives_an_unexpected_exception(
 def test_an_unexpected_exception_in_a_stream_is_answered_and_logged(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_chunks: int
 ) -> None:
-    """It is a 500 before the first event, and an event afterwards; the connection stays."""
+    """Answers are a 500 before the first event, and an event afterwards; the connection stays."""
     original, left = generation._chunks, [None] * num_chunks
 
     def fail(*given: Any) -> Any:
