@@ -74,10 +74,10 @@ def add_arguments(command: ArgumentParser) -> None:
         subject.set_defaults(run=partial(_run, one))
         fields = one.options.__struct_fields__
         add_options(subject, one.options, [field for field in fields if field != "goodput"])
-        text = "for programs: printed in place of the table, or written into FILE beside it"
+        text = "print JSON instead of the table, or print the table and write JSON to FILE"
         subject.add_argument("--json", nargs="?", const="-", metavar="FILE", help=text)
         if name == "serve":
-            text = "count the requests that keep within milliseconds: ttft:500 tpot:50 e2el:9000"
+            text = "count the requests within these limits (ms): ttft:500 tpot:50 e2el:9000"
             limits: dict[str, Any] = {"type": options.limit, "nargs": "+", "metavar": "NAME:MS"}
             subject.add_argument("--goodput", default=SUPPRESS, help=text, **limits)
         if has_model:
@@ -90,9 +90,10 @@ def add_arguments(command: ArgumentParser) -> None:
 
 def _add_target(command: ArgumentParser) -> None:
     """Add the options of the pipeline that is measured."""
-    text = "measure this running pipeline, not one of its own"
+    text = "measure this running pipeline instead of starting one"
     command.add_argument("--name", default=SUPPRESS, help=text)
-    command.add_argument("--endpoint", help="likewise; --model then says which model runs there")
+    text = "measure the pipeline at this address; set --model to the model that it runs"
+    command.add_argument("--endpoint", help=text)
     own = [field for field in Config.__struct_fields__ if field not in NOT_OWN]
     add_pipeline_options(command, own)
 

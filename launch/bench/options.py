@@ -16,14 +16,14 @@ class BenchOptions(Struct, kw_only=True):
     """Options of every subject."""
 
     runs: Count = 3
-    """runs of which the median is shown"""
+    """number of runs; the median is shown"""
 
 
 class PipelineOptions(BenchOptions):
     """Options of `launch bench pipeline`."""
 
     batches: tuple[Count, ...] = (1, 64, 256)
-    """requests at once"""
+    """requests in flight"""
     detokenizers: tuple[Count, ...] = (1, 2, 4)
     """detokenizer processes"""
     max_tokens: Count = 1000
@@ -34,9 +34,9 @@ class EventsOptions(BenchOptions):
     """Options of `launch bench events`."""
 
     step_ms: tuple[Annotated[float, Meta(ge=0, le=1000)], ...] = (25.0, 0.0)
-    """milliseconds of a step of the stand-in worker; 0: it never waits"""
+    """duration of the stand-in worker's steps, milliseconds; 0: no wait"""
     streams: Count = 256
-    """streams at once, each on a connection of its own"""
+    """concurrent streams, each on its own connection"""
     max_tokens: Count = 400
     """tokens of each stream"""
     http: Count = 1
@@ -49,19 +49,20 @@ class ModelOptions(BenchOptions):
     """Options of every subject with a model."""
 
     bench_seed: int = 0
-    """of the prompts"""
+    """random seed of the prompts"""
     temperature: float = 0.6
+    """sampling temperature; 0: greedy"""
     top_k: int = -1
-    """of the tokens that are sampled from; -1: all"""
+    """sample from the k most likely tokens; -1: all"""
     top_p: float = 1.0
-    """of the tokens that are sampled from; 1: all"""
+    """sample from the top tokens with this total probability; 1: all"""
 
 
 class OfflineOptions(ModelOptions):
     """Options of `launch bench offline`."""
 
     num_requests: Count = 256
-    """requests, all sent at once"""
+    """number of requests, all sent at once"""
     min_tokens: Count = 100
     """shortest prompt, and shortest output"""
     max_tokens: Count = 1024
@@ -77,7 +78,7 @@ class LatencyOptions(ModelOptions):
     """Options of `launch bench latency`."""
 
     batches: tuple[Count, ...] = (1, 16, 64)
-    """requests at once"""
+    """requests in flight"""
     input_tokens: Count = 256
     """tokens of each prompt"""
     output_tokens: Count = 256
@@ -88,17 +89,17 @@ class ServeOptions(ModelOptions):
     """Options of `launch bench serve`."""
 
     runs: Count = 1
-    """runs of which the median is shown"""
+    """number of runs; the median is shown"""
     num_requests: Count = 200
-    """requests of a run"""
+    """number of requests in a run"""
     request_rate: Annotated[float, Meta(gt=0, le=1e6)] = 10.0
-    """requests a second on the mean, in a Poisson process"""
+    """mean requests per second (Poisson process)"""
     input_tokens: Count = 256
     """tokens of each short prompt"""
     long_input_tokens: Count = 8192
     """tokens of each long prompt"""
     long_share: Share = 0.0
-    """share of the requests whose prompt is long, from 0 to 1"""
+    """share of requests with a long prompt, from 0 to 1"""
     output_tokens: Count = 256
     """tokens of each output"""
     goodput: dict[str, float] = {}

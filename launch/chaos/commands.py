@@ -20,9 +20,8 @@ EXIT_CODE = (
     "an answer differs from that of the undisturbed run."
 )
 RUNNING = (
-    "do it to this running pipeline, not to one of its own. It ends when one process dies "
-    "--max-deaths times within 60 s (`launch all`'s limit, 5 by default): start it with more; what "
-    "is stopped is found after its --hang-timeout"
+    "test this running pipeline instead of starting one. Start the pipeline with a large "
+    "--max-deaths: it ends when one process dies that many times within 60 s (default: 5)"
 )
 
 
@@ -36,11 +35,11 @@ def add_arguments(command: ArgumentParser) -> None:
         "--only", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=text
     )
     text = (
-        "instead of kills: known attacks, one after the other, each on a pipeline of its own; only "
-        "those whose names contain one of these words (default: all)"
+        "run known attacks instead of random kills, each on a new pipeline; WORD selects attacks "
+        "whose names contain it (default: all)"
     )
     command.add_argument("--aimed", nargs="*", metavar="WORD", help=text)
-    command.add_argument("--json", action="store_true", help="for programs")
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument("--name", default=SUPPRESS, help=RUNNING)
     own = [field for field in Config.__struct_fields__ if field not in ("name", "endpoint")]
     add_pipeline_options(command, own)

@@ -20,7 +20,9 @@ def add_arguments(command: ArgumentParser) -> None:
     """Add the arguments."""
     command.set_defaults(run=_run)
     command.add_argument("question")
-    command.add_argument("--raw", action="store_true", help="continue the text; no chat template")
+    command.add_argument(
+        "--raw", action="store_true", help="continue the text without the chat template"
+    )
     command.add_argument("--json", action="store_true", help="print the whole reply as JSON")
     add_client_options(command)
 

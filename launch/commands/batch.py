@@ -60,9 +60,11 @@ def add_arguments(command: ArgumentParser) -> None:
     """Add the arguments."""
     command.set_defaults(run=_run)
     command.add_argument("input", type=Path, metavar="IN.jsonl")
-    command.add_argument("output", type=Path, metavar="OUT.jsonl", help="results are added to it")
     command.add_argument(
-        "--concurrency", type=int, default=256, help="requests at once (default: 256)"
+        "output", type=Path, metavar="OUT.jsonl", help="results are appended to this file"
+    )
+    command.add_argument(
+        "--concurrency", type=int, default=256, help="requests in flight (default: 256)"
     )
     add_pipeline_options(command, [one for one in Config.__struct_fields__ if one != "endpoint"])
 

@@ -94,7 +94,7 @@ def make_parser() -> Parser:
         description="Start, use and manage a Penstock pipeline.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=PrintVersion, help="print the version, and exit")
+    parser.add_argument("--version", action=PrintVersion, help="print the version and exit")
     add_options(parser, Config, ["name"])  # of a command, after which it may be given, too
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, text in COMMANDS.items():

@@ -13,14 +13,17 @@ from penstock.protocol.messages.sampling import SamplingParams
 def add_client_options(command: ArgumentParser) -> None:
     """Add the options."""
     add_name(command)
-    text = "connect there, not to the pipeline of --name; of A,B,… to the next if one is lost"
+    text = "address of the gateway, in place of --name; A,B,…: several addresses for failover"
     command.add_argument("--endpoint", help=text)
-    text = "with server.key and NAME.key_secret"
+    text = "folder with server.key and NAME.key_secret"
     command.add_argument("--curve-keys", metavar="FOLDER", help=text)
     command.add_argument(
-        "--client", metavar="NAME", default=DEFAULT_CLIENT, help="whose key (default: %(default)s)"
+        "--client",
+        metavar="NAME",
+        default=DEFAULT_CLIENT,
+        help="name of the client key (default: %(default)s)",
     )
-    command.add_argument("--model", help="of several models (default: the first one)")
+    command.add_argument("--model", help="name of the model (default: the first one)")
     fields = [field for field in SamplingParams.__struct_fields__ if field != "n"]
     add_options(command, SamplingParams, fields)
 

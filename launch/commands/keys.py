@@ -14,8 +14,8 @@ def add_arguments(command: ArgumentParser) -> None:
         "folder",
         type=Path,
         metavar="FOLDER",
-        help="to make: server.key, server.key_secret, clients/NAME.key of each client that may "
-        "connect, NAME.key_secret for it; a client needs server.key and its NAME.key_secret",
+        help="folder to create, with server.key, server.key_secret and, for each client, "
+        "clients/NAME.key and NAME.key_secret; give server.key and NAME.key_secret to the client",
     )
     text = f"add a client to FOLDER (the first one is {DEFAULT_CLIENT!r})"
     command.add_argument("--client", metavar="NAME", help=text)

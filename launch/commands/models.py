@@ -63,7 +63,7 @@ def add_arguments(command: ArgumentParser) -> None:
     command.set_defaults(run=_run)
     text = "of checkpoints that are not in the cache"
     command.add_argument("folders", type=Path, nargs="*", metavar="FOLDER", help=text)
-    command.add_argument("--json", action="store_true", help="for programs")
+    command.add_argument("--json", action="store_true", help="print JSON")
     add_options(
         command,
         Config,

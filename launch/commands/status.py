@@ -26,7 +26,7 @@ TIMEOUT = 2.0
 def add_arguments(command: ArgumentParser) -> None:
     """Add the arguments."""
     command.set_defaults(run=_run)
-    command.add_argument("--json", action="store_true", help="for programs")
+    command.add_argument("--json", action="store_true", help="print JSON")
     add_name(command)
 
 
@@ -49,7 +49,7 @@ def read_status(pipeline: str) -> dict[str, Any]:
 
 
 def as_json(status: dict[str, Any]) -> str:
-    """Return the status for programs."""
+    """Return the status as JSON."""
     return msgspec.json.format(msgspec.json.encode(status)).decode()
 
 

@@ -50,7 +50,7 @@ class Report(NamedTuple):
 def add_arguments(command: ArgumentParser) -> None:
     """Add the arguments."""
     command.set_defaults(run=_run)
-    command.add_argument("--once", action="store_true", help="print it once")
+    command.add_argument("--once", action="store_true", help="print the table once and exit")
     add_name(command)
 
 

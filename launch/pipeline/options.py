@@ -126,7 +126,7 @@ def _bool_or_value(struct: type[Struct], field: str, hint: Any) -> dict[str, Any
         return {"type": item, "nargs": "+", "metavar": field.upper()}
     kinds = _kinds(_field(struct, field).type)
     is_json = bool(kinds & PARTED) and msgspec.inspect.StrType not in kinds
-    metavar = "JSON" if is_json else field.rpartition("_")[2].upper()
+    metavar = "JSON" if is_json else "N" if "num_" in field else field.rpartition("_")[2].upper()
     return {"type": _converter(field, hint, is_json), "metavar": metavar}
 
 

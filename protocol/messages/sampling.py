@@ -44,73 +44,77 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
     own default, from its `generation_config.json`.
     """
 
-    n: Annotated[int, Meta(ge=1, le=1, description="answers per prompt; a socket gets one")] = 1
+    n: Annotated[int, Meta(ge=1, le=1, description="answers per prompt; over ZeroMQ 1")] = 1
     max_tokens: Annotated[
         Positive | None,
-        Meta(description="most tokens to generate; otherwise as many as the context holds"),
+        Meta(description="maximum number of output tokens; default: the rest of the context"),
     ] = None
-    temperature: Annotated[Temperature | None, Meta(description="0 is greedy")] = None
+    temperature: Annotated[
+        Temperature | None, Meta(description="sampling temperature; 0: greedy")
+    ] = None
     top_k: Annotated[
-        TopK | None, Meta(description="keep the k likeliest tokens; 0 and -1 keep all")
+        TopK | None, Meta(description="sample from the k most likely tokens; 0 and -1: all")
     ] = None
     top_p: Annotated[
-        TopP | None, Meta(description="keep the likeliest tokens that have this probability")
+        TopP | None, Meta(description="sample from the top tokens with this total probability")
     ] = None
     min_p: Annotated[
-        Share | None, Meta(description="keep tokens this likely, as a share of the likeliest")
+        Share | None, Meta(description="minimum probability, relative to the top token's")
     ] = None
     presence_penalty: Annotated[
-        Penalty, Meta(description="taken from the logits of tokens that the output has")
+        Penalty, Meta(description="subtracted from the logits of tokens in the output")
     ] = 0.0
     frequency_penalty: Annotated[
-        Penalty, Meta(description="likewise, once for each time that the output has the token")
+        Penalty, Meta(description="subtracted from a token's logit per occurrence in the output")
     ] = 0.0
     repetition_penalty: Annotated[
         RepetitionPenalty | None,
-        Meta(description="divides positive logits of tokens in prompt and output, or multiplies"),
+        Meta(description="factor against tokens in prompt and output; above 1: less repetition"),
     ] = None
     logit_bias: Annotated[
-        dict[TokenId, Bias], Meta(max_length=1024, description="token id → added to its logit")
+        dict[TokenId, Bias],
+        Meta(max_length=1024, description="map from token ids to values added to their logits"),
     ] = {}
     allowed_token_ids: Annotated[
         Annotated[list[TokenId], Meta(min_length=1, max_length=4096)] | None,
-        Meta(description="the only ids that may be sampled; EOS needs to be among them"),
+        Meta(description="the only token ids that may be sampled; include EOS"),
     ] = None
     bad_words: Annotated[
         list[BadWord],
         Meta(max_length=64, description="strings that must not be generated"),
     ] = []
     seed: Annotated[
-        Int64 | None, Meta(description="of the noise; otherwise it follows from the request id")
+        Int64 | None, Meta(description="random seed; default: derived from the request id")
     ] = None
     stop: Annotated[
         Annotated[list[Stop], Meta(max_length=16)] | Stop | None,
-        Meta(description="strings that end the text, which stops before them"),
+        Meta(description="strings that end the text, not included in it"),
     ] = None
     stop_token_ids: Annotated[
         list[TokenId],
-        Meta(max_length=64, description="ids that end the text, in addition to the model's EOS"),
+        Meta(max_length=64, description="token ids that end the text, like the model's EOS"),
     ] = []
     include_stop_str_in_output: Annotated[
-        bool, Meta(description="the text ends after the stop string, not before it")
+        bool, Meta(description="include the stop string in the text")
     ] = False
-    ignore_eos: Annotated[bool, Meta(description="continue past EOS, until max_tokens")] = False
+    ignore_eos: Annotated[bool, Meta(description="continue after EOS, up to max_tokens")] = False
     min_tokens: Annotated[
-        int, Meta(ge=0, lt=2**31, description="tokens before which nothing ends the text")
+        int, Meta(ge=0, lt=2**31, description="minimum number of output tokens")
     ] = 0
     skip_special_tokens: Annotated[
         bool, Meta(description="leave special tokens out of the text")
     ] = True
     logprobs: Annotated[
         NumLogprobs | None,
-        Meta(description="return each token's logprob, and those of N likeliest ones"),
+        Meta(description="return each token's logprob and the N highest logprobs"),
     ] = None
     prompt_logprobs: Annotated[
-        NumLogprobs | None, Meta(description="likewise for the tokens of the prompt")
+        NumLogprobs | None, Meta(description="as logprobs, for prompt tokens")
     ] = None
     speculative: Annotated[
-        bool, Meta(description="guess tokens ahead, where the pipeline does (--speculative-method)")
+        bool, Meta(description="use speculative decoding, if enabled (--speculative-method)")
     ] = True
     structured_outputs: Annotated[
-        StructuredOutputs | None, Meta(description="what the text must match")
+        StructuredOutputs | None,
+        Meta(description="JSON schema, regex, choice or grammar that the text must match"),
     ] = None
