@@ -1,6 +1,5 @@
 """One HTTP request for text: its requests to the pipeline, and their streams."""
 
-import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from msgspec import UNSET, Struct
 from starlette.types import Receive
 
 from penstock.protocol.client.client import AsyncStream
+from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.client import AbortRequest, GenerateReply, PromptFields, TextDelta
 from penstock.services.http.access import caller
 from penstock.services.http.app_state import AppState
@@ -201,7 +201,9 @@ class Generation:
                     stream.unblock()
             reply = await self._result(stream)
             await events.send(convert(last, reply))
-        except asyncio.CancelledError:  # the stream notices it only while it is awaited
+        except RequestError:  # the request has ended
+            raise
+        except BaseException:  # the stream notices a cancellation only while it is awaited
             self._client.ask(AbortRequest(request_id=stream.request_id))
             raise
         return reply

@@ -17,6 +17,7 @@ import pytest
 from penstock.protocol.checkpoint import max_request_bytes
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import (
+    AbortRequest,
     DetokenizeRequest,
     GenerateRequest,
     Reply,
@@ -250,3 +251,14 @@ def test_an_unexpected_exception_in_a_stream_is_answered_and_logged(
         assert connection.sock is socket
     assert caplog.text.count("ZeroDivisionError: secret") == 1
     assert "ASGI" not in caplog.text
+
+
+def test_an_unexpected_exception_aborts_its_request(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "_chunks", lambda *_: 1 // 0)
+    served = serve(begun)
+    with served.client() as client:
+        assert client.post("/v1/completions", json=PROMPT | {"stream": True}).status_code == 500
+        served.asked.wait_for(NUM_AT_START + 2)
+    assert isinstance(served.asked.heard[-1], AbortRequest)
