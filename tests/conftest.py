@@ -4,7 +4,7 @@ import gc
 import hashlib
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,21 @@ def pytest_configure() -> None:
     """Lets tests send SIGINT where a shell has started them in its background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before() -> Iterator[None]:
+    """Undo what commands and event loops do to the rest of their process.
+
+    They end with it: a later test would not be interrupted, and the descriptor that signals wake
+    could be another test's.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+            signal.set_wakeup_fd(-1)
 
 
 def pytest_collectstart() -> None:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.pipeline.conftest import START_TIMEOUT, Pipeline
+from tests.pipeline.disturbed.test_leases import wait_for_requests
 from tests.pipeline.http_api import KEY
 
 pytestmark = pytest.mark.pipeline
@@ -68,6 +69,7 @@ def test_two_processes_share_the_work(served: tuple[Pipeline, str]) -> None:
     assert 0 < len(broken) < 8
     assert {end for end in ends if end not in broken} == set(whole)
     assert pipeline.restarts() == restarts | {"http.1": restarts["http.1"] + 1}
+    wait_for_requests(pipeline, 0)  # the aborts of the broken streams are on their way
 
 
 def test_sigterm_lets_answers_be_finished(served: tuple[Pipeline, str]) -> None:
