@@ -37,6 +37,7 @@ def bench_events(options: EventsOptions, _: Namespace) -> list[Result]:
         name, port = f"bench-{os.getpid()}", free_port()
         flags = ["--http", str(options.http), "--http-port", str(port), "--log-level", "warning"]
         flags += ["--detokenizers", str(options.detokenizers)]
+        flags += ["--max-num-seqs", str(options.streams)]
         with private_pipeline(name, *flags, worker=f"{STAND_IN} {step_ms}"):
             _wait_for_http(port)
             EventClient(port, options.streams, options.max_tokens).run()  # warms up

@@ -24,6 +24,7 @@ HEAD_DIM = 128
 def add_arguments(command: ArgumentParser) -> None:
     """Add the arguments."""
     command.set_defaults(run=_run)
+    command.epilog = "Without --model, the products of the published dense models are measured."
     add_options(command, Config, ["model", "revision", "tp", "quantization"])
 
 
