@@ -242,7 +242,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "chat_template 5": (
         fields("tokenizer_config.json", chat_template=5),
-        "tokenizer_config.json can't be read: chat_template: got 5, expected `str | null`",
+        "tokenizer_config.json can't be read: chat_template: got 5, expected `str | array | null`",
     ),
     "modules cut": (content("modules.json", b"{"), "modules.json can't be read: "),
 }
