@@ -111,10 +111,9 @@ def _link(name: str) -> str:
 
 def _why(refusal: str) -> str:
     """Return the reason in words, from the pattern of the sentence."""
-    for word in ("MLX", "GGUF"):
-        if word in refusal:
-            return f"weights in {word}: use the FP8 checkpoint of the same model"
     for word, reason in (
+        ("MLX", "weights in MLX: use the FP8 checkpoint of the same model"),
+        ("GGUF", "a repository of GGUF files: give the path of one downloaded file"),
         ("linear", "linear attention"),
         ("images", "takes images or audio"),
         ("classifier", "a classifier of tokens: use Qwen3Guard-Gen"),

@@ -249,7 +249,7 @@ def _others() -> dict[str, Published]:
             quantized(dense("8B"), {"bits": bits, "group_size": 128}), refusal=f"{bits}-bit MLX"
         )
     models["Qwen3-8B-MLX-bf16"] = Published(dense("8B"))
-    models["Qwen3-8B-GGUF"] = Published({}, {"Qwen3-8B-Q4_K_M.gguf": "GGUF"}, "GGUF.*Qwen3-8B-FP8")
+    models["Qwen3-8B-GGUF"] = Published({}, {"Qwen3-8B-Q4_K_M.gguf": "GGUF"}, "GGUF.*one file")
     for name, weights in COMPRESSED.items():
         config = {
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
