@@ -115,7 +115,7 @@ def test_a_removal_is_carried_out_though_the_scheduler_dies(
 
 
 def test_processes_of_one_pid_may_write_the_same_file(tmp_path: Path) -> None:
-    """As in containers that share the folder: each writes to a file of its own first."""
+    """Containers that share the folder may have equal pids; each writes a separate file first."""
     files_ = [KvFiles(tmp_path, DIGEST, SLOT_BYTES) for _ in range(2)]
     content = bytes(SLOT_BYTES)
 
