@@ -8,7 +8,8 @@ from pydantic import BaseModel
 
 _, NAME, URL, KEY, MODEL, EMBEDDING_URL = sys.argv
 V1, EMBEDDING_V1 = f"{URL}/v1", f"{EMBEDDING_URL}/v1"
-COUNT, COUNTED = "count from 3 to 9", "3 4 5 6 7 8 9"
+COUNT, COUNTED = "count from 3 to 30", " ".join(map(str, range(3, 31)))
+"""long enough to be streamed in several pieces by a busy machine"""
 MESSAGES: Any = [{"role": "user", "content": COUNT}]
 REPEAT = 'repeat: <tool_call>{"name": "take", "arguments": {"x": 1}}</tool_call>'
 CALL_MESSAGES: Any = [{"role": "user", "content": REPEAT}]
