@@ -60,7 +60,7 @@ def check_tiers(config: Config) -> None:
 
 
 def _available_bytes() -> int:
-    """Return the memory that this machine or container has left."""
+    """Return the memory that this machine has left, up to the limit of its container."""
     available: int = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
         available = min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))

@@ -52,7 +52,7 @@ class KvFiles:
         written = entry.stat(follow_symlinks=False).st_mtime
         if _is_hash(entry.name) and entry.is_file(follow_symlinks=False):
             found.append((written, bytes.fromhex(entry.name)))
-        elif SUFFIX in entry.name and abs(time.time() - written) > MAX_WRITE_SECONDS:
+        elif entry.name.endswith(SUFFIX) and abs(time.time() - written) > MAX_WRITE_SECONDS:
             Path(entry).unlink()
 
     def write(self, hash_: bytes, content: Any, is_right: Callable[[], bool]) -> bool:
