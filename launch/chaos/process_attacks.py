@@ -94,6 +94,6 @@ def _child(victim: Victim, kind: str) -> int:
     """As `Ground.pid`, without the run folder."""
     for one in victim.supervisor.children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if f"penstock.services.{kind}" in " ".join(one.cmdline()):
+            if one.cmdline()[:1] and one.cmdline()[0].startswith(f"penstock::{kind}."):
                 return int(one.pid)
     raise LaunchError(f"no {kind} runs")

@@ -1,7 +1,7 @@
-"""Fork server: a process that has imported what workers import, and from which they are forked.
+"""Fork server: a process that has imported services, and from which their processes are forked.
 
-So imports cost time and memory once. It holds no state: when it dies, workers start by themselves
-until the next fork server is ready.
+So imports cost time and memory once. It holds no state. While there is none, processes start by
+their commands.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 class ForkServer:
-    """Fork server of one command, restarted when it dies; in the running event loop."""
+    """Fork server of some services, restarted when it dies; in the running event loop."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class ForkServer:
     ) -> None:
         """Prepare it; the first `fork` starts it.
 
-        command: of the processes. environment: they share. tasks: reports exceptions. say: takes a
-        line for the log.
+        command: of the fork server. environment: the processes share it. tasks: reports
+        exceptions. say: takes a line for the log.
         """
         self._command = command
         self._environment = {**environment, **SINGLE_THREADED}
@@ -57,10 +57,19 @@ class ForkServer:
         return self._child.pid if self._child and not self._child.end.done() else 0
 
     async def fork(
-        self, environment: Mapping[str, str], log: Log, descriptors: Mapping[str, int]
+        self,
+        service: str,
+        environment: Mapping[str, str],
+        log: Log,
+        descriptors: Mapping[str, int],
     ) -> ChildProcess | None:
         """Return a process as `ChildProcess.start` does; None: it must be started that way."""
-        asking = asyncio.ensure_future(self._fork(environment, log.writer, descriptors))
+        # the caller closes its own when it is cancelled
+        numbers = [os.dup(number) for number in (log.writer, *descriptors.values())]
+        changes = dict(environment.items() - self._environment.items())
+        self._number += 1
+        request = ForkRequest(self._number, service, changes, list(descriptors))
+        asking = asyncio.ensure_future(self._fork(request, numbers))
         try:
             pid = await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -78,33 +87,34 @@ class ForkServer:
         if self._child:
             await asyncio.wait([self._child.end])
 
-    async def _fork(
-        self, environment: Mapping[str, str], output: int, descriptors: Mapping[str, int]
-    ) -> int:
-        """Return the pid of a forked process, or 0."""
-        async with self._turn:
-            if self._child is None and not self._is_useless:
-                self._log = Log(lambda line: self._say(f"fork server: {line}"))
-                self._start()
-                self._tasks.start(self._keep())
-            if self._is_useless or not (self._is_ready or await self._receive()):
-                return 0
-            self._is_ready = True
-            self._number += 1
-            changes = dict(environment.items() - self._environment.items())
-            request = ForkRequest(self._number, changes, list(descriptors))
-            numbers = [output, *descriptors.values()]
-            reply = None
-            try:
-                with adopting():
-                    socket.send_fds(self._socket, [msgspec.msgpack.encode(request)], numbers)
-                    async with asyncio.timeout(MAX_FORK_SECONDS):
-                        reply = await self._receive()
-            except (OSError, TimeoutError) as error:
-                self._say(f"fork server: {error or 'no reply'}")
-            if reply is None:
-                self.kill()
-            return reply.pid if reply else 0
+    async def _fork(self, request: ForkRequest, descriptors: list[int]) -> int:
+        """Close the descriptors and return the pid of a forked process, or 0."""
+        try:
+            async with self._turn:
+                return await self._fork_in_turn(request, descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    async def _fork_in_turn(self, request: ForkRequest, descriptors: list[int]) -> int:
+        if self._child is None and not self._is_useless:
+            self._log = Log(lambda line: self._say(f"fork server: {line}"))
+            self._start()
+            self._tasks.start(self._keep())
+        if self._is_useless or not (self._is_ready or await self._receive()):
+            return 0
+        self._is_ready = True
+        reply = None
+        try:
+            with adopting():
+                socket.send_fds(self._socket, [msgspec.msgpack.encode(request)], descriptors)
+                async with asyncio.timeout(MAX_FORK_SECONDS):
+                    reply = await self._receive()
+        except (OSError, TimeoutError) as error:
+            self._say(f"fork server: {error or 'no reply'}")
+        if reply is None:
+            self.kill()
+        return reply.pid if reply else 0
 
     async def _receive(self) -> Forked | None:
         """Return the next reply; None when the fork server has exited."""
@@ -136,7 +146,7 @@ class ForkServer:
                     self._say(f"the fork server died with {how}; restarted")
                     self._start()
                 else:
-                    self._say(f"the fork server died with {how}; workers start without it")
+                    self._say(f"the fork server died with {how}; processes start without it")
                     self._is_useless = True
         self._log.close()
 

@@ -31,8 +31,10 @@ GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 GPU_FORKS_VARIABLE = "PENSTOCK_FORK_GPU_WORKERS"
 GPU_FILE = Path("/dev/nvidiactl")
 """present where NVIDIA's driver is"""
-FORKED = ("worker", "scheduler")
-"""kinds of processes that are forked, unless their command is another one than the package's"""
+SERVE_FORKS = "python -P -m penstock.services"
+"""command of a fork server, without its services"""
+FORKED = (("gateway", "tokenizer", "scheduler", "detokenizer", "http"), ("worker",))
+"""services of each fork server; only the worker imports torch"""
 STOPPED_SHARE = 1 / 20
 """of --hang-timeout: seconds after which a process that was stopped (SIGSTOP) is killed"""
 KEEPERS = ("worker", "scheduler")
@@ -49,12 +51,15 @@ class LocalProcess(ManagedProcess):
         environment: dict[str, str],
         incarnations: "count[int]",
         memory: MemoryServer | None = None,
-        fork_server: ForkServer | None = None,
+        forks: tuple[ForkServer, str] | None = None,
     ) -> None:
-        """memory: serves the process, if it may have memory that outlives it."""
+        """memory: serves the process, if it may have memory that outlives it.
+
+        forks: its fork server, and its service.
+        """
         super().__init__(name)
         self._memory = memory
-        self._fork_server = fork_server
+        self._forks = forks
         self._command = command
         self._environment = environment | {PROCESS_VARIABLE: name}
         self._incarnations = incarnations
@@ -74,8 +79,9 @@ class LocalProcess(ManagedProcess):
         self.pid = self._child.pid
 
     async def _start(self, environment: dict[str, str], inherited: dict[str, int]) -> ChildProcess:
-        if self._fork_server:
-            forked = await self._fork_server.fork(environment, self.log, inherited)
+        if self._forks:
+            fork_server, service = self._forks
+            forked = await fork_server.fork(service, environment, self.log, inherited)
             if forked and not self.wanted.is_set():  # stopped meanwhile
                 forked.kill()
             if forked:
@@ -128,10 +134,14 @@ class LocalProcesses(Processes):
         self._environment = environment(config) | {SUPERVISOR_VARIABLE: str(os.getpid())}
         self._incarnations = count(1)
         packaged = read_procfile()
-        forked = [packaged[kind] for kind in forked_kinds(config)]
-        self._fork_servers = {
-            one: ForkServer(one, self._environment, tasks, policy.say) for one in forked
-        }
+        self._forks: dict[str, tuple[ForkServer, str]] = {}
+        """fork server and service by the command that they replace"""
+        self._fork_servers = []
+        for services in forked_services(config):
+            command = " ".join((SERVE_FORKS, *services))
+            fork_server = ForkServer(command, self._environment, tasks, policy.say)
+            self._fork_servers.append(fork_server)
+            self._forks |= {packaged[one]: (fork_server, one) for one in services}
         self._events = ChildEvents(config.hang_timeout * STOPPED_SHARE, self._on_stopped)
         self._memory = {
             one.prefix.rstrip("/"): MemoryServer(tasks, policy.say) for one in config.by_model()
@@ -147,13 +157,13 @@ class LocalProcesses(Processes):
         memory = self._memory[model] if kind_of(name) in KEEPERS else None
         gpus = self._gpus.get(model)
         environment = self._environment | ({} if gpus is None else {GPUS_VARIABLE: gpus})
-        forks = self._fork_servers.get(command)
+        forks = self._forks.get(command)
         process = LocalProcess(name, command, environment, self._incarnations, memory, forks)
         process.log = Log(partial(self._policy.take_line, process))
         return process
 
     def _on_stopped(self, pid: int) -> None:
-        for fork_server in self._fork_servers.values():
+        for fork_server in self._fork_servers:
             if fork_server.pid == pid:
                 fork_server.kill()
         for process in self.by_name.values():
@@ -162,7 +172,7 @@ class LocalProcesses(Processes):
 
     async def close(self) -> None:
         await super().close()
-        for fork_server in self._fork_servers.values():
+        for fork_server in self._fork_servers:
             await fork_server.close()
         self._events.close()
         for memory in self._memory.values():
@@ -170,13 +180,16 @@ class LocalProcesses(Processes):
         self.context.destroy(linger=0)
 
 
-def forked_kinds(config: Config) -> list[str]:
-    """Return the kinds of processes with a fork server.
+def forked_services(config: Config) -> list[list[str]]:
+    """Return the services of each fork server that this pipeline needs.
 
     Workers that may use a GPU have none unless GPU_FORKS_VARIABLE is 1: that was not run on a GPU.
     """
     if not hasattr(os, "pidfd_open"):
         return []
     may_use_gpus = any(one.device != "cpu" for one in config.by_model()) and GPU_FILE.exists()
-    is_off = may_use_gpus and os.environ.get(GPU_FORKS_VARIABLE) != "1"
-    return [kind for kind in FORKED if kind != "worker" or not is_off]
+    unused = set() if config.http else {"http"}
+    if may_use_gpus and os.environ.get(GPU_FORKS_VARIABLE) != "1":
+        unused.add("worker")
+    needed = ([one for one in services if one not in unused] for services in FORKED)
+    return [services for services in needed if services]

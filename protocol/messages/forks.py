@@ -10,6 +10,7 @@ class ForkRequest(Struct, array_like=True):
     """
 
     number: int
+    service: str
     environment: dict[str, str]
     """changes to the fork server's own"""
     inherited: list[str]

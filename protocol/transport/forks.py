@@ -8,7 +8,6 @@ import contextlib
 import gc
 import os
 import socket
-from collections.abc import Callable
 
 import msgspec
 
@@ -17,25 +16,21 @@ from penstock.protocol.transport.process import die_with_parent
 from penstock.protocol.transport.process_exit import ProcessExit
 
 FORKS_VARIABLE = "PENSTOCK_FORKS"
-"""number of the inherited socket; set for the fork server alone"""
+"""number of the inherited socket"""
 MAX_MESSAGE = 1 << 16
 """bytes"""
 MAX_DESCRIPTORS = 8
 """of one request"""
 
 
-def serve_forks(prepare: Callable[[], None]) -> None:
-    """Return in each process that is forked; without FORKS_VARIABLE return at once.
+def serve_forks() -> str:
+    """Return in each process that is forked, with the name of the service that it runs.
 
-    prepare: called before the first fork. Neither it nor the caller starts threads or CUDA.
+    The caller has started neither threads nor CUDA.
     """
-    given = os.environ.pop(FORKS_VARIABLE, "")
-    if not given:
-        return
     die_with_parent()
-    prepare()
     supervisor = os.getppid()
-    connection = socket.socket(fileno=int(given))
+    connection = socket.socket(fileno=int(os.environ.pop(FORKS_VARIABLE)))
     os.set_inheritable(connection.fileno(), False)
     gc.collect()
     gc.freeze()  # the collector would write to pages that all forked processes share
@@ -52,7 +47,7 @@ def serve_forks(prepare: Callable[[], None]) -> None:
             _become(request, descriptors, supervisor)
             connection.send(msgspec.msgpack.encode(Forked(request.number, os.getpid())))
             connection.close()
-            return
+            return request.service
         for descriptor in descriptors:
             os.close(descriptor)
         if between < 0 or os.waitpid(between, 0)[1] != 0:

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from setproctitle import setproctitle
+
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config, replica_of
 from penstock.protocol.run_folder import config_from_environment, make_run_folder
@@ -71,6 +73,7 @@ class Process:
         config = config_from_environment()
         given = os.environ.get(PROCESS_VARIABLE) or os.environ.get("HONCHO_PROCESS_NAME")
         self.name = given or f"{kind}.{os.getpid()}"
+        setproctitle(f"penstock::{self.name}")
         self.log = logging.getLogger(kind)
         raise_descriptor_limit()
         folder = make_run_folder(config)

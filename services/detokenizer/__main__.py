@@ -2,4 +2,5 @@
 
 from penstock.services.detokenizer.process import main
 
-main()
+if __name__ == "__main__":
+    main()

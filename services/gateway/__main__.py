@@ -18,4 +18,5 @@ def main() -> None:
     process.context.destroy()
 
 
-main()
+if __name__ == "__main__":
+    main()

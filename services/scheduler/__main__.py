@@ -1,8 +1,7 @@
-"""Entry point of a scheduler process, and of the process from which schedulers are forked."""
+"""`python -P -m penstock.services.scheduler`."""
 
 import os
 
-from penstock.protocol.transport.forks import serve_forks
 from penstock.protocol.transport.process import Process
 from penstock.services.scheduler.process import SchedulerProcess
 
@@ -18,5 +17,5 @@ def main() -> None:
     process.context.destroy()
 
 
-serve_forks(lambda: None)
-main()
+if __name__ == "__main__":
+    main()

@@ -2,4 +2,5 @@
 
 from penstock.services.tokenizer.process import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,20 @@
-"""Entry point of a worker process, and of the process from which workers are forked."""
+"""`python -P -m penstock.services.worker`."""
 
-from penstock.protocol.transport.forks import serve_forks
-from penstock.services.worker.device import import_triton
+from typing import NoReturn
+
+import torch
+
+from penstock.services.worker import start
 from penstock.services.worker.loading import load
-from penstock.services.worker.start import main
 
-serve_forks(import_triton)
-main(load)
+if torch.version.cuda:  # the steps need it; forked processes share it
+    import triton  # noqa: F401
+
+
+def main() -> NoReturn:
+    """Run until SIGTERM."""
+    start.main(load)
+
+
+if __name__ == "__main__":
+    main()

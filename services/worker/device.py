@@ -77,12 +77,3 @@ def compute_dtype(model: ModelConfig, wanted: str, device: torch.device) -> torc
         raise ModelError("--dtype: got float32 on a GPU, expected auto, bfloat16 or float16")
     chosen = model.own_dtype if wanted == "auto" else wanted
     return torch.float16 if chosen == "float16" else torch.bfloat16
-
-
-def import_triton() -> None:
-    """Import what a worker on a GPU would import when it loads.
-
-    Nothing that looks for a GPU: workers are forked from this process, and CUDA can't be.
-    """
-    if torch.version.cuda:
-        import triton  # noqa: F401

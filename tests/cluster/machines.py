@@ -110,7 +110,7 @@ class Machine:
 
     def remain(self, seconds: float) -> list[str]:
         """Command lines of the processes of Penstock that are still here so much later."""
-        ours = [pid for pid, command in self.commands().items() if "penstock." in command]
+        ours = [pid for pid, command in self.commands().items() if "penstock" in command]
         processes = [psutil.Process(pid) for pid in ours if psutil.pid_exists(pid)]
         _, alive = psutil.wait_procs(processes, timeout=seconds)
         return [" ".join(process.cmdline()) for process in alive]

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Lin
 SERVE = """
 import os, signal, sys
 from penstock.protocol.transport.forks import serve_forks
-serve_forks(lambda: None)
+service = serve_forks()
+assert service == "demo", service
 print(os.environ["WHO"], os.getppid(), os.getsid(0) == os.getpid(), flush=True)
 """
 
@@ -57,7 +58,7 @@ class Site:
         self.tasks = tasks
 
     async def fork(self, who: str = "x") -> ChildProcess:
-        forked = await self.server.fork(os.environ | {"WHO": who}, self.log, {})
+        forked = await self.server.fork("demo", os.environ | {"WHO": who}, self.log, {})
         assert forked
         assert await self.lines.get() == f"{who} {os.getpid()} True"
         return forked
@@ -103,7 +104,9 @@ def test_descriptors_are_inherited_under_their_own_numbers() -> None:
         code = SERVE + "os.write(int(os.environ['PIPE']), b'written')"
         async with site(code) as one:
             reader, writer = os.pipe()
-            forked = await one.server.fork(os.environ | {"WHO": "x"}, one.log, {"PIPE": writer})
+            forked = await one.server.fork(
+                "demo", os.environ | {"WHO": "x"}, one.log, {"PIPE": writer}
+            )
             assert forked
             os.close(writer)
             assert await forked.end == "exit code 0"
@@ -161,7 +164,7 @@ def test_a_fork_server_that_dies_during_a_request_forks_nothing() -> None:
             os.kill(one.server.pid, signal.SIGSTOP)
             assert await one.stopped.get() == one.server.pid
             asked = asyncio.ensure_future(
-                one.server.fork(os.environ | {"WHO": "second"}, one.log, {})
+                one.server.fork("demo", os.environ | {"WHO": "second"}, one.log, {})
             )
             await asyncio.sleep(0)  # until the request is sent
             one.server.kill()
@@ -194,11 +197,11 @@ def test_without_a_fork_server_that_starts_there_is_none() -> None:
     async def test() -> None:
         async with site("import sys; sys.exit('no module')") as one:
             for _ in range(2):
-                assert await one.server.fork(os.environ, one.log, {}) is None
+                assert await one.server.fork("demo", os.environ, one.log, {}) is None
             await one.tasks.wait()
             assert one.said == [
                 "fork server: no module",
-                "the fork server died with exit code 1; workers start without it",
+                "the fork server died with exit code 1; processes start without it",
             ]
 
     run(test())
@@ -208,17 +211,40 @@ def test_a_process_for_which_nobody_waits_any_more_is_killed() -> None:
     async def test() -> None:
         async with site() as one:
             asked = asyncio.ensure_future(
-                one.server.fork(os.environ | {"WHO": "first"}, one.log, {})
+                one.server.fork("demo", os.environ | {"WHO": "first"}, one.log, {})
             )
             await asyncio.sleep(0)
             asked.cancel()
-            second = await asyncio.shield(one.server.fork(os.environ | {"WHO": "x"}, one.log, {}))
+            second = await asyncio.shield(
+                one.server.fork("demo", os.environ | {"WHO": "x"}, one.log, {})
+            )
             assert second
             own = psutil.Process().children()
             assert {child.pid for child in own if child.status() != psutil.STATUS_ZOMBIE} >= {
                 second.pid,
                 one.server.pid,
             }
+            second.kill()
+            await second.end
+
+    run(test())
+
+
+def test_a_caller_that_is_cancelled_may_close_its_descriptors() -> None:
+    """The fork server is not ready yet, and may send the request later."""
+
+    async def test() -> None:
+        async with site() as one:
+            log = Log(one.lines.put_nowait)
+            asked = asyncio.ensure_future(
+                one.server.fork("demo", os.environ | {"WHO": "first"}, log, {})
+            )
+            await asyncio.sleep(0)
+            asked.cancel()
+            log.close()
+            second = await one.server.fork("demo", os.environ | {"WHO": "x"}, one.log, {})
+            assert second
+            assert one.said == []
             second.kill()
             await second.end
 
@@ -237,7 +263,7 @@ from penstock.launch.supervisor.tasks import Tasks
 from penstock.launch.supervisor.logs import Log
 async def run():
     server = ForkServer({command(SERVE + "signal.pause()")!r}, os.environ, Tasks(print), print)
-    forked = await server.fork({{**os.environ, "WHO": "x"}}, Log(lambda _: None), {{}})
+    forked = await server.fork("demo", {{**os.environ, "WHO": "x"}}, Log(lambda _: None), {{}})
     os.kill(server.pid, 19)
     print(server.pid, forked.pid, flush=True)
     os.kill(os.getpid(), 9)

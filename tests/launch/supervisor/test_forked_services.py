@@ -1,4 +1,4 @@
-"""Kinds of processes that are forked."""
+"""Services whose processes are forked."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.launch.supervisor import local
-from penstock.launch.supervisor.local import forked_kinds
+from penstock.launch.supervisor.local import forked_services
 from penstock.protocol.config import Config
 
 
@@ -31,6 +31,12 @@ def test_workers_that_may_use_a_gpu_are_forked_on_request(
 ) -> None:
     monkeypatch.setattr(local, "GPU_FILE", tmp_path if has_gpu else tmp_path / "none")
     monkeypatch.setenv("PENSTOCK_FORK_GPU_WORKERS", wanted)
-    kinds = forked_kinds(Config(device=device))
-    assert ("worker" in kinds) == forked
-    assert "scheduler" in kinds
+    services = forked_services(Config(device=device))
+    assert (["worker"] in services) == forked
+    assert services[0] == ["gateway", "tokenizer", "scheduler", "detokenizer", "http"]
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+@pytest.mark.parametrize("http", [0, 1, 2])
+def test_http_is_imported_only_where_it_is_served(http: int) -> None:
+    assert ("http" in forked_services(Config(device="cpu", http=http))[0]) == bool(http)
