@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol, TypeVar
 
-from msgspec import Struct
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,12 +17,13 @@ from penstock.services.http.replies import ENCODER
 _log = logging.getLogger("http")
 S = TypeVar("S")
 T = TypeVar("T")
+Body = Any
+"""of an event: a Struct, or a map"""
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
 ]
 DONE = b"data: [DONE]\n\n"
-COMMENT = b": keep-alive\n\n"
 SILENCE = 15.0
 """seconds; `EventForm.keep_alive` is sent after one to two times as long without an event, because
 proxies close silent connections"""
@@ -36,55 +36,41 @@ class EventSink(Protocol):
     def is_ready(self) -> bool:
         """True while `write` need not wait."""
 
-    def write(self, bodies: Iterable[Struct]) -> None:
+    def write(self, bodies: Iterable[Body]) -> None:
         """Take each body as an event, where `is_ready`."""
 
-    async def send(self, bodies: Iterable[Struct], is_last: bool = False) -> None:
+    async def send(self, bodies: Iterable[Body], is_last: bool = False) -> None:
         """Take each body as an event; after the last one, the end of the stream."""
 
 
-class EventForm(Protocol):
-    """Form of an API's events; subclasses of `Chunks` and `NamedEvents` differ in their errors."""
+class EventForm:
+    """Form of an API's events. By default, they are maps, whose `type` is the event's name."""
 
-    end: bytes
+    end = b""
     """after the last event"""
-    keep_alive: bytes
+    keep_alive = b": keep-alive\n\n"
     """in silence; it starts the response, too"""
 
-    def encode(self, bodies: Iterable[Struct]) -> bytes:
+    def encode(self, bodies: Iterable[Body]) -> bytes:
         """Return events with these bodies."""
+        form = b"event: %b\ndata: %b\n\n"
+        return b"".join([form % (one["type"].encode(), ENCODER.encode(one)) for one in bodies])
 
-    def failed(self, error: ApiError) -> Iterable[Struct]:
+    def failed(self, error: ApiError) -> Iterable[Body]:
         """Return the bodies of an error after the first event."""
+        raise NotImplementedError
 
 
-class Chunks:
+class Chunks(EventForm):
     """OpenAI's chunks of chats and completions: events without a name."""
 
     end = DONE
-    keep_alive = COMMENT
 
-    def encode(self, bodies: Iterable[Struct]) -> bytes:
+    def encode(self, bodies: Iterable[Body]) -> bytes:
         return b"".join([b"data: %b\n\n" % ENCODER.encode(one) for one in bodies])
 
-    def failed(self, error: ApiError) -> Iterable[Struct]:
+    def failed(self, error: ApiError) -> Iterable[Body]:
         return [error.body]
-
-
-class NamedEvents:
-    """Events whose name is the tag of their Struct."""
-
-    end = b""
-    keep_alive = COMMENT
-
-    def encode(self, bodies: Iterable[Struct]) -> bytes:
-        return b"".join(
-            [
-                b"event: %b\ndata: %b\n\n"
-                % (str(one.__struct_config__.tag).encode(), ENCODER.encode(one))
-                for one in bodies
-            ]
-        )
 
 
 class EventStream(Response):
@@ -127,7 +113,7 @@ class EventStream(Response):
             if self._keeper:
                 self._keeper.cancel()
 
-    async def send(self, bodies: Iterable[Struct], is_last: bool = False) -> None:
+    async def send(self, bodies: Iterable[Body], is_last: bool = False) -> None:
         """Send each body as an event; after the last one, the end of the stream."""
         data = self._form.encode(bodies)
         if is_last:
@@ -141,7 +127,7 @@ class EventStream(Response):
         """True once the stream has begun, while its client reads: then `write` need not wait."""
         return self._is_started and self._writer is not None and self._writer.is_ready
 
-    def write(self, bodies: Iterable[Struct]) -> None:
+    def write(self, bodies: Iterable[Body]) -> None:
         """Send each body as an event, where `is_ready`."""
         if data := self._form.encode(bodies):
             self._is_silent = False

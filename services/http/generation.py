@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from msgspec import UNSET, Struct
+from msgspec import UNSET
 from starlette.types import Receive
 
 from penstock.protocol.client.client import AsyncStream
@@ -16,6 +16,7 @@ from penstock.services.http.access import caller
 from penstock.services.http.app_state import AppState
 from penstock.services.http.errors import FieldAsSent, fields_as_sent, invalid
 from penstock.services.http.event_stream import (
+    Body,
     Chunks,
     EventForm,
     EventSink,
@@ -28,7 +29,7 @@ from penstock.services.http.replies import ChatChunk, StreamChunk, Usage
 from penstock.services.http.schema import ApiRequest, ChatRequest, StreamOptions
 from penstock.services.http.to_generate_request import name_as_sent
 
-Convert = Callable[[TextDelta | None, GenerateReply | None], Iterable[Struct]]
+Convert = Callable[[TextDelta | None, GenerateReply | None], Iterable[Body]]
 """converter of new tokens, and with the reply the last ones, to bodies of events"""
 _CHUNKS = Chunks()
 
@@ -39,15 +40,21 @@ class Choice(Protocol):
     prompt_token_ids: list[int] | None
     """set before the first chunk, if they were requested"""
 
-    def chunks(self, delta: TextDelta | None, reply: GenerateReply | None) -> Iterable[Struct]:
+    def chunks(self, delta: TextDelta | None, reply: GenerateReply | None) -> Iterable[Body]:
         """Return the chunks of new tokens, and, with the reply, the last ones."""
 
 
-class Events(EventForm, Protocol):
+class Events(EventForm):
     """Converter of the only answer's stream to the events of an API other than OpenAI's chunks."""
 
-    def events(self, delta: TextDelta | None, reply: GenerateReply | None) -> Iterable[Struct]:
-        """Return the events of new tokens, and, with the reply, the last ones."""
+    def events(
+        self, new: TextDelta | GenerateReply | None, reply: GenerateReply | None
+    ) -> Iterable[Body]:
+        """Return the events of new tokens, and, with the reply, the last ones.
+
+        A whole answer is `new` and `reply` at once.
+        """
+        raise NotImplementedError
 
 
 class Generation:

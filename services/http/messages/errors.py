@@ -1,8 +1,7 @@
 """Errors in Anthropic's shape."""
 
 from collections.abc import Mapping
-
-from msgspec import UNSET, Struct, UnsetType
+from typing import Any
 
 _TYPES = {
     401: "authentication_error",
@@ -25,29 +24,16 @@ def is_for_anthropic(path: str, headers: Mapping[str, str]) -> bool:
     return path.startswith(_PREFIX) or _VERSION_HEADER in headers
 
 
-class MessagesErrorDetail(Struct):
-    """Type and message of an error; `details` may have an `error_code`."""
-
-    type: str
-    message: str
-    details: dict[str, str] | UnsetType = UNSET
-
-
-class MessagesError(Struct, tag_field="type", tag="error"):
-    """Body of every response with an error, and the event of an error in a stream."""
-
-    error: MessagesErrorDetail
-
-
 def messages_error(
     status: int, message: str, code: str | None, too_long: tuple[int, int] | None = None
-) -> MessagesError:
-    """Return the error of an HTTP status. code: clients act on `thread_unsupported_request`.
+) -> dict[str, Any]:
+    """Return the body of an error, or its event in a stream.
 
+    status: of HTTP. code: clients act on `thread_unsupported_request`.
     too_long: tokens of a prompt, and how many fit; clients look for Anthropic's sentence.
     """
     if too_long:
         message = "prompt is too long: {} tokens > {} maximum".format(*too_long)
     kind = _TYPES.get(status, "invalid_request_error")
-    details = {"error_code": code} if code else UNSET
-    return MessagesError(MessagesErrorDetail(kind, message, details))
+    details = {"details": {"error_code": code}} if code else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}

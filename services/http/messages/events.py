@@ -1,49 +1,31 @@
 """An answer as the events of Anthropic's Messages API, and as a whole message."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from msgspec import Struct
-from msgspec.structs import astuple
 
 from penstock.protocol.messages.client import GenerateReply, TextDelta
 from penstock.protocol.nesting import is_too_deep
 from penstock.protocol.transport.channel import DECODE_ERRORS
 from penstock.services.http.chat import ChatChoice
 from penstock.services.http.errors import ApiError
-from penstock.services.http.event_stream import NamedEvents
-from penstock.services.http.messages.errors import MessagesError, messages_error
-from penstock.services.http.messages.replies import (
-    AnswerBlock,
-    BlockContinued,
-    BlockEnded,
-    BlockPiece,
-    BlockStarted,
-    InputPiece,
-    MessageEnd,
-    MessageEnded,
-    MessageEnding,
-    MessageReply,
-    MessageStarted,
-    MessageStop,
-    MessageUsage,
-    SignaturePiece,
-    TextPiece,
-    ThinkingPiece,
-)
+from penstock.services.http.generation import Events
+from penstock.services.http.messages.errors import messages_error
+from penstock.services.http.messages.replies import AnswerBlock, MessageReply, MessageUsage
 from penstock.services.http.messages.schema import TextBlock, ThinkingBlock, ToolUseBlock
 from penstock.services.http.messages.to_chat_request import INVALID_JSON
 from penstock.services.http.replies import Delta
 from penstock.services.http.schema import ChatRequest
 from penstock.services.http.tool_grammar import ToolFormat
 
+Event = dict[str, Any]
 SIGNATURE = "unsigned"
 """of thinking blocks: clients want one, and send it back"""
 
 
-class MessageEvents(NamedEvents):
-    """Converter of one answer; a whole message is made of the same events."""
+class MessageEvents(Events):
+    """Converter of one answer, which fills a message; a whole answer takes the same way."""
 
     keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
 
@@ -52,97 +34,105 @@ class MessageEvents(NamedEvents):
         self._max_tokens = request.max_tokens or 0
         self._message = MessageReply(id=message_id, model=model)
         self._is_started = False
-        self._index = -1
-        self._open: str | int | None = None
-        """type of the block that is open, or number of its call"""
+        self._block: AnswerBlock | None = None
+        """the last one of the message, while it is open"""
+        self._texts: list[str] = []
+        """of the open block"""
 
     def events(
         self, new: TextDelta | GenerateReply | None, reply: GenerateReply | None
-    ) -> Iterator[Struct]:
+    ) -> Iterator[Event]:
         """Yield the events of new text and calls, and, with the reply, the last ones."""
         if not self._is_started:
             self._is_started = True
             if isinstance(new, TextDelta):
                 self._message.usage = _usage(new.prompt_tokens, new.cached_tokens)
-            yield MessageStarted(message=self._message)
+            yield {"type": "message_start", "message": self._message}
         for piece in self._choice.deltas(new, reply):
             yield from self._pieces(piece)
         if reply:
             yield from self._end_block()
-            yield self._ending(reply)
-            yield MessageEnded()
+            yield self._end(reply)
+            yield {"type": "message_stop"}
 
-    def failed(self, error: ApiError) -> Iterable[MessagesError]:
+    def failed(self, error: ApiError) -> list[Event]:
         """Return the event of an error after the first event."""
         return [messages_error(error.status, str(error), error.body.error.code, error.too_long)]
 
     def whole(self, reply: GenerateReply) -> MessageReply:
         """Return the message that the events of a whole answer add up to."""
-        message, blocks = self._message, self._message.content
-        texts: list[str] = []
-        for event in self.events(reply, reply):
-            match event:
-                case BlockStarted(content_block=block):
-                    blocks.append(block)
-                case BlockContinued(delta=TextPiece() | ThinkingPiece() | InputPiece() as piece):
-                    texts += astuple(piece)
-                case BlockEnded():
-                    _fill(blocks[-1], "".join(texts))
-                    texts.clear()
-                case MessageEnding(delta=end, usage=usage):
-                    message.stop_reason, message.stop_sequence = end.stop_reason, end.stop_sequence
-                    message.usage = usage
-        return message
+        for _ in self.events(reply, reply):
+            pass
+        return self._message
 
-    def _pieces(self, delta: Delta) -> Iterator[Struct]:
+    def _pieces(self, delta: Delta) -> Iterator[Event]:
         """Yield the events of one piece, which may end a block and begin another one."""
         if delta.reasoning:
-            yield from self._begin_block("thinking", ThinkingBlock(thinking=""))
-            yield self._piece(ThinkingPiece(delta.reasoning))
+            if not isinstance(self._block, ThinkingBlock):
+                yield from self._begin_block(ThinkingBlock(thinking=""))
+            yield self._piece("thinking_delta", "thinking", delta.reasoning)
         if delta.content:
-            yield from self._begin_block("text", TextBlock(text=""))
-            yield self._piece(TextPiece(delta.content))
+            if not isinstance(self._block, TextBlock):
+                yield from self._begin_block(TextBlock(text=""))
+            yield self._piece("text_delta", "text", delta.content)
         for call in delta.tool_calls or ():
             if call.id:
-                block = ToolUseBlock(id=call.id, name=call.function.name or "", input={})
-                yield from self._begin_block(call.id, block)
+                name = call.function.name or ""
+                yield from self._begin_block(ToolUseBlock(id=call.id, name=name, input={}))
             if call.function.arguments:
-                yield self._piece(InputPiece(call.function.arguments))
+                yield self._piece("input_json_delta", "partial_json", call.function.arguments)
 
-    def _begin_block(self, name: str, block: AnswerBlock) -> Iterator[Struct]:
-        if name != self._open:
-            yield from self._end_block()
-            self._open = name
-            self._index += 1
-            yield BlockStarted(self._index, block)
+    def _begin_block(self, block: AnswerBlock) -> Iterator[Event]:
+        yield from self._end_block()
+        self._message.content.append(block)
+        self._block, self._texts = block, []
+        yield self._of_block("content_block_start", content_block=block)
 
-    def _piece(self, piece: BlockPiece) -> BlockContinued:
-        return BlockContinued(self._index, piece)
+    def _piece(self, kind: str, field: str, text: str) -> Event:
+        self._texts.append(text)
+        return self._of_block("content_block_delta", delta={"type": kind, field: text})
 
-    def _end_block(self) -> Iterator[Struct]:
-        if self._open == "thinking":
-            yield self._piece(SignaturePiece(SIGNATURE))
-        if self._open:
-            yield BlockEnded(self._index)
-        self._open = None
+    def _of_block(self, name: str, **fields: Any) -> Event:
+        """Return an event about the last block."""
+        return {"type": name, "index": len(self._message.content) - 1, **fields}
 
-    def _ending(self, reply: GenerateReply) -> MessageEnding:
+    def _end_block(self) -> Iterator[Event]:
+        block, text = self._block, "".join(self._texts)
+        match block:
+            case None:
+                return
+            case TextBlock():
+                block.text = text
+            case ThinkingBlock():
+                block.thinking, block.signature = text, SIGNATURE
+                signature = {"type": "signature_delta", "signature": SIGNATURE}
+                yield self._of_block("content_block_delta", delta=signature)
+            case ToolUseBlock():
+                block.input = _input(text)
+        self._block = None
+        yield self._of_block("content_block_stop")
+
+    def _end(self, reply: GenerateReply) -> Event:
+        """Return the event before the last one, and complete the message."""
+        message, num_tokens = self._message, len(reply.token_ids)
         stop = reply.stop_reason if isinstance(reply.stop_reason, str) else None
-        num_tokens = len(reply.token_ids)
         match self._choice.finish_reason(reply):
             case "tool_calls":
-                reason: MessageStop = "tool_use"
-                stop = None
+                message.stop_reason = "tool_use"
+            case "stop" if stop:
+                message.stop_reason, message.stop_sequence = "stop_sequence", stop
             case "stop":
-                reason = "stop_sequence" if stop else "end_turn"
+                message.stop_reason = "end_turn"
             case "length" if num_tokens < self._max_tokens:
-                reason = "model_context_window_exceeded"
+                message.stop_reason = "model_context_window_exceeded"
             case "length":
-                reason = "max_tokens"
-            case _:
-                reason = "pause_turn"  # aborted: the client may send it back to continue
-        usage = _usage(reply.usage.prompt_tokens, reply.usage.cached_tokens, num_tokens)
-        return MessageEnding(MessageEnd(reason, stop), usage)
+                message.stop_reason = "max_tokens"
+            case _:  # aborted: the client may send it back to continue
+                message.stop_reason = "pause_turn"
+        usage = reply.usage
+        message.usage = _usage(usage.prompt_tokens, usage.cached_tokens, num_tokens)
+        end = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
+        return {"type": "message_delta", "delta": end, "usage": message.usage}
 
 
 def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int = 0) -> MessageUsage:
@@ -151,16 +141,6 @@ def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int = 0) -> Me
         cache_read_input_tokens=cached_tokens,
         output_tokens=output_tokens,
     )
-
-
-def _fill(block: AnswerBlock, text: str) -> None:
-    match block:
-        case TextBlock():
-            block.text = text
-        case ThinkingBlock():
-            block.thinking, block.signature = text, SIGNATURE
-        case ToolUseBlock():
-            block.input = _input(text)
 
 
 def _input(text: str) -> dict[str, Any]:

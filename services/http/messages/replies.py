@@ -1,4 +1,4 @@
-"""Replies and events of Anthropic's Messages API."""
+"""Replies of Anthropic's Messages API."""
 
 from datetime import datetime
 from typing import Literal
@@ -39,77 +39,6 @@ class TokenCount(Struct, kw_only=True):
     """Reply to CountTokensRequest."""
 
     input_tokens: int
-
-
-class TextPiece(Struct, tag_field="type", tag="text_delta"):
-    """The next piece of a text block."""
-
-    text: str
-
-
-class ThinkingPiece(Struct, tag_field="type", tag="thinking_delta"):
-    """The next piece of a thinking block."""
-
-    thinking: str
-
-
-class SignaturePiece(Struct, tag_field="type", tag="signature_delta"):
-    """The end of a thinking block."""
-
-    signature: str
-
-
-class InputPiece(Struct, tag_field="type", tag="input_json_delta"):
-    """The next piece of the JSON text of a call's input."""
-
-    partial_json: str
-
-
-BlockPiece = TextPiece | ThinkingPiece | SignaturePiece | InputPiece
-
-
-class MessageStarted(Struct, tag_field="type", tag="message_start"):
-    """The first event: a reply without content."""
-
-    message: MessageReply
-
-
-class BlockStarted(Struct, tag_field="type", tag="content_block_start"):
-    """The beginning of a block."""
-
-    index: int
-    content_block: AnswerBlock
-
-
-class BlockContinued(Struct, tag_field="type", tag="content_block_delta"):
-    """A piece of a block."""
-
-    index: int
-    delta: BlockPiece
-
-
-class BlockEnded(Struct, tag_field="type", tag="content_block_stop"):
-    """The end of a block."""
-
-    index: int
-
-
-class MessageEnd(Struct):
-    """Fields that a reply gets at its end."""
-
-    stop_reason: MessageStop
-    stop_sequence: str | None
-
-
-class MessageEnding(Struct, tag_field="type", tag="message_delta"):
-    """The event before the last one."""
-
-    delta: MessageEnd
-    usage: MessageUsage
-
-
-class MessageEnded(Struct, tag_field="type", tag="message_stop"):
-    """The last event."""
 
 
 class ModelInfo(Struct, kw_only=True, tag_field="type", tag="model"):

@@ -5,11 +5,8 @@ import zlib
 from collections import deque
 from collections.abc import Iterable
 
-from msgspec import Struct
-
 from penstock.services.http.errors import ApiError, invalid
-from penstock.services.http.event_stream import DONE, EventStream, NamedEvents
-from penstock.services.http.responses.replies import StreamFailed
+from penstock.services.http.event_stream import DONE, Body, EventForm, EventStream
 
 MAX_LOG_BYTES = 1 << 20
 """compressed; the oldest events of a longer stream are dropped"""
@@ -35,7 +32,7 @@ class EventLog:
         self._is_complete = False
         self._changed = asyncio.Event()
 
-    def write(self, bodies: Iterable[Struct]) -> None:
+    def write(self, bodies: Iterable[Body]) -> None:
         """Add events, and wake those who follow."""
         for event in bodies:
             data = _FORM.encode([event])
@@ -45,7 +42,7 @@ class EventLog:
                 self._compress()
         self._wake()
 
-    async def send(self, bodies: Iterable[Struct], is_last: bool = False) -> None:
+    async def send(self, bodies: Iterable[Body], is_last: bool = False) -> None:
         """Add events, of which the last one may end the log."""
         self.write(bodies)
         if is_last:
@@ -113,11 +110,11 @@ class EventLog:
         self._changed = asyncio.Event()
 
 
-class _LogForm(NamedEvents):
+class _LogForm(EventForm):
     """Form of a stream that follows a log; the log itself has the events of a failed answer."""
 
-    def failed(self, error: ApiError) -> Iterable[Struct]:
-        return [StreamFailed(code="server_error", message=str(error))]
+    def failed(self, error: ApiError) -> Iterable[Body]:
+        return [{"type": "error", "code": "server_error", "message": str(error), "param": None}]
 
 
 _FORM = _LogForm()

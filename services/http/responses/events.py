@@ -5,47 +5,33 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from penstock.protocol.messages.client import GenerateReply, TextDelta
 from penstock.services.http.chat import ChatChoice
 from penstock.services.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
-from penstock.services.http.event_stream import DONE, NamedEvents
+from penstock.services.http.event_stream import DONE
+from penstock.services.http.generation import Events
 from penstock.services.http.replies import CalledTool, ChatLogprob, Delta
 from penstock.services.http.responses.replies import (
-    ArgumentsDone,
-    ArgumentsPiece,
     FunctionCallItem,
-    ItemAdded,
-    ItemDone,
     ItemStatus,
     OutputItem,
     OutputMessage,
     OutputText,
-    PartAdded,
-    PartDone,
-    ReasoningDone,
     ReasoningItem,
-    ReasoningPiece,
     ReasoningText,
-    ResponseCompleted,
-    ResponseCreated,
     ResponseError,
-    ResponseFailed,
-    ResponseIncomplete,
-    ResponseInProgress,
     ResponseReply,
     ResponseUsage,
-    TextDone,
-    TextPiece,
 )
 from penstock.services.http.responses.text_logprobs import TextLogprobs
 
+Event = dict[str, Any]
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
-class ResponseEvents(NamedEvents):
+class ResponseEvents(Events):
     """Converter of one answer, which fills a response; a whole answer takes the same way.
 
     A stream ends with `[DONE]`, as the Open Responses specification demands.
@@ -68,8 +54,6 @@ class ResponseEvents(NamedEvents):
         self._num_events = 0
         self._item: OutputItem | None = None
         """the last one of the response, while it is open"""
-        self._place: dict[str, Any] = {}
-        """fields of events that say which item it is"""
         self._pieces: list[str] = []
         """of the open item's text"""
         self._part_logprobs: list[ChatLogprob] = []
@@ -78,7 +62,7 @@ class ResponseEvents(NamedEvents):
 
     def events(
         self, new: TextDelta | GenerateReply | None, reply: GenerateReply | None
-    ) -> Iterator[Struct]:
+    ) -> Iterator[Event]:
         """Yield the events of new tokens, and, with the reply, the last ones."""
         if not self._num_events:
             yield from self.begin()
@@ -94,10 +78,10 @@ class ResponseEvents(NamedEvents):
                 yield from self._piece(delta)
             yield from self._end(reply)
 
-    def begin(self) -> Iterator[Struct]:
+    def begin(self) -> Iterator[Event]:
         """Yield the first events, which need no token."""
-        yield ResponseCreated(**self._next(), response=self.response)
-        yield ResponseInProgress(**self._next(), response=self.response)
+        yield self._event("response.created", response=self.response)
+        yield self._event("response.in_progress", response=self.response)
 
     def whole(self, reply: GenerateReply) -> ResponseReply:
         """Return the response that the events of a whole answer add up to."""
@@ -105,7 +89,7 @@ class ResponseEvents(NamedEvents):
             pass
         return self.response
 
-    def failed(self, error: ApiError) -> Iterator[Struct]:
+    def failed(self, error: ApiError) -> Iterator[Event]:
         """Yield the event of an error after the first event."""
         detail = error.body.error
         yield from self._close("incomplete")
@@ -115,64 +99,70 @@ class ResponseEvents(NamedEvents):
             code = CONTEXT_LENGTH_EXCEEDED
         self.response.error = ResponseError(code=code, message=detail.message)
         self._keep(self.response)
-        yield ResponseFailed(**self._next(), response=self.response)
+        yield self._event("response.failed", response=self.response)
 
-    def cancel(self) -> Iterator[Struct]:
+    def cancel(self) -> Iterator[Event]:
         """Yield the last event of a response without its reply."""
         self.response.status = "cancelled"
         self._keep(self.response)
-        yield ResponseIncomplete(**self._next(), response=self.response)
+        yield self._event("response.incomplete", response=self.response)
 
-    def _next(self) -> dict[str, Any]:
+    def _event(self, kind: str, /, **fields: Any) -> Event:
         self._num_events += 1
-        return {"sequence_number": self._num_events - 1}
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
-    def _here(self) -> dict[str, Any]:
-        """Return the fields of an event about the last item."""
-        self._num_events += 1
-        return {**self._place, "sequence_number": self._num_events - 1}
+    def _of_item(self, kind: str, /, **fields: Any) -> Event:
+        """Return an event about the last item."""
+        index = len(self.response.output) - 1
+        item_id = self.response.output[index].id
+        return self._event(kind, item_id=item_id, output_index=index, **fields)
 
-    def _piece(self, delta: Delta) -> Iterator[Struct]:
+    def _of_part(self, kind: str, /, **fields: Any) -> Event:
+        """Return an event about the only part of the last item."""
+        return self._of_item(kind, content_index=0, **fields)
+
+    def _piece(self, delta: Delta) -> Iterator[Event]:
         """Yield the events of one piece, which may end an item and begin another one."""
         if delta.reasoning:
             if not isinstance(self._item, ReasoningItem):
                 yield from self._begin(ReasoningItem(id=_new_id("rs")))
             self._pieces.append(delta.reasoning)
-            yield ReasoningPiece(**self._here(), delta=delta.reasoning)
+            yield self._of_part("response.reasoning_text.delta", delta=delta.reasoning)
         elif delta.content:
             if not isinstance(self._item, OutputMessage):
                 yield from self._begin(OutputMessage(id=_new_id("msg")))
             self._pieces.append(delta.content)
             logprobs = self._logprobs.take(delta.content)
             self._part_logprobs += logprobs
-            yield TextPiece(**self._here(), delta=delta.content, logprobs=logprobs)
+            yield self._of_part(
+                "response.output_text.delta", delta=delta.content, logprobs=logprobs
+            )
         for call in delta.tool_calls or ():
             yield from self._call(call)
         if not delta.content:
             self._logprobs.drop()
 
-    def _call(self, call: CalledTool) -> Iterator[Struct]:
+    def _call(self, call: CalledTool) -> Iterator[Event]:
         name, arguments = call.function.name, call.function.arguments
         if call.id:
             item = FunctionCallItem(id=_new_id("fc"), call_id=call.id, name=name or "")
             yield from self._begin(item)
         if arguments:
             self._pieces.append(arguments)
-            yield ArgumentsPiece(**self._here(), delta=arguments)
+            yield self._of_item("response.function_call_arguments.delta", delta=arguments)
 
-    def _begin(self, item: OutputItem) -> Iterator[Struct]:
+    def _begin(self, item: OutputItem) -> Iterator[Event]:
         yield from self._close("completed")
         self.response.output.append(item)
         self._item, self._pieces, self._part_logprobs = item, [], []
-        place = {"output_index": len(self.response.output) - 1}
-        self._place = {"item_id": item.id, **place}
-        yield ItemAdded(**self._next(), **place, item=item)
+        index = len(self.response.output) - 1
+        yield self._event("response.output_item.added", output_index=index, item=item)
         if isinstance(item, OutputMessage):
-            yield PartAdded(**self._here(), part=OutputText())
+            yield self._of_part("response.content_part.added", part=OutputText())
         elif isinstance(item, ReasoningItem):
-            yield PartAdded(**self._here(), part=ReasoningText())
+            yield self._of_part("response.content_part.added", part=ReasoningText())
 
-    def _close(self, status: ItemStatus) -> Iterator[Struct]:
+    def _close(self, status: ItemStatus) -> Iterator[Event]:
         """End the open item."""
         item, text = self._item, "".join(self._pieces)
         match item:
@@ -181,40 +171,42 @@ class ResponseEvents(NamedEvents):
             case OutputMessage():
                 part = OutputText(text=text, logprobs=self._part_logprobs)
                 item.content = [part]
-                yield TextDone(**self._here(), text=text, logprobs=part.logprobs)
-                yield PartDone(**self._here(), part=part)
+                yield self._of_part("response.output_text.done", text=text, logprobs=part.logprobs)
+                yield self._of_part("response.content_part.done", part=part)
             case ReasoningItem():
                 thought = ReasoningText(text=text)
                 item.content = [thought]
-                yield ReasoningDone(**self._here(), text=text)
-                yield PartDone(**self._here(), part=thought)
+                yield self._of_part("response.reasoning_text.done", text=text)
+                yield self._of_part("response.content_part.done", part=thought)
             case FunctionCallItem():
                 item.arguments = text
-                yield ArgumentsDone(**self._here(), name=item.name, arguments=text)
+                yield self._of_item(
+                    "response.function_call_arguments.done", name=item.name, arguments=text
+                )
         item.status = status
         self._item = None
-        place = {"output_index": len(self.response.output) - 1}
-        yield ItemDone(**self._next(), **place, item=item)
+        index = len(self.response.output) - 1
+        yield self._event("response.output_item.done", output_index=index, item=item)
 
-    def _end(self, reply: GenerateReply) -> Iterator[Struct]:
+    def _end(self, reply: GenerateReply) -> Iterator[Event]:
         response = self.response
         if not response.output:
             yield from self._begin(OutputMessage(id=_new_id("msg")))
             # clients that measure wait for a piece, even if no token had text
-            yield TextPiece(**self._here(), delta="", logprobs=[])
+            yield self._of_part("response.output_text.delta", delta="", logprobs=[])
         is_whole = reply.finish_reason == "stop"
         yield from self._close("completed" if is_whole else "incomplete")
         response.usage = self._usage(reply)
         if is_whole:
             response.status, response.completed_at = "completed", int(time.time())
             self._keep(response)
-            yield ResponseCompleted(**self._next(), response=response)
+            yield self._event("response.completed", response=response)
         else:
             is_long = reply.finish_reason == "length"
             response.status = "incomplete"
             response.incomplete_details = {"reason": "max_output_tokens" if is_long else "abort"}
             self._keep(response)
-            yield ResponseIncomplete(**self._next(), response=response)
+            yield self._event("response.incomplete", response=response)
 
     def _usage(self, reply: GenerateReply) -> ResponseUsage:
         usage = reply.usage

@@ -5,7 +5,6 @@ import time
 import uuid
 from collections.abc import Iterable
 
-from msgspec import Struct
 from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.types import Receive
@@ -18,7 +17,7 @@ from penstock.services.http.errors import ApiError, as_api_error, invalid
 from penstock.services.http.generation import Generation
 from penstock.services.http.replies import json_response
 from penstock.services.http.responses.event_log import EventLog
-from penstock.services.http.responses.events import ResponseEvents
+from penstock.services.http.responses.events import Event, ResponseEvents
 from penstock.services.http.responses.input import decode_query
 from penstock.services.http.responses.replies import (
     DeletedResponse,
@@ -134,7 +133,7 @@ async def _run(generation: Generation, events: ResponseEvents, log: EventLog | N
 
     log: takes its events; None: it is not streamed.
     """
-    last: Iterable[Struct] = ()
+    last: Iterable[Event] = ()
     try:
         if log:
             log.write(events.begin())

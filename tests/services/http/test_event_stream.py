@@ -5,7 +5,6 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import pytest
-from msgspec import Struct
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
@@ -15,22 +14,17 @@ from penstock.services.http.event_stream import (
     Chunks,
     EventForm,
     EventStream,
-    NamedEvents,
     while_connected,
 )
 
 
-class Added(Struct, tag_field="type", tag="text.added"):
-    text: str
+def added(text: str) -> dict[str, str]:
+    return {"type": "text.added", "text": text}
 
 
-class Failed(Struct, tag_field="type", tag="failed"):
-    message: str
-
-
-class Named(NamedEvents):
-    def failed(self, error: ApiError) -> Iterable[Struct]:
-        return [Failed(error.body.error.message)]
+class Named(EventForm):
+    def failed(self, error: ApiError) -> Iterable[dict[str, str]]:
+        return [{"type": "failed", "message": error.body.error.message}]
 
 
 def streamed(
@@ -70,7 +64,7 @@ def test_silence_is_filled(form: EventForm, monkeypatch: pytest.MonkeyPatch) -> 
         async def slow(events: EventStream) -> None:
             await kept.wait()
             kept.clear()
-            await events.send([Added("a")])
+            await events.send([added("a")])
             await kept.wait()
             raise ApiError(500, "broken")
 
@@ -80,7 +74,7 @@ def test_silence_is_filled(form: EventForm, monkeypatch: pytest.MonkeyPatch) -> 
         await EventStream(form, slow)({}, receive, send)
 
     asyncio.run(run())
-    before, found, after = data.partition(form.encode([Added("a")]))
+    before, found, after = data.partition(form.encode([added("a")]))
     assert found
     assert before.replace(form.keep_alive, b"") == b""
     error = form.encode(form.failed(ApiError(500, "broken"))) + form.end
@@ -88,13 +82,13 @@ def test_silence_is_filled(form: EventForm, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def two(events: EventStream) -> None:
-    await events.send([Added("a\n"), Added("b")])
+    await events.send([added("a\n"), added("b")])
     await events.send([])
     await events.send([], is_last=True)
 
 
 async def failing(events: EventStream) -> None:
-    await events.send([Added("a")])
+    await events.send([added("a")])
     raise ApiError(500, "broken")
 
 

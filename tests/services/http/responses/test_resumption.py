@@ -17,7 +17,6 @@ from penstock.protocol.messages.client import AbortRequest, GenerateRequest, Rep
 from penstock.services.http.errors import ApiError
 from penstock.services.http.responses import event_log
 from penstock.services.http.responses.event_log import EventLog
-from penstock.services.http.responses.replies import TextPiece
 from penstock.services.http.responses.store import ResponseStore
 from tests.launch.fake_gateway import TEXT, delta, reply
 from tests.services.http.conftest import Served, behave
@@ -176,9 +175,9 @@ def followed(log: EventLog, number: int, actions: list[Callable[[], None]]) -> b
     return sent
 
 
-def piece(number: int, length: int) -> TextPiece:
-    place: dict[str, Any] = {"item_id": "msg", "output_index": 0, "content_index": 0}
-    return TextPiece(sequence_number=number, **place, delta="x" * length + "\n\n", logprobs=[])
+def piece(number: int, length: int) -> dict[str, Any]:
+    delta = "x" * length + "\n\n"
+    return {"type": "response.output_text.delta", "sequence_number": number, "delta": delta}
 
 
 def numbers(sent: bytes) -> list[int]:
