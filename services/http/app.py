@@ -1,6 +1,5 @@
 """ASGI application: routes, the page and middleware."""
 
-import asyncio
 import logging
 import mimetypes
 from collections.abc import Awaitable, Callable
@@ -21,8 +20,9 @@ from penstock.services.http.access import Gate, caller, check_key
 from penstock.services.http.app_state import Models
 from penstock.services.http.body import decode_body, read_body
 from penstock.services.http.errors import ApiError, answer_error
+from penstock.services.http.event_stream import while_connected
 from penstock.services.http.openapi import describe
-from penstock.services.http.routes import Operation, Routes
+from penstock.services.http.routes import OPERATIONS, Operation
 from penstock.services.http.schema import ApiRequest
 
 _log = logging.getLogger("http")
@@ -42,14 +42,13 @@ _PAGE_HEADERS = {
 
 def make_app(models: Models) -> ASGIApp:
     """Return the ASGI application."""
-    operations = Routes(models).table()
-    openapi = describe(operations, version("penstock"))
+    openapi = describe(OPERATIONS, version("penstock"))
     page = _page_endpoint()
 
     async def answer_openapi(_: Request) -> Response:
         return Response(openapi, media_type="application/json")
 
-    routes = [_route(operation, models) for operation in operations]
+    routes = [_route(operation, models) for operation in OPERATIONS]
     routes += [
         Route("/openapi.json", answer_openapi),
         Route("/", page),
@@ -108,29 +107,32 @@ class Endpoint:
     """ASGI application of one route."""
 
     def __init__(self, operation: Operation, models: Models) -> None:
-        self._operation = operation
+        self._operation, self._models = operation, models
         self._key = "" if operation.is_open else models.config.api_key
         self._max_bytes = models.max_batch_bytes if operation.is_batch else models.max_request_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await self._answer(Request(scope, receive))
+        request = Request(scope, receive)
+        given = await self._given(request)
+        response = await while_connected(request.receive, self._answer(given))
         await response(scope, receive, send)
 
-    async def _answer(self, request: Request) -> Response:
-        operation = self._operation
+    async def _given(self, request: Request) -> Any:
+        """Return what the client has sent: a body, or parameters. Raises ApiError."""
         if self._key:
             check_key(request.headers, self._key)
-        given: Any
-        if operation.body:
-            given = decode_body(await read_body(request, self._max_bytes), operation.body)
-            if isinstance(given, ApiRequest) and given.request_id is None:
-                given.request_id = caller.get().request_id or None
-        else:
-            given = {**request.query_params, **request.path_params}
-        try:
-            return await operation.run(given, request.receive)
-        except asyncio.CancelledError:  # uvicorn cancels what is not finished in time
-            raise ApiError(503, "the server is stopping") from None
+        if not self._operation.body:
+            return {**request.query_params, **request.path_params}
+        body = decode_body(await read_body(request, self._max_bytes), self._operation.body)
+        if isinstance(body, ApiRequest) and body.request_id is None:
+            body.request_id = caller.get().request_id or None
+        return body
+
+    async def _answer(self, given: Any) -> Response:
+        run, models = self._operation.run, self._models
+        if not self._operation.body:
+            return await run(models, given)
+        return await run(await models.started(given.model), given)
 
 
 def _route(operation: Operation, models: Models) -> Route:

@@ -9,6 +9,7 @@ from penstock.protocol.config import Config
 from penstock.protocol.generation_config import read_generation_config
 from penstock.protocol.tokenizer_file import read_chat_template
 from penstock.services.http.errors import ApiError
+from penstock.services.http.health import HealthCheck
 from penstock.services.http.responses.store import ResponseStore
 from penstock.services.http.tool_call_parser import format_of
 from penstock.services.http.tool_grammar import ToolFormat
@@ -73,6 +74,7 @@ class Models:
     def __init__(self, config: Config, client: AsyncClient) -> None:
         self.config, self.client = config, client
         self.responses = ResponseStore()
+        self.health = HealthCheck(client, config.step_timeout)
         states = [AppState(one, client, self.responses) for one in config.by_model()]
         self.by_name = {state.model: state for state in states}
         self.default = states[0]

@@ -71,7 +71,7 @@ class BeamGeneration(Generation):
             check_beam_fields(request, fields)
         return []
 
-    async def results(self) -> list[GenerateReply]:
+    async def replies(self) -> list[GenerateReply]:
         """Return `n` answers for each prompt, the best one first."""
         with fields_as_sent(self._field_as_sent):
             several = await gather(map(self._search, self._prompts))

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from msgspec import UNSET
 from starlette.responses import Response
-from starlette.types import Receive
 
 from penstock.protocol.messages.client import GenerateReply, PromptFields, TextDelta
 from penstock.services.http.access import caller
@@ -31,13 +30,13 @@ from penstock.services.http.tool_choice import is_forced
 from penstock.services.http.tool_grammar import ToolFormat
 
 
-async def chat(state: AppState, request: ChatRequest, receive: Receive) -> Response:
-    """Answer a conversation. Raises ApiError, RequestError, ClientDisconnect."""
+async def chat(state: AppState, request: ChatRequest) -> Response:
+    """Answer a conversation."""
     generation = submit_chat(state, "chatcmpl", request)
     choices = [ChatChoice(index, request, state.tool_format) for index in range(request.n)]
     if request.stream:
         return generation.stream("chat.completion.chunk", choices)
-    replies = await generation.replies(receive)
+    replies = await generation.replies()
     prompt_token_ids, *_ = await generation.prompt_token_ids()
     of_prompt = replies[0].prompt_logprobs
     return json_response(

@@ -5,7 +5,6 @@ from typing import Any
 
 from msgspec import UNSET
 from starlette.responses import Response
-from starlette.types import Receive
 
 from penstock.protocol.messages.client import GenerateReply, TextDelta
 from penstock.protocol.messages.logprobs import TokenLogprobs
@@ -24,8 +23,8 @@ from penstock.services.http.schema import CompletionRequest
 from penstock.services.http.to_generate_request import completion_fields, prompts_of, truncated
 
 
-async def complete(state: AppState, request: CompletionRequest, receive: Receive) -> Response:
-    """Continue prompts. Raises ApiError, RequestError, ClientDisconnect."""
+async def complete(state: AppState, request: CompletionRequest) -> Response:
+    """Continue prompts."""
     fields = truncated(completion_fields(request), state.max_model_len)
     prompts = [{"prompt": prompt, **fields} for prompt in prompts_of(request.prompt)]
     echoes = await _texts(state, prompts) if request.echo else [""] * len(prompts)
@@ -36,7 +35,7 @@ async def complete(state: AppState, request: CompletionRequest, receive: Receive
     ]
     if request.stream:
         return generation.stream("text_completion", choices)
-    replies = await generation.replies(receive)
+    replies = await generation.replies()
     for choice, token_ids in zip(choices, await generation.prompt_token_ids(), strict=True):
         choice.prompt_token_ids = token_ids
     return json_response(

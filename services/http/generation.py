@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, Protocol
 
 from msgspec import UNSET
-from starlette.types import Receive
 
 from penstock.protocol.client.client import AsyncStream
 from penstock.protocol.client.errors import RequestError
@@ -22,7 +21,6 @@ from penstock.services.http.event_stream import (
     EventSink,
     EventStream,
     gather,
-    while_connected,
 )
 from penstock.services.http.logprobs import prompt_logprobs
 from penstock.services.http.replies import ChatChunk, StreamChunk, Usage
@@ -112,12 +110,8 @@ class Generation:
         }
         return self._client.submit(**prompt | own, client=caller.get().client)
 
-    async def replies(self, receive: Receive) -> list[GenerateReply]:
-        """Return all answers. Raises RequestError, ApiError, ClientDisconnect."""
-        return await while_connected(receive, self.results())
-
-    async def results(self) -> list[GenerateReply]:
-        """Return all answers, whether their client is connected or not."""
+    async def replies(self) -> list[GenerateReply]:
+        """Return all answers. Raises RequestError, ApiError."""
         with fields_as_sent(self._field_as_sent):
             return await gather(map(self._result, self._streams))
 

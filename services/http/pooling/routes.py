@@ -6,7 +6,6 @@ from typing import Any
 
 from msgspec import UNSET
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive
 
 from penstock.protocol.client.scoring import LABELS, Scoring, label_id, result_of
 from penstock.protocol.messages.client import GenerateReply
@@ -14,7 +13,7 @@ from penstock.protocol.messages.sampling import Pooling
 from penstock.services.http.access import caller
 from penstock.services.http.app_state import AppState
 from penstock.services.http.errors import fields_as_sent, invalid
-from penstock.services.http.event_stream import bounded, while_connected
+from penstock.services.http.event_stream import bounded
 from penstock.services.http.pooling.embedding_pieces import embedding_pieces
 from penstock.services.http.pooling.schema import (
     MAX_INPUTS,
@@ -36,166 +35,159 @@ from penstock.services.http.to_generate_request import prompts_of
 
 MAX_OPEN = 256
 """requests to the pipeline that one HTTP request has at a time: more would shut out others"""
-
-
 FIELD_BYTES = 4096
 """more than the other fields of a request to the gateway have"""
 TOKEN_BYTES = 5
 """of a token id in a request to the gateway, at most"""
 
 
-class PoolingRoutes:
-    """Handlers of the three routes for a model.
+async def embed(state: AppState, body: EmbeddingRequest) -> Response:
+    """Return the embeddings of texts."""
+    inputs = prompts_of(body.input, "input")
+    _check_number("input", len(inputs))
+    fields = {name: getattr(body, name) for name in ("add_special_tokens", "truncation_side")}
+    fields["truncate_prompt_tokens"] = _most(state, body.truncate_prompt_tokens)
+    fields["pooling"] = Pooling(dimensions=body.dimensions)
+    requests = [{"prompt": one, **fields} for one in inputs]
+    is_list = not (isinstance(body.input, str) or isinstance(body.input[0], int))
 
-    They raise ApiError, RequestError, ClientDisconnect.
+    def name(index: int) -> str:
+        return f"input[{index}]" if is_list else "input"
+
+    for index, one in enumerate(inputs):
+        _check_size(state, _size(one), name(index))
+    replies = await _replies(state, body, len(inputs), requests.__getitem__, name)
+    for reply in replies:
+        if reply.pooled is None:
+            result_of(reply)  # raises
+    head = _head(state, "embd", body, replies)
+    empty = EmbeddingReply(**head, created=int(time.time()), data=[])
+    pieces = embedding_pieces(empty, replies, body.encoding_format)
+    return StreamingResponse(pieces, media_type="application/json")
+
+
+async def rerank(state: AppState, body: RerankRequest) -> Response:
+    """Sort documents by their relevance to a query."""
+    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    pairs, names = [(body.query, text) for text in texts], ("query", "documents")
+    scores, replies = await _scores(state, body, pairs, names, body.max_tokens_per_doc)
+    order = sorted(range(len(texts)), key=lambda index: -scores[index])
+    results = [
+        RerankResult(
+            index=index,
+            relevance_score=scores[index],
+            document=Document(text=texts[index]) if body.return_documents else UNSET,
+        )
+        for index in order[: body.top_n or None]
+    ]
+    return json_response(RerankReply(**_head(state, "rerank", body, replies), results=results))
+
+
+async def score(state: AppState, body: ScoreRequest) -> Response:
+    """Return the scores of pairs of texts."""
+    pairs, names = _pairs(body)
+    scores, replies = await _scores(state, body, pairs, names)
+    data = [ScoreData(index=index, score=score) for index, score in enumerate(scores)]
+    head = _head(state, "score", body, replies)
+    return json_response(ScoreReply(**head, created=int(time.time()), data=data))
+
+
+async def _scores(
+    state: AppState,
+    body: RerankRequest | ScoreRequest,
+    pairs: Pairs,
+    names: tuple[str, str],
+    max_tokens_per_doc: int | None = None,
+) -> tuple[list[float], list[GenerateReply]]:
+    """Return scores and replies; names: of the fields with queries and documents."""
+    labels, most = await _labels(state), _most(state, body.truncate_prompt_tokens)
+    for text in {text for pair in pairs for text in pair} if most or max_tokens_per_doc else ():
+        _check_size(state, _size(text), names[1])
+    truncation = Truncation(state.client, MAX_OPEN)
+    if max_tokens_per_doc:
+        pairs = await truncation.cut(pairs, max_tokens_per_doc)
+    if most and labels:
+        pairs = await truncation.cut_prompts(pairs, most, labels, body.instruction)
+    scoring = Scoring(pairs, labels, body.instruction)
+    _check_parts(state, scoring.parts, names)
+    own: dict[str, Any] = {}
+    if most and not labels:
+        own = {"truncate_prompt_tokens": most, "truncation_side": "right"}
+
+    def request(index: int) -> dict[str, Any]:
+        return scoring.request(index) | own
+
+    replies = await _replies(state, body, len(scoring.parts), request, lambda _: names[1])
+    return scoring.scores(replies), replies
+
+
+def _most(state: AppState, given: int | None) -> int | None:
+    """Return the tokens that `truncate_prompt_tokens` leaves. Raises ApiError."""
+    if given == 0:
+        raise invalid("truncate_prompt_tokens", "got 0, expected -1 or more than 0")
+    return state.max_model_len if given == -1 else given
+
+
+async def _labels(state: AppState) -> list[int] | None:
+    if state.label_ids is None and not state.is_embedding_model:
+        client = state.client
+        tokens = [await client.tokenize(one, add_special_tokens=False) for one in LABELS]
+        pairs = zip(LABELS, tokens, strict=True)
+        state.label_ids = [label_id(label, reply.token_ids) for label, reply in pairs]
+    return state.label_ids
+
+
+async def _replies(
+    state: AppState,
+    body: PoolingRequest,
+    number: int,
+    request: Callable[[int], dict[str, Any]],
+    name: Callable[[int], str],
+) -> list[GenerateReply]:
+    """Return the reply to each request; name: of the field with its text.
+
+    request: makes one, when it is sent: each may have a copy of a long query.
     """
+    sender = caller.get()
+    own: dict[str, Any] = {"priority": body.priority, "cache_salt": body.cache_salt}
+    own["client"] = sender.client
 
-    def __init__(self, state: AppState) -> None:
-        self._state = state
+    async def reply(index: int) -> GenerateReply:
+        with fields_as_sent({"prompt": name(index)}.get):
+            request_id = f"{sender.unique_id}-{index}"
+            stream = state.client.submit(**request(index), **own, request_id=request_id)
+            return await stream.result()
 
-    async def embed(self, body: EmbeddingRequest, receive: Receive) -> Response:
-        """Return the embeddings of texts."""
-        inputs = prompts_of(body.input, "input")
-        _check_number("input", len(inputs))
-        fields = {name: getattr(body, name) for name in ("add_special_tokens", "truncation_side")}
-        fields["truncate_prompt_tokens"] = self._most(body.truncate_prompt_tokens)
-        fields["pooling"] = Pooling(dimensions=body.dimensions)
-        requests = [{"prompt": one, **fields} for one in inputs]
-        is_list = not (isinstance(body.input, str) or isinstance(body.input[0], int))
+    return await bounded(MAX_OPEN, reply, range(number))
 
-        def name(index: int) -> str:
-            return f"input[{index}]" if is_list else "input"
 
-        for index, one in enumerate(inputs):
-            self._check_size(_size(one), name(index))
-        work = self._replies(body, len(inputs), requests.__getitem__, name)
-        replies = await while_connected(receive, work)
-        for reply in replies:
-            if reply.pooled is None:
-                result_of(reply)  # raises
-        head = self._head("embd", body, replies)
-        empty = EmbeddingReply(**head, created=int(time.time()), data=[])
-        pieces = embedding_pieces(empty, replies, body.encoding_format)
-        return StreamingResponse(pieces, media_type="application/json")
+def _check_size(state: AppState, size: int, name: str, what: str = "") -> None:
+    """Raise ApiError for an input that the gateway would not receive."""
+    most = state.max_request_bytes - FIELD_BYTES
+    if size > most:
+        raise invalid(name, f"got {size} bytes{what}, expected up to {most}")
 
-    async def rerank(self, body: RerankRequest, receive: Receive) -> Response:
-        """Sort documents by their relevance to a query."""
-        texts = [one if isinstance(one, str) else one.text for one in body.documents]
-        pairs, names = [(body.query, text) for text in texts], ("query", "documents")
-        scores, replies = await self._scores(body, pairs, receive, names, body.max_tokens_per_doc)
-        order = sorted(range(len(texts)), key=lambda index: -scores[index])
-        results = [
-            RerankResult(
-                index=index,
-                relevance_score=scores[index],
-                document=Document(text=texts[index]) if body.return_documents else UNSET,
-            )
-            for index in order[: body.top_n or None]
-        ]
-        return json_response(RerankReply(**self._head("rerank", body, replies), results=results))
 
-    async def score(self, body: ScoreRequest, receive: Receive) -> Response:
-        """Return the scores of pairs of texts."""
-        pairs, names = _pairs(body)
-        scores, replies = await self._scores(body, pairs, receive, names)
-        data = [ScoreData(index=index, score=score) for index, score in enumerate(scores)]
-        head = self._head("score", body, replies)
-        return json_response(ScoreReply(**head, created=int(time.time()), data=data))
+def _check_parts(state: AppState, parts: Sequence[dict[str, str]], names: tuple[str, str]) -> None:
+    """Raise ApiError for a prompt of several texts; the field is that of the longest one."""
+    fields = dict(zip(("query", "document"), names, strict=True))
+    sizes = {text: _size(text) for text in {one for part in parts for one in part.values()}}
+    for one in parts:
+        kind = max(one, key=lambda kind: sizes[one[kind]])
+        what = f" of {' and '.join(one)} together" if len(one) > 1 else ""
+        total = sum(sizes[text] for text in one.values())
+        _check_size(state, total, fields.get(kind, kind), what)
 
-    async def _scores(
-        self,
-        body: RerankRequest | ScoreRequest,
-        pairs: Pairs,
-        receive: Receive,
-        names: tuple[str, str],
-        max_tokens_per_doc: int | None = None,
-    ) -> tuple[list[float], list[GenerateReply]]:
-        """Return scores and replies; names: of the fields with queries and documents."""
-        labels, most = await self._labels(), self._most(body.truncate_prompt_tokens)
-        for text in {text for pair in pairs for text in pair} if most or max_tokens_per_doc else ():
-            self._check_size(_size(text), names[1])
-        truncation = Truncation(self._state.client, MAX_OPEN)
-        if max_tokens_per_doc:
-            pairs = await while_connected(receive, truncation.cut(pairs, max_tokens_per_doc))
-        if most and labels:
-            cutting = truncation.cut_prompts(pairs, most, labels, body.instruction)
-            pairs = await while_connected(receive, cutting)
-        scoring = Scoring(pairs, labels, body.instruction)
-        self._check_parts(scoring.parts, names)
-        own: dict[str, Any] = {}
-        if most and not labels:
-            own = {"truncate_prompt_tokens": most, "truncation_side": "right"}
 
-        def request(index: int) -> dict[str, Any]:
-            return scoring.request(index) | own
-
-        work = self._replies(body, len(scoring.parts), request, lambda _: names[1])
-        replies = await while_connected(receive, work)
-        return scoring.scores(replies), replies
-
-    def _most(self, given: int | None) -> int | None:
-        """Return the tokens that `truncate_prompt_tokens` leaves. Raises ApiError."""
-        if given == 0:
-            raise invalid("truncate_prompt_tokens", "got 0, expected -1 or more than 0")
-        return self._state.max_model_len if given == -1 else given
-
-    async def _labels(self) -> list[int] | None:
-        state = self._state
-        if state.label_ids is None and not state.is_embedding_model:
-            client = state.client
-            tokens = [await client.tokenize(one, add_special_tokens=False) for one in LABELS]
-            pairs = zip(LABELS, tokens, strict=True)
-            state.label_ids = [label_id(label, reply.token_ids) for label, reply in pairs]
-        return state.label_ids
-
-    async def _replies(
-        self,
-        body: PoolingRequest,
-        number: int,
-        request: Callable[[int], dict[str, Any]],
-        name: Callable[[int], str],
-    ) -> list[GenerateReply]:
-        """Return the reply to each request; name: of the field with its text.
-
-        request: makes one, when it is sent: each may have a copy of a long query.
-        """
-        sender = caller.get()
-        own: dict[str, Any] = {"priority": body.priority, "cache_salt": body.cache_salt}
-        own["client"] = sender.client
-
-        async def reply(index: int) -> GenerateReply:
-            with fields_as_sent({"prompt": name(index)}.get):
-                request_id = f"{sender.unique_id}-{index}"
-                stream = self._state.client.submit(**request(index), **own, request_id=request_id)
-                return await stream.result()
-
-        return await bounded(MAX_OPEN, reply, range(number))
-
-    def _check_size(self, size: int, name: str, what: str = "") -> None:
-        """Raise ApiError for an input that the gateway would not receive."""
-        most = self._state.max_request_bytes - FIELD_BYTES
-        if size > most:
-            raise invalid(name, f"got {size} bytes{what}, expected up to {most}")
-
-    def _check_parts(self, parts: Sequence[dict[str, str]], names: tuple[str, str]) -> None:
-        """Raise ApiError for a prompt of several texts; the field is that of the longest one."""
-        fields = dict(zip(("query", "document"), names, strict=True))
-        sizes = {text: _size(text) for text in {one for part in parts for one in part.values()}}
-        for one in parts:
-            kind = max(one, key=lambda kind: sizes[one[kind]])
-            what = f" of {' and '.join(one)} together" if len(one) > 1 else ""
-            total = sum(sizes[text] for text in one.values())
-            self._check_size(total, fields.get(kind, kind), what)
-
-    def _head(
-        self, kind: str, body: PoolingRequest, replies: Sequence[GenerateReply]
-    ) -> dict[str, Any]:
-        number = sum(reply.usage.prompt_tokens for reply in replies)
-        return {
-            "id": f"{kind}-{body.request_id or caller.get().unique_id}",
-            "model": self._state.model,
-            "usage": PromptUsage(prompt_tokens=number, total_tokens=number),
-        }
+def _head(
+    state: AppState, kind: str, body: PoolingRequest, replies: Sequence[GenerateReply]
+) -> dict[str, Any]:
+    number = sum(reply.usage.prompt_tokens for reply in replies)
+    return {
+        "id": f"{kind}-{body.request_id or caller.get().unique_id}",
+        "model": state.model,
+        "usage": PromptUsage(prompt_tokens=number, total_tokens=number),
+    }
 
 
 def _size(prompt: str | list[int]) -> int:

@@ -7,7 +7,7 @@ from msgspec import Struct
 from starlette.responses import Response
 
 from penstock.protocol.field_errors import explain
-from penstock.services.http.app_state import AppState
+from penstock.services.http.app_state import AppState, Models
 from penstock.services.http.chat import count_prompt_tokens
 from penstock.services.http.errors import ApiError, invalid
 from penstock.services.http.replies import json_response
@@ -31,13 +31,13 @@ def decode_query(given: dict[str, str], kind: type[Query]) -> Query:
         raise ApiError(400, message, path) from None
 
 
-async def list_input_items(state: AppState, given: dict[str, str]) -> Response:
-    """Return a part of a stored response's input, with that of the responses before it.
+async def list_input_items(models: Models, given: dict[str, str]) -> Response:
+    """List the input of a stored response, with that of the responses before it.
 
-    given: the fields of InputItemsQuery, and others, which change nothing. Raises ApiError.
+    given: the fields of InputItemsQuery, and others, which change nothing.
     """
     query = decode_query(given, InputItemsQuery)
-    found = state.responses.input_items(query.response_id)
+    found = models.responses.input_items(query.response_id)
     suffix = query.response_id.partition("_")[2]
     items = [_listed(one, f"item_{suffix}_{number}") for number, one in enumerate(found)]
     if query.order == "desc":
@@ -54,7 +54,7 @@ async def list_input_items(state: AppState, given: dict[str, str]) -> Response:
 
 
 async def count_input_tokens(state: AppState, request: InputTokensRequest) -> Response:
-    """Return the length of the prompt that a response would have. Raises ApiError, RequestError."""
+    """Return the length of the prompt that a response would have."""
     store, previous_id = state.responses, request.previous_response_id
     items = store.items(previous_id) if previous_id else []
     items += store.resolved(input_items(request))

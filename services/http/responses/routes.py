@@ -7,11 +7,10 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 from starlette.responses import Response
-from starlette.types import Receive
 
 from penstock.protocol.client.errors import RequestError
 from penstock.services.http.access import caller
-from penstock.services.http.app_state import AppState
+from penstock.services.http.app_state import AppState, Models
 from penstock.services.http.chat import ChatChoice, submit_chat
 from penstock.services.http.errors import ApiError, as_api_error, invalid
 from penstock.services.http.generation import Generation
@@ -37,8 +36,8 @@ _OWN = {"model", "reasoning", "service_tier", "store", "text", "top_logprobs"}
 """fields that a response has even where its request lacks them"""
 
 
-async def respond(state: AppState, request: ResponsesRequest, receive: Receive) -> Response:
-    """Answer items. Raises ApiError, RequestError, ClientDisconnect."""
+async def respond(state: AppState, request: ResponsesRequest) -> Response:
+    """Answer the items of a conversation."""
     _check_background(request)
     state.generation_config.fill(request)
     request.request_id = request.request_id or caller.get().request_id or None
@@ -69,31 +68,34 @@ async def respond(state: AppState, request: ResponsesRequest, receive: Receive) 
         return log.follow(0) if log else json_response(events.response)
     if request.stream:
         return generation.stream_events(events)
-    (reply,) = await generation.replies(receive)
+    (reply,) = await generation.replies()
     return json_response(events.whole(reply))
 
 
-async def retrieve(state: AppState, given: dict[str, str]) -> Response:
-    """Return a stored response, or its events. given: fields of RetrieveQuery. Raises ApiError."""
-    query = decode_query(given, RetrieveQuery)
+async def retrieve(models: Models, given: dict[str, str]) -> Response:
+    """Return a stored response, or the events of one in the background.
+
+    given: the fields of RetrieveQuery.
+    """
+    query, store = decode_query(given, RetrieveQuery), models.responses
     if query.stream:
         after = -1 if query.starting_after is None else query.starting_after
-        return state.responses.log(query.response_id).follow(after + 1)
+        return store.log(query.response_id).follow(after + 1)
     if query.starting_after is not None:
         raise invalid("starting_after", f"got {query.starting_after}, expected stream=true with it")
-    return Response(state.responses.body(query.response_id), media_type="application/json")
+    return Response(store.body(query.response_id), media_type="application/json")
 
 
-async def delete(state: AppState, response_id: str) -> Response:
-    """Forget a stored response. Raises ApiError."""
-    await state.responses.remove(response_id)
-    return json_response(DeletedResponse(id=response_id))
+async def delete(models: Models, path: dict[str, str]) -> Response:
+    """Forget a stored response."""
+    await models.responses.remove(path["response_id"])
+    return json_response(DeletedResponse(id=path["response_id"]))
 
 
-async def cancel(state: AppState, response_id: str) -> Response:
-    """End the generation of a response in the background. Raises ApiError."""
-    await state.responses.cancel(response_id)
-    return await retrieve(state, {"response_id": response_id})
+async def cancel(models: Models, path: dict[str, str]) -> Response:
+    """End the generation of a response in the background."""
+    await models.responses.cancel(path["response_id"])
+    return await retrieve(models, {"response_id": path["response_id"]})
 
 
 def begun(request: ResponsesRequest, model: str) -> ResponseReply:
@@ -139,7 +141,7 @@ async def _run(generation: Generation, events: ResponseEvents, log: EventLog | N
             log.write(events.begin())
             await generation.send_events(events, log)
         else:
-            (reply,) = await generation.results()
+            (reply,) = await generation.replies()
             events.whole(reply)
     except asyncio.CancelledError:
         last = events.cancel()
