@@ -120,7 +120,7 @@ class Endpoint:
     async def _given(self, request: Request) -> Any:
         """Return what the client has sent: a body, or parameters. Raises ApiError."""
         if self._key:
-            check_key(request.headers, self._key)
+            check_key(caller.get().key, self._key)
         if not self._operation.body:
             return {**request.query_params, **request.path_params}
         body = decode_body(await read_body(request, self._max_bytes), self._operation.body)

@@ -14,7 +14,6 @@ from penstock.services.http.generation import Generation
 from penstock.services.http.logprobs import chat_logprobs, prompt_logprobs
 from penstock.services.http.reasoning_splitter import ReasoningSplitter
 from penstock.services.http.replies import (
-    CalledFunction,
     CalledTool,
     ChatChoiceReply,
     ChatChunk,
@@ -165,16 +164,7 @@ class ChatChoice:
                 yield Delta(content=piece)
             elif self._request.parallel_tool_calls or piece.index == 0:
                 self._has_calls = True
-                yield Delta(
-                    tool_calls=[
-                        CalledTool(
-                            index=piece.index,
-                            id=piece.id,
-                            type="function" if piece.id else None,
-                            function=CalledFunction(name=piece.name, arguments=piece.arguments),
-                        )
-                    ]
-                )
+                yield Delta(tool_calls=[piece])
 
     def finish_reason(self, reply: GenerateReply) -> str:
         """Return OpenAI's reason, after `deltas` was exhausted with the reply."""

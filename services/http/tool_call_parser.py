@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from msgspec import Struct
-
+from penstock.services.http.replies import CalledFunction, CalledTool
 from penstock.services.http.tool_call_reader import (
     OPENING,
     Arguments,
@@ -29,25 +28,12 @@ from penstock.services.http.xml_tool_call import FUNCTION, XmlReader
 FormatName = Literal["hermes", "qwen3_coder", "json"]
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of arguments by function"""
-
-
 _BEFORE, _BETWEEN = re.compile(r"\s*(?:\[\s*)?"), re.compile(r"[\s,;]*")
 """what may come before the first call without tags, and between two of them"""
 
 
-class ToolCallDelta(Struct, frozen=True):
-    """A piece of one call, as OpenAI streams it: its id and name first, then its arguments."""
-
-    index: int
-    """of the call in the answer"""
-    id: str | None = None
-    name: str | None = None
-    arguments: str = ""
-    """the next piece of their JSON text"""
-
-
-Piece = str | ToolCallDelta
-"""text, or a piece of a call"""
+Piece = str | CalledTool
+"""text, or a piece of a call: its id and name first, then its arguments"""
 
 
 class ToolCallParser:
@@ -145,13 +131,21 @@ class ToolCallParser:
             if isinstance(event, Name):
                 self._num_calls += 1
                 self._is_after_call = True
-                name_id = f"call_{uuid.uuid4().hex}"
-                pieces.append(ToolCallDelta(self._num_calls - 1, name_id, event.name))
+                pieces.append(self._begun(event.name))
             elif isinstance(event, Arguments):
-                pieces.append(ToolCallDelta(self._num_calls - 1, arguments=event.text))
+                function = CalledFunction(arguments=event.text)
+                pieces.append(CalledTool(index=self._num_calls - 1, function=function))
             else:
                 self._within += event
         return pieces
+
+    def _begun(self, name: str) -> CalledTool:
+        return CalledTool(
+            index=self._num_calls - 1,
+            id=f"call_{uuid.uuid4().hex}",
+            type="function",
+            function=CalledFunction(name=name, arguments=""),
+        )
 
     def _text(self, text: str) -> list[Piece]:
         if self._is_after_call:

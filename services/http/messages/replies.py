@@ -1,6 +1,5 @@
 """Replies of Anthropic's Messages API."""
 
-from datetime import datetime
 from typing import Literal
 
 from msgspec import Struct, field
@@ -39,23 +38,3 @@ class TokenCount(Struct, kw_only=True):
     """Reply to CountTokensRequest."""
 
     input_tokens: int
-
-
-class ModelInfo(Struct, kw_only=True, tag_field="type", tag="model"):
-    """A served model."""
-
-    id: str
-    display_name: str
-    created_at: datetime
-    lifecycle: Literal["active"] = "active"
-    max_input_tokens: int
-    max_tokens: int
-
-
-class ModelPage(Struct, kw_only=True):
-    """The served models; there is one page."""
-
-    data: list[ModelInfo]
-    first_id: str | None
-    last_id: str | None
-    has_more: Literal[False] = False

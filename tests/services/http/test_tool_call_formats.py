@@ -111,7 +111,7 @@ def test_strings_in_xml_are_sent_as_they_come() -> None:
     parser = make_parser("qwen3_coder", {"f": SCHEMA})
     parser.feed("<tool_call>\n<function=f>\n<parameter=text>\n")
     (piece,) = parser.feed("half a ")
-    assert isinstance(piece, str) is False and piece.arguments == "half a "  # type: ignore[union-attr]
+    assert isinstance(piece, str) is False and piece.function.arguments == "half a "  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,13 @@ class Answer:
             if isinstance(piece, str):
                 assert piece
                 self.text += piece
-            elif piece.name is not None:
+            elif piece.function.name is not None:
                 assert piece.id is not None
                 assert piece.index == len(self.calls)
-                self.calls.append((piece.name, piece.arguments))
+                self.calls.append((piece.function.name, piece.function.arguments))
             else:
                 name, arguments = self.calls[piece.index]
-                self.calls[piece.index] = (name, arguments + piece.arguments)
+                self.calls[piece.index] = (name, arguments + piece.function.arguments)
 
 
 def parse(*pieces: str) -> Answer:
@@ -122,7 +122,7 @@ def test_arguments_are_sent_as_they_come() -> None:
     assert [bool(pieces) for pieces in sent] == [
         begin <= number < end for number in range(len(WEATHER))
     ]
-    assert sent[begin][0].name == "weather"
+    assert sent[begin][0].function.name == "weather"
 
 
 def test_arguments_are_as_written() -> None:
