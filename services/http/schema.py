@@ -85,10 +85,13 @@ class ApiRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: str | None = None
 
 
+ToolName = Annotated[str, Meta(min_length=1, max_length=128)]
+
+
 class Function(Struct, kw_only=True, omit_defaults=True):
     """A function that the model may call; `parameters`: the JSON schema of its arguments."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from penstock.protocol.messages.sampling import Stop, Temperature, TopK, TopP
+from penstock.services.http.schema import ToolName
 
 
 class TextBlock(Struct, kw_only=True, tag_field="type", tag="text"):
@@ -68,12 +69,10 @@ class SystemTurn(Struct, kw_only=True, tag_field="role", tag="system"):
 class CustomTool(Struct, kw_only=True):
     """A tool that the client executes. `input_schema`: the JSON schema of its input."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=128)]
-    type: str | None = None
-    """values other than `custom` are refused"""
+    name: ToolName
+    type: Literal["custom"] | None = None
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    """required"""
+    input_schema: dict[str, Any]
     strict: bool | None = None
 
 

@@ -63,7 +63,7 @@ def chat_request(request: CountTokensRequest, max_model_len: int) -> ChatRequest
         top_k=request.top_k,
         top_p=request.top_p,
         stop=request.stop_sequences or None,
-        tools=[_tool(number, one) for number, one in enumerate(request.tools)],
+        tools=[_tool(one) for one in request.tools],
         **_tool_choice(request),
         chat_template_kwargs={"enable_thinking": thinks},
         include_reasoning=thinks,
@@ -161,12 +161,7 @@ def _result(block: ToolResultBlock) -> Message:
     return Message(role="tool", content=text, tool_call_id=block.tool_use_id)
 
 
-def _tool(number: int, tool: CustomTool) -> Tool:
-    if tool.type not in (None, "custom"):
-        sentence = f"got {tool.type!r}, expected 'custom': only tools with an own input_schema"
-        raise invalid(f"tools[{number}].type", f"{sentence} are served, and the client runs them")
-    if tool.input_schema is None:
-        raise invalid(f"tools[{number}].input_schema", "got nothing, expected a JSON schema")
+def _tool(tool: CustomTool) -> Tool:
     function = Function(
         name=tool.name,
         description=tool.description,

@@ -6,10 +6,11 @@ from msgspec import Struct, field
 
 from penstock.services.http.replies import ChatLogprob
 from penstock.services.http.responses.schema import (
+    AllowedFunctions,
+    NamedFunction,
     ResponseTool,
     TextFormat,
     TextOptions,
-    ToolSelection,
 )
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -114,7 +115,7 @@ class ResponseReply(Struct, kw_only=True):
     store: bool
     temperature: float
     text: TextUsed
-    tool_choice: str | ToolSelection
+    tool_choice: str | NamedFunction | AllowedFunctions
     tools: list[ResponseTool]
     top_logprobs: int
     top_p: float

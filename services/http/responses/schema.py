@@ -9,6 +9,7 @@ from msgspec import Meta, Struct, field
 
 from penstock.protocol.messages.client import CacheSalt, Priority, RequestId
 from penstock.protocol.messages.sampling import NumLogprobs, Positive, SamplingParams
+from penstock.services.http.schema import FunctionName, ToolName
 
 MAX_ITEMS = 10_000
 ResponseId = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -50,30 +51,24 @@ class Item(Struct, kw_only=True, omit_defaults=True):
     output: str | Parts | None = None
 
 
-class ResponseTool(Struct, kw_only=True):
+class ResponseTool(Struct, kw_only=True, tag_field="type", tag="function"):
     """A function that the model may call; `parameters`: the JSON schema of its arguments."""
 
-    type: str
-    name: str = ""
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ChosenTool(Struct, kw_only=True):
-    """A tool of `tool_choice`."""
-
-    type: str
-    name: str = ""
+class NamedFunction(FunctionName, kw_only=True, tag_field="type", tag="function"):
+    """The function that must be called."""
 
 
-class ToolSelection(Struct, kw_only=True, omit_defaults=True):
-    """A function that must be called, or, as `allowed_tools`, a subset of the tools."""
+class AllowedFunctions(Struct, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """Functions that the model may call (`auto`), or of which it must call one (`required`)."""
 
-    type: str
-    name: str = ""
-    mode: Literal["auto", "required"] | None = None
-    tools: list[ChosenTool] = field(default_factory=list)
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Meta(min_length=1, max_length=128)]
 
 
 class TextFormat(Struct, kw_only=True, omit_defaults=True):
@@ -143,7 +138,7 @@ class ResponsesRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True)
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Positive | None = None
     tools: Annotated[list[ResponseTool], Meta(max_length=128)] = field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | ToolSelection = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = field(default_factory=TextOptions)
     reasoning: Reasoning | None = None

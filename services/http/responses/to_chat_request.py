@@ -3,24 +3,24 @@
 from collections.abc import Sequence
 from typing import Literal, NoReturn
 
+from msgspec.structs import asdict
 from msgspec.structs import fields as struct_fields
 
 from penstock.protocol.messages.chat import FunctionCall, Message, ToolCall
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.services.http.errors import invalid
 from penstock.services.http.responses.schema import (
+    AllowedFunctions,
     Item,
+    NamedFunction,
     Parts,
     ResponsesRequest,
-    ResponseTool,
-    ToolSelection,
 )
 from penstock.services.http.schema import (
     AllowedTools,
     AllowedToolSet,
     ChatRequest,
     Function,
-    FunctionName,
     JsonSchema,
     NamedTool,
     ResponseFormat,
@@ -58,7 +58,7 @@ def chat_request(request: ResponsesRequest, items: Sequence[Item]) -> ChatReques
         messages=messages,
         stream=request.stream,
         max_tokens=request.max_output_tokens,
-        tools=[_tool(number, tool) for number, tool in enumerate(request.tools)],
+        tools=[Tool(type="function", function=Function(**asdict(one))) for one in request.tools],
         tool_choice=_tool_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_response_format(request),
@@ -181,42 +181,15 @@ def _refuse_null(path: str, expected: str) -> NoReturn:
     raise invalid(path, f"got null, expected {expected}")
 
 
-def _tool(number: int, tool: ResponseTool) -> Tool:
-    path = f"tools[{number}]"
-    if tool.type != "function":
-        problem = f"got {tool.type!r:.200}, expected 'function'; the client runs all tools"
-        raise invalid(f"{path}.type", problem)
-    if not 1 <= len(tool.name) <= 128:
-        raise invalid(f"{path}.name", f"got {len(tool.name)} characters, expected 1 to 128")
-    function = Function(
-        name=tool.name,
-        description=tool.description,
-        parameters=tool.parameters,
-        strict=tool.strict,
-    )
-    return Tool(type="function", function=function)
-
-
 def _tool_choice(
-    choice: Literal["none", "auto", "required"] | ToolSelection,
+    choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions,
 ) -> Literal["none", "auto", "required"] | NamedTool | AllowedTools:
-    if isinstance(choice, str):
-        return choice
-    if choice.type == "function":
-        return NamedTool(function=FunctionName(name=choice.name))
-    if choice.type != "allowed_tools":
-        problem = f"got {choice.type!r:.200}, expected 'function' or 'allowed_tools'"
-        raise invalid("tool_choice.type", problem)
-    if choice.mode is None:
-        _refuse_null("tool_choice.mode", "'auto' or 'required'")
-    if not choice.tools:
-        raise invalid("tool_choice.tools", "got none, expected some of tools")
-    for number, one in enumerate(choice.tools):
-        if one.type != "function":
-            path = f"tool_choice.tools[{number}].type"
-            raise invalid(path, f"got {one.type!r:.200}, expected 'function'")
-    tools = [NamedTool(function=FunctionName(name=one.name)) for one in choice.tools]
-    return AllowedTools(allowed_tools=AllowedToolSet(mode=choice.mode, tools=tools))
+    if isinstance(choice, NamedFunction):
+        return NamedTool(function=choice)
+    if isinstance(choice, AllowedFunctions):
+        tools = [NamedTool(function=one) for one in choice.tools]
+        return AllowedTools(allowed_tools=AllowedToolSet(mode=choice.mode, tools=tools))
+    return choice
 
 
 def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
