@@ -37,6 +37,17 @@ def socket_pair() -> tuple[socket.socket, socket.socket] | None:
     return ours, theirs
 
 
+def create_memory(num_bytes: int) -> int:
+    """Return the descriptor of zeros. Raises OSError: a sandbox or RLIMIT_FSIZE may forbid it."""
+    descriptor = os.memfd_create("penstock")
+    try:
+        os.ftruncate(descriptor, num_bytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 class MemoryClient:
     """A process's end of its socket pair."""
 
@@ -59,15 +70,17 @@ class MemoryClient:
         self._request(KeepMemory(name, manifest), [descriptor])
 
     def open(self, name: str, num_bytes: int, manifest: bytes) -> mmap.mmap:
-        """Return the memory of this name if its manifest is the same, otherwise zeros; kept."""
+        """Return the memory of this name if its manifest is the same, otherwise zeros; kept.
+
+        Raises OSError.
+        """
         taken = self.take(name)
         if taken and taken.manifest == manifest:
             descriptor = taken.descriptor
         else:
             if taken:
                 os.close(taken.descriptor)
-            descriptor = os.memfd_create("penstock")
-            os.ftruncate(descriptor, num_bytes)
+            descriptor = create_memory(num_bytes)
             self.keep(name, manifest, descriptor)
         memory = mmap.mmap(descriptor, num_bytes)
         os.close(descriptor)

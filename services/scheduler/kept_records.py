@@ -49,13 +49,17 @@ def open_records(
 ) -> BlockRecords | None:
     """Return the records that the last scheduler kept, or empty ones; memory: as in `begin`.
 
-    Return None where the supervisor keeps no memory.
+    Return None where no memory can be kept.
     """
     client = MemoryClient.from_environment()
     if client is None:
         return None
     size = num_blocks, block_size, hash_bytes
-    kept = client.open(name, BlockRecords.size_of(*size), repr(size).encode())
+    try:
+        kept = client.open(name, BlockRecords.size_of(*size), repr(size).encode())
+    except OSError as error:
+        log.warning("%s: records end with the scheduler: %s", name, error)
+        return None
     records = BlockRecords(kept, *size)
     records.begin(memory)
     return records

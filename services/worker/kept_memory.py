@@ -23,7 +23,7 @@ from penstock.models.allocation import without_memory
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.config import Config
 from penstock.protocol.messages.worker import WorkerAssignment
-from penstock.protocol.transport.kept_memory import MemoryClient
+from penstock.protocol.transport.kept_memory import MemoryClient, create_memory
 from penstock.services.worker.compiling import INTEGER_BITS
 
 log = logging.getLogger(__name__)
@@ -271,8 +271,7 @@ def _allocate(num_bytes: int, device: torch.device) -> tuple[Tensor, int]:
 
         memory, descriptor = cuda_memory.allocate(num_bytes, device)
         return memory.zero_(), descriptor
-    descriptor = os.memfd_create("penstock")
-    os.ftruncate(descriptor, num_bytes)
+    descriptor = create_memory(num_bytes)
     return _map(descriptor, num_bytes, device), descriptor
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from penstock.protocol.messages.status import SchedulerStatus
-from tests.pipeline.conftest import Pipeline
+from tests.pipeline.conftest import LAUNCH, Pipeline
 from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = [
@@ -159,3 +159,21 @@ def test_other_layouts_and_bad_folders_change_nothing(
     served = pipeline(*SMALL, "--kv-offload-folder", str(file))
     served.wait_for(r"worker\.1 +\| W KV blocks in .*Not a directory")
     assert ask(served).texts == first.texts
+
+
+def test_tiers_end_with_their_processes_where_no_memory_can_be_kept(
+    first: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited = ("prlimit", "--fsize=16384", *LAUNCH)
+    monkeypatch.setattr("tests.pipeline.conftest.LAUNCH", limited)
+    with Pipeline(*SMALL) as served:
+        for reason in (
+            r"worker\.1 +\| W memory ends with the worker: .*File too large",
+            r"scheduler\.1 +\| W slots\.0: records end with the scheduler: .*File too large",
+        ):
+            served.wait_for(reason)
+        for _ in range(2):
+            assert ask(served).texts == first.texts
+        assert scheduler(served).num_offload_hits > 0
+        served.kill("scheduler.1")
+        assert ask(served).texts == first.texts
