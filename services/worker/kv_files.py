@@ -21,6 +21,8 @@ MAX_WRITE_SECONDS = 3600
 HASH_DIGITS = 64
 CHANGED = FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError
 """errors that say nothing about the disk: somebody has changed the folder meanwhile"""
+FULL = errno.ENOSPC, errno.EDQUOT
+"""errors that end when files are removed"""
 
 
 class DamagedFileError(OSError):
@@ -36,27 +38,42 @@ class KvFiles:
         self._digest = digest
         self.file_bytes = HEADER_BYTES + content_bytes
 
-    def scan(self) -> Iterator[bytes]:
-        """Yield the hashes of all files, the one used last last. Raises OSError."""
+    def scan(self, on_error: Callable[[OSError], object]) -> Iterator[bytes]:
+        """Yield the hashes of all files, the one used last last. Raises OSError.
+
+        on_error: called with errors that concern some of the files.
+        """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found: list[tuple[float, bytes]] = []
         for parent in self.folder.iterdir():
-            with suppress(*CHANGED), os.scandir(parent) as entries:
-                for entry in entries:
-                    with suppress(*CHANGED):
-                        self._note(entry, found)
+            try:
+                self._scan_part(parent, found)
+            except CHANGED:
+                continue
+            except OSError as error:
+                on_error(error)
         for _, hash_ in sorted(found):
             yield hash_
+
+    def _scan_part(self, parent: Path, found: list[tuple[float, bytes]]) -> None:
+        with os.scandir(parent) as entries:
+            for entry in entries:
+                with suppress(*CHANGED):
+                    self._note(entry, found)
 
     def _note(self, entry: os.DirEntry[str], found: list[tuple[float, bytes]]) -> None:
         written = entry.stat(follow_symlinks=False).st_mtime
         if _is_hash(entry.name) and entry.is_file(follow_symlinks=False):
             found.append((written, bytes.fromhex(entry.name)))
         elif entry.name.endswith(SUFFIX) and abs(time.time() - written) > MAX_WRITE_SECONDS:
-            Path(entry).unlink()
+            with suppress(OSError):  # on a read-only disk the file stays
+                Path(entry).unlink()
 
     def write(self, hash_: bytes, content: Any, is_right: Callable[[], bool]) -> bool:
-        """Write a file. Return `is_right()`, without which it is dropped. Raises OSError."""
+        """Write a file. Return `is_right()`, without which it is dropped. Raises OSError.
+
+        It may change meanwhile.
+        """
         path = self._path(hash_)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # processes that share the folder may have the same pid, in containers or on other machines
@@ -65,11 +82,15 @@ class KvFiles:
         try:
             with os.fdopen(descriptor, "wb", 0) as file:
                 for part in (self._header(hash_, content), content):
-                    if file.write(part) != len(part):
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    rest = memoryview(part)
+                    while rest:  # the disk may take a part before it reports an error
+                        rest = rest[file.write(rest) :]
             if is_right():
                 partial.rename(path)
-                return True
+                if is_right():
+                    return True
+                self.remove(hash_)
+                return False
         except OSError:
             with suppress(OSError):
                 partial.unlink()

@@ -2,7 +2,7 @@
 
 Threads read and write; the main thread waits for none of them. A file is read as a whole, compared
 with its checksum and then copied to its host slot. A disk that fails costs hits and nothing else:
-after an error on writing nothing more is written, and a disk that is too slow is not read again.
+a block that can't be written is left out, and a disk that is too slow is not read again.
 """
 
 import logging
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.protocol.messages.worker import FolderReport
-from penstock.services.worker.kv_files import CHANGED, KvFiles
+from penstock.services.worker.kv_files import FULL, KvFiles
 
 log = logging.getLogger(__name__)
 MAX_FETCH_SECONDS = 2.0
@@ -85,8 +85,10 @@ class KvFolder:
         self._removed: list[bytes] = []
         self._fetched: list[bytes] = []
         self._failed: list[bytes] = []
-        self._is_listed = self._has_logged = False
-        self.reads, self.writes = True, True
+        self._is_listed = False
+        self._logged: set[int | None] = set()
+        """kinds of errors (errno), each of which is logged once"""
+        self.reads = True
         self._writes: Queue[_Write] = Queue(len(host))
         self._fetches: Queue[_Fetch] = Queue()
 
@@ -107,8 +109,6 @@ class KvFolder:
 
     def store(self, hashes: Sequence[bytes], slots: Sequence[int], wait: Wait) -> None:
         """Write the content of slots to files, as far as the disk keeps up."""
-        if not self.writes:
-            return
         for hash_, slot in zip(hashes, slots, strict=True):
             with suppress(Full):
                 self._writes.put_nowait(_Write(hash_, slot, self._numbers[slot], wait))
@@ -129,6 +129,7 @@ class KvFolder:
 
     def remove(self, hashes: Iterable[bytes]) -> None:
         """Delete files whose content may be wrong."""
+        self.overwrite(range(len(self._numbers)))  # a write that waits may be one of them
         with self._lock:
             for hash_ in hashes:
                 self._files.pop(hash_, None)
@@ -177,70 +178,76 @@ class KvFolder:
     def _list(self) -> None:
         """Find the files of earlier workers."""
         found: list[bytes] = []
-        try:
-            found.extend(self._disk.scan())
-        except OSError as error:
-            self.writes = False
-            log.warning("KV blocks in %s: %s; none are written", self._disk.folder, error)
+        with self._logging_errors():
+            found.extend(self._disk.scan(self._warn_once))
         with self._lock:
             new, self._files = self._files, OrderedDict.fromkeys(found)
             self._files.update(new)
             self._added = list(self._files)
             self._is_listed = True
         log.info("KV blocks in %s: %d", self._disk.folder, len(found))
-        with self._reporting_errors():
-            self._remove_oldest()
+        with self._logging_errors():
+            self._remove_excess()
         self.notify()
 
     def _write_all(self) -> None:
         while True:
             write = self._writes.get()
-            if not self.writes or write.hash in self._files:
-                continue
-            if not self._is_right(write):
+            if write.hash in self._files or not self._is_right(write):
                 continue
             write.wait()
-            content = memoryview(self._host[write.slot])
-            with self._reporting_errors():
-                if self._disk.write(write.hash, content, partial(self._is_right, write)):
+            with self._logging_errors():
+                self._remove_excess()  # where that fails, nothing more may be written
+                if self._write(write):
                     with self._lock:
                         self._files[write.hash] = None
                         self._added.append(write.hash)
-                self._remove_oldest()
+                self._remove_excess()
             self.notify()
 
+    def _write(self, write: _Write) -> bool:
+        """Write as `KvFiles.write`; on a full disk, remove the oldest files for it."""
+        content = memoryview(self._host[write.slot])
+        while True:
+            try:
+                return self._disk.write(write.hash, content, partial(self._is_right, write))
+            except OSError as error:
+                if error.errno not in FULL or not self._remove_oldest():
+                    raise
+                self._warn_once(error)
+
     @contextmanager
-    def _reporting_errors(self) -> Iterator[None]:
-        """Stop writing after an error of the disk."""
+    def _logging_errors(self) -> Iterator[None]:
         try:
             yield
-        except CHANGED as error:
-            self._warn_once(error)
         except OSError as error:
-            self.writes = False
-            log.warning("no more KV blocks are written to %s: %s", self._disk.folder, error)
+            self._warn_once(error)
 
     def _warn_once(self, error: OSError) -> None:
-        if not self._has_logged:
-            self._has_logged = True
+        if error.errno not in self._logged:
+            self._logged.add(error.errno)
             log.warning("KV blocks in %s: %s", self._disk.folder, error)
 
-    def _remove_oldest(self) -> None:
-        while oldest := self._oldest():
-            self._disk.remove(oldest)
+    def _remove_excess(self) -> None:
+        while len(self._files) > self.max_files and self._remove_oldest():
+            pass
+
+    def _remove_oldest(self) -> bool:
+        """Remove the file used least recently; return False if there is none. Raises OSError."""
+        with self._lock:
+            if not self._is_listed or not self._files:
+                return False
+            oldest = next(iter(self._files))
+        self._disk.remove(oldest)
+        with self._lock:
+            if oldest in self._files:  # no other thread was faster
+                del self._files[oldest]
+                self._removed.append(oldest)
+        return True
 
     def _is_right(self, write: _Write) -> bool:
         """Return whether a slot has still the content that is to be written."""
         return self._numbers[write.slot] == write.number
-
-    def _oldest(self) -> bytes | None:
-        """Take the file used least recently from the list, if there are too many."""
-        with self._lock:
-            if not self._is_listed or len(self._files) <= self.max_files:
-                return None
-            oldest, _ = self._files.popitem(last=False)
-            self._removed.append(oldest)
-            return oldest
 
     def _fetch_all(self) -> None:
         buffer = bytearray(self._disk.file_bytes)

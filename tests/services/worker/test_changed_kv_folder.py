@@ -50,7 +50,6 @@ def test_other_things_in_place_of_a_file_are_no_hit_and_change_nothing_else(
     tier.wait_for("added", C)
     tier.fetch(B, 3)
     tier.wait_for("fetched", B)
-    assert tier.folder.writes
     again = Tier(tmp_path)
     again.wait_for("added", B, C)
 
@@ -80,7 +79,6 @@ def test_foreign_and_partial_files_are_no_blocks(tmp_path: Path, hours: int) -> 
     tier = Tier(tmp_path)
     tier.wait_for("added", A)
     assert tier.reports["added"] == [A]
-    assert tier.folder.writes
     left = {path.name.lstrip("0") for path in parent.iterdir()}
     assert ".new.partial" in left
     assert ".old.partial" not in left
@@ -112,6 +110,36 @@ def test_a_removal_is_carried_out_though_the_scheduler_dies(
     folder.start()
     assert is_removed.wait(30)
     assert set(files(tmp_path)) == {B}
+
+
+def test_a_removal_holds_for_a_file_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = Tier(tmp_path)
+    write, rename = tier.folder._disk.write, Path.rename
+    begun, is_removed, has_ended = threading.Event(), threading.Event(), threading.Event()
+
+    def rename_late(path: Path, target: Path) -> Path:
+        begun.set()
+        assert is_removed.wait(30)
+        return rename(path, target)
+
+    def noted(hash_: bytes, content: object, is_right: Callable[[], bool]) -> bool:
+        is_written = write(hash_, content, is_right)
+        has_ended.set()
+        return is_written
+
+    monkeypatch.setattr(Path, "rename", rename_late)
+    monkeypatch.setattr(tier.folder._disk, "write", noted)
+    tier.store(A, 0)
+    assert begun.wait(30)
+    tier.folder.remove([A])
+    is_removed.set()
+    assert has_ended.wait(30)
+    assert not files(tmp_path)
+    tier.store(B, 1)
+    tier.wait_for("added", B)
+    assert tier.reports["added"] == [B]
 
 
 def test_processes_of_one_pid_may_write_the_same_file(tmp_path: Path) -> None:
