@@ -21,7 +21,7 @@ def mount(path: Path, *options: str) -> None:
 
 
 def full(path: Path) -> None:
-    """The oldest file makes room for the next one."""
+    """Replace the oldest file by the next one."""
     mount(path, f"size={2 * (SLOT_BYTES + PAGE)}")
     tier = stored(path, A, B)
     tier.store(C, 2)
@@ -35,7 +35,7 @@ def full(path: Path) -> None:
 
 
 def full_of_others(path: Path) -> None:
-    """Blocks are written as soon as others make room."""
+    """Write blocks as soon as others make room."""
     mount(path, f"size={SLOT_BYTES + PAGE}")
     other = path / "other"
     with other.open("wb") as file:
@@ -53,7 +53,7 @@ def full_of_others(path: Path) -> None:
 
 
 def read_only(path: Path) -> None:
-    """Files are found and read, and written as soon as the disk permits it."""
+    """Find and read files, and write them as soon as the disk permits it."""
     mount(path, "size=1m")
     tier = stored(path, A, B)
     partial = files(path)[A].with_suffix(".old.partial")
