@@ -5,8 +5,9 @@
     python -m tests.tools.cpu_speed run work/0.6B work/0.6B:int8 llama:work/q8.gguf hf:work/0.6B
 
 Each argument of `run` is a process: a checkpoint for a worker, or one of the others' by a prefix. A
-checkpoint that ends in `:int8`, `:int4` or `:none` has a quantized head, too. The processes take
-turns, so that all of them meet the same machine. A turn is `--batch` prompts, then `--steps` steps.
+checkpoint that ends in `:int8`, `:int4` or `:none` has a quantized head, too. `copy:FOLDER` copies
+as many bytes as the checkpoint has. The processes take turns, so that all of them meet the same
+machine. A turn is `--batch` prompts, then `--steps` steps.
 Printed: median and best of the CPU time, or of `--wall` time, in ms.
 """
 
@@ -133,6 +134,27 @@ def hf_turn(name: str, batch: int, length: int, steps: int) -> Turn:
     return turn
 
 
+def copy_turn(folder: str, *_: int) -> Turn:
+    """Return a turn that copies as many bytes as the weights have, twice: the memory's speed."""
+    import torch
+
+    torch.set_num_threads(1)
+    num_bytes = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    source = torch.ones(num_bytes, dtype=torch.uint8)
+    target = torch.empty_like(source)
+
+    def copy() -> float:
+        start = clock()
+        target.copy_(source)
+        return clock() - start
+
+    return lambda: (copy(), copy())
+
+
+OTHERS = {"llama": llama_turn, "hf": hf_turn, "copy": copy_turn}
+"""by their prefix; without one it is a worker's"""
+
+
 def write_file(folder: Path, path: Path, kind: str) -> None:
     """Write the GGUF file of a checkpoint of one shard, with embedding and head in Q8_0."""
     from gguf import GGMLQuantizationType, GGUFWriter
@@ -176,8 +198,7 @@ def write_file(folder: Path, path: Path, kind: str) -> None:
 def serve_turns(name: str, sizes: tuple[int, int, int]) -> None:
     """Take a turn for each line of stdin, and print its times."""
     kind, _, rest = name.partition(":")
-    turn = {"llama": llama_turn, "hf": hf_turn}.get(kind, worker_turn)
-    take = turn(rest if kind in ("llama", "hf") else name, *sizes)
+    take = OTHERS[kind](rest, *sizes) if kind in OTHERS else worker_turn(name, *sizes)
     take()
     print("TURN ready", flush=True)
     for _ in sys.stdin:
