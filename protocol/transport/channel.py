@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
+from zmq.backend import zmq_poll
 
 log = logging.getLogger(__name__)
 Received = TypeVar("Received")
@@ -40,7 +41,7 @@ class Traffic:
 
 
 traffic = Traffic()
-_EVENTS, _POLLIN, _DONTWAIT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.DONTWAIT)
+_POLLIN, _DONTWAIT = int(zmq.POLLIN), int(zmq.DONTWAIT)
 _SNDMORE = int(zmq.SNDMORE) | _DONTWAIT
 """numbers: an operation on pyzmq's enums takes a microsecond"""
 
@@ -60,6 +61,7 @@ class Channel(Generic[Received]):
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(receives).decode
         self._is_router = socket.type == zmq.ROUTER
+        self._readable = [(socket, _POLLIN)]
 
     @property
     def last_endpoint(self) -> bytes:
@@ -69,7 +71,7 @@ class Channel(Generic[Received]):
 
     @property
     def has_message(self) -> bool:
-        return bool(self.socket.getsockopt(_EVENTS) & _POLLIN)  # type: ignore[operator]
+        return bool(zmq_poll(self._readable, 0))
 
     def send(self, message: object, to: bytes = b"") -> bool:
         """Send to the peer `to` (ROUTER only). Return False if the peer is disconnected."""
@@ -79,11 +81,7 @@ class Channel(Generic[Received]):
         return self._encode(message)
 
     def send_bytes(self, frame: bytes, to: bytes = b"") -> bool:
-        return self.send_frames([to, frame] if self._is_router else [frame])
-
-    def send_frames(self, frames: list[bytes]) -> bool:
-        """Send encoded frames, beginning with the peer's identity if this is a ROUTER."""
-        return not self.try_send(frames)
+        return not self.try_send([to, frame] if self._is_router else [frame])
 
     def try_send(self, frames: list[bytes]) -> int:
         """Send frames. Return 0, EHOSTUNREACH (peer disconnected) or EAGAIN (queue full)."""
@@ -115,7 +113,7 @@ class Channel(Generic[Received]):
         self, max_frames: int, seconds: float = math.inf
     ) -> Iterator[list[zmq.Frame]]:
         """Yield frames as `receive_frames`, uncopied, and `max_frames` + 1 of them at most."""
-        deadline = monotonic() + min(seconds, MAX_DRAIN_SECONDS)
+        deadline, is_first = monotonic() + min(seconds, MAX_DRAIN_SECONDS), True
         while True:
             try:
                 frame: zmq.Frame = self.socket.recv(_DONTWAIT, copy=False)
@@ -127,6 +125,9 @@ class Channel(Generic[Received]):
                 frames, self._frames = self._frames, []
                 traffic.messages_received += 1
                 yield frames
+                if is_first and not self.has_message:
+                    return  # one message is usual, and `zmq.Again` takes longer than this check
+                is_first = False
             if monotonic() >= deadline:
                 return
 

@@ -74,7 +74,7 @@ class Authenticator:
         for version, number, domain, address, _, _, key in self.channel.receive_frames():
             accepted = self._admits(domain, z85.encode(key), address)
             status = b"200" if accepted else b"400"
-            self.channel.send_frames([version, number, status, b"", b"", b""])
+            self.channel.try_send([version, number, status, b"", b"", b""])
 
     def _admits(self, domain: bytes, key: bytes, address: bytes) -> bool:
         try:

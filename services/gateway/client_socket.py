@@ -13,7 +13,7 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.client import ErrorReply, Reply, ReplyBatch, TextDelta
 from penstock.protocol.messages.codec import MSGPACK, codec_of
 from penstock.protocol.messages.envelope import BATCH, has_number, reply_frames
-from penstock.protocol.transport.channel import OVERSIZE_SLACK, Channel, traffic
+from penstock.protocol.transport.channel import OVERSIZE_SLACK, Channel
 from penstock.protocol.transport.context import Context, check_reach, stays_on_host
 from penstock.protocol.transport.curve import ZAP_DOMAIN, secure_server
 from penstock.services.gateway.connections import Client, Connection, Connections
@@ -205,10 +205,7 @@ class ClientSocket:
         try:
             connection = self.connections.sender(int(frame.get(zmq.SRCFD)), frame.bytes)
         except zmq.ZMQError:  # libzmq knows it for ZMTP 3 only
-            self.channel.num_bad_frames += 1
-            traffic.bad_frames += 1
-            if self.channel.num_bad_frames == 1:
-                log.warning("dropped a message of ZMTP before version 3 (further ones are counted)")
+            self.channel.count_bad_frame("its sender speaks ZMTP before version 3")
             return None
         return None if connection.is_cut_off else connection
 
