@@ -3,16 +3,10 @@
 from argparse import SUPPRESS, ArgumentParser, Namespace
 
 from penstock.launch.bench.report import as_json
-from penstock.launch.chaos.aimed import aimed
 from penstock.launch.chaos.options import KINDS, ChaosOptions
 from penstock.launch.chaos.report import as_table
 from penstock.launch.chaos.run import chaos
-from penstock.launch.pipeline.options import (
-    add_options,
-    add_pipeline_options,
-    as_flags,
-    given_options,
-)
+from penstock.launch.pipeline.options import add_options, add_pipeline_options, given_options
 from penstock.protocol.config import Config
 
 EXIT_CODE = (
@@ -34,11 +28,6 @@ def add_arguments(command: ArgumentParser) -> None:
     command.add_argument(
         "--only", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=text
     )
-    text = (
-        "run known attacks instead of random kills, each on a new pipeline; WORD selects attacks "
-        "whose names contain it (default: all)"
-    )
-    command.add_argument("--aimed", nargs="*", metavar="WORD", help=text)
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument("--name", default=SUPPRESS, help=RUNNING)
     own = [field for field in Config.__struct_fields__ if field not in ("name", "endpoint")]
@@ -46,10 +35,6 @@ def add_arguments(command: ArgumentParser) -> None:
 
 
 def _chaos(arguments: Namespace) -> int:
-    if arguments.aimed is not None:
-        given = given_options(arguments, Config)
-        given.pop("name", None)
-        return aimed(arguments.aimed, list(as_flags(given)))
     options = ChaosOptions(**given_options(arguments, ChaosOptions))
     report = chaos(arguments, options, arguments.only)
     print(as_json(report) if arguments.json else as_table(report))

@@ -21,14 +21,11 @@ NOBODY_ELSE = ("--http", "0", "--drain-timeout", "0")
 
 
 @contextlib.contextmanager
-def private_pipeline(
-    name: str, *flags: str, stdout: int = subprocess.PIPE, **commands: str
-) -> Iterator[str]:
+def private_pipeline(name: str, *flags: str, **commands: str) -> Iterator[str]:
     """Run `launch all` with these flags until the block ends; gives its endpoint.
 
     `commands` take the place of lines of the procfile. Raises LaunchError with the pipeline's last
-    words if it does not start; if it ends before the block they go to the terminal, unless `stdout`
-    is another file than the pipe that is read here. A terminal's
+    words if it does not start; if it ends before the block they go to the terminal. A terminal's
     Ctrl-C does not reach it: it is in a session of its own. It ends with this process, too.
     """
     endpoint = f"ipc://{run_folder(name)}/clients"
@@ -39,7 +36,7 @@ def private_pipeline(
         subprocess.Popen(
             [*launch, "--endpoint", endpoint, *procfile, *NOBODY_ELSE, *flags],
             stdin=subprocess.DEVNULL,
-            stdout=stdout,
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
@@ -60,7 +57,7 @@ def private_pipeline(
             has_ended = process.poll() is not None
             process.send_signal(signal.SIGTERM)
             drain.join()
-            if is_ready and has_ended and process.stdout:
+            if is_ready and has_ended:
                 print(f"the pipeline ended:\n{''.join(said)}", end="", file=sys.stderr)
         if not is_ready:
             raise LaunchError(f"the pipeline did not start:\n{''.join(said)}")

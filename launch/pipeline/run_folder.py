@@ -138,12 +138,6 @@ def is_running(name: str) -> bool:
         return False
 
 
-def supervisor_of(name: str) -> int:
-    """Return the pid of the supervisor of a pipeline that runs. Raises LaunchError if none does."""
-    with _open_lock(name) as lock:
-        return int(os.pread(lock, 20, 0))
-
-
 def environment(config: Config) -> dict[str, str]:
     """Return the environment of the pipeline's processes: their `python` is this one."""
     path = os.environ.get("PATH", os.defpath)

@@ -1,0 +1,187 @@
+"""Attacks by clients and on files, while streams of others run: no token of theirs changes.
+
+Each attack is bounded, and goes to loopback only. Memory of the gateway stays bounded, too.
+"""
+
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+import zmq
+
+from penstock.launch.pipeline.control_client import scale
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.protocol.messages.client import GenerateRequest, StatusRequest, TokenizePromptRequest
+from penstock.protocol.messages.structured import StructuredOutputs
+from tests.pipeline.conftest import PATIENT, Pipeline, pipeline  # noqa: F401  a fixture
+from tests.pipeline.load import Load
+from tests.pipeline.ports import free_port
+
+pytestmark = [pytest.mark.chaos, pytest.mark.long]
+NUM_STREAMS = 4
+MAX_GATEWAY_BYTES = 300 << 20
+STATUS = b'{"type":"status"}'
+LONG = {"max_tokens": 400, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def served(pipeline: Callable[..., Pipeline]) -> Pipeline:  # noqa: F811
+    where = f"tcp://127.0.0.1:{free_port()}"
+    flags = ("--http", "1", "--http-port", str(free_port()), "--max-deaths", "100")
+    return pipeline(*PATIENT, *flags, endpoint=where)
+
+
+@pytest.fixture
+def attacked(served: Pipeline) -> Iterator[Pipeline]:
+    """Yield a pipeline in which others stream; after the attack a new client is answered."""
+    with Load(served.endpoint, NUM_STREAMS):
+        yield served
+        with served.client() as client:
+            assert client.generate("17+25=").text == "42"
+    assert peak_bytes(served) < MAX_GATEWAY_BYTES
+
+
+def peak_bytes(served: Pipeline) -> int:
+    """Return the most bytes that the gateway has had resident."""
+    lines = Path(f"/proc/{served.processes()['gateway.1']}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
+@contextlib.contextmanager
+def dealer(served: Pipeline, **options: Any) -> "Iterator[zmq.Socket[bytes]]":
+    with zmq.Context() as context, context.socket(zmq.DEALER) as one:
+        for option, value in ({"LINGER": 0, "SNDTIMEO": 10_000} | options).items():
+            one.setsockopt(getattr(zmq, option), value)
+        one.connect(served.endpoint)
+        yield one
+
+
+def connect(stack: contextlib.ExitStack, port: int) -> socket.socket:
+    return stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+
+
+def gateway_port(served: Pipeline) -> int:
+    return int(served.endpoint.rpartition(":")[2])
+
+
+def http_port(served: Pipeline) -> int:
+    return int(served.url.rpartition(":")[2])
+
+
+def test_several_first_grammars_at_once(attacked: Pipeline) -> None:
+    schema = StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "array"}}})
+    with attacked.client() as client:
+        answers = [
+            client.submit("repeat: {}", structured_outputs=schema, max_tokens=20) for _ in range(4)
+        ]
+        assert {answer.result().finish_reason for answer in answers} <= {"stop", "length"}
+
+
+def test_json_as_deep_as_decoders_allow_while_the_scheduler_dies(attacked: Pipeline) -> None:
+    with dealer(attacked) as hostile:
+        for depth in (60, 200, 500, 900, 990):
+            for text in (b'{"a":' * depth + b"1" + b"}" * depth, b"[" * depth + b"]" * depth):
+                message = b'{"messages":[{"role":"user","content":"?"}],"chat_template_kwargs":'
+                rest = b',"max_tokens":400,"ignore_eos":true}'
+                hostile.send(message + b'{"x":' + text + b"}" + rest)
+        attacked.kill("scheduler.1")
+
+
+def test_messages_mostly_of_envelope(attacked: Pipeline) -> None:
+    with dealer(attacked, SNDHWM=4) as hostile, contextlib.suppress(zmq.Again):
+        for _ in range(30):
+            hostile.send_multipart([bytes(4 << 20)] * 3 + [STATUS])
+
+
+def test_streams_that_nobody_reads(attacked: Pipeline) -> None:
+    question = msgspec.msgpack.encode(
+        GenerateRequest(prompt="count from 1 to 99", stream=True, **LONG)
+    )
+    with dealer(attacked, RCVHWM=1) as hostile, attacked.client() as client:
+        for number in range(60):
+            hostile.send_multipart([bytes(1000), b"%d" % number, question])
+        assert client.generate("17+25=").text == "42"
+
+
+def test_long_prompts_of_clients_that_leave(attacked: Pipeline) -> None:
+    question = msgspec.msgpack.encode(TokenizePromptRequest(prompt="word " * 190_000))
+    with dealer(attacked) as hostile:
+        for _ in range(30):
+            hostile.send(question)
+
+
+def test_questions_for_a_report_that_does_not_come(attacked: Pipeline) -> None:
+    question = msgspec.msgpack.encode(StatusRequest(fresh=True))
+    with dealer(attacked, SNDHWM=0) as hostile, attacked.suspended("scheduler.1"):
+        for _ in range(150_000):
+            hostile.send(question)
+        with attacked.client() as client:
+            assert client.status().num_requests >= NUM_STREAMS
+
+
+def test_more_silent_connections_than_descriptors(attacked: Pipeline) -> None:
+    with contextlib.ExitStack() as stack, attacked.client() as client:
+        with contextlib.suppress(OSError):  # of this process
+            for _ in range(1100):
+                connect(stack, gateway_port(attacked))
+        assert client.generate("17+25=").text == "42"
+
+
+def test_http_headers_without_an_end(attacked: Pipeline) -> None:
+    with contextlib.ExitStack() as stack:
+        hostile = connect(stack, http_port(attacked))
+        hostile.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        with pytest.raises(ConnectionError):
+            for number in range(50_000):
+                hostile.sendall(b"x-%08d: " % number + b"y" * 8000 + b"\r\n")
+
+
+def test_http_requests_that_do_not_arrive(attacked: Pipeline) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(200):
+            connect(stack, http_port(attacked)).sendall(b"GET /")
+        assert httpx.get(f"{attacked.url}/health", timeout=20, trust_env=False).status_code == 200
+
+
+def test_peers_of_an_older_protocol(attacked: Pipeline) -> None:
+    for _ in range(100):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            hostile = connect(stack, gateway_port(attacked))
+            hostile.sendall(b"\x01\x00" + bytes([1 + len(STATUS), 0]) + STATUS * 10)
+
+
+def test_a_thousand_requests_of_one_client(attacked: Pipeline) -> None:
+    """Another client does not wait for them."""
+    with attacked.client() as many, attacked.client() as single:
+        answers = [many.submit("count from 10 to 60", max_tokens=64) for _ in range(1000)]
+        assert single.generate("count from 1 to 5").text == "1 2 3 4 5"
+        assert many.status().num_requests > NUM_STREAMS + 1
+        assert {answer.result().usage.output_tokens for answer in answers} == {64}
+
+
+def test_a_configuration_that_is_removed_before_a_process_dies(attacked: Pipeline) -> None:
+    tokenizer = psutil.Process(attacked.processes()["tokenizer.1"])
+    (attacked.run_folder / "config.json").unlink()
+    start = len(attacked.output)
+    tokenizer.send_signal(signal.SIGKILL)
+    attacked.wait_for(r"launch +\| tokenizer\.1 died", start)
+    assert attacked.processes()["tokenizer.1"] != tokenizer.pid
+
+
+def test_five_changes_of_one_number_at_once(attacked: Pipeline) -> None:
+    wanted = [1, 2, 3, 1, 2]
+    with ThreadPoolExecutor(len(wanted)) as threads:
+        futures = [threads.submit(scale, attacked.name, "tokenizer", number) for number in wanted]
+    errors = [error for future in futures if (error := future.exception())]
+    assert not [error for error in errors if not isinstance(error, LaunchError)]
+    assert sorted(future.result() for future in futures) == sorted(wanted)
+    found = [name for name in attacked.processes() if name.startswith("tokenizer.")]
+    assert len(found) in wanted
