@@ -1,1 +1,1 @@
-"""Benchmarks of single kernels: `python -m penstock.kernels.bench.<name>`, on a GPU."""
+"""Measurements of kernels on a GPU, by which `launch tune` chooses tile sizes."""

@@ -1,4 +1,4 @@
-"""Decode attention against flash-attn 2: `python -m penstock.kernels.bench.attention`.
+"""Decode attention against flash-attn 2: `python -m tests.gpu.decode_attention`.
 
 Prints microseconds per layer, and the share of a device copy's rate at which keys and values are
 read, for head layouts, batches and context lengths. With --fp8, also measures a cache in 8 bits.

@@ -1,6 +1,6 @@
 """Time of a mixture of experts, and of reading the weights of the chosen experts.
 
-    python -m penstock.kernels.bench.moe [--size 30B] [--tp 1] [--dtype fp8] [--tokens 1 16 64]
+    python -m tests.gpu.moe [--size 30B] [--tp 1] [--dtype fp8] [--tokens 1 16 64]
 
 Prints microseconds: lower bounds for reading the chosen experts' weights and for multiplying, then
 the times of a layer, of a layer without router and norm, and of each product. The tokens' experts
