@@ -1,27 +1,21 @@
 """Beam search of `LLM`, shaped as in vLLM."""
 
-import contextlib
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec import Struct
 
-from penstock.launch.offline.bounded_concurrency import submit_all
+from penstock.launch.offline.bounded_concurrency import replies_to
 from penstock.launch.offline.outputs import ByToken, RequestOutput, by_token, prompts_of
 from penstock.protocol.client.beam_search import Beam, BeamSearch, BeamSearchParams
 from penstock.protocol.client.client import Client
-from penstock.protocol.client.session import Done
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import (
     DetokenizeReply,
     DetokenizeRequest,
     FinishReason,
     GenerateReply,
-    Request,
 )
 from penstock.protocol.tokenizer_file import read_eos_token_ids
-
-Kind = TypeVar("Kind", bound=Done)
 
 
 class BeamSearchSequence(Struct, kw_only=True):
@@ -61,22 +55,18 @@ class BeamSearchMethods:
         eos = read_eos_token_ids(self.config.model_folder)
         searches = [BeamSearch(one.prompt_token_ids, params, eos) for one in self._outputs(several)]
         while places := [(one, request) for one in searches for request in one.requests()]:
-            replies = iter(self._replies(GenerateReply, (request for _, request in places)))
+            requests = [request for _, request in places]
+            replies = iter(replies_to(self._client, requests, self._window, GenerateReply))
             for search in dict.fromkeys(one for one, _ in places):
                 search.step([next(replies) for _ in search.live])
         found = [(search, beam) for search in searches for beam in search.best()]
         tokens = [[*search.prompt_token_ids, *beam.token_ids] for search, beam in found]
-        texts = self._replies(DetokenizeReply, (DetokenizeRequest(token_ids=one) for one in tokens))
+        questions = [DetokenizeRequest(token_ids=one) for one in tokens]
+        texts = replies_to(self._client, questions, self._window, DetokenizeReply)
         outputs = {search: BeamSearchOutput(sequences=[]) for search in searches}
         for (search, beam), token_ids, reply in zip(found, tokens, texts, strict=True):
             outputs[search].sequences.append(_sequence(beam, token_ids, reply.text))
         return list(outputs.values())
-
-    def _replies(self, kind: type[Kind], requests: Iterable[Request]) -> list[Kind]:
-        """Return the replies in the order of their requests."""
-        with contextlib.closing(submit_all(self._client, requests, self._window)) as replies:
-            by_place = dict(replies)
-        return [one for _, one in sorted(by_place.items()) if isinstance(one, kind)]
 
     def _outputs(self, prompts: list[dict[str, Any]]) -> list[RequestOutput]:
         raise NotImplementedError

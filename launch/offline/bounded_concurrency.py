@@ -1,13 +1,37 @@
 """Many requests of one client, with no more of them open than the pipeline accepts."""
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
+from typing import Any, TypeVar
 
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.session import Answer, Done, Final
 from penstock.protocol.messages.client import AbortRequest, ErrorReply, Request
+
+Kind = TypeVar("Kind", bound=Done)
+
+
+def replies_to(
+    client: Client,
+    requests: Iterable[Request],
+    size: int,
+    kind: type[Kind],
+    on_reply: Callable[[], Any] = lambda: None,
+) -> list[Kind]:
+    """Return the replies in the order of their requests, as `submit_all` sends them.
+
+    on_reply: called when one has come. Raises RequestError.
+    """
+    found: dict[int, Kind] = {}
+    with contextlib.closing(submit_all(client, requests, size)) as replies:
+        for place, reply in replies:
+            assert isinstance(reply, kind)  # noqa: S101  for mypy
+            found[place] = reply
+            on_reply()
+    return [found[place] for place in range(len(found))]
 
 
 def submit_all(

@@ -22,7 +22,7 @@ from msgspec import Struct
 from tqdm import tqdm
 
 from penstock.launch.offline.beam_search import BeamSearchMethods
-from penstock.launch.offline.bounded_concurrency import submit_all
+from penstock.launch.offline.bounded_concurrency import replies_to, submit_all
 from penstock.launch.offline.outputs import RequestOutput, SamplingParams, prompts_of
 from penstock.launch.offline.pooling import PoolingMethods
 from penstock.launch.pipeline.ephemeral_pipeline import private_pipeline
@@ -32,18 +32,15 @@ from penstock.launch.pipeline.options import DEPRECATED, OTHER_NAMES, as_flags
 from penstock.launch.pipeline.run_folder import is_running, running_config
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import NoAnswer
-from penstock.protocol.client.session import Final
 from penstock.protocol.config import Config
 from penstock.protocol.field_errors import explain
 from penstock.protocol.messages.chat import Conversation, chat_messages
 from penstock.protocol.messages.client import (
     ChatMessage,
     GenerateReply,
-    StatusRequest,
     TokenizePromptRequest,
     TokenizeReply,
 )
-from penstock.protocol.messages.status import StatusReply
 
 SILENCE = 10.0
 """seconds without a sign of the pipeline after which a look is taken whether it is still there"""
@@ -146,7 +143,7 @@ class LLM(PoolingMethods, BeamSearchMethods):
             for one, index in places
         )
         with (
-            _Progress(self._client, len(places), use_tqdm) as progress,
+            _Progress(len(places), use_tqdm) as progress,
             contextlib.closing(submit_all(self._client, requests, self._window)) as replies,
         ):
             for place, reply in replies:
@@ -171,10 +168,9 @@ class LLM(PoolingMethods, BeamSearchMethods):
             if not isinstance(prompt, list):
                 texts.append((outputs[-1], TokenizePromptRequest(**fields)))
         questions = [question for _, question in texts]
-        with contextlib.closing(submit_all(self._client, questions, self._window)) as replies:
-            for place, reply in replies:
-                assert isinstance(reply, TokenizeReply)  # noqa: S101  for mypy
-                texts[place][0].prompt_token_ids = reply.token_ids
+        replies = replies_to(self._client, questions, self._window, TokenizeReply)
+        for (output, _), reply in zip(texts, replies, strict=True):
+            output.prompt_token_ids = reply.token_ids
         return outputs
 
 
@@ -199,56 +195,27 @@ class _Client(Client):
 
 
 class _Progress:
-    """A bar of the answers, with the tokens a second that the gateway counts, twice a second."""
+    """A bar of the answers, with the tokens a second of those that have ended."""
 
-    def __init__(self, client: Client, total: int, is_shown: bool) -> None:
+    def __init__(self, total: int, is_shown: bool) -> None:
         self._bar = tqdm(total=total, desc="answers", dynamic_ncols=True, disable=not is_shown)
-        self._client = client
-        self._start = self._last = time.perf_counter()
-        self._num_tokens = self._counted = (0, 0)
-        """of prompts and of answers: of what is over, and as the gateway counts them"""
-        self._is_over = not is_shown
+        self._start = time.perf_counter()
+        self._num_inputs = self._num_outputs = 0
 
     def __enter__(self) -> Self:
-        self._ask(fresh=False)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_over = True
-        self._show(self._num_tokens, time.perf_counter() - self._start)
         self._bar.close()
 
     def count(self, reply: GenerateReply) -> None:
-        usage, (num_inputs, num_outputs) = reply.usage, self._num_tokens
-        self._num_tokens = (num_inputs + usage.prompt_tokens, num_outputs + usage.output_tokens)
+        self._num_inputs += reply.usage.prompt_tokens
+        self._num_outputs += reply.usage.output_tokens
+        seconds = time.perf_counter() - self._start
+        prefill, decode = self._num_inputs / seconds, self._num_outputs / seconds
+        text = f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s"
+        self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
-
-    def _ask(self, fresh: bool = True) -> None:
-        """Wait for the scheduler's next report."""
-        if self._is_over:
-            return
-        answer = self._client.ask(StatusRequest(fresh=fresh, metrics=True))
-        answer.on_change = lambda: self._on_report(answer.final, is_first=not fresh)
-
-    def _on_report(self, report: Final | None, is_first: bool) -> None:
-        if not isinstance(report, StatusReply) or report.metrics is None:
-            return
-        now, counted = (
-            time.perf_counter(),
-            (
-                report.metrics.prompt_tokens,
-                report.metrics.generation_tokens,
-            ),
-        )
-        if not is_first:
-            new = (counted[0] - self._counted[0], counted[1] - self._counted[1])
-            self._show(new, now - self._last)
-        self._last, self._counted = now, counted
-        self._ask()
-
-    def _show(self, num_tokens: tuple[int, int], seconds: float) -> None:
-        prefill, decode = (number / seconds for number in num_tokens)
-        self._bar.set_postfix_str(f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s")
 
 
 def _one_for_each(

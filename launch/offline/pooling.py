@@ -1,6 +1,5 @@
 """Embeddings and scores of `LLM`, shaped as in vLLM."""
 
-import contextlib
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 from tqdm import tqdm
 
-from penstock.launch.offline.bounded_concurrency import submit_all
+from penstock.launch.offline.bounded_concurrency import replies_to
 from penstock.launch.offline.outputs import prompts_of
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.client.client import Client
@@ -119,16 +118,8 @@ class PoolingMethods:
         self, requests: Iterable[dict[str, Any]], number: int, name: str, shows: bool
     ) -> list[GenerateReply]:
         """Return the replies, in the order of the requests, which are taken as they are sent."""
-        found: dict[int, GenerateReply] = {}
         questions = (
             GenerateRequest(request_id=str(next(self._numbers)), **one) for one in requests
         )
-        with (
-            tqdm(total=number, desc=name, dynamic_ncols=True, disable=not shows) as bar,
-            contextlib.closing(submit_all(self._client, questions, self._window)) as replies,
-        ):
-            for place, reply in replies:
-                assert isinstance(reply, GenerateReply)  # noqa: S101  for mypy
-                found[place] = reply
-                bar.update()
-        return [found[place] for place in range(number)]
+        with tqdm(total=number, desc=name, dynamic_ncols=True, disable=not shows) as bar:
+            return replies_to(self._client, questions, self._window, GenerateReply, bar.update)

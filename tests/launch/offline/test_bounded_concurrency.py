@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launch.offline.bounded_concurrency import submit_all
+from penstock.launch.offline.bounded_concurrency import replies_to, submit_all
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import NoAnswer, RequestError
 from penstock.protocol.messages.client import (
@@ -58,6 +58,19 @@ def test_every_question_is_answered_at_its_place(pair: Make) -> None:
     _, client = pair(echo)
     assert texts(client, 50, 3) == {place: f"p{place}" for place in range(50)}
     assert texts(client, 0, 3) == {}
+
+
+def test_replies_are_in_the_order_of_their_requests(pair: Make) -> None:
+    def refuse_the_first(request: Request) -> list[Reply]:
+        if len(gateway.heard) == 1:
+            return [overloaded(0.01)]
+        return echo(request)
+
+    counted: list[None] = []
+    gateway, client = pair(refuse_the_first)
+    replies = replies_to(client, requests(5), 2, GenerateReply, lambda: counted.append(None))
+    assert [one.text for one in replies] == [f"p{place}" for place in range(5)]
+    assert len(counted) == 5
 
 
 def test_what_is_refused_is_asked_again_behind_the_next_answer(pair: Make) -> None:

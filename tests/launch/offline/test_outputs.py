@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.launch.offline.llm import _Progress
 from penstock.launch.offline.outputs import RequestOutput, SamplingParams, prompts_of
 from penstock.protocol.messages.client import GenerateReply, Usage
 from penstock.protocol.messages.logprobs import TokenLogprobs
@@ -83,3 +84,16 @@ def test_as_many_answers_as_over_http(kind: type[SamplingParams] | type[ChatRequ
     assert msgspec.convert({"messages": messages, "n": 128}, kind).n == 128
     with pytest.raises(msgspec.ValidationError, match="128"):
         msgspec.convert({"messages": messages, "n": 129}, kind)
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_a_bar_has_the_number_of_answers_and_their_speed(
+    capsys: pytest.CaptureFixture[str], is_shown: bool
+) -> None:
+    with _Progress(2, is_shown) as progress:
+        for _ in range(2):
+            progress.count(reply())
+    shown = re.findall(
+        r"2/2 .*prefill (\d\S*) tok/s, decode (\d\S*) tok/s", capsys.readouterr().err
+    )
+    assert [len(one) for one in shown] == [2] * is_shown
