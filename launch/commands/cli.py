@@ -29,7 +29,6 @@ COMMANDS = {
     "tune": "find the fastest matrix products for a model on this GPU, and use them from now on",
     "bench": "measure throughput and latency, with a model or without",
     "chaos": "kill processes at random under load, and check every answer",
-    "options": "print the options of `launch all` as a markdown table",
 }
 """name: description"""
 MODULES = {
@@ -37,7 +36,6 @@ MODULES = {
     "all": "commands.start",
     "bench": "bench.commands",
     "chaos": "chaos.commands",
-    "options": "commands.list_options",
 }
 """within `penstock.launch`, where it is not `commands.NAME`"""
 FIRST_STEPS = """\

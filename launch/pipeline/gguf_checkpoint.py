@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
-from gguf.quants import dequantize
+from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from tqdm import tqdm
 
@@ -191,10 +191,7 @@ def _packed(layer: str, data: NDArray[Any], kind: GGMLQuantizationType) -> Tenso
 
 
 def _bfloat16(numbers: NDArray[Any]) -> tuple[str, NDArray[Any]]:
-    """Round to the nearest number of bfloat16, ties to even."""
-    bits = np.ascontiguousarray(numbers, np.float32).view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return "BF16", rounded.astype(np.uint16)
+    return "BF16", quantize(numbers, GGMLQuantizationType.BF16).view(np.uint16)
 
 
 def _save(path: Path, tensors: Tensors) -> None:

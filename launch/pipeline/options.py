@@ -97,17 +97,6 @@ def as_flags(options: dict[str, Any]) -> Iterator[str]:
             yield from (flag(field), str(value))
 
 
-def options_table() -> str:
-    """Return the options of a pipeline as a markdown table."""
-    rows = ["| option | default | description |", "| --- | --- | --- |"]
-    for field in Config.__struct_fields__:
-        name = f"`{flag(field)}`"
-        if _default(Config, field) is True:
-            name += f", `--no-{flag(field)[2:]}`"
-        rows.append(f"| {name} | {_shown(Config, field)} | {_description(Config, field)} |")
-    return "\n".join(rows)
-
-
 @functools.cache
 def _hints(struct: type[Struct]) -> dict[str, Any]:
     return get_type_hints(struct, include_extras=True)

@@ -9,7 +9,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.launch.pipeline import errors as launch_errors
-from penstock.launch.pipeline.options import flag, options_table
+from penstock.launch.pipeline.options import _default, _description, _shown, flag
 from penstock.protocol.client import errors
 from penstock.protocol.config import Config, ModelOptions
 from penstock.protocol.messages.client import ErrorReply
@@ -80,10 +80,15 @@ def options() -> str:
         "`launch` read them from the environment: `PENSTOCK_MAX_NUM_SEQS` for `--max-num-seqs`. "
         f"Options up to `{flag(ModelOptions.__struct_fields__[-1])}` belong to a model; with "
         "[several models](../guides/several-models.md) each may have its own. The others belong to "
-        "the pipeline. `launch options` prints this table. `--procfile` and `--max-deaths` are "
-        "only for [`launch all`](commands.md#launch-all).",
-        options_table(),
+        "the pipeline. `--procfile` and `--max-deaths` are only for "
+        "[`launch all`](commands.md#launch-all).",
+        table("option | default | description", map(option_row, Config.__struct_fields__)),
     )
+
+
+def option_row(field: str) -> str:
+    off = f", `--no-{flag(field)[2:]}`" if _default(Config, field) is True else ""
+    return f"`{flag(field)}`{off} | {_shown(Config, field)} | {_description(Config, field)}"
 
 
 def sampling_parameters() -> str:

@@ -25,7 +25,7 @@ SOURCE = "\n".join(
     for top in ("kernels", "launch", "models", "protocol", "services")
     for path in ROOT.glob(f"{top}/**/*.py")
 )
-SMALL = ["launch", "launch --version", "launch options"]
+SMALL = ["launch", "launch --version"]
 
 
 def in_blocks() -> list[str]:

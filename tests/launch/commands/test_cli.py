@@ -27,7 +27,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
 
 def test_it_starts_without_what_it_does_not_need() -> None:
     code = (
-        "import sys; sys.argv = ['launch', 'options']\n"
+        "import sys; sys.argv = ['launch', '--help']\n"
         "from penstock.launch.commands.cli import main\n"
         "try: main()\n"
         f"finally: assert not set({SLOW_MODULES}) & set(sys.modules), set(sys.modules)"

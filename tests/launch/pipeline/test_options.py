@@ -11,7 +11,6 @@ from penstock.launch.pipeline.options import (
     as_flags,
     flag,
     given_options,
-    options_table,
 )
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
@@ -102,12 +101,3 @@ def test_options_become_flags() -> None:
     flags = ["--tp", "2", "--no-enable-prefix-caching", "--model", "/a b"]
     assert list(as_flags(options)) == flags
     assert list(as_flags({"enable_prefix_caching": True})) == ["--enable-prefix-caching"]
-
-
-def test_the_table_has_a_row_for_each_field() -> None:
-    _, _, *rows = options_table().splitlines()
-    assert len(rows) == len(Config.__struct_fields__)
-    assert rows[Config.__struct_fields__.index("tp")] == (
-        "| `--tp` | `1` | tensor-parallel size: number of workers |"
-    )
-    assert "`--no-enable-prefix-caching` | on |" in options_table()
