@@ -1,19 +1,11 @@
 """The two encodings of messages between clients and the gateway: JSON and MessagePack."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 from msgspec import Struct
 
-from penstock.protocol.messages.client import (
-    AbortRequest,
-    DetokenizeRequest,
-    GenerateRequest,
-    Reply,
-    Request,
-    StatusRequest,
-    TokenizePromptRequest,
-)
+from penstock.protocol.messages.client import Reply, Request
 
 
 class RequestKind(Struct):
@@ -23,11 +15,7 @@ class RequestKind(Struct):
 
 
 REQUEST_TYPES: dict[str, type[Request]] = {
-    "generate": GenerateRequest,
-    "tokenize": TokenizePromptRequest,
-    "detokenize": DetokenizeRequest,
-    "abort": AbortRequest,
-    "status": StatusRequest,
+    one.__struct_config__.tag: one for one in get_args(Request)
 }
 
 

@@ -76,13 +76,6 @@ class ApiRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True):
     """logprobs name tokens `token_id:N`"""
     request_id: RequestId | None = None
     """part of the reply's `id`; default: the header X-Request-Id"""
-    user: str | None = None
-    """this field and the following ones change nothing"""
-    store: bool | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
 
 ToolName = Annotated[str, Meta(min_length=1, max_length=128)]

@@ -130,17 +130,8 @@ class CountTokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     mcp_servers: Annotated[list[Any], Meta(max_length=0)] = field(default_factory=list)
     thread: Any = None
     """conversations that the server keeps: refused, so the client sends the whole conversation"""
-    metadata: Any = None
-    """this field and the following ones change nothing"""
-    anthropic_beta: Any = None
-    anthropic_version: Any = None
-    betas: Any = None
-    cache_control: Any = None
     context_management: Any = None
-    diagnostics: Any = None
-    inference_geo: Any = None
-    service_tier: Any = None
-    speed: Any = None
+    """changes nothing"""
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True):

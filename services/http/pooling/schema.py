@@ -17,8 +17,6 @@ class PoolingRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields of all three."""
 
     model: str | None = None
-    user: str | None = None
-    """changes nothing"""
     priority: Priority = 0
     cache_salt: CacheSalt | None = None
     request_id: RequestId | None = None

@@ -8,6 +8,7 @@ from penstock.services.http.replies import ChatLogprob
 from penstock.services.http.responses.schema import (
     AllowedFunctions,
     NamedFunction,
+    Reasoning,
     ResponseTool,
     TextFormat,
     TextOptions,
@@ -79,13 +80,6 @@ class ResponseError(Struct, kw_only=True):
     message: str
 
 
-class ReasoningUsed(Struct, kw_only=True):
-    """The request's options of reasoning."""
-
-    effort: str | None = None
-    summary: str | None = None
-
-
 class TextUsed(TextOptions, kw_only=True, omit_defaults=False):
     """The request's options of the text."""
 
@@ -111,7 +105,7 @@ class ResponseReply(Struct, kw_only=True):
     output: list[OutputItem] = field(default_factory=list)
     parallel_tool_calls: bool
     previous_response_id: str | None
-    reasoning: ReasoningUsed
+    reasoning: Reasoning
     store: bool
     temperature: float
     text: TextUsed

@@ -20,12 +20,16 @@ from penstock.services.http.responses.events import Event, ResponseEvents
 from penstock.services.http.responses.input import decode_query
 from penstock.services.http.responses.replies import (
     DeletedResponse,
-    ReasoningUsed,
     ResponseError,
     ResponseReply,
     TextUsed,
 )
-from penstock.services.http.responses.schema import ResponsesRequest, RetrieveQuery, TextFormat
+from penstock.services.http.responses.schema import (
+    Reasoning,
+    ResponsesRequest,
+    RetrieveQuery,
+    TextFormat,
+)
 from penstock.services.http.responses.to_chat_request import (
     chat_request,
     input_items,
@@ -38,7 +42,8 @@ _OWN = {"model", "reasoning", "service_tier", "store", "text", "top_logprobs"}
 
 async def respond(state: AppState, request: ResponsesRequest) -> Response:
     """Answer the items of a conversation."""
-    _check_background(request)
+    if request.background and not request.store:
+        raise invalid("background", "got true, expected store: true with it")
     state.generation_config.fill(request)
     request.request_id = request.request_id or caller.get().request_id or None
     new, store = input_items(request), state.responses
@@ -101,16 +106,13 @@ async def cancel(models: Models, path: dict[str, str]) -> Response:
 def begun(request: ResponsesRequest, model: str) -> ResponseReply:
     """Return a response without output."""
     same = (set(ResponseReply.__struct_fields__) & set(request.__struct_fields__)) - _OWN
-    reasoning, text = request.reasoning, request.text
+    text = request.text
     return ResponseReply(
         **{name: getattr(request, name) for name in same},
         id=f"resp_{uuid.uuid4().hex}",
         created_at=int(time.time()),
         model=model,
-        reasoning=ReasoningUsed(
-            effort=reasoning.effort if reasoning else None,
-            summary=reasoning.summary if reasoning else None,
-        ),
+        reasoning=request.reasoning or Reasoning(),
         store=bool(request.store),
         text=TextUsed(
             format=text.format or TextFormat(type="text"), verbosity=text.verbosity or "medium"
@@ -123,11 +125,6 @@ def _failed(response: ResponseReply, error: ApiError) -> ResponseReply:
     """Return a response whose output has no place in the store."""
     detail = ResponseError(code="server_error", message=str(error))
     return replace(response, status="failed", store=True, output=[], error=detail)
-
-
-def _check_background(request: ResponsesRequest) -> None:
-    if request.background and not request.store:
-        raise invalid("background", "got true, expected store: true with it")
 
 
 async def _run(generation: Generation, events: ResponseEvents, log: EventLog | None) -> None:
