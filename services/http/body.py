@@ -7,6 +7,7 @@ change nothing and are accepted: see `neutral_fields.json`. Other values are ref
 import gzip
 import io
 import zlib
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,7 +42,7 @@ FIELDS = msgspec.json.decode(
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """Return the decompressed body, up to `max_bytes` long in either form. Raises ApiError."""
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    encoding = request.headers.get("content-encoding", "").strip().lower() or "identity"
     if encoding not in ("identity", "gzip", "x-gzip"):
         sentence = f"Content-Encoding: got {encoding!r}, expected gzip or identity"
         raise ApiError(415, sentence, headers={"Accept-Encoding": "gzip, identity"})
@@ -84,7 +85,7 @@ def decode_body(body: bytes, kind: type[T]) -> T:
 def _decode_object(body: bytes) -> dict[str, Any]:
     try:
         body.decode()  # msgspec counts bytes from the start of a string, not of the body
-        raw = decode_json(body)
+        raw = decode_json(body.removeprefix(BOM_UTF8))
     except DECODE_ERRORS as error:
         if found := undecodable_value(body):
             path, problem = found

@@ -6,6 +6,7 @@ shares the host wakes up once for many of them, and each costs about half.
 
 import asyncio
 
+from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 WRITER = "penstock.writer"
@@ -54,3 +55,16 @@ class ChunkWriter:
         data, self._pieces = b"".join(self._pieces), []
         if not (self._cycle.disconnected or self._cycle.response_complete):
             self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+async def send_without_chunks(cycle: RequestResponseCycle, message: Message) -> None:
+    """Send a part of a response to a client of HTTP/1.0, which does not know chunks.
+
+    A body without a length lasts until the connection closes.
+    """
+    if message["type"] == "http.response.start":
+        if all(name != b"content-length" for name, _ in message["headers"]):
+            cycle.chunked_encoding = False  # otherwise uvicorn adds Transfer-Encoding
+    else:
+        cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares both
+    await RequestResponseCycle.send(cycle, message)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ They hold for everybody who reaches the port, before a key is checked.
 
 import asyncio
 import resource
+from functools import partial
 from typing import Any
 
 import httptools
@@ -12,7 +13,12 @@ import msgspec
 from msgspec import Struct
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from penstock.services.http.chunk_writer import WRITER, ChunkWriter, WriteBurst
+from penstock.services.http.chunk_writer import (
+    WRITER,
+    ChunkWriter,
+    WriteBurst,
+    send_without_chunks,
+)
 from penstock.services.http.errors import ApiError
 
 MIN_READ_RATE = 1000
@@ -138,6 +144,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self.without_request.pop(self, None)
         super().on_headers_complete()
         self.scope[WRITER] = ChunkWriter(self.cycle, self.burst)  # type: ignore[literal-required]
+        if self.scope["http_version"] != "1.1":
+            self.cycle.send = partial(send_without_chunks, self.cycle)  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)

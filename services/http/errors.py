@@ -92,8 +92,9 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)  # nobody reads it
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        expected = f"expected {error.headers['Allow']}" if error.headers else "which is not a route"
         where = f"{request.method} {request.url.path}"
-        error.detail = f"got {where}, which is not a route; /openapi.json lists the routes"
+        error.detail = f"got {where}, {expected}; /openapi.json lists the routes"
     form = is_for_anthropic(request.url.path, request.headers)
     return error_response(as_api_error(error), form)
 

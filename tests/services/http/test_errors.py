@@ -182,6 +182,11 @@ def test_openais_stream_options() -> None:
     decode_body(b'{"prompt": "x", "stream_options": %s}' % options, CompletionRequest)
 
 
+def test_a_byte_order_mark_is_ignored() -> None:
+    request = decode_body(b'\xef\xbb\xbf{"prompt": "x"}', CompletionRequest)
+    assert request.prompt == "x"
+
+
 def test_the_position_of_invalid_utf8_is_that_in_the_body() -> None:
     body = b'{"prompt": "aaa\xff"}'
     assert f"position {body.index(0xFF)}" in refusal(body).body.error.message

@@ -1,7 +1,11 @@
-"""Requests with a header `Upgrade`, or to a proxy."""
+"""Requests with a header `Upgrade`, to a proxy, or of HTTP/1.0."""
+
+import json
 
 import pytest
 
+from tests.launch.fake_gateway import TEXT
+from tests.services.http.responses.test_server import answering
 from tests.services.http.test_connections import BODY, GET, POST, Connect, Serve, connect, rest
 
 __all__ = ["connect"]
@@ -30,3 +34,25 @@ def test_a_request_to_a_proxy_is_refused(serve: Serve, connect: Connect) -> None
     connection = connect(serve())
     connection.sendall(b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert rest(connection).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_of_http_1_0_gets_no_chunks(
+    serve: Serve, connect: Connect, is_stream: bool
+) -> None:
+    """The end of the connection is that of a stream."""
+    body = BODY[:-1] + b', "stream": true}' if is_stream else BODY
+    head = POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Content-Length: %d\r\n\r\n" % len(body)
+    connection = connect(serve(answering))
+    connection.sendall(head + body)
+    got, _, answer = rest(connection).partition(b"\r\n\r\n")
+    assert b"connection: close" in got
+    assert b"transfer-encoding" not in got
+    if not is_stream:
+        assert b"content-length: %d\r\n" % len(answer) in got
+        assert json.loads(answer)["choices"][0]["text"] == TEXT
+        return
+    *events, done, end = answer.decode().split("\n\n")
+    chunks = [json.loads(one.removeprefix("data: ")) for one in events]
+    assert "".join(one["choices"][0]["text"] for one in chunks) == TEXT
+    assert (done, end) == ("data: [DONE]", "")
