@@ -72,7 +72,7 @@ async def serve(process: Process) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.stop)
         heartbeat()
-        process.log.info("listens on http://%s:%d", config.http_host, config.http_port)
+        process.log.info("listening on http://%s:%d", config.http_host, config.http_port)
         await run(server, models, listener)
     heartbeats.stop()
 

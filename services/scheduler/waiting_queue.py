@@ -61,7 +61,6 @@ class WaitingQueue:
 
     @property
     def has_suspects(self) -> bool:
-        """One waits, to run alone."""
         return bool(self._suspects)
 
     def find_suspects(self) -> None:

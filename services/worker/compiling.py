@@ -55,6 +55,7 @@ def compile_layers(config: Config, model_config: ModelConfig, model: Qwen3) -> N
         in_16_bits = isinstance(model.head.weight, Tensor)
         head = config.quantize_lm_head and model.has_head and in_16_bits
         model.compiled = CompiledDecoder(model, model_config, bits or 16, head)
+        log.info("layers are compiled, attention too")
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         if bits:
             raise ModelError(f"--quantization {config.quantization}: {error}") from error

@@ -116,6 +116,14 @@ def test_a_class_exists(name: str) -> None:
     assert re.search(rf"^(class {name}\b|{name} = )", SOURCE, re.M)
 
 
+@pytest.mark.parametrize("name", sorted(set(in_text(r"(?!Docker)[A-Z][a-z]\w+\.[a-z]\w*$"))))
+def test_a_member_exists(name: str) -> None:
+    owner, _, member = name.partition(".")
+    body = re.search(rf"^class {owner}\b.*?(?=^\S|\Z)", SOURCE, re.M | re.S)
+    assert body
+    assert re.search(rf"^    (def {member}\(|{member}:)", body[0], re.M)
+
+
 def test_mentioned_tests_exist() -> None:
     paths = {word for one in in_text(r".*pytest ") for word in one.split() if "tests/" in word}
     assert len(paths) > 5
