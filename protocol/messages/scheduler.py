@@ -36,21 +36,21 @@ class TokenizedRequest(Struct, PackedLists, tag=True):
 
 
 class ReleaseRequest(Struct, tag=True):
-    """Gateway → scheduler: nobody needs this request any more: it is answered, or aborted.
+    """Gateway → scheduler: the request is answered or aborted.
 
-    Until then the scheduler keeps its tokens, for the detokenizer may die before it passed them on.
+    Until then the scheduler keeps its tokens, because the detokenizer may die before it sends them.
     """
 
     request_id: str
     attempt: int
-    """a later one is asked for by somebody"""
+    """a later attempt is not released"""
 
 
 class GatewayStarted(Struct, tag=True):
-    """Gateway → scheduler: there is a new gateway, which knows nothing of what runs.
+    """Gateway → scheduler: a gateway has started, which does not know the running requests.
 
     Its attempts begin at `first_attempt`. A request of an earlier attempt has a lease of
-    `lease_timeout` seconds, in which a client may ask the new gateway for it.
+    `lease_timeout` seconds, in which a client may resubmit it.
     """
 
     first_attempt: int

@@ -13,7 +13,7 @@ def main() -> None:
         SchedulerProcess(process).loop.run()
     except Exception as error:
         process.log.exception("unexpected error")
-        raise SystemExit(os.EX_SOFTWARE) from error  # its records are not used again
+        raise SystemExit(os.EX_SOFTWARE) from error  # its records are dropped
     process.context.destroy()
 
 

@@ -37,7 +37,7 @@ class BlockManager:
         num_tokens = len(sequence.token_ids)
         num_matchable = (num_tokens - 1) // self.block_size  # one token is always computed
         if sequence.needs_prompt_logprobs:
-            num_matchable = 0  # they are computed with the prompt
+            num_matchable = 0  # these are computed with the prompt
         full_blocks = self._full_blocks(sequence, num_matchable)
         matched = self.pool.match(full_blocks)
         loads = self._find_offloaded(sequence, full_blocks[len(matched) :])
@@ -177,7 +177,7 @@ class BlockManager:
         sequence.loads.clear()
 
     def forget(self, memory: int) -> None:
-        """Empty the cache: the KV memory is another one. No sequence may have blocks."""
+        """Empty the cache, because the KV memory was replaced. No sequence may have blocks."""
         if self.pool.records:
             self.pool.records.begin(memory)
         old = self.pool

@@ -1,4 +1,4 @@
-"""Recovery from lost detokenizers: their streams move to others, and those that kill are found."""
+"""Recovery from lost detokenizers: their streams move, and poison streams are found."""
 
 from penstock.protocol.transport.peers import predecessors
 from penstock.services.scheduler.sequence import Sequence

@@ -1,4 +1,4 @@
-"""The folder tier: which blocks all ranks have as files, and the requests to read them. No I/O."""
+"""The folder tier: the blocks that all ranks have as files, and requests to read them. No I/O."""
 
 from collections.abc import Iterator
 

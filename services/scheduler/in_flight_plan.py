@@ -1,4 +1,4 @@
-"""Plans in flight: one while it is built, while workers run it, and its result; and how many."""
+"""Plans in flight: building them, their results, and their number."""
 
 import math
 import statistics
@@ -17,7 +17,7 @@ from penstock.protocol.messages.plan import (
 from penstock.services.scheduler.sequence import Sequence
 
 MIN_PLANS = 2
-"""in flight: with fewer, the GPU waits for the host, however long a step takes"""
+"""minimum in flight; with fewer, the GPU waits for the host"""
 ROUND_TRIP = 2.5e-3
 """seconds from a step's end until a plan that follows from its tokens is launched, at the worst:
 1.1 ms between the processes at the 90th percentile, as sleeping threads wake late; 0.25 ms of
@@ -25,7 +25,7 @@ launch"""
 
 
 class InFlightPlan(NamedTuple):
-    """A plan in flight: the facts that `Scheduler.update` needs of it."""
+    """A plan in flight, as `Scheduler.update` needs it."""
 
     number: int
     sampled: list[Sequence]

@@ -22,7 +22,7 @@ class _Entry(NamedTuple):
 
 
 class OffloadIndex:
-    """Content of host slots by the hash of the whole prefix, least recently used first.
+    """Blocks in host slots by the hash of the whole prefix, least recently used first.
 
     Equal hashes mean equal prefixes (SHA-256), also after a restart of the scheduler. A copy is
     certain, and recorded, when workers have confirmed it.
@@ -199,7 +199,7 @@ class OffloadIndex:
         return request
 
     def take_report(self, report: FolderReport) -> None:
-        """Note what happened to files."""
+        """Note files that ranks have read or failed to read."""
         if self.folder is None or report.epoch != self.folder.epoch:
             return
         for hash_, slot, is_right in self.folder.take(report):

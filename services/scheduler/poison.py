@@ -1,4 +1,4 @@
-"""Poison requests: requests that end the processes that work at them, and how they are found.
+"""Poison requests: requests that kill the processes that handle them.
 
 At workers: a death alone does not show its cause. A request that was in flight at
 `MAX_WORKER_DEATHS` - 1 deaths in a row, without a token in between, is a suspect. A suspect runs

@@ -104,7 +104,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     slot: int = -1
     last_step: int = -1
-    """number of the last plan it is part of"""
+    """number of the last plan that includes it"""
     num_prefill_tokens: int = 0
     """tokens known when it was last admitted: these are prefilled, the rest is decoded"""
     num_planned_tokens: int = 0
@@ -124,11 +124,11 @@ class Sequence:
     loads: deque[bytes] = field(default_factory=deque)
     """hashes of the last ones of its planned blocks, whose copies from the host are not planned"""
     has_fetched: bool = False
-    """its files were requested since it waits"""
+    """its files have been requested"""
     full_blocks: list[tuple[bytes, bytes]] = field(default_factory=list)
     """(hash, token ids) of its full blocks, as far as they have been needed"""
     detokenizer: bytes | None = None
-    """identity of the process that makes its text"""
+    """identity of its detokenizer"""
     stream_id: int = -1
     num_published_blocks: int = 0
     published_content: int = 0
@@ -214,7 +214,7 @@ class Sequence:
         self.max_length = min(self.num_prompt_tokens + max_tokens, most + 1)
 
     def check(self, vocab_size: int) -> None:
-        """Check what gateway and tokenizer can't. Raises CannotFitError.
+        """Check the parameters that depend on the model. Raises CannotFitError.
 
         The model must know each token id, and logprobs must not be too many.
         """

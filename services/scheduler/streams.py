@@ -16,7 +16,7 @@ MAX_CHARACTER_TOKENS = 4
 
 
 class Outbox:
-    """The next message for one detokenizer, while it is made."""
+    """The next message for one detokenizer, while it is built."""
 
     def __init__(self) -> None:
         self._num_taken = 0

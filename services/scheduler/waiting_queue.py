@@ -20,7 +20,7 @@ class WaitingQueue:
     2. Preempted sequences; only suspects pass them.
     3. Held sequences: the first of a client that did not get its blocks; one a client. Others may
        pass a held sequence, until as many tokens have passed as it has itself: from then on freed
-       blocks are reserved for it. So it starves nobody, and nobody starves it.
+       blocks are reserved for it. So no sequence starves.
     4. New sequences: round-robin over clients, by (priority, arrival) in one client.
 
     The candidates of a step do not depend on the length of the queue.
@@ -64,7 +64,7 @@ class WaitingQueue:
         return bool(self._suspects)
 
     def find_suspects(self) -> None:
-        """After a death: sequences that were preempted before it may have become suspects."""
+        """Move preempted sequences that became suspects at a worker's death."""
         for sequence in [one for one in self._preempted if one.is_suspect]:
             del self._preempted[sequence]
             self._suspects[sequence] = None

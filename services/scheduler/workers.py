@@ -1,4 +1,4 @@
-"""The tensor-parallel group: the worker of each rank, and whether it can run plans."""
+"""The tensor-parallel group: the worker of each rank, and the state of the group."""
 
 from itertools import count
 
@@ -20,7 +20,7 @@ a collective, for a plan that only some ranks have got"""
 
 
 class WorkerGroup:
-    """The places of workers. No sockets: every method returns the messages to send.
+    """The ranks of workers. No sockets: every method returns the messages to send.
 
     A group is complete when every rank is taken, and ready when every rank has loaded its model.
     A group that loses a member is dissolved: a collective can't continue without it. Workers that

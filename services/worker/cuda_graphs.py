@@ -101,7 +101,7 @@ class CudaGraphs:
     def capture_all(self) -> Iterator[None]:
         """Capture all graphs, the largest first, so that the others fit into its memory.
 
-        A step for each. No graph writes to the KV cache, for its record has no row.
+        Yields after each. No graph writes to the KV cache, because its record has no row.
         """
         for shape in reversed(self._shapes):
             self._capture(shape)

@@ -26,8 +26,8 @@ def use_kernels(config: Config, device: torch.device) -> None:
 def checked(model: Qwen3) -> Qwen3:
     """Multiply each shape of weight with different numbers of rows. Raises ModelError.
 
-    Few and many rows may use different instructions of the tensor cores, and these may add
-    otherwise on another GPU.
+    Few and many rows may use different instructions of the tensor cores, and another GPU
+    may add in another order.
     """
     seen = set()
     if not is_deterministic():

@@ -152,7 +152,7 @@ class KeptMemory:
         self._shares = False
 
     def drop(self, kind: str) -> None:
-        """Let the memory of the last worker end; raise SharedMemoryError if it still runs."""
+        """Free the memory of the last worker; raise SharedMemoryError if it still runs."""
         self.check_own(kind)
         if self._client:
             self._client.drop(self._name(kind))
@@ -180,7 +180,7 @@ class KeptMemory:
 
 
 class NewRegion(NamedTuple):
-    """Memory that is being filled; it ends with this process unless it is kept."""
+    """Memory that is being filled; it is freed with this process unless it is kept."""
 
     region: Region
     name: str
@@ -188,7 +188,7 @@ class NewRegion(NamedTuple):
     pass_on: Callable[[str, bytes, int], None]
 
     def keep(self) -> None:
-        """Pass it on: it is whole."""
+        """Pass the filled memory on to the supervisor."""
         region = self.region
         if region.memory.is_cuda:
             torch.cuda.synchronize(region.memory.device)

@@ -2,7 +2,7 @@
 
 An ambiguous grammar may take more time for each mask than for the one before, within all limits of
 llguidance, while every other row waits. So a grammar has a budget. Only masks of steps that are
-slow as a whole are timed one by one; of other steps nothing is measured but their duration.
+slow as a whole are timed one by one; of other steps, only the duration is measured.
 """
 
 from concurrent.futures import ThreadPoolExecutor

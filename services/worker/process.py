@@ -37,7 +37,7 @@ Load = Callable[[Config, WorkerAssignment, Callable[[], None]], ModelRunner]
 
 
 class WorkerError(Exception):
-    """A reason for which the worker exits."""
+    """An error after which the worker exits."""
 
 
 class _Step(NamedTuple):
@@ -171,7 +171,7 @@ class Worker:
             log.warning("standby for rank %d is not prepared: %s", rank, error)
 
     def _is_called(self, tp_size: int) -> bool:
-        """Return whether something else than its place on standby waits for this worker.
+        """Return whether a message other than its standby assignment waits for this worker.
 
         Ranks of one group capture the same graphs.
         """
@@ -235,7 +235,7 @@ class Worker:
             self._send_oldest()
 
     def _wait(self) -> None:
-        """Wait for tokens that the scheduler needs, without other work to do."""
+        """Wait for the oldest step's tokens, because there is no other message."""
         while len(self._steps) > self._max_running and not self.channel.socket.poll(0):
             self._send_oldest()
         self._send_done()

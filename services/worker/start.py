@@ -17,7 +17,7 @@ from penstock.services.worker.process import Load, Worker, WorkerError
 def main(load: Load) -> NoReturn:
     """Run the process until it is stopped, or fails.
 
-    It exits as if killed. In an orderly exit, NCCL would wait for ever for CUDA graphs that hold
+    It exits as if killed. In an orderly exit, NCCL would wait forever for CUDA graphs that hold
     its communicators, and for a rank that has exited.
     """
     process = Process("worker")
@@ -32,7 +32,7 @@ def main(load: Load) -> NoReturn:
         process.log.error("%s", error)
     except Exception:
         process.log.exception("unexpected error")
-        code = os.EX_SOFTWARE  # its memory is not used again: it may have written something wrong
+        code = os.EX_SOFTWARE  # its memory is not used again: it may be corrupt
     logging.shutdown()
     os._exit(code)
 
