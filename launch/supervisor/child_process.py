@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Self
 
@@ -69,7 +70,12 @@ class ChildProcess:
     @classmethod
     def adopt(cls, pid: int, log: Log) -> Self:
         """Take over a child that the fork server has forked. Raises OSError."""
-        return cls(pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), log)
+
+        @cache  # as Popen.wait, which a thread calls before us where there is no pidfd
+        def wait() -> int:
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+        return cls(pid, wait, log)
 
     def signal(self, number: int) -> None:
         """Send a signal to the process; without effect after its end."""

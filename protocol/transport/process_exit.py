@@ -1,6 +1,7 @@
 """The exit of another process, as a descriptor to wait for."""
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -9,12 +10,15 @@ from collections.abc import Callable
 
 import psutil
 
+REFUSED = errno.ENOSYS, errno.EPERM
+"""errors of Linux before 5.3, and of sandboxes that do not know the call"""
+
 
 class ProcessExit:
     """A descriptor that becomes readable when a process of this machine exits.
 
-    On Linux it is a pidfd, which can't come to mean another process. Elsewhere it is a pipe, and a
-    thread waits for the process.
+    On Linux it is a pidfd, which can't come to mean another process. Elsewhere, and where a sandbox
+    refuses that, it is a pipe, and a thread waits for the process.
     """
 
     def __init__(self, pid: int, wait: Callable[[], object] | None = None) -> None:
@@ -23,9 +27,10 @@ class ProcessExit:
         Raises ProcessLookupError if there is none, OSError without descriptors.
         """
         self._pid = pid
-        self._has_pidfd = hasattr(os, "pidfd_open")
-        if self._has_pidfd:
-            self._descriptor = os.pidfd_open(pid)
+        pidfd = _open_pidfd(pid)
+        self._has_pidfd = pidfd is not None
+        if pidfd is not None:
+            self._descriptor = pidfd
             return
         with contextlib.suppress(PermissionError):  # it is another user's
             os.kill(pid, 0)
@@ -52,6 +57,16 @@ class ProcessExit:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def _open_pidfd(pid: int) -> int | None:
+    """Return the pidfd of a process, None without pidfds. Raises OSError."""
+    try:
+        return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+    except OSError as error:
+        if error.errno in REFUSED:
+            return None
+        raise
 
 
 def _close_after(wait: Callable[[], object], writer: int) -> None:

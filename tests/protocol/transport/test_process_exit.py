@@ -1,6 +1,7 @@
 """Exits of processes, by a pidfd and without."""
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -22,11 +23,18 @@ child.wait()
 """
 
 
-@pytest.fixture(params=["pidfd", "thread"], autouse=True)
+@pytest.fixture(params=["pidfd", "thread", "refused"], autouse=True)
 def _kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "thread":  # psutil, which waits in the thread, keeps its own `os`
         without = {name: its for name, its in vars(os).items() if name != "pidfd_open"}
         monkeypatch.setattr(process_exit, "os", SimpleNamespace(**without))
+    elif request.param == "refused":
+
+        def refuse(_pid: int) -> int:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+        refusing = {**vars(os), "pidfd_open": refuse}
+        monkeypatch.setattr(process_exit, "os", SimpleNamespace(**refusing))
 
 
 def test_a_child_and_its_exit_code() -> None:
