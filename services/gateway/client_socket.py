@@ -1,7 +1,8 @@
 """The clients' socket: who may connect, requests in, replies out."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -16,7 +17,12 @@ from penstock.protocol.messages.envelope import BATCH, has_number, reply_frames
 from penstock.protocol.transport.channel import OVERSIZE_SLACK, Channel
 from penstock.protocol.transport.context import Context, check_reach, stays_on_host
 from penstock.protocol.transport.curve import ZAP_DOMAIN, secure_server
-from penstock.services.gateway.connections import Client, Connection, Connections
+from penstock.services.gateway.connections import (
+    Client,
+    Connection,
+    Connections,
+    closed_connection,
+)
 from penstock.services.gateway.entry import Entry, Output
 from penstock.services.gateway.ledger import Ledger
 
@@ -53,6 +59,8 @@ class ClientSocket:
 
     While a connection's queue is full, its output stays in the ledger. It is sent as one delta a
     request at the next output for that connection, or at the next heartbeat.
+
+    `on_defect` is called, in an `except` block, with a request whose delivery raises.
     """
 
     def __init__(self, context: Context, config: Config, inner: str, ledger: Ledger) -> None:
@@ -65,10 +73,9 @@ class ClientSocket:
         self._frame_overhead = CURVE_FRAME_BYTES if config.curve_keys else FRAME_BYTES
         self.max_unread_bytes = config.max_unread_bytes
         self.ledger = ledger
-        self._collected: dict[str, Entry] | None = None
-        """requests with output that is collected, by id; None: output is delivered at once"""
-        self._batches: dict[Connection, list[tuple[Entry, Output]]] = {}
-        """replies that leave in one message, by the connection of an HTTP server"""
+        self.on_defect: Callable[[Entry], None]
+        self._pending: OrderedDict[str, Entry] = OrderedDict()
+        """requests whose output `deliver_pending` sends, by id"""
 
     def receive(self) -> Iterator[tuple[Client, bytes]]:
         """Yield the messages that wait, not decoded. Clients beyond a limit are disconnected."""
@@ -96,59 +103,53 @@ class ClientSocket:
     def adopt(self, entry: Entry, client: Client) -> None:
         """Deliver an answer, from its start, to the client that requested it last."""
         request_id, previous = entry.request_id, entry.client
-        self.connections.detach(request_id, previous)
+        previous.connection.unsent.pop(request_id, None)
         if previous.connection is not client.connection:
             message = f"request {request_id!r} is answered on another connection now"
             self.reply(previous, ErrorReply(code="failed", message=message, request_id=request_id))
         entry.client = client
         entry.rewind()
-        self.connections.attach(request_id, client)
         self.deliver(entry)
 
     def deliver(self, entry: Entry) -> None:
-        """Send new output of a request. With the whole answer it leaves the ledger."""
-        connection = entry.client.connection
-        if connection.is_closed:
-            return
-        if self._collected is not None:
-            self._collected[entry.request_id] = entry
-        elif connection.is_full:
-            connection.unsent[entry.request_id] = None
-            if monotonic() >= connection.retry_at:
-                self.flush(connection)
-        else:
-            self._send_new(entry)
+        """Send new output of a request soon. With the whole answer it leaves the ledger."""
+        self._pending[entry.request_id] = entry
 
-    def collect(self) -> None:
-        """Keep the output that `deliver` is called for, until `take_collected`."""
-        self._collected = {}
-
-    def take_collected(self) -> Iterable[Entry]:
-        """Return requests with collected output; from now on output is delivered at once."""
-        collected, self._collected = self._collected or {}, None
-        return collected.values()
-
-    def deliver_in_batch(self, entry: Entry) -> None:
-        """Send new output of a request with `send_batches`, where its client is an HTTP server."""
-        connection = entry.client.connection
-        is_batched = connection.is_inner and has_number(entry.client.envelope)
-        if not is_batched or connection.is_full or connection.is_closed:
-            self.deliver(entry)
-        elif replies := entry.unsent_replies():
-            self._batches.setdefault(connection, []).extend((entry, one) for one in replies)
-
-    def send_batches(self) -> None:
-        """Send what `deliver_in_batch` has kept: one message for each HTTP server."""
-        batches, self._batches = self._batches, {}
+    def deliver_pending(self) -> None:
+        """Send what `deliver` was called for: one message for each request, or HTTP server."""
+        batches: dict[Connection, list[tuple[Entry, Output]]] = {}
+        while self._pending:
+            _, entry = self._pending.popitem(last=False)
+            connection = entry.client.connection
+            if connection.is_closed:
+                continue
+            try:
+                if connection.is_full:
+                    connection.unsent[entry.request_id] = None
+                    if monotonic() >= connection.retry_at:
+                        self.flush(connection)
+                elif connection.is_inner and has_number(entry.client.envelope):
+                    for reply in entry.unsent_replies():
+                        batches.setdefault(connection, []).append((entry, reply))
+                else:
+                    self._send_new(entry)
+            except Exception:  # noqa: BLE001
+                self.on_defect(entry)
         for connection, batch in batches.items():
-            numbers = [entry.client.envelope[1] for entry, _ in batch]
-            frame = MSGPACK.encode(ReplyBatch(numbers, [reply for _, reply in batch]))
-            error = self._try_send(connection, [connection.identity, BATCH + frame])
-            for entry, reply in batch:
-                self._on_sent(entry, reply, error)
+            self._send_batch(connection, batch)
+
+    def _send_batch(self, connection: Connection, batch: list[tuple[Entry, Output]]) -> None:
+        """Send replies to requests of one HTTP server in one message."""
+        numbers = [entry.client.envelope[1] for entry, _ in batch]
+        frame = MSGPACK.encode(ReplyBatch(numbers, [reply for _, reply in batch]))
+        error = self._try_send(connection, [connection.identity, BATCH + frame])
+        for entry, reply in batch:
+            self._on_sent(entry, reply, error)
 
     def release(self, entry: Entry) -> None:
-        self.connections.detach(entry.request_id, entry.client)
+        """Forget a request, whose client has the answer or can't get it."""
+        self._pending.pop(entry.request_id, None)
+        entry.client.connection.unsent.pop(entry.request_id, None)
         self.ledger.remove(entry)
 
     def flush(self, connection: Connection) -> None:
@@ -176,8 +177,8 @@ class ClientSocket:
         """Take in the outcome of sending a reply; return `error`, an errno or 0."""
         if error == zmq.EAGAIN:
             entry.client.connection.unsent[entry.request_id] = None
-        elif error:
-            entry.client = self.connections.lose(entry.request_id, entry.client)
+        elif error:  # the client is unreachable, whatever the monitor says
+            entry.client = entry.client._replace(connection=closed_connection())
         elif isinstance(reply, TextDelta):
             entry.mark_delivered()
         else:

@@ -1,4 +1,4 @@
-"""The clients' connections: how they come and go, how many may, which requests each waits for.
+"""The clients' connections: how they come and go, and how many may.
 
 A ROUTER learns of a disconnected client only when it sends to it. libzmq's monitor reports it at
 once, by file descriptor, and every message carries the descriptor of its connection. An accepted
@@ -80,10 +80,8 @@ class Connection:
         self.is_cut_off = False
         self.is_refused = False
         """it is beyond a limit, and not counted any more"""
-        self.request_ids: set[str] = set()
-        """of requests that are answered on this connection"""
         self.unsent: dict[str, None] = {}
-        """of them, those with output that waits until the queue has room, oldest first"""
+        """ids of requests with output that waits until the queue has room, oldest first"""
         self.replies: deque[list[bytes]] = deque()
         """waiting frames of replies to other requests"""
         self.num_status_queries = 0
@@ -95,6 +93,13 @@ class Connection:
     @property
     def is_full(self) -> bool:
         return bool(self.unsent or self.replies)
+
+
+def closed_connection() -> Connection:
+    """Return a stand-in for the connection of a client that is unreachable."""
+    connection = Connection()
+    connection.is_closed = True
+    return connection
 
 
 class Client(NamedTuple):
@@ -113,7 +118,7 @@ class Client(NamedTuple):
 
 
 class Connections:
-    """All connections by file descriptor, and the requests that have lost theirs.
+    """All connections by file descriptor.
 
     A descriptor names a connection from its accept event to its close event; then the system reuses
     the number. So `handle_events` is called before a connection is looked up. Messages of a closed
@@ -126,10 +131,7 @@ class Connections:
         self.inner = b""
         """endpoint, as it is bound, at which the pipeline's own processes are clients"""
         self._by_fd: dict[int, Connection] = {}
-        self._nobody = Connection()
-        self._nobody.is_closed = True
-        self._lost: set[str] = set()
-        self._lost_before: set[str] = set()
+        self._nobody = closed_connection()
         self._shares: WeakValueDictionary[str, Share] = WeakValueDictionary()
         """of the clients that our HTTP servers name"""
         self._numbers = count(1)
@@ -239,27 +241,6 @@ class Connections:
             share = self._shares[name] = Share(name)
         return client._replace(named=share)
 
-    def attach(self, request_id: str, client: Client) -> None:
-        """Answer a request on the connection of this client."""
-        connection = client.connection
-        (self._lost if connection.is_closed else connection.request_ids).add(request_id)
-
-    def detach(self, request_id: str, client: Client) -> None:
-        client.connection.unsent.pop(request_id, None)
-        for held in (client.connection.request_ids, self._lost, self._lost_before):
-            held.discard(request_id)
-
-    def lose(self, request_id: str, client: Client) -> Client:
-        """Return the stand-in for a client that can't be reached, whatever the events say."""
-        self.detach(request_id, client)
-        self._lost.add(request_id)
-        return client._replace(connection=self._nobody)
-
-    def take_lost(self) -> set[str]:
-        """Return requests that lost their connection before the last call and got no other one."""
-        lost, self._lost_before, self._lost = self._lost_before, self._lost, set()
-        return lost
-
     def _oldest_silent(self, host: str) -> Connection | None:
         """Return the connection of this machine that has been silent longest."""
         same = (one for one in self._by_fd.values() if one.host == host and not one.is_inner)
@@ -282,7 +263,6 @@ class Connections:
         connection.is_closed = True
         connection.unsent.clear()
         connection.replies.clear()
-        self._lost |= connection.request_ids
 
 
 def is_chosen(identity: bytes) -> bool:

@@ -153,7 +153,10 @@ class Failures:
         request_id, extra = work.request_id, {"request_id": work.request_id}
         log.exception("request %s raised and is failed", request_id, extra=extra)
         try:
-            self._fail(work, ErrorReply(code="failed", message=DEFECT))
+            if isinstance(work.answer, ErrorReply):  # which can't be delivered
+                self._owner.release(work)
+            else:
+                self._fail(work, ErrorReply(code="failed", message=DEFECT))
         except Exception:
             log.exception("request %s is dropped", request_id, extra=extra)
             self._owner.release(work)

@@ -7,7 +7,7 @@ from typing import Self
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import ErrorReply, GenerateReply
-from penstock.services.gateway.connections import Share, Totals
+from penstock.services.gateway.connections import Connection, Share, Totals
 from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.validation import RefusedError
 
@@ -30,6 +30,8 @@ class Ledger:
         self.first_attempt = first_attempt
         self._attempts = count(first_attempt)
         self._entries: dict[str, Entry] = {}
+        self._lost: dict[Entry, Connection] = {}
+        """requests whose connection was closed at the last heartbeat"""
 
     def of_model(self, name: str) -> Self:
         """Return the same ledger with totals of one model's requests, which it opens."""
@@ -106,6 +108,18 @@ class Ledger:
         """Return open requests that a tokenizer has passed on and that have no output since."""
         entries = self._entries.values()
         return [one for one in entries if one.is_open and one.tokenizer == tokenizer]
+
+    def of_connection(self, connection: Connection) -> list[Entry]:
+        """Return requests that are answered on a connection."""
+        return [one for one in self._entries.values() if one.client.connection is connection]
+
+    def take_lost(self) -> list[Entry]:
+        """Return requests that lost their connection before the last call and got no other one."""
+        before, self._lost = self._lost, {}
+        for entry in self._entries.values():
+            if entry.client.connection.is_closed:
+                self._lost[entry] = entry.client.connection
+        return [one for one, connection in self._lost.items() if before.get(one) is connection]
 
     def _end(self, entry: Entry) -> None:
         self._stop_waiting(entry)

@@ -93,7 +93,6 @@ class Model:
                         self.metrics.count_failure(message.reply.code)
 
     def on_results(self) -> None:
-        self._clients.collect()
         for _, message in self.results.receive(MAX_MERGE_SECONDS):
             match message:
                 case TextDeltas(deltas):
@@ -104,7 +103,7 @@ class Model:
                     self.on_scheduler(message)
                 case SupervisorReport():
                     self.on_report(message)
-        self.requests.deliver_collected()
+        self._clients.deliver_pending()
 
     def on_scheduler(self, status: SchedulerStatus) -> None:
         """Resubmit the requests of a scheduler of a new epoch; the first epoch is new, too."""

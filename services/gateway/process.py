@@ -21,6 +21,7 @@ from penstock.protocol.transport.process import Process, first_number
 from penstock.services.gateway.client_socket import ClientSocket
 from penstock.services.gateway.client_watch import ClientWatch
 from penstock.services.gateway.connections import Client, Totals
+from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.model import Model
 from penstock.services.gateway.queries import StatusQueries
@@ -53,6 +54,7 @@ class Gateway:
             for one in process.by_model()
         ]
         self.default = self.models[0]
+        self.clients.on_defect = self.on_defect
         self._by_name = {model.name: model for model in self.models}
         longest = max(self.models, key=lambda model: model.requests.validation.max_model_len)
         self._decode = longest.requests.validation.decode
@@ -65,7 +67,8 @@ class Gateway:
         ]
 
     def after_turn(self) -> None:
-        """Answer requests that waited for readiness. End the process when it has drained."""
+        """Send what is left to be sent. End the process when it has drained."""
+        self.clients.deliver_pending()
         before, self._ready = self._ready, {one.name for one in self.models if one.is_ready}
         if self._ready - before:
             self.status_queries.on_ready(self._is_ready_for)
@@ -118,6 +121,7 @@ class Gateway:
                 model.requests.submit_query(client, request, num_bytes)
             case AbortRequest():
                 found = model.requests.abort(client, request.request_id)
+                self.clients.deliver_pending()  # first the answer to the request that is aborted
                 self.clients.reply(client, AbortReply(request_id=request.request_id, found=found))
             case StatusRequest():
                 self.status_queries.submit(client, request, self._is_ready_for(request))
@@ -147,20 +151,23 @@ class Gateway:
         for model in self.models:
             model.on_heartbeat()
         self.connections.handle_events()
-        self._drop(self.connections.take_lost())
+        self._drop(self.ledger.take_lost())
         for connection in self.watch.retry_full():
+            entries = self.ledger.of_connection(connection)
             log.warning(
                 "a client has left %d bytes of answers unread: its %d requests are aborted",
                 self.watch.num_unread_bytes(connection),
-                len(connection.request_ids),
+                len(entries),
             )
-            self._drop(set(connection.request_ids))
+            self._drop(entries)
             self.connections.cut_off(connection, UNREAD)
         self.watch.on_heartbeat()
         self.status_queries.drop_closed()
 
-    def _drop(self, request_ids: set[str]) -> None:
-        entries = [*filter(None, map(self.ledger.find, request_ids))]
+    def on_defect(self, entry: Entry) -> None:
+        self._by_name[entry.totals.name].requests.failures.on_defect(entry)
+
+    def _drop(self, entries: list[Entry]) -> None:
         for model in self.models:
             model.requests.drop([entry for entry in entries if entry.totals is model.ledger.totals])
 

@@ -106,7 +106,6 @@ class Requests:
         self._generation.fill(entry.sampling)
         self._ledger.open(entry)
         self._router.assign(entry)
-        self._clients.connections.attach(entry.request_id, client)
         if request.timeout is not None:
             entry.timer = self._call_later(
                 request.timeout, lambda: self.answer(entry, entry.reply("abort"))
@@ -121,15 +120,6 @@ class Requests:
             if known or request.output_token_ids:
                 return
         raise RefusedError("the pipeline is stopping and accepts no requests", code="overloaded")
-
-    def deliver_collected(self) -> None:
-        """Deliver the output that was collected: one piece for each request."""
-        for entry in self._clients.take_collected():
-            try:
-                self._clients.deliver_in_batch(entry)
-            except Exception:  # noqa: BLE001
-                self.failures.on_defect(entry)
-        self._clients.send_batches()
 
     def on_deltas(self, deltas: list[TextDelta], now: float) -> None:
         """Deliver new output, at `now` of time.monotonic; a request that raises fails alone."""

@@ -68,6 +68,7 @@ class GatewayHarness:
 
     def run_until(self, condition: Callable[[], Any]) -> None:
         """Let the gateway handle messages until a condition is true."""
+        self.gateway.after_turn()  # a timer may have fired
         while not condition():
             assert self._poller.poll(TIMEOUT), "no message has arrived"
             self.run_once()
@@ -172,11 +173,11 @@ class GatewayHarness:
         )
         totals = self.gateway.default.ledger.totals
         counts = (totals.num_bytes, totals.num_waiting, totals.num_waiting_tokens)
-        held = [one.request_ids or one.is_full for one in connections._by_fd.values()]
+        held = [one.is_full for one in connections._by_fd.values()]
         work = [peer.work for peer in tokenizers.peers]
-        lost = connections._lost or connections._lost_before or connections._nobody.request_ids
+        pending = self.gateway.clients._pending
         questions = len(self.gateway.default.requests.queries)
-        empty = not (len(ledger) or questions or tokenizers.unassigned or lost or self.timers)
+        empty = not (len(ledger) or questions or tokenizers.unassigned or pending or self.timers)
         return empty and not any([*counts, *held, *work])
 
 

@@ -4,10 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 
 from penstock.protocol.client.session import Answer, Session
 from penstock.protocol.messages.client import (
+    AbortRequest,
+    ErrorReply,
     GenerateReply,
     GenerateRequest,
     ReplyBatch,
@@ -16,6 +19,7 @@ from penstock.protocol.messages.client import (
 from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.messages.detokenizer import TextDeltas
 from penstock.protocol.messages.envelope import BATCH, encode_number, split_reply
+from penstock.services.gateway.failures import DEFECT
 from tests.services.gateway.conftest import GatewayHarness
 
 Start = Callable[..., GatewayHarness]
@@ -142,3 +146,37 @@ def test_a_request_without_a_number_is_answered_alone(start_gateway: Start) -> N
     harness.submit(socket, "a", stream=True)
     step(harness, 0, "a")
     assert harness.receive_reply(socket).token_ids == [0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_can_not_be_encoded(start_gateway: Start, stream: bool) -> None:
+    """The client gets an error; if that does not help, the request is dropped."""
+    harness = start_gateway()
+    client = harness.connect()
+    harness.submit(client, "a", "b", stream=stream)
+    for _ in "ab":
+        harness.tokenize()
+    entry = harness.gateway.ledger.get("a")
+    assert entry
+    entry._text.append("\ud800")
+    step(harness, 0, "a", "b", finish_reason="length")
+    replies = [harness.receive_reply(client) for _ in "ab"]
+    errors = [one.message for one in replies if isinstance(one, ErrorReply)]
+    assert errors == ([] if stream else [DEFECT])
+    assert {one.request_id for one in replies} == ({"b"} if stream else {"a", "b"})
+    assert harness.is_empty()
+
+
+def test_an_answer_that_waited_for_room_is_sent_once(start_gateway: Start) -> None:
+    harness = start_gateway()
+    client = harness.connect()
+    harness.submit(client, "a", "b")
+    for _ in "ab":
+        harness.tokenize()
+    (connection,) = harness.gateway.connections
+    connection.unsent["b"] = None  # as if its queue had been full at an earlier delta
+    step(harness, 0, "a", "b", finish_reason="length")
+    harness.run_until(lambda: not harness.gateway.ledger)
+    harness.send(client, AbortRequest(request_id="end"))
+    replies = [harness.receive_reply(client) for _ in range(3)]
+    assert [one.request_id for one in replies] == ["b", "a", "end"]
