@@ -17,6 +17,7 @@ from penstock.protocol.messages.envelope import BATCH, has_number, reply_frames
 from penstock.protocol.transport.channel import OVERSIZE_SLACK, Channel
 from penstock.protocol.transport.context import Context, check_reach, stays_on_host
 from penstock.protocol.transport.curve import ZAP_DOMAIN, secure_server
+from penstock.services.gateway.connection_limits import MAX_RECEIVE_QUEUE, ClientWatch
 from penstock.services.gateway.connections import (
     Client,
     Connection,
@@ -29,8 +30,6 @@ from penstock.services.gateway.ledger import Ledger
 log = logging.getLogger("gateway")
 MAX_SEND_QUEUE = 4096
 """messages in libzmq's queue for one client; further output waits in the ledger"""
-MAX_RECEIVE_QUEUE = 8
-"""messages of one client that libzmq receives ahead; then the client has to wait"""
 OPTIONS = {
     zmq.HANDSHAKE_IVL: 10_000,  # milliseconds in which a client shows its key
     zmq.RCVHWM: MAX_RECEIVE_QUEUE,
@@ -73,6 +72,7 @@ class ClientSocket:
         self._frame_overhead = CURVE_FRAME_BYTES if config.curve_keys else FRAME_BYTES
         self.max_unread_bytes = config.max_unread_bytes
         self.ledger = ledger
+        self._watch = ClientWatch(config, self.max_frame_bytes)
         self.on_defect: Callable[[Entry], None]
         self._pending: OrderedDict[str, Entry] = OrderedDict()
         """requests whose output `deliver_pending` sends, by id"""
@@ -164,6 +164,36 @@ class ClientSocket:
                 return
             connection.replies.popleft()
 
+    def cut_off_bad_clients(self) -> None:
+        """Disconnect clients that libzmq ignores, and clients whose messages do not end."""
+        waits, shortest = self.channel.has_message, self.connections.take_shortest_identity()
+        for connection, reason in self._watch.bad_clients(self.connections, waits, shortest):
+            self.connections.cut_off(connection, reason)
+
+    def retry_full(self) -> list[Connection]:
+        """Try full queues again. Return connections that have left too much unread.
+
+        Our HTTP servers are not among them: they drop their own clients.
+        """
+        full = [one for one in self.connections if one.is_full]
+        for connection in full:
+            connection.update_num_read()
+            self.flush(connection)
+        limit = self.max_unread_bytes
+        return [
+            one
+            for one in full
+            if not one.is_inner
+            and one.take_progress() < limit < self.num_unread_bytes(one) - one.largest
+        ]
+
+    def num_unread_bytes(self, connection: Connection) -> int:
+        """Return the bytes that wait for one connection, here and in libzmq's queue."""
+        entries = map(self.ledger.find, connection.unsent)
+        num_bytes = sum(len(frame) for frames in connection.replies for frame in frames)
+        num_bytes += sum(entry.num_unread_bytes for entry in entries if entry)
+        return connection.num_queued + num_bytes
+
     def _send_new(self, entry: Entry) -> bool:
         """Send all new output of a request; False if the queue is full."""
         client = entry.client
@@ -188,15 +218,15 @@ class ClientSocket:
     def _try_send(self, connection: Connection, frames: list[bytes]) -> int:
         """As `Channel.try_send`; EAGAIN, too, where too much of what was sent is not read."""
         error = 0
-        if connection.traffic.num_queued > self.max_unread_bytes:
-            connection.traffic.update_num_read()
-            if connection.traffic.num_queued > self.max_unread_bytes:
+        if connection.num_queued > self.max_unread_bytes:
+            connection.update_num_read()
+            if connection.num_queued > self.max_unread_bytes:
                 error = zmq.EAGAIN
         error = error or self.channel.try_send(frames)
         if not error:
             num_bytes = len(frames[-1]) + self._frame_overhead * (len(frames) - 1)
-            connection.traffic.num_queued += num_bytes
-            connection.traffic.largest = max(connection.traffic.largest, num_bytes)
+            connection.num_queued += num_bytes
+            connection.largest = max(connection.largest, num_bytes)
         elif error == zmq.EAGAIN:
             connection.retry_at = monotonic() + RETRY_INTERVAL
         return error

@@ -1,8 +1,18 @@
-"""Limits of connections: how many there may be, and what waits for the client of each."""
+"""Limits of connections: how many there may be, and what each may leave unread or unfinished.
+
+libzmq keeps any number of frames until the last of a message has arrived. So each heartbeat checks
+how much each connection has received since its last message; on ipc, how often bytes were arriving.
+
+libzmq silently ignores a client with the ZeroMQ identity of another client, until that one leaves:
+more than a handshake was received, and no message. On ipc an idle client looks the same.
+"""
 
 import resource
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
+from penstock.protocol.config import Config
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
 from penstock.protocol.transport.socket_info import (
     Counters,
@@ -73,8 +83,10 @@ MAX_QUIET_HEARTBEATS = 2
 class ConnectionTraffic:
     """Bytes and messages that went through one connection."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    def __init__(self, fd: int, is_inner: bool) -> None:
+        """fd: libzmq's descriptor. is_inner: of a process of the pipeline; it names its clients."""
+        self.fd = fd
+        self.is_inner = is_inner
         self.num_messages = 0
         """received"""
         self.num_queued = 0
@@ -90,9 +102,9 @@ class ConnectionTraffic:
     def update_num_read(self) -> None:
         """Query the kernel, which knows of a connection other than TCP only whether all is read."""
         num_given = self.num_read + self.num_queued
-        if counters := tcp_counters(self._fd):
+        if counters := tcp_counters(self.fd):
             self.num_read = max(self.num_read, counters.acked)
-        elif is_all_read(self._fd):
+        elif is_all_read(self.fd):
             self.num_read = num_given
         self.num_queued = max(0, num_given - self.num_read)  # libzmq sends more than messages
 
@@ -129,7 +141,7 @@ class ConnectionTraffic:
         num_received = least = 0
         patience = MAX_MISSED_HEARTBEATS
         if counters:
-            num_received = counters.received - num_unread_bytes(self._fd)
+            num_received = counters.received - num_unread_bytes(self.fd)
             least = (CURVE_HANDSHAKE_BYTES if is_curve else HANDSHAKE_BYTES) + MIN_MESSAGE_BYTES
             least += identity_bytes or MAX_IDENTITY_BYTES
             patience = MAX_QUIET_HEARTBEATS if identity_bytes else patience
@@ -139,3 +151,57 @@ class ConnectionTraffic:
             self._num_received_last, self._num_quiet_heartbeats = num_received, 0
         self._num_quiet_heartbeats += 1
         return self._num_quiet_heartbeats > patience
+
+
+MAX_RECEIVE_QUEUE = 8
+"""messages of one client that libzmq receives ahead; then the client has to wait"""
+KERNEL_BYTES = 1 << 23
+"""more than the system receives ahead for one connection"""
+EXPANSION = 32
+"""bytes of memory for each byte of an unfinished message: 64 for an empty frame, which has 2"""
+MAX_BUSY_HEARTBEATS = 2
+"""at which bytes of one message arrive; a whole message takes milliseconds within a machine"""
+IGNORED = (
+    "its ZeroMQ identity is that of another client (choose another), or its message has no end"
+)
+UNFINISHED = "a message was begun that is longer than any request, or all that were begun are"
+
+
+Watched = TypeVar("Watched", bound=ConnectionTraffic)
+
+
+class ClientWatch:
+    """Heartbeats of the clients' socket."""
+
+    def __init__(self, config: Config, max_frame_bytes: int) -> None:
+        self._may_be_curve = bool(config.curve_keys) or config.backend != "local"
+        self._max_unfinished_bytes = config.max_open_bytes // EXPANSION
+        self._max_frame_bytes = max_frame_bytes
+
+    def bad_clients(
+        self, connections: Iterable[Watched], waits: bool, identity_bytes: int
+    ) -> Iterator[tuple[Watched, str]]:
+        """Yield clients that libzmq ignores, and clients whose messages do not end, with reasons.
+
+        waits: a message waits in libzmq's queue. identity_bytes: as in `is_ignored`.
+        """
+        unfinished: list[tuple[int, Watched]] = []
+        num_messages = MAX_RECEIVE_QUEUE + 1 if waits else 1  # whole ones may wait
+        limit = self._max_frame_bytes * num_messages + KERNEL_BYTES
+        for one in connections:
+            counters = tcp_counters(one.fd)
+            shortest = 0 if one.is_inner else identity_bytes
+            if one.is_ignored(counters, shortest, self._may_be_curve):
+                yield one, IGNORED
+            elif counters is None:
+                is_receiving = not waits and num_unread_bytes(one.fd) > 0
+                if one.num_busy_heartbeats(is_receiving) > MAX_BUSY_HEARTBEATS:
+                    yield one, UNFINISHED
+            elif num_bytes := one.num_unfinished(counters.received):
+                unfinished.append((num_bytes, one))
+        num_all = sum(num_bytes for num_bytes, _ in unfinished)
+        for num_bytes, one in sorted(unfinished, key=lambda pair: -pair[0]):
+            if num_bytes <= limit and num_all <= self._max_unfinished_bytes:
+                break
+            num_all -= num_bytes
+            yield one, UNFINISHED

@@ -62,17 +62,15 @@ class Totals(Share):
             one.num_bytes += num_bytes
 
 
-class Connection:
+class Connection(ConnectionTraffic):
     """One connection of a client, and what waits to be sent on it.
 
     `Connections` opens and closes it; only `ClientSocket` writes the other fields.
     """
 
     def __init__(self, fd: int = -1, share: Share | None = None, is_inner: bool = False) -> None:
-        """fd: libzmq's descriptor. is_inner: of a process of the pipeline; it names its clients."""
-        self.fd = fd
+        super().__init__(fd, is_inner)
         self.share = share or Share("")
-        self.is_inner = is_inner
         self.host = ""
         """address of the client's machine; empty within this machine"""
         self.is_closed = False
@@ -88,7 +86,6 @@ class Connection:
         self.retry_at = 0.0
         self.identity = b""
         """ZeroMQ identity, known from the first message; libzmq's own ones begin with a zero"""
-        self.traffic = ConnectionTraffic(fd)
 
     @property
     def is_full(self) -> bool:
@@ -176,7 +173,7 @@ class Connections:
             self._identities_closed.add(connection.identity)
             self._remember(fd, connection.identity)
             if not connection.is_refused:
-                self._limits.closed(connection.host, is_silent=not connection.traffic.num_messages)
+                self._limits.closed(connection.host, is_silent=not connection.num_messages)
 
     def cut_off(self, connection: Connection, reason: str) -> None:
         """Disconnect a client. Each reason is logged once, and counted."""
@@ -204,7 +201,7 @@ class Connections:
             self._remember(fd, identity)
         elif connection.identity != identity and not connection.is_closed:
             connection = self._identify(connection, identity)
-        connection.traffic.num_messages += 1
+        connection.num_messages += 1
         return connection
 
     def _identify(self, connection: Connection, identity: bytes) -> Connection:

@@ -19,7 +19,6 @@ from penstock.protocol.transport.context import Handlers
 from penstock.protocol.transport.event_loop import CallLater
 from penstock.protocol.transport.process import Process, first_number
 from penstock.services.gateway.client_socket import ClientSocket
-from penstock.services.gateway.client_watch import ClientWatch
 from penstock.services.gateway.connections import Client, Totals
 from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.ledger import Ledger
@@ -46,7 +45,6 @@ class Gateway:
             process.context, process.config, process.endpoints.inner_clients, self.ledger
         )
         self.connections = self.clients.connections
-        self.watch = ClientWatch(self.clients, process.config)
         self.status_queries = StatusQueries(self.clients, self.status)
         callbacks = call_later, self.on_report, self.on_status
         self.models = [
@@ -152,16 +150,16 @@ class Gateway:
             model.on_heartbeat()
         self.connections.handle_events()
         self._drop(self.ledger.take_lost())
-        for connection in self.watch.retry_full():
+        for connection in self.clients.retry_full():
             entries = self.ledger.of_connection(connection)
             log.warning(
                 "a client has left %d bytes of answers unread: its %d requests are aborted",
-                self.watch.num_unread_bytes(connection),
+                self.clients.num_unread_bytes(connection),
                 len(entries),
             )
             self._drop(entries)
             self.connections.cut_off(connection, UNREAD)
-        self.watch.on_heartbeat()
+        self.clients.cut_off_bad_clients()
         self.status_queries.drop_closed()
 
     def on_defect(self, entry: Entry) -> None:

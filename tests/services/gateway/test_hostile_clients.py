@@ -12,7 +12,7 @@ from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.messages.client import AbortReply, AbortRequest
 from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.transport.socket_info import tcp_counters
-from penstock.services.gateway import client_socket, client_watch, connection_limits
+from penstock.services.gateway import client_socket, connection_limits
 from penstock.services.gateway.connection_limits import ConnectionLimits
 from tests.services.gateway.conftest import GatewayHarness
 from tests.services.gateway.raw_client import MORE, RawClient, frame
@@ -75,7 +75,7 @@ def test_a_message_without_an_end(start_gateway: Start, endpoint: str) -> None:
 
 def test_messages_without_an_end_together(start_gateway: Start) -> None:
     """Who has sent most is disconnected."""
-    harness = start_gateway(endpoint=TCP, max_open_bytes=(2 << 20) * client_watch.EXPANSION)
+    harness = start_gateway(endpoint=TCP, max_open_bytes=(2 << 20) * connection_limits.EXPANSION)
     honest, *hostile = (RawClient(harness.endpoint) for _ in range(4))
     honest.send(PIECE[: 1 << 19])
     for client in hostile:
@@ -107,7 +107,7 @@ def test_pipelined_requests_are_no_message_without_an_end(start_gateway: Start) 
         return counters.received
 
     num_bytes = 0
-    while num_received() < client_socket.MAX_RECEIVE_QUEUE * len(large):
+    while num_received() < connection_limits.MAX_RECEIVE_QUEUE * len(large):
         num_bytes += client.send_some(large[num_bytes % len(large) :])
     harness.run_heartbeats(1)
     assert not harness.gateway.connections.num_cut_off
@@ -158,7 +158,7 @@ def test_a_second_client_of_an_identity_is_disconnected(
         harness.run_once()  # for its key
         harness.run_heartbeats(1)
     (logged,) = caplog.messages
-    assert logged.endswith(client_watch.IGNORED)
+    assert logged.endswith(connection_limits.IGNORED)
     assert is_served(harness, first)
     first.close()
     while not second.poll(0):
