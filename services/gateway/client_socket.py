@@ -1,11 +1,9 @@
-"""The clients' socket: who may connect, requests in, replies out."""
+"""The clients' socket: requests in, replies out."""
 
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import zmq
 
@@ -14,10 +12,9 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.client import ErrorReply, Reply, ReplyBatch, TextDelta
 from penstock.protocol.messages.codec import MSGPACK, codec_of
 from penstock.protocol.messages.envelope import BATCH, has_number, reply_frames
-from penstock.protocol.transport.channel import OVERSIZE_SLACK, Channel
-from penstock.protocol.transport.context import Context, check_reach, stays_on_host
-from penstock.protocol.transport.curve import ZAP_DOMAIN, secure_server
-from penstock.services.gateway.connection_limits import MAX_RECEIVE_QUEUE, ClientWatch
+from penstock.protocol.transport.channel import OVERSIZE_SLACK
+from penstock.protocol.transport.context import Context, check_reach
+from penstock.services.gateway.connection_limits import ClientWatch, bind_clients
 from penstock.services.gateway.connections import (
     Client,
     Connection,
@@ -28,18 +25,6 @@ from penstock.services.gateway.entry import Entry, Output
 from penstock.services.gateway.ledger import Ledger
 
 log = logging.getLogger("gateway")
-MAX_SEND_QUEUE = 4096
-"""messages in libzmq's queue for one client; further output waits in the ledger"""
-OPTIONS = {
-    zmq.HANDSHAKE_IVL: 10_000,  # milliseconds in which a client shows its key
-    zmq.RCVHWM: MAX_RECEIVE_QUEUE,
-    # The connection of a machine that has vanished ends after 25 s: until then its client can't
-    # reconnect with the same ZeroMQ identity.
-    zmq.TCP_KEEPALIVE: 1,
-    zmq.TCP_KEEPALIVE_IDLE: 10,
-    zmq.TCP_KEEPALIVE_INTVL: 5,
-    zmq.TCP_KEEPALIVE_CNT: 3,
-}
 MAX_FRAMES = 8
 """of a message, its sender's identity included"""
 MAX_ENVELOPE_BYTES = 1024
@@ -68,7 +53,9 @@ class ClientSocket:
         address = "inproc://clients-monitor"  # connected first: libzmq waits until events are read
         self.connections = Connections(context.connect(zmq.PAIR, address))
         self.max_frame_bytes = max_request_bytes(config) + OVERSIZE_SLACK
-        self._bind(context, config, inner, address)
+        self.channel, self.connections.inner = bind_clients(
+            context, config, inner, address, self.max_frame_bytes
+        )
         self._frame_overhead = CURVE_FRAME_BYTES if config.curve_keys else FRAME_BYTES
         self.max_unread_bytes = config.max_unread_bytes
         self.ledger = ledger
@@ -239,31 +226,3 @@ class ClientSocket:
             self.channel.count_bad_frame("its sender speaks ZMTP before version 3")
             return None
         return None if connection.is_cut_off else connection
-
-    def _bind(self, context: Context, config: Config, inner: str, monitor: str) -> None:
-        if config.curve_keys:
-            context.admit(ZAP_DOMAIN, Path(config.curve_keys))
-        elif not stays_on_host(config.endpoint):
-            log.warning(
-                "--insecure: anybody who reaches %s may send requests, and anybody who sees the "
-                "network's traffic reads prompts and answers",
-                config.endpoint,
-            )
-        # Our own processes are clients at an endpoint of their own. The one without keys is first.
-        is_inner_first = bool(config.curve_keys) or not context.node_id
-        endpoint = inner if is_inner_first else config.endpoint
-        options = {int(option): value for option, value in OPTIONS.items()}
-        options[zmq.SNDHWM] = MAX_SEND_QUEUE
-        self.channel: Channel[Any] = context.bind(
-            zmq.ROUTER, endpoint, None, self.max_frame_bytes, options, monitor
-        )
-        if is_inner_first:
-            self.connections.inner = self.channel.last_endpoint
-            if config.curve_keys:
-                secure_server(self.channel.socket, Path(config.curve_keys))
-            self.channel.socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
-            self.channel.socket.setsockopt(zmq.IPV6, "[" in config.endpoint)
-            context.bind_also(self.channel, config.endpoint)
-        else:
-            context.bind_also(self.channel, inner)
-            self.connections.inner = self.channel.last_endpoint

@@ -1,4 +1,4 @@
-"""Limits of connections: how many there may be, and what each may leave unread or unfinished.
+"""Who may connect to the clients' socket, and what each client may leave unread or unfinished.
 
 libzmq keeps any number of frames until the last of a message has arrived. So each heartbeat checks
 how much each connection has received since its last message; on ipc, how often bytes were arriving.
@@ -7,13 +7,19 @@ libzmq silently ignores a client with the ZeroMQ identity of another client, unt
 more than a handshake was received, and no message. On ipc an idle client looks the same.
 """
 
+import logging
 import resource
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
+
+import zmq
 
 from penstock.protocol.config import Config
-from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
+from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
+from penstock.protocol.transport.context import Context, stays_on_host
+from penstock.protocol.transport.curve import ZAP_DOMAIN, secure_server
 from penstock.protocol.transport.socket_info import (
     Counters,
     is_all_read,
@@ -21,6 +27,21 @@ from penstock.protocol.transport.socket_info import (
     tcp_counters,
 )
 
+log = logging.getLogger("gateway")
+MAX_RECEIVE_QUEUE = 8
+"""messages of one client that libzmq receives ahead; then the client has to wait"""
+MAX_SEND_QUEUE = 4096
+"""messages in libzmq's queue for one client; further output waits in the ledger"""
+OPTIONS = {
+    zmq.HANDSHAKE_IVL: 10_000,  # milliseconds in which a client shows its key
+    zmq.RCVHWM: MAX_RECEIVE_QUEUE,
+    # The connection of a machine that has vanished ends after 25 s: until then its client can't
+    # reconnect with the same ZeroMQ identity.
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 10,
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
 MAX_CONNECTIONS = 4096
 """of a gateway with as many descriptors: libzmq keeps some 50 KB for each connection"""
 RESERVED_DESCRIPTORS = 256
@@ -28,6 +49,41 @@ RESERVED_DESCRIPTORS = 256
 TOO_MANY = "too many connections; the limit depends on its limit of open files (ulimit -n)"
 TOO_MANY_OF_ONE = "too many connections from this address"
 TOO_MANY_SILENT = "too many connections that have not sent a request, or shown a key"
+
+
+def bind_clients(
+    context: Context, config: Config, inner: str, monitor: str, max_frame_bytes: int
+) -> tuple[Channel[Any], bytes]:
+    """Return the clients' socket, and the endpoint `inner` as it is bound. Raises as `bind`.
+
+    inner: for the pipeline's own processes, without keys. monitor: receives events of connections.
+    """
+    if config.curve_keys:
+        context.admit(ZAP_DOMAIN, Path(config.curve_keys))
+    elif not stays_on_host(config.endpoint):
+        log.warning(
+            "--insecure: anybody who reaches %s may send requests, and anybody who sees the "
+            "network's traffic reads prompts and answers",
+            config.endpoint,
+        )
+    # Our own processes are clients at an endpoint of their own. The one without keys is first.
+    is_inner_first = bool(config.curve_keys) or not context.node_id
+    endpoint = inner if is_inner_first else config.endpoint
+    options = {int(option): value for option, value in OPTIONS.items()}
+    options[zmq.SNDHWM] = MAX_SEND_QUEUE
+    channel: Channel[Any] = context.bind(
+        zmq.ROUTER, endpoint, None, max_frame_bytes, options, monitor
+    )
+    if not is_inner_first:
+        context.bind_also(channel, inner)
+        return channel, channel.last_endpoint
+    bound = channel.last_endpoint
+    if config.curve_keys:
+        secure_server(channel.socket, Path(config.curve_keys))
+    channel.socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
+    channel.socket.setsockopt(zmq.IPV6, "[" in config.endpoint)
+    context.bind_also(channel, config.endpoint)
+    return channel, bound
 
 
 class ConnectionLimits:
@@ -153,8 +209,6 @@ class ConnectionTraffic:
         return self._num_quiet_heartbeats > patience
 
 
-MAX_RECEIVE_QUEUE = 8
-"""messages of one client that libzmq receives ahead; then the client has to wait"""
 KERNEL_BYTES = 1 << 23
 """more than the system receives ahead for one connection"""
 EXPANSION = 32

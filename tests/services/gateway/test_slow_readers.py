@@ -10,7 +10,7 @@ import zmq
 
 from penstock.protocol.messages.client import AbortReply, AbortRequest, GenerateReply, TextDelta
 from penstock.protocol.messages.codec import MSGPACK
-from penstock.services.gateway import client_socket
+from penstock.services.gateway import connection_limits
 from penstock.services.gateway.connections import Connection
 from tests.services.gateway.conftest import GatewayHarness
 
@@ -26,7 +26,7 @@ NUM_HELD = 20
 def harness(
     start_gateway: Callable[..., GatewayHarness], monkeypatch: pytest.MonkeyPatch
 ) -> GatewayHarness:
-    monkeypatch.setattr(client_socket, "MAX_SEND_QUEUE", 4)
+    monkeypatch.setattr(connection_limits, "MAX_SEND_QUEUE", 4)
     return start_gateway(endpoint="tcp://127.0.0.1:*", max_unread_bytes=1 << 20)
 
 
@@ -213,6 +213,6 @@ def test_a_full_queue_is_not_tried_for_every_token(harness: GatewayHarness) -> N
 def test_the_queue_of_a_client_has_a_limit(start_gateway: Callable[..., GatewayHarness]) -> None:
     assert (
         start_gateway().gateway.clients.channel.socket.getsockopt(zmq.SNDHWM)
-        == client_socket.MAX_SEND_QUEUE
+        == connection_limits.MAX_SEND_QUEUE
         == 4096
     )
