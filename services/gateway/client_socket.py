@@ -15,12 +15,7 @@ from penstock.protocol.messages.envelope import BATCH, has_number, reply_frames
 from penstock.protocol.transport.channel import OVERSIZE_SLACK
 from penstock.protocol.transport.context import Context, check_reach
 from penstock.services.gateway.connection_limits import ClientWatch, bind_clients
-from penstock.services.gateway.connections import (
-    Client,
-    Connection,
-    Connections,
-    closed_connection,
-)
+from penstock.services.gateway.connections import Client, Connection, Connections
 from penstock.services.gateway.entry import Entry, Output
 from penstock.services.gateway.ledger import Ledger
 
@@ -195,7 +190,7 @@ class ClientSocket:
         if error == zmq.EAGAIN:
             entry.client.connection.unsent[entry.request_id] = None
         elif error:  # the client is unreachable, whatever the monitor says
-            entry.client = entry.client._replace(connection=closed_connection())
+            entry.client = entry.client._replace(connection=Connection(is_closed=True))
         elif isinstance(reply, TextDelta):
             entry.mark_delivered()
         else:

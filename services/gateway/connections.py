@@ -68,12 +68,18 @@ class Connection(ConnectionTraffic):
     `Connections` opens and closes it; only `ClientSocket` writes the other fields.
     """
 
-    def __init__(self, fd: int = -1, share: Share | None = None, is_inner: bool = False) -> None:
+    def __init__(
+        self,
+        fd: int = -1,
+        share: Share | None = None,
+        is_inner: bool = False,
+        is_closed: bool = False,
+    ) -> None:
         super().__init__(fd, is_inner)
         self.share = share or Share("")
         self.host = ""
         """address of the client's machine; empty within this machine"""
-        self.is_closed = False
+        self.is_closed = is_closed
         """by the client or the gateway: nothing is sent on it any more"""
         self.is_cut_off = False
         self.is_refused = False
@@ -90,13 +96,6 @@ class Connection(ConnectionTraffic):
     @property
     def is_full(self) -> bool:
         return bool(self.unsent or self.replies)
-
-
-def closed_connection() -> Connection:
-    """Return a stand-in for the connection of a client that is unreachable."""
-    connection = Connection()
-    connection.is_closed = True
-    return connection
 
 
 class Client(NamedTuple):
@@ -128,7 +127,7 @@ class Connections:
         self.inner = b""
         """endpoint, as it is bound, at which the pipeline's own processes are clients"""
         self._by_fd: dict[int, Connection] = {}
-        self._nobody = closed_connection()
+        self._nobody = Connection(is_closed=True)
         self._shares: WeakValueDictionary[str, Share] = WeakValueDictionary()
         """of the clients that our HTTP servers name"""
         self._numbers = count(1)

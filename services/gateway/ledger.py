@@ -30,8 +30,7 @@ class Ledger:
         self.first_attempt = first_attempt
         self._attempts = count(first_attempt)
         self._entries: dict[str, Entry] = {}
-        self._lost: dict[Entry, Connection] = {}
-        """requests whose connection was closed at the last heartbeat"""
+        self._lost: dict[Entry, Connection] = {}  # closed at the last heartbeat
 
     def of_model(self, name: str) -> Self:
         """Return the same ledger with totals of one model's requests, which it opens."""
