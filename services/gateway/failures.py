@@ -30,11 +30,12 @@ class Poison:
 
     def __init__(self, reports: DeathReports) -> None:
         self._reports = reports
-        self._known = PoisonList()
+        self.known = PoisonList()
+        """empty until a tokenizer has died"""
 
     def num_deaths(self, request: WorkRequest) -> int:
         """Return at how many deaths of tokenizers the same request was the only one."""
-        return self._known.num_deaths(digest(request)) if self._known else 0
+        return self.known.num_deaths(digest(request))
 
     def report_death(self, tokenizer: bytes, requests: list[WorkRequest]) -> None:
         """Report the death of a tokenizer, by its routing id, that had these requests."""
@@ -43,7 +44,7 @@ class Poison:
 
     def set_num_deaths(self, request: WorkRequest, num_deaths: int) -> None:
         """Remember at how many deaths a request was the only one."""
-        self._known.put(digest(request), num_deaths)
+        self.known.put(digest(request), num_deaths)
 
     def clear(self, request: WorkRequest) -> None:
         """Forget the deaths of a request, which a tokenizer has processed since."""
@@ -53,7 +54,7 @@ class Poison:
     def learn(self, digests: list[bytes]) -> None:
         """Refuse requests that an earlier gateway has given up, as the supervisor reports."""
         for one in digests:
-            self._known.put(one, MAX_DEATHS)
+            self.known.put(one, MAX_DEATHS)
 
     def check(self, request: WorkRequest) -> None:
         if self.num_deaths(request) >= MAX_DEATHS:
@@ -62,7 +63,7 @@ class Poison:
     def give_up(self, request: WorkRequest) -> bytes:
         """Refuse a request from now on. Return its digest."""
         poison = digest(request)
-        self._known.put(poison, MAX_DEATHS)
+        self.known.put(poison, MAX_DEATHS)
         self._reports.found(poison)
         return poison
 

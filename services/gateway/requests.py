@@ -69,7 +69,8 @@ class Requests:
 
     def submit(self, client: Client, request: GenerateRequest, num_bytes: int) -> None:
         """Accept a request, or attach the client to the open one. Raises RefusedError."""
-        self.poison.check(request)
+        if self.poison.known:
+            self.poison.check(request)
         entry = self._ledger.find(request.request_id) if request.request_id else None
         if entry is None:
             self._accept(client, request, num_bytes)
@@ -81,7 +82,8 @@ class Requests:
         """Accept a request that a tokenizer answers alone. Raises RefusedError."""
         if client.connection.is_closed:
             return
-        self.poison.check(query)
+        if self.poison.known:
+            self.poison.check(query)
         self._check_drain(query)
         self._admission.check(num_bytes, num_query_tokens(query), client.share)
         self.validation.check_query(query)

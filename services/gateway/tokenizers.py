@@ -40,7 +40,7 @@ class Tokenizers:
 
     def submit(self, work: Work) -> None:
         """Send work to a tokenizer, now or when one has room."""
-        if num_deaths := self._poison.num_deaths(work.request):
+        if self._poison.known and (num_deaths := self._poison.num_deaths(work.request)):
             self._suspects[work] = num_deaths
         self._enqueue(work, work.priority)
         self._assign()
