@@ -38,8 +38,6 @@ class ClientSocket:
 
     While a connection's queue is full, its output stays in the ledger. It is sent as one delta a
     request at the next output for that connection, or at the next heartbeat.
-
-    `on_defect` is called, in an `except` block, with a request whose delivery raises.
     """
 
     def __init__(self, context: Context, config: Config, inner: str, ledger: Ledger) -> None:
@@ -55,7 +53,7 @@ class ClientSocket:
         self.max_unread_bytes = config.max_unread_bytes
         self.ledger = ledger
         self._watch = ClientWatch(config, self.max_frame_bytes)
-        self.on_defect: Callable[[Entry], None]
+        self.on_defect: Callable[[Entry], None]  # in an `except` block, for the failed request
         self._pending: OrderedDict[str, Entry] = OrderedDict()
         """requests whose output `deliver_pending` sends, by id"""
 

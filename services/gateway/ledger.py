@@ -114,10 +114,9 @@ class Ledger:
 
     def take_lost(self) -> list[Entry]:
         """Return requests that lost their connection before the last call and got no other one."""
-        before, self._lost = self._lost, {}
-        for entry in self._entries.values():
-            if entry.client.connection.is_closed:
-                self._lost[entry] = entry.client.connection
+        before = self._lost
+        connections = ((entry, entry.client.connection) for entry in self._entries.values())
+        self._lost = {entry: one for entry, one in connections if one.is_closed}
         return [one for one, connection in self._lost.items() if before.get(one) is connection]
 
     def _end(self, entry: Entry) -> None:
