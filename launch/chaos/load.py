@@ -12,7 +12,7 @@ from penstock.launch.chaos.check import Expected, Received
 from penstock.launch.chaos.options import ChaosOptions
 from penstock.launch.chaos.processes import Changes
 from penstock.launch.pipeline.errors import LaunchError
-from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.client.session import Answer
 from penstock.protocol.messages.client import (
     AbortRequest,

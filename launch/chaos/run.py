@@ -21,7 +21,7 @@ from penstock.launch.pipeline.options import given_options
 from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.pipeline.run_folder import is_running, model_name
 from penstock.launch.pipeline.target import target, vocab_size
-from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.config import Config, run_folder
 from penstock.protocol.messages.status import StatusReply
 

@@ -23,13 +23,14 @@ from tqdm import tqdm
 
 from penstock.launch.offline.beam_search import BeamSearchMethods
 from penstock.launch.offline.bounded_concurrency import replies_to, submit_all
-from penstock.launch.offline.outputs import RequestOutput, SamplingParams, prompts_of
+from penstock.launch.offline.outputs import RequestOutput, prompts_of, request_of
 from penstock.launch.offline.pooling import PoolingMethods
 from penstock.launch.pipeline.ephemeral_pipeline import private_pipeline
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import resolve
 from penstock.launch.pipeline.options import DEPRECATED, OTHER_NAMES, as_flags
 from penstock.launch.pipeline.run_folder import is_running, running_config
+from penstock.protocol.client.answers import answer_requests, num_answers
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import NoAnswer
 from penstock.protocol.config import Config
@@ -41,6 +42,7 @@ from penstock.protocol.messages.client import (
     TokenizePromptRequest,
     TokenizeReply,
 )
+from penstock.protocol.messages.sampling import SamplingParams
 
 SILENCE = 10.0
 """seconds without a sign of the pipeline after which a look is taken whether it is still there"""
@@ -136,11 +138,12 @@ class LLM(PoolingMethods, BeamSearchMethods):
     ) -> list[RequestOutput]:
         """`prompts`: fields of TokenizePromptRequest."""
         params = _one_for_each(params, len(prompts))
+        places = [
+            (one, index) for one, its in enumerate(params) for index in range(num_answers(its))
+        ]
         outputs = self._outputs(prompts)
-        places = [(one, index) for one, its in enumerate(params) for index in range(its.n)]
-        requests = (
-            params[one].request(outputs[one].prompt_token_ids, outputs[one].request_id, index)
-            for one, index in places
+        requests = itertools.chain.from_iterable(
+            answer_requests(request_of(*pair)) for pair in zip(outputs, params, strict=True)
         )
         with (
             _Progress(len(places), use_tqdm) as progress,

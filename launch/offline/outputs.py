@@ -2,11 +2,10 @@
 
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
-from penstock.protocol.messages import sampling
 from penstock.protocol.messages.client import (
     FinishReason,
     GenerateReply,
@@ -14,34 +13,11 @@ from penstock.protocol.messages.client import (
     StopReason,
 )
 from penstock.protocol.messages.logprobs import Logprob, TokenLogprobs
+from penstock.protocol.messages.sampling import SamplingParams
 
 ByToken = dict[int, Logprob]
 """token id → its logprob: the token that stands at a position, and the likeliest ones"""
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
-
-
-class SamplingParams(sampling.SamplingParams, kw_only=True):
-    """Sampling parameters of a prompt's answers. None: the model's own default."""
-
-    n: Annotated[int, Meta(ge=1, le=sampling.MAX_N)] = 1
-    """answers to a prompt; with a `seed`, answer i has the seed + i"""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.n <= sampling.MAX_N:
-            raise ValueError(f"n: got {self.n}, expected 1 to {sampling.MAX_N}")
-
-    def request(self, token_ids: list[int], name: str, index: int) -> GenerateRequest:
-        """Return the request of the answer `index` to the prompt `name`."""
-        fields = {
-            field: getattr(self, field) for field in sampling.SamplingParams.__struct_fields__
-        }
-        fields["n"] = 1
-        if self.seed is not None:
-            fields["seed"] = self.seed + index
-        if index:
-            fields["prompt_logprobs"] = None  # those of the first answer are for all
-        fields["num_answers"] = 0 if index else self.n
-        return GenerateRequest(prompt=token_ids, request_id=f"{name}-{index}", **fields)
 
 
 class CompletionOutput(Struct, kw_only=True):
@@ -115,6 +91,12 @@ class RequestOutput(Struct, kw_only=True):
             self.prompt_logprobs = by_token(reply.prompt_logprobs)
             self.num_cached_tokens = reply.usage.cached_tokens
             self.metrics = _stats(reply)
+
+
+def request_of(output: RequestOutput, params: SamplingParams) -> GenerateRequest:
+    """Return the request whose answers go into `output`."""
+    fields = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
+    return GenerateRequest(prompt=output.prompt_token_ids, request_id=output.request_id, **fields)
 
 
 def prompts_of(prompts: Any) -> list[str | list[int]]:

@@ -13,7 +13,7 @@ from penstock.launch.pipeline.run_folder import control_endpoint
 from penstock.launch.supervisor.processes import ManagedProcess, Processes
 from penstock.launch.supervisor.report import Report
 from penstock.launch.supervisor.tasks import Tasks
-from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.config import MAX_PROCESSES, Config
 from penstock.protocol.messages.client import StatusRequest
 from penstock.protocol.messages.control import (

@@ -27,7 +27,7 @@ from penstock.launch.supervisor.processes import ManagedProcess, Policy, Process
 from penstock.launch.supervisor.report import Report
 from penstock.launch.supervisor.tasks import Tasks, traceback_lines
 from penstock.launch.supervisor.watchdog import Watchdog
-from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.config import Config
 from penstock.protocol.transport.context import endpoints
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import zmq
 
+from penstock.protocol.client.answers import answer_requests, gather
 from penstock.protocol.client.connection import DEFAULT_ENDPOINT, Connection, Kind, expect
 from penstock.protocol.client.scoring import result_of
 from penstock.protocol.client.session import Answer, Take
@@ -150,6 +151,23 @@ class AsyncClient:
     async def generate(self, prompt: str | list[int] | None = None, **fields: Any) -> GenerateReply:
         """Return the whole answer. Raises RequestError."""
         return await self.submit(prompt, **fields).result()
+
+    def submit_n(self, prompt: str | list[int] | None = None, **fields: Any) -> list[AsyncStream]:
+        """Send a request for each of the `n` answers to a prompt. Raises RequestError.
+
+        Answers end, fail and are aborted one by one.
+        """
+        requests = answer_requests(GenerateRequest(prompt=prompt, **fields))
+        return [AsyncStream(self, self.ask(one)) for one in requests]
+
+    async def generate_n(
+        self, prompt: str | list[int] | None = None, **fields: Any
+    ) -> list[GenerateReply]:
+        """Return `n` whole answers to a prompt. Raises RequestError if one fails.
+
+        Cancelling the task, or a failure, aborts all of them.
+        """
+        return await gather(one.result() for one in self.submit_n(prompt, **fields))
 
     async def embed(
         self, prompt: str | list[int], *, dimensions: int | None = None, **fields: Any

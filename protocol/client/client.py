@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import zmq
 
-from penstock.protocol.client.async_client import AsyncClient, AsyncStream
+from penstock.protocol.client.answers import answer_requests
 from penstock.protocol.client.connection import DEFAULT_ENDPOINT, Connection, Kind, expect
 from penstock.protocol.client.errors import NoAnswer
 from penstock.protocol.client.scoring import result_of
@@ -46,8 +46,6 @@ from penstock.protocol.messages.client import (
 )
 from penstock.protocol.messages.sampling import Pooling
 from penstock.protocol.messages.status import StatusReply
-
-__all__ = ["AsyncClient", "AsyncStream", "Client", "Stream"]
 
 
 class Stream:
@@ -123,6 +121,29 @@ class Client:
     def generate(self, prompt: str | list[int] | None = None, **fields: Any) -> GenerateReply:
         """Return the whole answer. Raises RequestError."""
         return self.submit(prompt, **fields).result()
+
+    def submit_n(self, prompt: str | list[int] | None = None, **fields: Any) -> list[Stream]:
+        """Send a request for each of the `n` answers to a prompt. Raises RequestError.
+
+        Answers end, fail and are aborted one by one.
+        """
+        requests = answer_requests(GenerateRequest(prompt=prompt, **fields))
+        return [Stream(self, self.ask(one)) for one in requests]
+
+    def generate_n(
+        self, prompt: str | list[int] | None = None, **fields: Any
+    ) -> list[GenerateReply]:
+        """Return `n` whole answers to a prompt. Raises RequestError if one fails.
+
+        An exception aborts all of them.
+        """
+        streams = self.submit_n(prompt, **fields)
+        try:
+            return [one.result() for one in streams]
+        except BaseException:
+            for one in streams:
+                self.ask(AbortRequest(request_id=one.request_id))
+            raise
 
     def embed(
         self, prompt: str | list[int], *, dimensions: int | None = None, **fields: Any

@@ -20,7 +20,7 @@ NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=128)]
 MAX_N = 128
-"""answers to a prompt, where a request may have several"""
+"""answers to a prompt"""
 MAX_LABELS = 64
 
 
@@ -44,7 +44,7 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
     own default, from its `generation_config.json`.
     """
 
-    n: Annotated[int, Meta(ge=1, le=1, description="answers per prompt; over ZeroMQ 1")] = 1
+    n: Annotated[int, Meta(ge=1, le=MAX_N, description="number of answers to the prompt")] = 1
     max_tokens: Annotated[
         Positive | None,
         Meta(description="maximum number of output tokens; default: the rest of the context"),

@@ -117,6 +117,8 @@ class Validation:
     def check(self, request: GenerateRequest, is_req_socket: bool) -> None:
         self._check_prompt(request)
         self._check_pooling(request)
+        text = f"got {request.n}, expected 1; send a request for each answer, with the seed + i"
+        refuse_if(request.n > 1, "n", text)
         number, most = request.max_tokens, self.max_model_len
         is_single = request.stream and is_req_socket
         refuse_if(is_single, "stream", "got true on a REQ socket, expected a DEALER socket")

@@ -4,7 +4,7 @@ import asyncio
 import time
 
 from penstock.protocol.checkpoint import max_request_bytes, read_model_config
-from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.config import Config
 from penstock.protocol.generation_config import read_generation_config
 from penstock.protocol.tokenizer_file import read_chat_template

@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec import structs
 
+from penstock.protocol.client.answers import gather
 from penstock.protocol.client.async_client import AsyncStream
 from penstock.protocol.client.beam_search import MAX_WIDTH, Beam, BeamSearch, BeamSearchParams
 from penstock.protocol.messages.client import (
@@ -20,7 +21,6 @@ from penstock.protocol.tokenizer_file import read_eos_token_ids
 from penstock.services.http.access import caller
 from penstock.services.http.app_state import AppState
 from penstock.services.http.errors import ApiError, FieldAsSent, fields_as_sent, invalid
-from penstock.services.http.event_stream import gather
 from penstock.services.http.generation import Generation
 from penstock.services.http.schema import ApiRequest, ChatRequest
 from penstock.services.http.to_generate_request import name_as_sent

@@ -6,12 +6,12 @@ from typing import Any
 from msgspec import UNSET
 from starlette.responses import Response
 
+from penstock.protocol.client.answers import gather
 from penstock.protocol.messages.client import GenerateReply, TextDelta
 from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.services.http.access import caller
 from penstock.services.http.app_state import AppState
 from penstock.services.http.beam_search import make_generation
-from penstock.services.http.event_stream import gather
 from penstock.services.http.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
 from penstock.services.http.replies import (
     CompletionChoiceReply,

@@ -9,6 +9,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from penstock.protocol.client.answers import gather
 from penstock.protocol.client.errors import RequestError
 from penstock.services.http.chunk_writer import WRITER, ChunkWriter
 from penstock.services.http.errors import ApiError, as_api_error
@@ -158,19 +159,6 @@ class EventStream(Response):
     async def _keep_alive(self) -> None:
         if self._is_silent and not self._num_sending:
             await self.send_encoded(self._form.keep_alive)
-
-
-async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results; the first failure cancels the others."""
-    works = [*work]
-    if len(works) == 1:
-        return [await works[0]]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in works]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 async def bounded(

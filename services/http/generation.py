@@ -1,16 +1,20 @@
 """One HTTP request for text: its requests to the pipeline, and their streams."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 from msgspec import UNSET
 
-from penstock.protocol.client.client import AsyncStream
+from penstock.protocol.client.answers import gather
+from penstock.protocol.client.async_client import AsyncStream
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.client import AbortRequest, GenerateReply, PromptFields, TextDelta
+from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.services.http.access import caller
 from penstock.services.http.app_state import AppState
 from penstock.services.http.errors import FieldAsSent, fields_as_sent, invalid
@@ -20,7 +24,6 @@ from penstock.services.http.event_stream import (
     EventForm,
     EventSink,
     EventStream,
-    gather,
 )
 from penstock.services.http.logprobs import prompt_logprobs
 from penstock.services.http.replies import ChatChunk, StreamChunk, Usage
@@ -94,26 +97,21 @@ class Generation:
         self._streams = self._submit_all(f"{kind}-{name}{given}")
 
     def _submit_all(self, inner_id: str) -> list[AsyncStream]:
-        prompts = [one for one in self._prompts for _ in range(self._request.n)]
-        return [
-            self._submit(prompt, f"{inner_id}-{index}", index % self._request.n)
-            for index, prompt in enumerate(prompts)
-        ]
-
-    def _submit(self, prompt: dict[str, Any], request_id: str, index: int) -> AsyncStream:
         request = self._request
-        own = {
-            "request_id": request_id,
-            "seed": None if request.seed is None else request.seed + index,
-            "stream": request.stream,
-            "num_answers": 0 if index else request.n,
-        }
-        return self._client.submit(**prompt | own, client=caller.get().client)
+        own = {"n": request.n, "stream": request.stream, "client": caller.get().client}
+        several = (
+            self._client.submit_n(**prompt | own, request_id=f"{inner_id}-{index}")
+            for index, prompt in enumerate(self._prompts)
+        )
+        return [*chain.from_iterable(several)]
 
     async def replies(self) -> list[GenerateReply]:
         """Return all answers. Raises RequestError, ApiError."""
         with fields_as_sent(self._field_as_sent):
-            return await gather(map(self._result, self._streams))
+            replies = await gather(map(self._result, self._streams))
+        for index, reply in enumerate(replies):
+            reply.prompt_logprobs = replies[index - index % self._request.n].prompt_logprobs
+        return replies
 
     async def prompt_token_ids(self) -> Sequence[list[int] | None]:
         """Return the prompt's ids for each answer, None if not requested. Raises RequestError."""
@@ -161,26 +159,41 @@ class Generation:
     async def _send_all(self, events: EventStream, kind: str, choices: Sequence[Choice]) -> None:
         with fields_as_sent(self._field_as_sent):
             prompts = await self.prompt_token_ids()
+            works = zip(self._streams, choices, prompts, self._shared(), strict=True)
             replies = await gather(
-                self._send_one(events, stream, self._converter(kind, choice, prompt))
-                for stream, choice, prompt in zip(self._streams, choices, prompts, strict=True)
+                self._send_one(events, stream, self._converter(kind, choice, prompt, shared), turn)
+                for stream, choice, prompt, (shared, turn) in works
             )
         last = StreamChunk(object=kind, **self.head, usage=self.usage(replies))
         await events.send([last] if self._options.include_usage else [], is_last=True)
 
-    def _converter(self, kind: str, choice: Choice, prompt: list[int] | None) -> Convert:
+    def _shared(self) -> Iterator[tuple["PromptLogprobs", asyncio.Event | None]]:
+        """Yield for each answer what it shares with the prompt's others, and what it waits for."""
+        for prompt in self._prompts:
+            shared = PromptLogprobs()
+            yield shared, None
+            turn = None if prompt["prompt_logprobs"] is None else shared.are_known
+            yield from [(shared, turn)] * (self._request.n - 1)
+
+    def _converter(
+        self, kind: str, choice: Choice, prompt: list[int] | None, shared: "PromptLogprobs"
+    ) -> Convert:
         chunk = StreamChunk(object=kind, **self.head)
         if prompt is not None and self._request.return_token_ids:
             choice.prompt_token_ids = prompt
             chunk.prompt_token_ids = prompt if isinstance(self._request, ChatRequest) else UNSET
         if prompt is not None and self._options.continuous_usage_stats:
             chunk.usage = _usage(len(prompt), 0)
-        return partial(_chunks, chunk, choice)
+        return partial(_chunks, chunk, choice, shared)
 
     async def _send_one(
-        self, events: EventSink, stream: AsyncStream, convert: Convert
+        self,
+        events: EventSink,
+        stream: AsyncStream,
+        convert: Convert,
+        turn: asyncio.Event | None = None,
     ) -> GenerateReply:
-        """Send all events of one answer except those after its reply."""
+        """Send all events of one answer, from its turn on, except those after its reply."""
         last: TextDelta | None = None
 
         def pass_on(delta: TextDelta) -> bool:
@@ -192,6 +205,8 @@ class Generation:
             return True
 
         try:
+            if turn:
+                await turn.wait()
             while delta := await stream.next_delta(pass_on):
                 if last:
                     await events.send(convert(last, None))
@@ -218,12 +233,33 @@ class Generation:
         return reply
 
 
+class PromptLogprobs:
+    """Logprobs of a prompt, which come with the first one of its answers, for all of them."""
+
+    def __init__(self) -> None:
+        self.are_known = asyncio.Event()
+        self._tokens: list[TokenLogprobs | None] | None = None
+
+    def share(self, piece: TextDelta | GenerateReply) -> None:
+        """Take the logprobs from the first answer's first piece; put them into those of others."""
+        if not self.are_known.is_set():
+            self._tokens = piece.prompt_logprobs
+            self.are_known.set()
+        piece.prompt_logprobs = self._tokens
+
+
 def _chunks(
-    chunk: StreamChunk, choice: Choice, delta: TextDelta | None, reply: GenerateReply | None
+    chunk: StreamChunk,
+    choice: Choice,
+    shared: PromptLogprobs,
+    delta: TextDelta | None,
+    reply: GenerateReply | None,
 ) -> Iterator[StreamChunk]:
     """Yield `chunk` with each piece of the choice; the first one has what a chat's prompt has."""
     num_tokens = len(delta.token_ids) if delta else 0
     first = None if chunk.choices else delta or reply
+    if first:
+        shared.share(first)
     for piece in choice.chunks(delta, reply):
         has_role = isinstance(piece, ChatChunk) and piece.delta.role  # and no token
         if chunk.usage is not UNSET and not has_role:

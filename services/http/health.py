@@ -4,7 +4,7 @@ import asyncio
 import time
 from operator import add
 
-from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.messages.status import ModelStatus, SchedulerStatus, StatusReply
 from penstock.services.http.errors import ApiError
 

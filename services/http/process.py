@@ -9,7 +9,7 @@ import socket
 import uvicorn
 import uvloop
 
-from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.client.errors import ClientError
 from penstock.protocol.config import Config
 from penstock.protocol.transport.asyncio_handlers import attend

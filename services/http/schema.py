@@ -12,7 +12,6 @@ from penstock.protocol.client.beam_search import MAX_PENALTY
 from penstock.protocol.messages.chat import Conversation
 from penstock.protocol.messages.client import CacheSalt, Priority, RequestId
 from penstock.protocol.messages.sampling import (
-    MAX_N,
     NumLogprobs,
     Positive,
     SamplingParams,
@@ -47,7 +46,6 @@ class ApiRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True):
     """Fields of both chats and completions."""
 
     model: str | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_N, description="answers per prompt")] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: Priority = 0

@@ -22,7 +22,7 @@ from penstock.launch.chaos.check import Expected, Verdict, check
 from penstock.launch.chaos.load import Flight, Load
 from penstock.launch.chaos.options import ChaosOptions
 from penstock.launch.chaos.processes import Changes
-from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.messages.client import GenerateRequest
 from tests.cluster.machines import Cluster, Machine, wait_for_ray
 from tests.cluster.pipeline import PORT, Pipeline

@@ -19,7 +19,8 @@ from zmq.utils.monitor import recv_monitor_message
 from penstock import LLM, SamplingParams
 from penstock.launch.chaos.check import Expected, Received, Verdict, check
 from penstock.launch.pipeline.keys import make_keys
-from penstock.protocol.client.client import AsyncClient, Client
+from penstock.protocol.client.async_client import AsyncClient
+from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.config import DEFAULT_CLIENT
 from penstock.protocol.transport.curve import secure_client

@@ -15,7 +15,7 @@ from penstock.protocol.config import Config, ModelOptions
 from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.histogram import Histogram
 from penstock.protocol.messages.metrics import Metrics
-from penstock.protocol.messages.sampling import MAX_N, SamplingParams
+from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
 from penstock.services.http.errors import ApiError, as_api_error
 from penstock.services.http.metrics import render
@@ -97,7 +97,6 @@ def sampling_parameters() -> str:
     rows = [
         f"`{name}` | {one.get('description', '')} | {limits(one)} | {default(one)}"
         for name, one in schema.items()
-        if name != "n"
     ]
     return page(
         "Sampling parameters",
@@ -106,13 +105,14 @@ def sampling_parameters() -> str:
         "`top_p`, `min_p` and `repetition_penalty` means the value of the model's "
         "`generation_config.json`.",
         table("field | description | type and limits | default", rows),
-        "`n`, the number of answers to a prompt, is available over HTTP and in `SamplingParams` of "
-        f"programs (1 to {MAX_N}).",
         "## Notes",
         "- **EOS** ids: those of `generation_config.json` or `config.json`, and the tokenizer's.",
         "- **`allowed_token_ids`** without EOS: the answer ends at `max_tokens` or a stop.",
         "- **`bad_words`** are excluded with and without a preceding space. The last token of a "
         "word is not sampled where the answer ends with its other tokens.",
+        "- **`n`**: over HTTP, in `LLM`, and in `generate_n` and `submit_n` of the Python clients. "
+        "Elsewhere 1: [a ZeroMQ request has one "
+        "answer](../guides/zeromq-api.md#several-answers-to-a-prompt).",
         "- **`stop`**: the text ends before the string, or after it with "
         "`include_stop_str_in_output`.",
     )

@@ -5,7 +5,7 @@ import queue
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
-from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.client.async_client import AsyncClient
 from tests.tools.demo.tasks import answer_to, count_prompt
 
 BEGIN_TIMEOUT = 60.0

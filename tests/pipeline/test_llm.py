@@ -135,8 +135,9 @@ def test_what_is_refused(llm: LLM) -> None:
         llm.generate(["1+1=", "2+2="], SamplingParams(temperature=3.0), use_tqdm=False)
     with pytest.raises(ValueError, match="sampling_params: got 1, "):
         llm.generate(["1+1=", "2+2="], [SamplingParams()], use_tqdm=False)
-    with pytest.raises(ValueError, match="n: got 129, expected 1 to 128"):
-        SamplingParams(n=129)
+    for n in (0, 129, "4"):
+        with pytest.raises(RequestError, match=f"n: got {n!r}, expected `int`"):
+            llm.generate("1+1=", SamplingParams(n=n), use_tqdm=False)  # type: ignore[arg-type]
     assert llm.generate("1+1=", use_tqdm=False)[0].outputs[0].text == "2"
 
 

@@ -10,7 +10,7 @@ from random import Random
 import psutil
 import pytest
 
-from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.client.async_client import AsyncClient
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
 from tests.search import scaled
 from tests.tools.demo.tasks import answer_to, count_prompt

@@ -185,7 +185,7 @@ BAD = [
     (b'{"prompt": []}', "prompt", ">= 1"),
     (b'{"prompt": 5}', "prompt", "got 5"),
     (b'{"prompt": [1, 264]}', "prompt", "got 264, expected a token id up to 263"),
-    (b'{"prompt": "a", "n": 3}', "n", "n: got 3"),
+    (b'{"prompt": "a", "n": 3}', "n", "n: got 3, expected 1; send a request for each"),
     (b'{"prompt": "a", "max_tokens": 0}', "max_tokens", "max_tokens: got 0"),
     (b'{"prompt": "a", "max_tokens": 5000}', "max_tokens", "got 5000, expected up to"),
     (b'{"prompt": "a", "temperature": -1}', "temperature", "temperature: got -1"),

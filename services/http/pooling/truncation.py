@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.client.scoring import Scoring
 from penstock.services.http.access import caller
 from penstock.services.http.errors import invalid

@@ -125,6 +125,7 @@ class ResponsesRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True)
     """`POST /v1/responses`."""
 
     input: str | Annotated[list[Item], Meta(min_length=1, max_length=MAX_ITEMS)]
+    n: Annotated[int, Meta(ge=1, le=1, description="number of answers")] = 1
     model: str | None = None
     instructions: str | None = None
     """a system message before the input"""

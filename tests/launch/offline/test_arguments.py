@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from penstock.launch.offline.llm import _config_fields, _messages, _one_for_each
-from penstock.launch.offline.outputs import SamplingParams, prompts_of
+from penstock.launch.offline.outputs import prompts_of
 from penstock.protocol.messages.client import ChatMessage
+from penstock.protocol.messages.sampling import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -70,5 +71,3 @@ def test_sampling_params() -> None:
         _one_for_each({"temperature": 1}, 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="sampling_params: got 2, expected one, or one for each"):
         _one_for_each([SamplingParams()] * 2, 1)
-    with pytest.raises(ValueError, match=r"^n: got 0, expected 1 to 128$"):
-        SamplingParams(n=0)

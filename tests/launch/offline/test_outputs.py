@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from penstock.launch.offline.llm import _Progress
-from penstock.launch.offline.outputs import RequestOutput, SamplingParams, prompts_of
+from penstock.launch.offline.outputs import RequestOutput, prompts_of
 from penstock.protocol.messages.client import GenerateReply, Usage
 from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.protocol.messages.metrics import RequestTimes
+from penstock.protocol.messages.sampling import SamplingParams
 from penstock.services.http.schema import ChatRequest
 
 

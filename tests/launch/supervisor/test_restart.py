@@ -5,7 +5,7 @@ import contextlib
 from pathlib import Path
 
 from penstock.launch.supervisor.control_server import restart
-from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.messages.client import Reply, Request, StatusRequest
 from penstock.protocol.messages.status import SchedulerStatus, StatusReply
 from tests.launch.fake_gateway import Gateway

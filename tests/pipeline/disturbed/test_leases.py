@@ -1,10 +1,13 @@
 """Clients that resubmit, clients that disconnect, time limits: with real processes."""
 
+import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import zmq
 
+from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.messages.client import GenerateReply, GenerateRequest
 from penstock.protocol.messages.codec import JSON
 from tests.pipeline.conftest import Pipeline
@@ -79,6 +82,33 @@ def test_requests_of_a_client_that_is_gone(served: Pipeline) -> None:
                 socket.send(JSON.encode(GenerateRequest(prompt=PROMPT, stream=stream)))
             wait_for_requests(served, 2)
         wait_for_requests(served, 0)
+    wait_until_all_is_free(served)
+
+
+def test_several_answers_of_a_gateway_that_dies(served: Pipeline) -> None:
+    fields: dict[str, Any] = {"temperature": 2.0, "max_tokens": 40, "ignore_eos": True}
+    with served.client() as client:
+        expected = [client.generate(PROMPT, seed=5 + index, **fields).text for index in range(3)]
+        with served.suspended("worker.1"):
+            streams = client.submit_n(PROMPT, n=3, seed=5, **fields)
+            wait_for_requests(served, 3)
+            served.kill("gateway.1")
+        assert [one.result().text for one in streams] == expected
+    wait_until_all_is_free(served)
+
+
+def test_a_cancelled_task_ends_all_its_answers(served: Pipeline) -> None:
+    async def cancel() -> None:
+        async with AsyncClient(served.endpoint) as client:
+            task = asyncio.ensure_future(client.generate_n(PROMPT, n=3))
+            await asyncio.to_thread(wait_for_requests, served, 3)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.to_thread(wait_for_requests, served, 0)
+
+    with served.suspended("worker.1"):
+        asyncio.run(cancel())
     wait_until_all_is_free(served)
 
 

@@ -10,7 +10,8 @@ import pytest
 import zmq
 
 from penstock.launch.pipeline.keys import make_keys
-from penstock.protocol.client.client import AsyncClient, Client
+from penstock.protocol.client.async_client import AsyncClient
+from penstock.protocol.client.client import Client
 from penstock.protocol.client.connection import Connection
 from penstock.protocol.client.errors import ClientError, NoAnswer, RequestError
 from penstock.protocol.client.session import Answer

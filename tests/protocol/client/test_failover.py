@@ -12,7 +12,8 @@ import zmq
 from penstock.launch.pipeline.ephemeral_pipeline import free_port
 from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.client import connection
-from penstock.protocol.client.client import AsyncClient, Client
+from penstock.protocol.client.async_client import AsyncClient
+from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import ClientError, RequestError
 from penstock.protocol.client.failover import Addresses
 from penstock.protocol.messages.client import GenerateRequest, Reply, Request, TextDelta

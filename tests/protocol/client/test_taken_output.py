@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.messages.client import GenerateRequest, Reply, Request, TextDelta
 from tests.launch.fake_gateway import TEXT, delta, gateway, reply
 

@@ -50,7 +50,7 @@ def test_json_may_begin_with_white_space(blank: bytes) -> None:
         b'{"prompt": ""}',
         b'{"prompt": []}',
         b'{"prompt": [-1]}',
-        b'{"prompt": "a", "n": 2}',
+        b'{"prompt": "a", "n": 129}',
         b'{"prompt": "a", "n": 0}',
         b'{"prompt": "a", "max_tokens": 0}',
         b'{"prompt": "a", "temperature": -0.1}',

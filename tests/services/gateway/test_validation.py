@@ -43,7 +43,7 @@ def refusal(frame: bytes) -> RefusedError:
         ({"request_id": "a\n"}, "request_id", r"'a\n'", "expected no control characters"),
         ({"temperature": 3.5}, "temperature", "3.5", "<= 2"),
         ({"top_p": 0}, "top_p", "0", "> 0"),
-        ({"n": 2}, "n", "2", "<= 1"),
+        ({"n": 129}, "n", "129", "<= 128"),
         ({"prompt": ""}, "prompt", "''", ">= 1"),
         ({"prompt": [1, -5]}, "prompt[1]", "-5", ">= 0"),
         ({"prompt": 7}, "prompt", "7", "`str"),

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import (
     DetokenizeReply,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.protocol.client.client import AsyncClient
+from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.messages.status import ModelStatus, SchedulerStatus, StatusReply
 from penstock.services.http import health
 from penstock.services.http.errors import ApiError
