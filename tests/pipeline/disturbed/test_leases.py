@@ -16,6 +16,8 @@ from tests.tools.demo.tasks import answer_to, count_prompt
 pytestmark = pytest.mark.pipeline
 ANSWER_TIMEOUT_MS = 60_000
 PROMPT = count_prompt(1, 20)
+UNKNOWN = [10, 11, 12]
+"""a prompt whose answers depend on the draw"""
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +90,10 @@ def test_requests_of_a_client_that_is_gone(served: Pipeline) -> None:
 def test_several_answers_of_a_gateway_that_dies(served: Pipeline) -> None:
     fields: dict[str, Any] = {"temperature": 2.0, "max_tokens": 40, "ignore_eos": True}
     with served.client() as client:
-        expected = [client.generate(PROMPT, seed=5 + index, **fields).text for index in range(3)]
+        expected = [client.generate(UNKNOWN, seed=5 + index, **fields).text for index in range(3)]
+        assert len(set(expected)) == 3
         with served.suspended("worker.1"):
-            streams = client.submit_n(PROMPT, n=3, seed=5, **fields)
+            streams = client.submit_n(UNKNOWN, n=3, seed=5, **fields)
             wait_for_requests(served, 3)
             served.kill("gateway.1")
         assert [one.result().text for one in streams] == expected

@@ -49,6 +49,7 @@ def test_requests_differ_in_what_belongs_to_one_answer(
     assert [one.prompt_logprobs for one in requests] == [1] + [None] * (n - 1)
     assert [one.num_answers for one in requests] == [n] + [0] * (n - 1)
     for index, one in enumerate(requests):
+        assert one.n == 1
         if seed is None:
             assert one.seed is None
         else:
