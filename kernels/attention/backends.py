@@ -153,6 +153,8 @@ def choose_attention(
         name = "triton" if device.type == "cuda" else "torch"
     if is_deterministic() and name != "triton":
         raise ValueError(f"attention: got {name!r} with --deterministic, expected 'triton'")
+    if is_deterministic() and kv_cache_dtype == "fp8":
+        raise ValueError("kv_cache_dtype: got 'fp8' with --deterministic on a GPU, expected 'auto'")
     if name == "torch":
         return AttentionBackend(block_size or DEFAULT_BLOCK, scale)
     if device.type != "cuda":

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from itertools import count
-from pathlib import Path
 from types import MappingProxyType
 
 from penstock.launch.pipeline.procfile import kind_of, read_procfile
@@ -28,9 +27,6 @@ from penstock.protocol.transport.process import (
 )
 
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
-GPU_FORKS_VARIABLE = "PENSTOCK_FORK_GPU_WORKERS"
-GPU_FILE = Path("/dev/nvidiactl")
-"""present where NVIDIA's driver is"""
 SERVE_FORKS = "python -P -m penstock.services"
 """command of a fork server, without its services"""
 FORKED = (("gateway", "tokenizer", "scheduler", "detokenizer", "http"), ("worker",))
@@ -181,15 +177,7 @@ class LocalProcesses(Processes):
 
 
 def forked_services(config: Config) -> list[list[str]]:
-    """Return the services of each fork server that this pipeline needs.
-
-    Workers that may use a GPU have none unless GPU_FORKS_VARIABLE is 1: that was not run on a GPU.
-    """
+    """Return the services of each fork server that this pipeline needs."""
     if not hasattr(os, "pidfd_open"):
         return []
-    may_use_gpus = any(one.device != "cpu" for one in config.by_model()) and GPU_FILE.exists()
-    unused = set() if config.http else {"http"}
-    if may_use_gpus and os.environ.get(GPU_FORKS_VARIABLE) != "1":
-        unused.add("worker")
-    needed = ([one for one in services if one not in unused] for services in FORKED)
-    return [services for services in needed if services]
+    return [[one for one in kinds if one != "http" or config.http] for kinds in FORKED]

@@ -48,8 +48,8 @@ def checked(model: Qwen3) -> Qwen3:
             if not torch.equal(some, whole[-rows:]):
                 gpu = torch.cuda.get_device_name(weight.device)
                 raise ModelError(
-                    f"--deterministic: {name} has other bits with {rows} rows on {gpu}, which adds "
-                    "otherwise than the GPUs that were tested; leave the option out"
+                    f"--deterministic: {name} has other bits with {rows} rows on {gpu}, expected "
+                    "the same for any number; leave the option out, or serve 16-bit weights"
                 )
     return model
 

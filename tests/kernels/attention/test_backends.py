@@ -48,6 +48,18 @@ def test_only_triton_has_fixed_splits(name: str) -> None:
         use_deterministic_kernels(False)
 
 
+def test_fixed_splits_read_no_8_bits() -> None:
+    """Bits depended on the number of rows."""
+    use_deterministic_kernels(True)
+    try:
+        with pytest.raises(ValueError, match="got 'fp8' with --deterministic on a GPU"):
+            choose_attention(
+                "triton", 0, **SIZES, device=torch.device("cuda"), kv_cache_dtype="fp8"
+            )
+    finally:
+        use_deterministic_kernels(False)
+
+
 def test_flash_attn_reads_no_8_bits() -> None:
     with pytest.raises(
         ValueError, match="got 'flash-attn' with a KV cache in fp8, expected 'triton'"
