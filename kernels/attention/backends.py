@@ -132,6 +132,13 @@ def triton_prefill(
     )
 
 
+def _check_deterministic(name: str, kv_cache_dtype: str) -> None:
+    if name != "triton":
+        raise ValueError(f"attention: got {name!r} with --deterministic, expected 'triton'")
+    if kv_cache_dtype == "fp8":
+        raise ValueError("kv_cache_dtype: got 'fp8' with --deterministic on a GPU, expected 'auto'")
+
+
 def choose_attention(
     name: str,
     block_size: int,
@@ -151,10 +158,8 @@ def choose_attention(
     scale = head_dim**-0.5
     if name == "auto":
         name = "triton" if device.type == "cuda" else "torch"
-    if is_deterministic() and name != "triton":
-        raise ValueError(f"attention: got {name!r} with --deterministic, expected 'triton'")
-    if is_deterministic() and kv_cache_dtype == "fp8":
-        raise ValueError("kv_cache_dtype: got 'fp8' with --deterministic on a GPU, expected 'auto'")
+    if is_deterministic():
+        _check_deterministic(name, kv_cache_dtype)
     if name == "torch":
         return AttentionBackend(block_size or DEFAULT_BLOCK, scale)
     if device.type != "cuda":
