@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from penstock.launch.supervisor.child_events import adopting
-from penstock.launch.supervisor.child_process import ChildProcess
+from penstock.launch.supervisor.child_process import ChildProcess, describe_exit
 from penstock.launch.supervisor.logs import Log
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.messages.forks import Forked, ForkRequest
@@ -22,6 +22,8 @@ from penstock.protocol.transport.forks import FORKS_VARIABLE, MAX_MESSAGE
 
 MAX_FORK_SECONDS = 5.0
 """in which a fork server that is ready must reply"""
+KILLED = describe_exit(-signal.SIGKILL)
+MAX_KILLS = 5
 SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
 """NumPy would start threads when it is imported, and a process with threads should not fork"""
 
@@ -134,15 +136,23 @@ class ForkServer:
             self._child = start(self._command, self._environment, self._log, descriptors)
 
     async def _keep(self) -> None:
-        """Start another fork server when one has died, unless it died before it was ready."""
+        """Start another fork server when one has died.
+
+        If its imports fail, or it was killed MAX_KILLS times in a row before it was ready, there is
+        none.
+        """
+        num_kills = 0
         while self._child and not self._is_useless:
             await asyncio.wait([self._child.end])
             async with self._turn:
+                # it may have been ready without a request
+                was_ready = self._is_ready or await self._receive() is not None
                 self._socket.close()
                 how = self._child.end.result()
                 if self._is_useless:
                     break
-                if self._is_ready:
+                num_kills = 0 if was_ready else num_kills + 1
+                if was_ready or (how == KILLED and num_kills < MAX_KILLS):
                     self._say(f"the fork server died with {how}; restarted")
                     self._start()
                 else:

@@ -157,6 +157,37 @@ def test_forked_processes_outlive_the_fork_server_and_another_one_follows(
     run(test())
 
 
+def test_a_fork_server_that_is_killed_before_it_is_ready_is_restarted() -> None:
+    async def test() -> None:
+        async with site() as one:
+            first = await one.fork("first")
+            for _ in range(4):
+                killed = one.server.pid
+                os.kill(killed, signal.SIGKILL)
+                while one.server.pid in (0, killed):
+                    await asyncio.sleep(0)
+            second = await one.fork("second")
+            assert one.said == ["the fork server died with signal 9; restarted"] * 4
+            for process in (first, second):
+                process.kill()
+                await process.end
+
+    run(test())
+
+
+def test_a_fork_server_that_is_always_killed_is_given_up() -> None:
+    async def test() -> None:
+        async with site("import os; os.kill(os.getpid(), 9)") as one:
+            while await one.server.fork("demo", os.environ, one.log, {}) is None:
+                if one.server.pid == 0 and len(one.said) == 5:
+                    break
+                await asyncio.sleep(0)
+            assert one.said[-1] == "the fork server died with signal 9; processes start without it"
+            assert one.said[:4] == ["the fork server died with signal 9; restarted"] * 4
+
+    run(test())
+
+
 def test_a_fork_server_that_dies_during_a_request_forks_nothing() -> None:
     async def test() -> None:
         async with site() as one:
