@@ -126,7 +126,9 @@ class ControlServer:
             return ControlReply(f"kind: got {kind!r}, expected one of {', '.join(known)}")
         names = [name for name in self._processes.by_name if stem_of(name) == kind]
         await self._processes.remove(names[number:])
-        await self._processes.add([f"{kind}.{n}" for n in range(len(names) + 1, number + 1)])
+        added = [f"{kind}.{n}" for n in range(len(names) + 1, number + 1)]
+        await self._processes.add(added)
+        await self._processes.wait_spawned(added)
         return ControlReply(number=number)
 
     async def _restart(self, names: list[str]) -> ControlReply:
@@ -134,6 +136,7 @@ class ControlServer:
             return ControlReply(f"process: got {missing[0]!r}, which does not run any more")
         stop, start = partial(self._processes.stop, names), partial(self._processes.restart, names)
         await restart(self._connect, set(names), stop, start)
+        await self._processes.wait_spawned(names)
         return ControlReply()
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import count
 from types import MappingProxyType
@@ -157,6 +157,9 @@ class LocalProcesses(Processes):
         process = LocalProcess(name, command, environment, self._incarnations, memory, forks)
         process.log = Log(partial(self._policy.take_line, process))
         return process
+
+    async def wait_spawned(self, names: Iterable[str]) -> None:
+        await self._each(names, lambda process: process.spawned.wait())
 
     def _on_stopped(self, pid: int) -> None:
         for fork_server in self._fork_servers:

@@ -45,6 +45,8 @@ class ManagedProcess(ABC):
         self.wanted.set()
         self.idle = asyncio.Event()
         """it neither runs nor is being started"""
+        self.spawned = asyncio.Event()
+        """it was started, or is not to be started"""
         self.task: asyncio.Task[None]
 
     @abstractmethod
@@ -133,7 +135,11 @@ class Processes(ABC):
         for name in names:
             process = self.by_name[name] = self._make(name)
             process.task = self._tasks.start(self._keep(process))
-        await asyncio.sleep(0)  # processes of this machine are spawned within
+        await asyncio.sleep(0)
+
+    @abstractmethod
+    async def wait_spawned(self, names: Iterable[str]) -> None:
+        """Wait until processes were started, where this takes a moment only."""
 
     async def remove(self, names: list[str]) -> None:
         # first what does not run: it may wait for the place of what does
@@ -150,7 +156,7 @@ class Processes(ABC):
         for name in names:
             self.by_name[name].is_restart_requested = True
             self.by_name[name].wanted.set()
-        await asyncio.sleep(0)  # as in `add`
+        await asyncio.sleep(0)
 
     async def close(self) -> None:
         await self.remove(list(self.by_name))
@@ -165,9 +171,12 @@ class Processes(ABC):
                 continue
             process.started_at = time.monotonic()
             self._policy.spawned(process)
+            process.spawned.set()
             process.end = await process.wait()
+            process.spawned.clear()
             process.last_pid, process.pid = process.pid, 0
             self._policy.exited(process)
+        process.spawned.set()
         process.idle.set()
 
     async def _may_start(self, process: ManagedProcess) -> bool:
@@ -183,6 +192,6 @@ class Processes(ABC):
         await process.release()
 
     async def _each(
-        self, names: Iterable[str], run: Callable[[ManagedProcess], Coroutine[Any, Any, None]]
+        self, names: Iterable[str], run: Callable[[ManagedProcess], Coroutine[Any, Any, object]]
     ) -> None:
         await asyncio.gather(*(run(self.by_name[name]) for name in names))

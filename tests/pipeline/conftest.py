@@ -127,6 +127,12 @@ class Pipeline:
         """Return the pid of each process by its name."""
         return {one.name: one.pid for one in list_processes(self.name)}
 
+    def pid(self, name: str) -> int:
+        """Return the pid of a process, which may have died while the next one is being forked."""
+        while not (pid := self.processes().get(name)):
+            continue
+        return pid
+
     def restarts(self) -> dict[str, int]:
         """Return the number of restarts of each process."""
         return {one.name: one.restarts for one in list_processes(self.name)}
@@ -134,9 +140,7 @@ class Pipeline:
     def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal that can't be handled to one process; return when it was restarted."""
         start = len(self.output)
-        while not (pid := self.processes().get(name)):
-            continue  # it has died, and the next one is being forked
-        psutil.Process(pid).send_signal(how)
+        psutil.Process(self.pid(name)).send_signal(how)
         self.wait_for(rf"launch +\| {name} died", start)
 
     @contextlib.contextmanager

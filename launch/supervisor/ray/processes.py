@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import io
+from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,9 @@ class RayProcesses(Processes):
                 self._policy.say(f"waits until the cluster has room for a group: {bundles}")
             while not await asyncio.to_thread(PlacementGroup.wait, group, 1):
                 pass
+
+    async def wait_spawned(self, names: Iterable[str]) -> None:
+        """Return at once: a process may wait for a machine."""
 
     def _make(self, name: str) -> RemoteProcess:
         return RemoteProcess(name, self._incarnations, self._make_actor, self._policy.take_line)

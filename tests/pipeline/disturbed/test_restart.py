@@ -64,7 +64,7 @@ def test_a_restart_is_no_death(pipeline: Start) -> None:
         assert running.status()["gateway"]["ready"]
     running.kill("tokenizer.1")
     running.expected_exit_code = 1
-    psutil.Process(running.processes()["tokenizer.1"]).kill()
+    psutil.Process(running.pid("tokenizer.1")).kill()
     line = running.wait_for("launch: ")
     assert re.match(
         r"launch: tokenizer\.1 died 2 times within 60 s, the last time with signal 9; "
