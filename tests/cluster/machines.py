@@ -28,6 +28,7 @@ RAY = str(Path(sys.executable).with_name("ray"))
 RAY_PORT = 6379
 NAMESPACES = Path("/run/netns")
 CLONE_NEWNET = 0x40000000
+OURS = re.compile(r"penstock(\.|::)")
 PREFIX = "pc"
 """of the names of clusters; short, because Ray's sockets have to fit in 107 characters"""
 RAY_ENVIRONMENT = {
@@ -108,10 +109,13 @@ class Machine:
                 found[pid] = " ".join(psutil.Process(pid).cmdline())
         return found
 
+    def ours(self) -> dict[int, str]:
+        """Command lines, or names, of the processes of Penstock, by pid."""
+        return {pid: line for pid, line in self.commands().items() if OURS.search(line)}
+
     def remain(self, seconds: float) -> list[str]:
         """Command lines of the processes of Penstock that are still here so much later."""
-        ours = [pid for pid, command in self.commands().items() if "penstock" in command]
-        processes = [psutil.Process(pid) for pid in ours if psutil.pid_exists(pid)]
+        processes = [psutil.Process(pid) for pid in self.ours() if psutil.pid_exists(pid)]
         _, alive = psutil.wait_procs(processes, timeout=seconds)
         return [" ".join(process.cmdline()) for process in alive]
 

@@ -190,7 +190,7 @@ def is_let_in(context: "zmq.Context[Any]", address: str, keys: Path) -> bool:
 def ports(machine: Machine) -> set[int]:
     """Return the addresses at which processes of Penstock listen there."""
     listed = ip("netns", "exec", machine.name, "ss", "-Hltnp")
-    ours = {pid for pid, command in machine.commands().items() if "penstock." in command}
+    ours = machine.ours()
     return {
         int(line.split()[3].rpartition(":")[2])
         for line in listed.splitlines()
@@ -202,7 +202,7 @@ def test_nothing_is_left_when_it_has_stopped(cluster: Cluster, served: Pipeline)
     assert served.run("stop") == ""
     assert served.process.wait(STOP_TIMEOUT) == 0
     for machine in cluster.machines:
-        assert [one for one in machine.commands().values() if "penstock." in one] == []
+        assert machine.ours() == {}
     left = served.machine.run(
         *PYTHON, LEFT, f"{served.machine.address}:{RAY_PORT}", stdout=subprocess.PIPE
     )
