@@ -71,7 +71,7 @@ class ChildProcess:
     def adopt(cls, pid: int, log: Log) -> Self:
         """Take over a child that the fork server has forked. Raises OSError."""
 
-        @cache  # as Popen.wait, which a thread calls before us where there is no pidfd
+        @cache  # waitpid works once, and without pidfds a thread has called it before
         def wait() -> int:
             return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
