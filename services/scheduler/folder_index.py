@@ -42,6 +42,8 @@ class FolderIndex:
 
     def remove(self, hash_: bytes) -> bool:
         """Forget a file that may be wrong. Return whether any rank has it."""
+        if reading := self._reading.get(hash_):
+            reading.is_right = False
         return self._ranks.pop(hash_, 0) != 0
 
     def take(self, report: FolderReport) -> Iterator[tuple[bytes, int, bool]]:

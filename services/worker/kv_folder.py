@@ -33,19 +33,13 @@ Wait = Callable[[], object]
 """returns when the copies that use a slot have ended"""
 
 
-class _Write(NamedTuple):
+class _Transfer(NamedTuple):
+    """A block to be written, read or, with a slot below 0, removed."""
+
     hash: bytes
     slot: int
     number: int
-    """of the content of the slot"""
-    wait: Wait
-
-
-class _Fetch(NamedTuple):
-    hash: bytes
-    slot: int
-    number: int
-    """of the request; a later one cancels it"""
+    """of the slot's content that is written, or of the request to read; a later one cancels it"""
     wait: Wait
 
 
@@ -79,6 +73,8 @@ class KvFolder:
         """threads that write to a slot"""
         self._pending: set[bytes] = set()
         """hashes that are read"""
+        self._doomed: set[bytes] = set()
+        """hashes of files that must be removed; they are neither read nor replaced before"""
         self._deadline = 0.0
         """the moment until which they must be"""
         self._added: list[bytes] = []
@@ -89,8 +85,8 @@ class KvFolder:
         self._logged: set[int | None] = set()
         """kinds of errors (errno), each of which is logged once"""
         self.reads = True
-        self._writes: Queue[_Write] = Queue(len(host))
-        self._fetches: Queue[_Fetch] = Queue()
+        self._writes: Queue[_Transfer] = Queue(len(host))
+        self._fetches: Queue[_Transfer] = Queue()
 
     # ---- for the main thread -----------------------------------------------------------------
 
@@ -111,7 +107,7 @@ class KvFolder:
         """Write the content of slots to files, as far as the disk keeps up."""
         for hash_, slot in zip(hashes, slots, strict=True):
             with suppress(Full):
-                self._writes.put_nowait(_Write(hash_, slot, self._numbers[slot], wait))
+                self._writes.put_nowait(_Transfer(hash_, slot, self._numbers[slot], wait))
 
     def fetch(self, hashes: Sequence[bytes], slots: Sequence[int], wait: Wait) -> None:
         """Read files into slots, which nothing else uses until they are reported."""
@@ -125,7 +121,7 @@ class KvFolder:
             self._deadline = MAX_FETCH_SECONDS + (self._deadline if self._pending else now)
             for hash_, slot in zip(hashes, slots, strict=True):
                 self._pending.add(hash_)
-                self._fetches.put(_Fetch(hash_, slot, self._request, wait))
+                self._fetches.put(_Transfer(hash_, slot, self._request, wait))
 
     def remove(self, hashes: Iterable[bytes]) -> None:
         """Delete files whose content may be wrong."""
@@ -133,7 +129,8 @@ class KvFolder:
         with self._lock:
             for hash_ in hashes:
                 self._files.pop(hash_, None)
-                self._fetches.put(_Fetch(hash_, -1, self._request, int))
+                self._doomed.add(hash_)
+                self._fetches.put(_Transfer(hash_, -1, self._request, int))
 
     def restart(self) -> None:
         """Forget all requests: no slot is written from now on; list the files again."""
@@ -193,7 +190,9 @@ class KvFolder:
     def _write_all(self) -> None:
         while True:
             write = self._writes.get()
-            if write.hash in self._files or not self._is_right(write):
+            with self._lock:
+                exists = write.hash in self._files or write.hash in self._doomed
+            if exists or not self._is_right(write):
                 continue
             write.wait()
             with self._logging_errors():
@@ -205,7 +204,7 @@ class KvFolder:
                 self._remove_excess()
             self.notify()
 
-    def _write(self, write: _Write) -> bool:
+    def _write(self, write: _Transfer) -> bool:
         """Write as `KvFiles.write`; on a full disk, remove the oldest files for it."""
         content = memoryview(self._host[write.slot])
         while True:
@@ -245,7 +244,7 @@ class KvFolder:
                 self._removed.append(oldest)
         return True
 
-    def _is_right(self, write: _Write) -> bool:
+    def _is_right(self, write: _Transfer) -> bool:
         """Return whether a slot has still the content that is to be written."""
         return self._numbers[write.slot] == write.number
 
@@ -253,17 +252,12 @@ class KvFolder:
         buffer = bytearray(self._disk.file_bytes)
         while True:
             fetch = self._fetches.get()
-            content: memoryview | None = None
-            try:
-                if fetch.slot < 0:
-                    self._disk.remove(fetch.hash)
-                if fetch.slot < 0 or fetch.number != self._request:
-                    continue
-                content = self._disk.read(fetch.hash, buffer)
-            except FileNotFoundError:
-                pass  # removed meanwhile, by this worker or another one
-            except OSError as error:
-                self._warn_once(error)
+            if fetch.slot < 0:
+                self._remove(fetch.hash)
+                continue
+            if fetch.number != self._request:
+                continue
+            content = self._read(fetch.hash, buffer)
             with self._lock:
                 if fetch.number != self._request:
                     continue
@@ -273,7 +267,23 @@ class KvFolder:
                 self._host[fetch.slot] = np.frombuffer(content, np.uint8)
             self._end(fetch, content is not None)
 
-    def _end(self, fetch: _Fetch, is_right: bool) -> None:
+    def _remove(self, hash_: bytes) -> None:
+        with self._logging_errors():
+            self._disk.remove(hash_)
+            with self._lock:
+                self._doomed.discard(hash_)
+
+    def _read(self, hash_: bytes, buffer: bytearray) -> memoryview | None:
+        """Return the content of a file, or None if it can't be used."""
+        with self._lock:
+            if hash_ in self._doomed:
+                return None
+        # a file may be removed meanwhile, by this worker or another one
+        with self._logging_errors(), suppress(FileNotFoundError):
+            return self._disk.read(hash_, buffer)
+        return None
+
+    def _end(self, fetch: _Transfer, is_right: bool) -> None:
         """Report a fetch, unless it was cancelled."""
         with self._lock:
             self._num_copying -= 1

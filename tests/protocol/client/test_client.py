@@ -42,7 +42,7 @@ def test_many_requests_at_once(endpoint: str) -> None:
 
 
 def test_a_closed_client_says_so(endpoint: str) -> None:
-    with gateway(endpoint), Client(endpoint, timeout=5) as client:
+    with gateway(endpoint, lambda _: []), Client(endpoint, timeout=5) as client:
         stream = client.submit("a")
     for call in (stream.result, client.status):
         with pytest.raises(ClientError, match="the client is closed; open another one"):

@@ -3,8 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.messages.worker import CopyBlocks
+from penstock.protocol.messages.worker import CopyBlocks, FolderReport
 from penstock.services.scheduler.block_records import PREFIX_HASH_BYTES, BlockRecords
+from penstock.services.scheduler.folder_index import FolderIndex
 from penstock.services.scheduler.offload_index import OffloadIndex
 from tests.services.scheduler.packed_plans import pairs
 
@@ -108,6 +109,18 @@ def test_content_that_may_be_wrong_is_forgotten() -> None:
     index.confirm(0)
     index.discard([A, B])
     assert successor(index).num_blocks == index.num_blocks == 0
+
+
+def test_a_file_that_is_discarded_while_it_is_read_is_not_used() -> None:
+    index = make_index(2)
+    index.use_folder(FolderIndex(1, num_ranks=1))
+    index.take_report(FolderReport(1, 0, added=[A, B]))
+    assert index.fetch([A, B])
+    index.discard([A])
+    index.take_report(FolderReport(1, 0, fetched=[A, B]))
+    assert index.find([B]) == [B]
+    assert index.find([A]) == []
+    assert index._free
 
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 7), max_size=60))

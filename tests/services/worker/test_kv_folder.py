@@ -111,6 +111,30 @@ def test_content_that_may_be_wrong_is_removed(tmp_path: Path) -> None:
     tier.wait_for("fetched", B)
 
 
+def test_a_file_that_is_still_to_be_removed_is_not_read_or_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_folder, "NUM_WRITERS", 1)  # writes B after A
+    tier = stored(tmp_path, A)
+    proceed, remove = threading.Event(), tier.folder._disk.remove
+
+    def remove_late(hash_: bytes) -> None:
+        assert proceed.wait(30)
+        remove(hash_)
+
+    monkeypatch.setattr(tier.folder._disk, "remove", remove_late)
+    tier.folder.remove([A])
+    tier.fetch(A, 2)
+    tier.wait_for("failed", A)
+    tier.store(A, 3)  # is dropped: the old file has its name
+    tier.store(B, 0)
+    tier.wait_for("added", B)
+    proceed.set()
+    tier.fetch(B, 1)
+    tier.wait_for("fetched", B)
+    assert tier.reports["added"].count(A) == 1
+
+
 def test_a_disk_that_does_not_answer_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
