@@ -39,7 +39,7 @@ def bench_events(options: EventsOptions, _: Namespace) -> list[Result]:
         flags += ["--detokenizers", str(options.detokenizers)]
         flags += ["--max-num-seqs", str(options.streams)]
         with private_pipeline(name, *flags, worker=f"{STAND_IN} {step_ms}"):
-            _wait_for_http(port)
+            wait_for_http(port)
             EventClient(port, options.streams, options.max_tokens).run()  # warms up
             client = EventClient(port, options.streams, options.max_tokens)
             runs = [_measure(client, name) for _ in range(options.runs)]
@@ -98,7 +98,7 @@ class EventClient:
         return num_events, list(first.values())
 
 
-def _wait_for_http(port: int) -> None:
+def wait_for_http(port: int) -> None:
     """Return when a server listens; the pipeline may be ready before. Raises httpx.ConnectError."""
     with httpx.Client(transport=httpx.HTTPTransport(retries=CONNECT_RETRIES)) as http:
         http.get(f"http://127.0.0.1:{port}/health").raise_for_status()
