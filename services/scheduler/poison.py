@@ -19,9 +19,8 @@ from penstock.protocol.poison import PoisonList, digest_of
 from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.process import Identity
 from penstock.services.scheduler.in_flight_plan import InFlightPlan
-from penstock.services.scheduler.sequence import MAX_WORKER_DEATHS, Sequence, Status
+from penstock.services.scheduler.sequence import MAX_WORKER_DEATHS, Sequence
 
-_, RUNNING, DRAINING, _ = Status
 WORKERS_DIED = (
     f"the workers died {MAX_WORKER_DEATHS} times in a row while the request ran, each time before "
     "it got another token; it is not tried again"
@@ -47,28 +46,6 @@ def count_death(in_flight: Collection[Sequence]) -> list[Sequence]:
         limit = MAX_WORKER_DEATHS if sequence in guilty else MAX_WORKER_DEATHS - 1
         sequence.num_deaths = min(sequence.num_deaths + 1, limit)
     return [one for one in guilty if one.finish_reason in (None, "abort")]
-
-
-class WorkerTrial:
-    """The suspect that runs alone at the workers."""
-
-    def __init__(self, running: Collection[Sequence], in_flight: Collection[InFlightPlan]) -> None:
-        """Both change while the scheduler works."""
-        self._running, self._in_flight = running, in_flight
-        self.suspect: Sequence | None = None
-        """the one admitted last, if any"""
-
-    @property
-    def is_on(self) -> bool:
-        """True while a suspect runs that has not got a token yet."""
-        one = self.suspect
-        return one is not None and one.is_suspect and one.status in (RUNNING, DRAINING)
-
-    def keeps_out(self, sequence: Sequence) -> bool:
-        """Return whether a sequence must wait, for a trial or as a suspect for its own."""
-        if self.is_on or not sequence.is_suspect:
-            return self.is_on
-        return bool(self._running) or any(plan.computes for plan in self._in_flight)
 
 
 class DetokenizerTrials:
@@ -176,13 +153,10 @@ class Poison:
         self._suspects |= suspects
         self._reports.died(workers, [_digest(sequence) for sequence in suspects])
 
-    def report_detokenizer(
-        self, detokenizer: bytes, suspects: list[Sequence], given_up: list[Sequence]
-    ) -> list[Sequence]:
-        """Report a detokenizer, by routing id, and its suspects. Return `given_up`."""
+    def report_detokenizer(self, detokenizer: bytes, suspects: list[Sequence]) -> None:
+        """Report a detokenizer that died, by routing id, and its suspects."""
         dead = Identity.decode(detokenizer)
         self._reports.died([(dead.name, dead.pid)], [_digest(one) for one in suspects])
-        return given_up
 
     def report_found(self, sequence: Sequence) -> None:
         """Remember and report a sequence that is given up."""

@@ -32,9 +32,9 @@ from penstock.services.scheduler.detokenizer_recovery import RecoverableStreams
 from penstock.services.scheduler.in_flight_plan import PlanDepth
 from penstock.services.scheduler.kept_records import make_scheduler, use_host_tier
 from penstock.services.scheduler.lease import Lease
+from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import CannotFitError, Sequence
 from penstock.services.scheduler.worker_exits import WorkerExits
-from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from penstock.services.scheduler.workers import NO_GROUP, WorkerGroup, WorkerMessage
 
 Request = TokenizedRequest | Sequence
@@ -48,7 +48,7 @@ class SchedulerProcess:
         self.epoch = first_number(process.incarnation)
         self.model = read_model_config(self.config.model_folder)
         self.eos_token_ids = frozenset(read_eos_token_ids(self.config.model_folder))
-        self.scheduler: RecoverableScheduler | None = None
+        self.scheduler: Scheduler | None = None
         self.plan_depth = PlanDepth(self.config.num_plans_in_flight)
         self.replica = process.replica
         node, sizes = process.context.node_id, (self.config.tp, self.config.spare_workers)
@@ -256,8 +256,9 @@ class SchedulerProcess:
         name = identity.decode(errors="replace")
         self.log.warning("detokenizer %s is lost; moving its requests", name)
         self.has_deaths = True
-        lost = self.streams.lost(identity, has_died=True)
-        for sequence in self.poison.report_detokenizer(identity, *lost):
+        suspects, given_up = self.streams.lost(identity, has_died=True)
+        self.poison.report_detokenizer(identity, suspects)
+        for sequence in given_up:
             self.give_up(sequence, poison.DETOKENIZERS_DIED, is_poison=True)
         self.advance()
 

@@ -21,7 +21,6 @@ from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.in_flight_plan import InFlightPlan, PlanBuilder, StepOutput, row_of
 from penstock.services.scheduler.ngram_proposer import NgramProposer
 from penstock.services.scheduler.offload_index import OffloadIndex
-from penstock.services.scheduler.poison import WorkerTrial
 from penstock.services.scheduler.running_batch import RunningBatch
 from penstock.services.scheduler.sequence import Sequence, Status
 
@@ -49,7 +48,6 @@ class Scheduler(RunningBatch):
         self._max_length = min(max_model_len, block_manager.num_tokens)
         self.proposer = NgramProposer(config, block_manager)
         self._speculates = config.speculative_method == "ngram"
-        self._trial = WorkerTrial(self.running, self.in_flight)
 
     # ---- requests come and go ----------------------------------------------------------------
 
@@ -94,7 +92,7 @@ class Scheduler(RunningBatch):
             return None
         builder = PlanBuilder(self.num_steps)
         plan = builder.plan
-        if self.waiting.has_suspects and not self._trial.is_on:
+        if self.waiting.has_suspects and not self._is_trial:
             for sequence in reversed(self.running):
                 self.preempt(sequence)
         if self._returning:
@@ -200,20 +198,13 @@ class Scheduler(RunningBatch):
             insort(self.running, sequence, key=attrgetter("rank"))
             sequence.admit(heappop(self._free_slots))
             if sequence.is_suspect:
-                self._trial.suspect = sequence
+                self._suspect = sequence
             self._add_row(sequence, builder)
             if self._loads(sequence, builder):
                 budget -= self._add_chunk(sequence, builder, budget)
             if not budget or not self._free_slots:
                 break
         return budget
-
-    def _must_wait(self, sequence: Sequence) -> bool:
-        """Return whether a sequence is in flight still, or must wait because of a suspect."""
-        if self.in_flight and sequence.last_step >= self.in_flight[0].number:
-            return True
-        has_suspects = sequence.is_suspect or self._trial.suspect is not None
-        return has_suspects and self._trial.keeps_out(sequence)
 
     def _retire_rows(self, plan: InFlightPlan) -> None:
         """Remove rows whose last token this plan samples from the next plan."""
