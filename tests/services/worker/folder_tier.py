@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from queue import Queue
 
 import numpy as np
 
@@ -24,12 +25,22 @@ class Tier:
         self.folder = KvFolder(path, digest, num_files * file_bytes, self.slots)
         self.reports: dict[str, list[bytes]] = {}
         self._news = threading.Condition()
+        self.errors: Queue[OSError] = Queue()
+        """that the folder has handled"""
+        self._warn_once = self.folder._warn_once
+        self.folder._warn_once = self._note  # type: ignore[method-assign]
         self.folder.notify = self._notify
         self.folder.start()
+        with self._news:  # later, it could report a file that a test has stored for a second time
+            assert self._news.wait_for(lambda: self.folder._is_listed, 60)
 
     def _notify(self) -> None:
         with self._news:
             self._news.notify_all()
+
+    def _note(self, error: OSError) -> None:
+        self._warn_once(error)
+        self.errors.put(error)
 
     def wait_for(self, kind: str, *hashes: bytes) -> None:
         """Wait until these hashes are reported."""
@@ -41,7 +52,7 @@ class Tier:
             return set(hashes) <= set(self.reports.get(kind, []))
 
         with self._news:
-            assert self._news.wait_for(are_there, 30), self.reports
+            assert self._news.wait_for(are_there, 60), self.reports
 
     def store(self, hash_: bytes, slot: int, wait: Callable[[], object] = int) -> None:
         self.folder.overwrite([slot])

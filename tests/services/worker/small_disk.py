@@ -7,7 +7,6 @@ FOLDER`, by test_small_disk.
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 from tests.services.worker.folder_tier import SLOT_BYTES, A, B, C, Tier, files, stored
@@ -40,14 +39,11 @@ def full_of_others(path: Path) -> None:
     other = path / "other"
     with other.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, SLOT_BYTES + PAGE)
-    tier, failed = Tier(path), threading.Event()
-    tier.wait_for("added")
-    tier.folder.notify = failed.set
+    tier = Tier(path)
     tier.store(A, 0)
-    assert failed.wait(30)
+    tier.errors.get(timeout=60)
     assert not files(path)
     other.unlink()
-    tier.folder.notify = tier._notify
     tier.store(B, 1)
     tier.wait_for("added", B)
 

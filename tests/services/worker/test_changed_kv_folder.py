@@ -108,7 +108,7 @@ def test_a_removal_is_carried_out_though_the_scheduler_dies(
     folder.remove([A])
     folder.restart()
     folder.start()
-    assert is_removed.wait(30)
+    assert is_removed.wait(60)
     assert set(files(tmp_path)) == {B}
 
 
@@ -121,7 +121,7 @@ def test_a_removal_holds_for_a_file_that_is_being_written(
 
     def rename_late(path: Path, target: Path) -> Path:
         begun.set()
-        assert is_removed.wait(30)
+        assert is_removed.wait(60)
         return rename(path, target)
 
     def noted(hash_: bytes, content: object, is_right: Callable[[], bool]) -> bool:
@@ -132,10 +132,10 @@ def test_a_removal_holds_for_a_file_that_is_being_written(
     monkeypatch.setattr(Path, "rename", rename_late)
     monkeypatch.setattr(tier.folder._disk, "write", noted)
     tier.store(A, 0)
-    assert begun.wait(30)
+    assert begun.wait(60)
     tier.folder.remove([A])
     is_removed.set()
-    assert has_ended.wait(30)
+    assert has_ended.wait(60)
     assert not files(tmp_path)
     tier.store(B, 1)
     tier.wait_for("added", B)
