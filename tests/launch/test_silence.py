@@ -28,9 +28,11 @@ def test_a_process_that_hangs_before_its_first_pulse_is_killed(
     async def run() -> None:
         async with supervised(step_timeout=0.2) as one:
             child, other = await one.child("gateway.1"), await one.child("scheduler.1")
-            for process in one.processes.values():
-                one.watchdog.spawned(process)
+            watched = one.watchdog.spawned(one.processes["scheduler.1"])
             one.pulse("scheduler.1", other.pid)
+            while not watched.has_started:
+                await asyncio.sleep(0)
+            one.watchdog.spawned(one.processes["gateway.1"])
             assert await child.wait() == -9
             assert one.said == ["gateway.1 gave no sign of life for 0.2 s; killed"]
             assert other.returncode is None

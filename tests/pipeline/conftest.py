@@ -26,8 +26,8 @@ from tests.pipeline.http_api import KEY, MODEL, Api
 from tests.pipeline.ports import free_port
 
 LAUNCH = (sys.executable, "-P", "-m", "penstock.launch")
-START_TIMEOUT = 60.0
-STOP_TIMEOUT = 15.0
+START_TIMEOUT = 120.0
+STOP_TIMEOUT = 60.0
 PATIENT = ("--hang-timeout", "3600", "--step-timeout", "3600")
 """leaves a suspended process alone"""
 

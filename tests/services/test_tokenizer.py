@@ -162,7 +162,7 @@ def pipeline(tmp_path: Path) -> Iterator[Pipeline]:
 def test_the_gateway_is_told_how_long_a_prompt_is(pipeline: Pipeline) -> None:
     pipeline.process.handle(request(prompt="née"))
     assert pipeline.wait_for(1) == [TokenizeDone("r", 0, 4)]
-    pipeline.scheduler.socket.poll(10_000)
+    pipeline.scheduler.socket.poll(60_000)
     ((_, passed_on),) = pipeline.scheduler.receive()
     assert passed_on.request_id == "r"
 
@@ -174,7 +174,7 @@ def test_the_scheduler_gets_bad_words_as_tokens(
     sampling = SamplingParams(bad_words=["ab", "c"], structured_outputs=grammar)
     pipeline.process.handle(TokenizeRequest("r", 0, sampling, prompt="x"))
     assert pipeline.wait_for(1) == [TokenizeDone("r", 0, 1)]
-    pipeline.scheduler.socket.poll(10_000)
+    pipeline.scheduler.socket.poll(60_000)
     ((_, passed_on),) = pipeline.scheduler.receive()
     assert passed_on.bad_words == [[97, 98], [99]]
 

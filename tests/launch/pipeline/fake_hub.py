@@ -60,7 +60,7 @@ class FakeHub:
 
         self._server.startup = notify  # type: ignore[method-assign]
         self._thread.start()
-        assert started.wait(20)
+        assert started.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -224,15 +224,15 @@ def test_a_download_ends_with_its_command(hub: FakeHub, number: signal.Signals) 
     with subprocess.Popen(
         launch, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
-        assert hub.is_sending.wait(30)
+        assert hub.is_sending.wait(60)
         children = psutil.Process(process.pid).children()
         assert len(children) == 1
         if number == signal.SIGINT:
             os.killpg(process.pid, number)
         else:
             process.send_signal(number)
-        _, said = process.communicate(timeout=20)
-        assert not psutil.wait_procs(children, timeout=20)[1]
+        _, said = process.communicate(timeout=60)
+        assert not psutil.wait_procs(children, timeout=60)[1]
     codes = {signal.SIGINT: 0, signal.SIGTERM: 0, signal.SIGKILL: -9}
     assert process.returncode == codes[number]
     assert said.startswith(f"launch: downloading {NAME} to ")

@@ -70,6 +70,7 @@ def test_only_a_child_that_stays_stopped_is_reported() -> None:
 def test_a_child_that_continues_and_is_stopped_again_has_its_time_again() -> None:
     async def test() -> None:
         async with site() as one:
+            one.events._max_stop = 3600.0
             child = one.start("input()")
             os.kill(child.pid, signal.SIGSTOP)
             while not (first := dict(one.events._timers)):
@@ -78,6 +79,7 @@ def test_a_child_that_continues_and_is_stopped_again_has_its_time_again() -> Non
             while one.events._timers:
                 await asyncio.sleep(0)
             assert first[child.pid].cancelled()
+            one.events._max_stop = MAX_STOP
             os.kill(child.pid, signal.SIGSTOP)
             assert await one.stopped.get() == child.pid
 

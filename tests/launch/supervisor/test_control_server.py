@@ -36,7 +36,7 @@ def test_commands_for_one_kind_run_one_after_the_other(supervise: Supervise) -> 
             for message in [*scales, RestartProcesses(["tokenizer.9"])]:
                 channel.send(message)
             while len(replies) < len(scales) + 1:
-                assert channel.socket.poll(20_000)
+                assert channel.socket.poll(60_000)
                 replies.extend(reply for _, reply in channel.receive())
             channel.socket.close()
         replies.append(ControlReply(processes=list_processes("x")))
@@ -99,7 +99,7 @@ def test_a_watcher_hears_of_every_start(supervise: Supervise) -> None:
             channel = context.connect(zmq.DEALER, endpoint, ControlReply | Spawned)
             channel.send(ListProcesses(watch=True))
             while sum(isinstance(one, Spawned) for one in heard) < 2:
-                assert channel.socket.poll(20_000)
+                assert channel.socket.poll(60_000)
                 for _, message in channel.receive():
                     heard.append(message)
                     newest = message if isinstance(message, Spawned) else message.processes[0]

@@ -46,7 +46,7 @@ def test_a_reader_that_leaves_is_noticed() -> None:
     with piped(left.set) as (one, reader):
         os.close(reader)
         one.write("x\n")
-        assert left.wait(20)
+        assert left.wait(60)
 
 
 def test_the_last_lines_are_written_and_those_of_errors_in_their_order(tmp_path: Path) -> None:

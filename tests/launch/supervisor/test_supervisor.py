@@ -125,7 +125,7 @@ def test_the_gateway_is_told_of_the_processes(supervise: Supervise) -> None:
             channel = context.bind(zmq.PULL, endpoints(CONFIG).results, ToGateway)
             with channel.socket:
                 while sum(bool(one.counters) for r in reports[-1:] for one in r.processes) < 2:
-                    assert channel.socket.poll(20_000)
+                    assert channel.socket.poll(60_000)
                     reports.extend(message for _, message in channel.receive())
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -77,7 +77,7 @@ def test_requests_differ_in_what_belongs_to_one_answer(
     ],
 )
 def test_invalid_values(endpoint: str, fields: dict[str, Any], field: str, message: str) -> None:
-    with Client(endpoint, timeout=5) as client, pytest.raises(RequestError) as caught:
+    with Client(endpoint, timeout=60) as client, pytest.raises(RequestError) as caught:
         client.generate_n("p", **fields)
     assert (caught.value.code, caught.value.field, str(caught.value)) == ("invalid", field, message)
 
@@ -91,7 +91,7 @@ def test_answers_are_in_order(endpoint: str) -> None:
         async with AsyncClient(endpoint) as client:
             return [one.text for one in await client.generate_n("p", n=4, seed=3)]
 
-    with gateway(endpoint, echo_seed), Client(endpoint, timeout=5) as client:
+    with gateway(endpoint, echo_seed), Client(endpoint, timeout=60) as client:
         expected = [f"seed {3 + index}" for index in range(4)]
         assert [one.text for one in client.generate_n("p", n=4, seed=3)] == expected
         assert asyncio.run(texts()) == expected
@@ -114,7 +114,7 @@ def test_a_failure_aborts_the_other_answers(endpoint: str, is_async: bool) -> No
             if is_async:
                 asyncio.run(generate())
             else:
-                with Client(endpoint, timeout=5) as client:
+                with Client(endpoint, timeout=60) as client:
                     client.generate_n("p", n=4, request_id="r")
         one.wait_for(6 if is_async else 8)  # a `Client` aborts answers that have come, too
         aborted = {other.request_id for other in one.heard if isinstance(other, AbortRequest)}
@@ -147,7 +147,7 @@ def test_unanswered_ones_go_to_the_next_gateway(endpoint: str) -> None:
         assert isinstance(request, GenerateRequest)
         return [reply(request, "new")]
 
-    with Client(endpoint, timeout=5) as client:
+    with Client(endpoint, timeout=60) as client:
         with gateway(endpoint, first_only) as old:
             streams = client.submit_n("p", n=3, seed=1, request_id="r")
             assert streams[0].result().text == "old"

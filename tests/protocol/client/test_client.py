@@ -27,6 +27,9 @@ from penstock.protocol.transport.channel import OVERSIZE_SLACK
 from penstock.protocol.transport.curve import secure_server
 from tests.launch.fake_gateway import TEXT, delta, echo, gateway, reply
 
+TIMEOUT = 60
+"""seconds, after which a test fails"""
+
 
 @pytest.fixture
 def endpoint(tmp_path: Path) -> str:
@@ -34,7 +37,7 @@ def endpoint(tmp_path: Path) -> str:
 
 
 def test_many_requests_at_once(endpoint: str) -> None:
-    with gateway(endpoint), Client(endpoint, timeout=5) as client:
+    with gateway(endpoint), Client(endpoint, timeout=TIMEOUT) as client:
         streams = [client.submit(str(number)) for number in range(50)]
         assert [one.result().text for one in reversed(streams)] == [
             str(number) for number in reversed(range(50))
@@ -42,7 +45,7 @@ def test_many_requests_at_once(endpoint: str) -> None:
 
 
 def test_a_closed_client_says_so(endpoint: str) -> None:
-    with gateway(endpoint, lambda _: []), Client(endpoint, timeout=5) as client:
+    with gateway(endpoint, lambda _: []), Client(endpoint, timeout=TIMEOUT) as client:
         stream = client.submit("a")
     for call in (stream.result, client.status):
         with pytest.raises(ClientError, match="the client is closed; open another one"):
@@ -50,7 +53,7 @@ def test_a_closed_client_says_so(endpoint: str) -> None:
 
 
 def test_what_comes_is_taken_in_until_a_moment(endpoint: str) -> None:
-    with gateway(endpoint), Client(endpoint, timeout=5) as client:
+    with gateway(endpoint), Client(endpoint, timeout=TIMEOUT) as client:
         answer = client.submit("x")._answer
         for _ in range(500):
             moment = time.perf_counter() + 0.01
@@ -66,7 +69,7 @@ def test_messages_may_be_dicts(endpoint: str) -> None:
         assert isinstance(request, GenerateRequest)
         return [reply(request)]
 
-    with gateway(endpoint, answer) as one, Client(endpoint, timeout=5) as client:
+    with gateway(endpoint, answer) as one, Client(endpoint, timeout=TIMEOUT) as client:
         client.generate(messages=[{"role": "user", "content": "x"}], max_tokens=3)
     (request,) = one.heard
     assert isinstance(request, GenerateRequest)
@@ -85,7 +88,7 @@ def test_a_stream_goes_on_at_the_next_gateway(endpoint: str) -> None:
         assert isinstance(request, GenerateRequest)
         return [delta(request, 0, 3)]
 
-    with Client(endpoint, timeout=5) as client:
+    with Client(endpoint, timeout=TIMEOUT) as client:
         with gateway(endpoint, half) as first:
             stream = client.stream("x")
             deltas = iter(stream)
@@ -101,7 +104,7 @@ def test_a_stream_goes_on_at_the_next_gateway(endpoint: str) -> None:
 
 
 def test_a_question_is_asked_once(endpoint: str) -> None:
-    with Client(endpoint, timeout=5) as client:
+    with Client(endpoint, timeout=TIMEOUT) as client:
         early = client.submit("before there is a gateway")
         with gateway(endpoint) as one:
             early.result()
@@ -112,7 +115,7 @@ def test_a_question_is_asked_once(endpoint: str) -> None:
 def test_a_question_is_asked_once_where_the_end_of_a_connection_is_not_known_yet(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Client(endpoint, timeout=5) as client:
+    with Client(endpoint, timeout=TIMEOUT) as client:
         with gateway(endpoint):
             client.generate("x")
         with monkeypatch.context() as blind:
@@ -127,12 +130,12 @@ def test_a_question_is_asked_once_where_the_end_of_a_connection_is_not_known_yet
 def test_a_question_is_asked_once_where_the_next_connection_is_not_known_yet(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Client(endpoint, timeout=5) as client:
+    with Client(endpoint, timeout=TIMEOUT) as client:
         with gateway(endpoint):
             client.generate("x")
         client.wait()  # until the connection is lost
         with gateway(endpoint) as second:
-            client._connection.monitor.poll(5000)
+            client._connection.monitor.poll(1000 * TIMEOUT)
             with monkeypatch.context() as blind:
                 blind.setattr(Connection, "take", lambda _: None)
                 late = client.submit("late")
@@ -147,7 +150,7 @@ def test_an_error_that_names_no_request_finds_its_request(endpoint: str) -> None
             return [ErrorReply(code="invalid", message="too long")]
         return echo(request)
 
-    with gateway(endpoint, refuse), Client(endpoint, timeout=5) as client:
+    with gateway(endpoint, refuse), Client(endpoint, timeout=TIMEOUT) as client:
         streams = [client.submit(prompt) for prompt in ("a", "bad", "b")]
         assert [streams[0].result().text, streams[2].result().text] == ["a", "b"]
         with pytest.raises(RequestError, match="too long"):
@@ -155,7 +158,7 @@ def test_an_error_that_names_no_request_finds_its_request(endpoint: str) -> None
 
 
 def test_status_and_abort(endpoint: str) -> None:
-    with gateway(endpoint), Client(endpoint, timeout=5) as client:
+    with gateway(endpoint), Client(endpoint, timeout=TIMEOUT) as client:
         assert client.status(wait=True).ready
         assert not client.status().ready
         assert client.abort("x")
@@ -190,7 +193,7 @@ def test_keys_where_the_gateway_has_none(endpoint: str, strange_keys: Path) -> N
 def test_keys_where_the_gateway_has_none_with_asyncio(endpoint: str, strange_keys: Path) -> None:
     async def run() -> None:
         async with AsyncClient(endpoint, keys=strange_keys) as client:
-            await asyncio.wait_for(client.generate("x"), 5)
+            await asyncio.wait_for(client.generate("x"), TIMEOUT)
 
     with gateway(endpoint), pytest.raises(RequestError, match="refuses this client"):
         asyncio.run(run())
@@ -238,7 +241,7 @@ def test_tasks_share_an_async_client(endpoint: str) -> None:
     async def run() -> list[str]:
         async with AsyncClient(endpoint) as client:
             tasks = [client.generate(str(number)) for number in range(50)]
-            replies = await asyncio.wait_for(asyncio.gather(*tasks), 5)
+            replies = await asyncio.wait_for(asyncio.gather(*tasks), TIMEOUT)
             return [one.text for one in replies]
 
     with gateway(endpoint):
@@ -268,13 +271,13 @@ def test_an_answer_that_came_while_sending_is_heard(
 
     def send_and_wait(self: Connection, answer: Answer) -> None:
         send(self, answer)
-        self.socket.poll(5000)
+        self.socket.poll(1000 * TIMEOUT)
 
     async def run() -> str:
         async with AsyncClient(endpoint) as client:
             await client.status()
             monkeypatch.setattr(Connection, "_send", send_and_wait)
-            return (await asyncio.wait_for(client.generate("x"), 5)).text
+            return (await asyncio.wait_for(client.generate("x"), TIMEOUT)).text
 
     with gateway(endpoint):
         assert asyncio.run(run()) == "x"

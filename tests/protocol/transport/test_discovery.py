@@ -52,7 +52,7 @@ class Site:
         while not is_so():
             handlers = self.network.handlers + [h for one in self.processes for h in one.handlers]
             sockets = [channel.socket for channel, _ in handlers]
-            ready, _, _ = zmq.select(sockets + [one.socket for one in channels], [], [], 10)
+            ready, _, _ = zmq.select(sockets + [one.socket for one in channels], [], [], 60)
             assert ready, "nothing comes any more"
             drain(handlers)
 

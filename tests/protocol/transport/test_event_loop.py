@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from penstock.protocol.transport import event_loop
 from penstock.protocol.transport.context import Context
 from penstock.protocol.transport.event_loop import EventLoop
 
@@ -78,14 +79,19 @@ def test_other_signals_do_not_end_it(tmp_path: Path) -> None:
     assert heard == ["one", "two"]
 
 
-def test_timers_are_called_in_order_unless_they_are_cancelled(loop: EventLoop) -> None:
+def test_timers_are_called_in_order_unless_they_are_cancelled(
+    loop: EventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A cancelled one keeps neither its function nor, when there are many, its place."""
     called: list[str] = []
-    loop.call_later(0.5, lambda: (called.append("second"), loop.stop()))  # type: ignore[arg-type]
+    moment = event_loop.monotonic()
+    monkeypatch.setattr(event_loop, "monotonic", lambda: moment)
+    loop.call_later(0.03, lambda: (called.append("second"), loop.stop()))  # type: ignore[arg-type]
     loop.call_later(0.01, lambda: called.append("first"))
     for _ in range(1000):
         loop.call_later(3600, lambda: called.append("never")).cancel()
-    loop.call_later(0.01, lambda: called.append("after first"))
+    loop.call_later(0.02, lambda: called.append("after first"))
+    monkeypatch.undo()
     loop.run()
     assert called == ["first", "after first", "second"]
     assert len(loop._timers) < 100
@@ -126,8 +132,9 @@ def test_a_socket_that_is_always_busy_stops_neither_timers_nor_other_sockets(
     assert beats
 
 
-def test_it_is_told_before_each_wait() -> None:
+def test_it_is_told_before_each_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a process can end when nothing is left to do, whatever has ended it."""
+    monkeypatch.setattr(event_loop, "HEARTBEAT_INTERVAL", 3600.0)
     context: Context = Context()
     order: list[str] = []
 
@@ -135,9 +142,10 @@ def test_it_is_told_before_each_wait() -> None:
         order.append("wait")
         if "timer" in order:
             loop.stop()
+        else:
+            loop.call_later(0.0, lambda: order.append("timer"))
 
     loop = EventLoop(context, lambda: order.append("heartbeat"), before_wait=before_wait)
-    loop.call_later(0.01, lambda: order.append("timer"))
     loop.run()
     context.destroy()
     assert order == ["heartbeat", "wait", "timer", "wait"]

@@ -45,7 +45,7 @@ def supervisor(process: Process) -> Iterator[Channel[Pulse]]:
 
 
 def received(supervisor: Channel[Pulse]) -> Pulse:
-    assert supervisor.socket.poll(20_000)
+    assert supervisor.socket.poll(60_000)
     return msgspec.msgpack.decode(supervisor.socket.recv(), type=Pulse)
 
 

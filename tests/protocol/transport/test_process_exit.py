@@ -14,7 +14,7 @@ import pytest
 from penstock.protocol.transport import process_exit
 from penstock.protocol.transport.process_exit import ProcessExit
 
-SLEEP = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"]
+SLEEP = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"]
 GRANDCHILD = f"""
 import subprocess, sys
 child = subprocess.Popen({SLEEP!r}, stdout=subprocess.DEVNULL)
@@ -46,7 +46,7 @@ def test_a_child_and_its_exit_code() -> None:
         child.stdout.readline()
         assert not process.wait(0)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20)
+        assert process.wait(60)
         process.send_signal(signal.SIGTERM)
     assert child.returncode == -signal.SIGTERM
 
@@ -59,7 +59,7 @@ def test_another_process() -> None:
         with contextlib.closing(ProcessExit(int(parent.stdout.readline()))) as process:
             assert not process.wait(0)
             process.send_signal(signal.SIGKILL)
-            assert process.wait(20)
+            assert process.wait(60)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -68,7 +68,7 @@ def test_an_unforeseen_exception_of_the_wait_ends_it(request: pytest.FixtureRequ
         pytest.skip("has no thread")
     others = set(threading.enumerate())
     with contextlib.closing(ProcessExit(os.getpid(), sys.exit)) as process:
-        assert process.wait(20)
+        assert process.wait(60)
     for thread in set(threading.enumerate()) - others:
         thread.join()  # otherwise it may report its exception during the next test
 

@@ -20,7 +20,7 @@ from penstock.protocol.transport.context import Context, Endpoints, drain
 from penstock.protocol.transport.curve import secure_client
 from penstock.services.gateway.process import Gateway
 
-TIMEOUT = 10_000
+TIMEOUT = 60_000
 PROMPT = list(range(5))
 
 

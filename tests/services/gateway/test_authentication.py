@@ -18,7 +18,7 @@ from penstock.services.gateway.client_socket import ClientSocket
 from penstock.services.gateway.connections import Totals
 from penstock.services.gateway.ledger import Ledger
 
-TIMEOUT = 10_000
+TIMEOUT = 60_000
 Socket = zmq.Socket[bytes]
 Secure = Callable[[Socket], None]
 

@@ -69,6 +69,22 @@ class Served:
             self._began.set()
             await run(self._server, state, self._listener)
 
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Stop the server's event loop meanwhile: what is sent to it arrives at one moment."""
+        stands, resume = threading.Event(), threading.Event()
+
+        def stand() -> None:
+            stands.set()
+            resume.wait()
+
+        self._loop.call_soon_threadsafe(stand)
+        stands.wait()
+        try:
+            yield
+        finally:
+            resume.set()
+
     def stop(self) -> None:
         """As SIGTERM does; twice does no harm."""
         if self._thread.is_alive():

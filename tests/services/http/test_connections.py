@@ -71,6 +71,14 @@ def sent_until_closed(connection: socket.socket, piece: bytes) -> int:
 Connect = Callable[[Served], socket.socket]
 
 
+def connect_and_send(served: Served, connect: Connect, data: bytes) -> socket.socket:
+    """Return a connection on which data is sent before a time limit of the server begins."""
+    with served.standing_still():
+        connection = connect(served)
+        connection.sendall(data)
+    return connection
+
+
 @pytest.mark.parametrize(
     ("begin", "piece"),
     [
@@ -170,21 +178,19 @@ def test_a_body_in_the_smallest_chunks(serve: Serve, connect: Connect) -> None:
 def test_requests_that_do_not_arrive(
     serve: Serve, connect: Connect, begin: bytes, answer: bytes
 ) -> None:
-    connection = connect(serve(limits=SHORT))
-    connection.sendall(begin)
+    connection = connect_and_send(serve(limits=SHORT), connect, begin)
     assert rest(connection)[: len(answer) or None] == answer
 
 
 def test_the_second_request_of_a_connection_has_a_limit(serve: Serve, connect: Connect) -> None:
-    connection = connect(serve(limits=SHORT))
-    get_version(connection)
+    connection = connect_and_send(serve(limits=SHORT), connect, GET + b"\r\n")
+    receive_version(connection)
     connection.sendall(b"\r\n")
     assert rest(connection).startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_body_that_comes_after_its_answer(serve: Serve, connect: Connect) -> None:
-    connection = connect(serve(limits=SHORT, api_key="key"))
-    connection.sendall(WHOLE[:-3])
+    connection = connect_and_send(serve(limits=SHORT, api_key="key"), connect, WHOLE[:-3])
     assert connection.recv(1000).startswith(b"HTTP/1.1 401 ")
     connection.sendall(WHOLE[-3:])
     assert b"HTTP/1.1 " not in rest(connection)
@@ -192,9 +198,8 @@ def test_a_body_that_comes_after_its_answer(serve: Serve, connect: Connect) -> N
 
 def test_an_answer_may_take_longer(serve: Serve, connect: Connect) -> None:
     served = serve(silent, limits=SHORT, drain_timeout=0)
-    patient, slow = connect(served), connect(served)
-    patient.sendall(WHOLE)
-    slow.sendall(WHOLE[:-3])
+    patient = connect_and_send(served, connect, WHOLE)
+    slow = connect_and_send(served, connect, WHOLE[:-3])
     assert rest(slow).startswith(b"HTTP/1.1 408 ")
     late = connect(served)
     assert rest(late) == b""  # so that much more than the limit has gone by
@@ -254,6 +259,10 @@ def test_a_client_that_does_not_read(
 
 def get_version(connection: socket.socket) -> None:
     connection.sendall(GET + b"\r\n")
+    receive_version(connection)
+
+
+def receive_version(connection: socket.socket) -> None:
     answer = b""
     while not answer.endswith(b"}"):
         piece = connection.recv(1000)

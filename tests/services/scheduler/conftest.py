@@ -66,7 +66,7 @@ def fresh(context: Context, at: Endpoints, detokenizer: Channel[Any]) -> Schedul
     )
     process = SchedulerProcess(own)  # type: ignore[arg-type]
     detokenizer.send(Heartbeat("detokenizer.1"))
-    assert process.detokenizers.socket.poll(10_000)
+    assert process.detokenizers.socket.poll(60_000)
     process.on_detokenizers()
     return process
 

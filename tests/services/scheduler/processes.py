@@ -32,7 +32,7 @@ class Gateway:
         """Return the scheduler's messages before the status that it sends now."""
         process.send_status()
         found: list[RequestFailed] = []
-        while self.results.socket.poll(10_000):
+        while self.results.socket.poll(60_000):
             _, message = next(self.results.receive())
             if not isinstance(message, RequestFailed):
                 return found

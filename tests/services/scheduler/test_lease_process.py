@@ -26,7 +26,7 @@ def test_what_nobody_asks_a_new_gateway_for_is_released(
     assert set(process.requests) == {"wanted", "new"}
     assert process.requests["wanted"] is wanted
     assert (left.finish_reason, left.block_table) == ("abort", [])
-    detokenizer.socket.setsockopt(zmq.RCVTIMEO, 10_000)
+    detokenizer.socket.setsockopt(zmq.RCVTIMEO, 60_000)
     told = [detokenizer.decode([detokenizer.socket.recv()]) for _ in range(2)]
     assert [len(delta.opened) for delta in told] == [1, 0]
     assert told[1].closed == [left.stream_id]
@@ -36,7 +36,7 @@ def test_a_new_gateway_is_told_of_the_scheduler_at_once(
     process: SchedulerProcess, gateway: Gateway
 ) -> None:
     say(process, GatewayStarted(1_000))
-    assert gateway.results.socket.poll(10_000)
+    assert gateway.results.socket.poll(60_000)
     [(_, told)] = gateway.results.receive()
     assert told.epoch == process.epoch
 

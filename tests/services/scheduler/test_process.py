@@ -155,7 +155,7 @@ def test_deaths_are_counted_over_replicas(process: SchedulerProcess, gateway: Ga
     process.accept(request(3, "waits"))
     process.group.lost(b"w")
     process.send_status()
-    assert gateway.results.socket.poll(10_000)
+    assert gateway.results.socket.poll(60_000)
     ((_, status),) = gateway.results.receive()
     assert (status.workers_ready, status.num_deaths) == (False, {"once": 1})
     restart_workers(process, 10)

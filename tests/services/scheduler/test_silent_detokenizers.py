@@ -29,7 +29,7 @@ def test_a_stopped_detokenizer_costs_no_request(
             process.on_heartbeat()
         assert not len(process.streams.detokenizers)
         detokenizer.send(Heartbeat("detokenizer.1"))
-        assert process.detokenizers.socket.poll(10_000)
+        assert process.detokenizers.socket.poll(60_000)
         process.advance = lambda: None  # type: ignore[method-assign]
         process.on_detokenizers()
         del process.advance

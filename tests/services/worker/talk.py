@@ -18,7 +18,7 @@ from penstock.protocol.transport.context import Context
 from penstock.services.worker.process import Worker
 from penstock.services.worker.step_output import StepOutput
 
-TIMEOUT = 10_000
+TIMEOUT = 60_000
 """milliseconds that a message may take"""
 
 

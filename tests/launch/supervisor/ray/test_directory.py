@@ -51,4 +51,4 @@ def test_names_are_found_wherever_they_are_bound(tmp_path: Path) -> None:
         for context in (*networks, fixed):
             context.destroy(linger=0)
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), 60))
