@@ -37,7 +37,7 @@ class Collector:
 
     def receive(self) -> tuple[dict[str, str], list[Any]]:
         """Return the next batch: about the process, and its spans."""
-        path, batch = self.batches.get(timeout=30)
+        path, batch = self.batches.get(timeout=60)
         assert path == "/v1/traces"
         (told,) = batch.resource_spans
         about = {one.key: one.value.string_value for one in told.resource.attributes}

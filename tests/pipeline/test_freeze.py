@@ -12,7 +12,7 @@ from tests.pipeline.conftest import Pipeline
 from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.pipeline
-PROMPT = count_prompt(1, 40)
+PROMPT = count_prompt(1, 100)
 
 
 def test_all_stand_still_and_go_on(pipeline: Callable[..., Pipeline]) -> None:

@@ -50,7 +50,7 @@ moves = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(moves, max_size=60))
 def test_as_the_reference(moves: list[tuple[object, ...]]) -> None:
     queue: FairQueue[int] = FairQueue()

@@ -79,7 +79,7 @@ def test_what_is_left_goes_out_when_the_process_ends(collector: Collector) -> No
 def test_a_collector_that_is_gone_harms_nothing(
     collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:
-    collector.server.server_close()
+    collector.close()
     tracer = Tracer(Config(otlp_endpoint=collector.address), "gateway.1")
     tracer.span("request", "a", time.monotonic())
     with caplog.at_level(logging.ERROR):

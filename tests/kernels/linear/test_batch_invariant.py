@@ -37,7 +37,7 @@ def rows_agree(inner: int, num_columns: int, counts: list[int], most: int = 70) 
             assert torch.equal(product(x[rows], weight), together[rows]), (inner, num_columns, rows)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.integers(1, 1100), st.integers(1, 70), st.integers(1, 70))
 def test_rows_do_not_depend_on_their_number(inner: int, num_columns: int, num_rows: int) -> None:
     rows_agree(inner, num_columns, [1, num_rows])

@@ -20,6 +20,7 @@ from penstock.protocol.messages.client import (
 from tests.launch.fake_gateway import Gateway, echo, reply
 
 Make = Callable[..., tuple[Gateway, Client]]
+TIMEOUT = 60.0
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def pair(tmp_path: Path) -> Iterator[Make]:
     with contextlib.ExitStack() as stack:
 
         def make(
-            behaviour: Callable[[Request], list[Reply]], timeout: float = 20
+            behaviour: Callable[[Request], list[Reply]], timeout: float = TIMEOUT
         ) -> tuple[Gateway, Client]:
             endpoint = f"ipc://{tmp_path}/clients"
             gateway = stack.enter_context(contextlib.closing(Gateway(endpoint, behaviour)))
@@ -93,6 +94,7 @@ def test_no_more_are_open_than_there_is_room_for_and_an_end_aborts_them(pair: Ma
     gateway, client = pair(lambda one: [] if isinstance(one, GenerateRequest) else echo(one), 0.5)
     with pytest.raises(NoAnswer):
         texts(client, 6, 3)
+    client._timeout = TIMEOUT
     client.abort("last")  # when it is answered, the others are heard
     asked = [one.request_id for one in gateway.heard if isinstance(one, GenerateRequest)]
     aborted = [one.request_id for one in gateway.heard if isinstance(one, AbortRequest)]

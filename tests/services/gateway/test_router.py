@@ -74,7 +74,7 @@ def moved(router: Router) -> dict[str, int | None]:
 
 
 @given(st.text(max_size=900), st.text(max_size=900), st.text(max_size=900))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_prompts_share_the_pieces_of_their_common_beginning(a: str, b: str, c: str) -> None:
     one, other = (pieces_of(GenerateRequest(prompt=a + rest)) for rest in (b, c))
     common = len(a.encode()) // PIECE_BYTES

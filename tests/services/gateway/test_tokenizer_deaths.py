@@ -257,7 +257,7 @@ class Wire:
     is_poison=st.lists(st.sampled_from([False, False, False, True]), min_size=1, max_size=30),
     random=st.randoms(use_true_random=False),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_all_poison_is_found_and_nothing_else(
     number: int, is_poison: list[bool], random: Random
 ) -> None:

@@ -159,7 +159,7 @@ def test_only_addresses_of_the_web_and_of_mail_are_links(call: Call) -> None:
 texts = st.lists(st.sampled_from(FRAGMENTS), max_size=40).map("".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=texts, size=st.integers(1, 5))
 def test_any_text(call: Call, text: str, size: int) -> None:
     """Known tags, safe links, no lost words, and the same in whatever pieces it is received."""

@@ -26,7 +26,6 @@ settings.register_profile(
     "scheduler",
     max_examples=scaled(50),
     stateful_step_count=40,
-    deadline=None,
 )
 
 

@@ -111,7 +111,7 @@ def test_memory_that_is_lost_after_all_is_forgotten() -> None:
     sim.run()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     prompts=st.lists(st.integers(1, 30), min_size=1, max_size=6),
     num_plans=st.integers(1, 4),

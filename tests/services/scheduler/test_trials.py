@@ -141,7 +141,7 @@ def test_what_is_closed_while_it_waits_or_is_tried_is_told_to_nobody() -> None:
     is_poison=st.lists(st.sampled_from([False, False, False, True]), min_size=1, max_size=20),
     random=st.randoms(use_true_random=False),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_all_poison_is_found_and_nothing_else(
     number: int, is_poison: list[bool], random: Random
 ) -> None:

@@ -65,7 +65,7 @@ moves = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(moves)
 def test_nobody_starves(moves: list[tuple[str, int, int] | str]) -> None:
     """With up to four clients all that waits for blocks is retried in every step."""
@@ -88,7 +88,7 @@ def test_nobody_starves(moves: list[tuple[str, int, int] | str]) -> None:
     assert sorted(map(id, pool.admitted)) == sorted(id(s) for s in sequences if s not in gone)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.one_of(st.tuples(st.sampled_from("abcd"), lengths), st.none()), max_size=80))
 def test_a_held_sequence_is_passed_by_no_more_tokens_than_it_has(
     moves: list[tuple[str, int] | None],

@@ -245,7 +245,7 @@ FIELDS = st.sampled_from([one for one in CountTokensRequest.__struct_fields__ if
 
 
 @pytest.mark.search
-@settings(max_examples=scaled(100), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=scaled(100), suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.dictionaries(st.sampled_from(KEYS), VALUES), max_size=3),
     st.dictionaries(FIELDS, VALUES, max_size=3),
