@@ -28,7 +28,6 @@ from penstock.protocol.transport.curve import secure_server
 from tests.launch.fake_gateway import TEXT, delta, echo, gateway, reply
 
 TIMEOUT = 60
-"""seconds, after which a test fails"""
 
 
 @pytest.fixture
