@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("slow", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("slow")  # a slow machine is no error
+settings.load_profile("slow")  # no example is too slow
 QWEN3_SHA256 = "aeb13307a71acd8f"
 """the beginning of that of Qwen3's published `tokenizer.json`"""
 
