@@ -28,12 +28,12 @@ from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.peers import refusal
 from penstock.protocol.transport.process import Process, first_number
 from penstock.services.scheduler import poison, report
-from penstock.services.scheduler.detokenizer_recovery import RecoverableStreams
 from penstock.services.scheduler.in_flight_plan import PlanDepth
 from penstock.services.scheduler.kept_records import make_scheduler, use_host_tier
 from penstock.services.scheduler.lease import Lease
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import CannotFitError, Sequence
+from penstock.services.scheduler.streams import Streams
 from penstock.services.scheduler.worker_exits import WorkerExits
 from penstock.services.scheduler.workers import NO_GROUP, WorkerGroup, WorkerMessage
 
@@ -53,7 +53,7 @@ class SchedulerProcess:
         self.replica = process.replica
         node, sizes = process.context.node_id, (self.config.tp, self.config.spare_workers)
         self.group = WorkerGroup(*sizes, self.replica, node, self.epoch + 1)
-        self.streams = RecoverableStreams(self.epoch)
+        self.streams = Streams(self.epoch)
         self.requests: dict[str, Sequence] = {}
         """requests that the gateway has not released"""
         self.lease = Lease(self.config.lease_timeout)

@@ -60,7 +60,6 @@ class Sequence:
     - `NgramProposer`: speculation, num_planned_tokens, last_step
     - `WaitingQueue`: admission
     - `Streams`: detokenizer, stream_id
-    - `RecoverableStreams`: detokenizer
     - `SchedulerProcess`: attempt
     - `Poison`: num_deaths
     - `poison`: num_deaths
