@@ -215,14 +215,11 @@ def _make_runner(
         kept = None
 
     def make(num_blocks: int, region: Region | None = None) -> ModelRunner:
-        num_slots = config.max_num_seqs
-        batch = PersistentBatch(num_slots, max_blocks, block_size, num_blocks, vocab_size)
+        sizes = config.max_num_seqs, max_blocks, block_size, num_blocks, vocab_size
         kv = allocate_kv_cache(*shape, num_blocks, kv_dtype, weight.device, region)
-        sizes = num_slots, config.max_num_batched_tokens
-        runner = ModelRunner(model, batch, kv.layers, *sizes, grammars)
-        runner.kv = kv
-        runner.memory, runner.take_over = region.manifest.number if region else 0, memory.take_over
-        return runner
+        keeps = region.manifest.number if region else 0, memory.take_over
+        max_tokens = config.max_num_batched_tokens
+        return ModelRunner(model, PersistentBatch(*sizes), kv, max_tokens, grammars, *keeps)
 
     if kept:
         return make(kept.manifest.num_blocks, kept)

@@ -1,13 +1,12 @@
 """One rank of the model: weights, KV cache and persistent batch, and the steps that use them."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.types import KVCache
 from penstock.kernels.step.apply_plan import apply_plan
 from penstock.kernels.step.forward_batch import BatchShape
 from penstock.kernels.step.types import StepBuffers, make_slots, make_step_buffers
@@ -33,28 +32,26 @@ class ModelRunner:
         self,
         model: Qwen3,
         batch: PersistentBatch,
-        kv_caches: Sequence[KVCache],
-        num_slots: int,
+        kv: KVMemory,
         max_tokens: int,
-        grammars: Grammars | None = None,
+        grammars: Grammars | None,
+        memory: int,
+        take_over: Callable[[], None],
     ) -> None:
         """Allocate the step's buffers.
 
-        kv_caches: of each layer; num_slots, max_tokens: maximum of a step; grammars: on rank 0.
+        max_tokens: maximum of a step; grammars: on rank 0; memory: as `WorkerState.memory`;
+        take_over: as `KeptMemory.take_over`.
         """
-        self.num_blocks, self.block_size = kv_caches[0].k.shape[:2]
-        self.memory = 0
-        """as `WorkerState.memory`"""
-        self.kv: KVMemory
-        """set by the loader"""
+        self.num_blocks, self.block_size = batch.num_blocks, batch.block_size
+        self.kv, self.memory, self.take_over = kv, memory, take_over
         self.offload: KvOffload | None = None
         """the host tier"""
-        self.take_over: Callable[[], None] = lambda: None
-        """as `KeptMemory.take_over`"""
         self._model = model
         self._batch = batch
-        self._kv_caches = kv_caches
-        self._device = device = kv_caches[0].k.device
+        self._kv_caches = kv_caches = kv.layers
+        self._device = device = kv.values.device
+        num_slots = batch.num_slots
         self._is_cuda = device.type == "cuda"
         self._slots = make_slots(num_slots, batch.max_blocks, device)
         self._buffers: StepBuffers = make_step_buffers(

@@ -31,7 +31,7 @@ class PersistentBatch:
         self, num_slots: int, max_blocks: int, block_size: int, num_blocks: int, vocab_size: int
     ) -> None:
         """Make an empty batch; max_blocks: of one row; num_blocks: of the KV cache."""
-        self.block_size = block_size
+        self.num_slots, self.block_size = num_slots, block_size
         self.num_blocks = num_blocks
         self.max_blocks = max_blocks
         self.vocab_size = vocab_size

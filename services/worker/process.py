@@ -22,6 +22,7 @@ from penstock.protocol.messages.worker import (
     WorkerState,
 )
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
+from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
 from penstock.protocol.transport.process_exit import ProcessExit
@@ -55,8 +56,8 @@ class Worker:
         self._process = process
         self._load = load
         self.heartbeats = HeartbeatThread(process)
-        self.add_file: Callable[[int, Callable[[], None]], None]
-        """as of the event loop, which sets it"""
+        self.loop = EventLoop(process.context, self.send_state)
+        self.loop.add(self.channel, self.receive)
         self._runner: ModelRunner | None = None
         self._group = ""
         self._rank = -1
@@ -221,13 +222,13 @@ class Worker:
 
         def send() -> None:
             os.read(reader, 4096)
-            self.add_file(reader, send)
+            self.loop.add_file(reader, send)
             while report := folder.take_report():
                 report.epoch, report.rank = self._epoch, self._rank
                 self.channel.send(report)
 
         folder.notify = notify
-        self.add_file(reader, send)
+        self.loop.add_file(reader, send)
         folder.start()
 
     def _send_done(self) -> None:
@@ -253,12 +254,10 @@ class Worker:
 
 
 def wait_for_ends(pids: list[int]) -> None:
-    """Wait for each as `wait_for_end`."""
+    """Wait until processes have exited and freed their memory, each up to MAX_END."""
     for pid in pids:
-        wait_for_end(pid)
-
-
-def wait_for_end(pid: int) -> None:
-    """Wait until a process of this machine has exited and freed its memory, up to MAX_END."""
-    with contextlib.suppress(ProcessLookupError), contextlib.closing(ProcessExit(pid)) as process:
-        process.wait(MAX_END)
+        with (
+            contextlib.suppress(ProcessLookupError),
+            contextlib.closing(ProcessExit(pid)) as process,
+        ):
+            process.wait(MAX_END)

@@ -8,7 +8,6 @@ import os
 from typing import NoReturn
 
 from penstock.protocol.checkpoint import ModelError
-from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.process import Process
 from penstock.services.worker.network import use_interface_of
 from penstock.services.worker.process import Load, Worker, WorkerError
@@ -40,10 +39,7 @@ def main(load: Load) -> NoReturn:
 def _run(process: Process, load: Load) -> None:
     worker = Worker(process, load)
     worker.heartbeats.start()
-    loop = EventLoop(process.context, worker.send_state)
-    loop.add(worker.channel, worker.receive)
-    worker.add_file = loop.add_file
     process.context.on_connected(worker.channel, worker.send_state)
     if process.context.node_id:
         use_interface_of(process.context.host)
-    loop.run()
+    worker.loop.run()
