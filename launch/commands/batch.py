@@ -19,12 +19,12 @@ from msgspec import Struct
 from tqdm import tqdm
 
 from penstock.launch.pipeline.control_client import list_processes
-from penstock.launch.pipeline.ephemeral_pipeline import free_port, private_pipeline
+from penstock.launch.pipeline.ephemeral_pipeline import free_port
 from penstock.launch.pipeline.errors import LaunchError
-from penstock.launch.pipeline.hub import resolve
-from penstock.launch.pipeline.options import add_pipeline_options, as_flags, flag, given_options
+from penstock.launch.pipeline.options import add_pipeline_options, given_options
 from penstock.launch.pipeline.procfile import kind_of
-from penstock.launch.pipeline.run_folder import base_url, running_config
+from penstock.launch.pipeline.run_folder import base_url
+from penstock.launch.pipeline.target import target
 from penstock.protocol.client.errors import ClientError
 from penstock.protocol.config import Config
 
@@ -82,16 +82,12 @@ def _run(arguments: Namespace) -> int:
 def _target(arguments: Namespace) -> Iterator[Config]:
     """Yield the pipeline that runs, or with --model one that ends with the block."""
     options = given_options(arguments, Config)
-    name = options.pop("name", None)
+    name = options.pop("name", Config().name)
     if "model" not in options:
-        if options:
-            raise LaunchError(f"{flag(next(iter(options)))} is for a pipeline of --model")
-        yield _with_http(running_config(name or Config().name))
-        return
-    options = {"http": 1, "http_port": free_port(), "log_level": "warning"} | resolve(options)
-    name = f"batch-{options['http_port']}"
-    with private_pipeline(name, *as_flags(options)):
-        yield running_config(name)
+        options["name"] = name
+    defaults = {"http": 1, "http_port": free_port(), "log_level": "warning"}
+    with target(options, "batch", defaults) as config:
+        yield _with_http(config)
 
 
 def _with_http(config: Config) -> Config:

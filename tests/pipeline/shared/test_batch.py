@@ -135,4 +135,4 @@ def test_a_pipeline_of_its_own(shared: Pipeline, tmp_path: Path) -> None:
     code, said = batch(shared, source, target, *flags)
     assert (code, said) == (0, f"{target}: 1 done")
     code, said = batch(shared, source, target, "--tp", "2")
-    assert (code, said) == (2, "launch: --tp is for a pipeline of --model")
+    assert (code, said) == (2, "launch: --tp is for a pipeline that is yet to start")
