@@ -17,7 +17,7 @@ import httpx
 from msgspec import json
 
 from penstock.launch.bench.options import EventsOptions
-from penstock.launch.bench.pipeline import MIN_SECONDS, STAND_IN, cpu_seconds
+from penstock.launch.bench.pipeline import STAND_IN, median_costs
 from penstock.launch.bench.report import table
 from penstock.launch.pipeline.ephemeral_pipeline import free_port, private_pipeline
 from penstock.launch.pipeline.errors import LaunchError
@@ -42,9 +42,16 @@ def bench_events(options: EventsOptions, _: Namespace) -> list[Result]:
             wait_for_http(port)
             EventClient(port, options.streams, options.max_tokens).run()  # warms up
             client = EventClient(port, options.streams, options.max_tokens)
-            runs = [_measure(client, name) for _ in range(options.runs)]
-            results.append(_median(runs, step_ms, options.streams))
-            print(".", end="", file=sys.stderr, flush=True)
+            costs = median_costs(name, client.run, options.runs)
+            speed, cpu = costs["tokens_per_second"], costs["cpu_us_per_token"]
+            figures = {
+                "step_ms": step_ms,
+                "streams": options.streams,
+                "events_per_second": speed * client.num_events / client.num_tokens,
+                "ttft_ms": statistics.median(client.ttft) * 1e3,
+                "cores": speed * sum(cpu[kind] for kind in KINDS) / 1e6,
+            }
+            results.append(figures | costs)
     print(file=sys.stderr)
     return results
 
@@ -63,8 +70,12 @@ class EventClient:
         )
         head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json"
         self._request = b"%b\r\ncontent-length: %d\r\n\r\n%b" % (head.encode(), len(body), body)
-        self.num_tokens = num_streams * max_tokens
+        self._num_tokens = num_streams * max_tokens
         """of a run"""
+        self.num_events = self.num_tokens = 0
+        """of all runs"""
+        self.ttft: list[float] = []
+        """seconds to the first event of each stream"""
         self._poll = select.epoll()
         self._sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(num_streams)]
         self._by_fd = {one.fileno(): one for one in self._sockets}
@@ -72,14 +83,11 @@ class EventClient:
             self._poll.register(file, select.EPOLLIN)
         self._buffer = bytearray(READ_BYTES)
 
-    def run(self) -> tuple[int, list[float]]:
-        """Send a request on each connection, and read all answers.
-
-        Return the number of events, and the seconds to each stream's first one.
-        """
+    def run(self) -> int:
+        """Send a request on each connection, and read all answers; return the tokens of a run."""
         first: dict[int, float] = {}
         tails = dict.fromkeys(self._by_fd, b"")
-        num_events, start = 0, time.perf_counter()
+        start = time.perf_counter()
         for one in self._sockets:
             one.sendall(self._request)
         while tails:
@@ -91,11 +99,13 @@ class EventClient:
                 num_new = data.count(EVENT_END) - tails[file].count(EVENT_END)
                 if num_new and file not in first:
                     first[file] = time.perf_counter() - start
-                num_events += num_new
+                self.num_events += num_new
                 tails[file] = bytes(data[-len(LAST_CHUNK) + 1 :])  # what ends there may be cut
                 if data.endswith(LAST_CHUNK):
                     del tails[file]
-        return num_events, list(first.values())
+        self.num_tokens += self._num_tokens
+        self.ttft += first.values()
+        return self._num_tokens
 
 
 def wait_for_http(port: int) -> None:
@@ -104,44 +114,13 @@ def wait_for_http(port: int) -> None:
         http.get(f"http://127.0.0.1:{port}/health").raise_for_status()
 
 
-def _measure(client: EventClient, name: str) -> Result:
-    cpu, num_events, num_tokens, firsts = cpu_seconds(name), 0, 0, []
-    start = time.perf_counter()
-    while (seconds := time.perf_counter() - start) < MIN_SECONDS:
-        events, first = client.run()
-        num_events += events
-        num_tokens += client.num_tokens
-        firsts += first
-    used = cpu_seconds(name)
-    used.subtract(cpu)
-    return {
-        "events_per_second": num_events / seconds,
-        "tokens_per_second": num_tokens / seconds,
-        "ttft_ms": statistics.median(firsts) * 1e3,
-        "cpu_us_per_token": {kind: used[kind] * 1e6 / num_tokens for kind in KINDS},
-        "cores": sum(used[kind] for kind in KINDS) / seconds,
-    }
-
-
-def _median(runs: list[Result], step_ms: float, streams: int) -> Result:
-    names = ("events_per_second", "tokens_per_second", "ttft_ms", "cores")
-    return {
-        "step_ms": step_ms,
-        "streams": streams,
-        **{name: statistics.median(run[name] for run in runs) for name in names},
-        "cpu_us_per_token": {
-            kind: statistics.median(run["cpu_us_per_token"][kind] for run in runs) for kind in KINDS
-        },
-    }
-
-
 def as_table(results: list[Result]) -> str:
     """Return the results as a markdown table."""
     titles = ("step ms", "streams", "events/s", "tokens/s", "TTFT ms", "cores", *KINDS)
     rows = []
     for one in results:
         speeds = (f"{one[name]:,.0f}" for name in ("events_per_second", "tokens_per_second"))
-        costs = [f"{cost:.2f}" for cost in one["cpu_us_per_token"].values()]
+        costs = [f"{one['cpu_us_per_token'][kind]:.2f}" for kind in KINDS]
         times = f"{one['ttft_ms']:.1f}", f"{one['cores']:.2f}"
         rows.append([f"{one['step_ms']:g}", str(one["streams"]), *speeds, *times, *costs])
     return "\n".join(table(titles, rows))

@@ -10,10 +10,13 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import psutil
 
+from penstock.launch.bench.figures import median
 from penstock.launch.bench.options import PipelineOptions
 from penstock.launch.bench.report import table
 from penstock.launch.pipeline.control_client import list_processes
@@ -37,34 +40,44 @@ def bench_pipeline(options: PipelineOptions, _: Namespace) -> list[Result]:
             private_pipeline(name, *flags, worker=STAND_IN) as endpoint,
             Client(endpoint) as client,
         ):
-            _measure(client, name, 64, 100, stream=False)  # warms up
+            _run(client, 64, 100, stream=False)  # warms up
             for batch in options.batches:
                 for stream in (False, True):
-                    runs = [
-                        _measure(client, name, batch, options.max_tokens, stream=stream)
-                        for _ in range(options.runs)
-                    ]
-                    results.append(_median(runs, batch, stream, number))
-                    print(".", end="", file=sys.stderr, flush=True)
+                    run = partial(_run, client, batch, options.max_tokens, stream=stream)
+                    costs = median_costs(name, run, options.runs)
+                    one = {"batch": batch, "stream": stream, "detokenizers": number, **costs}
+                    # CPU time of its process, sockets included, for one token of each request
+                    one["scheduler_us_per_step"] = costs["cpu_us_per_token"]["scheduler"] * batch
+                    results.append(one)
     print(file=sys.stderr)
     return results
 
 
-def _measure(client: Client, name: str, batch: int, output_tokens: int, *, stream: bool) -> Result:
-    """Run `batch` requests at a time for MIN_SECONDS: CPU times come in steps of 10 ms."""
-    cpu, num_tokens, start = cpu_seconds(name), 0, time.perf_counter()
-    while (seconds := time.perf_counter() - start) < MIN_SECONDS:
-        streams = [
-            client.submit(PROMPT, max_tokens=output_tokens, ignore_eos=True, stream=stream)
-            for _ in range(batch)
-        ]
-        num_tokens += sum(len(one.result().token_ids) for one in streams)
-    used = cpu_seconds(name)
-    used.subtract(cpu)
-    return {
-        "speed": num_tokens / seconds,
-        "cpu": {kind: used[kind] * 1e6 / num_tokens for kind in KINDS},
-    }
+def _run(client: Client, batch: int, output_tokens: int, *, stream: bool) -> int:
+    """Run `batch` requests, and return the number of tokens."""
+    streams = [
+        client.submit(PROMPT, max_tokens=output_tokens, ignore_eos=True, stream=stream)
+        for _ in range(batch)
+    ]
+    return sum(len(one.result().token_ids) for one in streams)
+
+
+def median_costs(name: str, run: Callable[[], int], num_runs: int) -> Result:
+    """Call `run`, which returns a number of tokens, for MIN_SECONDS a time; return the medians.
+
+    CPU times come in steps of 10 ms.
+    """
+    speeds, costs = [], []
+    for _ in range(num_runs):
+        cpu, num_tokens, start = cpu_seconds(name), 0, time.perf_counter()
+        while (seconds := time.perf_counter() - start) < MIN_SECONDS:
+            num_tokens += run()
+        used = cpu_seconds(name)
+        used.subtract(cpu)
+        speeds.append(num_tokens / seconds)
+        costs.append({kind: its * 1e6 / num_tokens for kind, its in used.items()})
+        print(".", end="", file=sys.stderr, flush=True)
+    return {"tokens_per_second": statistics.median(speeds), "cpu_us_per_token": median(costs)}
 
 
 def cpu_seconds(name: str) -> Counter[str]:
@@ -77,26 +90,13 @@ def cpu_seconds(name: str) -> Counter[str]:
     return used
 
 
-def _median(runs: list[Result], batch: int, stream: bool, detokenizers: int) -> Result:
-    cpu = {kind: statistics.median(run["cpu"][kind] for run in runs) for kind in KINDS}
-    return {
-        "batch": batch,
-        "stream": stream,
-        "detokenizers": detokenizers,
-        "tokens_per_second": statistics.median(run["speed"] for run in runs),
-        # CPU time of its process, sockets included, for one token of each request
-        "scheduler_us_per_step": cpu["scheduler"] * batch,
-        "cpu_us_per_token": cpu,
-    }
-
-
 def as_table(results: list[Result]) -> str:
     """Return the results as a markdown table."""
     titles = ("batch", "stream", "detokenizers", "tokens/s", "scheduler µs/step", *KINDS)
     rows = []
     for one in results:
         speed = f"{one['tokens_per_second']:,.0f}", f"{one['scheduler_us_per_step']:.0f}"
-        costs = [f"{cost:.2f}" for cost in one["cpu_us_per_token"].values()]
+        costs = [f"{one['cpu_us_per_token'][kind]:.2f}" for kind in KINDS]
         stream = "yes" if one["stream"] else "no"
         rows.append([str(one["batch"]), stream, str(one["detokenizers"]), *speed, *costs])
     return "\n".join(table(titles, rows))
