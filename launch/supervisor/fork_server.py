@@ -51,7 +51,6 @@ class ForkServer:
         self._turn = asyncio.Lock()
         self._child: ChildProcess | None = None
         self._socket: socket.socket
-        self._number = 0
         self._is_ready = self._is_useless = False
 
     @property
@@ -69,8 +68,7 @@ class ForkServer:
         # the caller closes its own when it is cancelled
         numbers = [os.dup(number) for number in (log.writer, *descriptors.values())]
         changes = dict(environment.items() - self._environment.items())
-        self._number += 1
-        request = ForkRequest(self._number, service, changes, list(descriptors))
+        request = ForkRequest(service, changes, list(descriptors))
         asking = asyncio.ensure_future(self._fork(request, numbers))
         try:
             pid = await asyncio.shield(asking)

@@ -9,7 +9,6 @@ class ForkRequest(Struct, array_like=True):
     The first descriptor is the process's standard output and error.
     """
 
-    number: int
     service: str
     environment: dict[str, str]
     """changes to the fork server's own"""
@@ -20,7 +19,5 @@ class ForkRequest(Struct, array_like=True):
 class Forked(Struct, array_like=True):
     """Forked process → supervisor; and the fork server itself, when it is ready or can't fork."""
 
-    number: int = 0
-    """of the request; 0: the fork server is ready"""
     pid: int = 0
-    """0: no process was forked"""
+    """0: the fork server is ready, or no process was forked"""

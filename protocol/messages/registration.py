@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 """of the messages in this folder; those that register a process carry it"""
 
 

@@ -45,13 +45,13 @@ def serve_forks() -> str:
         between = _fork()
         if between == 0:
             _become(request, descriptors, supervisor)
-            connection.send(msgspec.msgpack.encode(Forked(request.number, os.getpid())))
+            connection.send(msgspec.msgpack.encode(Forked(os.getpid())))
             connection.close()
             return request.service
         for descriptor in descriptors:
             os.close(descriptor)
         if between < 0 or os.waitpid(between, 0)[1] != 0:
-            connection.send(msgspec.msgpack.encode(Forked(request.number)))
+            connection.send(msgspec.msgpack.encode(Forked()))
 
 
 def _fork() -> int:
