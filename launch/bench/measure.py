@@ -7,28 +7,22 @@ from penstock.launch.bench.figures import Figures, Stamps, run_figures, stream_f
 from penstock.launch.bench.options import ModelOptions
 from penstock.launch.bench.target import Target
 from penstock.launch.bench.workload import Item
-from penstock.launch.pipeline.errors import LaunchError
-from penstock.launch.pipeline.run_folder import is_running
-from penstock.protocol.client.client import Client
-from penstock.protocol.client.errors import NoAnswer
+from penstock.launch.pipeline.local_client import LocalClient
 from penstock.protocol.client.session import Answer
 from penstock.protocol.messages.client import ErrorReply, GenerateReply, GenerateRequest
 from penstock.protocol.messages.status import SchedulerStatus, StatusReply
 
-SILENCE = 10.0
-"""seconds without any answer after which a look is taken whether the pipeline is still there"""
 REPORT_TIMEOUT = 5.0
 """seconds to wait for the scheduler's report of the end; it reports every half second"""
 
 
-class Meter(Client):
-    """A client that measures. Raises LaunchError if the pipeline ends."""
+class Meter(LocalClient):
+    """A client that measures."""
 
     def __init__(self, pipeline: Target, options: ModelOptions) -> None:
         """Connect. Every request has the sampling parameters: the model may have other defaults."""
-        super().__init__(pipeline.endpoint, timeout=SILENCE, keys=pipeline.keys)
-        self.target = pipeline
-        self.config = pipeline.config
+        name = pipeline.config.name if pipeline.config else None
+        super().__init__(pipeline.endpoint, name, pipeline.keys)
         sampling = ("temperature", "top_k", "top_p")
         self.sampling: dict[str, Any] = {name: getattr(options, name) for name in sampling}
         self.sampling["min_p"] = 0.0
@@ -73,17 +67,6 @@ class Meter(Client):
             one.times.clear()
         run = self._finish(start, [one.answer for one in stamps if one.times])
         return run | {"failed": len(failed)}, stamps
-
-    def wait(self) -> None:
-        """However long an answer takes."""
-        try:
-            super().wait()
-        except NoAnswer:
-            if self.config and not is_running(self.config.name):
-                raise LaunchError(
-                    f"pipeline {self.config.name!r} ended before it answered; start one with "
-                    "`launch all` and measure it with --name, to see its log"
-                ) from None
 
     def send(self, item: Item, *, stream: bool = False) -> Answer:
         return self.ask(

@@ -26,13 +26,11 @@ from penstock.launch.offline.bounded_concurrency import replies_to, submit_all
 from penstock.launch.offline.outputs import RequestOutput, prompts_of, request_of
 from penstock.launch.offline.pooling import PoolingMethods
 from penstock.launch.pipeline.ephemeral_pipeline import private_pipeline
-from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import resolve
+from penstock.launch.pipeline.local_client import LocalClient
 from penstock.launch.pipeline.options import DEPRECATED, OTHER_NAMES, as_flags
-from penstock.launch.pipeline.run_folder import is_running, running_config
+from penstock.launch.pipeline.run_folder import running_config
 from penstock.protocol.client.answers import answer_requests, num_answers
-from penstock.protocol.client.client import Client
-from penstock.protocol.client.errors import NoAnswer
 from penstock.protocol.config import Config
 from penstock.protocol.field_errors import explain
 from penstock.protocol.messages.chat import Conversation, chat_messages
@@ -44,8 +42,6 @@ from penstock.protocol.messages.client import (
 )
 from penstock.protocol.messages.sampling import SamplingParams
 
-SILENCE = 10.0
-"""seconds without a sign of the pipeline after which a look is taken whether it is still there"""
 OWN_DEFAULTS = {"log_level": "warning"}
 _pipelines = itertools.count()
 
@@ -73,7 +69,7 @@ class LLM(PoolingMethods, BeamSearchMethods):
         with contextlib.ExitStack() as stack:
             endpoint = stack.enter_context(private_pipeline(name, *as_flags(fields)))
             self.config = running_config(name)
-            self._client = stack.enter_context(_Client(endpoint, name))
+            self._client = stack.enter_context(LocalClient(endpoint, name))
             self._end = weakref.finalize(self, stack.pop_all().close)
         self._numbers = itertools.count()
         num_running = self.config.max_running
@@ -179,22 +175,6 @@ class LLM(PoolingMethods, BeamSearchMethods):
 
 class _Chat(Struct):
     messages: Conversation
-
-
-class _Client(Client):
-    """A client that notices when the pipeline has ended."""
-
-    def __init__(self, endpoint: str, name: str) -> None:
-        super().__init__(endpoint, timeout=SILENCE)
-        self._name = name
-
-    def wait(self) -> None:
-        """However long an answer takes. Raises LaunchError if none can come."""
-        try:
-            super().wait()
-        except NoAnswer:
-            if not is_running(self._name):
-                raise LaunchError(f"pipeline {self._name!r} ended before it answered") from None
 
 
 class _Progress:
