@@ -127,11 +127,8 @@ class Supervisor:
         notify_ready()
 
     def _client(self) -> AsyncClient:
-        if self._config.backend == "ray":
-            return AsyncClient(
-                endpoints(self._config).inner_clients, context=self._processes.context
-            )
-        return AsyncClient(self._config.endpoint, keys=self._config.curve_keys)
+        at = endpoints(self._config).inner_clients
+        return AsyncClient(at, context=self._processes.context)
 
     def may_spawn(self, process: ManagedProcess) -> bool:
         """Decide as `Policy.may_spawn`; the first start is not a restart."""
