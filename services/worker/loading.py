@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -55,7 +54,6 @@ from penstock.services.worker.model_runner import ModelRunner
 from penstock.services.worker.persistent_batch import PersistentBatch
 from penstock.services.worker.timings import StartTimes, step_profiler
 
-IMPORTED = time.time()
 log = logging.getLogger(__name__)
 CPU_KV_BYTES = 1 << 30
 """size of the KV cache on a CPU by default"""
@@ -69,7 +67,6 @@ def load(
     Calls `on_progress` repeatedly. Raises ModelError, GroupError.
     """
     times = StartTimes()
-    times.end("imports", IMPORTED)
     times.end("place")
     index = assignment.replica * config.tp + assignment.rank
     device = choose_device(config.device, index, config.tp, config.dp)

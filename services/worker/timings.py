@@ -26,9 +26,9 @@ class StartTimes:
         self._parts: dict[str, float] = {}
         self._last = _started_at()
 
-    def end(self, part: str, at: float | None = None) -> None:
-        """End a part, now or at a time in seconds since 1970, and start the next."""
-        now = time.time() if at is None else max(at, self._last)  # forked: nothing to import
+    def end(self, part: str) -> None:
+        """End a part, and start the next."""
+        now = time.time()
         self._parts[part] = now - self._last
         self._last = now
 
