@@ -125,7 +125,7 @@ class LocalProcesses(Processes):
         """commands: by kind of process. gpus: CUDA_VISIBLE_DEVICES by the model of processes."""
         super().__init__(policy, tasks)
         self._gpus = gpus
-        self.context = self.watchdog_context = Context()
+        self.watchdog_context = Context()
         self._commands = commands
         self._environment = environment(config) | {SUPERVISOR_VARIABLE: str(os.getpid())}
         self._incarnations = count(1)
@@ -142,6 +142,10 @@ class LocalProcesses(Processes):
         self._memory = {
             one.prefix.rstrip("/"): MemoryServer(tasks, policy.say) for one in config.by_model()
         }
+
+    @property
+    def context(self) -> Context:
+        return self.watchdog_context
 
     def _make(self, name: str) -> LocalProcess:
         command = self._commands[kind_of(name)]

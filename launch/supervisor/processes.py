@@ -114,8 +114,6 @@ class Policy(Protocol):
 class Processes(ABC):
     """Starts, restarts and stops processes, each by its name."""
 
-    context: Context
-    """of sockets that connect to processes"""
     watchdog_context: Context
     """of the socket that all processes connect to"""
 
@@ -123,6 +121,11 @@ class Processes(ABC):
         self.by_name: dict[str, ManagedProcess] = {}
         self._policy = policy
         self._tasks = tasks
+
+    @property
+    @abstractmethod
+    def context(self) -> Context:
+        """Context of sockets that connect to processes."""
 
     @abstractmethod
     def _make(self, name: str) -> ManagedProcess:
