@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable
 
-from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.services.scheduler.sequence import Sequence
 
 
@@ -25,7 +24,7 @@ class Lease:
             self.first_attempt = first_attempt
             self._end = now + self._timeout
 
-    def unclaimed(self, requests: Iterable[TokenizedRequest | Sequence]) -> list[str]:
+    def unclaimed(self, requests: Iterable[Sequence]) -> list[str]:
         """Return the ids of requests that have a lease now."""
         if self._end == math.inf:
             return []

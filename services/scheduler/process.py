@@ -37,8 +37,6 @@ from penstock.services.scheduler.streams import Streams
 from penstock.services.scheduler.worker_exits import WorkerExits
 from penstock.services.scheduler.workers import NO_GROUP, WorkerGroup, WorkerMessage
 
-Request = TokenizedRequest | Sequence
-
 
 class SchedulerProcess:
     """Takes requests, keeps plans in flight, passes tokens on."""
@@ -55,10 +53,8 @@ class SchedulerProcess:
         self.group = WorkerGroup(*sizes, self.replica, node, self.epoch + 1)
         self.streams = Streams(self.epoch)
         self.requests: dict[str, Sequence] = {}
-        """requests that the gateway has not released"""
+        """requests that the gateway has not released; they are queued once there is a scheduler"""
         self.lease = Lease(self.config.lease_timeout)
-        self.early: list[TokenizedRequest] = []
-        """requests that arrived before there were workers"""
         self.reported_ready, self.has_deaths, self.plan_bytes = False, False, 0
         self.poison = poison.Poison(DeathReports(process))
         self.tracer = Tracer(self.config, process.name)
@@ -104,34 +100,38 @@ class SchedulerProcess:
         A running one continues for the new attempt. Its output is sent again from the start, which
         a restarted gateway does not know. An attempt before the known one changes nothing.
         """
-        if self.scheduler is None:
-            self.early.append(request)
-            return
         known = self.requests.get(request.request_id)
         if known and request.attempt < known.attempt:
             return
         if known and known.is_requested_by(request):
             known.attempt = request.attempt
-            self.streams.reopen(known)
+            if self.scheduler:
+                self.streams.reopen(known)
             return
         self.release(request.request_id, request.attempt)
         sequence = Sequence(request, self.eos_token_ids)
         self.has_deaths |= sequence.num_deaths > 0
         if self.has_deaths and not self.poison.admits(sequence):
-            self.fail(request, ErrorReply(code="failed", message=REFUSED), is_poison=True)
-            return
-        try:
-            sequence.check(self.model.vocab_size)
-            self.scheduler.add(sequence)
-        except CannotFitError as error:
-            self.fail(request, error.reply)
+            self.fail(sequence, ErrorReply(code="failed", message=REFUSED), is_poison=True)
             return
         self.requests[request.request_id] = sequence
-        self.streams.open(sequence)
+        if self.scheduler:
+            self.queue(sequence, self.scheduler)
 
-    def fail(self, request: Request, reply: ErrorReply, is_poison: bool = False) -> None:
+    def queue(self, sequence: Sequence, scheduler: Scheduler) -> None:
+        """Pass a request on to the scheduler, unless it can't be served."""
+        try:
+            sequence.check(self.model.vocab_size)
+            scheduler.add(sequence)
+        except CannotFitError as error:
+            del self.requests[sequence.request_id]
+            self.fail(sequence, error.reply)
+        else:
+            self.streams.open(sequence)
+
+    def fail(self, sequence: Sequence, reply: ErrorReply, is_poison: bool = False) -> None:
         """Report to the gateway why a request can't be served."""
-        self.gateway.send(RequestFailed(request.request_id, request.attempt, reply, is_poison))
+        self.gateway.send(RequestFailed(sequence.request_id, sequence.attempt, reply, is_poison))
 
     def release_unclaimed(self) -> None:
         """Release requests that no client has claimed from the newest gateway."""
@@ -139,19 +139,18 @@ class SchedulerProcess:
         for sequence in list(self.requests.values()):
             if sequence.attempt < first_attempt:
                 self.release(sequence.request_id, sequence.attempt)
-        self.early = [request for request in self.early if request.attempt >= first_attempt]
 
     def release(self, request_id: str, attempt: int) -> None:
         sequence = self.requests.get(request_id)
-        if sequence and self.scheduler and sequence.attempt <= attempt:
+        if sequence and sequence.attempt <= attempt:
             del self.requests[request_id]
-            self.scheduler.finish(sequence, "abort")
+            if self.scheduler:
+                self.scheduler.finish(sequence, "abort")
             self.streams.close(sequence)
             if self.tracer.is_on:
                 report.write_spans(self.tracer, sequence)
             if self.has_deaths:
                 self.poison.remember(sequence)
-        self.early = [r for r in self.early if r.request_id != request_id or r.attempt > attempt]
 
     def on_workers(self) -> None:
         """Handle tokens of the oldest step, and heartbeats of workers."""
@@ -203,8 +202,8 @@ class SchedulerProcess:
         self.log.info("workers ready: %s", self.group)
         if self.scheduler is None:
             self.scheduler = make_scheduler(self.config, self.model, self.replica, self.group)
-            while self.early:
-                self.accept(self.early.pop(0))
+            for sequence in list(self.requests.values()):
+                self.queue(sequence, self.scheduler)
         elif (number := self.group.num_blocks) < self.scheduler.block_manager.pool.num_blocks:
             raise SystemExit(f"num_blocks: the restarted workers have {number}, fewer than before")
         else:
@@ -295,6 +294,6 @@ class SchedulerProcess:
         self.end_group()
         status = SchedulerStatus(epoch=self.epoch, ready=self.ready, replica=self.replica)
         status.first_attempt = self.lease.first_attempt
-        status.unclaimed = self.lease.unclaimed([*self.requests.values(), *self.early])
+        status.unclaimed = self.lease.unclaimed(self.requests.values())
         report.fill_status(status, self.scheduler, self.group, self.streams)
         self.gateway.send(status)

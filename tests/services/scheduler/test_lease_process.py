@@ -4,6 +4,7 @@ from typing import Any
 
 import zmq
 
+from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
 from penstock.protocol.messages.worker import WorkerState
 from penstock.protocol.transport.channel import Channel
@@ -57,7 +58,7 @@ def test_requests_before_the_first_worker_have_a_lease_too(fresh: SchedulerProce
     say(fresh, request(7, "left"), request(7, "wanted"), GatewayStarted(1_000))
     say(fresh, request(1_000, "wanted"))
     fresh.on_heartbeat()
-    assert [(one.request_id, one.attempt) for one in fresh.early] == [("wanted", 1_000)]
+    assert [(one.request_id, one.attempt) for one in fresh.requests.values()] == [("wanted", 1_000)]
 
 
 def test_requests_before_the_first_worker_are_accepted_within_their_lease(
@@ -74,4 +75,26 @@ def test_requests_before_the_first_worker_are_accepted_within_their_lease(
     }
     assert fresh.scheduler
     assert [one.request_id for one in fresh.scheduler.waiting] == ["left", "wanted"]
-    assert fresh.early == []
+
+
+def test_a_request_that_had_ended_gets_its_end_from_the_first_worker_on(
+    fresh: SchedulerProcess,
+) -> None:
+    say(fresh, request(7, output=(5,), sampling=SamplingParams(max_tokens=1)))
+    assert list(fresh.streams.take_deltas()) == []
+    fresh.group.hello(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
+    fresh.start_group()
+    [(_, message)] = fresh.streams.take_deltas()
+    assert [one.finish_reason for one in message.opened] == ["length"]
+
+
+def test_a_request_before_the_first_worker_that_can_not_fit_fails_then(
+    fresh: SchedulerProcess, gateway: Gateway
+) -> None:
+    say(fresh, request(7, prompt=(1,) * (4 * NUM_BLOCKS)))
+    fresh.group.hello(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
+    fresh.start_group()
+    assert gateway.results.socket.poll(10_000)
+    [(_, failed)] = gateway.results.receive()
+    assert (failed.request_id, failed.attempt, failed.error.field) == ("r", 7, "prompt")
+    assert not fresh.requests
