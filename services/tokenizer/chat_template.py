@@ -4,12 +4,10 @@ They are Jinja templates that come with a checkpoint, written for transformers' 
 (`apply_chat_template`), which this one equals without importing transformers and, with it, torch.
 """
 
-import contextlib
 import functools
 import json
 import logging
 import signal
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -63,36 +61,25 @@ class ChatTemplateError(ValueError):
 
 
 class TimeLimitError(BaseException):
-    """The time is over. Not an Exception: the code that is interrupted may catch those."""
+    """The CPU time is over. Not an Exception: the code that is interrupted may catch those."""
 
 
-@contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeLimitError in the block after this much CPU time. For the main thread.
-
-    A call into C is not interrupted; the supervisor ends a process in one after --step-timeout.
-    """
-
-    def end(*_: object) -> NoReturn:
-        raise TimeLimitError(seconds)
-
-    before = signal.signal(signal.SIGVTALRM, end)
-    try:
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+def _end(*_: object) -> NoReturn:
+    raise TimeLimitError
 
 
 class ChatTemplate:
     """The chat template of a checkpoint; one without it serves prompts only."""
 
     def __init__(self, folder: Path) -> None:
+        """Read a template, in the main thread, which gets the signal of the time limit."""
+        signal.signal(signal.SIGVTALRM, _end)
         try:
             config = _tokenizer_config(folder / "tokenizer_config.json")
             source = read_chat_template(folder)
             self._template: Any = source and _environment().from_string(source)
+            if source:  # a plain map is copied faster than a ChainMap, as each rendering does
+                self._template.globals = dict(self._template.globals)
             self.opens_reasoning = REASONING_SWITCH in source
             """the model itself, where the prompt leaves it to it"""
             self._special_tokens = {
@@ -158,11 +145,18 @@ def _log_limits() -> None:
 
 
 def _render(template: Template, variables: dict[str, Any]) -> str:
+    """Raise ChatTemplateError after MAX_RENDER_SECONDS.
+
+    A call into C is not interrupted; the supervisor ends a process in one after --step-timeout.
+    """
     try:
-        with time_limit(MAX_RENDER_SECONDS):
+        signal.setitimer(signal.ITIMER_VIRTUAL, MAX_RENDER_SECONDS)
+        try:
             text = str(template.render(variables))
             text.encode()  # fails where the template makes lone surrogates
             return text
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     except TimeLimitError:
         raise ChatTemplateError(
             f"messages: the chat template took more than {MAX_RENDER_SECONDS:g} s to render them, "
