@@ -70,10 +70,10 @@ class Part(NamedTuple):
 
 
 class Processes:
-    """Stamps of all processes, by kind, in the order of time."""
+    """Stamps of all processes, by kind, in the order of time: threads write them in another one."""
 
     def __init__(self, stamps: dict[str, list[Stamp]], way: list[tuple[str, bytes]]) -> None:
-        self._stamps = stamps
+        self._stamps = {process: sorted(of_one) for process, of_one in stamps.items()}
         self._way = way
 
     def follow(self, begin: int, end: int) -> list[Part]:
@@ -130,9 +130,11 @@ def http_request(port: int, stack: contextlib.ExitStack) -> Request:
         begin = time.monotonic_ns()
         connection.request("POST", "/v1/chat/completions", body)
         response = connection.getresponse()
-        response.readline()
+        line = response.readline()
         end = time.monotonic_ns()
-        response.read()
+        rest = response.read()
+        if response.status != http.HTTPStatus.OK:
+            raise SystemExit(f"{response.status}: {line + rest!r}")
         return begin, end
 
     return request
@@ -150,13 +152,13 @@ def measure(options: argparse.Namespace, folder: str) -> list[list[Part]]:
     moments = []
     with contextlib.ExitStack() as stack:
         endpoint = stack.enter_context(private_pipeline(name, *flags, **commands))
-        processes = {one.name.partition(".")[0]: one.pid for one in list_processes(name)}
         if options.http:
             wait_for_http(port)
         request = http_request(port, stack) if options.http else zmq_request(endpoint, stack)
         for number in range(NUM_WARM_UP + options.requests):
             time.sleep(options.rest / 1e3)
             moments.append(request(number))
+        processes = {one.name.partition(".")[0]: one.pid for one in list_processes(name)}
     stamps = {
         process: msgspec.msgpack.decode((Path(folder) / str(pid)).read_bytes(), type=list[Stamp])
         for process, pid in processes.items()
