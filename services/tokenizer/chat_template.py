@@ -77,9 +77,12 @@ class ChatTemplate:
         try:
             config = _tokenizer_config(folder / "tokenizer_config.json")
             source = read_chat_template(folder)
-            self._template: Any = source and _environment().from_string(source)
-            if source:  # a plain map is copied faster than a ChainMap, as each rendering does
-                self._template.globals = dict(self._template.globals)
+            self._template: Any = None
+            if source:
+                template = _environment().from_string(source)
+                # each rendering copies them: a plain map faster than Jinja's ChainMap
+                template.globals = dict(template.globals)
+                self._template = template
             self.opens_reasoning = REASONING_SWITCH in source
             """the model itself, where the prompt leaves it to it"""
             self._special_tokens = {
