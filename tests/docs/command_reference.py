@@ -50,9 +50,9 @@ def _section(name: str, command: argparse.ArgumentParser, text: str) -> Iterator
         for sub, parser, words in subcommands:
             yield from _section(f"{name} {sub}", parser, words)
         return
-    places = [one.metavar or one.dest for one in actions if not one.option_strings]
+    places = [_value(one) for one in actions if not one.option_strings]
     more = " [options]" if any(one.option_strings for one in actions) else ""
-    yield f"`{' '.join([name, *map(str, places)])}{more}`"
+    yield f"`{' '.join([name, *places])}{more}`"
     links = {
         "[options of a pipeline](options.md)": set(Config.__struct_fields__),
         "[sampling parameters](sampling-parameters.md)": set(SamplingParams.__struct_fields__),
@@ -72,14 +72,15 @@ def _is_of(action: argparse.Action, fields: set[str]) -> bool:
 
 
 def _shown(action: argparse.Action) -> str:
-    value = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
-    if not action.option_strings:
-        return f"`{value}`".replace("|", "\\|")
-    takes_value = action.nargs != 0 and not isinstance(action, argparse.BooleanOptionalAction)
-    suffix = f" {value}" if takes_value else ""
-    if takes_value and action.choices and not action.metavar:
-        suffix = f" {{{','.join(map(str, action.choices))}}}"
-    return ", ".join(f"`{one}{suffix}`" for one in action.option_strings)
+    value = _value(action)
+    names = action.option_strings or [""]
+    return ", ".join(f"`{f'{one} {value}'.strip()}`" for one in names).replace("|", "\\|")
+
+
+def _value(action: argparse.Action) -> str:
+    """Return what an argument takes, as `--help` shows it."""
+    default = action.dest.upper() if action.option_strings else action.dest
+    return argparse.HelpFormatter("")._format_args(action, default)
 
 
 def _help(command: argparse.ArgumentParser, action: argparse.Action) -> str:
