@@ -15,7 +15,7 @@ from penstock.protocol.config import Config
 
 COMMANDS = {
     "all": "start a pipeline and keep it running",
-    **{kind: f"run one more {kind} process of the running pipeline in this terminal" for kind in read_procfile()},
+    **{kind: f"run one more {kind} process in this terminal" for kind in read_procfile()},
     "scale": "change the number of tokenizers, detokenizers or http",
     "restart": "restart processes one after the other, while requests continue",
     "status": "print the processes and the queues",
