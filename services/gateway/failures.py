@@ -118,8 +118,7 @@ class Failures:
         """Resubmit a request whose output was lost in part."""
         extra = {"request_id": entry.request_id}
         log.warning("%s: %s; resubmitting it", entry.request_id, error, extra=extra)
-        self._ledger.begin_attempt(entry)
-        self._owner.submit_again(entry)
+        self._resubmit(entry)
 
     def _resubmit(self, entry: Entry) -> None:
         """Submit a request once more, to be resumed after the tokens that it has."""

@@ -13,7 +13,7 @@ from penstock.protocol.messages.client import (
     StatusRequest,
     TokenizePromptRequest,
 )
-from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
+from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.protocol.transport.context import Handlers
 from penstock.protocol.transport.event_loop import CallLater
@@ -23,7 +23,7 @@ from penstock.services.gateway.connections import Client, Totals
 from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.model import Model
-from penstock.services.gateway.queries import StatusQueries
+from penstock.services.gateway.status import PipelineStatus
 from penstock.services.gateway.validation import RefusedError
 
 log = logging.getLogger("gateway")
@@ -37,7 +37,6 @@ class Gateway:
     """Connects clients with the models."""
 
     def __init__(self, process: Process, call_later: CallLater) -> None:
-        self.processes: list[ProcessStatus] = []  # of the supervisor's newest report
         self.has_drained = False
         self.call_later = call_later
         self.ledger = Ledger(Totals(), first_number(process.incarnation))
@@ -45,7 +44,6 @@ class Gateway:
             process.context, process.config, process.endpoints.inner_clients, self.ledger
         )
         self.connections = self.clients.connections
-        self.status_queries = StatusQueries(self.clients, self.status)
         callbacks = call_later, self.on_report, self.on_status
         self.models = [
             Model(one, self.ledger.of_model(one.config.model_name), self.clients, *callbacks)
@@ -56,20 +54,19 @@ class Gateway:
         self._by_name = {model.name: model for model in self.models}
         longest = max(self.models, key=lambda model: model.requests.validation.max_model_len)
         self._decode = longest.requests.validation.decode
-        self._ready: set[str] = set()
         self.handlers: Handlers = [
             *(handler for model in self.models for handler in model.handlers),
             (self.clients.channel, self.on_clients),
             (self.connections.monitor, self.connections.handle_events),
             *process.context.handlers,
         ]
+        self.status = PipelineStatus(self.clients, self.ledger, self.models, self.handlers)
 
     def after_turn(self) -> None:
         """Send what is left to be sent. End the process when it has drained."""
         self.clients.deliver_pending()
-        before, self._ready = self._ready, {one.name for one in self.models if one.is_ready}
-        if self._ready - before:
-            self.status_queries.on_ready(self._is_ready_for)
+        if self.status.for_ready:
+            self.status.answer_ready()
         if not self.default.requests.is_draining:
             return
         is_idle = not (self.ledger or any(one.requests.queries for one in self.models))
@@ -122,27 +119,20 @@ class Gateway:
                 self.clients.deliver_pending()  # first the answer to the request that is aborted
                 self.clients.reply(client, AbortReply(request_id=request.request_id, found=found))
             case StatusRequest():
-                self.status_queries.submit(client, request, self._is_ready_for(request))
+                self.status.submit(client, request)
 
     def on_report(self, report: SupervisorReport) -> None:
         """Take in which processes run."""
-        is_first = not self.processes  # this gateway may have restarted
-        self.processes = report.processes
+        is_first = not self.status.processes  # this gateway may have restarted
+        self.status.processes = report.processes
         for model in self.models:
             model.requests.is_draining |= report.draining
             if is_first:
                 model.requests.poison.learn(report.poison)
-            model.take_running([one.name for one in self.processes])
+            model.take_running([one.name for one in report.processes])
 
     def on_status(self, model: Model, status: SchedulerStatus) -> None:
-        self.status_queries.on_report((model.name, status.replica), self._covers_all)
-
-    def _covers_all(self, reported: set[tuple[str, int]]) -> bool:
-        """Return whether every replica that is not silent is in a set of model and replica."""
-        return all(
-            model.router.covers_all({replica for name, replica in reported if name == model.name})
-            for model in self.models
-        )
+        self.status.on_report(model, status.replica)
 
     def on_heartbeat(self) -> None:
         """Drop peers that are silent, and clients that have disconnected or do not read."""
@@ -160,7 +150,7 @@ class Gateway:
             self._drop(entries)
             self.connections.cut_off(connection, UNREAD)
         self.clients.cut_off_bad_clients()
-        self.status_queries.drop_closed()
+        self.status.drop_closed()
 
     def on_defect(self, entry: Entry) -> None:
         self._by_name[entry.totals.name].requests.failures.on_defect(entry)
@@ -168,31 +158,6 @@ class Gateway:
     def _drop(self, entries: list[Entry]) -> None:
         for model in self.models:
             model.requests.drop([entry for entry in entries if entry.totals is model.ledger.totals])
-
-    @property
-    def is_ready(self) -> bool:
-        return all(model.is_ready for model in self.models)
-
-    def _is_ready_for(self, request: StatusRequest) -> bool:
-        """Return whether the model that is waited for is ready."""
-        return self.is_ready if request.model is None else self._by_name[request.model].is_ready
-
-    def status(self, metrics: bool = False) -> StatusReply:
-        models = [model.status(metrics) for model in self.models]
-        schedulers = [status for one in models for status in one.schedulers]
-        return StatusReply(
-            name=models[0].name,
-            model=models[0].model,
-            ready=self.is_ready,
-            tokenizers={name: work for one in models for name, work in one.tokenizers.items()},
-            schedulers=schedulers,
-            models=models if len(models) > 1 else [],
-            num_requests=len(self.ledger),
-            num_bad_frames=sum(channel.num_bad_frames for channel, _ in self.handlers),
-            draining=self.default.requests.is_draining,
-            processes=self.processes,
-            metrics=None if models[1:] else models[0].metrics,
-        )
 
     def counters(self) -> dict[str, float]:
         return {

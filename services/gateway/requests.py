@@ -20,7 +20,7 @@ from penstock.protocol.transport.event_loop import CallLater
 from penstock.protocol.transport.process import Process
 from penstock.services.gateway.client_socket import ClientSocket
 from penstock.services.gateway.connections import Client
-from penstock.services.gateway.entry import Entry, GapError, estimated_tokens
+from penstock.services.gateway.entry import Entry, GapError
 from penstock.services.gateway.failures import Failures, Poison
 from penstock.services.gateway.ledger import Admission, Ledger
 from penstock.services.gateway.queries import Queries, Query, num_query_tokens
@@ -100,9 +100,9 @@ class Requests:
 
     def _accept(self, client: Client, request: GenerateRequest, num_bytes: int) -> None:
         self._check_drain(request)
-        self._admission.check(num_bytes, estimated_tokens(request), client.share)
-        self.validation.check(request, is_req_socket=client.envelope[-1] == b"")
         entry = Entry(request, request.request_id or uuid4().hex, client, num_bytes)
+        self._admission.check(num_bytes, entry.num_waiting_tokens, client.share)
+        self.validation.check(request, is_req_socket=client.envelope[-1] == b"")
         self._generation.fill(entry.sampling)
         self._ledger.open(entry)
         self._router.assign(entry)

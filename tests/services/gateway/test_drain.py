@@ -70,7 +70,7 @@ def test_what_is_asked_for_again_is_finished_and_nothing_begun(
     assert timer.seconds == LAST_WORDS
     timer.fire()
     assert ended
-    assert harness.gateway.status().draining
+    assert harness.gateway.status.reply().draining
 
 
 def test_until_the_scheduler_is_heard_anyone_may_ask_by_an_id(
@@ -102,4 +102,4 @@ def test_a_scheduler_that_is_not_there_has_nothing_to_wait_for(
 def test_other_clients_do_not_see_the_ids(start_gateway: Start) -> None:
     harness = start_gateway()
     report(harness, harness.gateway.ledger.first_attempt, "secret")
-    assert harness.gateway.status().schedulers[0].unclaimed == []
+    assert harness.gateway.status.reply().schedulers[0].unclaimed == []

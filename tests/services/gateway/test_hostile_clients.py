@@ -125,7 +125,7 @@ def test_clients_of_an_older_protocol_are_dropped(
     old = RawClient(harness.endpoint, handshake=False)
     anonymous, message = b"\x01\x00", bytes([len(SMALL) + 1, 0]) + SMALL
     old.send(anonymous + 100 * message)
-    harness.run_until(lambda: harness.gateway.status().num_bad_frames == 100)
+    harness.run_until(lambda: harness.gateway.status.reply().num_bad_frames == 100)
     assert is_served(harness, client)
     (logged,) = caplog.messages
     assert "ZMTP before version 3" in logged

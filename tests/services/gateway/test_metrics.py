@@ -133,7 +133,7 @@ def test_who_waits_for_the_scheduler_gets_metrics_too(
     harness = start_gateway()
     client = harness.connect()
     harness.send(client, StatusRequest(fresh=True, metrics=True), StatusRequest(fresh=True))
-    harness.run_until(lambda: len(harness.gateway.status_queries.for_report) == 2)
+    harness.run_until(lambda: len(harness.gateway.status.for_report) == 2)
     harness.detokenizer.send(SchedulerStatus(epoch=1, ready=False))
     assert harness.receive_reply(client).metrics is not None
     assert harness.receive_reply(client).metrics is None
@@ -147,7 +147,9 @@ def test_the_newest_report_of_the_supervisor(start_gateway: Callable[..., Gatewa
         )
         harness.detokenizer.send(SupervisorReport([process]))
     harness.run_until(
-        lambda: harness.gateway.processes and harness.gateway.processes[0].uptime == 2.0
+        lambda: (
+            harness.gateway.status.processes and harness.gateway.status.processes[0].uptime == 2.0
+        )
     )
     client = harness.connect()
     harness.send(client, StatusRequest())

@@ -150,7 +150,7 @@ def test_a_scheduler_that_restarted_gets_its_model_s_requests(harness: TwoModels
     assert not harness.its["a"].tokenizer.socket.poll(0)
     names = [ProcessStatus(name="a/scheduler.1", pid=1, uptime=1.0, restarts=0)]
     harness.its["a"].results.send(SupervisorReport(names))
-    harness.run_until(lambda: harness.gateway.processes)
+    harness.run_until(lambda: harness.gateway.status.processes)
     absent = [model.router._all[0].num_absent for model in harness.gateway.models]
     assert absent == [0, 1]
 
@@ -171,7 +171,7 @@ def test_a_status_waits_for_one_model_or_all(harness: TwoModels) -> None:
     one, all_ = harness.connect(), harness.connect()
     harness.send(one, StatusRequest(wait=True, model=NAMES[0]))
     harness.send(all_, StatusRequest(wait=True))
-    harness.run_until(lambda: len(harness.gateway.status_queries.for_ready) == 2)
+    harness.run_until(lambda: len(harness.gateway.status.for_ready) == 2)
     harness.report(NAMES[0], ready=True)
     status = harness.receive_reply(one)
     assert [(its.name, its.ready) for its in status.models] == [("a", True), ("org/b", False)]

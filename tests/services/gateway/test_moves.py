@@ -33,7 +33,7 @@ def supervise(harness: GatewayHarness, *names: str, uptime: float = 1.0) -> None
     """Send the supervisor's report of the processes that run."""
     processes = [ProcessStatus(name=name, pid=5, uptime=uptime, restarts=0) for name in names]
     harness.detokenizer.send(SupervisorReport(processes))
-    harness.run_until(lambda: harness.gateway.processes == processes)
+    harness.run_until(lambda: harness.gateway.status.processes == processes)
 
 
 def releases(harness: GatewayHarness, replica: int) -> list[tuple[str, int]]:
@@ -51,11 +51,11 @@ def test_what_a_replica_without_a_scheduler_has_goes_on_at_once(start_gateway: S
     for uptime in (1.0, 1.5):  # a restart takes less
         supervise(harness, "gateway.1", "scheduler.2", uptime=uptime)
     assert harness.tokenize().replica == 1
-    assert not harness.gateway.is_ready
+    assert not harness.gateway.status.is_ready()
     supervise(harness, "gateway.1", "scheduler.1", "scheduler.2")
-    assert not harness.gateway.is_ready, "the new scheduler has said nothing"
+    assert not harness.gateway.status.is_ready(), "the new scheduler has said nothing"
     report(harness, 0)
-    assert harness.gateway.is_ready
+    assert harness.gateway.status.is_ready()
 
 
 def test_what_a_lost_replica_has_is_released_there_and_goes_on(start_gateway: Start) -> None:
@@ -103,14 +103,14 @@ def test_a_fresh_status_is_of_every_replica_that_reports(start_gateway: Start) -
         report(harness, replica)
     client = harness.connect()
     harness.send(client, StatusRequest(fresh=True))
-    harness.run_until(lambda: harness.gateway.status_queries.for_report)
+    harness.run_until(lambda: harness.gateway.status.for_report)
     report(harness, 0)
     report(harness, 0)
-    assert harness.gateway.status_queries.for_report
+    assert harness.gateway.status.for_report
     report(harness, 1)
     assert [its.num_steps for its in harness.receive_reply(client).schedulers] == [3, 4]
     harness.send(client, StatusRequest(fresh=True))
-    harness.run_until(lambda: harness.gateway.status_queries.for_report)
+    harness.run_until(lambda: harness.gateway.status.for_report)
     for _ in range(11):
         harness.gateway.default.router.on_heartbeat()
     report(harness, 0)

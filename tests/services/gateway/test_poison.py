@@ -55,7 +55,7 @@ def test_a_gateway_that_restarted_refuses_what_was_given_up_before(start_gateway
     client = harness.connect()
     poison = digest(request("a"))
     harness.detokenizer.send(SupervisorReport([GATEWAY], poison=[poison]))
-    harness.run_until(lambda: harness.gateway.processes)
+    harness.run_until(lambda: harness.gateway.status.processes)
     harness.send(client, request("again", seed=7))
     assert "it is not tried again" in harness.receive_reply(client).message
     harness.submit(client, "other", prompt=[9, 9])

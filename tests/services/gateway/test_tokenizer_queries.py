@@ -115,7 +115,7 @@ def test_errors_are_told_and_counted(start_gateway: Start) -> None:
     error = ErrorReply(code="invalid", message="no", field="prompt")
     harness.tokenizer.send(TokenizerReply(harness.next_tokenizer_task().number, error))
     assert harness.receive_reply(client) == error
-    assert harness.gateway.status(metrics=True).metrics.request_failed == {"invalid": 2}  # type: ignore[union-attr]
+    assert harness.gateway.status.reply(metrics=True).metrics.request_failed == {"invalid": 2}  # type: ignore[union-attr]
     assert harness.is_empty()
 
 

@@ -1,0 +1,125 @@
+"""The status of the pipeline, and the requests for it that wait."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from penstock.protocol.messages.client import StatusRequest
+from penstock.protocol.messages.codec import Codec
+from penstock.protocol.messages.status import ProcessStatus, StatusReply
+from penstock.protocol.transport.context import Handlers
+from penstock.services.gateway.client_socket import ClientSocket
+from penstock.services.gateway.connections import Client, Connection
+from penstock.services.gateway.ledger import Ledger
+from penstock.services.gateway.model import Model
+from penstock.services.gateway.validation import RefusedError
+
+MAX_WAITING = 1024
+"""status requests that are answered at once, when a report arrives: in a few milliseconds"""
+MAX_WAITING_PER_CONNECTION = 64
+
+
+class StatusQuery(NamedTuple):
+    """One status request that waits, and the replicas, by model, that have reported since."""
+
+    client: Client
+    request: StatusRequest
+    reported: set[tuple[Model, int]]
+
+
+class PipelineStatus:
+    """The status of all models, and the requests that wait for readiness or for a fresh report.
+
+    Their number is limited, in all except for our HTTP servers, whose clients ask for `/health`.
+    """
+
+    def __init__(
+        self, clients: ClientSocket, ledger: Ledger, models: Sequence[Model], handlers: Handlers
+    ) -> None:
+        self.processes: list[ProcessStatus] = []
+        """of the supervisor's newest report"""
+        self.for_ready: dict[str | None, list[StatusQuery]] = {}
+        """by the model that they wait for; None: all"""
+        self.for_report: list[StatusQuery] = []
+        self._clients, self._ledger = clients, ledger
+        self._models, self._handlers = models, handlers
+
+    def submit(self, client: Client, request: StatusRequest) -> None:
+        """Answer a status request now, or later. Raises RefusedError where too many wait."""
+        query = StatusQuery(client, request, set())
+        must_wait = request.wait and not self.is_ready(request.model)
+        if not (must_wait or request.fresh):
+            self._answer([query])
+            return
+        self._check_room(client.connection)
+        client.connection.num_status_queries += 1
+        waiting = self.for_report
+        if must_wait:
+            waiting = self.for_ready.setdefault(request.model, [])
+        waiting.append(query)
+
+    def answer_ready(self) -> None:
+        """Answer the requests whose models are ready by now."""
+        for name in list(filter(self.is_ready, self.for_ready)):
+            self._answer(self.for_ready.pop(name), waited=True)
+
+    def on_report(self, model: Model, replica: int) -> None:
+        """Answer the requests for which every replica that is not silent has reported."""
+        waiting, self.for_report = self.for_report, []
+        complete: list[StatusQuery] = []
+        for query in waiting:
+            query.reported.add((model, replica))
+            (complete if self._covers_all(query.reported) else self.for_report).append(query)
+        self._answer(complete, waited=True)
+
+    def drop_closed(self) -> None:
+        self.for_report = _open(self.for_report)
+        waiting = {name: _open(queries) for name, queries in self.for_ready.items()}
+        self.for_ready = {name: queries for name, queries in waiting.items() if queries}
+
+    def is_ready(self, name: str | None = None) -> bool:
+        """Return whether a model is ready; None: all of them."""
+        return all(one.is_ready for one in self._models if name in (None, one.name))
+
+    def reply(self, metrics: bool = False) -> StatusReply:
+        models = [model.status(metrics) for model in self._models]
+        return StatusReply(
+            name=models[0].name,
+            model=models[0].model,
+            ready=self.is_ready(),
+            tokenizers={name: work for one in models for name, work in one.tokenizers.items()},
+            schedulers=[status for one in models for status in one.schedulers],
+            models=models if len(models) > 1 else [],
+            num_requests=len(self._ledger),
+            num_bad_frames=sum(channel.num_bad_frames for channel, _ in self._handlers),
+            draining=self._models[0].requests.is_draining,
+            processes=self.processes,
+            metrics=None if models[1:] else models[0].metrics,
+        )
+
+    def _covers_all(self, reported: set[tuple[Model, int]]) -> bool:
+        return all(
+            model.router.covers_all({replica for one, replica in reported if one is model})
+            for model in self._models
+        )
+
+    def _check_room(self, connection: Connection) -> None:
+        num_own = connection.num_status_queries
+        number = len(self.for_report) + sum(map(len, self.for_ready.values()))
+        is_full = number >= MAX_WAITING and not connection.is_inner
+        if num_own >= MAX_WAITING_PER_CONNECTION or is_full:
+            where = " on this connection" * (num_own >= MAX_WAITING_PER_CONNECTION)
+            text = f"overloaded: {num_own if where else number} status requests wait{where}"
+            raise RefusedError(f"{text}, which is the limit", code="overloaded", retry_after=1.0)
+
+    def _answer(self, queries: list[StatusQuery], waited: bool = False) -> None:
+        frames: dict[tuple[Codec, bool], bytes] = {}
+        for client, request, _ in queries:
+            client.connection.num_status_queries -= waited
+            kind = client.codec, request.metrics
+            if kind not in frames:
+                frames[kind] = client.codec.encode(self.reply(request.metrics))
+            self._clients.send(client, frames[kind])
+
+
+def _open(queries: list[StatusQuery]) -> list[StatusQuery]:
+    return [one for one in queries if not one.client.connection.is_closed]
