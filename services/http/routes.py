@@ -17,10 +17,18 @@ from penstock.services.http.chat import chat
 from penstock.services.http.completions import complete
 from penstock.services.http.errors import ApiError, fields_as_sent
 from penstock.services.http.health import STATUS_TIMEOUT
-from penstock.services.http.messages.models import model_info, model_page
-from penstock.services.http.messages.replies import MessageReply, TokenCount
-from penstock.services.http.messages.routes import answer_messages, count_tokens
-from penstock.services.http.messages.schema import CountTokensRequest, MessagesRequest
+from penstock.services.http.messages.routes import (
+    answer_messages,
+    count_tokens,
+    model_info,
+    model_page,
+)
+from penstock.services.http.messages.schema import (
+    CountTokensRequest,
+    MessageReply,
+    MessagesRequest,
+    TokenCount,
+)
 from penstock.services.http.metrics import render
 from penstock.services.http.pooling.routes import embed, rerank, score
 from penstock.services.http.pooling.schema import (

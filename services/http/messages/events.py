@@ -12,8 +12,14 @@ from penstock.services.http.chat import ChatChoice
 from penstock.services.http.errors import ApiError
 from penstock.services.http.generation import Events
 from penstock.services.http.messages.errors import messages_error
-from penstock.services.http.messages.replies import AnswerBlock, MessageReply, MessageUsage
-from penstock.services.http.messages.schema import TextBlock, ThinkingBlock, ToolUseBlock
+from penstock.services.http.messages.schema import (
+    AnswerBlock,
+    MessageReply,
+    MessageUsage,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+)
 from penstock.services.http.messages.to_chat_request import INVALID_JSON
 from penstock.services.http.replies import Delta
 from penstock.services.http.schema import ChatRequest

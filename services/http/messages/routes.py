@@ -1,4 +1,7 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`."""
+"""`/v1/messages`, `/v1/messages/count_tokens`, and the list of models in Anthropic's shape."""
+
+from datetime import UTC, datetime
+from typing import Any
 
 from starlette.responses import Response
 
@@ -6,10 +9,9 @@ from penstock.services.http.access import caller
 from penstock.services.http.app_state import AppState
 from penstock.services.http.chat import count_prompt_tokens, submit_chat
 from penstock.services.http.messages.events import MessageEvents
-from penstock.services.http.messages.replies import TokenCount
-from penstock.services.http.messages.schema import CountTokensRequest, MessagesRequest
+from penstock.services.http.messages.schema import CountTokensRequest, MessagesRequest, TokenCount
 from penstock.services.http.messages.to_chat_request import chat_request, name_in_messages
-from penstock.services.http.replies import json_response
+from penstock.services.http.replies import Model, ModelList, json_response
 
 
 async def answer_messages(state: AppState, request: MessagesRequest) -> Response:
@@ -30,3 +32,23 @@ async def count_tokens(state: AppState, request: CountTokensRequest) -> Response
     chat = chat_request(request, state.max_model_len)
     number = await count_prompt_tokens(state, chat, name_in_messages)
     return json_response(TokenCount(input_tokens=number))
+
+
+def model_info(model: Model) -> dict[str, Any]:
+    """Return a model as Anthropic describes it."""
+    return {
+        "type": "model",
+        "id": model.id,
+        "display_name": model.id,
+        "created_at": datetime.fromtimestamp(model.created, UTC),
+        "lifecycle": "active",
+        "max_input_tokens": model.max_model_len,
+        "max_tokens": model.max_model_len,
+    }
+
+
+def model_page(models: ModelList) -> dict[str, Any]:
+    """Return all models as one page."""
+    ids = [one.id for one in models.data]
+    data = [model_info(one) for one in models.data]
+    return {"data": data, "first_id": ids[0], "last_id": ids[-1], "has_more": False}

@@ -1,6 +1,6 @@
-"""Requests of Anthropic's Messages API.
+"""Requests and replies of Anthropic's Messages API.
 
-Unknown fields of the request are refused; those of blocks and tools (`cache_control`,
+Unknown fields of a request are refused; those of blocks and tools (`cache_control`,
 `citations`, `defer_loading`) are ignored.
 """
 
@@ -139,3 +139,37 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
 
     max_tokens: Annotated[int, Meta(ge=0)]
     """most tokens of reasoning and answer; 0 only fills the prefix cache"""
+
+
+AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
+MessageStop = (
+    Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    | Literal["model_context_window_exceeded", "pause_turn"]
+)
+
+
+class MessageUsage(Struct, kw_only=True):
+    """Token counts. The prompt has `input_tokens` and `cache_read_input_tokens` together."""
+
+    input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class MessageReply(Struct, kw_only=True, tag_field="type", tag="message"):
+    """Reply to MessagesRequest."""
+
+    id: str
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[AnswerBlock] = field(default_factory=list)
+    stop_reason: MessageStop | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage = field(default_factory=MessageUsage)
+
+
+class TokenCount(Struct, kw_only=True):
+    """Reply to CountTokensRequest."""
+
+    input_tokens: int

@@ -1,7 +1,9 @@
 """`/v1/embeddings`, `/v1/rerank` and `/v1/score`."""
 
+import asyncio
+import base64
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from msgspec import UNSET
@@ -14,10 +16,10 @@ from penstock.services.http.access import caller
 from penstock.services.http.app_state import AppState
 from penstock.services.http.errors import fields_as_sent, invalid
 from penstock.services.http.event_stream import bounded
-from penstock.services.http.pooling.embedding_pieces import embedding_pieces
 from penstock.services.http.pooling.schema import (
     MAX_INPUTS,
     Document,
+    EmbeddingData,
     EmbeddingReply,
     EmbeddingRequest,
     PoolingRequest,
@@ -30,7 +32,7 @@ from penstock.services.http.pooling.schema import (
     ScoreRequest,
 )
 from penstock.services.http.pooling.truncation import Pairs, Truncation
-from penstock.services.http.replies import json_response
+from penstock.services.http.replies import ENCODER, json_response
 from penstock.services.http.to_generate_request import prompts_of
 
 MAX_OPEN = 256
@@ -64,6 +66,27 @@ async def embed(state: AppState, body: EmbeddingRequest) -> Response:
     empty = EmbeddingReply(**head, created=int(time.time()), data=[])
     pieces = embedding_pieces(empty, replies, body.encoding_format)
     return StreamingResponse(pieces, media_type="application/json")
+
+
+async def embedding_pieces(
+    head: EmbeddingReply, replies: Sequence[GenerateReply], encoding: str
+) -> AsyncIterator[bytes]:
+    """Yield the JSON text of a reply; other requests have their turn between two embeddings.
+
+    head: the reply without data.
+    """
+    text = ENCODER.encode(head)  # which ends with `"data":[]}`
+    yield text[:-2]
+    for index, reply in enumerate(replies):
+        data = EmbeddingData(index=index, embedding=_embedding(reply, encoding))
+        yield b"," * (index > 0) + ENCODER.encode(data)
+        await asyncio.sleep(0)
+    yield text[-2:]
+
+
+def _embedding(reply: GenerateReply, encoding: str) -> list[float] | str:
+    numbers = result_of(reply)
+    return numbers if encoding == "float" else base64.b64encode(reply.pooled or b"").decode()
 
 
 async def rerank(state: AppState, body: RerankRequest) -> Response:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from penstock.protocol.messages.client import GenerateReply, Usage
-from penstock.services.http.pooling.embedding_pieces import embedding_pieces
+from penstock.services.http.pooling.routes import embedding_pieces
 from penstock.services.http.pooling.schema import EmbeddingData, EmbeddingReply, PromptUsage
 
 
