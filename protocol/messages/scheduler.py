@@ -10,7 +10,10 @@ from penstock.protocol.messages.structured import Reasoning
 
 
 class TokenizedRequest(Struct, PackedLists, tag=True):
-    """Tokenizer → scheduler: a request in token ids."""
+    """Tokenizer → scheduler: a request in token ids.
+
+    The gateway fills all fields except `prompt_token_ids`, `reasoning` and `bad_words`.
+    """
 
     item_bytes: ClassVar = {"prompt_token_ids": 4, "output_token_ids": 4}
 
@@ -18,7 +21,7 @@ class TokenizedRequest(Struct, PackedLists, tag=True):
     attempt: int
     sampling: SamplingParams
     """every default filled in"""
-    prompt_token_ids: bytes
+    prompt_token_ids: bytes = b""
     """int32 [num_prompt_tokens]"""
     output_token_ids: bytes = b""
     """int32, generated and delivered by an earlier attempt"""

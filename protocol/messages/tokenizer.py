@@ -1,6 +1,6 @@
 """Messages between gateway and tokenizers."""
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from penstock.protocol.messages.client import (
     DetokenizeReply,
@@ -11,25 +11,16 @@ from penstock.protocol.messages.client import (
     TokenizeReply,
 )
 from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
-from penstock.protocol.messages.sampling import Pooling, SamplingParams, TokenId
+from penstock.protocol.messages.scheduler import TokenizedRequest
 
 
 class TokenizeRequest(PromptFields, tag=True, omit_defaults=True):
-    """Gateway → tokenizer: one submission of a request."""
+    """Gateway → tokenizer: a prompt, and the request that its token ids complete."""
 
-    request_id: str
-    attempt: int
-    sampling: SamplingParams
-    output_token_ids: list[TokenId] = field(default_factory=list)
-    """output that an earlier attempt delivered; generation continues after it"""
+    request: TokenizedRequest
+    """without the fields that the tokenizer fills in"""
     replica: int = 0
     """whose scheduler gets it"""
-    num_deaths: int = 0
-    cache_salt: str = ""
-    client: str = ""
-    priority: int = 0
-    pooling: Pooling | None = None
-    """these five as in `TokenizedRequest`"""
 
 
 class TokenizerQuery(Struct, tag=True):

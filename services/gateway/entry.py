@@ -15,7 +15,9 @@ from penstock.protocol.messages.client import (
 )
 from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.protocol.messages.metrics import Metrics, RequestTimes
+from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.tokenizer import TokenizeRequest
 from penstock.protocol.transport.event_loop import Timer
 from penstock.services.gateway.connections import Client, Totals
@@ -67,14 +69,13 @@ class Entry:
         self.priority = request.priority
         self.sampling = POOLED
         if request.pooling is None:
-            self.sampling = SamplingParams(
-                **{field: getattr(request, field) for field in SamplingParams.__struct_fields__}
-            )
+            own = {name: getattr(request, name) for name in SamplingParams.__struct_fields__}
+            self.sampling = SamplingParams(**own)
         self.attempt = self.num_attempts = 0
         self.replica = 0
         self.left: dict[int, int] = {}
         """attempt → replica, of attempts that were migrated to another replica"""
-        self.num_deaths = 0  # as in `TokenizeRequest`
+        self.num_deaths = 0  # as in `TokenizedRequest`
         self.timer: Timer | None = None
         self.num_bytes = num_bytes
         """of the request's frame, the text and the tokens"""
@@ -115,19 +116,19 @@ class Entry:
         self._delivered_tokens = self._delivered_chars = self._delivered_pieces = 0
 
     def submission(self) -> TokenizeRequest:
-        return TokenizeRequest(
+        request = TokenizedRequest(
             request_id=self.request_id,
             attempt=self.attempt,
             sampling=self.sampling,
-            cache_salt=self.request.cache_salt or "",
-            output_token_ids=self.token_ids,
-            replica=self.replica,
+            output_token_ids=pack(self.token_ids),
             num_deaths=self.num_deaths,
+            cache_salt=self.request.cache_salt or "",
             client=self.share.name,
             priority=self.priority,
             pooling=self.request.pooling,
-            **{field: getattr(self.request, field) for field in PromptFields.__struct_fields__},
         )
+        prompt = {name: getattr(self.request, name) for name in PromptFields.__struct_fields__}
+        return TokenizeRequest(request=request, replica=self.replica, **prompt)
 
     def append(self, delta: TextDelta) -> bool:
         """Add what is new in `delta`; False if nothing is new.

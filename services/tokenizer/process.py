@@ -2,6 +2,7 @@
 
 import logging
 from time import monotonic
+from typing import Any
 
 import zmq
 
@@ -10,7 +11,6 @@ from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
 from penstock.protocol.messages.scheduler import TokenizedRequest
-from penstock.protocol.messages.structured import Reasoning
 from penstock.protocol.messages.tokenizer import (
     RequestFailed,
     TokenizeDone,
@@ -20,6 +20,7 @@ from penstock.protocol.messages.tokenizer import (
     ToTokenizer,
 )
 from penstock.protocol.tracing import Tracer
+from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
@@ -69,20 +70,22 @@ class TokenizerProcess:
                 case Refused():
                     raise SystemExit(message.reason)
 
-    def handle(self, request: TokenizeRequest) -> None:
+    def handle(self, message: TokenizeRequest) -> None:
         """Pass a request on to the scheduler, or refuse it; later if it has a grammar."""
         begin = monotonic()
+        request, scheduler = message.request, self.schedulers[message.replica]
         try:
             with self.heartbeats.working():
-                prompt = self.tokenizer.encode(request)
-                words = request.sampling.bad_words
-                bad_words = encode_bad_words(self.tokenizer.backend, words) if words else []
+                token_ids, request.reasoning = self.tokenizer.encode(message)
+                request.prompt_token_ids = pack(token_ids)
+                if words := request.sampling.bad_words:
+                    request.bad_words = encode_bad_words(self.tokenizer.backend, words)
         except Exception as error:  # noqa: BLE001
             self._refuse(request, error)
             return
         wanted = request.sampling.structured_outputs
         if wanted is None:
-            self._pass_on(request, *prompt, bad_words, begin)
+            self._pass_on(request, scheduler, begin)
             return
 
         def on_checked(reason: str) -> None:
@@ -91,7 +94,7 @@ class TokenizerProcess:
                 message = f"structured_outputs: {text}"
                 self._refuse(request, PromptError("structured_outputs", message))
             else:
-                self._pass_on(request, *prompt, bad_words, begin)
+                self._pass_on(request, scheduler, begin)
 
         self.grammars.check(wanted.to_llguidance(), on_checked)
 
@@ -103,36 +106,15 @@ class TokenizerProcess:
         except Exception as error:  # noqa: BLE001
             return TokenizerReply(message.number, _error_reply(error))
 
-    def _pass_on(
-        self,
-        request: TokenizeRequest,
-        token_ids: list[int],
-        reasoning: Reasoning,
-        bad_words: list[list[int]],
-        begin: float,
-    ) -> None:
-        self.schedulers[request.replica].send(
-            TokenizedRequest(
-                request.request_id,
-                request.attempt,
-                request.sampling,
-                pack(token_ids),
-                pack(request.output_token_ids),
-                request.num_deaths,
-                cache_salt=request.cache_salt,
-                client=request.client,
-                priority=request.priority,
-                reasoning=reasoning,
-                bad_words=bad_words,
-                pooling=request.pooling,
-            )
-        )
-        self.gateway.send(TokenizeDone(request.request_id, request.attempt, len(token_ids)))
+    def _pass_on(self, request: TokenizedRequest, scheduler: Channel[Any], begin: float) -> None:
+        scheduler.send(request)
+        num_tokens = len(request.prompt_token_ids) // 4
+        self.gateway.send(TokenizeDone(request.request_id, request.attempt, num_tokens))
         if self.tracer.is_on:
-            attributes = {"gen_ai.usage.input_tokens": len(token_ids)}
+            attributes = {"gen_ai.usage.input_tokens": num_tokens}
             self.tracer.span("tokenize", request.request_id, begin, attributes)
 
-    def _refuse(self, request: TokenizeRequest, error: Exception) -> None:
+    def _refuse(self, request: TokenizedRequest, error: Exception) -> None:
         failed = RequestFailed(request.request_id, request.attempt, _error_reply(error))
         self.gateway.send(failed)
 

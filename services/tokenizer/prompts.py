@@ -57,7 +57,7 @@ class Tokenizer:
         field = "messages" if request.messages else "prompt"
         if not token_ids:
             raise PromptError(field, f"{field}: got no token, expected one or more")
-        room = 1 if request.pooling is None else 0
+        room = 1 if request.request.pooling is None else 0
         most = self._max_model_len - room
         if len(token_ids) > most:
             leaving = ", which leave room for an answer" if room else ""
@@ -67,7 +67,7 @@ class Tokenizer:
                 f"context of {self._max_model_len}",
                 too_long=(len(token_ids), most),
             )
-        if text is None and request.sampling.structured_outputs:
+        if text is None and request.request.sampling.structured_outputs:
             text = self._decode(token_ids)
         return token_ids, _reasoning_after(text or "", self._chat_template.opens_reasoning)
 

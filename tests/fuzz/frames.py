@@ -176,9 +176,11 @@ MESSAGES: dict[str, list[Struct]] = {
         ),
     ],
     "ToTokenizer": [
-        TokenizeRequest(INNER_ID, 0, SAMPLING, prompt="17+25=", output_token_ids=[52]),
-        TokenizeRequest(INNER_ID, 1, SamplingParams(), prompt=PROMPT),
-        TokenizeRequest(INNER_ID, 2, EXTRA_SAMPLING, messages=CHAT, tools=TOOLS),
+        TokenizeRequest(
+            TokenizedRequest(INNER_ID, 0, SAMPLING, output_token_ids=pack([52])), prompt="17+25="
+        ),
+        TokenizeRequest(TokenizedRequest(INNER_ID, 1, SamplingParams()), prompt=PROMPT),
+        TokenizeRequest(TokenizedRequest(INNER_ID, 2, EXTRA_SAMPLING), messages=CHAT, tools=TOOLS),
         TokenizerQuery(1, TokenizePromptRequest(prompt="17+25=")),
         Refused("no"),
     ],

@@ -69,7 +69,7 @@ def use_tokens(message: StepTokens) -> None:
 
 
 def use_prompt(message: TokenizeRequest) -> None:
-    pack(message.output_token_ids)
+    unpack(message.request.output_token_ids)
     try:
         pack(TOKENIZER.encode(message)[0])
     except PromptError:

@@ -9,12 +9,14 @@ from tokenizers.processors import TemplateProcessing
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
+from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.tokenizer import TokenizeRequest
 from penstock.services.tokenizer.prompts import PromptError, Tokenizer
 
 
 def request(**fields: Any) -> TokenizeRequest:
-    return TokenizeRequest("r", 0, SamplingParams(), pooling=Pooling(), **fields)
+    pooled = TokenizedRequest("r", 0, SamplingParams(), pooling=Pooling())
+    return TokenizeRequest(request=pooled, **fields)
 
 
 @pytest.mark.parametrize(("side", "kept"), [("left", "hi"), ("right", "gh")])

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.protocol.messages.client import ChatMessage
 from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.messages.tokenizer import TokenizeRequest
 from tests.services.conftest import WithTemplate
@@ -60,10 +61,11 @@ def test_how_an_answer_begins(
 ) -> None:
     """Text of the user does not count."""
     tokenizer = with_template(template)
-    token_ids, found = tokenizer.encode(TokenizeRequest("r", 0, SamplingParams(), **asked))
+    own = TokenizedRequest("r", 0, SamplingParams())
+    token_ids, found = tokenizer.encode(TokenizeRequest(own, **asked))
     assert found == reasoning
-    ids = TokenizeRequest("r", 0, SamplingParams(), prompt=token_ids)
+    ids = TokenizeRequest(own, prompt=token_ids)
     assert tokenizer.encode(ids)[1] == "none"  # it is of no use
-    ids.sampling.structured_outputs = StructuredOutputs(regex="a")
+    own.sampling.structured_outputs = StructuredOutputs(regex="a")
     expected = "optional" if template is None and reasoning == "optional" else reasoning
     assert tokenizer.encode(ids)[1] == expected

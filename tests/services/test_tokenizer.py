@@ -19,7 +19,7 @@ from penstock.protocol.messages.client import (
     TokenizeReply,
 )
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.protocol.messages.scheduler import ToScheduler
+from penstock.protocol.messages.scheduler import TokenizedRequest, ToScheduler
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.messages.tokenizer import (
     FromTokenizer,
@@ -35,8 +35,11 @@ from penstock.services.tokenizer.prompts import PromptError, Tokenizer
 TOKENIZER = Tokenizer(Config().model_folder, max_model_len=64)
 
 
-def request(request_id: str = "r", **fields: Any) -> TokenizeRequest:
-    return TokenizeRequest(request_id, 0, SamplingParams(), **fields)
+def request(
+    request_id: str = "r", sampling: SamplingParams | None = None, **fields: Any
+) -> TokenizeRequest:
+    own = TokenizedRequest(request_id, 0, sampling or SamplingParams())
+    return TokenizeRequest(own, **fields)
 
 
 def encode(asked: TokenizeRequest) -> list[int]:
@@ -136,7 +139,7 @@ class Pipeline:
 
     def ask(self, request_id: str, **wanted: Any) -> None:
         sampling = SamplingParams(structured_outputs=StructuredOutputs(**wanted))
-        self.process.handle(TokenizeRequest(request_id, 0, sampling, prompt="né"))
+        self.process.handle(request(request_id, sampling, prompt="né"))
 
     def wait_for(self, num_answers: int) -> list[Any]:
         """Run the process's loop until the gateway has `num_answers`."""
@@ -172,7 +175,7 @@ def test_the_scheduler_gets_bad_words_as_tokens(
     pipeline: Pipeline, grammar: StructuredOutputs | None
 ) -> None:
     sampling = SamplingParams(bad_words=["ab", "c"], structured_outputs=grammar)
-    pipeline.process.handle(TokenizeRequest("r", 0, sampling, prompt="x"))
+    pipeline.process.handle(request("r", sampling, prompt="x"))
     assert pipeline.wait_for(1) == [TokenizeDone("r", 0, 1)]
     pipeline.scheduler.socket.poll(60_000)
     ((_, passed_on),) = pipeline.scheduler.receive()

@@ -56,6 +56,8 @@ class GatewayHarness:
         )
         self.timers: list[Timer] = []
         self.reports = 0
+        self.replica = -1
+        """of the latest task"""
         self.schedulers = [context.bind(zmq.PULL, one.requests, ToScheduler) for one in places]
         self.gateway = Gateway(process, lambda s, f: Timer(s, f, self.timers))  # type: ignore[arg-type]
         self.tokenizer = context.connect(zmq.DEALER, at.tokenizers, ToTokenizer, b"t")
@@ -142,8 +144,9 @@ class GatewayHarness:
         return self.tokenizer.decode([self.tokenizer.socket.recv()])
 
     def tokenize(self) -> Any:
-        """Return the tokenizer's next request, which it passes on."""
-        task = self.next_tokenizer_task()
+        """Return the request of the tokenizer's next task, which it passes on to `replica`."""
+        message = self.next_tokenizer_task()
+        task, self.replica = message.request, message.replica
         self.tokenizer.send(TokenizeDone(task.request_id, task.attempt, 7))
         peer = self.gateway.default.tokenizers.peers.get(b"t")
         assert peer

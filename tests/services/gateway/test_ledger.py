@@ -10,6 +10,7 @@ from penstock.protocol.messages.client import ChatMessage, GenerateRequest, Text
 from penstock.protocol.messages.codec import JSON
 from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.protocol.messages.metrics import RequestTimes
+from penstock.protocol.messages.packed import pack
 from penstock.services.gateway.connections import Client, Connection, Totals
 from penstock.services.gateway.entry import Entry, GapError, estimated_tokens
 from penstock.services.gateway.ledger import Ledger
@@ -180,8 +181,8 @@ def test_deltas_of_an_older_attempt_are_dropped() -> None:
     ledger.begin_attempt(open_)
     assert not open_.append(delta(0, 3, attempt=100))
     assert open_.append(delta(0, 3, attempt=101))
-    assert open_.submission().output_token_ids == [0, 1, 2]
-    assert open_.submission().attempt == 101
+    assert open_.submission().request.output_token_ids == pack([0, 1, 2])
+    assert open_.submission().request.attempt == 101
 
 
 def test_what_is_answered_is_not_open() -> None:

@@ -44,7 +44,7 @@ class Peers:
 
     def task(self) -> Any:
         assert self.tokenizer.socket.poll(TIMEOUT)
-        task = self.tokenizer.decode([self.tokenizer.socket.recv()])
+        task = self.tokenizer.decode([self.tokenizer.socket.recv()]).request
         self.tokenizer.send(TokenizeDone(task.request_id, task.attempt, 7))
         return task
 

@@ -160,7 +160,7 @@ def test_what_a_replica_without_workers_has_goes_on_elsewhere() -> None:
     router.assign(first := entry("a", TEXT))
     router.take_status(status(first.replica, runs=False, num_deaths={"a": 2}))
     assert moved(router) == {"a": 0}
-    assert (first.replica, first.submission().num_deaths, sizes(router)) == (1, 2, [0, 1])
+    assert (first.replica, first.submission().request.num_deaths, sizes(router)) == (1, 2, [0, 1])
     router.take_status(status(1, runs=False))
     assert moved(router) == {}, "nobody runs"
     router.take_status(status(0))

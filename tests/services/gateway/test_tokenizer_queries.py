@@ -75,7 +75,7 @@ def test_each_goes_to_the_tokenizer_that_has_the_least(start_gateway: Start) -> 
         assert isinstance(question, TokenizerQuery)
         harness.tokenizer.send(TokenizerReply(question.number, DetokenizeReply(text="")))
         harness.receive_reply(client)
-    assert list(peer.work) == [("b", work[0].attempt)]
+    assert list(peer.work) == [("b", work[0].request.attempt)]
 
 
 def test_an_answer_meant_for_an_earlier_gateway(start_gateway: Start) -> None:
