@@ -2,7 +2,7 @@
 
 from tokenizers import Tokenizer
 
-from penstock.services.tokenizer.prompts import PromptError
+from penstock.services.tokenizer.errors import PromptError
 
 
 def encode_bad_words(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:

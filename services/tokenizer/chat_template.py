@@ -22,6 +22,7 @@ from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.messages.client import ChatMessage, PromptFields
 from penstock.protocol.tokenizer_file import read_chat_template
 from penstock.services.tokenizer.child import end_child, start_child
+from penstock.services.tokenizer.errors import PromptError
 
 log = logging.getLogger("tokenizer")
 NOT_FOR_CLIENTS = frozenset(
@@ -50,14 +51,6 @@ _OWN_REFUSAL = (
     "chat_template: got one that refuses the messages: ",
 )
 """how a refusal begins: of the model's template, and of the request's"""
-
-
-class ChatTemplateError(ValueError):
-    """A conversation that the template can't make a prompt of: why, and the field to be changed."""
-
-    def __init__(self, message: str, field: str = "messages") -> None:
-        super().__init__(message)
-        self.field = field
 
 
 class TimeLimitError(BaseException):
@@ -94,10 +87,10 @@ class ChatTemplate:
             raise ModelError(f"the chat template of {folder} can't be read: {error}") from error
 
     def render(self, request: PromptFields) -> str:
-        """Render `messages` up to where the assistant's answer begins. Raises ChatTemplateError."""
+        """Render `messages` up to where the assistant's answer begins. Raises PromptError."""
         template = self._template
         if not template and request.chat_template is None:
-            raise ChatTemplateError("the model has no chat template; give a prompt")
+            raise PromptError("messages", "the model has no chat template; give a prompt")
         continues, kwargs = request.continue_final_message, request.chat_template_kwargs
         adds_prompt = request.add_generation_prompt
         messages = [_as_map(message) for message in request.messages or []]
@@ -119,26 +112,25 @@ class ChatTemplate:
 
 
 def _render_in_child(source: str, variables: dict[str, Any]) -> str:
-    """Render a client's template. Raises ChatTemplateError."""
+    """Render a client's template. Raises PromptError."""
 
     def work() -> bytes:
         try:
             return msgspec.json.encode([_render(_compile(source), variables)])
-        except ChatTemplateError as error:
+        except PromptError as error:
             message = str(error).encode(errors="backslashreplace").decode()
             if error.field == "messages":
                 message = message.replace(*_OWN_REFUSAL, 1)
-            return msgspec.json.encode([None, message, "chat_template"])
+            return msgspec.json.encode([None, "chat_template", message])
 
     exit_code, result = end_child(*start_child(work, MAX_RENDER_SECONDS, 0, MAX_RENDER_BYTES))
     if exit_code:
         _log_limits()
-        raise ChatTemplateError(
-            f"chat_template: got one that {LIMITS}; simplify it", "chat_template"
-        )
+        message = f"chat_template: got one that {LIMITS}; simplify it"
+        raise PromptError("chat_template", message)
     text, *error = msgspec.json.decode(result)
     if error:
-        raise ChatTemplateError(*error)
+        raise PromptError(*error)
     return str(text)
 
 
@@ -161,22 +153,23 @@ def _render(template: Template, variables: dict[str, Any]) -> str:
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     except TimeLimitError:
-        raise ChatTemplateError(
+        raise PromptError(
+            "messages",
             f"messages: the chat template took more than {MAX_RENDER_SECONDS:g} s to render them, "
-            "which is the limit; send fewer or shorter ones"
+            "which is the limit; send fewer or shorter ones",
         ) from None
-    except ChatTemplateError:
+    except PromptError:
         raise
     except _REFUSALS as error:
-        raise ChatTemplateError(f"{_OWN_REFUSAL[0]}{error}") from error
+        raise PromptError("messages", f"{_OWN_REFUSAL[0]}{error}") from error
 
 
 def _cut(text: str) -> str:
     before, end, _ = text.rpartition(_END_OF_FINAL_MESSAGE)
     if not end:
-        raise ChatTemplateError(
-            "continue_final_message: got true, but the chat template leaves out the final message",
+        raise PromptError(
             "continue_final_message",
+            "continue_final_message: got true, but the chat template leaves out the final message",
         )
     return before
 
@@ -186,7 +179,7 @@ def _compile(source: str) -> Template:
         return _environment().from_string(source)
     except (TemplateError, RecursionError, ValueError) as error:
         message = f"chat_template: got one that is not a Jinja template: {error}"
-        raise ChatTemplateError(message, "chat_template") from error
+        raise PromptError("chat_template", message) from error
 
 
 _REFUSALS = (

@@ -25,8 +25,9 @@ from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
 from penstock.services.tokenizer.bad_words import encode_bad_words
+from penstock.services.tokenizer.errors import PromptError
 from penstock.services.tokenizer.grammar_check import GrammarChecker
-from penstock.services.tokenizer.prompts import PromptError, Tokenizer
+from penstock.services.tokenizer.prompts import Tokenizer
 
 log = logging.getLogger("tokenizer")
 DEFECT = "a defect of the server: the prompt can't be tokenized; its log says more"

@@ -15,24 +15,12 @@ from penstock.protocol.messages.client import (
 )
 from penstock.protocol.messages.structured import Reasoning
 from penstock.protocol.messages.tokenizer import TokenizeRequest
-from penstock.services.tokenizer.chat_template import (
-    NOT_FOR_CLIENTS,
-    ChatTemplate,
-    ChatTemplateError,
-)
+from penstock.services.tokenizer.chat_template import NOT_FOR_CLIENTS, ChatTemplate
+from penstock.services.tokenizer.errors import PromptError
 from penstock.services.tokenizer.fast_encoder import load_fast_encoder
 
 _THINK, _END_OF_THINKING = "<think>", "</think>"
 _TURN, _END_OF_TURN = "<|im_start|>assistant\n", "<|im_end|>"
-
-
-class PromptError(ValueError):
-    """A prompt that can't be served: which field, and why; too_long: as in ErrorReply."""
-
-    def __init__(self, field: str, message: str, too_long: tuple[int, int] | None = None) -> None:
-        super().__init__(message)
-        self.field = field
-        self.too_long = too_long
 
 
 class Tokenizer:
@@ -126,10 +114,7 @@ class Tokenizer:
                 "chat_template_kwargs",
                 f"chat_template_kwargs: got {taken[0]}, which it can't set; leave it out",
             )
-        try:
-            return self._chat_template.render(request)
-        except ChatTemplateError as error:
-            raise PromptError(error.field, str(error)) from error
+        return self._chat_template.render(request)
 
 
 def _reasoning_after(prompt: str, opens_itself: bool) -> Reasoning:

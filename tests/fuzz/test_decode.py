@@ -34,7 +34,8 @@ from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import CannotFitError, Sequence
-from penstock.services.tokenizer.prompts import PromptError, Tokenizer
+from penstock.services.tokenizer.errors import PromptError
+from penstock.services.tokenizer.prompts import Tokenizer
 from tests.fuzz.frames import INNER_ID, MESSAGES, UNIONS, encoded
 from tests.fuzz.mutator import Mutator
 from tests.search import scaled

@@ -8,7 +8,8 @@ import pytest
 
 from penstock.protocol.config import Config
 from penstock.services.tokenizer.bad_words import encode_bad_words
-from penstock.services.tokenizer.prompts import PromptError, Tokenizer
+from penstock.services.tokenizer.errors import PromptError
+from penstock.services.tokenizer.prompts import Tokenizer
 
 
 def test_bad_words_of_qwen3(qwen3_tokenizer: Tokenizer) -> None:

@@ -16,7 +16,8 @@ from penstock.protocol.messages.client import (
     PromptFields,
 )
 from penstock.services.tokenizer import chat_template as module
-from penstock.services.tokenizer.chat_template import ChatTemplate, ChatTemplateError
+from penstock.services.tokenizer.chat_template import ChatTemplate
+from penstock.services.tokenizer.errors import PromptError
 
 FOLDER = Config().model_folder
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"é": [1, 2], "<b>": None}}}
@@ -135,9 +136,7 @@ def test_equals_transformers(
     ],
 )
 def test_what_a_template_refuses(tmp_path: Path, source: str, reason: str) -> None:
-    with pytest.raises(
-        ChatTemplateError, match="messages: the chat template refused them: "
-    ) as caught:
+    with pytest.raises(PromptError, match="messages: the chat template refused them: ") as caught:
         render(template(tmp_path, source), kwargs={"level": 2})
     assert reason in str(caught.value)
 
@@ -162,7 +161,7 @@ def test_a_final_message_is_continued(tmp_path: Path, content: str) -> None:
 
 
 def test_a_template_without_the_final_message(tmp_path: Path) -> None:
-    with pytest.raises(ChatTemplateError, match="leaves out the final message") as caught:
+    with pytest.raises(PromptError, match="leaves out the final message") as caught:
         render(template(tmp_path, "{{ messages[0].content }}"), continue_final_message=True)
     assert caught.value.field == "continue_final_message"
 
@@ -177,10 +176,10 @@ def test_a_template_of_the_request(tmp_path: Path) -> None:
     made = template(tmp_path, None)
     assert render(made, chat_template="{{ messages | length }}{{ x }}", kwargs={"x": 1}) == "61"
     message = "chat_template: got one that is not a Jinja template: "
-    with pytest.raises(ChatTemplateError, match=message) as caught:
+    with pytest.raises(PromptError, match=message) as caught:
         render(made, chat_template="{% if %}")
     assert caught.value.field == "chat_template"
-    with pytest.raises(ChatTemplateError, match="unsafe"):
+    with pytest.raises(PromptError, match="unsafe"):
         render(made, chat_template="{{ messages.__class__.__mro__ }}")
 
 
@@ -194,13 +193,13 @@ def test_a_template_of_the_request(tmp_path: Path) -> None:
 )
 def test_a_template_of_the_request_that_fails(tmp_path: Path, source: str, reason: str) -> None:
     message = f"chat_template: got one that refuses the messages: .*{reason}"
-    with pytest.raises(ChatTemplateError, match=message) as caught:
+    with pytest.raises(PromptError, match=message) as caught:
         render(template(tmp_path, None), chat_template=source)
     assert caught.value.field == "chat_template"
 
 
 def test_a_model_without_a_template(tmp_path: Path) -> None:
-    with pytest.raises(ChatTemplateError, match="the model has no chat template"):
+    with pytest.raises(PromptError, match="the model has no chat template"):
         render(ChatTemplate(tmp_path))
 
 
@@ -221,7 +220,7 @@ def test_a_clients_template_has_limits(
     module._log_limits.cache_clear()
     one = template(tmp_path, "{{ messages[0].role }}")
     for _ in range(2):
-        with pytest.raises(ChatTemplateError, match="chat_template: got one that takes") as caught:
+        with pytest.raises(PromptError, match="chat_template: got one that takes") as caught:
             one.render(PromptFields(messages=MESSAGES, chat_template=source))
         assert caught.value.field == "chat_template"
     assert len(caplog.messages) == 1
@@ -243,6 +242,6 @@ def test_rendering_takes_no_more_than_its_time(
     monkeypatch.setattr(module, "MAX_RENDER_SECONDS", 0.05)
     tools = [TOOL | {"description": "x" * 100_000}]
     one = template(tmp_path, source)
-    with pytest.raises(ChatTemplateError, match=r"took more than 0\.05 s to render"):
+    with pytest.raises(PromptError, match=r"took more than 0\.05 s to render"):
         one.render(PromptFields(messages=MESSAGES, tools=tools))
     assert render(template(tmp_path, "{{ messages[0].role }}"), MESSAGES) == "system"

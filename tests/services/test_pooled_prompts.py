@@ -11,7 +11,8 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.tokenizer import TokenizeRequest
-from penstock.services.tokenizer.prompts import PromptError, Tokenizer
+from penstock.services.tokenizer.errors import PromptError
+from penstock.services.tokenizer.prompts import Tokenizer
 
 
 def request(**fields: Any) -> TokenizeRequest:

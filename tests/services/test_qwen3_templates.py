@@ -17,7 +17,8 @@ from penstock.protocol.messages.client import PromptFields, TokenizePromptReques
 from penstock.services.http.body import decode_body
 from penstock.services.http.schema import ChatRequest
 from penstock.services.http.to_generate_request import chat_fields
-from penstock.services.tokenizer.prompts import PromptError, Tokenizer
+from penstock.services.tokenizer.errors import PromptError
+from penstock.services.tokenizer.prompts import Tokenizer
 from tests.services.conftest import WithTemplate
 from tests.services.dialogues import Dialogues, for_transformers
 

@@ -29,8 +29,9 @@ from penstock.protocol.messages.tokenizer import (
     TokenizerQuery,
 )
 from penstock.protocol.transport.context import Context, Endpoints
+from penstock.services.tokenizer.errors import PromptError
 from penstock.services.tokenizer.process import TokenizerProcess
-from penstock.services.tokenizer.prompts import PromptError, Tokenizer
+from penstock.services.tokenizer.prompts import Tokenizer
 
 TOKENIZER = Tokenizer(Config().model_folder, max_model_len=64)
 
