@@ -8,6 +8,9 @@ from penstock.protocol.messages.client import FinishReason, TextDelta
 from penstock.protocol.messages.logprobs import PackedLogprobs
 from penstock.protocol.messages.packed import PackedLists
 from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
+from penstock.protocol.messages.status import SchedulerStatus
+from penstock.protocol.messages.supervisor import SupervisorReport
+from penstock.protocol.messages.tokenizer import RequestFailed
 
 
 class StreamOpened(Struct, PackedLists, tag=True, omit_defaults=True):
@@ -79,3 +82,4 @@ class TextDeltas(Struct, tag=True):
 
 ToDetokenizer = StepTokens | Refused
 FromDetokenizer = Heartbeat | Goodbye | Confirmed
+ToGateway = TextDeltas | RequestFailed | SchedulerStatus | SupervisorReport

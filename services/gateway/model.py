@@ -9,8 +9,7 @@ import zmq
 
 from penstock.protocol.config import replica_of
 from penstock.protocol.messages.client import ErrorReply
-from penstock.protocol.messages.detokenizer import TextDeltas
-from penstock.protocol.messages.gateway import ToGateway
+from penstock.protocol.messages.detokenizer import TextDeltas, ToGateway
 from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
 from penstock.protocol.messages.status import ModelStatus, SchedulerStatus
 from penstock.protocol.messages.supervisor import SupervisorReport

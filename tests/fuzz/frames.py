@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from penstock.protocol.messages import client, detokenizer, gateway, scheduler, tokenizer, worker
+from penstock.protocol.messages import client, detokenizer, scheduler, tokenizer, worker
 from penstock.protocol.messages.client import (
     AbortReply,
     AbortRequest,
@@ -232,7 +232,7 @@ MESSAGES: dict[str, list[Struct]] = {
 
 UNIONS: dict[str, Any] = {"ToSupervisor": ToSupervisor} | {
     name: union
-    for module in (client, detokenizer, gateway, scheduler, tokenizer, worker)
+    for module in (client, detokenizer, scheduler, tokenizer, worker)
     for name, union in vars(module).items()
     if isinstance(union, UnionType)
 }

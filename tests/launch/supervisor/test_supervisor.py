@@ -18,7 +18,7 @@ from penstock.launch.pipeline.run_folder import claim
 from penstock.launch.supervisor import local, output
 from penstock.launch.supervisor.supervisor import MAX_EARLY_DEATHS, Supervisor
 from penstock.protocol.config import Config, run_folder
-from penstock.protocol.messages.gateway import ToGateway
+from penstock.protocol.messages.detokenizer import ToGateway
 from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.protocol.run_folder import write_config
 from penstock.protocol.transport.context import Context, endpoints
@@ -29,7 +29,7 @@ from tests.launch.supervisor.conftest import CONFIG, Supervise
 GATEWAY = (
     f'{sys.executable} -P -c "import os, signal, zmq; '
     "from penstock.protocol.transport.process import *; "
-    "from penstock.protocol.messages.gateway import ToGateway; "
+    "from penstock.protocol.messages.detokenizer import ToGateway; "
     "p = Process('x'); r = p.context.bind(zmq.PULL, p.endpoints.results, ToGateway); "
     "print(1, flush=True); "
     'any(m.draining for m in iter(lambda: r.socket.poll() and next(r.receive())[1], 0)); %s"'

@@ -5,8 +5,7 @@ from typing import Any
 
 import zmq
 
-from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
-from penstock.protocol.messages.gateway import ToGateway
+from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened, ToGateway
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
