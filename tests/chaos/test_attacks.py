@@ -65,7 +65,7 @@ def dealer(served: Pipeline, **options: Any) -> "Iterator[zmq.Socket[bytes]]":
 
 
 def connect(stack: contextlib.ExitStack, port: int) -> socket.socket:
-    return stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+    return stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
 
 
 def gateway_port(served: Pipeline) -> int:

@@ -111,7 +111,7 @@ def test_the_offline_example_runs(run: Callable[..., str]) -> None:
 
 
 def test_all_metrics_are_documented(server: Server) -> None:
-    text = httpx.get(f"{server.url}/metrics").text
+    text = httpx.get(f"{server.url}/metrics", timeout=60).text
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     names = set(re.findall(r"^# TYPE (\S+)", text, re.M))
     assert len(names) > 30

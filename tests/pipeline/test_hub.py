@@ -34,10 +34,10 @@ def test_a_name_on_the_hub_is_served_by_this_name(
         assert pipeline.wait_for("ready: ").startswith(f"ready: {NAME} on ")
         assert pipeline.run("ask", "17+25=").stdout == "42\n"
         url = f"http://127.0.0.1:{port}/v1"
-        models = httpx.get(f"{url}/models", trust_env=False).json()
+        models = httpx.get(f"{url}/models", trust_env=False, timeout=60).json()
         assert [one["id"] for one in models["data"]] == [NAME]
         body = {"model": NAME, "prompt": "17+25=", "max_tokens": 8}
-        answer = httpx.post(f"{url}/completions", json=body, trust_env=False).json()
+        answer = httpx.post(f"{url}/completions", json=body, trust_env=False, timeout=60).json()
         assert answer["choices"][0]["text"] == "42"
 
 

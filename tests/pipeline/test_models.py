@@ -115,7 +115,7 @@ def test_a_command_names_a_model(running: Pipeline) -> None:
 
 def test_metrics_have_the_name(running: Pipeline, port: int) -> None:
     assert running.process.poll() is None
-    text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
     for name in NAMES:
         assert f'penstock:ready{{model_name="{name}"}} 1.0' in text
         assert f'penstock:num_requests_running{{model_name="{name}",replica="0"}}' in text
@@ -168,7 +168,7 @@ def test_health_names_the_model_that_does_not_serve(running: Pipeline, port: int
         with running.suspended("two/scheduler.1"):
             while all(one.ready for one in client.status().models):
                 assert client.generate("17+25=").text == "42"
-            reply = httpx.get(f"http://127.0.0.1:{port}/ready")
+            reply = httpx.get(f"http://127.0.0.1:{port}/ready", timeout=60)
             assert client.generate("17+25=").text == "42"
             assert client.status().ready is False
         assert reply.status_code == 503
