@@ -16,8 +16,9 @@ from penstock.launch.commands.api_key import read_api_key
 from penstock.launch.commands.gpus import check_dtype, check_gpus, check_tiers, gpus_by_model
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import HubModel, hub_model, resolve
+from penstock.launch.pipeline.open_files import check_open_files
 from penstock.launch.pipeline.options import add_options, flag
-from penstock.launch.pipeline.procfile import PROCFILE, read_procfile
+from penstock.launch.pipeline.procfile import PROCFILE, process_names, read_procfile
 from penstock.launch.pipeline.run_folder import claim, control_endpoint
 from penstock.launch.pipeline.several_models import (
     NextModel,
@@ -87,6 +88,7 @@ def start(config: Config, procfile: Path, max_deaths: int, source: HubModel | No
         with _naming(one):
             models.append((one, _check_model(one)))
     raise_descriptor_limit()
+    check_open_files(len(process_names(config, commands)))
     run = partial(_run_on_ray, source) if config.backend == "ray" else _run
     with claim(config):
         _check_length(config)

@@ -8,6 +8,8 @@ from typing import Any
 
 import zmq
 
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.open_files import check_open_files
 from penstock.launch.pipeline.procfile import kind_of, numbers_at_start, stem_of
 from penstock.launch.pipeline.run_folder import control_endpoint
 from penstock.launch.supervisor.processes import ManagedProcess, Processes
@@ -125,6 +127,11 @@ class ControlServer:
         if kind not in known:
             return ControlReply(f"kind: got {kind!r}, expected one of {', '.join(known)}")
         names = [name for name in self._processes.by_name if stem_of(name) == kind]
+        if number > len(names):
+            try:
+                check_open_files(len(self._processes.by_name) - len(names) + number)
+            except LaunchError as error:
+                return ControlReply(str(error))
         await self._processes.remove(names[number:])
         added = [f"{kind}.{n}" for n in range(len(names) + 1, number + 1)]
         await self._processes.add(added)

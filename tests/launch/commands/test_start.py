@@ -1,8 +1,11 @@
 """Errors of `launch all` before anything starts."""
 
 import json
+import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +53,22 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., st
 def test_a_missing_model(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"--model: model folder .*/none does not exist"):
         start(Config(model=str(tmp_path / "none")), PROCFILE, 5)
+
+
+def test_fewer_open_files_than_the_processes_need(tmp_path: Path) -> None:
+    launch = f"{sys.executable} -P -m penstock.launch all --tokenizers 20"
+    ran = subprocess.run(
+        ["sh", "-c", f"ulimit -n 64; exec {launch}"],
+        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 2
+    expected = "launch: open files: got a limit of 64, expected 278 or more for 25 processes; raise"
+    assert ran.stderr.startswith(expected)
+    assert ran.stderr.count("\n") == 1
+    assert not ran.stdout
 
 
 def test_another_architecture(refused: Callable[..., str]) -> None:

@@ -1,9 +1,11 @@
 """Requests to the supervisor's control socket, from a thread of their own."""
 
 import os
+import resource
 import select
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 import zmq
@@ -51,6 +53,34 @@ def test_commands_for_one_kind_run_one_after_the_other(supervise: Supervise) -> 
     assert restarted.error == "process: got 'tokenizer.9', which does not run any more"
     names = [one.name for one in listed.processes]
     assert names == ["tokenizer.1", "tokenizer.2", "tokenizer.3"]
+
+
+@pytest.fixture
+def few_open_files() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.usefixtures("few_open_files")
+def test_more_processes_than_descriptors_are_refused(supervise: Supervise) -> None:
+    replies: list[int | str] = []
+
+    def send() -> None:
+        for number in (100, 2):
+            try:
+                replies.append(request("x", ScaleProcesses("tokenizer", number)).number)
+            except LaunchError as error:
+                replies.append(str(error))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=send)
+    assert supervise(thread.start, tokenizer="sh -c 'echo up; exec sleep 60'") == 0
+    thread.join()
+    refused, scaled = replies
+    assert str(refused).startswith("open files: got a limit of 300, expected 728 or more")
+    assert scaled == 2
 
 
 def test_a_command_that_fails_is_answered_and_logged(
