@@ -1,5 +1,6 @@
 """The clients' socket: requests in, replies out."""
 
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from penstock.protocol.transport.channel import OVERSIZE_SLACK
 from penstock.protocol.transport.context import Context, check_reach
 from penstock.services.gateway.connection_limits import ClientWatch, bind_clients
 from penstock.services.gateway.connections import Client, Connection, Connections
-from penstock.services.gateway.entry import Entry, Output
+from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.ledger import Ledger
 
 log = logging.getLogger("gateway")
@@ -97,31 +98,35 @@ class ClientSocket:
 
     def deliver_pending(self) -> None:
         """Send what `deliver` was called for: one message for each request, or HTTP server."""
-        batches: dict[Connection, list[tuple[Entry, Output]]] = {}
-        while self._pending:
-            _, entry = self._pending.popitem(last=False)
-            connection = entry.client.connection
-            if connection.is_closed:
-                continue
-            try:
+        while self._pending:  # a reply that can't be encoded leads to another one
+            batches: dict[Connection, list[Entry]] = {}
+            while self._pending:
+                _, entry = self._pending.popitem(last=False)
+                connection = entry.client.connection
+                if connection.is_closed:
+                    continue
                 if connection.is_full:
                     connection.unsent[entry.request_id] = None
                     if monotonic() >= connection.retry_at:
                         self.flush(connection)
                 elif connection.is_inner and has_number(entry.client.envelope):
-                    for reply in entry.unsent_replies():
-                        batches.setdefault(connection, []).append((entry, reply))
+                    batches.setdefault(connection, []).append(entry)
                 else:
                     self._send_new(entry)
-            except Exception:  # noqa: BLE001
-                self.on_defect(entry)
-        for connection, batch in batches.items():
-            self._send_batch(connection, batch)
+            for connection, entries in batches.items():
+                self._send_batch(connection, entries)
 
-    def _send_batch(self, connection: Connection, batch: list[tuple[Entry, Output]]) -> None:
+    def _send_batch(self, connection: Connection, entries: list[Entry]) -> None:
         """Send replies to requests of one HTTP server in one message."""
-        numbers = [entry.client.envelope[1] for entry, _ in batch]
-        frame = MSGPACK.encode(ReplyBatch(numbers, [reply for _, reply in batch]))
+        frame = None
+        with contextlib.suppress(Exception):  # one of them can't be encoded
+            batch = [(entry, reply) for entry in entries for reply in entry.unsent_replies()]
+            numbers = [entry.client.envelope[1] for entry, _ in batch]
+            frame = MSGPACK.encode(ReplyBatch(numbers, [reply for _, reply in batch]))
+        if frame is None:
+            for entry in entries:
+                self._send_new(entry)
+            return
         error = self._try_send(connection, [connection.identity, BATCH + frame])
         for entry, reply in batch:
             self._on_sent(entry, reply, error)
@@ -175,10 +180,15 @@ class ClientSocket:
         return connection.num_queued + num_bytes
 
     def _send_new(self, entry: Entry) -> bool:
-        """Send all new output of a request; False if the queue is full."""
+        """Send all new output of a request, which may fail it; False if the queue is full."""
         client = entry.client
-        for reply in entry.unsent_replies():
-            frames = reply_frames(client.envelope, client.codec.encode(reply))
+        try:
+            encoded = [(one, client.codec.encode(one)) for one in entry.unsent_replies()]
+        except Exception:  # noqa: BLE001
+            self.on_defect(entry)
+            return True
+        for reply, frame in encoded:
+            frames = reply_frames(client.envelope, frame)
             if error := self._on_sent(entry, reply, self._try_send(client.connection, frames)):
                 return error != zmq.EAGAIN
         return True

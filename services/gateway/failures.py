@@ -155,6 +155,7 @@ class Failures:
             if isinstance(work.answer, ErrorReply):  # which can't be delivered
                 self._owner.release(work)
             else:
+                work.mark_delivered()  # its output may be what can't be encoded
                 self._fail(work, ErrorReply(code="failed", message=DEFECT))
         except Exception:
             log.exception("request %s is dropped", request_id, extra=extra)

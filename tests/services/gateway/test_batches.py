@@ -148,22 +148,46 @@ def test_a_request_without_a_number_is_answered_alone(start_gateway: Start) -> N
     assert harness.receive_reply(socket).token_ids == [0]
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_can_not_be_encoded(start_gateway: Start, stream: bool) -> None:
-    """The client gets an error; if that does not help, the request is dropped."""
+def test_an_answer_that_can_not_be_encoded(
+    start_gateway: Start, stream: bool, inside: bool
+) -> None:
+    """Its client gets an error; other requests of the same HTTP server are answered."""
+    harness = start_gateway()
+    client = harness.connect_inside() if inside else harness.connect()
+    session = Session()
+    requests = [GenerateRequest(prompt=[1], request_id=name, stream=stream) for name in "ab"]
+    bad, good = answers = [session.ask(request) for request in requests]
+    for answer in answers:
+        client.send_multipart(answer.frames)
+    harness.run_until(lambda: all(map(harness.gateway.ledger.get, "ab")))
+    entry = harness.gateway.ledger.get("a")
+    assert entry
+    entry._text.append("\ud800")
+    step(harness, 0, "a", "b", finish_reason="length")
+    while session.unanswered():
+        session.receive(harness.receive_frames(client))
+    assert bad.final == ErrorReply(code="failed", message=DEFECT, request_id="a")
+    assert isinstance(good.final, GenerateReply)
+    assert good.final.token_ids == [0]
+    assert harness.is_empty()
+
+
+def test_an_answer_that_can_not_be_encoded_when_there_is_room(start_gateway: Start) -> None:
     harness = start_gateway()
     client = harness.connect()
-    harness.submit(client, "a", "b", stream=stream)
+    harness.submit(client, "a", "b")
     for _ in "ab":
         harness.tokenize()
     entry = harness.gateway.ledger.get("a")
     assert entry
     entry._text.append("\ud800")
-    step(harness, 0, "a", "b", finish_reason="length")
+    (connection,) = harness.gateway.connections
+    connection.unsent |= {"a": None, "b": None}  # as if its queue had been full at earlier deltas
+    step(harness, 0, "b", "a", finish_reason="length")
     replies = [harness.receive_reply(client) for _ in "ab"]
-    errors = [one.message for one in replies if isinstance(one, ErrorReply)]
-    assert errors == ([] if stream else [DEFECT])
-    assert {one.request_id for one in replies} == ({"b"} if stream else {"a", "b"})
+    assert {one.request_id: type(one) for one in replies} == {"a": ErrorReply, "b": GenerateReply}
     assert harness.is_empty()
 
 
