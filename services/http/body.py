@@ -6,10 +6,11 @@ change nothing and are accepted: see `neutral_fields.json`. Other values are ref
 
 import gzip
 import io
+import re
 import zlib
 from codecs import BOM_UTF8
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -24,13 +25,15 @@ T = TypeVar("T", bound=Struct)
 
 _JSON_NAMES = {type(None): "null", list: "an array", str: "a string", bool: "a boolean"}
 _JSON_NAMES |= {int: "a number", float: "a number"}
+_TYPES = {"any value": object, "string": str, "boolean": bool, "object": dict}
+_TOOL_TYPE = re.compile(r"tools\[\d+\]\.type")
 
 
 class _NeutralFields(Struct, forbid_unknown_fields=True):
     renamed: dict[str, str]
     """SGLang's name → ours"""
-    ignored: set[str]
-    """fields about accounting, caches, back ends and missing parts of models: any value is fine"""
+    ignored: dict[str, Literal["any value", "string", "boolean", "object"]]
+    """fields about accounting, caches, back ends and missing parts of models → type of the value"""
     neutral: dict[str, list[Any]]
     """field → values that change nothing, in addition to null"""
 
@@ -79,6 +82,8 @@ def decode_body(body: bytes, kind: type[T]) -> T:
         return msgspec.convert(given, kind, str_keys=True)
     except msgspec.ValidationError as error:
         path, message = explain(str(error), given, kind)
+        if path and _TOOL_TYPE.fullmatch(path):
+            message += "; only functions that the client runs are supported: leave other tools out"
         raise ApiError(400, message, path) from error
 
 
@@ -115,9 +120,15 @@ def _without_neutral(given: dict[str, Any], known: tuple[str, ...]) -> dict[str,
         accepted = FIELDS.neutral.get(name)
         if name in known or (name not in FIELDS.ignored and accepted is None):
             kept[name] = value
+        elif accepted is None and not isinstance(value, _TYPES[FIELDS.ignored[name]]):
+            raise invalid(name, f"got {_shown(value)}, expected {FIELDS.ignored[name]}")
         elif accepted is not None and value not in accepted:
-            shown = repr(value)[:60] + "…" * (len(repr(value)) > 60)
             expected = " or ".join(repr(one) for one in accepted if one not in ({}, [], ""))
-            sentence = f"got {shown}, expected {expected or 'null'}: it is not supported; "
+            sentence = f"got {_shown(value)}, expected {expected or 'null'}: it is not supported; "
             raise invalid(name, f"{sentence}leave it out")
     return kept
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text[:60] + "…" * (len(text) > 60)

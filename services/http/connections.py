@@ -141,6 +141,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) != 1 and self.parser.get_http_version() == "1.1":
+            raise ValueError  # as in `on_header`
         self.without_request.pop(self, None)
         super().on_headers_complete()
         self.scope[WRITER] = ChunkWriter(self.cycle, self.burst)  # type: ignore[literal-required]
@@ -179,7 +182,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._num_header_bytes > self.limits.max_header_bytes:
             self._refuse_headers()
         else:
-            self._refuse(400, "the request is not valid HTTP/1.1")
+            self._refuse(400, "the request is not valid HTTP/1.1, with one header Host")
 
     def _stop_write_timer(self) -> None:
         if self._write_timer:

@@ -25,6 +25,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 BODY = b'{"prompt": "one"}'
 WHOLE = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+WRONG = "the request is not valid HTTP/1.1, with one header Host"
 SHORT = Limits(read_seconds=0.3, write_seconds=0.3)
 FAR_TOO_MUCH = 64 << 20
 
@@ -132,7 +133,24 @@ def test_what_is_not_http_is_an_error_in_json(serve: Serve, connect: Connect) ->
     connection.sendall(b"\x16\x03\x01 not HTTP\r\n\r\n")
     head, _, body = rest(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n")
-    assert msgspec.json.decode(body)["error"]["message"] == "the request is not valid HTTP/1.1"
+    assert msgspec.json.decode(body)["error"]["message"] == WRONG
+
+
+@pytest.mark.parametrize("hosts", [b"", b"Host: localhost\r\nhost: localhost\r\n"])
+@pytest.mark.parametrize("rest_of", [b"\r\n", b"Upgrade: h2c\r\nConnection: Upgrade\r\n\r\n"])
+def test_a_request_has_one_host(
+    serve: Serve, connect: Connect, hosts: bytes, rest_of: bytes
+) -> None:
+    """A request of HTTP/1.0 needs none."""
+    served = serve()
+    connection = connect(served)
+    connection.sendall(b"GET /version HTTP/1.1\r\n" + hosts + rest_of)
+    head, _, body = rest(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert msgspec.json.decode(body)["error"]["message"] == WRONG
+    older = connect(served)
+    older.sendall(b"GET /version HTTP/1.0\r\n\r\n")
+    assert rest(older).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
 def test_a_chunk_that_is_not_one_is_a_400(serve: Serve, connect: Connect) -> None:

@@ -119,7 +119,8 @@ def test_the_field_its_value_and_the_limit(
         (
             {"tools": [{"type": "retrieval"}]},
             "tools[0].type",
-            "tools[0].type: got 'retrieval', expected 'function'",
+            "tools[0].type: got 'retrieval', expected 'function'; "
+            "only functions that the client runs are supported: leave other tools out",
         ),
         (
             {"tool_choice": "some"},

@@ -80,12 +80,31 @@ def test_a_client_may_send_every_default(kind: type[ApiRequest]) -> None:
     assert to_fields(decode(kind, **DEFAULTS)) == to_fields(decode(kind))
 
 
+VALUES: dict[str, Any] = {"string": "any", "boolean": True, "object": {"any": ["thing"]}}
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [(name, given) for name, given in FIELDS.ignored.items() if given in VALUES],
+)
+def test_a_field_without_effect_has_a_type(name: str, given: str) -> None:
+    for wrong in (5, *(value for kind, value in VALUES.items() if kind != given)):
+        with pytest.raises(ApiError) as caught:
+            decode(ChatRequest, **{name: wrong})
+        assert caught.value.status == 400
+        assert str(caught.value) == f"{name}: got {wrong!r}, expected {given}"
+
+
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         *((name, value) for name, values in FIELDS.neutral.items() for value in (*values, None)),
-        *((name, {"any": ["thing"]}) for name in sorted(FIELDS.ignored)),
+        *(
+            (name, VALUES[kind])
+            for name, given in sorted(FIELDS.ignored.items())
+            for kind in ([given] if given in VALUES else VALUES)
+        ),
         *(("best_of", 1), ("min_tokens", 0), ("ignore_eos", False), ("logit_bias", None)),
     ],
 )

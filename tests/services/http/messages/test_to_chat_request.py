@@ -197,7 +197,8 @@ def test_output_format(name: str) -> None:
         ),
         (
             {"tools": [{"name": "web_search", "type": "web_search_20250305"}]},
-            "tools[0].type: got 'web_search_20250305', expected 'custom'",
+            "tools[0].type: got 'web_search_20250305', expected 'custom'; "
+            "only functions that the client runs are supported: leave other tools out",
         ),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema: got nothing"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: got 'required' without tools"),
