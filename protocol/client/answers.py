@@ -2,12 +2,13 @@
 
 import asyncio
 import uuid
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 import msgspec
 
 from penstock.protocol.client.errors import RequestError
+from penstock.protocol.client.session import Answer
 from penstock.protocol.field_errors import explain
 from penstock.protocol.messages.client import ErrorReply, GenerateRequest
 from penstock.protocol.messages.sampling import SamplingParams
@@ -26,6 +27,14 @@ def answer_requests(request: GenerateRequest) -> list[GenerateRequest]:
     name = request.request_id or uuid.uuid4().hex
     first = msgspec.structs.replace(request, n=1, request_id=f"{name}-0", num_answers=number)
     return [first, *(_further(first, f"{name}-{index}", index) for index in range(1, number))]
+
+
+def ask_n(request: GenerateRequest, ask: Callable[[GenerateRequest], Answer]) -> list[Answer]:
+    """Send a request for each answer to a prompt with `ask`. Raises RequestError."""
+    answers = [ask(one) for one in answer_requests(request)]
+    for answer in answers:
+        answer.prompt_id = request.request_id
+    return answers
 
 
 def num_answers(params: SamplingParams) -> int:

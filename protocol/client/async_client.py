@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import zmq
 
-from penstock.protocol.client.answers import answer_requests, gather
+from penstock.protocol.client.answers import ask_n, gather
 from penstock.protocol.client.connection import DEFAULT_ENDPOINT, Connection, Kind, expect
 from penstock.protocol.client.scoring import result_of
 from penstock.protocol.client.session import Answer, Take
@@ -155,10 +155,10 @@ class AsyncClient:
     def submit_n(self, prompt: str | list[int] | None = None, **fields: Any) -> list[AsyncStream]:
         """Send a request for each of the `n` answers to a prompt. Raises RequestError.
 
-        Answers end, fail and are aborted one by one.
+        Answers end and fail one by one. `abort` of the given `request_id` ends all of them.
         """
-        requests = answer_requests(GenerateRequest(prompt=prompt, **fields))
-        return [AsyncStream(self, self.ask(one)) for one in requests]
+        answers = ask_n(GenerateRequest(prompt=prompt, **fields), self.ask)
+        return [AsyncStream(self, one) for one in answers]
 
     async def generate_n(
         self, prompt: str | list[int] | None = None, **fields: Any
@@ -178,7 +178,9 @@ class AsyncClient:
 
     async def abort(self, request_id: str) -> bool:
         """End a request early. Return False if no such request is running."""
-        return (await self._wait_for(AbortRequest(request_id=request_id), AbortReply)).found
+        answers = self._connection.ask_abort(request_id)
+        replies = [await self._final(one, AbortReply) for one in answers]
+        return any(reply.found for reply in replies)
 
     async def tokenize(self, prompt: str | list[int] | None = None, **fields: Any) -> TokenizeReply:
         """Return the token ids of a prompt. `fields`: as in TokenizePromptRequest."""
@@ -222,7 +224,9 @@ class AsyncClient:
         return self._connection.ask(question)
 
     async def _wait_for(self, question: Request, kind: type[Kind]) -> Kind:
-        answer = self.ask(question)
+        return await self._final(self.ask(question), kind)
+
+    async def _final(self, answer: Answer, kind: type[Kind]) -> Kind:
         while not answer.final:
             await self.change(answer)
         return expect(answer, kind)

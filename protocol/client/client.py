@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import zmq
 
-from penstock.protocol.client.answers import answer_requests
+from penstock.protocol.client.answers import ask_n
 from penstock.protocol.client.connection import DEFAULT_ENDPOINT, Connection, Kind, expect
 from penstock.protocol.client.errors import NoAnswer
 from penstock.protocol.client.scoring import result_of
@@ -125,10 +125,10 @@ class Client:
     def submit_n(self, prompt: str | list[int] | None = None, **fields: Any) -> list[Stream]:
         """Send a request for each of the `n` answers to a prompt. Raises RequestError.
 
-        Answers end, fail and are aborted one by one.
+        Answers end and fail one by one. `abort` of the given `request_id` ends all of them.
         """
-        requests = answer_requests(GenerateRequest(prompt=prompt, **fields))
-        return [Stream(self, self.ask(one)) for one in requests]
+        answers = ask_n(GenerateRequest(prompt=prompt, **fields), self.ask)
+        return [Stream(self, one) for one in answers]
 
     def generate_n(
         self, prompt: str | list[int] | None = None, **fields: Any
@@ -153,7 +153,9 @@ class Client:
 
     def abort(self, request_id: str) -> bool:
         """End a request early. Return False if no such request is running."""
-        return self._ask(AbortRequest(request_id=request_id), AbortReply).found
+        answers = self._connection.ask_abort(request_id)
+        replies = [self.wait_for(one, AbortReply) for one in answers]
+        return any(reply.found for reply in replies)
 
     def tokenize(self, prompt: str | None = None, **fields: Any) -> TokenizeReply:
         """Return the token ids of a prompt. `fields`: as in TokenizePromptRequest."""

@@ -123,6 +123,10 @@ class Connection:
         self.take()  # ZeroMQ signals changes, and the send may have swallowed one
         return answer
 
+    def ask_abort(self, request_id: str) -> list[Answer]:
+        """Send what ends a request early, or all answers to a prompt."""
+        return [self.ask(one) for one in self._session.aborts(request_id)]
+
     def check_open(self) -> None:
         """Raise ClientError after `leave`."""
         if self.socket.closed:

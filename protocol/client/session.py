@@ -18,6 +18,7 @@ import msgspec
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.client import (
     AbortReply,
+    AbortRequest,
     DetokenizeReply,
     ErrorReply,
     GenerateReply,
@@ -58,6 +59,8 @@ class Answer:
         self.number = number
         self._frame = MSGPACK.encode(question)
         self.final: Final | None = None
+        self.prompt_id: str | None = None
+        """of several answers to a prompt: the `request_id` that was given for all"""
         self.on_change: Callable[[], None] = lambda: None
         self._waiting: deque[TextDelta] = deque()
         """what has arrived and is not taken, as few pieces"""
@@ -213,6 +216,11 @@ class Session:
     def unanswered(self) -> list[Answer]:
         """Return the questions to send on a new connection, oldest first."""
         return list(self._answers.values())
+
+    def aborts(self, request_id: str) -> list[AbortRequest]:
+        """Return the requests that abort one request, or the open answers of several."""
+        several = [one.request_id for one in self._answers.values() if one.prompt_id == request_id]
+        return [AbortRequest(request_id=one) for one in several or [request_id]]
 
     def receive(self, frames: list[bytes]) -> None:
         number, frame = split_reply(frames)

@@ -14,6 +14,7 @@ from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.client import (
+    AbortReply,
     AbortRequest,
     ErrorReply,
     GenerateRequest,
@@ -155,3 +156,32 @@ def test_unanswered_ones_go_to_the_next_gateway(endpoint: str) -> None:
         with gateway(endpoint, rest) as new:
             assert [one.result().text for one in streams] == ["old", "new", "new"]
     assert new.heard == old.heard[1:]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_abort_by_the_given_id_aborts_all_answers(endpoint: str, is_async: bool) -> None:
+    """It aborts no other request, whatever its id."""
+    fields: dict[str, Any] = {"n": 3, "request_id": "r"}
+
+    def end_aborted(request: Request) -> list[Reply]:
+        if isinstance(request, AbortRequest):
+            return [AbortReply(request_id=request.request_id, found=request.request_id != "r-1")]
+        return []
+
+    async def abort() -> list[bool]:
+        async with AsyncClient(endpoint) as client:
+            client.submit("p", request_id="r-3")
+            client.submit_n("p", **fields)
+            return [await client.abort("r"), await client.abort("r-1")]
+
+    with gateway(endpoint, end_aborted) as one:
+        if is_async:
+            found = asyncio.run(abort())
+        else:
+            with Client(endpoint, timeout=5) as client:
+                client.submit("p", request_id="r-3")
+                client.submit_n("p", **fields)
+                found = [client.abort("r"), client.abort("r-1")]
+        aborted = [other.request_id for other in one.heard if isinstance(other, AbortRequest)]
+    assert found == [True, False]
+    assert sorted(aborted) == ["r-0", "r-1", "r-1", "r-2"]
