@@ -136,17 +136,6 @@ def test_what_is_not_http_is_an_error_in_json(serve: Serve, connect: Connect) ->
     assert msgspec.json.decode(body)["error"]["message"] == WRONG
 
 
-@pytest.mark.parametrize("header", [b"", b"Host: a\r\nhost: a\r\n", b"Upgrade: h2c\r\n"])
-def test_a_request_has_one_host(serve: Serve, connect: Connect, header: bytes) -> None:
-    """Of HTTP/1.0 it needs none."""
-    served = serve()
-    new, old = connect(served), connect(served)
-    new.sendall(b"GET /version HTTP/1.1\r\n" + header + b"\r\n")
-    assert rest(new).startswith(b"HTTP/1.1 400 ")
-    old.sendall(b"GET /version HTTP/1.0\r\n\r\n")
-    assert rest(old).startswith(b"HTTP/1.1 200 ")
-
-
 def test_a_chunk_that_is_not_one_is_a_400(serve: Serve, connect: Connect) -> None:
     connection = connect(serve(api_key="key"))
     connection.sendall(CHUNKED + b"5\r\nabcde\r\nzz\r\n")

@@ -1,4 +1,4 @@
-"""Requests with a header `Upgrade`, to a proxy, or of HTTP/1.0."""
+"""Requests with a header `Upgrade`, without `Host`, to a proxy, or of HTTP/1.0."""
 
 import json
 
@@ -34,6 +34,17 @@ def test_a_request_to_a_proxy_is_refused(serve: Serve, connect: Connect) -> None
     connection = connect(serve())
     connection.sendall(b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert rest(connection).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("header", [b"", b"Host: a\r\nhost: a\r\n", b"Upgrade: h2c\r\n"])
+def test_a_request_has_one_host(serve: Serve, connect: Connect, header: bytes) -> None:
+    """Of HTTP/1.0 it needs none."""
+    served = serve()
+    new, old = connect(served), connect(served)
+    new.sendall(b"GET /version HTTP/1.1\r\n" + header + b"\r\n")
+    assert rest(new).startswith(b"HTTP/1.1 400 ")
+    old.sendall(b"GET /version HTTP/1.0\r\n\r\n")
+    assert rest(old).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
