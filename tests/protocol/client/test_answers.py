@@ -160,7 +160,7 @@ def test_unanswered_ones_go_to_the_next_gateway(endpoint: str) -> None:
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_an_abort_by_the_given_id_aborts_all_answers(endpoint: str, is_async: bool) -> None:
-    """It aborts no other request, whatever its id."""
+    """No other request is aborted, whatever its id."""
     fields: dict[str, Any] = {"n": 3, "request_id": "r"}
 
     def end_aborted(request: Request) -> list[Reply]:

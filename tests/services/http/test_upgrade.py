@@ -38,7 +38,7 @@ def test_a_request_to_a_proxy_is_refused(serve: Serve, connect: Connect) -> None
 
 @pytest.mark.parametrize("header", [b"", b"Host: a\r\nhost: a\r\n", b"Upgrade: h2c\r\n"])
 def test_a_request_has_one_host(serve: Serve, connect: Connect, header: bytes) -> None:
-    """Of HTTP/1.0 it needs none."""
+    """A request of HTTP/1.0 needs no host."""
     served = serve()
     new, old = connect(served), connect(served)
     new.sendall(b"GET /version HTTP/1.1\r\n" + header + b"\r\n")
