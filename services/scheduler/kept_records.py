@@ -16,7 +16,7 @@ from penstock.services.scheduler.block_records import (
 )
 from penstock.services.scheduler.folder_index import FolderIndex
 from penstock.services.scheduler.offload_index import OffloadIndex
-from penstock.services.scheduler.scheduler import Scheduler
+from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from penstock.services.scheduler.workers import WorkerGroup
 
 log = logging.getLogger(__name__)
@@ -34,14 +34,14 @@ def make_block_manager(
 
 def make_scheduler(
     config: Config, model: ModelConfig, replica: int, group: WorkerGroup
-) -> Scheduler:
+) -> RecoverableScheduler:
     """Return a scheduler for a group that is ready, with what its predecessor has recorded."""
     size = group.num_blocks, group.block_size
     hash_bytes = PREFIX_HASH_BYTES if config.kv_offload_gib else HASH_BYTES
     records = open_records(f"blocks.{replica}", *size, group.memory, hash_bytes)
     blocks = make_block_manager(config, *size, records)
     length = model.context(config.max_model_len)
-    return Scheduler(config, length, blocks, group.epoch)
+    return RecoverableScheduler(config, length, blocks, group.epoch)
 
 
 def open_records(
@@ -65,7 +65,9 @@ def open_records(
     return records
 
 
-def use_host_tier(scheduler: Scheduler, config: Config, replica: int, group: WorkerGroup) -> None:
+def use_host_tier(
+    scheduler: RecoverableScheduler, config: Config, replica: int, group: WorkerGroup
+) -> None:
     """Use the host tier of a group that is ready, if all of its workers have one by now."""
     num_slots, memory = group.host_tier
     offload, pool = scheduler.offload, scheduler.block_manager.pool

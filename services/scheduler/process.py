@@ -28,13 +28,13 @@ from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.peers import refusal
 from penstock.protocol.transport.process import Process, first_number
 from penstock.services.scheduler import poison, report
+from penstock.services.scheduler.detokenizer_recovery import RecoverableStreams
 from penstock.services.scheduler.in_flight_plan import PlanDepth
 from penstock.services.scheduler.kept_records import make_scheduler, use_host_tier
 from penstock.services.scheduler.lease import Lease
-from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import CannotFitError, Sequence
-from penstock.services.scheduler.streams import Streams
 from penstock.services.scheduler.worker_exits import WorkerExits
+from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from penstock.services.scheduler.workers import NO_GROUP, WorkerGroup, WorkerMessage
 
 
@@ -46,12 +46,12 @@ class SchedulerProcess:
         self.epoch = first_number(process.incarnation)
         self.model = read_model_config(self.config.model_folder)
         self.eos_token_ids = frozenset(read_eos_token_ids(self.config.model_folder))
-        self.scheduler: Scheduler | None = None
+        self.scheduler: RecoverableScheduler | None = None
         self.plan_depth = PlanDepth(self.config.num_plans_in_flight)
         self.replica = process.replica
         node, sizes = process.context.node_id, (self.config.tp, self.config.spare_workers)
         self.group = WorkerGroup(*sizes, self.replica, node, self.epoch + 1)
-        self.streams = Streams(self.epoch)
+        self.streams = RecoverableStreams(self.epoch)
         self.requests: dict[str, Sequence] = {}
         """requests that the gateway has not released; they are queued once there is a scheduler"""
         self.lease = Lease(self.config.lease_timeout)
@@ -118,7 +118,7 @@ class SchedulerProcess:
         if self.scheduler:
             self.queue(sequence, self.scheduler)
 
-    def queue(self, sequence: Sequence, scheduler: Scheduler) -> None:
+    def queue(self, sequence: Sequence, scheduler: RecoverableScheduler) -> None:
         """Pass a request on to the scheduler, unless it can't be served."""
         try:
             sequence.check(self.model.vocab_size)

@@ -8,12 +8,13 @@ from penstock.protocol.transport.channel import traffic
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.streams import Streams
+from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from penstock.services.scheduler.workers import WorkerGroup
 
 
 def fill_status(
     status: SchedulerStatus,
-    scheduler: Scheduler | None,
+    scheduler: RecoverableScheduler | None,
     group: WorkerGroup,
     streams: Streams,
 ) -> None:

@@ -52,7 +52,8 @@ class Sequence:
 
     Besides its own methods, these classes write its fields (a test compares):
 
-    - `RunningBatch`: status, finish_reason, slot, last_step, num_lost_tokens, num_preemptions
+    - `RunningBatch`: status, finish_reason, slot, num_lost_tokens, num_preemptions
+    - `RecoverableScheduler`: status, slot, last_step
     - `Scheduler`: status, token_ids, last_step, num_deaths, num_planned_tokens,
       num_computed_tokens
     - `BlockManager`: block_table, num_prefill_tokens, num_planned_tokens, num_computed_tokens,
@@ -60,6 +61,7 @@ class Sequence:
     - `NgramProposer`: speculation, num_planned_tokens, last_step
     - `WaitingQueue`: admission
     - `Streams`: detokenizer, stream_id
+    - `RecoverableStreams`: detokenizer
     - `SchedulerProcess`: attempt
     - `Poison`: num_deaths
     - `poison`: num_deaths

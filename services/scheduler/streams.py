@@ -1,24 +1,73 @@
-"""The streams of sequences: the detokenizer of each, also after a detokenizer is lost."""
+"""The streams of sequences: the detokenizer of each, and its next message."""
 
 from collections.abc import Iterable, Iterator
 
-from penstock.protocol.messages.detokenizer import StepTokens
-from penstock.protocol.transport.peers import Peers, predecessors
+from penstock.protocol.messages.client import FinishReason
+from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
+from penstock.protocol.messages.logprobs import PackedLogprobs
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.transport.peers import Peers
 from penstock.services.scheduler.in_flight_plan import StepOutput
-from penstock.services.scheduler.outbox import Outbox, opened_stream
 from penstock.services.scheduler.poison import DetokenizerTrials
 from penstock.services.scheduler.sequence import Sequence
 
-MAX_SILENT = 16
-"""detokenizers, the newest, whose streams are remembered: not each one has a successor"""
+MAX_CHARACTER_TOKENS = 4
+"""a character has at most 4 bytes, and a token at least one"""
+
+
+class Outbox:
+    """The next message for one detokenizer, while it is built."""
+
+    def __init__(self) -> None:
+        self._num_taken = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.opened: dict[int, StreamOpened] = {}
+        self.stream_ids: list[int] = []
+        self.token_ids: list[int] = []
+        self.finished: list[tuple[int, FinishReason]] = []
+        self.closed: list[int] = []
+        self.logprobs: list[tuple[int, PackedLogprobs]] = []
+
+    def close(self, stream_id: int) -> None:
+        """Close a stream; one that this message would open is left out."""
+        if self.opened.pop(stream_id, None) is None:
+            self.closed.append(stream_id)
+
+    def take_alone(self, epoch: int, sequences: list[Sequence]) -> StepTokens:
+        """Return a message that opens only these streams and must be confirmed."""
+        self._num_taken += 1
+        return StepTokens(
+            epoch, [_opened(one) for one in sequences], number=self._num_taken, confirm=True
+        )
+
+    def take(self, epoch: int, confirm: bool = False) -> StepTokens | None:
+        """Return the message made since the last call; None if it is empty."""
+        has_content = self.opened or self.stream_ids or self.finished or self.closed
+        if not (has_content or confirm):
+            return None
+        self._num_taken += 1
+        delta = StepTokens(
+            epoch,
+            list(self.opened.values()),
+            pack(self.stream_ids),
+            pack(self.token_ids),
+            self.finished,
+            self.closed,
+            self.logprobs,
+            self._num_taken,
+            confirm,
+        )
+        self._clear()
+        return delta
 
 
 class Streams:
     """The detokenizer of every sequence: the least loaded one, until it leaves or another comes.
 
     A sequence can move at any time: its text follows from its tokens, and the gateway drops what it
-    has already. A stream is opened with its first token. `poison` has the rules of trials, in which
-    the streams of a dead detokenizer are tried.
+    has already. A stream is opened with its first token.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -32,12 +81,9 @@ class Streams:
         self._trials = DetokenizerTrials()
         self._trial: tuple[bytes, StepTokens] | None = None
         """the next message of a trial, and its detokenizer"""
-        self._silent: dict[bytes, tuple[bool, dict[int, Sequence]]] = {}
-        """by detokenizer: whether its streams were a trial's, and these streams"""
 
     def alive(self, identity: bytes, name: str) -> bool:
         """Note a heartbeat. Return whether it is the first one, which registers the detokenizer."""
-        self._silent.pop(identity, None)
         if not self.detokenizers.alive(identity, name):
             return False
         self._outboxes[identity] = Outbox()
@@ -83,7 +129,7 @@ class Streams:
 
     def _open(self, sequence: Sequence, outbox: Outbox) -> None:
         self._unopened.discard(sequence.stream_id)
-        outbox.opened[sequence.stream_id] = opened_stream(sequence)
+        outbox.opened[sequence.stream_id] = _opened(sequence)
 
     def _rebalance(self) -> None:
         """Move sequences from detokenizers that have more than their share."""
@@ -137,89 +183,27 @@ class Streams:
             assert message  # noqa: S101
             self._trial = peer.identity, message
 
-    # ---- lost detokenizers -------------------------------------------------------------------
 
-    def predecessors(self, identity: bytes) -> list[bytes]:
-        """Return earlier incarnations of a detokenizer that registered: they have died."""
-        return predecessors(identity, [*self._outboxes, *self._silent])
-
-    def lose_silent(self) -> list[bytes]:
-        """Move the sequences of detokenizers that missed heartbeats; called at each heartbeat."""
-        trials, silent = self._trials, self.detokenizers.silent()
-        for identity in silent:
-            is_trial = identity == trials.at and bool(trials.batch) and not self._trial
-            had = self.detokenizers.get(identity).work.values()  # type: ignore[union-attr]
-            work = trials.batch if is_trial else had
-            opened = {one.stream_id: one for one in work if one.stream_id not in self._unopened}
-            self.lost(identity)
-            self._silent[identity] = is_trial, opened
-        while len(self._silent) > MAX_SILENT:
-            del self._silent[next(iter(self._silent))]
-        return silent
-
-    def _blame(self, identity: bytes) -> tuple[list[Sequence], list[Sequence]]:
-        """Try the streams with which a detokenizer fell silent that died. Return as `lost`."""
-        is_trial, opened = self._silent.pop(identity)
-        suspects = [one for stream_id, one in opened.items() if self._is_open(one, stream_id)]
-        if is_trial:
-            return suspects, self._trials.blame(suspects)
-        for sequence in suspects:
-            if not self._trials.has(sequence):
-                self.close(sequence)
-                sequence.detokenizer = None
-                self._number(sequence)  # its detokenizer may get the trial before the closing
-                self._trials.add([sequence])
-        return suspects, []
-
-    def _is_open(self, sequence: Sequence, stream_id: int) -> bool:
-        peer = self.detokenizers.get(sequence.detokenizer)
-        has_peer = peer is not None and stream_id in peer.work
-        is_open = has_peer or stream_id in self._unassigned or self._trials.has(sequence)
-        return is_open and sequence.stream_id == stream_id
-
-    def lost(
-        self, identity: bytes, has_died: bool = False
-    ) -> tuple[list[Sequence], list[Sequence]]:
-        """Move the sequences of a detokenizer to others, with all their tokens.
-
-        If it `has_died`, suspects are tried first. Return the suspects, and those of them that are
-        given up, which have no detokenizer.
-        """
-        if identity in self._silent:
-            return self._blame(identity)
-        self._outboxes.pop(identity, None)
-        lost = self.detokenizers.lost(identity)
-        trials = self._trials
-        is_tried = identity == trials.at
-        suspects = [one for one in lost if has_died and one.stream_id not in self._unopened]
-        given_up: list[Sequence] = []
-        if is_tried and has_died and trials.batch and not self._trial:
-            suspects, given_up = trials.batch, trials.failed()
-        elif is_tried:  # it has not received the trial
-            trials.add(trials.batch)
-            trials.at, trials.batch = b"", []
-            trials.add(suspects)
-        else:
-            trials.add(suspects)
-        if is_tried:
-            self._trial = None
-        for sequence in suspects:
-            sequence.detokenizer = None
-        gone = {one.stream_id for one in given_up} | trials.waiting.keys()
-        self._assign(one for one in lost if one.stream_id not in gone)
-        return suspects, given_up
-
-    def confirmed(self, identity: bytes) -> None:
-        """Note a confirmation of a detokenizer: a trial begins, or has passed."""
-        trials, outbox = self._trials, self._outboxes.get(identity)
-        if identity != trials.at or outbox is None:
-            return
-        if trials.batch or not trials.waiting:
-            trials.passed()
-            return
-        batch = trials.next_batch()
-        peer = self.detokenizers.get(identity)
-        for sequence in batch:
-            sequence.detokenizer = identity
-            peer.work[sequence.stream_id] = sequence  # type: ignore[union-attr]
-        self._trial = identity, outbox.take_alone(self._epoch, batch)
+def _opened(sequence: Sequence) -> StreamOpened:
+    end, sampling = sequence.num_prompt_tokens, sequence.sampling
+    stop = sampling.stop or []
+    return StreamOpened(
+        stream_id=sequence.stream_id,
+        request_id=sequence.request_id,
+        attempt=sequence.attempt,
+        prompt_tail=pack(sequence.token_ids[max(0, end - MAX_CHARACTER_TOKENS) : end]),
+        output_token_ids=pack(sequence.output_token_ids),
+        stop=[stop] if isinstance(stop, str) else stop,
+        stop_token_ids=sorted(sequence.stop_token_ids),
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
+        skip_special_tokens=sampling.skip_special_tokens,
+        min_tokens=sampling.min_tokens,
+        logprobs=None if sequence.logprobs is None else list(sequence.logprobs),  # a copy: it grows
+        prompt_logprobs=None if sequence.needs_prompt_logprobs else sequence.prompt_logprobs,
+        prompt_tokens=end,
+        cached_tokens=sequence.num_cached_tokens,
+        starts_reasoning=sequence.reasoning == "open",
+        phase_seconds=sequence.phase_seconds(),
+        finish_reason=sequence.finish_reason,
+        pooled=sequence.pooled,
+    )

@@ -20,8 +20,8 @@ from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.worker import CopyBlocks, FolderRequest
 from penstock.services.scheduler.folder_index import FolderIndex
 from penstock.services.scheduler.offload_index import OffloadIndex
-from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence
+from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from tests.engine import Engine
 from tests.gpu.direct import offline_requests
 
@@ -29,12 +29,12 @@ from tests.gpu.direct import offline_requests
 class TierEngine(Engine):
     """An engine whose scheduler and worker have tiers."""
 
-    scheduler: Scheduler
+    scheduler: RecoverableScheduler
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         blocks, length = self.scheduler.block_manager, self.model.context(config.max_model_len)
-        self.scheduler = Scheduler(config, length, blocks)
+        self.scheduler = RecoverableScheduler(config, length, blocks)
         self.news = threading.Event()
         self.config, self.num_files = config, 0
         if (offload := self.runner.offload) and offload.folder:

@@ -18,7 +18,7 @@ from penstock.protocol.transport.context import Context, Endpoints
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.process import SchedulerProcess
-from penstock.services.scheduler.scheduler import Scheduler
+from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from tests.search import scaled
 from tests.services.scheduler.processes import INCARNATION, NUM_BLOCKS, Gateway
 
@@ -77,5 +77,7 @@ def process(fresh: SchedulerProcess) -> SchedulerProcess:
     return fresh
 
 
-def make_scheduler(process: SchedulerProcess) -> Scheduler:
-    return Scheduler(process.config, 100, BlockManager(BlockPool(NUM_BLOCKS), 4, 0, True))
+def make_scheduler(process: SchedulerProcess) -> RecoverableScheduler:
+    return RecoverableScheduler(
+        process.config, 100, BlockManager(BlockPool(NUM_BLOCKS), 4, 0, True)
+    )

@@ -3,9 +3,9 @@
 from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
 from penstock.protocol.messages.logprobs import PackedLogprobs
 from penstock.protocol.messages.packed import pack, unpack
+from penstock.services.scheduler.detokenizer_recovery import RecoverableStreams
 from penstock.services.scheduler.in_flight_plan import StepOutput
 from penstock.services.scheduler.sequence import Sequence
-from penstock.services.scheduler.streams import Streams
 from tests.services.scheduler.builders import make_sequence
 
 
@@ -48,7 +48,7 @@ class Desk:
     """`Streams` and its readers; messages arrive when `deliver` is called."""
 
     def __init__(self, *readers: str) -> None:
-        self.streams = Streams(epoch=7)
+        self.streams = RecoverableStreams(epoch=7)
         self.readers: dict[bytes, Reader] = {}
         for name in readers:
             self.come(name)

@@ -12,7 +12,7 @@ from penstock.services.scheduler.block_records import (
 )
 from penstock.services.scheduler.folder_index import FolderIndex
 from penstock.services.scheduler.offload_index import OffloadIndex
-from penstock.services.scheduler.scheduler import Scheduler
+from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from tests.services.scheduler.mortal_records import Life, MortalRecords
 
 Hash = Callable[[bytes, bytes], bytes]
@@ -37,7 +37,7 @@ class KeptTables:
         records.begin(kv)
         return BlockPool(self._of_blocks[0], self.hash_block, records)
 
-    def use_host(self, scheduler: Scheduler, kv: int, life: Life) -> None:
+    def use_host(self, scheduler: RecoverableScheduler, kv: int, life: Life) -> None:
         """Let a scheduler use the host tier of its workers, which is as old as their blocks."""
         if not self._num_slots or not self._config.enable_prefix_caching:
             return

@@ -4,7 +4,7 @@ from collections import deque
 
 from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.worker import CopyBlocks, FolderReport, FolderRequest
-from penstock.services.scheduler.scheduler import Scheduler
+from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from tests.services.scheduler.packed_plans import pairs
 
 Cells = list[int | None]
@@ -78,13 +78,13 @@ class ReferenceHost:
             self.files[hash_] = self.slots[slot]
             self._added.append(hash_)
 
-    def take_request(self, scheduler: Scheduler) -> None:
+    def take_request(self, scheduler: RecoverableScheduler) -> None:
         """Take what the scheduler sends after a plan, or without one."""
         offload = scheduler.block_manager.pool.offload
         if offload and (request := offload.take_request(scheduler.epoch)):
             self.requests.append(request)
 
-    def answer(self, scheduler: Scheduler, fails: bool) -> bool:
+    def answer(self, scheduler: RecoverableScheduler, fails: bool) -> bool:
         """Do what the oldest request says, if any; fails: every other file is damaged."""
         if not self.requests and not self._added:
             return False

@@ -14,8 +14,8 @@ from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
 from penstock.services.scheduler.block_records import hash_block
 from penstock.services.scheduler.in_flight_plan import StepOutput
-from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence, Status
+from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from tests.services.scheduler.builders import make_sequence
 from tests.services.scheduler.invariants import (
     check_blocks,
@@ -33,7 +33,7 @@ from tests.services.scheduler.reference import (
 
 
 class Simulation:
-    """Scheduler and worker without sockets. Each move checks the invariants after it.
+    """RecoverableScheduler and worker without sockets. Each move checks the invariants after it.
 
     The tokens of a step come only when `num_ahead` later plans are there: a worker launches one
     more before it waits.
@@ -94,12 +94,12 @@ class Simulation:
         worker.host.slots *= self.num_host_slots
         return worker
 
-    def _new_scheduler(self, epoch: int) -> Scheduler:
+    def _new_scheduler(self, epoch: int) -> RecoverableScheduler:
         self.life = Life()
         block_size, caching = self.config.block_size, self.config.enable_prefix_caching
         pool = self.kept.pool(self.kv, self.life)
         blocks = BlockManager(pool, block_size, self.num_watermark_blocks, caching)
-        scheduler = Scheduler(self.config, self.limit, blocks, epoch)
+        scheduler = RecoverableScheduler(self.config, self.limit, blocks, epoch)
         self.kept.use_host(scheduler, self.kv, self.life)
         return scheduler
 

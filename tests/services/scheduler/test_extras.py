@@ -10,8 +10,8 @@ from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.scheduler.in_flight_plan import row_of
-from penstock.services.scheduler.outbox import opened_stream
 from penstock.services.scheduler.sequence import CannotFitError, Sequence
+from penstock.services.scheduler.streams import _opened
 from tests.services.scheduler.builders import long_prompt, make_sequence
 from tests.services.scheduler.reference import EOS, logprobs_at
 from tests.services.scheduler.simulation import Simulation
@@ -186,7 +186,4 @@ def test_a_grammar_knows_how_its_answer_begins() -> None:
     plain = make_sequence()
     plain.reasoning = "open"
     assert row_of(plain).extras is None
-    assert [opened_stream(one).starts_reasoning for one in (plain, make_sequence())] == [
-        True,
-        False,
-    ]
+    assert [_opened(one).starts_reasoning for one in (plain, make_sequence())] == [True, False]

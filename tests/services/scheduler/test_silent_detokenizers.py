@@ -7,9 +7,9 @@ import pytest
 from penstock.protocol.messages.registration import Heartbeat
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
 from penstock.protocol.transport.process import Identity
+from penstock.services.scheduler.detokenizer_recovery import MAX_SILENT
 from penstock.services.scheduler.poison import MAX_DETOKENIZER_DEATHS, Poison
 from penstock.services.scheduler.process import SchedulerProcess
-from penstock.services.scheduler.streams import MAX_SILENT
 from tests.services.scheduler.desk import Reader
 from tests.services.scheduler.processes import Gateway, Reports, opened, request, step
 from tests.services.scheduler.test_trials import Hall, started
