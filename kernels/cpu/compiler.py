@@ -69,7 +69,7 @@ def host() -> Target:
 def target(name: str, features: str, has_wide_registers: bool) -> Target:
     """Return a CPU with 32 registers of 16 float32, or with 16 registers of 8."""
     if has_wide_registers:
-        return Target(name, f"{features},-prefer-256-bit", 16, 4)
+        return Target(name, f"{features},-prefer-256-bit", 16, 6)
     return Target(name, features, 8, 3)
 
 

@@ -121,6 +121,6 @@ class Kernel:
         whole = end - rest
         with self.range(begin, whole, most) as first:
             tile(first, most)
-        for number in (2, 1):
+        for number in (size for size in (4, 2, 1) if size < most):
             with self.when(rest % (2 * number) >= number):
                 tile(whole + (rest - rest % (2 * number)), number)

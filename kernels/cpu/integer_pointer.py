@@ -31,6 +31,7 @@ class IntegerPointer:
         self.kind = kind
         self.codes, self._scales = codes, scales
         self._stride = 2 if kind.has_shift else 1
+        self.bits = kind.bits
 
     def __add__(self, columns: "Value | int") -> "IntegerPointer":
         """Return a later unit; columns: a multiple of UNIT, from the begin of a group."""

@@ -12,7 +12,7 @@ from llvmlite import ir
 
 from penstock.kernels.cpu.compiler import Target
 from penstock.kernels.cpu.emitter import Kernel
-from penstock.kernels.cpu.integer_pointer import Kind, element, name_of
+from penstock.kernels.cpu.integer_pointer import IntegerKind, Kind, element, name_of
 from penstock.kernels.cpu.llvm_attention import KEYS, emit_attention
 from penstock.kernels.cpu.llvm_barrier import emit_barrier
 from penstock.kernels.cpu.llvm_elementwise import (
@@ -27,6 +27,7 @@ from penstock.kernels.cpu.llvm_linear import (
     COLUMNS,
     STORE,
     SWIGLU,
+    emit_deinterleaving,
     emit_product,
 )
 from penstock.kernels.cpu.types import LAYER, HeadFields, StepFields
@@ -95,13 +96,17 @@ def build_module(target: Target, kinds: Kinds, head_dim: int, group: int) -> ir.
 
 
 def _product(module: ir.Module, target: Target, kind: Kind) -> Kernel:
-    rounding = None
-    if not isinstance(kind, str):
-        rounding = Kernel(module, f"rounding_{name_of(kind)}", "f32 int f32")
-        emit_rounding(rounding, target, kind)
+    preparation = None
+    if isinstance(kind, IntegerKind):
+        preparation = Kernel(module, f"rounding_{name_of(kind)}", "f32 int f32")
+        emit_rounding(preparation, target, kind)
+    elif kind == "bf16":
+        preparation = Kernel(module, "deinterleaving", "f32 int f32")
+        emit_deinterleaving(preparation, target)
+        preparation.end()
     arguments = f"int f32 {element(kind)} f32 int int int int int f32 f32"
     product = Kernel(module, f"product_{name_of(kind)}", arguments)
-    emit_product(product, target, kind, rounding)
+    emit_product(product, target, kind, preparation)
     product.end()
     return product
 

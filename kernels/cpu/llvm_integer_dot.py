@@ -26,6 +26,8 @@ SUMS, SCALES, SHIFTED = PART, 2 * PART, 3 * PART
 """words of a unit before a part"""
 MAX_UNIT_WORDS = 4 * PART
 MAX_CODE = 127
+MAX_ROWS = 4
+"""of a tile; more would leave too few registers for codes and scales"""
 UNROLLED = 4
 """units of a turn of a loop with few sums"""
 

@@ -9,9 +9,19 @@ INT64, INT32, INT16, INT8, INT1 = (ir.IntType(bits) for bits in (64, 32, 16, 8, 
 FLOAT = ir.FloatType()
 POINTER = ir.PointerType()
 HALF = ir.HalfType()
-KINDS = {"f32": FLOAT, "bf16": INT16, "f16": INT16, "i8": INT8, "i32": INT32, "i64": INT64}
+KINDS = {
+    "f32": FLOAT,
+    "bf16": INT16,
+    "f16": INT16,
+    "i16": INT16,
+    "i8": INT8,
+    "i32": INT32,
+    "i64": INT64,
+}
+HIGH_HALF = -(1 << 16)
+"""of an int32"""
 PREFETCH = "llvm.prefetch.p0"
-BYTES = {"f32": 4, "bf16": 2, "f16": 2, "i8": 1, "i32": 4, "i64": 8}
+BYTES = {"f32": 4, "bf16": 2, "f16": 2, "i16": 2, "i8": 1, "i32": 4, "i64": 8}
 
 
 class Value:
@@ -193,6 +203,11 @@ class Pointer:
         moved = self._builder.gep(self.raw, [where], source_etype=KINDS[self.kind])
         return Pointer(self._builder, moved, self.kind)
 
+    @property
+    def bits(self) -> int:
+        """Return the size of an element."""
+        return 8 * BYTES[self.kind]
+
     def __getitem__(self, index: "Value | int") -> Value:
         raw = self._builder.load((self + index).raw, typ=KINDS[self.kind], align=BYTES[self.kind])
         if self.kind == "i32":
@@ -222,6 +237,17 @@ class Pointer:
             return Value(self._builder, raw)
         wide = Value(self._builder, self._builder.zext(raw, ir.VectorType(INT32, size)))
         return wide.shift_left(16).bits(FLOAT)
+
+    def halves(
+        self, index: "Value | int", size: int, count: "Value | None" = None
+    ) -> tuple[Value, Value]:
+        """Return bfloat16 from here on as two vectors of `size` lanes: even, then odd elements.
+
+        One read and two instructions widen both. count: as in `vector`.
+        """
+        raw = Pointer(self._builder, self.raw, "i16").vector(index, 2 * size, count)
+        both = raw.bits(INT32, size)
+        return both.shift_left(16).bits(FLOAT), (both & HIGH_HALF).bits(FLOAT)
 
     def prefetch(self, index: "Value | int" = 0) -> None:
         """Start to read the cache line of an element, which may lie outside of the array.
