@@ -103,6 +103,7 @@ class _Row:
         if not matcher.is_stopped():
             return matcher.is_accepting()
         reason = matcher.get_error().removesuffix("<non-verbose/>").strip()
+        reason = reason.replace("NoExtensionBias", "no text matches it; does it refer to itself?")
         self.end(f"structured_outputs: the grammar failed: {reason}" if matcher.is_error() else "")
         return True
 

@@ -151,7 +151,7 @@ def test_rows_go_on_side_by_side(grammars: Grammars) -> None:
         ({"regex": "(?=a)a"}, "look-ahead"),
         ({"grammar": '{"grammars": [{"lark_grammar": "start: /a/"}]}'}, "expecting rule"),
         ({"grammar": "start: a"}, 'unknown name: "a"'),
-        ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "NoExtension"),
+        ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "no text matches"),
         ({"regex": "(a{1000}){1000}"}, "too many expressions"),
     ],
 )
