@@ -7,6 +7,7 @@ import msgspec
 
 from penstock.launch.pipeline.control_client import list_processes
 from penstock.launch.pipeline.options import add_name, name_of
+from penstock.launch.pipeline.procfile import stem_of
 from penstock.launch.pipeline.run_folder import model_name, running_config
 from penstock.launch.supervisor.logs import at_node
 from penstock.protocol.client.client import Client
@@ -61,22 +62,28 @@ def as_text(status: dict[str, Any]) -> str:
         [
             f"{config.name}: {state}, {model_name(config)} on {config.endpoint}",
             "",
-            *_process_lines(status["processes"], _num_requests(config, gateway)),
+            *_process_lines(status["processes"], _loads(config, gateway, status["processes"])),
             *_model_lines(gateway),
         ]
     )
 
 
-def _num_requests(config: Config, gateway: StatusReply | None) -> dict[str, int]:
+def _loads(
+    config: Config, gateway: StatusReply | None, processes: list[ProcessStatus]
+) -> dict[str, int | str]:
+    """Return the requests that processes have, by name, and which workers are spare."""
     if gateway is None:
         return {}
-    numbers = {"gateway.1": gateway.num_requests, **gateway.tokenizers}
+    loads: dict[str, int | str] = {"gateway.1": gateway.num_requests, **gateway.tokenizers}
     for its, model in zip(config.by_model(), gateway.by_model, strict=True):
         for one in model.schedulers:
             name = f"{its.prefix}scheduler.{1 + one.replica}"
-            numbers[name] = one.num_waiting + one.num_running
-        numbers |= model.scheduler.detokenizers if model.scheduler else {}
-    return numbers
+            loads[name] = one.num_waiting + one.num_running
+        if model.scheduler and model.ready:
+            workers = [one.name for one in processes if stem_of(one.name) == f"{its.prefix}worker"]
+            loads |= dict.fromkeys(set(workers).difference(model.scheduler.workers), "spare")
+        loads |= model.scheduler.detokenizers if model.scheduler else {}
+    return loads
 
 
 def _model_lines(gateway: StatusReply | None) -> list[str]:
@@ -91,14 +98,14 @@ def _model_lines(gateway: StatusReply | None) -> list[str]:
     return lines
 
 
-def _process_lines(processes: list[ProcessStatus], num_requests: dict[str, int]) -> list[str]:
+def _process_lines(processes: list[ProcessStatus], loads: dict[str, int | str]) -> list[str]:
     labels = [at_node(one.name, one.node) for one in processes]
     width = max([15, *map(len, labels)])
     lines = [f"{'process':<{width}} {'pid':>8} {'uptime':>9} {'restarts':>8} {'requests':>8}"]
     for label, one in zip(labels, processes, strict=True):
         lines.append(
             f"{label:<{width}} {one.pid:>8} {_duration(one.uptime):>9} "
-            f"{one.restarts:>8} {num_requests.get(one.name, '-'):>8}"
+            f"{one.restarts:>8} {loads.get(one.name, '-'):>8}"
         )
     return lines
 

@@ -31,6 +31,7 @@ def test_a_running_pipeline() -> None:
     scheduler = SchedulerStatus(
         epoch=1, ready=True, num_waiting=7, num_running=3, num_blocks=200, num_free_blocks=50
     )
+    scheduler.workers = ["worker.1"]
     GATEWAY.schedulers = [scheduler]
     assert as_text(status(GATEWAY)).splitlines() == [
         "default: ready, Qwen3 demo on tcp://127.0.0.1:5555",
@@ -47,6 +48,14 @@ def test_a_running_pipeline() -> None:
         "dropped   1 bad frames",
     ]
     assert '"num_waiting": 7' in as_json(status(GATEWAY))
+
+
+def test_workers_that_wait_are_spare() -> None:
+    gateway = msgspec.structs.replace(GATEWAY)
+    gateway.schedulers = [SchedulerStatus(epoch=1, ready=True, workers=["worker.2"])]
+    assert "worker.1              12   0:00:00        0    spare" in as_text(status(gateway))
+    gateway.ready = False
+    assert "spare" not in as_text(status(gateway))
 
 
 def test_the_nodes_are_shown_where_there_are_several() -> None:
