@@ -5,7 +5,7 @@ from typing import Any
 
 from llvmlite import ir
 
-INT64, INT32, INT16, INT8, INT1 = (ir.IntType(bits) for bits in (64, 32, 16, 8, 1))
+INT64, INT32, INT16, INT8 = (ir.IntType(bits) for bits in (64, 32, 16, 8))
 FLOAT = ir.FloatType()
 POINTER = ir.PointerType()
 HALF = ir.HalfType()

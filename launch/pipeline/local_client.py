@@ -18,7 +18,7 @@ class LocalClient(Client):
         self._name = name
 
     def wait(self) -> None:
-        """However long an answer takes. Raises LaunchError if none can come."""
+        """Wait, however long an answer takes. Raises LaunchError if none can come."""
         try:
             super().wait()
         except NoAnswer:

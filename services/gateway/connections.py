@@ -65,7 +65,8 @@ class Totals(Share):
 class Connection(ConnectionTraffic):
     """One connection of a client, and what waits to be sent on it.
 
-    `Connections` opens and closes it; only `ClientSocket` writes the other fields.
+    `Connections` opens, identifies and closes it. `ClientSocket` writes what waits on it, and
+    `PipelineStatus` writes `num_status_queries`.
     """
 
     def __init__(

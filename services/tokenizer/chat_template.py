@@ -140,7 +140,7 @@ def _log_limits() -> None:
 
 
 def _render(template: Template, variables: dict[str, Any]) -> str:
-    """Raise ChatTemplateError after MAX_RENDER_SECONDS.
+    """Render a template. Raises PromptError, also after MAX_RENDER_SECONDS of CPU time.
 
     A call into C is not interrupted; the supervisor ends a process in one after --step-timeout.
     """

@@ -70,9 +70,9 @@ class KvFiles:
                 Path(entry).unlink()
 
     def write(self, hash_: bytes, content: Any, is_right: Callable[[], bool]) -> bool:
-        """Write a file. Return `is_right()`, without which it is dropped. Raises OSError.
+        """Write a file. Return `is_right()`; the file is dropped if that is false. Raises OSError.
 
-        It may change meanwhile.
+        is_right: its result may change from true to false meanwhile.
         """
         path = self._path(hash_)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

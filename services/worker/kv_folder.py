@@ -73,10 +73,10 @@ class KvFolder:
         """threads that write to a slot"""
         self._pending: set[bytes] = set()
         """hashes that are read"""
-        self._doomed: set[bytes] = set()
-        """hashes of files that must be removed; they are neither read nor replaced before"""
         self._deadline = 0.0
         """the moment until which they must be"""
+        self._doomed: set[bytes] = set()
+        """hashes of files that must be removed; they are neither read nor replaced before"""
         self._added: list[bytes] = []
         self._removed: list[bytes] = []
         self._fetched: list[bytes] = []

@@ -18,7 +18,6 @@ from penstock.services.worker.launched_step import integers_to_device, to_host
 from penstock.services.worker.step_output import PendingNumbers, PooledNumbers
 from penstock.services.worker.step_record import Rows
 
-Numbers = NDArray[np.float32]
 MAX_ROWS = 64
 """rows whose logits are copied at a time, which bounds the memory"""
 

@@ -193,7 +193,7 @@ def report(rows: Iterable[Mapping[str, float | None]]) -> list[Mapping[str, floa
 
 
 def main() -> int:
-    """Measures all points; returns 1 if a result differs from flash-attn's."""
+    """Measure all points; return 1 if a result differs from flash-attn's."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
     parser.add_argument("--fp8", action="store_true", help="also measure a cache in 8 bits")

@@ -39,7 +39,7 @@ def supervise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervise:
         before = psutil.Process().children()
         with claim(config):
             write_config(config)
-            exit_code = asyncio.run(asyncio.wait_for(supervisor.run(), 20))
+            exit_code = asyncio.run(asyncio.wait_for(supervisor.run(), 60))
         assert psutil.Process().children() == before
         return exit_code
 

@@ -178,7 +178,7 @@ def test_an_abort_by_the_given_id_aborts_all_answers(endpoint: str, is_async: bo
         if is_async:
             found = asyncio.run(abort())
         else:
-            with Client(endpoint, timeout=5) as client:
+            with Client(endpoint, timeout=60) as client:
                 client.submit("p", request_id="r-3")
                 client.submit_n("p", **fields)
                 found = [client.abort("r"), client.abort("r-1")]
