@@ -13,12 +13,7 @@ from typing import Any, NamedTuple
 
 from penstock.kernels.cpu.compiler import Target
 from penstock.kernels.cpu.emitter import Kernel
-from penstock.kernels.cpu.integer_pointer import (
-    IntegerKind,
-    IntegerPointer,
-    Kind,
-    weight_pointer,
-)
+from penstock.kernels.cpu.integer_pointer import IntegerKind, IntegerPointer, Kind, weight_pointer
 from penstock.kernels.cpu.llvm_elementwise import add_lanes, silu
 from penstock.kernels.cpu.llvm_integer_dot import (
     MAX_ROWS,

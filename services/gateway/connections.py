@@ -65,8 +65,7 @@ class Totals(Share):
 class Connection(ConnectionTraffic):
     """One connection of a client, and what waits to be sent on it.
 
-    `Connections` opens, identifies and closes it. `ClientSocket` writes what waits on it, and
-    `PipelineStatus` writes `num_status_queries`.
+    `Connections` opens and closes it; `ClientSocket` and `PipelineStatus` write what waits on it.
     """
 
     def __init__(

@@ -18,13 +18,7 @@ from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.services.http.access import caller
 from penstock.services.http.app_state import AppState
 from penstock.services.http.errors import FieldAsSent, fields_as_sent, invalid
-from penstock.services.http.event_stream import (
-    Body,
-    Chunks,
-    EventForm,
-    EventSink,
-    EventStream,
-)
+from penstock.services.http.event_stream import Body, Chunks, EventForm, EventSink, EventStream
 from penstock.services.http.logprobs import prompt_logprobs
 from penstock.services.http.replies import ChatChunk, StreamChunk, Usage
 from penstock.services.http.schema import ApiRequest, ChatRequest, StreamOptions

@@ -158,8 +158,6 @@ def _render(template: Template, variables: dict[str, Any]) -> str:
             f"messages: the chat template took more than {MAX_RENDER_SECONDS:g} s to render them, "
             "which is the limit; send fewer or shorter ones",
         ) from None
-    except PromptError:
-        raise
     except _REFUSALS as error:
         raise PromptError("messages", f"{_OWN_REFUSAL[0]}{error}") from error
 

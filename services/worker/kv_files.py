@@ -70,10 +70,7 @@ class KvFiles:
                 Path(entry).unlink()
 
     def write(self, hash_: bytes, content: Any, is_right: Callable[[], bool]) -> bool:
-        """Write a file. Return `is_right()`; the file is dropped if that is false. Raises OSError.
-
-        is_right: its result may change from true to false meanwhile.
-        """
+        """Write a file, or return False if `is_right()` becomes false meanwhile. Raises OSError."""
         path = self._path(hash_)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # processes that share the folder may have the same pid, in containers or on other machines

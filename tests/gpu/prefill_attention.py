@@ -11,9 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.triton_prefill import (
-    prefill_attention,
-)
+from penstock.kernels.attention.triton_prefill import prefill_attention
 from penstock.kernels.attention.types import KVCache
 from penstock.kernels.bench.timing import graph_us
 from penstock.kernels.step.forward_batch import tile_size
