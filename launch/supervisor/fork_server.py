@@ -111,7 +111,7 @@ class ForkServer:
                 async with asyncio.timeout(MAX_FORK_SECONDS):
                     reply = await self._receive()
         except (OSError, TimeoutError) as error:
-            self._say(f"fork server: {error or 'no reply'}")
+            self._say(f"fork server: {str(error) or 'no reply'}")
         if reply is None:
             self.kill()
         return reply.pid if reply else 0

@@ -75,7 +75,6 @@ def _fork() -> int:
 
 def _become(request: ForkRequest, descriptors: list[int], supervisor: int) -> None:
     """Be a process as `ChildProcess` starts it."""
-    os.setsid()
     parent = os.getppid()
     if parent != supervisor:  # the process between: its exit makes us the supervisor's child
         with contextlib.suppress(ProcessLookupError):
@@ -89,3 +88,4 @@ def _become(request: ForkRequest, descriptors: list[int], supervisor: int) -> No
     os.environ.update(request.environment)
     for variable, descriptor in zip(request.inherited, others, strict=True):
         os.environ[variable] = str(descriptor)
+    os.setsid()  # last: a process that dies before is collected as an orphan

@@ -7,6 +7,7 @@ import signal
 import psutil
 import pytest
 
+from penstock.launch.supervisor import fork_server
 from penstock.launch.supervisor.child_events import adopting
 from penstock.launch.supervisor.child_process import ChildProcess
 from penstock.launch.supervisor.logs import Log
@@ -186,6 +187,19 @@ def test_a_process_for_which_nobody_waits_any_more_is_killed() -> None:
             }
             second.kill()
             await second.end
+
+    run(test())
+
+
+def test_a_process_that_dies_before_it_reports_leaves_no_zombie(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fork_server, "MAX_FORK_SECONDS", 0.5)
+
+    async def test() -> None:
+        async with site("import os; os.dup2 = lambda *_: os.kill(os.getpid(), 9)\n" + SERVE) as one:
+            assert await one.server.fork("demo", os.environ, one.log, {}) is None
+            assert one.said[0] == "fork server: no reply"
 
     run(test())
 
