@@ -51,9 +51,10 @@ class Item(Struct, kw_only=True, omit_defaults=True):
     output: str | Parts | None = None
 
 
-class ResponseTool(Struct, kw_only=True, tag_field="type", tag="function"):
+class ResponseTool(Struct, kw_only=True):
     """A function that the model may call; `parameters`: the JSON schema of its arguments."""
 
+    type: Literal["function"]
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None

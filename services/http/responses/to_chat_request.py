@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal, NoReturn
 
-from msgspec.structs import asdict
+from msgspec import convert
 from msgspec.structs import fields as struct_fields
 
 from penstock.protocol.messages.chat import FunctionCall, Message, ToolCall
@@ -58,7 +58,10 @@ def chat_request(request: ResponsesRequest, items: Sequence[Item]) -> ChatReques
         messages=messages,
         stream=request.stream,
         max_tokens=request.max_output_tokens,
-        tools=[Tool(type="function", function=Function(**asdict(one))) for one in request.tools],
+        tools=[
+            Tool(type=one.type, function=convert(one, Function, from_attributes=True))
+            for one in request.tools
+        ],
         tool_choice=_tool_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_response_format(request),

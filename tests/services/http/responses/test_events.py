@@ -26,7 +26,7 @@ from tests.services.http.responses.assembled import assembled, without_ids
 from tests.services.http.tool_call_texts import FORMATS, SCHEMA, Texts
 
 EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
-TOOL = ResponseTool(name="f", parameters=SCHEMA)
+TOOL = ResponseTool(type="function", name="f", parameters=SCHEMA)
 THOUGHT = "<think>\nhm\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 END_OF_THOUGHT = [ord(one) for one in "</think>"]

@@ -154,6 +154,7 @@ for _ in range(300):
         ({"input": [{**CALL, "arguments": {"a": 1}}]}, "input[0].arguments"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"name": "f"}]}, "tools[0].type"),
         ({"tools": [{**TOOL, "name": "f" * 129}]}, "tools[0].name"),
         ({"tools": [{**TOOL, "parameters": "{}"}]}, "tools[0].parameters"),
         ({"tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice.type"),
