@@ -3,7 +3,6 @@
 Folders in places where everybody may write (/tmp) are opened only if they are this user's alone.
 """
 
-import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -11,17 +10,21 @@ from pathlib import Path
 import msgspec
 
 from penstock.protocol.config import Config, PipelineConfig
+from penstock.protocol.field_errors import explain
 
 CONFIG_FILE = "config.json"
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 _OTHERS_WRITE = 0o022
+_INSTEAD = "set XDG_RUNTIME_DIR to a folder that only you may write into"
 
 
 def make_own_folder(path: Path) -> None:
-    """Make a folder of mode 0700. Raises PermissionError as `check_own_folder`."""
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
+    """Make a folder of mode 0700. Raises OSError, and PermissionError as `check_own_folder`."""
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"{path}: {error.strerror}; {_INSTEAD}") from error
     _check(path, make_private=True)
 
 
@@ -53,8 +56,7 @@ def _check(path: Path, *, make_private: bool) -> None:
 
 def _refused(path: Path, what: str) -> PermissionError:
     return PermissionError(
-        f"{path} {what}, expected a folder of user {os.getuid()} alone; remove it, or set "
-        "XDG_RUNTIME_DIR to a folder that only you may write into"
+        f"{path} {what}, expected a folder of user {os.getuid()} alone; remove it, or {_INSTEAD}"
     )
 
 
@@ -90,7 +92,7 @@ def read_config(path: Path) -> Config:
 def config_from_environment() -> Config:
     """Return what `launch` wrote, or `PENSTOCK_<FIELD>` variables over the defaults.
 
-    Raises OSError and ValueError for an unusable API key file.
+    Raises msgspec.ValidationError; OSError and ValueError for an unusable API key file.
     """
     if path := os.environ.get(CONFIG_VARIABLE):
         return read_config(Path(path))
@@ -99,7 +101,12 @@ def config_from_environment() -> Config:
         for field in Config.__struct_fields__
         if f"PENSTOCK_{field.upper()}" in os.environ
     }
-    return with_api_key(msgspec.convert(given, Config, strict=False))
+    try:
+        config = msgspec.convert(given, Config, strict=False)
+    except msgspec.ValidationError as error:
+        field, _, reason = explain(str(error), given, Config)[1].partition(":")
+        raise msgspec.ValidationError(f"PENSTOCK_{field.upper()}:{reason}") from None
+    return with_api_key(config)
 
 
 def with_api_key(config: Config) -> Config:

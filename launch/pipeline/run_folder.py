@@ -73,9 +73,9 @@ def restore_config(config: Config) -> None:
 def _lock(config: Config) -> int:
     try:
         path = make_run_folder(config) / LOCK_FILE
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise LaunchError(f"the run folder can't be made: {error}") from error
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     if not _try_lock(lock, fcntl.LOCK_EX):
         raise LaunchError(f"a pipeline {config.name!r} runs already; --name gives another name")
     if not path.exists() or not os.path.samestat(os.fstat(lock), path.stat()):

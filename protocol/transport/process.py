@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import msgspec
 from setproctitle import setproctitle
 
 from penstock.protocol.checkpoint import ModelError
@@ -70,13 +71,16 @@ class Process:
     """
 
     def __init__(self, kind: str) -> None:
-        config = config_from_environment()
+        try:
+            config = config_from_environment()
+            folder = make_run_folder(config)
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            sys.exit(f"{kind}: {error}")
         given = os.environ.get(PROCESS_VARIABLE) or os.environ.get("HONCHO_PROCESS_NAME")
         self.name = given or f"{kind}.{os.getpid()}"
         setproctitle(f"penstock::{self.name}")
         self.log = logging.getLogger(kind)
         raise_descriptor_limit()
-        folder = make_run_folder(config)
         self.config: Config = config.of_process(self.name)
         make_run_folder(self.config)
         self.incarnation = take_incarnation(folder)

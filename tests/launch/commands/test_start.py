@@ -71,6 +71,14 @@ def test_fewer_open_files_than_the_processes_need(tmp_path: Path) -> None:
     assert not ran.stdout
 
 
+def test_fewer_open_files_than_a_client_needs() -> None:
+    ask = f"{sys.executable} -P -m penstock.launch ask --endpoint ipc:///none x"
+    command = ["sh", "-c", f"ulimit -n 10; exec {ask}"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    expected = "launch: open files: got a limit of 10, expected 32 or more; raise it (`ulimit -n`)"
+    assert (ran.returncode, ran.stdout, ran.stderr.rstrip()) == (2, "", expected)
+
+
 def test_another_architecture(refused: Callable[..., str]) -> None:
     assert "--model: " in refused({"architectures": ["LlamaForCausalLM"]}, 1)
     assert "'LlamaForCausalLM'" in refused({"architectures": ["LlamaForCausalLM"]}, 1)

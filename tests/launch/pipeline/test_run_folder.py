@@ -60,6 +60,13 @@ def test_a_folder_that_someone_else_made_a_file_is_a_sentence(tmp_path: Path) ->
         pass
 
 
+def test_a_folder_that_does_not_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
+    sentence = r"can't be made: .*/none/penstock-\d+: No such file or directory; set XDG_RUNTIME"
+    with pytest.raises(LaunchError, match=sentence), claim(CONFIG):
+        pass
+
+
 @pytest.mark.parametrize("which", ["parent", "folder"])
 def test_a_link_is_not_followed(tmp_path: Path, which: str) -> None:
     """Somebody else may have made it, to have a folder of this user chmodded and emptied."""

@@ -83,6 +83,27 @@ def test_a_counter_that_fails_stops_no_pulse(
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "sentence"),
+    [
+        ("PENSTOCK_TP", "two", "gateway: PENSTOCK_TP: got 'two', expected `int`"),
+        ("PENSTOCK_LOG_LEVEL", "loud", "gateway: PENSTOCK_LOG_LEVEL: got 'loud', expected 'debug'"),
+        ("PENSTOCK_CONFIG", "/none", "gateway: [Errno 2] No such file or directory: '/none'"),
+        ("XDG_RUNTIME_DIR", "/none", "gateway: /none/penstock-"),
+    ],
+)
+def test_an_invalid_environment_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str, value: str, sentence: str
+) -> None:
+    monkeypatch.delenv("PENSTOCK_CONFIG", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv(variable, value)
+    command = [sys.executable, "-P", "-m", "penstock.services.gateway"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (1, "", 1)
+    assert ran.stderr.startswith(sentence)
+
+
 def test_the_soft_limit_of_descriptors_is_raised() -> None:
     code = (
         "import resource as r; "
