@@ -39,7 +39,7 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
     num_attention_heads: Size
     num_key_value_heads: Size
     max_position_embeddings: Size
-    head_dim: Size = 128
+    head_dim: Annotated[Size, Meta(multiple_of=2)] = 128
     rms_norm_eps: Annotated[float, Meta(ge=1e-30, le=1)] = 1e-6
     rope_theta: float | None = None
     rope_parameters: dict[str, Any] | None = None
@@ -198,8 +198,7 @@ def _check_format(folder: Path, quantization: object) -> None:
     try:
         _ = None if quantization is None else read_format(quantization)
     except ValueError as error:
-        instead = served_instead(folder)
-        raise ModelError(f"{folder / 'config.json'}: {error}; {instead}") from error
+        raise ModelError(f"{folder / 'config.json'}: {error}; {served_instead(folder)}") from error
 
 
 def _check_fields(config: ModelConfig) -> None:
@@ -274,17 +273,18 @@ def read_bytes(path: Path, size: int = -1) -> bytes:
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise ModelError(f"{path} can't be read: it is not a regular file")
         with path.open("rb") as file:
-            return file.read(size)
+            content = file.read(size)
     except FileNotFoundError as error:
         raise ModelError(f"{path.parent} has no {path.name}; a checkpoint needs it") from error
     except OSError as error:
         raise ModelError(f"{path} can't be read: {error.strerror}") from error
+    if content.startswith(b"version https://git-lfs"):
+        raise ModelError(f"{path} is a pointer of Git LFS to the file: run `git lfs pull`")
+    return content
 
 
 def hint_of(content: bytes) -> str:
     """Return what to do about a file that is not what its name says, by its first bytes."""
-    if content.startswith(b"version https://git-lfs"):
-        return "; this is a pointer of Git LFS to the file: run `git lfs pull`"
     if content.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
         return "; it begins with a byte order mark: save it as UTF-8 without one"
     return "; download it again"

@@ -20,10 +20,19 @@ from penstock.protocol.expected_weights import (
     weight_names,
 )
 from penstock.protocol.generation_config import read_generation_config
-from penstock.protocol.tokenizer_file import TokenizerConfig, read_tokenizer_file
+from penstock.protocol.tokenizer_file import (
+    TokenizerConfig,
+    read_chat_template,
+    read_tokenizer_file,
+)
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_OPTIONAL_FILES = (
+    *("tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
+    *("generation_config.json", INDEX_FILE),
+)
+"""without one of them a model is served otherwise, so that none may be a broken link"""
 _MAX_HEADER_BYTES = 100_000_000
 """by the format of safetensors"""
 _FLOATS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1}
@@ -49,7 +58,11 @@ def check_files(folder: Path, config: ModelConfig, *, weights: bool) -> None:
 
     weights: whether the pipeline reads them, too.
     """
+    for path in map(folder.joinpath, _OPTIONAL_FILES):
+        if path.is_symlink() and not path.exists():
+            raise ModelError(f"{path} is a link to a missing file; download it again, or remove it")
     read_tokenizer_file(folder)
+    read_chat_template(folder)
     if (folder / "tokenizer_config.json").exists():
         read_json(folder / "tokenizer_config.json", TokenizerConfig)
     read_generation_config(folder)
@@ -88,11 +101,12 @@ def _read_tensors(folder: Path, sizes: Mapping[str, int]) -> dict[str, _Tensor]:
     """Return all tensors by name. Raises ModelError, also for types without a size."""
     index = folder / INDEX_FILE
     if not index.exists():
-        _check_format(folder)
+        if not (folder / SINGLE_FILE).exists():
+            _check_format(folder)
         return _read_header(folder / SINGLE_FILE, sizes)
     files = read_json(index, _Index).weight_map
     for name, file in files.items():
-        if Path(file).name != file:
+        if Path(file).name != file or file in ("", "..") or "\0" in file:
             raise ModelError(f"{index}: {name}: got {file!r}, expected a file of its folder")
     headers = {file: _read_header(folder / file, sizes) for file in sorted(set(files.values()))}
     for name, file in files.items():
@@ -102,9 +116,11 @@ def _read_tensors(folder: Path, sizes: Mapping[str, int]) -> dict[str, _Tensor]:
 
 
 def _check_format(folder: Path) -> None:
-    """Refuse pickled weights, which can run code. Raises ModelError."""
+    """Refuse pickled weights, which can run code, and shards. Raises ModelError."""
+    if shards := sorted(path.name for path in folder.glob("model-*-of-*.safetensors")):
+        raise ModelError(f"{folder}: got {shards[0]} without {INDEX_FILE}; download that, too")
     pickled = sorted(path.name for path in folder.glob("*.bin*"))
-    if pickled and not (folder / SINGLE_FILE).exists():
+    if pickled:
         raise ModelError(
             f"{folder}: got {pickled[0]}, expected {SINGLE_FILE}; load it with transformers and "
             "save it with `save_pretrained`"

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 DEFAULT_BASE = 10_000.0
 """transformers' own"""
 SERVED_TYPES = ("default", "yarn")
-MAX_BASE = 1e30
-"""more would make frequencies that float32 does not have"""
+MIN_BASE, MAX_BASE = 2.0, 1e30
+"""YaRN divides by the logarithm; more would make frequencies that float32 does not have"""
 MAX_POSITIONS = 1 << 24
 Fields = dict[str, tuple[str, Any]]
 """name → path in `config.json`, and value"""
@@ -71,7 +71,7 @@ def read_rope(
     if (part := _number(fields, "partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError(f"{fields['partial_rotary_factor'][0]}: got {part}, expected 1")
     fields.setdefault("rope_theta", ("rope_theta", theta))
-    base = _within(fields, "rope_theta", DEFAULT_BASE, 1.0, MAX_BASE)
+    base = _within(fields, "rope_theta", DEFAULT_BASE, MIN_BASE, MAX_BASE)
     if kind == "default":
         return Rope(base, None, num_positions)
     fields.setdefault("factor", (f"{path.partition('.')[0]}.factor", None))

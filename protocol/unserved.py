@@ -1,7 +1,7 @@
 """Names of architectures and formats of weights that are not served, and what to use instead."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 _QUANTIZED_NAME = re.compile(
@@ -33,7 +33,7 @@ def served_instead(folder: Path) -> str:
     return "give the model's FP8 checkpoint, or the 16-bit one with --quantization fp8"
 
 
-def without_config(name: str, files: Iterable[str]) -> str:
+def without_config(name: str, files: Collection[str]) -> str:
     """Return why files without a `config.json` are not served; name: of the folder or file."""
     if name.lower().endswith(".gguf"):
         return f"{name}: got GGUF, expected safetensors; {served_instead(Path(name))}"
@@ -42,4 +42,6 @@ def without_config(name: str, files: Iterable[str]) -> str:
             f"{name}: got GGUF files, expected config.json and safetensors; give the path of one "
             f"file on this machine, such as {found[0]}"
         )
+    if "adapter_config.json" in files:
+        return f"{name}: got a LoRA adapter, expected a model; merge both with `merge_and_unload`"
     return f"{name} has no config.json; a checkpoint needs it"

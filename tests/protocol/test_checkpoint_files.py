@@ -59,7 +59,7 @@ CASES = [
     (SINGLE_FILE, None, "has no model.safetensors; a checkpoint needs it"),
     (SINGLE_FILE, b"", "model.safetensors: got no header of safetensors"),
     (SINGLE_FILE, b"\xff" * 99, "model.safetensors: got no header of safetensors .*; download it"),
-    (SINGLE_FILE, POINTER, "model.safetensors: got no header .*: run `git lfs pull`"),
+    (SINGLE_FILE, POINTER, "model.safetensors is a pointer of Git LFS .*: run `git lfs pull`"),
     (SINGLE_FILE, safetensors(num_bytes=1), "model.safetensors: got 105 bytes, expected 106; down"),
     (SINGLE_FILE, safetensors("I8"), "model.safetensors: a: got I8, expected BF16, F16, F32"),
 ]
@@ -88,6 +88,44 @@ def test_shards(folder: Path, shards: dict[str, bytes], sentence: str) -> None:
     for name, content in shards.items():
         (folder / name).write_bytes(content)
     with pytest.raises(ModelError, match=sentence):
+        check(folder)
+
+
+@pytest.mark.parametrize("content", [POINTER, b"\xff"])
+def test_a_chat_template_that_is_no_text(folder: Path, content: bytes) -> None:
+    """A pointer would be a template that ignores the messages."""
+    (folder / "chat_template.jinja").write_bytes(content)
+    with pytest.raises(ModelError, match=r"chat_template\.jinja is "):
+        check(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["generation_config.json", "tokenizer_config.json", "chat_template.jinja", INDEX_FILE]
+)
+def test_a_broken_link_is_no_missing_file(folder: Path, name: str) -> None:
+    """A cache that lacks a blob has one; without the file the model would be served otherwise."""
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../blobs/1")
+    with pytest.raises(ModelError, match=f"{name} is a link to a missing file; download"):
+        check(folder)
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="got a LoRA adapter, expected a model; merge both"):
+        read_model_config(tmp_path)
+
+
+def test_shards_without_an_index(folder: Path) -> None:
+    (folder / SINGLE_FILE).rename(folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(ModelError, match=f"got model-00001-of-.* without {INDEX_FILE}; download"):
+        check(folder)
+
+
+@pytest.mark.parametrize("file", ["", "..", "../a.safetensors", "a\0b"])
+def test_shards_are_files_of_the_folder(folder: Path, file: str) -> None:
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(ModelError, match=r"a: got .*, expected a file of its folder"):
         check(folder)
 
 

@@ -89,10 +89,10 @@ def moe(**more: Any) -> Break:
 
 
 BROKEN: dict[str, tuple[Break, str]] = {
-    "rope_theta 0": (fields(rope_theta=0), "rope_theta: got 0.0, expected 1 to 1e+30"),
+    "rope_theta 0": (fields(rope_theta=0), "rope_theta: got 0.0, expected 2 to 1e+30"),
     "rope_theta -1": (fields(rope_theta=-1), "rope_theta: got -1.0, expected a number of at least"),
-    "rope_theta tiny": (fields(rope_theta=1e-300), "rope_theta: got 1e-300, expected 1 to 1e+30"),
-    "rope_theta huge": (fields(rope_theta=1e300), "rope_theta: got 1e+300, expected 1 to 1e+30"),
+    "rope_theta tiny": (fields(rope_theta=1e-300), "rope_theta: got 1e-300, expected 2 to 1e+30"),
+    "rope_theta huge": (fields(rope_theta=1e300), "rope_theta: got 1e+300, expected 2 to 1e+30"),
     "rope_theta 1e400": (
         content(CONFIG, lambda data: data.replace(b"100000.0", b"1e400")),
         "config.json can't be read: Number out of range",
@@ -103,7 +103,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "rope_parameters": (
         fields(rope_theta=None, rope_parameters={"rope_theta": 0}),
-        "rope_parameters.rope_theta: got 0, expected 1 to",
+        "rope_parameters.rope_theta: got 0, expected 2 to",
     ),
     "yarn factor": (yarn(factor=1e300), "rope_scaling.factor: got 1e+300, expected 1 to 4096"),
     "yarn positions 0": (
