@@ -1,6 +1,5 @@
 """The clients' socket: requests in, replies out."""
 
-import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -118,12 +117,11 @@ class ClientSocket:
 
     def _send_batch(self, connection: Connection, entries: list[Entry]) -> None:
         """Send replies to requests of one HTTP server in one message."""
-        frame = None
-        with contextlib.suppress(Exception):  # one of them can't be encoded
+        try:
             batch = [(entry, reply) for entry in entries for reply in entry.unsent_replies()]
             numbers = [entry.client.envelope[1] for entry, _ in batch]
             frame = MSGPACK.encode(ReplyBatch(numbers, [reply for _, reply in batch]))
-        if frame is None:
+        except Exception:  # noqa: BLE001  one of them can't be encoded, which `_send_new` reports
             for entry in entries:
                 self._send_new(entry)
             return

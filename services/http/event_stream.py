@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol, TypeVar
 
@@ -44,7 +45,7 @@ class EventSink(Protocol):
         """Take each body as an event; after the last one, the end of the stream."""
 
 
-class EventForm:
+class EventForm(ABC):
     """Form of an API's events. By default, they are maps, whose `type` is the event's name."""
 
     end = b""
@@ -57,9 +58,9 @@ class EventForm:
         form = b"event: %b\ndata: %b\n\n"
         return b"".join([form % (one["type"].encode(), ENCODER.encode(one)) for one in bodies])
 
+    @abstractmethod
     def failed(self, error: ApiError) -> Iterable[Body]:
         """Return the bodies of an error after the first event."""
-        raise NotImplementedError
 
 
 class Chunks(EventForm):

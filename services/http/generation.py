@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -42,6 +43,7 @@ class Choice(Protocol):
 class Events(EventForm):
     """Converter of the only answer's stream to the events of an API other than OpenAI's chunks."""
 
+    @abstractmethod
     def events(
         self, new: TextDelta | GenerateReply | None, reply: GenerateReply | None
     ) -> Iterable[Body]:
@@ -49,7 +51,6 @@ class Events(EventForm):
 
         A whole answer is `new` and `reply` at once.
         """
-        raise NotImplementedError
 
 
 class Generation:

@@ -153,7 +153,7 @@ def test_a_request_without_a_number_is_answered_alone(start_gateway: Start) -> N
 def test_an_answer_that_can_not_be_encoded(
     start_gateway: Start, stream: bool, inside: bool
 ) -> None:
-    """Its client gets an error; other requests of the same HTTP server are answered."""
+    """That request fails; the others of the same HTTP server are answered."""
     harness = start_gateway()
     client = harness.connect_inside() if inside else harness.connect()
     session = Session()
