@@ -1,7 +1,7 @@
 """Clients that send what no client sends; others are served meanwhile."""
 
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from threading import Thread
 
@@ -15,7 +15,7 @@ from penstock.protocol.transport.socket_info import tcp_counters
 from penstock.services.gateway import client_socket, connection_limits
 from penstock.services.gateway.connection_limits import ConnectionLimits
 from tests.services.gateway.conftest import GatewayHarness
-from tests.services.gateway.raw_client import MORE, RawClient, frame
+from tests.services.gateway.raw_client import GREETING, MORE, RawClient, frame
 
 Start = Callable[..., GatewayHarness]
 TCP = "tcp://127.0.0.1:*"
@@ -176,15 +176,21 @@ def test_a_second_client_that_sends_all_the_time_is_served_after_the_first(
     harness = start_gateway(endpoint=TCP)
     first = harness.connect(IDENTITY=b"x")  # type: ignore[arg-type]
     assert is_served(harness, first)
+    first_fds = {connection.fd for connection in harness.gateway.connections}
     second = harness.connect(IDENTITY=b"x", RECONNECT_IVL=20)  # type: ignore[arg-type]
     harness.run_until(lambda: len(harness.gateway.connections) == 2)
+
+    def num_received(without: Set[int] = frozenset()) -> int:
+        fds = {connection.fd for connection in harness.gateway.connections} - without
+        return sum(its.received for its in map(tcp_counters, fds) if its)
+
+    while num_received(first_fds) <= len(GREETING):
+        harness.run_once()
+    later = harness.connect()  # the thread that serves it has read the second's identity before
+    assert is_served(harness, later)
+    later.close()
     first.close()
     harness.run_until(lambda: len(harness.gateway.connections) == 1)
-
-    def num_received() -> int:
-        counters = [tcp_counters(connection.fd) for connection in harness.gateway.connections]
-        return sum(its.received for its in counters if its)
-
     while not second.poll(0):
         before, num_cut_off = num_received(), harness.gateway.connections.num_cut_off
         second.send(SMALL, zmq.NOBLOCK)
