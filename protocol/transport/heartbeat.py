@@ -11,30 +11,7 @@ from penstock.protocol.transport.process import Process
 from penstock.protocol.transport.pulses import Counters, PulseSender
 
 MAX_MISSED = 3
-"""heartbeats that a thread may miss on a busy machine; if more, the process itself was stopped"""
-
-
-class AwakeClock:
-    """Seconds of the monotonic clock while this process was neither stopped nor suspended.
-
-    A thread that waits for HEARTBEAT_INTERVAL at a time notices the others.
-    """
-
-    def __init__(self) -> None:
-        self._lost_seconds = 0.0
-
-    def now(self) -> float:
-        return monotonic() - self._lost_seconds
-
-    def wait(self, event: threading.Event) -> None:
-        """Wait for an event, for HEARTBEAT_INTERVAL at most."""
-        begin = monotonic()
-        event.wait(HEARTBEAT_INTERVAL)
-        self.waited(monotonic() - begin)
-
-    def waited(self, seconds: float) -> None:
-        if seconds > MAX_MISSED * HEARTBEAT_INTERVAL:
-            self._lost_seconds += seconds
+"""heartbeats that the thread may miss on a busy machine; if more, the process itself was stopped"""
 
 
 class HeartbeatThread:
@@ -42,8 +19,8 @@ class HeartbeatThread:
 
     The main thread calls `beat` every HEARTBEAT_INTERVAL, as far as its work allows; the first call
     starts the thread. A worker calls `start`, then `progress` in each step and `rest` after it. A
-    stopped process sends nothing; a process that is stuck at a piece of work is killed by its
-    supervisor after --step-timeout.
+    stopped process sends nothing, and the time does not count; a process that is stuck at a piece
+    of work is killed by its supervisor after --step-timeout.
     """
 
     def __init__(
@@ -61,7 +38,7 @@ class HeartbeatThread:
         self._to_peers = to_peers
         self._sockets = threading.Lock()
         self._sockets.acquire()  # the main thread's, except in `working`
-        self.clock = AwakeClock()
+        self._lost_seconds = 0.0  # this thread writes it, the main thread writes `_due`
         self._due = math.inf
         self._is_stopped = False
         self._called, self._sent = threading.Event(), threading.Event()
@@ -69,7 +46,7 @@ class HeartbeatThread:
 
     def beat(self) -> None:
         self.sender.count()
-        self._due = self.clock.now() + HEARTBEAT_INTERVAL
+        self._due = self._now() + HEARTBEAT_INTERVAL
         if self._thread.ident is None:
             self.start()
 
@@ -86,7 +63,7 @@ class HeartbeatThread:
 
     def progress(self) -> None:
         """Note the progress of work that has a time limit."""
-        self._due = self.clock.now()
+        self._due = self._now()
 
     def rest(self) -> None:
         """Note that the main thread is idle, or that its work has no time limit."""
@@ -95,7 +72,7 @@ class HeartbeatThread:
     @property
     def busy_seconds(self) -> float:
         """Seconds by which the main thread's beat is late; 0 if less than an interval."""
-        late = self.clock.now() - self._due
+        late = self._now() - self._due
         return late if late > HEARTBEAT_INTERVAL else 0.0
 
     @contextlib.contextmanager
@@ -130,4 +107,15 @@ class HeartbeatThread:
                     self._to_peers()
                 finally:
                     self._sockets.release()
-            self.clock.wait(self._called)
+            begin = monotonic()
+            self._called.wait(HEARTBEAT_INTERVAL)
+            self.waited(monotonic() - begin)
+
+    def _now(self) -> float:
+        """Return seconds, without those in which this process was stopped or suspended."""
+        return monotonic() - self._lost_seconds
+
+    def waited(self, seconds: float) -> None:
+        """Note how long this thread has waited for HEARTBEAT_INTERVAL, or less."""
+        if seconds > MAX_MISSED * HEARTBEAT_INTERVAL:
+            self._lost_seconds += seconds
