@@ -9,8 +9,8 @@ from typing import NoReturn
 
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.transport.process import Process
-from penstock.services.worker.network import use_interface_of
-from penstock.services.worker.process import Load, Worker, WorkerError
+from penstock.services.worker.member import Load, WorkerError, use_interface_of
+from penstock.services.worker.process import Worker
 
 
 def main(load: Load) -> NoReturn:

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.protocol.messages.worker import WorkerExit, WorkerState
 from penstock.protocol.transport.context import Context
-from penstock.services.worker.process import WorkerError
+from penstock.services.worker.member import WorkerError
 from tests.services.worker.plans import plan
 from tests.services.worker.talk import Talk, assignment, hello, tokens_of
 
@@ -46,7 +46,7 @@ def test_says_who_it_is_and_then_what_it_holds(talk: Talk) -> None:
 
 
 def test_says_hello_while_it_loads(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.services.worker.process.HEARTBEAT_INTERVAL", 0.0)
+    monkeypatch.setattr("penstock.services.worker.member.HEARTBEAT_INTERVAL", 0.0)
     talk.num_progress_calls = 2
     talk.tell(assignment())
     assert talk.answer() == hello("worker.1", "g", 0, 0)
@@ -106,7 +106,7 @@ def test_only_rank_0_sends_tokens(talk: Talk) -> None:
 
 
 def test_says_hello_no_oftener_than_need_be(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.services.worker.process.HEARTBEAT_INTERVAL", 3600.0)
+    monkeypatch.setattr("penstock.services.worker.member.HEARTBEAT_INTERVAL", 3600.0)
     talk.num_progress_calls = 2
     talk.tell(assignment())
     assert talk.answer() == hello("worker.1", "g", 0, 5, 16, (3.0, 4.0), epoch=1)
