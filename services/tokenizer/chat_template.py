@@ -92,6 +92,9 @@ class ChatTemplate:
         if not template and request.chat_template is None:
             raise PromptError("messages", "the model has no chat template; give a prompt")
         continues, kwargs = request.continue_final_message, request.chat_template_kwargs
+        if taken := sorted(NOT_FOR_CLIENTS & kwargs.keys()):
+            text = f"chat_template_kwargs: got {taken[0]}, which it can't set; leave it out"
+            raise PromptError("chat_template_kwargs", text)
         adds_prompt = request.add_generation_prompt
         messages = [_as_map(message) for message in request.messages or []]
         if continues and messages:

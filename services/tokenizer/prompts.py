@@ -15,7 +15,7 @@ from penstock.protocol.messages.client import (
 )
 from penstock.protocol.messages.structured import Reasoning
 from penstock.protocol.messages.tokenizer import TokenizeRequest
-from penstock.services.tokenizer.chat_template import NOT_FOR_CLIENTS, ChatTemplate
+from penstock.services.tokenizer.chat_template import ChatTemplate
 from penstock.services.tokenizer.errors import PromptError
 from penstock.services.tokenizer.fast_encoder import load_fast_encoder
 
@@ -99,7 +99,7 @@ class Tokenizer:
             return request.prompt, None
         text, adds_special = request.prompt, True
         if text is None:
-            text, adds_special = self._render(request), False
+            text, adds_special = self._chat_template.render(request), False
         if request.add_special_tokens is not None:
             adds_special = request.add_special_tokens
         if self._fast:
@@ -107,14 +107,6 @@ class Tokenizer:
         # of the methods that encode, those of a batch let other threads run meanwhile
         [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=adds_special)
         return list(encoding.ids), text
-
-    def _render(self, request: PromptFields) -> str:
-        if taken := sorted(NOT_FOR_CLIENTS & request.chat_template_kwargs.keys()):
-            raise PromptError(
-                "chat_template_kwargs",
-                f"chat_template_kwargs: got {taken[0]}, which it can't set; leave it out",
-            )
-        return self._chat_template.render(request)
 
 
 def _reasoning_after(prompt: str, opens_itself: bool) -> Reasoning:

@@ -142,9 +142,10 @@ def test_what_a_template_refuses(tmp_path: Path, source: str, reason: str) -> No
 
 
 def test_arguments_do_not_replace_the_requests_own(tmp_path: Path) -> None:
-    """The client may not name them; here they don't matter."""
     made = template(tmp_path, "{{ messages | length }}{{ self is defined }}")
-    assert render(made, kwargs={"messages": [], "self": 1}).startswith("6")
+    assert render(made, kwargs={"self": 1}).startswith("6")
+    with pytest.raises(PromptError, match="got messages, which it can't set"):
+        render(made, kwargs={"messages": []})
 
 
 @pytest.mark.parametrize("content", ["2 + 3 =", "im_end", " so \n", "<think>\nhm"])
