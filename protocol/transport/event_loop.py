@@ -13,8 +13,8 @@ import zmq
 
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, Channel
 from penstock.protocol.transport.context import Context
-from penstock.protocol.transport.garbage import tune_collector
 from penstock.protocol.transport.heartbeat import HeartbeatThread
+from penstock.protocol.transport.process import tune_collector
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SLACK = 64

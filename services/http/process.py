@@ -14,9 +14,8 @@ from penstock.protocol.client.errors import ClientError
 from penstock.protocol.config import Config
 from penstock.protocol.transport.asyncio_handlers import attend
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
-from penstock.protocol.transport.garbage import tune_collector
 from penstock.protocol.transport.heartbeat import HeartbeatThread
-from penstock.protocol.transport.process import Process
+from penstock.protocol.transport.process import Process, tune_collector
 from penstock.services.http.app import make_app
 from penstock.services.http.app_state import Models
 from penstock.services.http.connections import Limits, limited_protocol, limits_for
