@@ -14,8 +14,9 @@ from penstock.protocol.messages.codec import MSGPACK, codec_of
 from penstock.protocol.messages.envelope import BATCH, has_number, reply_frames
 from penstock.protocol.transport.channel import OVERSIZE_SLACK
 from penstock.protocol.transport.context import Context, check_reach
+from penstock.services.gateway.client import Client, Connection
 from penstock.services.gateway.connection_limits import ClientWatch, bind_clients
-from penstock.services.gateway.connections import Client, Connection, Connections
+from penstock.services.gateway.connections import Connections
 from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.ledger import Ledger
 
@@ -60,7 +61,8 @@ class ClientSocket:
     def receive(self) -> Iterator[tuple[Client, bytes]]:
         """Yield the messages that wait, not decoded. Clients beyond a limit are disconnected."""
         for frames in self.channel.receive_uncopied(MAX_FRAMES):
-            self.connections.handle_events()
+            if self.connections.monitor.has_message or self.connections.refused:
+                self.connections.handle_events()
             if connection := self._connection_of(frames[0]):
                 if len(frames) > MAX_FRAMES or sum(map(len, frames[:-1])) > MAX_ENVELOPE_BYTES:
                     self.connections.cut_off(connection, ENVELOPE)
@@ -222,8 +224,12 @@ class ClientSocket:
     def _connection_of(self, frame: zmq.Frame) -> Connection | None:
         """Return the connection that a message came on; None if the message is to be dropped."""
         try:
-            connection = self.connections.sender(int(frame.get(zmq.SRCFD)), frame.bytes)
+            fd, identity = int(frame.get(zmq.SRCFD)), frame.bytes
         except zmq.ZMQError:  # libzmq knows it for ZMTP 3 only
             self.channel.count_bad_frame("its sender speaks ZMTP before version 3")
             return None
+        connection = self.connections.by_fd.get(fd)
+        if connection is None or connection.identity != identity:
+            connection = self.connections.sender(fd, identity)
+        connection.num_messages += 1
         return None if connection.is_cut_off else connection

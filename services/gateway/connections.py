@@ -9,10 +9,9 @@ import logging
 from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
-from penstock.protocol.messages.codec import Codec
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.socket_info import (
     duplicate,
@@ -20,97 +19,13 @@ from penstock.protocol.transport.socket_info import (
     shut_down,
     take_events,
 )
-from penstock.services.gateway.connection_limits import ConnectionLimits, ConnectionTraffic
+from penstock.services.gateway.client import Client, Connection, Share
+from penstock.services.gateway.connection_limits import ConnectionLimits
 from penstock.services.gateway.validation import refuse_if
 
 log = logging.getLogger("gateway")
-
 MAX_EARLIER = 64
 """closed connections of one file descriptor whose waiting messages are recognized"""
-
-
-class Share:
-    """Open work of one client, which is a connection or, over HTTP, an address."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.num_open = 0
-        """requests and tokenizer queries that are not answered"""
-        self.num_waiting_tokens = 0
-        """of prompts without output"""
-        self.num_bytes = 0
-
-
-class Totals(Share):
-    """Open work of all clients for one model. `Ledger` and `Queries` count it."""
-
-    def __init__(self, name: str = "") -> None:
-        """Begin with nothing. name: of the model."""
-        super().__init__(name)
-        self.num_waiting = 0
-        """requests without output"""
-        self.num_started = 0
-        """requests that have had their first token since the gateway's start"""
-
-    def count(
-        self, share: Share, num_open: int = 0, num_tokens: int = 0, num_bytes: int = 0
-    ) -> None:
-        """Add work, or remove it where a number is negative, of one client and in total."""
-        for one in (share, self):
-            one.num_open += num_open
-            one.num_waiting_tokens += num_tokens
-            one.num_bytes += num_bytes
-
-
-class Connection(ConnectionTraffic):
-    """One connection of a client, and what waits to be sent on it.
-
-    `Connections` opens and closes it; `ClientSocket` and `PipelineStatus` write what waits on it.
-    """
-
-    def __init__(
-        self,
-        fd: int = -1,
-        share: Share | None = None,
-        is_inner: bool = False,
-        is_closed: bool = False,
-    ) -> None:
-        super().__init__(fd, is_inner)
-        self.share = share or Share("")
-        self.host = ""
-        """address of the client's machine; empty within this machine"""
-        self.is_closed = is_closed
-        """by the client or the gateway: nothing is sent on it any more"""
-        self.is_cut_off = False
-        self.is_refused = False
-        """it is beyond a limit, and not counted any more"""
-        self.unsent: dict[str, None] = {}
-        """ids of requests with output that waits until the queue has room, oldest first"""
-        self.replies: deque[list[bytes]] = deque()
-        """waiting frames of replies to other requests"""
-        self.num_status_queries = 0
-        self.retry_at = 0.0
-        self.identity = b""
-        """ZeroMQ identity, known from the first message; libzmq's own ones begin with a zero"""
-
-    @property
-    def is_full(self) -> bool:
-        return bool(self.unsent or self.replies)
-
-
-class Client(NamedTuple):
-    """The destination of an answer, and its encoding."""
-
-    envelope: tuple[bytes, ...]
-    """the frames before the message: identity, and an empty frame for a REQ socket"""
-    codec: Codec
-    connection: Connection
-    named: Share | None = None
-    """of the client that one of our HTTP servers names"""
-
-    @property
-    def share(self) -> Share:
-        return self.named or self.connection.share
 
 
 class Connections:
@@ -126,7 +41,7 @@ class Connections:
         self.monitor = monitor
         self.inner = b""
         """endpoint, as it is bound, at which the pipeline's own processes are clients"""
-        self._by_fd: dict[int, Connection] = {}
+        self.by_fd: dict[int, Connection] = {}
         self._nobody = Connection(is_closed=True)
         self._shares: WeakValueDictionary[str, Share] = WeakValueDictionary()
         """of the clients that our HTTP servers name"""
@@ -134,17 +49,18 @@ class Connections:
         self._limits = ConnectionLimits()
         self._num_cut_off: Counter[str] = Counter()
         """clients, by the reason"""
-        self._refused: list[tuple[Connection, str]] = []
+        self.refused: list[tuple[Connection, str]] = []
+        """connections that the next call of `handle_events` disconnects, with the reason"""
         self._identities_closed: set[bytes] = set()
         """of connections that were closed since the last heartbeat"""
         self._earlier: dict[int, deque[bytes]] = {}
         """identities of closed connections by file descriptor, the last MAX_EARLIER of each"""
 
     def __len__(self) -> int:
-        return len(self._by_fd)
+        return len(self.by_fd)
 
     def __iter__(self) -> Iterator[Connection]:
-        return iter(list(self._by_fd.values()))
+        return iter(list(self.by_fd.values()))
 
     @property
     def num_cut_off(self) -> int:
@@ -154,12 +70,12 @@ class Connections:
         """Take in every event up to now, and disconnect clients beyond a limit."""
         if self.monitor.has_message:
             self._take_events()
-        while self._refused:
-            self.cut_off(*self._refused.pop())
+        while self.refused:
+            self.cut_off(*self.refused.pop())
 
     def open(self, fd: int, host: str = "", is_inner: bool = False) -> Connection:
         share = Share(f"connection {next(self._numbers)}")
-        connection = self._by_fd[fd] = Connection(fd, share, is_inner)
+        connection = self.by_fd[fd] = Connection(fd, share, is_inner)
         connection.host = host
         if reason := self._limits.opened(host):
             self._refuse(self._oldest_silent(host) or connection, reason)
@@ -167,12 +83,12 @@ class Connections:
 
     def close(self, fd: int) -> None:
         """Remove a connection; its requests may be sent again on another one."""
-        if connection := self._by_fd.pop(fd, None):
+        if connection := self.by_fd.pop(fd, None):
             self._abandon(connection)
             self._identities_closed.add(connection.identity)
             self._remember(fd, connection.identity)
             if not connection.is_refused:
-                self._limits.closed(connection.host, is_silent=not connection.num_messages)
+                self._limits.closed(connection.host, is_silent=not connection.identity)
 
     def cut_off(self, connection: Connection, reason: str) -> None:
         """Disconnect a client. Each reason is logged once, and counted."""
@@ -186,26 +102,22 @@ class Connections:
             log.warning("disconnected a client at %s (more are only counted): %s", who, reason)
         with duplicate(connection.fd) as end:  # libzmq may close the descriptor at any time
             self._take_events()
-            if self._by_fd.get(connection.fd) is connection:
+            if self.by_fd.get(connection.fd) is connection:
                 shut_down(end)
 
     def sender(self, fd: int, identity: bytes) -> Connection:
-        """Return the connection of a message, and count it; a closed one if it is closed by now.
+        """Return the connection of a message; a closed one if it is closed by now.
 
         A ROUTER returns the first message of an earlier connection before that of a later one. So
         a new identity belongs to the newest connection with this descriptor.
         """
-        connection = self._by_fd.get(fd, self._nobody)
-        if connection is self._nobody:
+        connection = self.by_fd.get(fd)
+        if connection is None:
             self._remember(fd, identity)
-        elif connection.identity != identity and not connection.is_closed:
-            connection = self._identify(connection, identity)
-        connection.num_messages += 1
-        return connection
-
-    def _identify(self, connection: Connection, identity: bytes) -> Connection:
-        """Return the connection whose messages have this identity, which is new to `connection`."""
-        fd, is_known = connection.fd, bool(connection.identity)
+            return self._nobody
+        if connection.identity == identity or connection.is_closed:
+            return connection
+        is_known = bool(connection.identity)
         if identity in self._earlier.get(fd, ()) and (is_known or not is_chosen(identity)):
             return self._nobody
         if is_known:  # all messages so far were those of a connection that was closed before
@@ -222,14 +134,12 @@ class Connections:
 
     def take_shortest_identity(self) -> int:
         """Return the length of the shortest identity chosen since the last call; 0 if none is."""
-        identities = self._identities_closed | {one.identity for one in self._by_fd.values()}
+        identities = self._identities_closed | {one.identity for one in self.by_fd.values()}
         self._identities_closed = set()
         return min((len(one) for one in identities if is_chosen(one)), default=0)
 
-    def named_client(self, client: Client, name: str | None) -> Client:
+    def named_client(self, client: Client, name: str) -> Client:
         """Return the client that a request names. Raises RefusedError where it may name none."""
-        if name is None:
-            return client
         text = f"got {name!r}, expected none: only the pipeline's HTTP servers name their clients"
         refuse_if(not client.connection.is_inner, "client", text)
         share = self._shares.get(name)
@@ -239,14 +149,14 @@ class Connections:
 
     def _oldest_silent(self, host: str) -> Connection | None:
         """Return the connection of this machine that has been silent longest."""
-        same = (one for one in self._by_fd.values() if one.host == host and not one.is_inner)
+        same = (one for one in self.by_fd.values() if one.host == host and not one.is_inner)
         return next((one for one in same if not (one.identity or one.is_refused)), None)
 
     def _refuse(self, connection: Connection, reason: str) -> None:
-        """Count a connection as closed; the next call of `handle_events` disconnects it."""
+        """Count a connection as closed, and let `handle_events` disconnect it."""
         connection.is_refused = True
         self._limits.closed(connection.host, is_silent=not connection.identity)
-        self._refused.append((connection, reason))
+        self.refused.append((connection, reason))
 
     def _take_events(self) -> None:
         for fd, endpoint in take_events(self.monitor):

@@ -176,7 +176,7 @@ class GatewayHarness:
         )
         totals = self.gateway.default.ledger.totals
         counts = (totals.num_bytes, totals.num_waiting, totals.num_waiting_tokens)
-        held = [one.is_full for one in connections._by_fd.values()]
+        held = [one.is_full for one in connections.by_fd.values()]
         work = [peer.work for peer in tokenizers.peers]
         pending = self.gateway.clients._pending
         questions = len(self.gateway.default.requests.queries)
