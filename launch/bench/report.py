@@ -4,7 +4,6 @@ import contextlib
 import math
 import os
 import platform
-import subprocess
 from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import msgspec
 
 from penstock.launch.bench.figures import Figures
+from penstock.launch.commands.gpus import physical_gpus
 from penstock.launch.pipeline.options import flag
 from penstock.protocol.config import Config
 
@@ -66,13 +66,8 @@ SERVE_COLUMNS = (
 
 
 def hardware() -> dict[str, Any]:
-    """Return the processors that this process may use; `gpus` is empty where nvidia-smi is not."""
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    gpus: list[str] = []
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        found = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10)
-        gpus = found.stdout.splitlines()
-    return {"cpus": _num_cpus(), "gpus": gpus}
+    """Return the number of processors that this process may use, and the GPUs of the machine."""
+    return {"cpus": _num_cpus(), "gpus": [one.name for one in physical_gpus() or ()]}
 
 
 def _num_cpus() -> int:

@@ -1,17 +1,26 @@
-"""GPUs and memory of this machine, counted without torch."""
+"""GPUs and memory of this machine, without torch."""
 
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import psutil
 
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config
+
+QUERY = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+
+
+class Gpu(NamedTuple):
+    """A GPU of this machine."""
+
+    name: str
+    num_bytes: int
 
 
 def check_gpus(config: Config) -> None:
@@ -99,66 +108,27 @@ def gpus_by_model(config: Config) -> dict[str, str]:
 
 
 def num_gpus() -> int | None:
-    """GPUs that a process here may see, at most; None: not known."""
+    """Return the GPUs that a process here may see, at most; None: not known."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = None if visible is None else len([one for one in visible.split(",") if one.strip()])
     if chosen is not None and (chosen == 0 or "MIG-" in (visible or "")):
         return chosen  # one physical GPU may have several of those
-    physical = _physical_gpus()
-    return physical if chosen is None or physical is None else min(chosen, physical)
+    physical = physical_gpus()
+    number = None if physical is None else len(physical)
+    return number if chosen is None or number is None else min(chosen, number)
 
 
-def gpu_memory() -> list[int]:
-    """Return the bytes of each GPU of this machine; empty without NVML."""
-    found: list[int] = []
-    with _nvml() as nvml:
-        for index in range(_count(nvml) or 0 if nvml else 0):
-            device, memory = ctypes.c_void_p(), _Memory()
-            if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
-                continue
-            if not nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
-                found.append(memory.total)
-    return found
-
-
-class _Memory(ctypes.Structure):
-    _fields_ = (
-        ("total", ctypes.c_ulonglong),
-        ("free", ctypes.c_ulonglong),
-        ("used", ctypes.c_ulonglong),
-    )
-
-
-@contextlib.contextmanager
-def _nvml() -> Iterator[Any]:
-    """Open NVML, which needs no CUDA context; None if there is none, or no driver."""
+def physical_gpus() -> list[Gpu] | None:
+    """Return the GPUs of this machine; None where there is a driver, but no nvidia-smi."""
     try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        yield None
-        return
-    if nvml.nvmlInit_v2():
-        yield None
-        return
-    try:
-        yield nvml
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _count(nvml: Any) -> int | None:
-    number = ctypes.c_uint()
-    return None if nvml.nvmlDeviceGetCount_v2(ctypes.byref(number)) else number.value
-
-
-def _physical_gpus() -> int | None:
-    with _nvml() as nvml:
-        if nvml:
-            return _count(nvml)
-    with contextlib.suppress(OSError):
-        ctypes.CDLL("libnvidia-ml.so.1")
-        return 0
-    with contextlib.suppress(OSError):
-        ctypes.CDLL("libcuda.so.1")
-        return None  # a driver without NVML: let the worker look
-    return 0
+        found = subprocess.run(QUERY, capture_output=True, text=True, check=True)
+    except FileNotFoundError:
+        with contextlib.suppress(OSError):
+            ctypes.CDLL("libcuda.so.1")
+            return None
+        return []
+    except (OSError, subprocess.SubprocessError):  # no GPU, or no driver
+        return []
+    lines = (line.rpartition(", ") for line in found.stdout.splitlines())
+    # a GPU that shares the machine's memory has no number
+    return [Gpu(name, int(size) << 20 if size.isdecimal() else 0) for name, _, size in lines]

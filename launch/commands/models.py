@@ -9,7 +9,7 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from penstock.launch.commands.gpus import gpu_memory
+from penstock.launch.commands.gpus import physical_gpus
 from penstock.launch.pipeline.hub import weight_files
 from penstock.launch.pipeline.model_memory import Layout, Needs, needs
 from penstock.launch.pipeline.options import add_options, given_options
@@ -73,7 +73,8 @@ def add_arguments(command: ArgumentParser) -> None:
 
 def _run(arguments: Namespace) -> int:
     config = Config(**given_options(arguments, Config))
-    machine = Machine(gpu_memory(), psutil.virtual_memory().total)
+    gpus = [one.num_bytes for one in physical_gpus() or () if one.num_bytes]
+    machine = Machine(gpus, psutil.virtual_memory().total)
     found = [("", folder) for folder in arguments.folders] or list(cached())
     models = [describe(name or str(folder), folder, config, machine) for name, folder in found]
     if arguments.json:

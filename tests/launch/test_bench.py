@@ -25,6 +25,7 @@ from penstock.launch.bench.report import (
 from penstock.launch.bench.target import Target
 from penstock.launch.bench.workload import Item, given_lengths, random_lengths, variant
 from penstock.launch.commands.cli import main
+from penstock.launch.commands.gpus import physical_gpus
 from penstock.launch.pipeline import local_client
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config
@@ -171,9 +172,10 @@ def test_hardware_with_and_without_nvidia_smi(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert hardware()["gpus"] == []
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho NVIDIA H200\necho NVIDIA L4\n")
+    tool.write_text("#!/bin/sh\necho NVIDIA H200, 143771\necho NVIDIA GB10, [N/A]\n")
     tool.chmod(0o755)
-    assert hardware()["gpus"] == ["NVIDIA H200", "NVIDIA L4"]
+    assert hardware()["gpus"] == ["NVIDIA H200", "NVIDIA GB10"]
+    assert physical_gpus() == [("NVIDIA H200", 143_771 << 20), ("NVIDIA GB10", 0)]
     tool.write_text("#!/bin/sh\necho 'no driver'; exit 9\n")
     assert hardware()["gpus"] == []
     assert hardware()["cpus"] >= 1

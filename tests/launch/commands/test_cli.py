@@ -220,7 +220,8 @@ def test_gpus_that_a_process_sees(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(gpus, "_physical_gpus", lambda: physical)
+    found = None if physical is None else [gpus.Gpu("NVIDIA L4", 1)] * physical
+    monkeypatch.setattr(gpus, "physical_gpus", lambda: found)
     assert gpus.num_gpus() == expected
     monkeypatch.setattr(gpus, "version", lambda _: "2.13.0")
     config = Config(device="cuda", tp=2)

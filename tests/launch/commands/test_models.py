@@ -37,7 +37,7 @@ def test_the_cache_and_what_is_wrong_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(module, "gpu_memory", list)
+    monkeypatch.setattr(module, "physical_gpus", list)
     run(monkeypatch)
     assert (
         "no model in the cache: `launch all --model Qwen/Qwen3-0.6B` d" in capsys.readouterr().out
