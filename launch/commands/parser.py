@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from penstock.launch.pipeline.errors import LaunchError
-from penstock.launch.pipeline.options import DEPRECATED, OTHER_NAMES, flag
+from penstock.launch.pipeline.options import OTHER_NAMES, flag
 
 MAX_SHOWN_OPTIONS = 12
 """options that a usage line lists"""
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """As argparse does, but refuses what is unknown here, where it is known what could be."""
         self.load()
-        args = [self._as_new_spelling(word) for word in (sys.argv[1:] if args is None else args)]
+        args = sys.argv[1:] if args is None else args
         if self._subparsers:
             self._check_leading_options(args)
         parsed, unknown = super().parse_known_args(args, namespace)
@@ -60,15 +60,6 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
-
-    def _as_new_spelling(self, word: str) -> str:
-        name, equals, value = word.partition("=")
-        known, renamed = self._option_string_actions, DEPRECATED.get(name.removeprefix("--"), "")
-        new = flag(renamed)
-        if name in known or new not in known or not word.startswith("--"):
-            return word
-        print(f"launch: {name} is deprecated; use {new}", file=sys.stderr)
-        return f"{new}{equals}{value}"
 
     def _check_leading_options(self, args: Sequence[str]) -> None:
         """Refuse unknown options before the command: argparse would take a value for a command."""

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import os
 import time
-import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from penstock.launch.offline.pooling import PoolingMethods
 from penstock.launch.pipeline.ephemeral_pipeline import private_pipeline
 from penstock.launch.pipeline.hub import resolve
 from penstock.launch.pipeline.local_client import LocalClient
-from penstock.launch.pipeline.options import DEPRECATED, OTHER_NAMES, as_flags
+from penstock.launch.pipeline.options import OTHER_NAMES, as_flags
 from penstock.launch.pipeline.run_folder import running_config
 from penstock.protocol.client.answers import answer_requests, num_answers
 from penstock.protocol.config import Config
@@ -227,11 +226,7 @@ def _messages(conversation: Any) -> list[ChatMessage]:
 
 def _config_fields(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options by their names in Config. Raises TypeError and ValueError."""
-    for name in DEPRECATED.keys() & options:
-        text = f"LLM: {name} is deprecated; use {DEPRECATED[name]}"
-        warnings.warn(text, DeprecationWarning, stacklevel=3)
-    names = OTHER_NAMES | DEPRECATED
-    fields = OWN_DEFAULTS | {names.get(name, name): its for name, its in options.items()}
+    fields = OWN_DEFAULTS | {OTHER_NAMES.get(name, name): its for name, its in options.items()}
     if "enforce_eager" in fields:
         fields["enable_cuda_graphs"] = not fields.pop("enforce_eager")
     for name in fields:

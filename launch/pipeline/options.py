@@ -33,10 +33,6 @@ OTHER_NAMES = {
 """names of some options in vLLM, SGLang or nano-vllm"""
 
 
-DEPRECATED = {"on": "backend", "keys": "curve_keys", "speculative": "speculative_method"}
-"""old name of an option of a pipeline → its name"""
-
-
 def flag(field: str) -> str:
     """Return the flag of a field: `max_num_seqs` → `--max-num-seqs`."""
     return "--" + field.replace("_", "-")

@@ -131,39 +131,6 @@ def test_alone_it_says_what_to_do_first(
     assert "launch all --model MODEL" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("equals", [False, True])
-@pytest.mark.parametrize(
-    ("command", "old", "new", "value"),
-    [
-        ("all", "--on", "--backend", "here"),
-        ("all", "--speculative", "--speculative-method", "guess"),
-        ("ask", "--keys", "--curve-keys", "/none"),
-    ],
-)
-def test_an_old_spelling_still_works_with_a_line(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    command: str,
-    old: str,
-    new: str,
-    value: str,
-    equals: bool,
-) -> None:
-    words = [f"{old}={value}"] if equals else [old, value]
-    name = ["--name", "none", "x"] if command == "ask" else []
-    assert launch(monkeypatch, command, *words, *name) == 2
-    line, refusal = capsys.readouterr().err.splitlines()
-    assert line == f"launch: {old} is deprecated; use {new}"
-    assert refusal.startswith(f"launch: {new}: got '{value}'") or "no pipeline" in refusal
-
-
-def test_a_sampling_parameter_has_the_old_spelling_of_an_option(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch(monkeypatch, "ask", "--speculative", "x", "--name", "none") == 2
-    assert "deprecated" not in capsys.readouterr().err
-
-
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(monkeypatch, "--version", "all") == 0
     assert capsys.readouterr().out == f"penstock {version('penstock')}\n"
