@@ -58,10 +58,8 @@ class Metrics(Struct, kw_only=True):
     """code of the error → refused or failed requests"""
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    prefix_cache_queries: int = 0
-    """prompt tokens that were looked for in the prefix cache"""
     prefix_cache_hits: int = 0
-    """and those found there"""
+    """prompt tokens that were found in the prefix cache"""
     time_to_first_token_seconds: Histogram
     inter_token_latency_seconds: Histogram
     e2e_request_latency_seconds: Histogram

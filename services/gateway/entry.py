@@ -247,7 +247,6 @@ class Entry:
             self.first_token_at = now
             metrics.time_to_first_token_seconds.add(now - self.accepted_at)
             metrics.prompt_tokens += self.num_prompt_tokens
-            metrics.prefix_cache_queries += self.num_prompt_tokens
             metrics.prefix_cache_hits += self.num_cached_tokens
         self.last_token_at = now
 

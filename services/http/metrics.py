@@ -41,7 +41,11 @@ _HISTOGRAMS = {
     "request_params_max_tokens": "max_tokens of requests.",
     "request_params_n": "n of requests.",
 }
-_OTHER_NAMES = {"time_per_output_token_seconds": "inter_token_latency_seconds"}
+_OTHER_NAMES = {
+    "prefix_cache_queries": "prompt_tokens",
+    "time_per_output_token_seconds": "inter_token_latency_seconds",
+}
+"""metric → the field that it has, if that has another name"""
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens of answered requests.",
     "generation_tokens": "Generated tokens.",
@@ -135,7 +139,7 @@ class StatusCollector:
 
 def _of_requests(models: list[tuple[str, Metrics]]) -> Iterator[Metric]:
     for name, text in _COUNTERS.items():
-        values = [(model, getattr(one, name)) for model, one in models]
+        values = [(model, getattr(one, _OTHER_NAMES.get(name, name))) for model, one in models]
         yield _family(CounterMetricFamily, name, text, values)
     for name, text in _HISTOGRAMS.items():
         field = _OTHER_NAMES.get(name, name)

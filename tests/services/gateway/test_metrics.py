@@ -53,7 +53,7 @@ def test_a_request_from_its_acceptance_to_its_answer() -> None:
     assert metrics.inter_token_latency_seconds.sum == pytest.approx(0.3)
     assert counted(metrics.e2e_request_latency_seconds) == {0.8: 1}
     assert (metrics.prompt_tokens, metrics.generation_tokens) == (30, 5)
-    assert (metrics.prefix_cache_queries, metrics.prefix_cache_hits) == (30, 16)
+    assert metrics.prefix_cache_hits == 16
     assert counted(metrics.request_prompt_tokens) == {50.0: 1}
     assert counted(metrics.request_generation_tokens) == {5.0: 1}
     assert (metrics.request_success, metrics.request_failed) == ({"length": 1}, {})
