@@ -3,13 +3,11 @@
 Of the weights only the headers of the safetensors files are read.
 """
 
-import math
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated
 
-import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
+from safetensors import SafetensorError, safe_open
 
 from penstock.protocol.checkpoint import ModelConfig, ModelError, hint_of, read_bytes, read_json
 from penstock.protocol.expected_weights import (
@@ -33,24 +31,15 @@ _OPTIONAL_FILES = (
     *("generation_config.json", INDEX_FILE),
 )
 """without one of them a model is served otherwise, so that none may be a broken link"""
-_MAX_HEADER_BYTES = 100_000_000
-"""by the format of safetensors"""
-_FLOATS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1}
-"""bytes of a number of each type"""
-_SIZES = _FLOATS | {"I8": 1, "I32": 4, "I64": 8}
-"""likewise, with those of packed weights, their zero points, groups and shapes"""
+_FLOATS = ("BF16", "F16", "F32", "F64", "F8_E4M3")
+_PACKED_TYPES = (*_FLOATS, "I8", "I32", "I64")
+"""with those of packed weights, their zero points, groups and shapes"""
 _INTEGERS_HINT = "; integers need `quantization_config` in config.json, also if another file has it"
 
 
 class _Index(Struct):
     weight_map: dict[str, str]
     """tensor → file name"""
-
-
-class _Tensor(Struct):
-    dtype: str
-    shape: list[Annotated[int, Meta(ge=0)]]
-    data_offsets: tuple[int, int]
 
 
 def check_files(folder: Path, config: ModelConfig, *, weights: bool) -> None:
@@ -76,15 +65,15 @@ def check_tensors(folder: Path, config: ModelConfig) -> None:
     Shapes of packed matrices and of scales are checked when they are loaded.
     """
     is_packed = config.is_packed
-    tensors = _read_tensors(folder, _SIZES if is_packed else _FLOATS)
+    tensors = _read_shapes(folder, _PACKED_TYPES if is_packed else _FLOATS)
     path = folder / "config.json"
     if config.is_embedding_model and BARE in tensors:
-        tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        tensors = {f"model.{name}": shape for name, shape in tensors.items()}
     names = set()
     for name, shape, fields in expected_weights(config):
         names.add(name)
-        if name in tensors and tensors[name].shape != shape:
-            found = f"{name} has the shape {tensors[name].shape}, expected {shape}"
+        if name in tensors and tensors[name] != shape:
+            found = f"{name} has the shape {tensors[name]}, expected {shape}"
             raise ModelError(f"{path}: {fields}: {found}")
     num_layers = sum(name.endswith(".input_layernorm.weight") for name in tensors)
     if num_layers != config.num_hidden_layers:
@@ -97,18 +86,26 @@ def check_tensors(folder: Path, config: ModelConfig) -> None:
     check_names(folder, names, weights)
 
 
-def _read_tensors(folder: Path, sizes: Mapping[str, int]) -> dict[str, _Tensor]:
-    """Return all tensors by name. Raises ModelError, also for types without a size."""
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of a checkpoint's files of weights. Raises ModelError."""
+    index = folder / INDEX_FILE
+    if not index.exists():
+        return [SINGLE_FILE]
+    return sorted(set(read_json(index, _Index).weight_map.values()))
+
+
+def _read_shapes(folder: Path, types: Collection[str]) -> dict[str, list[int]]:
+    """Return the shapes of all tensors by name. Raises ModelError, also for other types."""
     index = folder / INDEX_FILE
     if not index.exists():
         if not (folder / SINGLE_FILE).exists():
             _check_format(folder)
-        return _read_header(folder / SINGLE_FILE, sizes)
+        return _read_header(folder / SINGLE_FILE, types)
     files = read_json(index, _Index).weight_map
     for name, file in files.items():
         if Path(file).name != file or file in ("", "..") or "\0" in file:
             raise ModelError(f"{index}: {name}: got {file!r}, expected a file of its folder")
-    headers = {file: _read_header(folder / file, sizes) for file in sorted(set(files.values()))}
+    headers = {file: _read_header(folder / file, types) for file in weight_files(folder)}
     for name, file in files.items():
         if name not in headers[file]:
             raise ModelError(f"{index}: got {name} in {file}, which has no such tensor")
@@ -127,35 +124,17 @@ def _check_format(folder: Path) -> None:
         )
 
 
-def _read_header(path: Path, sizes: Mapping[str, int]) -> dict[str, _Tensor]:
+def _read_header(path: Path, types: Collection[str]) -> dict[str, list[int]]:
+    """Return the shapes of a file's tensors, by name. Raises ModelError, also for other types."""
     start = read_bytes(path, 64)
-    size, found = int.from_bytes(start[:8], "little"), path.stat().st_size
-    content = read_bytes(path, 8 + min(size, _MAX_HEADER_BYTES))[8:] if size < found else b""
     try:
-        entries = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
-        entries.pop("__metadata__", None)
-        tensors = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in entries.items()}
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        problem = f"got no header of safetensors ({error}){hint_of(start)}"
-        raise ModelError(f"{path}: {problem}") from error
-    expected = 8 + size + max((one.data_offsets[1] for one in tensors.values()), default=0)
-    if found != expected:
-        raise ModelError(f"{path}: got {found} bytes, expected {expected}; download it again")
-    _check_layout(path, tensors, sizes)
-    return tensors
-
-
-def _check_layout(path: Path, tensors: dict[str, _Tensor], sizes: Mapping[str, int]) -> None:
-    """Raise ModelError unless each tensor has a known type, and follows the one before it."""
-    begin = 0
-    for name, tensor in sorted(tensors.items(), key=lambda one: one[1].data_offsets):
-        if tensor.dtype not in sizes:
-            problem = f"got {tensor.dtype}, expected {', '.join(sizes)}"
-            hint = _INTEGERS_HINT if tensor.dtype in _SIZES else ""
-            raise ModelError(f"{path}: {name}: {problem}{hint}")
-        expected = begin, begin + sizes[tensor.dtype] * math.prod(tensor.shape)
-        if tensor.data_offsets != expected:
-            problem = f"got the bytes {list(tensor.data_offsets)}, expected {list(expected)}"
-            of_what = f"for {tensor.dtype} of shape {tensor.shape} after the tensor before it"
-            raise ModelError(f"{path}: {name}: {problem} {of_what}; download it again")
-        begin = expected[1]
+        with safe_open(path, framework="np") as file:
+            tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        raise ModelError(f"{path} is not valid safetensors: {reason}{hint_of(start)}") from error
+    for name, tensor in tensors.items():
+        if (found := tensor.get_dtype()) not in types:
+            hint = _INTEGERS_HINT if found in _PACKED_TYPES else ""
+            raise ModelError(f"{path}: {name}: got {found}, expected {', '.join(types)}{hint}")
+    return {name: tensor.get_shape() for name, tensor in tensors.items()}

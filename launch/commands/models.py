@@ -10,7 +10,6 @@ import psutil
 from msgspec import Struct
 
 from penstock.launch.commands.gpus import physical_gpus
-from penstock.launch.pipeline.hub import weight_files
 from penstock.launch.pipeline.model_memory import Layout, Needs, needs
 from penstock.launch.pipeline.options import add_options, given_options
 from penstock.protocol.checkpoint import (
@@ -20,6 +19,7 @@ from penstock.protocol.checkpoint import (
     quantized,
     read_model_config,
 )
+from penstock.protocol.checkpoint_files import weight_files
 from penstock.protocol.config import Config
 
 CONTEXT = 32_768

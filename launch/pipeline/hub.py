@@ -12,7 +12,6 @@ from msgspec import Struct
 
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.gguf_cache import folder_of, is_gguf
-from penstock.protocol.checkpoint import read_json
 
 DOWNLOADER = "penstock.launch.pipeline.hub_download"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -100,18 +99,6 @@ def resolve(options: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
     rest = {field: value for field, value in options.items() if field != "revision"}
     folder = source.folder(weights=weights)
     return {"served_model_name": source.name} | rest | {"model": str(folder)}
-
-
-class _Index(Struct):
-    weight_map: dict[str, str]
-
-
-def weight_files(folder: Path) -> list[str]:
-    """Return the names of a checkpoint's files of weights. Raises ModelError."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return ["model.safetensors"]
-    return sorted(set(read_json(index, _Index).weight_map.values()))
 
 
 def near_folder(model: str) -> str:

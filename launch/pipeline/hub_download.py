@@ -19,8 +19,9 @@ import msgspec
 from huggingface_hub import HfApi, constants, get_token, snapshot_download, utils
 from huggingface_hub import errors as hub
 
-from penstock.launch.pipeline.hub import Downloaded, near_folder, weight_files
+from penstock.launch.pipeline.hub import Downloaded, near_folder
 from penstock.protocol.checkpoint import ModelError, read_model_config
+from penstock.protocol.checkpoint_files import weight_files
 from penstock.protocol.unserved import without_config
 
 SMALL_FILES = [

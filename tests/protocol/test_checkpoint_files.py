@@ -25,10 +25,10 @@ def check(folder: Path) -> None:
     check_files(folder, read_model_config(folder), weights=True)
 
 
-def safetensors(dtype: str = "BF16", num_bytes: int = 2) -> bytes:
+def safetensors(dtype: str = "BF16", size: int = 1, num_bytes: int = 2) -> bytes:
     header = {
         "__metadata__": {"format": "pt"},
-        "a": {"dtype": dtype, "shape": [1], "data_offsets": [0, 2]},
+        "a": {"dtype": dtype, "shape": [size], "data_offsets": [0, 2]},
     }
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + bytes(num_bytes)
@@ -57,11 +57,11 @@ CASES = [
         "generation_config.json can't be read: temperature: got 5, expected `float` <= 2.0",
     ),
     (SINGLE_FILE, None, "has no model.safetensors; a checkpoint needs it"),
-    (SINGLE_FILE, b"", "model.safetensors: got no header of safetensors"),
-    (SINGLE_FILE, b"\xff" * 99, "model.safetensors: got no header of safetensors .*; download it"),
+    (SINGLE_FILE, b"", "model.safetensors is not valid safetensors: header too small; down"),
+    (SINGLE_FILE, b"\xff" * 99, "model.safetensors is not valid .*: header too large; download it"),
     (SINGLE_FILE, POINTER, "model.safetensors is a pointer of Git LFS .*: run `git lfs pull`"),
-    (SINGLE_FILE, safetensors(num_bytes=1), "model.safetensors: got 105 bytes, expected 106; down"),
-    (SINGLE_FILE, safetensors("I8"), "model.safetensors: a: got I8, expected BF16, F16, F32"),
+    (SINGLE_FILE, safetensors(num_bytes=1), "safetensors: incomplete metadata, file not "),
+    (SINGLE_FILE, safetensors("I8", 2), "model.safetensors: a: got I8, expected BF16, F16, F32"),
 ]
 
 
