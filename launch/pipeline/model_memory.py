@@ -77,7 +77,7 @@ def weight_bytes(model: ModelConfig, layout: Layout) -> int:
     hidden = model.hidden_size
     heads = model.num_attention_heads + max(layout.tp, model.num_key_value_heads)
     attention = 2 * hidden * model.head_dim * heads
-    num_bits = 0
+    num_bits = 0.0
     for layer in range(model.num_hidden_layers):
         num_bits += attention * _num_bits(model, layout)
         if model.is_sparse(layer):
