@@ -1,19 +1,11 @@
 """The pool of KV blocks, and the prefix cache in it."""
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from operator import itemgetter
 
-from penstock.services.scheduler.block_records import (
-    ROOT,
-    BlockRecords,
-    Content,
-    Tail,
-    hash_block,
-)
-from penstock.services.scheduler.left_blocks import LeftBlocks
+from penstock.services.scheduler.block_records import ROOT, BlockRecords, Content, hash_block
+from penstock.services.scheduler.left_blocks import LeftBlocks, recover
 from penstock.services.scheduler.offload_index import OffloadIndex
 
 
@@ -42,24 +34,15 @@ class BlockPool:
         self._cached: dict[bytes, int] = {}
         self._num_contents = ROOT
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._left: dict[int, tuple[bytes, Content | Tail]] = {}
-        """what earlier schedulers left that nothing full follows, by block, with the key in
-        `_left_blocks`; without blocks that were taken since"""
-        found = records.recover() if records else []
-        hashes = {one.number: one.hash for _, one in found if isinstance(one, Content)}
-        parents = {one.parent for _, one in found if isinstance(one, Content)}
+        found = recover(records) if records else []
+        self.left = LeftBlocks(found, self._free) if found else None
+        """what an earlier scheduler has recorded, without blocks that were taken or hidden since"""
         for block, one in found:
             self._free.move_to_end(block)
-            if isinstance(one, Tail):
-                self._left[block] = one.hash, one
-                continue
-            self._num_contents = max(self._num_contents, one.number)
-            self._contents[block] = one
-            self._cached[one.hash] = block
-            if one.number not in parents:
-                self._left[block] = hashes.get(one.parent, b""), one
-        keys = [(key, one.token_ids, block) for block, (key, one) in self._left.items()]
-        self._left_blocks = LeftBlocks(keys)
+            if isinstance(one, Content):
+                self._num_contents = max(self._num_contents, one.number)
+                self._contents[block] = one
+                self._cached[one.hash] = block
 
     @property
     def num_free_blocks(self) -> int:
@@ -84,38 +67,11 @@ class BlockPool:
             parent = content.number
         return blocks
 
-    @property
-    def has_left(self) -> bool:
-        """Return whether an earlier scheduler left blocks to `match_last`."""
-        return bool(self._left)
-
-    def match_last(
-        self, matched: Sequence[int], parent_hash: bytes, token_ids: Sequence[int], takes_full: bool
-    ) -> tuple[int, int]:
-        """Return the free block of an earlier scheduler that holds most of `token_ids` in order.
-
-        Return the number of these tokens, too; 0 of any block if there is none. The caller may
-        `adopt` the block. matched: the blocks before; parent_hash: the last one's. takes_full: full
-        blocks count, which others lose.
-        """
-        content = self._contents[matched[-1]] if matched else None
-        parent = content.number if content else ROOT
-
-        def is_left(block: int) -> bool:
-            one = self._left[block][1]
-            is_same = isinstance(one, Tail) or self._contents[block] is one
-            return is_same and one.parent == parent and block in self._free
-
-        find, known = self._left_blocks.find, array("i", token_ids)
-        tail = find(self.hash_block(parent_hash, b""), known, is_left)
-        return (
-            max(tail, find(parent_hash, known, is_left), key=itemgetter(1)) if takes_full else tail
-        )
-
     def adopt(self, block: int) -> None:
         """Take a free block to write to, of which some tokens are kept; its content is hidden."""
         del self._free[block]
-        self._take(block)
+        self.hide([block])
+        self._ref_counts[block] = 1
 
     def num_free_without(self, matched: Sequence[int]) -> int:
         """Return the number of free blocks left when `matched` are shared."""
@@ -127,6 +83,10 @@ class BlockPool:
             if not self._ref_counts[block]:
                 del self._free[block]
             self._ref_counts[block] += 1
+        return self.last_number(matched)
+
+    def last_number(self, matched: Sequence[int]) -> int:
+        """Return the number of the last block's content."""
         content = self._contents[matched[-1]] if matched else None
         return content.number if content else ROOT
 
@@ -135,17 +95,11 @@ class BlockPool:
         block, _ = self._free.popitem(last=False)
         if self.offload and (content := self._contents[block]):
             self.offload.store(block, content.hash)
-        self._take(block)
+        self.hide([block])
+        self._ref_counts[block] = 1
         if self.records:
             self.records.clear(block)
         return block
-
-    def _take(self, block: int) -> None:
-        if block in self._left:
-            key, one = self._left.pop(block)
-            self._left_blocks.remove(key, one.token_ids, block)
-        self.hide([block])
-        self._ref_counts[block] = 1
 
     def store_ahead(self, offload: OffloadIndex) -> None:
         """Copy content that is evicted next, while the step runs; no step has to wait for it."""
@@ -192,6 +146,8 @@ class BlockPool:
     def hide(self, blocks: Iterable[int]) -> None:
         """Hide blocks, some of which may not be published; sequences that have them keep them."""
         for block in blocks:
+            if self.left:
+                self.left.remove(block)
             if content := self._contents[block]:
                 del self._cached[content.hash]
                 self._contents[block] = None

@@ -7,7 +7,6 @@ record of a block that is not full yet has a negative number, and grows by one s
 """
 
 from collections.abc import Iterator
-from hashlib import sha256
 from itertools import takewhile
 from mmap import mmap
 from typing import NamedTuple
@@ -17,8 +16,6 @@ import xxhash
 from penstock.protocol.messages.packed import pack, unpack
 
 HASH_BYTES = 16
-PREFIX_HASH_BYTES = 32
-"""of `hash_prefix`"""
 ROOT = 0
 """the parent of the first block of every sequence"""
 
@@ -50,20 +47,6 @@ class Tail(NamedTuple):
 def hash_block(parent: bytes, token_ids: bytes) -> bytes:
     """Return 128 bits, chained: equal only for equal prefixes (xxh3, xxhash.com)."""
     return xxhash.xxh3_128_digest(parent + token_ids)
-
-
-def hash_prefix(parent: bytes, token_ids: bytes) -> bytes:
-    """Return 256 bits, chained: nobody can make two prefixes with the same hash (SHA-256)."""
-    return sha256(parent + token_ids).digest()
-
-
-def _order(one: Content | Tail) -> tuple[bool, int]:
-    """Return the key of an order in which every content comes after its parent."""
-    return (False, one.number) if isinstance(one, Content) else (True, one.parent)
-
-
-def _last_full(one: Content | Tail) -> int:
-    return one.number if isinstance(one, Content) else one.parent
 
 
 class BlockRecords:
@@ -115,32 +98,6 @@ class BlockRecords:
                 else:
                     known = takewhile(bool, unpack(token_ids))
                     yield block, Tail(-1 - number, hash_, pack(one - 1 for one in known))
-
-    def recover(self) -> list[tuple[int, Content | Tail]]:
-        """Return blocks and content that can be found, in the order of last use; clear others.
-
-        The last use of a content is taken to be the time when the last one after it was published.
-        Of one sequence, the last blocks come first.
-        """
-        last_uses = {ROOT: 0}
-        found: list[tuple[int, Content | Tail]] = []
-        contents: list[Content] = []
-        hashes: set[bytes] = set()
-        for block, one in sorted(self.read(), key=lambda read: _order(read[1])):
-            is_double = isinstance(one, Content) and one.hash in hashes
-            if one.parent not in last_uses or is_double:
-                self.clear(block)
-                continue
-            found.append((block, one))
-            if isinstance(one, Content):
-                last_uses[one.number] = one.number
-                hashes.add(one.hash)
-                contents.append(one)
-        for content in reversed(contents):
-            last_use = max(last_uses[content.parent], last_uses[content.number])
-            last_uses[content.parent] = last_use
-        found.reverse()
-        return sorted(found, key=lambda read: last_uses[_last_full(read[1])])
 
     def write(self, block: int, content: Content) -> None:
         """Record confirmed content of a full block."""

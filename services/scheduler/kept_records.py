@@ -1,25 +1,27 @@
 """Records of KV blocks and host slots, in memory that the supervisor keeps."""
 
 import logging
+from hashlib import sha256
 
 from penstock.protocol.checkpoint import ModelConfig
 from penstock.protocol.config import Config
 from penstock.protocol.transport.kept_memory import MemoryClient
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.block_pool import BlockPool
-from penstock.services.scheduler.block_records import (
-    HASH_BYTES,
-    PREFIX_HASH_BYTES,
-    BlockRecords,
-    hash_block,
-    hash_prefix,
-)
+from penstock.services.scheduler.block_records import HASH_BYTES, BlockRecords, hash_block
 from penstock.services.scheduler.folder_index import FolderIndex
 from penstock.services.scheduler.offload_index import OffloadIndex
 from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from penstock.services.scheduler.workers import WorkerGroup
 
 log = logging.getLogger(__name__)
+PREFIX_HASH_BYTES = 32
+"""of `hash_prefix`"""
+
+
+def hash_prefix(parent: bytes, token_ids: bytes) -> bytes:
+    """Return 256 bits, chained: nobody can make two prefixes with the same hash (SHA-256)."""
+    return sha256(parent + token_ids).digest()
 
 
 def make_block_manager(

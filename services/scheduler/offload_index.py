@@ -13,6 +13,7 @@ from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.worker import CopyBlocks, FolderReport, FolderRequest
 from penstock.services.scheduler.block_records import ROOT, BlockRecords, Content
 from penstock.services.scheduler.folder_index import FolderIndex
+from penstock.services.scheduler.left_blocks import recover
 
 
 class _Entry(NamedTuple):
@@ -63,7 +64,7 @@ class OffloadIndex:
         self._uncertain: deque[tuple[int, list[tuple[bytes, _Entry]]]] = deque()
         """(number of a plan; entries that are certain once it is confirmed)"""
         self._num_copies = ROOT
-        for slot, content in records.recover() if records else ():
+        for slot, content in recover(records) if records else ():
             if isinstance(content, Content):
                 self._entries[content.hash] = _Entry(slot, content.number)
                 self._num_copies = max(self._num_copies, content.number)

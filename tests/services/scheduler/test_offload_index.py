@@ -4,8 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.protocol.messages.worker import CopyBlocks, FolderReport
-from penstock.services.scheduler.block_records import PREFIX_HASH_BYTES, BlockRecords
+from penstock.services.scheduler.block_records import BlockRecords
 from penstock.services.scheduler.folder_index import FolderIndex
+from penstock.services.scheduler.kept_records import PREFIX_HASH_BYTES
 from penstock.services.scheduler.offload_index import OffloadIndex
 from tests.services.scheduler.packed_plans import pairs
 
