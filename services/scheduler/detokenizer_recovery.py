@@ -1,15 +1,19 @@
-"""Recovery from lost detokenizers: their streams move, and poison streams are found."""
+"""Detokenizers that register or are lost: streams move, and poison streams are found."""
 
 from penstock.protocol.transport.peers import predecessors
 from penstock.services.scheduler.sequence import Sequence
-from penstock.services.scheduler.streams import Streams
+from penstock.services.scheduler.streams import Outbox, Streams
 
 MAX_SILENT = 16
 """detokenizers, the newest, whose streams are remembered: not each one has a successor"""
 
 
 class RecoverableStreams(Streams):
-    """Streams that outlive their detokenizer; `poison` has the rules of trials."""
+    """Streams that outlive their detokenizer; `poison` has the rules of trials.
+
+    A sequence can move at any time: its text follows from its tokens, and the gateway drops what it
+    has already.
+    """
 
     def __init__(self, epoch: int) -> None:
         super().__init__(epoch)
@@ -17,8 +21,31 @@ class RecoverableStreams(Streams):
         """by detokenizer: whether its streams were a trial's, and these streams"""
 
     def alive(self, identity: bytes, name: str) -> bool:
+        """Note a heartbeat. Return whether it is the first one, which registers the detokenizer."""
         self._silent.pop(identity, None)
-        return super().alive(identity, name)
+        if not self.detokenizers.alive(identity, name):
+            return False
+        self._outboxes[identity] = Outbox()
+        orphans, self._unassigned = self._unassigned, {}
+        self._assign(orphans.values())
+        self._rebalance()
+        return True
+
+    def _rebalance(self) -> None:
+        """Move sequences from detokenizers that have more than their share."""
+        num_sequences = sum(len(peer.work) for peer in self.detokenizers)
+        share = -(-num_sequences // len(self.detokenizers))
+        for peer in self.detokenizers:
+            if peer.identity == self._trials.at:
+                continue
+            surplus = list(peer.work.values())[share:]
+            for sequence in surplus:
+                self.close(sequence)
+            self._assign(surplus)
+
+    def reopen(self, sequence: Sequence) -> None:
+        self.close(sequence)
+        self.open(sequence)
 
     def predecessors(self, identity: bytes) -> list[bytes]:
         """Return earlier incarnations of a detokenizer that registered: they have died."""

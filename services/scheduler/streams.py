@@ -64,11 +64,7 @@ class Outbox:
 
 
 class Streams:
-    """The detokenizer of every sequence: the least loaded one, until it leaves or another comes.
-
-    A sequence can move at any time: its text follows from its tokens, and the gateway drops what it
-    has already. A stream is opened with its first token.
-    """
+    """The detokenizer of every sequence: the least loaded one. A stream is opened with a token."""
 
     def __init__(self, epoch: int) -> None:
         self.detokenizers: Peers[Sequence] = Peers()
@@ -81,16 +77,6 @@ class Streams:
         self._trials = DetokenizerTrials()
         self._trial: tuple[bytes, StepTokens] | None = None
         """the next message of a trial, and its detokenizer"""
-
-    def alive(self, identity: bytes, name: str) -> bool:
-        """Note a heartbeat. Return whether it is the first one, which registers the detokenizer."""
-        if not self.detokenizers.alive(identity, name):
-            return False
-        self._outboxes[identity] = Outbox()
-        orphans, self._unassigned = self._unassigned, {}
-        self._assign(orphans.values())
-        self._rebalance()
-        return True
 
     def open(self, sequence: Sequence) -> None:
         self._number(sequence)
@@ -110,10 +96,6 @@ class Streams:
                 self._outboxes[peer.identity].close(stream_id)
         self._unopened.discard(stream_id)
 
-    def reopen(self, sequence: Sequence) -> None:
-        self.close(sequence)
-        self.open(sequence)
-
     def _assign(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
             peer = self.detokenizers.least_loaded()
@@ -130,18 +112,6 @@ class Streams:
     def _open(self, sequence: Sequence, outbox: Outbox) -> None:
         self._unopened.discard(sequence.stream_id)
         outbox.opened[sequence.stream_id] = _opened(sequence)
-
-    def _rebalance(self) -> None:
-        """Move sequences from detokenizers that have more than their share."""
-        num_sequences = sum(len(peer.work) for peer in self.detokenizers)
-        share = -(-num_sequences // len(self.detokenizers))
-        for peer in self.detokenizers:
-            if peer.identity == self._trials.at:
-                continue
-            surplus = list(peer.work.values())[share:]
-            for sequence in surplus:
-                self.close(sequence)
-            self._assign(surplus)
 
     def put(self, output: StepOutput) -> None:
         """Add the tokens of a step to the next messages."""
