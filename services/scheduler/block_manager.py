@@ -40,7 +40,8 @@ class BlockManager:
             num_matchable = 0  # these are computed with the prompt
         full_blocks = self._full_blocks(sequence, num_matchable)
         matched = self.pool.match(full_blocks)
-        loads = self._find_offloaded(sequence, full_blocks[len(matched) :])
+        offload, rest = self.pool.offload, full_blocks[len(matched) :]
+        loads = offload.match(sequence, [hash_ for hash_, _ in rest]) if offload and rest else []
         if loads is None:
             return False
         last, num_kept = (-1, 0) if loads else self._match_left(sequence, matched)
@@ -50,9 +51,9 @@ class BlockManager:
         if num_left < (self.watermark if keep_watermark else 0):
             return False
         sequence.has_fetched = False
-        if self.pool.offload and loads:
+        if offload and loads:
             sequence.loads.extend(loads)
-            self.pool.offload.pin(loads)
+            offload.pin(loads)
         sequence.published_content = self.pool.share(matched)
         sequence.num_published_blocks = len(matched)
         for block in tail:
@@ -65,29 +66,6 @@ class BlockManager:
         self._record_tail(sequence, sequence.num_planned_tokens)
         sequence.record_place = 0
         return True
-
-    def _find_offloaded(
-        self, sequence: Sequence, full_blocks: list[tuple[bytes, bytes]]
-    ) -> list[bytes] | None:
-        """Return the hashes of the first of these blocks, those that lie on the host.
-
-        Return None if the sequence waits: for files, or for another sequence that loads the blocks.
-        """
-        offload = self.pool.offload
-        if offload is None or not full_blocks:
-            return []
-        hashes = [hash_ for hash_, _ in full_blocks]
-        if offload.is_loading(hashes[0]):
-            return None
-        found = offload.find(hashes)
-        rest = hashes[len(found) :]
-        if rest and offload.is_fetching(rest[0]):
-            return None
-        if offload.folder and not sequence.has_fetched:
-            sequence.has_fetched = True
-            if offload.fetch(rest):
-                return None
-        return found
 
     def load(self, sequence: Sequence, beside: bool) -> None:
         """Plan the copies of blocks on the host; beside: those for which the step has room."""

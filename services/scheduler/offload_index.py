@@ -14,6 +14,7 @@ from penstock.protocol.messages.worker import CopyBlocks, FolderReport, FolderRe
 from penstock.services.scheduler.block_records import ROOT, BlockRecords, Content
 from penstock.services.scheduler.folder_index import FolderIndex
 from penstock.services.scheduler.left_blocks import recover
+from penstock.services.scheduler.sequence import Sequence
 
 
 class _Entry(NamedTuple):
@@ -75,6 +76,23 @@ class OffloadIndex:
     def num_blocks(self) -> int:
         """Blocks on the host."""
         return len(self._entries)
+
+    def match(self, sequence: Sequence, hashes: list[bytes]) -> list[bytes] | None:
+        """Return the first of these hashes, those of blocks that lie on the host.
+
+        Return None if the sequence waits: for files, or for another sequence that loads the blocks.
+        """
+        if self.is_loading(hashes[0]):
+            return None
+        found = self.find(hashes)
+        rest = hashes[len(found) :]
+        if rest and self.is_fetching(rest[0]):
+            return None
+        if self.folder and not sequence.has_fetched:
+            sequence.has_fetched = True
+            if self.fetch(rest):
+                return None
+        return found
 
     def find(self, hashes: Iterable[bytes]) -> list[bytes]:
         """Return the hashes of the longest prefix that lies on the host."""

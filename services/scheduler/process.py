@@ -158,8 +158,8 @@ class SchedulerProcess:
             if isinstance(message, WorkerState):
                 self.on_hello(identity, message)
             elif isinstance(message, FolderReport):
-                if self.scheduler:
-                    self.scheduler.on_folder(message)
+                if self.scheduler and self.scheduler.offload:
+                    self.scheduler.offload.take_report(message)
             elif identity in self.group.members[:1]:  # rank 0
                 self.on_tokens(message)
         self.advance()

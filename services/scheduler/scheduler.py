@@ -16,7 +16,7 @@ from penstock.protocol.messages.histogram import Histogram
 from penstock.protocol.messages.metrics import ITERATION_TOKENS
 from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
-from penstock.protocol.messages.worker import CopyBlocks, FolderReport, FolderRequest
+from penstock.protocol.messages.worker import CopyBlocks, FolderRequest
 from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.in_flight_plan import InFlightPlan, PlanBuilder, StepOutput, row_of
 from penstock.services.scheduler.ngram_proposer import NgramProposer
@@ -66,11 +66,6 @@ class Scheduler(RunningBatch):
         self.offload = offload or self.offload
         self.block_manager.pool.offload = offload
         self.copies = None
-
-    def on_folder(self, report: FolderReport) -> None:
-        """Note what workers report about files."""
-        if self.offload:
-            self.offload.take_report(report)
 
     # ---- the next step -----------------------------------------------------------------------
 

@@ -59,7 +59,8 @@ class TierEngine(Engine):
         while folder and (report := folder.take_report()):
             report.epoch, report.rank = self.scheduler.epoch, 0
             self.num_files += len(report.added)
-            self.scheduler.on_folder(report)
+            if self.scheduler.offload:
+                self.scheduler.offload.take_report(report)
 
     def finish(self, sequences: list[Sequence]) -> None:
         """Step until all have ended."""

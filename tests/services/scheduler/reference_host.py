@@ -104,7 +104,8 @@ class ReferenceHost:
                 self.files.pop(hash_, None)
                 self.slots[slot] = self._garbage
                 report.failed.append(hash_)
-        scheduler.on_folder(report)
+        if scheduler.offload:
+            scheduler.offload.take_report(report)
         return True
 
     @property
