@@ -4,7 +4,6 @@ A stand-in worker has steps of a given length; each step gives each stream a tok
 reads sockets and counts the ends of events: it parses nothing, so it costs little.
 """
 
-import os
 import select
 import socket
 import statistics
@@ -19,8 +18,8 @@ from msgspec import json
 from penstock.launch.bench.options import EventsOptions
 from penstock.launch.bench.pipeline import STAND_IN, median_costs
 from penstock.launch.bench.report import table
-from penstock.launch.pipeline.ephemeral_pipeline import free_port, private_pipeline
 from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.target import free_port, private_pipeline
 
 Result = dict[str, Any]
 KINDS = ("http", "gateway", "detokenizer", "scheduler", "worker", "client")
@@ -34,15 +33,19 @@ def bench_events(options: EventsOptions, _: Namespace) -> list[Result]:
     """Measure each step length; 0 is a worker that never waits."""
     results = []
     for step_ms in options.step_ms:
-        name, port = f"bench-{os.getpid()}", free_port()
-        flags = ["--http", str(options.http), "--http-port", str(port), "--log-level", "warning"]
-        flags += ["--detokenizers", str(options.detokenizers)]
-        flags += ["--max-num-seqs", str(options.streams)]
-        with private_pipeline(name, *flags, worker=f"{STAND_IN} {step_ms}"):
+        port = free_port()
+        own = {
+            "http": options.http,
+            "http_port": port,
+            "log_level": "warning",
+            "detokenizers": options.detokenizers,
+            "max_num_seqs": options.streams,
+        }
+        with private_pipeline("bench", own, worker=f"{STAND_IN} {step_ms}") as config:
             wait_for_http(port)
             EventClient(port, options.streams, options.max_tokens).run()  # warms up
             client = EventClient(port, options.streams, options.max_tokens)
-            costs = median_costs(name, client.run, options.runs)
+            costs = median_costs(config.name, client.run, options.runs)
             speed, cpu = costs["tokens_per_second"], costs["cpu_us_per_token"]
             figures = {
                 "step_ms": step_ms,

@@ -20,7 +20,7 @@ from penstock.launch.bench.figures import median
 from penstock.launch.bench.options import PipelineOptions
 from penstock.launch.bench.report import table
 from penstock.launch.pipeline.control_client import list_processes
-from penstock.launch.pipeline.ephemeral_pipeline import private_pipeline
+from penstock.launch.pipeline.target import private_pipeline
 from penstock.protocol.client.client import Client
 
 PROMPT = "x" * 100
@@ -34,17 +34,16 @@ def bench_pipeline(options: PipelineOptions, _: Namespace) -> list[Result]:
     """Every batch, streaming and not, for each number of detokenizers."""
     results: list[Result] = []
     for number in options.detokenizers:
-        name = f"bench-{os.getpid()}"
-        flags = ("--detokenizers", str(number), "--log-level", "warning")
+        own = {"detokenizers": number, "log_level": "warning"}
         with (
-            private_pipeline(name, *flags, worker=STAND_IN) as endpoint,
-            Client(endpoint) as client,
+            private_pipeline("bench", own, worker=STAND_IN) as config,
+            Client(config.endpoint) as client,
         ):
             _run(client, 64, 100, stream=False)  # warms up
             for batch in options.batches:
                 for stream in (False, True):
                     run = partial(_run, client, batch, options.max_tokens, stream=stream)
-                    costs = median_costs(name, run, options.runs)
+                    costs = median_costs(config.name, run, options.runs)
                     one = {"batch": batch, "stream": stream, "detokenizers": number, **costs}
                     # CPU time of its process, sockets included, for one token of each request
                     one["scheduler_us_per_step"] = costs["cpu_us_per_token"]["scheduler"] * batch

@@ -19,12 +19,11 @@ from msgspec import Struct
 from tqdm import tqdm
 
 from penstock.launch.pipeline.control_client import list_processes
-from penstock.launch.pipeline.ephemeral_pipeline import free_port
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.options import add_pipeline_options, given_options
 from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.pipeline.run_folder import base_url
-from penstock.launch.pipeline.target import target
+from penstock.launch.pipeline.target import free_port, target
 from penstock.protocol.client.errors import ClientError
 from penstock.protocol.config import Config
 

@@ -9,7 +9,6 @@ The pipeline ends with the block, with `close()`, or with the program.
 
 import contextlib
 import itertools
-import os
 import time
 import weakref
 from collections.abc import Sequence
@@ -24,11 +23,9 @@ from penstock.launch.offline.beam_search import BeamSearchMethods
 from penstock.launch.offline.bounded_concurrency import replies_to, submit_all
 from penstock.launch.offline.outputs import RequestOutput, prompts_of, request_of
 from penstock.launch.offline.pooling import PoolingMethods
-from penstock.launch.pipeline.ephemeral_pipeline import private_pipeline
-from penstock.launch.pipeline.hub import resolve
 from penstock.launch.pipeline.local_client import LocalClient
-from penstock.launch.pipeline.options import OTHER_NAMES, as_flags
-from penstock.launch.pipeline.run_folder import running_config
+from penstock.launch.pipeline.options import OTHER_NAMES
+from penstock.launch.pipeline.target import target
 from penstock.protocol.client.answers import answer_requests, num_answers
 from penstock.protocol.config import Config
 from penstock.protocol.field_errors import explain
@@ -42,8 +39,6 @@ from penstock.protocol.messages.client import (
 from penstock.protocol.messages.sampling import SamplingParams
 
 OWN_DEFAULTS = {"log_level": "warning"}
-_pipelines = itertools.count()
-
 Prompt = str | list[int] | dict[str, Any]
 Messages = list[dict[str, Any]]
 
@@ -62,13 +57,11 @@ class LLM(PoolingMethods, BeamSearchMethods):
 
         Raises TypeError and ValueError for options that can't be, LaunchError if it does not start.
         """
-        name = f"llm-{os.getpid()}-{next(_pipelines)}"
         fields = _config_fields(options | {"model": str(model), "tp": tensor_parallel_size})
-        fields = resolve(fields)
         with contextlib.ExitStack() as stack:
-            endpoint = stack.enter_context(private_pipeline(name, *as_flags(fields)))
-            self.config = running_config(name)
-            self._client = stack.enter_context(LocalClient(endpoint, name))
+            self.config = stack.enter_context(target(fields, "llm", OWN_DEFAULTS))
+            client = LocalClient(self.config.endpoint, self.config.name)
+            self._client = stack.enter_context(client)
             self._end = weakref.finalize(self, stack.pop_all().close)
         self._numbers = itertools.count()
         num_running = self.config.max_running
@@ -226,7 +219,7 @@ def _messages(conversation: Any) -> list[ChatMessage]:
 
 def _config_fields(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options by their names in Config. Raises TypeError and ValueError."""
-    fields = OWN_DEFAULTS | {OTHER_NAMES.get(name, name): its for name, its in options.items()}
+    fields = {OTHER_NAMES.get(name, name): its for name, its in options.items()}
     if "enforce_eager" in fields:
         fields["enable_cuda_graphs"] = not fields.pop("enforce_eager")
     for name in fields:

@@ -1,17 +1,30 @@
-"""The pipeline that a command measures or disturbs: a running one, or one of its own."""
+"""The pipeline that a command or a program uses: a running one, or one of its own."""
 
 import contextlib
+import itertools
 import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.launch.pipeline.ephemeral_pipeline import private_pipeline
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import hub_model, resolve
 from penstock.launch.pipeline.options import as_flags, flag
+from penstock.launch.pipeline.owner import ReadySocket
+from penstock.launch.pipeline.procfile import read_procfile
 from penstock.launch.pipeline.run_folder import running_config
 from penstock.protocol.checkpoint import ModelError, read_model_config
-from penstock.protocol.config import Config
+from penstock.protocol.config import Config, run_folder
+
+NOBODY_ELSE = {"http": 0, "drain_timeout": 0}
+"""options for others who might use it, unless they are given"""
+_numbers = itertools.count()
 
 
 @contextlib.contextmanager
@@ -29,11 +42,11 @@ def target(
         check_no_options(options)
         yield running_config(name)
         return
-    name, options = f"{prefix}-{os.getpid()}", defaults | resolve(options)
+    options = defaults | resolve(options)
     if hub_model(options) is None:
         vocab_size(Config(**options))  # a wrong --model is one sentence, here
-    with private_pipeline(name, *as_flags(options), *flags):
-        yield running_config(name)
+    with private_pipeline(prefix, options, *flags) as config:
+        yield config
 
 
 def check_no_options(options: dict[str, Any]) -> None:
@@ -48,3 +61,69 @@ def vocab_size(config: Config) -> int:
         return read_model_config(config.model_folder).vocab_size
     except ModelError as error:
         raise LaunchError(f"--model: {error}") from error
+
+
+@contextlib.contextmanager
+def private_pipeline(
+    prefix: str, options: dict[str, Any], *flags: str, **commands: str
+) -> Iterator[Config]:
+    """Run `launch all` with these options and flags until the block ends.
+
+    `prefix` begins its name; `commands` take the place of lines of the procfile. Raises LaunchError
+    with the pipeline's last words if it does not start; if it ends before the block they go to the
+    terminal. A terminal's Ctrl-C does not reach it: it is in a session of its own. It ends with
+    this process, too.
+    """
+    name = f"{prefix}-{os.getpid()}-{next(_numbers)}"
+    own = {"name": name, "endpoint": f"ipc://{run_folder(name)}/clients"}
+    launch = [sys.executable, "-P", "-m", "penstock.launch", "all"]
+    with (
+        _procfile(commands) as procfile,
+        contextlib.closing(ReadySocket()) as ready,
+        subprocess.Popen(
+            [*launch, *as_flags(own | NOBODY_ELSE | options), *procfile, *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=os.environ | {"PYTHONUNBUFFERED": "1"} | ready.environment,
+            start_new_session=True,
+        ) as process,
+    ):
+        said: deque[str] = deque(maxlen=20)
+        # to the log's end, for a full pipe would stop the pipeline; Python does not wait for a
+        # daemon before it calls what is registered with `atexit`, as the end of a block may be
+        drain = threading.Thread(target=lambda: said.extend(process.stdout or ()), daemon=True)
+        drain.start()
+        is_ready = has_ended = False
+        try:
+            if is_ready := ready.wait(process):
+                yield running_config(name)
+        finally:
+            has_ended = process.poll() is not None
+            process.send_signal(signal.SIGTERM)
+            drain.join()
+            if is_ready and has_ended:
+                print(f"the pipeline ended:\n{''.join(said)}", end="", file=sys.stderr)
+        if not is_ready:
+            raise LaunchError(f"the pipeline did not start:\n{''.join(said)}")
+
+
+@contextlib.contextmanager
+def _procfile(commands: dict[str, str]) -> Iterator[list[str]]:
+    """Yield the flags for a procfile with other commands than penstock's own."""
+    if not commands:
+        yield []
+        return
+    with tempfile.NamedTemporaryFile("w", prefix="penstock-", suffix=".procfile") as file:
+        lines = read_procfile() | commands
+        file.write("".join(f"{kind}: {line}\n" for kind, line in lines.items()))
+        file.flush()
+        yield ["--procfile", file.name]
+
+
+def free_port() -> int:
+    """Return a TCP port that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as trial:
+        return int(trial.getsockname()[1])

@@ -1,26 +1,23 @@
 """Fixtures of several modules."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
-from penstock.launch.pipeline.ephemeral_pipeline import private_pipeline
-from penstock.launch.pipeline.run_folder import running_config
+from penstock.launch.pipeline.target import private_pipeline
 from penstock.protocol.config import Config
 from tests.launch.supervised import supervised
 
 __all__ = ["supervised"]
 
-SMALL = ("--num-threads", "1", "--kv-cache-gib", "0.1", "--log-level", "warning")
-LIMITS = ("--max-num-seqs", "8", "--max-waiting-requests", "4")
-CACHING = ("--enable-prefix-caching", "--block-size", "16")
+SMALL = {"num_threads": 1, "kv_cache_gib": 0.1, "log_level": "warning"}
+LIMITS = {"max_num_seqs": 8, "max_waiting_requests": 4}
+CACHING = {"enable_prefix_caching": True, "block_size": 16}
 """to see that prompts differ"""
 
 
 @pytest.fixture(scope="session")
 def measured() -> Iterator[Config]:
     """Its options, its name and its endpoint."""
-    name = f"bench-test-{os.getpid()}"
-    with private_pipeline(name, *SMALL, *LIMITS, *CACHING):
-        yield running_config(name)
+    with private_pipeline("bench-test", SMALL | LIMITS | CACHING) as config:
+        yield config

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.launch.pipeline.ephemeral_pipeline import free_port
+from penstock.launch.pipeline.target import free_port
 from penstock.protocol.config import Config
 from tests.launch.pipeline.fake_hub import FakeHub
 from tests.pipeline.conftest import Pipeline

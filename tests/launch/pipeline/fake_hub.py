@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from penstock.launch.pipeline.ephemeral_pipeline import free_port
+from penstock.launch.pipeline.target import free_port
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_right"  # noqa: S105

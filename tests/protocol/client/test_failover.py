@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from penstock.launch.pipeline.ephemeral_pipeline import free_port
 from penstock.launch.pipeline.keys import make_keys
+from penstock.launch.pipeline.target import free_port
 from penstock.protocol.client import connection
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.client.client import Client

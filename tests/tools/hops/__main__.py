@@ -29,7 +29,7 @@ from penstock.launch.bench.events import wait_for_http
 from penstock.launch.bench.pipeline import STAND_IN
 from penstock.launch.bench.report import table
 from penstock.launch.pipeline.control_client import list_processes
-from penstock.launch.pipeline.ephemeral_pipeline import free_port, private_pipeline
+from penstock.launch.pipeline.target import free_port, private_pipeline
 from penstock.protocol.client.client import Client
 from tests.tools.hops.stamps import sitecustomize
 
@@ -143,22 +143,21 @@ def http_request(port: int, stack: contextlib.ExitStack) -> Request:
 def measure(options: argparse.Namespace, folder: str) -> list[list[Part]]:
     """Return the parts of each request."""
     port = free_port()
-    flags = ["--log-level", "warning", "--http", str(int(options.http)), "--http-port", str(port)]
+    own = {"log_level": "warning", "http": int(options.http), "http_port": port}
     if options.model:
-        flags += ["--model", options.model]
+        own["model"] = options.model
     commands = {} if options.model else {"worker": STAND_IN}
     os.environ |= {"PYTHONPATH": str(STAMPS), "PENSTOCK_STAMPS": folder}
-    name = f"hops-{os.getpid()}"
     moments = []
     with contextlib.ExitStack() as stack:
-        endpoint = stack.enter_context(private_pipeline(name, *flags, **commands))
+        config = stack.enter_context(private_pipeline("hops", own, **commands))
         if options.http:
             wait_for_http(port)
-        request = http_request(port, stack) if options.http else zmq_request(endpoint, stack)
+        request = http_request(port, stack) if options.http else zmq_request(config.endpoint, stack)
         for number in range(NUM_WARM_UP + options.requests):
             time.sleep(options.rest / 1e3)
             moments.append(request(number))
-        processes = {one.name.partition(".")[0]: one.pid for one in list_processes(name)}
+        processes = {one.name.partition(".")[0]: one.pid for one in list_processes(config.name)}
     stamps = {
         process: msgspec.msgpack.decode((Path(folder) / str(pid)).read_bytes(), type=list[Stamp])
         for process, pid in processes.items()
