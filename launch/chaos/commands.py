@@ -3,9 +3,9 @@
 from argparse import SUPPRESS, ArgumentParser, Namespace
 
 from penstock.launch.bench.report import as_json
-from penstock.launch.chaos.options import KINDS, ChaosOptions
 from penstock.launch.chaos.report import as_table
 from penstock.launch.chaos.run import chaos
+from penstock.launch.chaos.schedule import KINDS, ChaosOptions
 from penstock.launch.pipeline.options import add_options, add_pipeline_options, given_options
 from penstock.protocol.config import Config
 

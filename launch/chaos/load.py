@@ -9,8 +9,8 @@ import msgspec
 
 from penstock.launch.bench.workload import random_lengths, variant
 from penstock.launch.chaos.check import Expected, Received
-from penstock.launch.chaos.options import ChaosOptions
 from penstock.launch.chaos.processes import Changes
+from penstock.launch.chaos.schedule import ChaosOptions
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.client.session import Answer

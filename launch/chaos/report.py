@@ -11,8 +11,7 @@ from msgspec import Struct
 from penstock.launch.bench.report import table
 from penstock.launch.chaos.check import Expected, Verdict, check
 from penstock.launch.chaos.load import Flight
-from penstock.launch.chaos.options import KINDS
-from penstock.launch.chaos.schedule import SEVERAL, Event
+from penstock.launch.chaos.schedule import KINDS, SEVERAL, Event
 from penstock.launch.pipeline.procfile import kind_of
 
 BEFORE = "before the first kill"

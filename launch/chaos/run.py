@@ -13,10 +13,9 @@ import psutil
 
 from penstock.launch.bench.report import hardware, versions
 from penstock.launch.chaos.load import Flight, Load, make_requests
-from penstock.launch.chaos.options import ChaosOptions
 from penstock.launch.chaos.processes import Changes, Processes
 from penstock.launch.chaos.report import Outcome, Recovery, faults, make_report
-from penstock.launch.chaos.schedule import Event, make_schedule
+from penstock.launch.chaos.schedule import ChaosOptions, Event, make_schedule
 from penstock.launch.pipeline.options import given_options
 from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.pipeline.run_folder import is_running, model_name

@@ -1,17 +1,19 @@
-"""Models by their name on the Hugging Face Hub: resolved to a folder before a pipeline starts."""
+"""Models that are not a folder yet: names on the Hugging Face Hub, and GGUF files."""
 
 import difflib
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import xxhash
 from msgspec import Struct
 
 from penstock.launch.pipeline.errors import LaunchError
-from penstock.launch.pipeline.gguf_cache import folder_of, is_gguf
 
 DOWNLOADER = "penstock.launch.pipeline.hub_download"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -90,8 +92,8 @@ def resolve(options: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
     source = hub_model(options)
     if source is None:
         model = options.get("model")
-        if model and is_gguf(model):
-            folder = folder_of(Path(model))
+        if model and model.endswith(".gguf") and Path(model).is_file():
+            folder = _folder_of_gguf(Path(model))
             return {"served_model_name": Path(model).stem} | options | {"model": str(folder)}
         return options | ({"model": str(Path(model).absolute())} if model else {})
     if options.get("backend") == "ray" and weights:
@@ -99,6 +101,44 @@ def resolve(options: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
     rest = {field: value for field, value in options.items() if field != "revision"}
     folder = source.folder(weights=weights)
     return {"served_model_name": source.name} | rest | {"model": str(folder)}
+
+
+def _folder_of_gguf(path: Path) -> Path:
+    """Return the checkpoint of a GGUF file, which is made at the first time.
+
+    A file of another size or time of change is another file. Raises LaunchError, ModelError.
+    """
+    try:
+        from penstock.launch.pipeline.gguf_checkpoint import convert
+    except ImportError as error:
+        reason = "GGUF files need the package gguf; install penstock[gguf]"
+        raise LaunchError(f"--model: {reason}") from error
+    folder = _cache() / _key(path)
+    if folder.exists():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+            whole = Path(made) / "whole"
+            whole.mkdir()
+            convert(path, whole)
+            whole.rename(folder)
+    except OSError as error:
+        if folder.exists():  # another process was faster
+            return folder
+        raise LaunchError(f"--model: {path} can't be converted: {error}") from error
+    return folder
+
+
+def _cache() -> Path:
+    parent = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(parent) / "penstock" / "gguf"
+
+
+def _key(path: Path) -> str:
+    facts = path.stat()
+    text = f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}"
+    return f"{path.stem}-{xxhash.xxh64_hexdigest(text.encode())}"
 
 
 def near_folder(model: str) -> str:

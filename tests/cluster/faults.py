@@ -20,8 +20,8 @@ from pathlib import Path
 from penstock.launch.bench.report import hardware
 from penstock.launch.chaos.check import Expected, Verdict, check
 from penstock.launch.chaos.load import Flight, Load
-from penstock.launch.chaos.options import ChaosOptions
 from penstock.launch.chaos.processes import Changes
+from penstock.launch.chaos.schedule import ChaosOptions
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.messages.client import GenerateRequest
 from tests.cluster.machines import Cluster, Machine, wait_for_ray

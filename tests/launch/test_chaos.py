@@ -8,10 +8,9 @@ import pytest
 
 from penstock.launch.chaos.check import Expected, Received
 from penstock.launch.chaos.load import Flight
-from penstock.launch.chaos.options import KINDS, ChaosOptions
 from penstock.launch.chaos.report import Outcome, Recovery, as_table, faults, make_report
 from penstock.launch.chaos.run import left_behind, shared_memory
-from penstock.launch.chaos.schedule import Event, Kill, make_schedule
+from penstock.launch.chaos.schedule import KINDS, ChaosOptions, Event, Kill, make_schedule
 from penstock.launch.commands.cli import main
 from penstock.protocol.client.session import Answer
 from penstock.protocol.config import run_folder

@@ -9,8 +9,8 @@ import pytest
 
 from penstock.launch.chaos.check import Expected, Received, Verdict, check
 from penstock.launch.chaos.load import Load, make_requests
-from penstock.launch.chaos.options import ChaosOptions
 from penstock.launch.chaos.processes import Changes
+from penstock.launch.chaos.schedule import ChaosOptions
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.messages.client import (
