@@ -39,15 +39,6 @@ def check_gpus(config: Config) -> None:
         )
 
 
-def check_dtype(config: Config) -> None:
-    """Raise LaunchError where the model can't compute in `--dtype`, if the device is known."""
-    here = config.backend == "local" and config.device == "auto" and num_gpus() == 0
-    if config.dtype in ("bfloat16", "float16") and (config.device == "cpu" or here):
-        raise LaunchError(f"--dtype: got {config.dtype} on a CPU, expected auto or float32")
-    if config.dtype == "float32" and config.device == "cuda":
-        raise LaunchError("--dtype: got float32 on a GPU, expected auto, bfloat16 or float16")
-
-
 def check_tiers(config: Config) -> None:
     """Raise LaunchError where the tiers of the KV cache can't work."""
     gib, number = config.kv_offload_gib, config.tp * config.dp

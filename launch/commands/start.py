@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from penstock.launch.commands.api_key import read_api_key
-from penstock.launch.commands.gpus import check_dtype, check_gpus, check_tiers, gpus_by_model
+from penstock.launch.commands.gpus import check_gpus, check_tiers, gpus_by_model
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import HubModel, hub_model, resolve
 from penstock.launch.pipeline.open_files import check_open_files
@@ -146,7 +146,6 @@ def _check_model(config: Config) -> ModelConfig:
     """Return the model. Raises LaunchError if it can't be served with its options."""
     if config.device == "cuda" and config.backend == "local":
         check_gpus(config)
-    check_dtype(config)
     check_tiers(config)
     with _refusing_model():
         model = quantized(read_model_config(config.model_folder), config.quantization)
