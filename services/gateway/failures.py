@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.tokenizer import RequestFailed
@@ -26,30 +27,50 @@ GIVEN_UP = f"{MAX_DEATHS} tokenizers died while they worked at the request; it i
 
 
 class Poison:
-    """Requests at which tokenizers died, by digest: suspects, and those that are refused."""
+    """Requests at which tokenizers died, by digest: suspects, and those that are refused.
+
+    When a tokenizer dies, any of its work may have killed it. Such suspects get a tokenizer for
+    themselves, until it has done them: work that is alone at MAX_DEATHS deaths is given up.
+    """
 
     def __init__(self, reports: DeathReports) -> None:
         self._reports = reports
         self.known = PoisonList()
         """empty until a tokenizer has died"""
+        self.suspects: WeakKeyDictionary[Work, int] = WeakKeyDictionary()
+        """→ deaths at which it was alone"""
 
     def num_deaths(self, request: WorkRequest) -> int:
         """Return at how many deaths of tokenizers the same request was the only one."""
         return self.known.num_deaths(digest(request))
 
-    def report_death(self, tokenizer: bytes, requests: list[WorkRequest]) -> None:
-        """Report the death of a tokenizer, by its routing id, that had these requests."""
+    def suspect_if_known(self, work: Work) -> None:
+        """Suspect new work if the same request was alone at a death."""
+        if num_deaths := self.num_deaths(work.request):
+            self.suspects[work] = num_deaths
+
+    def keeps_apart(self, work: Work, others: list[Work]) -> bool:
+        """Return whether one is a suspect, work or a tokenizer's only other work."""
+        return work in self.suspects or (len(others) == 1 and others[0] in self.suspects)
+
+    def blame(self, tokenizer: bytes, lost: list[Work]) -> Work | None:
+        """Suspect the work of a dead tokenizer, by routing id. Return the one that is poison."""
         dead = Identity.decode(tokenizer)
-        self._reports.died([(dead.name, dead.pid)], [digest(request) for request in requests])
+        self._reports.died([(dead.name, dead.pid)], [digest(work.request) for work in lost])
+        for work in lost:
+            self.suspects.setdefault(work, 0)
+        if len(lost) != 1:
+            return None
+        [work] = lost
+        num_deaths = self.suspects[work] = self.suspects[work] + 1
+        self.known.put(digest(work.request), num_deaths)
+        return work if num_deaths >= MAX_DEATHS else None
 
-    def set_num_deaths(self, request: WorkRequest, num_deaths: int) -> None:
-        """Remember at how many deaths a request was the only one."""
-        self.known.put(digest(request), num_deaths)
-
-    def clear(self, request: WorkRequest) -> None:
-        """Forget the deaths of a request, which a tokenizer has processed since."""
-        self.set_num_deaths(request, 0)
-        self._reports.clear([digest(request)])
+    def clear(self, work: Work) -> None:
+        """Clear work that a tokenizer has done, if it is a suspect, and equal requests."""
+        if self.suspects.pop(work, None) is not None:
+            self.known.put(digest(work.request), 0)
+            self._reports.clear([digest(work.request)])
 
     def learn(self, digests: list[bytes]) -> None:
         """Refuse requests that an earlier gateway has given up, as the supervisor reports."""

@@ -1,16 +1,15 @@
 """Work for tokenizers, requests and queries: each piece goes to the tokenizer that has the fewest.
 
-When a tokenizer dies, any of its work may have killed it. Such suspects get a tokenizer for
-themselves, until it has done them: work that is alone at MAX_DEATHS deaths is given up.
+Suspects, which may have killed a tokenizer, get a tokenizer for themselves; see `Poison`.
 """
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from penstock.protocol.fair_queue import FairQueue
 from penstock.protocol.transport.channel import Channel
-from penstock.protocol.transport.peers import Peer, Peers, predecessors
-from penstock.services.gateway.failures import MAX_DEATHS, Failures, Poison
+from penstock.protocol.transport.peers import Peer, Peers
+from penstock.protocol.transport.process import predecessors
+from penstock.services.gateway.failures import Failures, Poison
 from penstock.services.gateway.queries import Work
 
 MAX_BYTES = 1 << 17
@@ -33,15 +32,13 @@ class Tokenizers:
         self._channel = channel
         self._poison = poison
         self._failures = failures
-        self._suspects: WeakKeyDictionary[Work, int] = WeakKeyDictionary()
-        """→ deaths at which it was alone"""
         self._silent: dict[bytes, list[Work]] = {}
         """by tokenizer, what it had when it fell silent: busy, or dead if a successor registers"""
 
     def submit(self, work: Work) -> None:
         """Send work to a tokenizer, now or when one has room."""
-        if self._poison.known and (num_deaths := self._poison.num_deaths(work.request)):
-            self._suspects[work] = num_deaths
+        if self._poison.known:
+            self._poison.suspect_if_known(work)
         self._enqueue(work, work.priority)
         self._assign()
 
@@ -72,8 +69,8 @@ class Tokenizers:
                 del self._silent[silent]
         if peer := self.peers.get(identity):
             work = self._take_back(peer, key)
-            if work and self._suspects and self._suspects.pop(work, None) is not None:
-                self._poison.clear(work.request)
+            if work and self._poison.suspects:
+                self._poison.clear(work)
             self._assign()
 
     def forget(self, work: Work) -> None:
@@ -93,15 +90,9 @@ class Tokenizers:
 
     def _blame(self, identity: bytes, lost: list[Work]) -> list[Work]:
         """Suspect the work with which a tokenizer died. Return the work that is to be retried."""
-        self._poison.report_death(identity, [work.request for work in lost])
-        for work in lost:
-            self._suspects.setdefault(work, 0)
-        if len(lost) == 1:
-            self._suspects[work] += 1
-            self._poison.set_num_deaths(work.request, self._suspects[work])
-            if self._suspects[work] >= MAX_DEATHS:
-                self._failures.on_poison(work)
-                return []
+        if poison := self._poison.blame(identity, lost):
+            self._failures.on_poison(poison)
+            return []
         return lost
 
     def _assign(self) -> None:
@@ -128,13 +119,9 @@ class Tokenizers:
     def _has_room(self, peer: Peer[Work], work: Work) -> bool:
         if not peer.work:
             return True
-        if self._suspects and (work in self._suspects or self._has_suspect(peer)):
+        if self._poison.suspects and self._poison.keeps_apart(work, list(peer.work.values())):
             return False
         return self._num_bytes[peer.identity] + work.size <= MAX_BYTES
-
-    def _has_suspect(self, peer: Peer[Work]) -> bool:
-        """Return whether a tokenizer has a suspect, which is alone."""
-        return len(peer.work) == 1 and next(iter(peer.work.values())) in self._suspects
 
     def _send(self, work: Work, peer: Peer[Work]) -> None:
         peer.work[work.key] = work
