@@ -1,7 +1,10 @@
 """Messages by which processes register with and leave one another."""
 
+import logging
+
 from msgspec import Struct
 
+log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 13
 """of the messages in this folder; those that register a process carry it"""
 
@@ -21,3 +24,15 @@ class Refused(Struct, tag=True):
 
 class Goodbye(Struct, tag=True):
     """A tokenizer or detokenizer stops: what it holds goes to another one."""
+
+
+def refusal(name: str, version: int) -> str | None:
+    """Return, and log, why a process that registers is refused; None if it is not."""
+    if version == PROTOCOL_VERSION:
+        return None
+    reason = (
+        f"{name} speaks version {version} of the protocol; "
+        f"this pipeline speaks version {PROTOCOL_VERSION}"
+    )
+    log.warning("refused: %s", reason)
+    return reason

@@ -4,16 +4,11 @@ They follow the Paranoid Pirate pattern of the ZeroMQ guide, chapter 4: a peer r
 heartbeat, and any message counts as a heartbeat.
 """
 
-import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from penstock.protocol.messages.registration import PROTOCOL_VERSION, Heartbeat
-from penstock.protocol.messages.worker import WorkerState
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
-from penstock.protocol.transport.process import Identity
 
-log = logging.getLogger(__name__)
 Work = TypeVar("Work")
 
 
@@ -68,22 +63,3 @@ class Peers(Generic[Work]):
     def least_loaded(self) -> Peer[Work] | None:
         """Return the peer with the least work, or None without peers."""
         return min(self._peers.values(), key=lambda peer: len(peer.work), default=None)
-
-
-def predecessors(identity: bytes, of: Iterable[bytes]) -> list[bytes]:
-    """Return those identities that are earlier incarnations of a process: it has died since."""
-    new = Identity.decode(identity)
-    known = [(Identity.decode(one), one) for one in of]
-    return [one for old, one in known if old.name == new.name and old.incarnation < new.incarnation]
-
-
-def refusal(message: Heartbeat | WorkerState) -> str | None:
-    """Return, and log, why a process that registers is refused; None if it is not."""
-    if message.version == PROTOCOL_VERSION:
-        return None
-    reason = (
-        f"{message.name} speaks version {message.version} of the protocol; "
-        f"this pipeline speaks version {PROTOCOL_VERSION}"
-    )
-    log.warning("refused: %s", reason)
-    return reason

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from copy import copy
 from datetime import UTC, datetime
 from pathlib import Path
@@ -65,6 +66,13 @@ class Identity(NamedTuple):
         if len(numbers) == 2 and all(number.isdecimal() for number in numbers):
             return cls(name, *map(int, numbers))
         return cls(routing_id.decode(errors="replace"))
+
+
+def predecessors(identity: bytes, of: Iterable[bytes]) -> list[bytes]:
+    """Return those identities that are earlier incarnations of a process: it has died since."""
+    new = Identity.decode(identity)
+    known = [(Identity.decode(one), one) for one in of]
+    return [one for old, one in known if old.name == new.name and old.incarnation < new.incarnation]
 
 
 class Process:

@@ -10,7 +10,7 @@ import zmq
 from penstock.protocol.config import replica_of
 from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.detokenizer import TextDeltas, ToGateway
-from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
+from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused, refusal
 from penstock.protocol.messages.status import ModelStatus, SchedulerStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.protocol.messages.tokenizer import (
@@ -22,7 +22,6 @@ from penstock.protocol.messages.tokenizer import (
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.context import Handlers
 from penstock.protocol.transport.event_loop import CallLater
-from penstock.protocol.transport.peers import refusal
 from penstock.protocol.transport.process import Process
 from penstock.services.gateway.client_socket import ClientSocket
 from penstock.services.gateway.ledger import Ledger
@@ -73,7 +72,7 @@ class Model:
         for identity, message in self.to_tokenizers.receive():
             match message:
                 case Heartbeat():
-                    if reason := refusal(message):
+                    if reason := refusal(message.name, message.version):
                         self.to_tokenizers.send(Refused(reason), identity)
                     else:
                         self.tokenizers.alive(identity, message.name)

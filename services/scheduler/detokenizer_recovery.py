@@ -1,6 +1,6 @@
 """Detokenizers that register or are lost: streams move, and poison streams are found."""
 
-from penstock.protocol.transport.peers import predecessors
+from penstock.protocol.transport.process import predecessors
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.streams import Outbox, Streams
 

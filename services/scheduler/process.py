@@ -8,7 +8,7 @@ from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.detokenizer import Confirmed, FromDetokenizer
 from penstock.protocol.messages.plan import SampledTokens
-from penstock.protocol.messages.registration import Goodbye, Refused
+from penstock.protocol.messages.registration import Goodbye, Refused, refusal
 from penstock.protocol.messages.scheduler import (
     GatewayStarted,
     ReleaseRequest,
@@ -25,7 +25,6 @@ from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
-from penstock.protocol.transport.peers import refusal
 from penstock.protocol.transport.process import Process, first_number
 from penstock.services.scheduler import poison, report
 from penstock.services.scheduler.detokenizer_recovery import RecoverableStreams
@@ -177,7 +176,7 @@ class SchedulerProcess:
 
     def on_hello(self, identity: bytes, hello: WorkerState) -> None:
         """Assign the worker a place; when the last one is ready, plans can be sent."""
-        if reason := refusal(hello):
+        if reason := refusal(hello.name, hello.version):
             self.workers.send(WorkerExit(reason), identity)
             return
         was_ready = self.group.ready
@@ -267,7 +266,7 @@ class SchedulerProcess:
                 self.streams.lost(identity)
             elif isinstance(message, Confirmed):
                 self.streams.confirmed(identity)
-            elif reason := refusal(message):
+            elif reason := refusal(message.name, message.version):
                 self.detokenizers.send(Refused(reason), identity)
             elif self.streams.alive(identity, message.name):
                 for dead in self.streams.predecessors(identity):

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.transport.peers import predecessors
 from penstock.protocol.transport.process import (
     COUNTER_FILE,
     INCARNATION_VARIABLE,
     Identity,
     first_number,
+    predecessors,
     take_incarnation,
 )
 
