@@ -76,7 +76,7 @@ class PersistentBatch:
         if not chunks and not drafts:
             return self._advance_decoding()
         self._decoding_rows = None
-        prefilling, lengths = _pairs(chunks)
+        prefilling, lengths = integers(chunks).reshape(-1, 2).T
         self._check_chunks(prefilling, lengths)
         decoding = self._decoding(drafts)
         order = np.argsort(prefilling)
@@ -213,9 +213,3 @@ class PersistentBatch:
             raise ValueError(
                 f"blocks of slot {slots[row]}: got {room[row]} tokens, expected {ends[row]}"
             )
-
-
-def _pairs(data: bytes) -> tuple[Integers, Integers]:
-    """Return the first and the second integer of each packed pair."""
-    first, second = integers(data).reshape(-1, 2).T
-    return first, second
