@@ -24,7 +24,7 @@ from penstock.services.http.errors import ApiError, FieldAsSent, fields_as_sent,
 from penstock.services.http.generation import Generation
 from penstock.services.http.schema import ApiRequest, ChatRequest
 from penstock.services.http.to_generate_request import name_as_sent
-from penstock.services.http.tool_choice import is_forced
+from penstock.services.http.tool_grammar import is_forced
 
 _WITH = "with use_beam_search"
 _DEFAULTS = SamplingParams()

@@ -25,8 +25,7 @@ from penstock.services.http.replies import (
 from penstock.services.http.schema import ChatRequest
 from penstock.services.http.to_generate_request import HERMES, chat_fields, truncated
 from penstock.services.http.tool_call_parser import Piece, make_parser
-from penstock.services.http.tool_choice import is_forced
-from penstock.services.http.tool_grammar import ToolFormat
+from penstock.services.http.tool_grammar import ToolFormat, is_forced
 
 
 async def chat(state: AppState, request: ChatRequest) -> Response:

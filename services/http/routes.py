@@ -47,14 +47,20 @@ from penstock.services.http.replies import (
     TokenizeResult,
     json_response,
 )
-from penstock.services.http.responses.input import count_input_tokens, list_input_items
 from penstock.services.http.responses.replies import (
     DeletedResponse,
     InputItems,
     InputTokens,
     ResponseReply,
 )
-from penstock.services.http.responses.routes import cancel, delete, respond, retrieve
+from penstock.services.http.responses.routes import (
+    cancel,
+    count_input_tokens,
+    delete,
+    list_input_items,
+    respond,
+    retrieve,
+)
 from penstock.services.http.responses.schema import InputTokensRequest, ResponsesRequest
 from penstock.services.http.schema import (
     ChatRequest,

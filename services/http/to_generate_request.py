@@ -14,8 +14,13 @@ from penstock.services.http.schema import (
     CompletionRequest,
     Tool,
 )
-from penstock.services.http.tool_choice import forced_call, forced_tools, is_forced, offered_tools
-from penstock.services.http.tool_grammar import ToolFormat
+from penstock.services.http.tool_grammar import (
+    ToolFormat,
+    forced_call,
+    forced_tools,
+    is_forced,
+    offered_tools,
+)
 
 HERMES = ToolFormat()
 _KINDS = {

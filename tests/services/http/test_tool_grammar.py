@@ -12,8 +12,7 @@ from penstock.protocol.config import Config
 from penstock.services.http.errors import ApiError
 from penstock.services.http.schema import ChatRequest, Function
 from penstock.services.http.tool_call_parser import make_parser
-from penstock.services.http.tool_choice import forced_call
-from penstock.services.http.tool_grammar import ToolFormat, call_grammar, unsuitable
+from penstock.services.http.tool_grammar import ToolFormat, call_grammar, forced_call, unsuitable
 from tests.services.http.test_tool_call_formats import parameter
 from tests.services.http.test_tool_calls import Answer
 from tests.services.http.tool_call_texts import FORMATS
