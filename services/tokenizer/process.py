@@ -1,13 +1,11 @@
 """The tokenizer process: its sockets."""
 
-import logging
 from time import monotonic
 from typing import Any
 
 import zmq
 
 from penstock.protocol.checkpoint import read_model_config
-from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
 from penstock.protocol.messages.scheduler import TokenizedRequest
@@ -25,12 +23,9 @@ from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
 from penstock.services.tokenizer.bad_words import encode_bad_words
-from penstock.services.tokenizer.errors import PromptError
+from penstock.services.tokenizer.errors import PromptError, error_reply
 from penstock.services.tokenizer.grammar_check import GrammarChecker
 from penstock.services.tokenizer.prompts import Tokenizer
-
-log = logging.getLogger("tokenizer")
-DEFECT = "a defect of the server: the prompt can't be tokenized; its log says more"
 
 
 class TokenizerProcess:
@@ -105,7 +100,7 @@ class TokenizerProcess:
                 reply = self.tokenizer.answer(message.question)
             return TokenizerReply(message.number, reply)
         except Exception as error:  # noqa: BLE001
-            return TokenizerReply(message.number, _error_reply(error))
+            return TokenizerReply(message.number, error_reply(error))
 
     def _pass_on(self, request: TokenizedRequest, scheduler: Channel[Any], begin: float) -> None:
         scheduler.send(request)
@@ -116,7 +111,7 @@ class TokenizerProcess:
             self.tracer.span("tokenize", request.request_id, begin, attributes)
 
     def _refuse(self, request: TokenizedRequest, error: Exception) -> None:
-        failed = RequestFailed(request.request_id, request.attempt, _error_reply(error))
+        failed = RequestFailed(request.request_id, request.attempt, error_reply(error))
         self.gateway.send(failed)
 
     def resubmit_all(self) -> None:
@@ -126,16 +121,6 @@ class TokenizerProcess:
 
     def on_heartbeat(self) -> None:
         self.gateway.send(Heartbeat(self.name))
-
-
-def _error_reply(error: Exception) -> ErrorReply:
-    """Return the reply for an exception, in an `except` block; except PromptError, a defect."""
-    if isinstance(error, PromptError):
-        return ErrorReply(
-            code="invalid", message=str(error), field=error.field, too_long=error.too_long
-        )
-    log.exception("a prompt can't be tokenized")
-    return ErrorReply(code="failed", message=DEFECT)
 
 
 def main() -> None:
