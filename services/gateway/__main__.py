@@ -10,7 +10,7 @@ def main() -> None:
     """Run until SIGTERM, or, while the pipeline is draining, until no request is open."""
     process = Process("gateway")
     gateway = Gateway(process, lambda seconds, function: loop.call_later(seconds, function))
-    heartbeats = HeartbeatThread(process, gateway.counters)
+    heartbeats = HeartbeatThread(process, gateway.status.counters)
     loop = EventLoop(process.context, gateway.on_heartbeat, heartbeats, gateway.after_turn)
     for handler in gateway.handlers:
         loop.add(*handler)

@@ -11,7 +11,7 @@ from penstock.protocol.config import replica_of
 from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.detokenizer import TextDeltas, ToGateway
 from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused, refusal
-from penstock.protocol.messages.status import ModelStatus, SchedulerStatus
+from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.protocol.messages.tokenizer import (
     FromTokenizer,
@@ -134,14 +134,3 @@ class Model:
     @property
     def is_ready(self) -> bool:
         return self.router.is_ready and len(self.tokenizers.peers) > 0
-
-    def status(self, metrics: bool) -> ModelStatus:
-        return ModelStatus(
-            name=self.name,
-            model=str(self.config.model_folder),
-            ready=self.is_ready,
-            tokenizers={peer.name: len(peer.work) for peer in self.tokenizers.peers},
-            schedulers=self.router.statuses,
-            num_requests=self.ledger.num_of_model,
-            metrics=self.metrics if metrics else None,
-        )

@@ -159,11 +159,3 @@ class Gateway:
     def _drop(self, entries: list[Entry]) -> None:
         for model in self.models:
             model.requests.drop([entry for entry in entries if entry.totals is model.ledger.totals])
-
-    def counters(self) -> dict[str, float]:
-        return {
-            "open_requests": self.ledger.num_open,
-            "open_questions": sum(len(one.requests.queries) for one in self.models),
-            "connections": len(self.connections),
-            "disconnected_clients_total": self.connections.num_cut_off,
-        }

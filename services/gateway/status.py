@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from penstock.protocol.messages.client import StatusRequest
 from penstock.protocol.messages.codec import Codec
-from penstock.protocol.messages.status import ProcessStatus, StatusReply
+from penstock.protocol.messages.status import ModelStatus, ProcessStatus, StatusReply
 from penstock.protocol.transport.context import Handlers
 from penstock.services.gateway.client import Client, Connection
 from penstock.services.gateway.client_socket import ClientSocket
@@ -81,7 +81,7 @@ class PipelineStatus:
         return all(one.is_ready for one in self._models if name in (None, one.name))
 
     def reply(self, metrics: bool = False) -> StatusReply:
-        models = [model.status(metrics) for model in self._models]
+        models = [_model_status(model, metrics) for model in self._models]
         return StatusReply(
             name=models[0].name,
             model=models[0].model,
@@ -95,6 +95,15 @@ class PipelineStatus:
             processes=self.processes,
             metrics=None if models[1:] else models[0].metrics,
         )
+
+    def counters(self) -> dict[str, float]:
+        connections = self._clients.connections
+        return {
+            "open_requests": self._ledger.num_open,
+            "open_questions": sum(len(one.requests.queries) for one in self._models),
+            "connections": len(connections),
+            "disconnected_clients_total": connections.num_cut_off,
+        }
 
     def _covers_all(self, reported: set[tuple[Model, int]]) -> bool:
         return all(
@@ -119,6 +128,18 @@ class PipelineStatus:
             if kind not in frames:
                 frames[kind] = client.codec.encode(self.reply(request.metrics))
             self._clients.send(client, frames[kind])
+
+
+def _model_status(model: Model, metrics: bool) -> ModelStatus:
+    return ModelStatus(
+        name=model.name,
+        model=str(model.config.model_folder),
+        ready=model.is_ready,
+        tokenizers={peer.name: len(peer.work) for peer in model.tokenizers.peers},
+        schedulers=model.router.statuses,
+        num_requests=model.ledger.num_of_model,
+        metrics=model.metrics if metrics else None,
+    )
 
 
 def _open(queries: list[StatusQuery]) -> list[StatusQuery]:
