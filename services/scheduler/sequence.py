@@ -141,7 +141,8 @@ class Sequence:
         self.request_id, self.attempt = request.request_id, request.attempt
         self.client, self.priority = request.client, request.priority
         self.sampling = sampling = request.sampling
-        self.seed = seed_of(request)
+        own_seed = xxhash.xxh64_intdigest(request.request_id.encode()) >> 1  # after a restart, too
+        self.seed = own_seed if sampling.seed is None else sampling.seed
         self.reasoning, self.bad_words = request.reasoning, request.bad_words
         self.pooling = request.pooling
         self.num_deaths = request.num_deaths
@@ -282,10 +283,3 @@ class Sequence:
             and num_prompt_tokens == self.num_prompt_tokens
             and known == self.token_ids[: len(known)]
         )
-
-
-def seed_of(request: TokenizedRequest) -> int:
-    """Return the requested seed, or one that follows from the request id, even after a restart."""
-    if request.sampling.seed is not None:
-        return request.sampling.seed
-    return xxhash.xxh64_intdigest(request.request_id.encode()) >> 1
