@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.attention.types import KVCache
 from penstock.kernels.cpu.compiled_layers import CompiledLayers, unsupported
 from penstock.kernels.cpu.compiled_step import compiled_step
 from penstock.kernels.cpu.compiler import host
 from penstock.kernels.cpu.decode_step import DecodeStep
 from penstock.kernels.cpu.shared_memory import SharedMemory
 from penstock.kernels.cpu.types import MATRICES, LayerShape, LayerWeights, Matrix
+from penstock.kernels.layouts.forward_batch import ForwardBatch
+from penstock.kernels.layouts.kv_cache import KVCache
+from penstock.kernels.layouts.step import Slots, StepBuffers
 from penstock.kernels.quantize.integers import Integers, quantize, without_needless_shift
-from penstock.kernels.step.forward_batch import ForwardBatch
-from penstock.kernels.step.types import Slots, StepBuffers
 from penstock.models.moe import MoE
 from penstock.models.parallel import RMSNorm
 from penstock.models.qwen3 import DecoderLayer, Qwen3

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.kernels.elementwise.elementwise import embedding
+from penstock.kernels.layouts.sampling import shard_size
 from penstock.kernels.linear.linear import linear, linear_add, norm_linear
 from penstock.kernels.quantize.integers import Integers
 from penstock.kernels.quantize.types import Matrix, Rows
-from penstock.kernels.sampling.sampling import shard_size
 from penstock.models.allocation import add_weight, parameter
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.quantization import FP8_ROWS, WeightFormat

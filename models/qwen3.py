@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from penstock.kernels.attention.reference import AttentionBackend
 from penstock.kernels.attention.rope import qk_norm_rope_store
-from penstock.kernels.attention.types import KVCache
+from penstock.kernels.layouts.forward_batch import ForwardBatch
+from penstock.kernels.layouts.kv_cache import KVCache
+from penstock.kernels.layouts.step import Slots, StepBuffers
 from penstock.kernels.linear.linear import norm_swiglu
-from penstock.kernels.step.forward_batch import ForwardBatch
-from penstock.kernels.step.types import Slots, StepBuffers
 from penstock.models.moe import MoE
 from penstock.models.parallel import (
     ColumnParallelLinear,

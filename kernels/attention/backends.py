@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.reference import AttentionBackend
-from penstock.kernels.attention.types import KVCache
 from penstock.kernels.determinism import is_deterministic
-from penstock.kernels.step.forward_batch import ForwardBatch
+from penstock.kernels.layouts.forward_batch import ForwardBatch
+from penstock.kernels.layouts.kv_cache import KVCache
 
 FLASH_BLOCK = 256
 """tokens; flash-attn's paged KV cache takes this or a multiple"""

@@ -19,10 +19,10 @@ from penstock.kernels.attention.triton_decode import DecodeAttention
 from penstock.kernels.attention.triton_decode_items import DecodeTuning, plan_kernel
 from penstock.kernels.attention.triton_fixed_splits import decode_kernel, prefill_kernel
 from penstock.kernels.attention.triton_prefill import PrefillTuning, prefill_shared_bytes
-from penstock.kernels.attention.types import KVCache
 from penstock.kernels.device import this_device
+from penstock.kernels.layouts.forward_batch import SMALL_TILE, ForwardBatch
+from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.quantize.triton_e4m3 import as_operand
-from penstock.kernels.step.forward_batch import SMALL_TILE, ForwardBatch
 from penstock.kernels.triton_pdl import LAUNCH
 
 BLOCK_N, SPLIT = 64, 256

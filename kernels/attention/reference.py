@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.argument_checks import check_tensor
-from penstock.kernels.attention.types import KVCache
+from penstock.kernels.layouts.forward_batch import ForwardBatch
+from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.linear.batch_invariant import batched_product, pad_rows
 from penstock.kernels.quantize.types import FP8
-from penstock.kernels.step.forward_batch import ForwardBatch
 
 KEY_TILE = 128
 QUERY_TILE = 64

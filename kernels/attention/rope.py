@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
-from penstock.kernels.attention.types import KVCache
 from penstock.kernels.elementwise.elementwise import rms_norm
+from penstock.kernels.layouts.kv_cache import KVCache
 
 
 def qk_norm_rope_store(

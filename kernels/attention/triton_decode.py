@@ -24,8 +24,8 @@ from penstock.kernels.attention.triton_decode_items import (
     plan_kernel,
 )
 from penstock.kernels.attention.triton_decode_keys import attend_keys, slots_from
-from penstock.kernels.attention.types import KVCache
 from penstock.kernels.device import this_device
+from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.quantize.triton_e4m3 import as_operand
 from penstock.kernels.triton_pdl import LAUNCH, wait
 

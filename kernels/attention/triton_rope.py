@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.attention.triton_fp8_cache import store_scales
-from penstock.kernels.attention.types import KVCache
+from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.quantize.triton_e4m3 import as_operand, narrow
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from penstock.kernels.attention.rope import qk_norm_rope_store
 from penstock.kernels.attention.triton_decode import DecodeAttention
-from penstock.kernels.attention.types import KVCache
 from penstock.kernels.bench.fastest import Configs
 from penstock.kernels.bench.timing import graph_us, l2_bytes
+from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.linear import linear
 from penstock.kernels.linear.gemm_candidates import HEAD_DIM, SIZES, GemmShape, shapes
 from penstock.kernels.linear.gemm_config import GemmConfig

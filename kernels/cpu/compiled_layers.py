@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
-from penstock.kernels.attention.types import KVCache
 from penstock.kernels.cpu.compiler import Target, host, load
 from penstock.kernels.cpu.integer_pointer import Kind
 from penstock.kernels.cpu.layer_checks import (
@@ -38,8 +37,9 @@ from penstock.kernels.cpu.types import (
     Matrix,
     StepFields,
 )
+from penstock.kernels.layouts.forward_batch import ForwardBatch
+from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.quantize.integers import Integers
-from penstock.kernels.step.forward_batch import ForwardBatch
 
 MIN_THREAD_BYTES = 256 << 10
 """of a layer's weights, below which another thread costs more than it computes"""

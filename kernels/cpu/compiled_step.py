@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.cpu.types import SampleFields
-from penstock.kernels.sampling.types import SamplingTensors
-from penstock.kernels.step.forward_batch import BatchShape
-from penstock.kernels.step.types import Slots, StepBuffers
+from penstock.kernels.layouts.forward_batch import BatchShape
+from penstock.kernels.layouts.sampling import SamplingTensors
+from penstock.kernels.layouts.step import Slots, StepBuffers
 
 Floats = NDArray[np.float32]
 Fields = NDArray[np.int64]

@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.attention.types import KVCache
 from penstock.kernels.cpu.compiled_layers import CompiledLayers
 from penstock.kernels.cpu.compiled_step import (
     CompiledStep,
@@ -20,8 +19,9 @@ from penstock.kernels.cpu.compiled_step import (
     sample_fields,
 )
 from penstock.kernels.cpu.types import PLAN, HeadFields, Matrix, SampleFields, StepFields
-from penstock.kernels.step.forward_batch import SMALL_TILE, BatchShape
-from penstock.kernels.step.types import Slots, StepBuffers
+from penstock.kernels.layouts.forward_batch import SMALL_TILE, BatchShape
+from penstock.kernels.layouts.kv_cache import KVCache
+from penstock.kernels.layouts.step import Slots, StepBuffers
 
 RECORD, PLAN_ROWS, PLAN_TOKENS = (PLAN.index(n) for n in ("record", "num_rows", "num_tokens"))
 STEP_ROWS, STEP_TOKENS = (StepFields._fields.index(name) for name in ("num_rows", "num_tokens"))

@@ -9,9 +9,8 @@ from penstock.kernels.cpu.emitter import Kernel, Variable
 from penstock.kernels.cpu.llvm_elementwise import LN2_HIGH, LN2_LOW
 from penstock.kernels.cpu.types import SampleFields
 from penstock.kernels.cpu.values import FLOAT, INT32, INT64, Pointer, Value
+from penstock.kernels.layouts.sampling import RUN
 
-RUN = 4096
-"""as in the reference: token ids that share 1024 counters of four words"""
 QUARTER = RUN // 4
 NUM_ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57

@@ -7,7 +7,7 @@ from penstock.kernels.cpu.emitter import Kernel
 from penstock.kernels.cpu.llvm_sampling import emit_sample_rows
 from penstock.kernels.cpu.types import PLAN
 from penstock.kernels.cpu.values import Pointer, Value
-from penstock.kernels.step.types import APPENDED, PARAMETERS, ROW, StepBuffers
+from penstock.kernels.layouts.step import APPENDED, PARAMETERS, ROW, StepBuffers
 
 LONGS = {"input_ids", "positions", "slot_mapping", "slots", "last_tokens", "next_positions"}
 """buffers of int64; the others are int32"""

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from penstock.kernels.layouts.step import Slots, StepBuffers
 from penstock.kernels.quantize.integers import Integers
-from penstock.kernels.step.types import Slots, StepBuffers
 
 Matrix = Tensor | Integers
 MATRICES = "qkv", "o", "gate_up", "down"

@@ -4,8 +4,8 @@ import itertools
 from typing import NamedTuple
 
 from penstock.kernels.device import Device, this_device
+from penstock.kernels.layouts.sampling import shard_size
 from penstock.kernels.linear.gemm_config import MAX_PARTIALS, GemmConfig, row_block
-from penstock.kernels.sampling.sampling import shard_size
 
 PUBLISHED = {
     "0.6B": (1024, 3072, 16, 8),

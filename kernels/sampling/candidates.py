@@ -9,8 +9,8 @@ drawn (`candidates_suffice`). The host does not wait for the device.
 import torch
 from torch import Tensor
 
+from penstock.kernels.layouts.sampling import SamplingTensors
 from penstock.kernels.sampling.sampling import sample
-from penstock.kernels.sampling.types import SamplingTensors
 
 NUM_LIKELIEST = 64
 """candidates of each rank in addition to the drawn token"""

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
-from penstock.kernels.sampling import penalties
-from penstock.kernels.sampling.types import (
+from penstock.kernels.layouts.sampling import (
     BIAS,
     DEFERRED,
     FLAGS,
@@ -25,6 +24,7 @@ from penstock.kernels.sampling.types import (
     REPETITION,
     LogitsState,
 )
+from penstock.kernels.sampling import penalties
 
 
 def process_logits(

@@ -10,11 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from penstock.kernels.layouts.sampling import RUN, SamplingTensors
 from penstock.kernels.sampling.philox import philox, uniform
-from penstock.kernels.sampling.types import SamplingTensors
-
-RUN = 4096
-"""token ids that share a run of 1024 counters of four words each"""
 
 
 def keep_top_k_top_p(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -4,18 +4,11 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
+from penstock.kernels.cpu.compiled_step import compiled_step
+from penstock.kernels.layouts.sampling import SamplingTensors
 from penstock.kernels.sampling import reference
-from penstock.kernels.sampling.types import SamplingTensors
 
 _DTYPES = {"seeds": torch.int64, "top_k": torch.int32, "last_token": torch.int64}
-
-
-def shard_size(vocab_size: int, num_ranks: int) -> int:
-    """Return the token ids of each rank's shard of the vocabulary, a multiple of a run.
-
-    The last shards may have fewer token ids, or none.
-    """
-    return -(-vocab_size // (reference.RUN * num_ranks)) * reference.RUN
 
 
 def sample(
@@ -48,8 +41,6 @@ def sample(
         check_tensor("out", out, slots.shape, torch.int64)
         check_contiguous("out", out)
     if not logits.is_cuda:
-        from penstock.kernels.cpu.compiled_step import compiled_step  # imports this package
-
         tokens = (compiled_step() or reference).sample(logits, slots, positions, by_slot)
         return tokens if out is None else out.copy_(torch.where(slots < 0, out, tokens))
     from penstock.kernels.sampling import triton_sampling

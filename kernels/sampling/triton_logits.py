@@ -5,11 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.sampling import types
+from penstock.kernels.layouts import sampling as layout
+from penstock.kernels.layouts.sampling import LogitsState
 from penstock.kernels.sampling.triton_gumbel import RUN
 from penstock.kernels.sampling.triton_sampling import summarise_run
 from penstock.kernels.sampling.triton_top_k_top_p import GROUP, GROUPS_PER_RUN
-from penstock.kernels.sampling.types import LogitsState
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 PROGRAMS_PER_ROW, NUM_PROGRAMS = 8, 1024
@@ -17,14 +17,14 @@ PROGRAMS_PER_ROW, NUM_PROGRAMS = 8, 1024
 BLOCK, MASK_BLOCK = 1024, 4096
 """small: many registers, of which other programs need some while a program waits for memory"""
 _BIAS_BLOCK = tl.constexpr(256)
-_PENALTIES, _BIAS = tl.constexpr(types.PENALTIES), tl.constexpr(types.BIAS)
-_MASK, _DEFERRED = tl.constexpr(types.MASK), tl.constexpr(types.DEFERRED)
-_MAX_BIAS = tl.constexpr(types.MAX_BIAS)
-_NUM_COLUMNS = tl.constexpr(types.NUM_COLUMNS)
-_REPETITION, _FREQUENCY = tl.constexpr(types.REPETITION), tl.constexpr(types.FREQUENCY)
-_PRESENCE, _NUM_GIVEN = tl.constexpr(types.PRESENCE), tl.constexpr(types.NUM_GIVEN)
-_MIN_LENGTH = tl.constexpr(types.MIN_LENGTH)
-_NUM_BIAS, _NUM_LONG_BIAS = tl.constexpr(types.NUM_BIAS), tl.constexpr(types.NUM_LONG_BIAS)
+_PENALTIES, _BIAS = tl.constexpr(layout.PENALTIES), tl.constexpr(layout.BIAS)
+_MASK, _DEFERRED = tl.constexpr(layout.MASK), tl.constexpr(layout.DEFERRED)
+_MAX_BIAS = tl.constexpr(layout.MAX_BIAS)
+_NUM_COLUMNS = tl.constexpr(layout.NUM_COLUMNS)
+_REPETITION, _FREQUENCY = tl.constexpr(layout.REPETITION), tl.constexpr(layout.FREQUENCY)
+_PRESENCE, _NUM_GIVEN = tl.constexpr(layout.PRESENCE), tl.constexpr(layout.NUM_GIVEN)
+_MIN_LENGTH = tl.constexpr(layout.MIN_LENGTH)
+_NUM_BIAS, _NUM_LONG_BIAS = tl.constexpr(layout.NUM_BIAS), tl.constexpr(layout.NUM_LONG_BIAS)
 
 
 def process(

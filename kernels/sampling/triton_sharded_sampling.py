@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.collectives.triton_shards import Shards, distances_to
-from penstock.kernels.sampling.sampling import shard_size
+from penstock.kernels.layouts.sampling import SamplingTensors, shard_size
 from penstock.kernels.sampling.triton_gumbel import RUN
 from penstock.kernels.sampling.triton_sampling import Runs, finish_rows, scan_runs
 from penstock.kernels.sampling.triton_top_k_top_p import GROUPS_PER_RUN
-from penstock.kernels.sampling.types import SamplingTensors
 
 
 def buffer_size(max_rows: int, vocab_size: int, num_ranks: int) -> int:

@@ -18,9 +18,10 @@ parameters stay on the device, by slot. The record:
 from torch import Tensor, int32
 
 from penstock.kernels.argument_checks import check_tensor
+from penstock.kernels.cpu.compiled_step import compiled_step
+from penstock.kernels.layouts.forward_batch import BatchShape
+from penstock.kernels.layouts.step import Slots, StepBuffers
 from penstock.kernels.step import reference
-from penstock.kernels.step.forward_batch import BatchShape
-from penstock.kernels.step.types import Slots, StepBuffers
 
 
 def apply_plan(
@@ -43,8 +44,6 @@ def apply_plan(
 
         triton_apply_plan.apply_plan(record, slots, buffers, shape, block_size)
         return
-    from penstock.kernels.cpu.compiled_step import compiled_step  # imports this package
-
     if compiled := compiled_step():
         compiled.apply_plan(record, slots, buffers, shape, block_size)
     else:

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from penstock.kernels.step.forward_batch import BatchShape
-from penstock.kernels.step.types import (
+from penstock.kernels.layouts.forward_batch import BatchShape
+from penstock.kernels.layouts.step import (
     APPENDED,
     HEADER,
     PARAMETERS,

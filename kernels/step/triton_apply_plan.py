@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.step.forward_batch import BatchShape
-from penstock.kernels.step.types import Slots, StepBuffers
+from penstock.kernels.layouts.forward_batch import BatchShape
+from penstock.kernels.layouts.step import Slots, StepBuffers
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 NUM_PROGRAMS = 16

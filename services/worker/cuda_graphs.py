@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.step.forward_batch import LARGE_TILE, LONG_CHUNK, SMALL_TILE, BatchShape
-from penstock.kernels.step.types import APPENDED, HEADER, PARAMETERS, ROW
+from penstock.kernels.layouts.forward_batch import LARGE_TILE, LONG_CHUNK, SMALL_TILE, BatchShape
+from penstock.kernels.layouts.step import APPENDED, HEADER, PARAMETERS, ROW
 
 log = logging.getLogger(__name__)
 

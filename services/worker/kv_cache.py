@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.types import KVCache
+from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.quantize.types import FP8
 from penstock.protocol.checkpoint import ModelConfig, ModelError
 from penstock.protocol.messages.plan import MAX_BLOCKS

@@ -10,8 +10,8 @@ import torch
 
 from penstock.kernels.attention.backends import choose_attention
 from penstock.kernels.attention.reference import AttentionBackend
+from penstock.kernels.layouts.forward_batch import BatchShape
 from penstock.kernels.quantize.types import FP8
-from penstock.kernels.step.forward_batch import BatchShape
 from penstock.models.allocation import with_integers
 from penstock.models.moe import MoE
 from penstock.models.qwen3 import Qwen3

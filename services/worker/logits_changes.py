@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from penstock.kernels.sampling.types import (
+from penstock.kernels.layouts.sampling import (
     DEFERRED,
     FLAGS,
     NUM_COLUMNS,

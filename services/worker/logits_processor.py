@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.kernels.layouts.sampling import DEFERRED
+from penstock.kernels.layouts.step import Slots
 from penstock.kernels.sampling.candidates import candidates_suffice
 from penstock.kernels.sampling.logits import apply_bitmask, process_logits
 from penstock.kernels.sampling.sampling import sample
-from penstock.kernels.sampling.types import DEFERRED
-from penstock.kernels.step.types import Slots
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.plan import BatchPlan, RowAdded

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.kernels.layouts.forward_batch import BatchShape
+from penstock.kernels.layouts.step import StepBuffers, make_slots, make_step_buffers
 from penstock.kernels.step.apply_plan import apply_plan
-from penstock.kernels.step.forward_batch import BatchShape
-from penstock.kernels.step.types import StepBuffers, make_slots, make_step_buffers
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.messages.plan import BatchPlan
 from penstock.services.worker.cuda_graphs import Computed, CudaGraphs

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.sampling.types import BIAS, DEFERRED, MASK, MAX_BIAS, NEVER, PENALTIES
+from penstock.kernels.layouts.sampling import BIAS, DEFERRED, MASK, MAX_BIAS, NEVER, PENALTIES
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import RowAdded, RowExtras
 

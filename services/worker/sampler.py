@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
+from penstock.kernels.layouts.sampling import LogitsState
+from penstock.kernels.layouts.step import Slots
 from penstock.kernels.sampling.candidates import candidates, draw_candidate
 from penstock.kernels.sampling.logits import process_logits
 from penstock.kernels.sampling.sampling import sample
-from penstock.kernels.sampling.types import LogitsState
-from penstock.kernels.step.types import Slots
 from penstock.models.qwen3 import Qwen3
 
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.step.forward_batch import SMALL_TILE, BatchShape, tile_size
-from penstock.kernels.step.types import APPENDED, HEADER, PARAMETERS, ROW
+from penstock.kernels.layouts.forward_batch import SMALL_TILE, BatchShape, tile_size
+from penstock.kernels.layouts.step import APPENDED, HEADER, PARAMETERS, ROW
 from penstock.protocol.messages.plan import RowAdded
 
 Integers = NDArray[np.int64]

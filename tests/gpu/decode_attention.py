@@ -18,8 +18,8 @@ from flash_attn import flash_attn_with_kvcache
 from torch import Tensor
 
 from penstock.kernels.attention.triton_decode import DecodeAttention
-from penstock.kernels.attention.types import KVCache
 from penstock.kernels.bench.timing import graph_us, l2_bytes
+from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.quantize.quantize import quantize
 
 HEAD_DIM = 128

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.triton_prefill import prefill_attention
-from penstock.kernels.attention.types import KVCache
 from penstock.kernels.bench.timing import graph_us
-from penstock.kernels.step.forward_batch import tile_size
+from penstock.kernels.layouts.forward_batch import tile_size
+from penstock.kernels.layouts.kv_cache import KVCache
 
 try:
     from flash_attn import flash_attn_varlen_func

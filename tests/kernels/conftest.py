@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.attention.types import KVCache
 from penstock.kernels.determinism import use_deterministic_kernels
 from penstock.kernels.device import Device
+from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.quantize import triton_e4m3
 from penstock.kernels.quantize.types import FP8
 

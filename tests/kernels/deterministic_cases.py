@@ -10,8 +10,8 @@ from tests.kernels import launch_cases as cases
 def deterministic(is_fp8: bool) -> None:
     """Launch products and attention whose bits do not depend on other rows."""
     from penstock.kernels.attention.fixed_splits import FixedSplitDecode, fixed_split_prefill
+    from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
     from penstock.kernels.linear.deterministic import multiply
-    from penstock.kernels.step.forward_batch import BatchShape, ForwardBatch
 
     rows = 1, 64, 200, 4096
     for (kind, num_weights, inner), number in product(cases.PRODUCTS, rows):

@@ -104,7 +104,7 @@ def _packed(bits: int, group: int, rows: int) -> None:
 
 
 def cache_of(block_size: int, kv_heads: int, is_fp8: bool) -> Any:
-    from penstock.kernels.attention.types import KVCache
+    from penstock.kernels.layouts.kv_cache import KVCache
 
     shape = 64, block_size, kv_heads, HEAD_DIM
     k, v = (torch.empty(shape, dtype=FP8 if is_fp8 else activations) for _ in range(2))
@@ -230,10 +230,10 @@ def _elementwise() -> None:
 
 def _others() -> None:
     """Launch the kernels that read no activations."""
+    from penstock.kernels.layouts.forward_batch import BatchShape
+    from penstock.kernels.layouts.step import make_slots, make_step_buffers
     from penstock.kernels.sampling.triton_sampling import sample
-    from penstock.kernels.step.forward_batch import BatchShape
     from penstock.kernels.step.triton_apply_plan import apply_plan
-    from penstock.kernels.step.types import make_slots, make_step_buffers
 
     meta = torch.device("meta")
     slots = make_slots(256, 64, meta)
@@ -246,8 +246,8 @@ def _others() -> None:
 
 def _process_logits(meta: torch.device) -> None:
     """Launch the kernels that change logits, for a whole vocabulary and for a shard of it."""
+    from penstock.kernels.layouts.sampling import make_logits_state
     from penstock.kernels.sampling import triton_logits
-    from penstock.kernels.sampling.types import make_logits_state
 
     for first_token, num_tokens in ((0, VOCABULARY), (VOCABULARY // 2, VOCABULARY // 2)):
         logits = torch.empty(64, num_tokens)

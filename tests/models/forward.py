@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.reference import AttentionBackend
-from penstock.kernels.attention.types import KVCache
 from penstock.kernels.cpu.llvm_attention import KEYS
-from penstock.kernels.step.forward_batch import BatchShape, ForwardBatch
+from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
+from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.models.allocation import with_integers
 from penstock.models.compiled import CompiledDecoder
 from penstock.models.qwen3 import Qwen3

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.reference import attend
-from penstock.kernels.attention.types import KVCache
-from penstock.kernels.step.forward_batch import BatchShape, ForwardBatch
+from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
+from penstock.kernels.layouts.kv_cache import KVCache
 from tests.kernels.conftest import in_8_bits, numbers_of, on, on_gpu
 
 fixed = pytest.importorskip("penstock.kernels.attention.fixed_splits")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.reference import attend
-from penstock.kernels.attention.types import KVCache
+from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.quantize.types import FP8
 
 HEADS = [(4, 4), (8, 4), (8, 2), (8, 1)]

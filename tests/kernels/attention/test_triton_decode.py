@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.reference import attend
-from penstock.kernels.attention.types import KVCache
+from penstock.kernels.layouts.kv_cache import KVCache
 
 pytest.importorskip("triton")
 from penstock.kernels.attention.triton_decode import DecodeAttention, merged_splits

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.reference import attend
-from penstock.kernels.attention.types import KVCache
+from penstock.kernels.layouts.kv_cache import KVCache
 from tests.kernels.conftest import in_8_bits, numbers_of, on, on_gpu
 
 gpu = pytest.importorskip("penstock.kernels.attention.triton_prefill")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.types import KVCache
 from penstock.kernels.cpu import compiled_layers, compiler
 from penstock.kernels.cpu.compiled_layers import CompiledLayers
+from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.linear.linear import linear_add, norm_swiglu
 from tests.kernels.cpu.layers_case import (
     BLOCK,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from penstock.kernels.cpu.compiled_step import FEW, CompiledStep
+from penstock.kernels.layouts.sampling import SamplingTensors
 from penstock.kernels.sampling import reference
-from penstock.kernels.sampling.types import SamplingTensors
 
 NUM_ROWS = 24
 KINDS = [

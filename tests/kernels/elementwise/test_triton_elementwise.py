@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.rope import qk_norm_rope_store
-from penstock.kernels.attention.types import KVCache
 from penstock.kernels.elementwise import reference
+from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.models.rope_table import rope_table
 from tests.kernels.conftest import in_8_bits, on
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.kernels.layouts.sampling import SamplingTensors, shard_size
 from penstock.kernels.sampling.candidates import (
     NUM_LIKELIEST,
     candidates,
     candidates_suffice,
     draw_candidate,
 )
-from penstock.kernels.sampling.sampling import sample, shard_size
-from penstock.kernels.sampling.types import SamplingTensors
+from penstock.kernels.sampling.sampling import sample
 
 KINDS = [
     (0.0, 0, 1.0, 0.0),

@@ -12,10 +12,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from penstock.kernels.layouts.sampling import SamplingTensors
 from penstock.kernels.sampling.philox import philox, uniform
 from penstock.kernels.sampling.reference import gumbel_noise, keep_top_k_top_p
 from penstock.kernels.sampling.sampling import sample
-from penstock.kernels.sampling.types import SamplingTensors
 
 NUM_DRAWS = 10_000
 CHI_SQUARE_999 = {3: 16.27, 7: 24.32}

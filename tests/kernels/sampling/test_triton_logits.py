@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.sampling import logits as wrapper
-from penstock.kernels.sampling import penalties, triton_logits
-from penstock.kernels.sampling.types import (
+from penstock.kernels.layouts.sampling import (
     BIAS,
     DEFERRED,
     MASK,
@@ -18,6 +16,8 @@ from penstock.kernels.sampling.types import (
     LogitsState,
     make_logits_state,
 )
+from penstock.kernels.sampling import logits as wrapper
+from penstock.kernels.sampling import penalties, triton_logits
 from tests.kernels.conftest import on_gpu
 
 FLAGS = [sum(some) for some in product((0, PENALTIES), (0, BIAS), (0, MASK), (0, DEFERRED))]

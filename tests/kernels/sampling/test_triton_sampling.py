@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.layouts.sampling import SamplingTensors
 from penstock.kernels.sampling import reference
 from penstock.kernels.sampling import sampling as wrapper
 from penstock.kernels.sampling import triton_sampling as sampling
 from penstock.kernels.sampling.philox import philox
 from penstock.kernels.sampling.triton_gumbel import words
-from penstock.kernels.sampling.types import SamplingTensors
 from tests.kernels.conftest import on_gpu
 
 # temperature, top_k, top_p, min_p

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.kernels.layouts.sampling import SamplingTensors, shard_size
 from penstock.kernels.sampling import reference
-from penstock.kernels.sampling.sampling import shard_size
 from penstock.kernels.sampling.triton_sharded_sampling import ShardedSampler, buffer_size
-from penstock.kernels.sampling.types import SamplingTensors
 from tests.kernels.conftest import on_gpu
 from tests.kernels.sampling import test_triton_sampling as whole
 

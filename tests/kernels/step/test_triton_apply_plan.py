@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from penstock.kernels.cpu.compiled_step import CompiledStep
+from penstock.kernels.layouts.forward_batch import BatchShape
+from penstock.kernels.layouts.step import Slots, StepBuffers, make_slots, make_step_buffers
 from penstock.kernels.step import reference
-from penstock.kernels.step.forward_batch import BatchShape
-from penstock.kernels.step.types import Slots, StepBuffers, make_slots, make_step_buffers
 from penstock.services.worker.persistent_batch import PersistentBatch
 from tests.services.worker.plans import plan, row
 

@@ -11,8 +11,8 @@ from llguidance import LLTokenizer
 
 from penstock.kernels.cpu import compiled_layers
 from penstock.kernels.determinism import is_deterministic
-from penstock.kernels.sampling.types import BIAS, DEFERRED, MASK, PENALTIES
-from penstock.kernels.step.forward_batch import BatchShape
+from penstock.kernels.layouts.forward_batch import BatchShape
+from penstock.kernels.layouts.sampling import BIAS, DEFERRED, MASK, PENALTIES
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config

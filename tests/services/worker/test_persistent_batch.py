@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
+from penstock.kernels.layouts.step import make_slots, make_step_buffers
 from penstock.kernels.step.apply_plan import apply_plan
-from penstock.kernels.step.forward_batch import BatchShape, ForwardBatch
-from penstock.kernels.step.types import make_slots, make_step_buffers
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import BatchPlan
 from penstock.services.worker.persistent_batch import PersistentBatch

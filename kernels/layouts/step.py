@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.sampling.types import SamplingTensors
-from penstock.kernels.step.forward_batch import SMALL_TILE, BatchShape, ForwardBatch
+from penstock.kernels.layouts.forward_batch import SMALL_TILE, BatchShape, ForwardBatch
+from penstock.kernels.layouts.sampling import SamplingTensors
 
 HEADER = 8
 ROW = 8

@@ -19,6 +19,10 @@ NEVER = -1e30
 """bias of a forbidden token; finite, so that the token can be drawn if a grammar allows no other"""
 
 
+RUN = 4096
+"""token ids that share a run of 1024 counters of four words each"""
+
+
 class SamplingTensors(NamedTuple):
     """Sampling parameters and last tokens by slot, each [num_slots]."""
 
@@ -54,6 +58,14 @@ class LogitsState(NamedTuple):
     """int32 [num_slots, 2, MAX_BIAS]: token ids, and values as the bits of a float32"""
     bitmask: Tensor
     """int32 [num_slots, ceil(vocab_size / 32)]: bit i of word w allows token 32 w + i"""
+
+
+def shard_size(vocab_size: int, num_ranks: int) -> int:
+    """Return the token ids of each rank's shard of the vocabulary, a multiple of a run.
+
+    The last shards may have fewer token ids, or none.
+    """
+    return -(-vocab_size // (RUN * num_ranks)) * RUN
 
 
 def make_logits_state(

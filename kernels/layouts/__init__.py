@@ -1,0 +1,1 @@
+"""Tensors that kernels of several folders share: shapes, types and meanings."""
