@@ -24,7 +24,12 @@ from penstock.protocol.messages.client import (
 )
 from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.messages.status import StatusReply
-from penstock.protocol.transport.channel import MAX_FRAME_BYTES, OVERSIZE_SLACK, Channel
+from penstock.protocol.transport.channel import (
+    MAX_DRAIN_SECONDS,
+    MAX_FRAME_BYTES,
+    OVERSIZE_SLACK,
+    Channel,
+)
 from penstock.protocol.transport.context import CLUSTER, Context, Handlers, drain, stays_on_host
 from penstock.protocol.transport.curve import KeysError, secure_client
 
@@ -160,8 +165,9 @@ class Connection:
         self._has_sign |= self._on_event(recv_monitor_message(self.monitor)["event"])
 
     def _on_reply(self) -> None:
-        for frames in self._replies.receive_frames(math.inf if self.on_rest is None else TURN):
-            self._session.receive(frames)
+        seconds = MAX_DRAIN_SECONDS if self.on_rest is None else TURN
+        for frames in self._replies.receive_frames(seconds):
+            self._session.receive([frame.bytes for frame in frames])
         self._has_sign = True
 
     def leave(self) -> None:

@@ -35,5 +35,5 @@ class PackedLists:
         for field, size in self.item_bytes.items():
             if (got := len(getattr(self, field))) % size:
                 raise ValueError(f"{field}: got {got} bytes, expected a multiple of {size}")
-        if len({len(getattr(self, field)) for field in self.parallel}) > 1:
+        if self.parallel and len({len(getattr(self, field)) for field in self.parallel}) > 1:
             raise ValueError(f"{self.parallel}: got different numbers of bytes")

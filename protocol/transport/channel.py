@@ -1,7 +1,6 @@
 """A ZeroMQ socket that speaks one union of messages."""
 
 import logging
-import math
 import sys
 from collections.abc import Iterator
 from time import monotonic
@@ -57,7 +56,7 @@ class Channel(Generic[Received]):
         self.socket = socket
         self.num_bad_frames = 0
         self._frames: list[zmq.Frame] = []
-        """of a message that `receive_uncopied` has received in part"""
+        """of a message that is received in part"""
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(receives).decode
         self._is_router = socket.type == zmq.ROUTER
@@ -97,23 +96,25 @@ class Channel(Generic[Received]):
         traffic.messages_sent += 1
         return 0
 
-    def receive(self, seconds: float = math.inf) -> Iterator[tuple[bytes, Received]]:
-        """Yield messages that wait at the socket: (identity of the peer, message)."""
+    def receive(self, seconds: float = MAX_DRAIN_SECONDS) -> Iterator[tuple[bytes, Received]]:
+        """Yield messages that wait at the socket, each after its peer's identity (ROUTER only)."""
         for frames in self.receive_frames(seconds):
-            message = self.decode(frames)
-            if message is not None:
-                yield frames[0], message
+            if len(frames) != 1 + self._is_router:
+                reason = f"got {len(frames)} frames, expected {1 + self._is_router}"
+                self.count_bad_frame(reason)
+                continue
+            try:
+                message = self._decode(frames[-1].bytes)
+            except DECODE_ERRORS as error:
+                self.count_bad_frame(str(error))
+            else:
+                yield frames[0].bytes if self._is_router else b"", message
 
-    def receive_frames(self, seconds: float = math.inf) -> Iterator[list[bytes]]:
-        """Yield frames that wait at the socket, for MAX_DRAIN_SECONDS or less."""
-        for frames in self.receive_uncopied(sys.maxsize, seconds):
-            yield [frame.bytes for frame in frames]
-
-    def receive_uncopied(
-        self, max_frames: int, seconds: float = math.inf
+    def receive_frames(
+        self, seconds: float = MAX_DRAIN_SECONDS, max_frames: int = sys.maxsize
     ) -> Iterator[list[zmq.Frame]]:
-        """Yield frames as `receive_frames`, uncopied, and `max_frames` + 1 of them at most."""
-        deadline, is_first = monotonic() + min(seconds, MAX_DRAIN_SECONDS), True
+        """Yield the frames of messages that wait, for `seconds`; `max_frames` + 1 of each."""
+        deadline, is_first = monotonic() + seconds, True
         while True:
             try:
                 frame: zmq.Frame = self.socket.recv(_DONTWAIT, copy=False)
@@ -130,18 +131,6 @@ class Channel(Generic[Received]):
                 is_first = False
             if monotonic() >= deadline:
                 return
-
-    def decode(self, frames: list[bytes]) -> Received | None:
-        """Return the message in the last frame; None if it can't be decoded."""
-        if len(frames) == 1 + self._is_router:
-            try:
-                return self._decode(frames[-1])  # type: ignore[no-any-return]
-            except DECODE_ERRORS as error:
-                reason = str(error)
-        else:
-            reason = f"got {len(frames)} frames, expected {1 + self._is_router}"
-        self.count_bad_frame(reason)
-        return None
 
     def count_bad_frame(self, reason: str) -> None:
         """Count a frame that is dropped; the first one is logged."""

@@ -71,7 +71,8 @@ class Authenticator:
 
     def handle(self) -> None:
         """Answer every query of libzmq that waits. A refused client learns no reason."""
-        for version, number, domain, address, _, _, key in self.channel.receive_frames():
+        for frames in self.channel.receive_frames():
+            version, number, domain, address, _, _, key = (frame.bytes for frame in frames)
             accepted = self._admits(domain, z85.encode(key), address)
             status = b"200" if accepted else b"400"
             self.channel.try_send([version, number, status, b"", b"", b""])

@@ -1,9 +1,8 @@
 """Heartbeats of this process: a thread that sends pulses to the supervisor."""
 
-import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from time import monotonic
 
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
@@ -12,6 +11,25 @@ from penstock.protocol.transport.pulses import Counters, PulseSender
 
 MAX_MISSED = 3
 """heartbeats that the thread may miss on a busy machine; if more, the process itself was stopped"""
+
+
+class LentSockets:
+    """Context of long work that uses no socket: meanwhile another thread may send heartbeats.
+
+    A lock passes the sockets on: libzmq demands a memory barrier where another thread uses a
+    socket.
+    """
+
+    def __init__(self) -> None:
+        """Begin as the thread that uses the sockets."""
+        self.lock = threading.Lock()
+        self.lock.acquire()
+
+    def __enter__(self) -> None:
+        self.lock.release()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.acquire()
 
 
 class HeartbeatThread:
@@ -32,12 +50,11 @@ class HeartbeatThread:
         """Prepare the thread, which the first `beat` starts.
 
         counters: as in `PulseSender`, called by the main thread; to_peers: sends heartbeats on the
-        main thread's sockets, called by this thread while the main thread is `working`.
+        main thread's sockets, called by this thread while the main thread is in `working`.
         """
         self.sender = PulseSender(process, counters)
         self._to_peers = to_peers
-        self._sockets = threading.Lock()
-        self._sockets.acquire()  # the main thread's, except in `working`
+        self.working = LentSockets()
         self._lost_seconds = 0.0  # this thread writes it, the main thread writes `_due`
         self._due = math.inf
         self._is_stopped = False
@@ -75,19 +92,6 @@ class HeartbeatThread:
         late = self._now() - self._due
         return late if late > HEARTBEAT_INTERVAL else 0.0
 
-    @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
-        """Wrap long work that uses no socket; meanwhile this thread sends heartbeats to peers.
-
-        A lock passes the sockets on: libzmq demands a memory barrier where another thread uses a
-        socket.
-        """
-        self._sockets.release()
-        try:
-            yield
-        finally:
-            self._sockets.acquire()
-
     def stop(self) -> None:
         """End the thread, before its context is destroyed."""
         self._is_stopped = True
@@ -102,11 +106,11 @@ class HeartbeatThread:
             self.sender.send(self.busy_seconds)
             if is_called:
                 self._sent.set()
-            if self._to_peers and self._sockets.acquire(blocking=False):
+            if self._to_peers and self.working.lock.acquire(blocking=False):
                 try:
                     self._to_peers()
                 finally:
-                    self._sockets.release()
+                    self.working.lock.release()
             begin = monotonic()
             self._called.wait(HEARTBEAT_INTERVAL)
             self.waited(monotonic() - begin)

@@ -199,7 +199,7 @@ class DetokenizerProcess:
             if isinstance(message, Refused):
                 raise SystemExit(message.reason)
             try:
-                with self.heartbeats.working():
+                with self.heartbeats.working:
                     deltas, stops = detokenizer.handle(message)
             except LostError:
                 self.reopen(tokens, detokenizer)

@@ -60,7 +60,7 @@ class ClientSocket:
 
     def receive(self) -> Iterator[tuple[Client, bytes]]:
         """Yield the messages that wait, not decoded. Clients beyond a limit are disconnected."""
-        for frames in self.channel.receive_uncopied(MAX_FRAMES):
+        for frames in self.channel.receive_frames(max_frames=MAX_FRAMES):
             if self.connections.monitor.has_message or self.connections.refused:
                 self.connections.handle_events()
             if connection := self._connection_of(frames[0]):

@@ -71,7 +71,7 @@ class TokenizerProcess:
         begin = monotonic()
         request, scheduler = message.request, self.schedulers[message.replica]
         try:
-            with self.heartbeats.working():
+            with self.heartbeats.working:
                 token_ids, request.reasoning = self.tokenizer.encode(message)
                 request.prompt_token_ids = pack(token_ids)
                 if words := request.sampling.bad_words:
@@ -96,7 +96,7 @@ class TokenizerProcess:
 
     def answer(self, message: TokenizerQuery) -> TokenizerReply:
         try:
-            with self.heartbeats.working():
+            with self.heartbeats.working:
                 reply = self.tokenizer.answer(message.question)
             return TokenizerReply(message.number, reply)
         except Exception as error:  # noqa: BLE001

@@ -57,7 +57,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 def test_who_is_at_work_is_heard_by_all(site: Site) -> None:
     """The main thread waits here, and sends nothing itself."""
     site.heartbeats.beat()
-    with site.heartbeats.working():
+    with site.heartbeats.working:
         assert site.peer.socket.poll(TIMEOUT)
         assert next(site.peer.receive())[1] == Heartbeat("t")
         site.pulse()

@@ -141,7 +141,7 @@ class GatewayHarness:
             self.tokenizer.send(Heartbeat("tokenizer.1"))
             self.run_until(lambda: len(self.gateway.default.tokenizers.peers))
         assert self.tokenizer.socket.poll(TIMEOUT)
-        return self.tokenizer.decode([self.tokenizer.socket.recv()])
+        return next(self.tokenizer.receive())[1]
 
     def tokenize(self) -> Any:
         """Return the request of the tokenizer's next task, which it passes on to `replica`."""

@@ -44,7 +44,8 @@ class Peers:
 
     def task(self) -> Any:
         assert self.tokenizer.socket.poll(TIMEOUT)
-        task = self.tokenizer.decode([self.tokenizer.socket.recv()]).request
+        _, message = next(self.tokenizer.receive())
+        task = message.request
         self.tokenizer.send(TokenizeDone(task.request_id, task.attempt, 7))
         return task
 

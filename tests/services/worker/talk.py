@@ -130,8 +130,8 @@ class Talk:
     def answer(self) -> WorkerState | SampledTokens:
         """Return the worker's next message."""
         assert self.scheduler.socket.poll(TIMEOUT)
-        identity, frame = self.scheduler.socket.recv_multipart()
-        message: WorkerState | SampledTokens = self.scheduler.decode([identity, frame])
+        message: WorkerState | SampledTokens
+        _, message = next(self.scheduler.receive())
         return message
 
     def says_nothing_more(self) -> bool:
