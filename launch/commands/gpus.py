@@ -14,6 +14,8 @@ from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config
 
 QUERY = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+TIMEOUT = 30
+"""seconds, of a driver that has to load"""
 
 
 class Gpu(NamedTuple):
@@ -110,10 +112,10 @@ def num_gpus() -> int | None:
 
 
 def physical_gpus() -> list[Gpu] | None:
-    """Return the GPUs of this machine; None where there is a driver, but no nvidia-smi."""
+    """Return the GPUs of this machine; None where there is a driver, but no answer."""
     try:
-        found = subprocess.run(QUERY, capture_output=True, text=True, check=True)
-    except FileNotFoundError:
+        found = subprocess.run(QUERY, capture_output=True, text=True, check=True, timeout=TIMEOUT)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
         with contextlib.suppress(OSError):
             ctypes.CDLL("libcuda.so.1")
             return None

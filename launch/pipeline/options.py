@@ -50,17 +50,14 @@ def add_options(
     """
     for field in fields or struct.__struct_fields__:
         hint = _hints(struct)[field]
+        own = {"action": actions[field]} if field in actions else {}
         parser.add_argument(
             flag(field),
             dest=field,
             default=argparse.SUPPRESS,
             help=_help(struct, field),
-            **(_bool_or_value(struct, field, hint) | _action(actions.get(field))),
+            **(_bool_or_value(struct, field, hint) | own),
         )
-
-
-def _action(action: type[argparse.Action] | None) -> dict[str, Any]:
-    return {"action": action} if action else {}
 
 
 def add_name(command: argparse.ArgumentParser) -> None:
@@ -109,7 +106,7 @@ def _bool_or_value(struct: type[Struct], field: str, hint: Any) -> dict[str, Any
     if get_origin(plain) is tuple:  # of any length
         item = _converter(field, get_args(plain)[0], is_json=False)
         return {"type": item, "nargs": "+", "metavar": field.upper()}
-    kinds = _kinds(_field(struct, field).type)
+    kinds = _kinds(_fields(struct)[field].type)
     is_json = bool(kinds & PARTED) and msgspec.inspect.StrType not in kinds
     metavar = "JSON" if is_json else "N" if "num_" in field else field.rpartition("_")[2].upper()
     return {"type": _converter(field, hint, is_json), "metavar": metavar}
@@ -141,10 +138,6 @@ def _converter(field: str, hint: Any, is_json: bool) -> Callable[[str], Any]:
     return convert
 
 
-def _field(struct: type[Struct], field: str) -> msgspec.inspect.Field:
-    return _fields(struct)[field]
-
-
 @functools.cache
 def _fields(struct: type[Struct]) -> dict[str, msgspec.inspect.Field]:
     info = msgspec.inspect.type_info(struct)
@@ -159,11 +152,11 @@ def _help(struct: type[Struct], field: str) -> str:
 
 
 def _default(struct: type[Struct], field: str) -> Any:
-    return _field(struct, field).default
+    return _fields(struct)[field].default
 
 
 def _description(struct: type[Struct], field: str) -> str:
-    described = _field(struct, field).type
+    described = _fields(struct)[field].type
     extra = described.extra_json_schema if isinstance(described, msgspec.inspect.Metadata) else None
     definer = next(one for one in struct.__mro__ if field in vars(one).get("__annotations__", ()))
     return (extra or {}).get("description", "") or _docstrings(definer).get(field, "")

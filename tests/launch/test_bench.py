@@ -177,7 +177,7 @@ def test_hardware_with_and_without_nvidia_smi(
     assert hardware()["gpus"] == ["NVIDIA H200", "NVIDIA GB10"]
     assert physical_gpus() == [("NVIDIA H200", 143_771 << 20), ("NVIDIA GB10", 0)]
     tool.write_text("#!/bin/sh\necho 'no driver'; exit 9\n")
-    assert hardware()["gpus"] == []
+    assert physical_gpus() == hardware()["gpus"] == []
     assert hardware()["cpus"] >= 1
 
 

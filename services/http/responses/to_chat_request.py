@@ -49,7 +49,7 @@ def chat_request(request: ResponsesRequest, items: Sequence[Item]) -> ChatReques
         if (value := getattr(request, name)) is not None:
             do = f"send {other}" if other else "it is not supported"
             raise invalid(name, f"got {value}, expected null; {do}")
-    messages = _Conversation(len(items) - _num_items(request)).add(items)
+    messages = _Conversation(len(items) - len(input_items(request))).add(items)
     if request.instructions is not None:
         messages.insert(0, Message(role="system", content=request.instructions))
     has_logprobs = LOGPROBS in request.include or bool(request.top_logprobs)
@@ -88,10 +88,6 @@ def name_in_responses(name: str) -> str:
     if name.startswith("tool"):
         return name.replace(".allowed_tools.", ".").replace(".function.", ".")
     return _RENAMED.get(name, name)
-
-
-def _num_items(request: ResponsesRequest) -> int:
-    return 1 if isinstance(request.input, str) else len(request.input)
 
 
 class _Conversation:
