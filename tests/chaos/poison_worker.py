@@ -9,8 +9,8 @@ from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.plan import BatchPlan
 from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.services.worker import loading
+from penstock.services.worker.__main__ import main
 from penstock.services.worker.model_runner import LaunchedStep, ModelRunner
-from penstock.services.worker.start import main
 
 POISON = "☠".encode()[0]
 """the demo model's token ids of text are its bytes; no answer has this one"""
