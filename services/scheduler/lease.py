@@ -24,15 +24,16 @@ class Lease:
             self.first_attempt = first_attempt
             self._end = now + self._timeout
 
-    def unclaimed(self, requests: Iterable[Sequence]) -> list[str]:
-        """Return the ids of requests that have a lease now."""
+    def unclaimed(self, requests: Iterable[Sequence]) -> list[Sequence]:
+        """Return the requests that have a lease now."""
         if self._end == math.inf:
             return []
-        return [one.request_id for one in requests if one.attempt < self.first_attempt]
+        return [one for one in requests if one.attempt < self.first_attempt]
 
-    def ends(self, now: float) -> bool:
-        """Return True once, at the end of the lease: unclaimed requests may be released."""
-        is_over = now >= self._end
-        if is_over:
-            self._end = math.inf
-        return is_over
+    def take_expired(self, requests: Iterable[Sequence], now: float) -> list[Sequence]:
+        """Return, once, the requests that no client has claimed when the lease ends."""
+        if now < self._end:
+            return []
+        expired = self.unclaimed(requests)
+        self._end = math.inf
+        return expired

@@ -132,13 +132,6 @@ class SchedulerProcess:
         """Report to the gateway why a request can't be served."""
         self.gateway.send(RequestFailed(sequence.request_id, sequence.attempt, reply, is_poison))
 
-    def release_unclaimed(self) -> None:
-        """Release requests that no client has claimed from the newest gateway."""
-        first_attempt = self.lease.first_attempt
-        for sequence in list(self.requests.values()):
-            if sequence.attempt < first_attempt:
-                self.release(sequence.request_id, sequence.attempt)
-
     def release(self, request_id: str, attempt: int) -> None:
         sequence = self.requests.get(request_id)
         if sequence and sequence.attempt <= attempt:
@@ -278,8 +271,8 @@ class SchedulerProcess:
         for identity in self.streams.lose_silent():
             self.log.warning("detokenizer %s is silent", identity.decode(errors="replace"))
         self.send_to_workers(self.group.heartbeat())
-        if self.lease.ends(monotonic()):
-            self.release_unclaimed()
+        for expired in self.lease.take_expired(self.requests.values(), monotonic()):
+            self.release(expired.request_id, expired.attempt)
         self.advance()
         self.send_status()
 
@@ -293,6 +286,7 @@ class SchedulerProcess:
         self.end_group()
         status = SchedulerStatus(epoch=self.epoch, ready=self.ready, replica=self.replica)
         status.first_attempt = self.lease.first_attempt
-        status.unclaimed = self.lease.unclaimed(self.requests.values())
+        unclaimed = self.lease.unclaimed(self.requests.values())
+        status.unclaimed = [one.request_id for one in unclaimed]
         report.fill_status(status, self.scheduler, self.group, self.streams)
         self.gateway.send(status)

@@ -1,26 +1,33 @@
 """Time in which a new gateway may claim running requests."""
 
 from types import SimpleNamespace
+from typing import Any
 
 from penstock.services.scheduler.lease import Lease
+
+REQUESTS: list[Any] = [SimpleNamespace(attempt=n) for n in (5, 6, 7, 8)]
+
+
+def expired(lease: Lease, now: float) -> list[int]:
+    return [one.attempt for one in lease.take_expired(REQUESTS, now)]
 
 
 def test_a_lease_ends_once() -> None:
     lease = Lease(30.0)
-    assert not lease.ends(1e9)
+    assert expired(lease, 1e9) == []
     lease.begin(7, now=100.0)
     assert lease.first_attempt == 7
-    assert [lease.ends(now) for now in (100.0, 129.9, 130.0, 130.5)] == [False, False, True, False]
+    found = [expired(lease, now) for now in (100.0, 129.9, 130.0, 130.5)]
+    assert found == [[], [], [5, 6], []]
 
 
 def test_what_is_not_claimed_is_known_while_the_lease_lasts() -> None:
-    requests = [SimpleNamespace(request_id=str(n), attempt=n) for n in (5, 6, 7, 8)]
     lease = Lease(30.0)
-    assert lease.unclaimed(requests) == []
+    assert lease.unclaimed(REQUESTS) == []
     lease.begin(7, now=100.0)
-    assert lease.unclaimed(requests) == ["5", "6"]
-    assert lease.ends(130.0)
-    assert lease.unclaimed(requests) == []
+    assert lease.unclaimed(REQUESTS) == REQUESTS[:2]
+    assert expired(lease, 130.0)
+    assert lease.unclaimed(REQUESTS) == []
 
 
 def test_a_second_gateway_begins_another_lease() -> None:
@@ -28,7 +35,7 @@ def test_a_second_gateway_begins_another_lease() -> None:
     lease.begin(7, now=100.0)
     lease.begin(9, now=120.0)
     assert lease.first_attempt == 9
-    assert [lease.ends(now) for now in (130.0, 150.0)] == [False, True]
+    assert [expired(lease, now) for now in (130.0, 150.0)] == [[], [5, 6, 7, 8]]
 
 
 def test_late_news_of_an_earlier_gateway_changes_nothing() -> None:
@@ -37,4 +44,4 @@ def test_late_news_of_an_earlier_gateway_changes_nothing() -> None:
     for first_attempt in (7, 9):
         lease.begin(first_attempt, now=120.0)
     assert lease.first_attempt == 9
-    assert lease.ends(130.0)
+    assert expired(lease, 130.0) == [5, 6, 7, 8]
