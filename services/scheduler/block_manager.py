@@ -67,15 +67,6 @@ class BlockManager:
         sequence.record_place = 0
         return True
 
-    def load(self, sequence: Sequence, beside: bool) -> None:
-        """Plan the copies of blocks on the host; beside: those for which the step has room."""
-        offload, loads = self.pool.offload, sequence.loads
-        begin = sequence.num_planned_tokens // self.block_size - len(loads)
-        for block in sequence.block_table[begin : begin + len(loads)]:
-            if offload is None or (beside and not offload.has_room_beside):
-                break
-            offload.load(sequence.loads.popleft(), block, beside)
-
     def _match_left(self, sequence: Sequence, matched: list[int]) -> tuple[int, int]:
         """Return as `LeftBlocks.find`, for the block after those that matched.
 

@@ -140,6 +140,15 @@ class OffloadIndex:
         copies = self._beside if beside else self._before
         copies.extend((block, -1 - self._entries[hash_].slot))
 
+    def load_blocks(self, sequence: Sequence, block_size: int, beside: bool) -> None:
+        """Plan the copies of a sequence's blocks; beside: those for which the step has room."""
+        num_loads = len(sequence.loads)
+        begin = sequence.num_planned_tokens // block_size - num_loads
+        for block in sequence.block_table[begin : begin + num_loads]:
+            if beside and not self.has_room_beside:
+                break
+            self.load(sequence.loads.popleft(), block, beside)
+
     @property
     def has_room_beside(self) -> bool:
         """True if more copies may run beside the step of the plan that is built."""

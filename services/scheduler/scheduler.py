@@ -176,8 +176,9 @@ class Scheduler(RunningBatch):
         Copies run beside the step of other sequences. Where there are none, they precede it.
         """
         if sequence.loads:
-            beside = builder.plan.computes
-            self.block_manager.load(sequence, beside)
+            offload, beside = self.block_manager.pool.offload, builder.plan.computes
+            if offload:
+                offload.load_blocks(sequence, self._block_size, beside)
             return not beside
         return True
 

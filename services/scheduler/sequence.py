@@ -58,7 +58,7 @@ class Sequence:
       num_computed_tokens
     - `BlockManager`: block_table, num_prefill_tokens, num_planned_tokens, num_computed_tokens,
       num_published_blocks, published_content, record_place, loads, has_fetched, full_blocks
-    - `OffloadIndex`: has_fetched
+    - `OffloadIndex`: has_fetched, loads
     - `NgramProposer`: speculation, num_planned_tokens, last_step
     - `WaitingQueue`: admission
     - `Streams`: detokenizer, stream_id
