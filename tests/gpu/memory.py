@@ -26,9 +26,7 @@ COLUMNS = "model", "weights: computed", "measured", "needs", "KV tokens", "peak"
 def measure(folder: str, quantization: str = "none", kv_cache_dtype: str = "auto") -> list[str]:
     """Return the cells of a line. Raises what the worker raises where it does not fit."""
     model = quantized(read_model_config(Path(folder)), quantization)
-    rows, tokens = Config().max_num_seqs, Config().max_num_batched_tokens
-    layout = Layout(fp8_kv_cache=kv_cache_dtype == "fp8")
-    need = needs(model, layout, max_num_seqs=rows, max_num_batched_tokens=tokens)
+    need = needs(model, Layout(fp8_kv_cache=kv_cache_dtype == "fp8"))
     limit = need.with_context(CONTEXT)
     config = Config(
         model=folder,
