@@ -117,17 +117,6 @@ class BlockManager:
             self._full_blocks(sequence, num_blocks)
         return sequence.full_blocks[num_blocks - 1][0] if num_blocks else sequence.cache_root
 
-    def roll_back(self, sequence: Sequence) -> None:
-        """Continue after the confirmed positions; the table stays, and all else is prefilled.
-
-        What plans in flight published is hidden already.
-        """
-        confirmed = sequence.num_confirmed_tokens
-        sequence.num_planned_tokens = sequence.num_computed_tokens = confirmed
-        sequence.num_prefill_tokens = len(sequence.token_ids)
-        sequence.num_published_blocks = sequence.published_content = 0
-        self.pool.confirm(self.publish(sequence, confirmed))
-
     def has_place(self, sequence: Sequence) -> bool:
         """Return whether the table has room for every known token."""
         return len(sequence.token_ids) <= len(sequence.block_table) * self.block_size

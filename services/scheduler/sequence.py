@@ -53,7 +53,8 @@ class Sequence:
     Besides its own methods, these classes write its fields (a test compares):
 
     - `RunningBatch`: status, finish_reason, slot, num_lost_tokens, num_preemptions
-    - `RecoverableScheduler`: status, slot, last_step
+    - `RecoverableScheduler`: status, slot, last_step, num_prefill_tokens, num_planned_tokens,
+      num_computed_tokens, num_published_blocks, published_content
     - `Scheduler`: status, token_ids, last_step, num_deaths, num_planned_tokens,
       num_computed_tokens
     - `BlockManager`: block_table, num_prefill_tokens, num_planned_tokens, num_computed_tokens,
@@ -164,13 +165,6 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
-
-    @property
-    def num_confirmed_tokens(self) -> int:
-        """Positions whose KV no plan in flight writes; 0 while its first plan is in flight."""
-        if self.num_computed_tokens < self.num_prefill_tokens:
-            return self.num_computed_tokens
-        return len(self.token_ids) - 1
 
     @property
     def rank(self) -> tuple[bool, int, int]:

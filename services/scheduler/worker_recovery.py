@@ -41,7 +41,7 @@ class RecoverableScheduler(Scheduler):
                 self._requeue(sequence)
         for sequence in self.running:
             self._note_lost(sequence)
-            self.block_manager.roll_back(sequence)
+            self._roll_back(sequence)
             sequence.last_step = -1
         for sequence in self.waiting:
             sequence.last_step = -1
@@ -54,6 +54,15 @@ class RecoverableScheduler(Scheduler):
         for sequence in given_up:
             self.finish(sequence, "abort")
         return given_up
+
+    def _roll_back(self, sequence: Sequence) -> None:
+        """Continue after the confirmed positions; the table stays, and all else is prefilled."""
+        confirmed = num_confirmed_tokens(sequence)
+        sequence.num_planned_tokens = sequence.num_computed_tokens = confirmed
+        sequence.num_prefill_tokens = len(sequence.token_ids)
+        sequence.num_published_blocks = sequence.published_content = 0
+        blocks = self.block_manager.publish(sequence, confirmed)  # those in flight are hidden
+        self.block_manager.pool.confirm(blocks)
 
     def begin(self, epoch: int, has_memory: bool, memory: int = 0) -> None:
         """Make plans for new workers, after `lose_plans`; all wait if the KV memory is lost.
@@ -70,4 +79,11 @@ class RecoverableScheduler(Scheduler):
 def _can_continue(sequence: Sequence) -> bool:
     """Return whether a sequence keeps its blocks after a death; a suspect must wait to be alone."""
     needs_all = sequence.is_suspect or sequence.needs_prompt_logprobs
-    return sequence.num_confirmed_tokens > 0 and not needs_all
+    return num_confirmed_tokens(sequence) > 0 and not needs_all
+
+
+def num_confirmed_tokens(sequence: Sequence) -> int:
+    """Return positions whose KV no plan in flight writes; 0 while its first plan is in flight."""
+    if sequence.num_computed_tokens < sequence.num_prefill_tokens:
+        return sequence.num_computed_tokens
+    return len(sequence.token_ids) - 1

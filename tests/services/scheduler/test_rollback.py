@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from penstock.protocol.messages.packed import unpack
 from penstock.services.scheduler.sequence import Status
+from penstock.services.scheduler.worker_recovery import num_confirmed_tokens
 from tests.services.scheduler.builders import long_prompt
 from tests.services.scheduler.simulation import Simulation
 
@@ -43,7 +44,7 @@ def test_a_prefill_continues_after_its_confirmed_chunks() -> None:
     sim.send()
     sim.receive()
     sim.send()
-    assert (sequence.num_confirmed_tokens, sequence.num_planned_tokens) == (4, 12)
+    assert (num_confirmed_tokens(sequence), sequence.num_planned_tokens) == (4, 12)
     sim.restart(keeps_memory=True)
     plan = sim.send()
     assert plan and plan.added[0].num_computed_tokens == 4
