@@ -16,9 +16,13 @@ from penstock.launch.commands.api_key import read_api_key
 from penstock.launch.commands.gpus import check_gpus, check_tiers, gpus_by_model
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import HubModel, hub_model, resolve
-from penstock.launch.pipeline.open_files import check_open_files
 from penstock.launch.pipeline.options import add_options, flag
-from penstock.launch.pipeline.procfile import PROCFILE, process_names, read_procfile
+from penstock.launch.pipeline.procfile import (
+    PROCFILE,
+    check_open_files,
+    process_names,
+    read_procfile,
+)
 from penstock.launch.pipeline.run_folder import claim, control_endpoint
 from penstock.launch.pipeline.several_models import (
     NextModel,

@@ -1,6 +1,7 @@
-"""The procfile: one line per kind of process, `name: command`; names of processes."""
+"""The procfile: one line per kind of process, `name: command`; names and number of processes."""
 
 import re
+import resource
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +13,9 @@ PROCFILE = Path(__file__).parents[1] / "procfile"
 
 OF_MODEL = ("tokenizer", "scheduler", "worker", "detokenizer")
 """kinds of processes that each model has for itself"""
+BASE, PER_PROCESS = 128, 6
+"""descriptors of the supervisor, which has the most: sockets and connections of some clients; for
+each process two pipes, a pidfd, a connection and kept memory"""
 _LINE = re.compile(r"([A-Za-z0-9_-]+):\s*(\S.*)")
 
 
@@ -77,3 +81,15 @@ def kind_of(name: str) -> str:
 def stem_of(name: str) -> str:
     """Return the name of a process without its number: `worker`, or `MODEL/worker`."""
     return name.rpartition(".")[0]
+
+
+def check_open_files(num_processes: int) -> None:
+    """Raise LaunchError if the limit of open files is too low for these processes."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = BASE + PER_PROCESS * num_processes
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise LaunchError(
+            f"open files: got a limit of {soft}, expected {needed} or more for {num_processes} "
+            "processes; raise the hard limit (`ulimit -n`, LimitNOFILE= of systemd, --ulimit "
+            "nofile= of Docker), or start fewer processes"
+        )

@@ -9,8 +9,7 @@ from typing import Any
 import zmq
 
 from penstock.launch.pipeline.errors import LaunchError
-from penstock.launch.pipeline.open_files import check_open_files
-from penstock.launch.pipeline.procfile import kind_of, numbers_at_start, stem_of
+from penstock.launch.pipeline.procfile import check_open_files, kind_of, numbers_at_start, stem_of
 from penstock.launch.pipeline.run_folder import control_endpoint
 from penstock.launch.supervisor.processes import ManagedProcess, Processes
 from penstock.launch.supervisor.report import Report
