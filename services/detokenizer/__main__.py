@@ -1,6 +1,18 @@
 """`python -P -m penstock.services.detokenizer`."""
 
-from penstock.services.detokenizer.process import main
+from penstock.protocol.messages.registration import Goodbye
+from penstock.protocol.transport.process import Process
+from penstock.services.detokenizer.process import DetokenizerProcess
+
+
+def main() -> None:
+    """Run until SIGTERM; then another detokenizer takes its streams."""
+    process = Process("detokenizer")
+    detokenizer = DetokenizerProcess(process)
+    detokenizer.loop.run()
+    detokenizer.tell(Goodbye())
+    process.context.destroy()
+
 
 if __name__ == "__main__":
     main()

@@ -238,12 +238,3 @@ class DetokenizerProcess:
     def tell(self, message: FromDetokenizer) -> None:
         for tokens in self.tokens:
             tokens.send(message)
-
-
-def main() -> None:
-    """Run until SIGTERM; then another detokenizer takes its streams."""
-    process = Process("detokenizer")
-    detokenizer = DetokenizerProcess(process)
-    detokenizer.loop.run()
-    detokenizer.tell(Goodbye())
-    process.context.destroy()

@@ -1,6 +1,18 @@
 """`python -P -m penstock.services.tokenizer`."""
 
-from penstock.services.tokenizer.process import main
+from penstock.protocol.messages.registration import Goodbye
+from penstock.protocol.transport.process import Process
+from penstock.services.tokenizer.process import TokenizerProcess
+
+
+def main() -> None:
+    """Run until SIGTERM; then another tokenizer takes the open requests."""
+    process = Process("tokenizer")
+    tokenizer = TokenizerProcess(process)
+    tokenizer.loop.run()
+    tokenizer.gateway.send(Goodbye())
+    process.context.destroy()
+
 
 if __name__ == "__main__":
     main()

@@ -121,12 +121,3 @@ class TokenizerProcess:
 
     def on_heartbeat(self) -> None:
         self.gateway.send(Heartbeat(self.name))
-
-
-def main() -> None:
-    """Run until SIGTERM; then another tokenizer takes the open requests."""
-    process = Process("tokenizer")
-    tokenizer = TokenizerProcess(process)
-    tokenizer.loop.run()
-    tokenizer.gateway.send(Goodbye())
-    process.context.destroy()

@@ -6,6 +6,7 @@ from typing import Any
 
 from penstock.protocol.messages.detokenizer import StepTokens
 from penstock.services.detokenizer import process
+from penstock.services.detokenizer.__main__ import main
 
 handle = process.Detokenizer.handle
 
@@ -18,4 +19,4 @@ def handle_or_die(self: process.Detokenizer, message: StepTokens) -> Any:
 
 if __name__ == "__main__":
     process.Detokenizer.handle = handle_or_die  # type: ignore[method-assign]
-    process.main()
+    main()

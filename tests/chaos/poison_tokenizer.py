@@ -6,7 +6,7 @@ import time
 
 from penstock.protocol.messages.tokenizer import TokenizeRequest
 from penstock.services.tokenizer import prompts
-from penstock.services.tokenizer.process import main
+from penstock.services.tokenizer.__main__ import main
 
 SECONDS = 3.0
 encode = prompts.Tokenizer.encode
