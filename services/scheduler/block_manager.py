@@ -24,10 +24,6 @@ class BlockManager:
     def num_free_blocks(self) -> int:
         return self.pool.num_free_blocks
 
-    @property
-    def num_tokens(self) -> int:
-        return self.pool.num_blocks * self.block_size
-
     def has_room(self, keep_watermark: bool) -> bool:
         """Return whether `allocate` may succeed: every sequence needs a block of its own."""
         return self.num_free_blocks > (self.watermark if keep_watermark else 0)

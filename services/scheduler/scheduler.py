@@ -45,7 +45,7 @@ class Scheduler(RunningBatch):
         """index of the host tier, which the workers at hand may not have yet"""
         self._block_size = block_manager.block_size
         self._max_tokens_per_step = config.max_num_batched_tokens
-        self._max_length = min(max_model_len, block_manager.num_tokens)
+        self._max_length = min(max_model_len, block_manager.pool.num_blocks * self._block_size)
         self.proposer = NgramProposer(config, block_manager)
         self._speculates = config.speculative_method == "ngram"
 

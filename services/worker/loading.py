@@ -113,7 +113,7 @@ def load(
         times.end("grammars")
     if config.profile:
         path = make_run_folder(config) / f"trace-{index}.json"
-        runner.profile(step_profiler(config.profile, path))
+        runner.profiler = step_profiler(config.profile, path)
     log.info("ready after %s", times)
     return runner
 

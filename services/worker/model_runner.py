@@ -62,7 +62,7 @@ class ModelRunner:
         self._sampler = Sampler(model, self._slots, state, num_slots, batch.vocab_size)
         self._last_step: LaunchedStep | None = None
         self._graphs: CudaGraphs | None = None
-        self._profiler: Any = None
+        self.profiler: Any = None
         self._idle_times = IdleTimes() if self._is_cuda else None
         compiled = model.compiled
         self._decode = compiled and compiled.decode_step(self._slots, self._buffers, kv_caches)
@@ -89,9 +89,6 @@ class ModelRunner:
         if self._graphs:
             yield from self._graphs.capture_all()
 
-    def profile(self, profiler: Any) -> None:
-        self._profiler = profiler
-
     def launch(self, plan: BatchPlan) -> LaunchedStep:
         """Start a step; the rest of the step before is launched first.
 
@@ -108,8 +105,8 @@ class ModelRunner:
         rows = self._batch.advance(plan.chunks, plan.drafts)
         if rows is None:
             return LaunchedStep.finished([])
-        if self._profiler:
-            self._profiler.step()
+        if self.profiler:
+            self.profiler.step()
         if self._decode and not rows.shape.num_tiles and not self.logits_processor.rows:
             return LaunchedStep.finished(self._decode(rows.record, rows.shape.num_rows))
         return self._launch(rows)
