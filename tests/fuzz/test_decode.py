@@ -46,15 +46,20 @@ TOKENIZER = Tokenizer(CONFIG.model_folder, CONFIG.max_model_len)
 GENERATION = read_generation_config(CONFIG.model_folder)
 TO_TOKENIZER = msgspec.msgpack.Decoder(ToTokenizer)
 VALIDATION = Validation(CONFIG)
+TIMEOUT = 60_000
+"""milliseconds that a frame may take"""
 NUM_FRAMES = scaled(20_000) // len(UNIONS)
 INNER_UNIONS = sorted(UNIONS.keys() - {"Request", "Reply"})
 
 
-@pytest.fixture(params=[zmq.PULL, zmq.ROUTER], ids=["PULL", "ROUTER"])
-def channel(request: pytest.FixtureRequest) -> Iterator[Callable[[Any], Channel[Any]]]:
-    """Make channels of sockets that are not connected."""
-    with zmq.Context() as context, context.socket(request.param) as socket:
-        yield lambda receives: Channel(socket, receives)
+@pytest.fixture(params=[(zmq.PULL, zmq.PUSH), (zmq.ROUTER, zmq.DEALER)], ids=["PULL", "ROUTER"])
+def sockets(request: pytest.FixtureRequest) -> "Iterator[list[zmq.Socket[bytes]]]":
+    """Connect a socket that receives and one that sends."""
+    with zmq.Context() as context, contextlib.ExitStack() as stack:
+        receiver, sender = (stack.enter_context(context.socket(kind)) for kind in request.param)
+        receiver.bind("inproc://frames")
+        sender.connect("inproc://frames")
+        yield [receiver, sender]
 
 
 def test_every_union_has_an_example_of_each_message() -> None:
@@ -140,12 +145,13 @@ USES: dict[type[Struct], Callable[[Any], None]] = {
 
 @pytest.mark.search
 @pytest.mark.parametrize("union", INNER_UNIONS)
-def test_inner_frames(union: str, channel: Callable[[Any], Channel[Any]]) -> None:
-    receiver, num_messages = channel(UNIONS[union]), 0
-    envelope = [b"peer"] if receiver.socket.type == zmq.ROUTER else []
+def test_inner_frames(union: str, sockets: "list[zmq.Socket[bytes]]") -> None:
+    receiver: Channel[Any] = Channel(sockets[0], UNIONS[union])
+    num_messages = 0
     for frame in Mutator(union, encoded(union)).frames(NUM_FRAMES // 2):
-        message = receiver.decode([*envelope, frame])
-        if message is not None:
+        sockets[1].send(frame)
+        assert receiver.socket.poll(TIMEOUT)
+        for _, message in receiver.receive():
             num_messages += 1
             assert isinstance(message, UNIONS[union])
             USES.get(type(message), str)(message)
